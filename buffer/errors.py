@@ -1,55 +1,6 @@
-"""Every error of the project, as one tree.
+"""Every error of the project, as one tree. `exit_code` is the exit code of the command.
 
-    RolloutMQError                      1  base of all errors
-    ├── ConfigError                     2  a config file, a flag or a data set is wrong
-    │   ├── DatasetError                2  a line of a data set cannot be used
-    │   ├── HubError                    2  a model or data set of the Hub cannot be downloaded
-    │   ├── QueryError                  2  a query about groups is not valid
-    │   └── SandboxUnavailable          2  no sandbox for programs of a model works on this machine
-    ├── StoreError                      3  the Redis server refuses, or cannot be used
-    │   ├── StoreUnavailable            3  no answer in time; the operation may be repeated
-    │   │   └── StoreFull               3  its memory is full: no new work is started
-    │   ├── StoreUnsafe                 3  too old, or configured so that it would lose data
-    │   └── ScriptError                 1  a script and its caller disagree: a bug
-    ├── ModelError                      4  a model folder, an engine or weights cannot be loaded
-    │   └── WeightsRefused              4  no live worker can load the published weights
-    ├── RunError                        5  this run cannot be opened like that
-    │   ├── RunExists                   5  another run has that name
-    │   ├── RunNotFound                 5  no run on this server has that name
-    │   ├── LostRun                     5  the server is not the one that the checkpoint knows
-    │   ├── RunDamaged              5  a key of the run is gone, or something else wrote to it
-    │   ├── RoleHeld                    5  another trainer or producer still sends heartbeats
-    │   └── ProducerGone                5  a trainer waits for a batch, and there is no producer
-    ├── Fenced                          5  a newer process holds what this process held
-    ├── TaskStopped                     5  too many tries of a task failed one after the other
-    ├── GradientNotFinite               5  too many optimizer steps in a row could not be taken
-    ├── GroupChanged                    5  a received group is not what the server sent any more
-    ├── GroupHeld                       1  a group that cannot be moved: running, in a batch, ended
-    ├── GroupTimeout                    1  a group took longer than its task allows
-    ├── LedgerError                     1  a step that cannot be taken or committed
-    │   ├── CheckpointNow               1  memory is full of batches that only a checkpoint frees
-    │   ├── ExpiredBatch                1  the newest weights are too old for the step
-    │   └── NoBatch                     1  no group of the step is ready or running
-    ├── StepFailed                      1  a rank of the trainer cannot read its share of a batch
-    ├── RankLost                        7  another rank of the trainer ended; its log has the reason
-    ├── PublicationFailed               1  new weights could not be published beside a step
-    ├── PauseTimeout                    1  a worker did not confirm a pause in time
-    ├── WireError                       1  bytes that are not a group
-    │   ├── SchemaVersionError          1  bytes of another schema version
-    │   └── SignatureError              1  no worker with a key signed these bytes
-    ├── MemoryFull                      1  the run holds as many payload bytes as it may
-    ├── PayloadMissing                  1  an index entry without its bytes
-    ├── MediaError                      1  a file of a payload is missing, too large, or not valid
-    ├── SnapshotError                   1  not a whole snapshot, or a run that changed meanwhile
-    ├── UserCodeError                   1  a function of a user raised, took too long, or ended
-    │   └── JudgeError                  1  a judge failed, or returned no reward
-    │       └── AnswerTooLong           1  a service of a judge sent more than is read
-    ├── ProcessUnavailable              1  no process could be started for a user's function
-    ├── JudgeInterrupted                1  a pause ended a judge; its rollout is judged later
-    └── AccountError                    6  the account of groups does not add up
-
-The number is the exit code of the command; 0 is success, 130 a signal that ended it before the run
-was over. "Empty", "not ready" and "paused" are results, not errors.
+Exit code 0 is success. "Empty", "not ready" and "paused" are results, not errors.
 """
 
 from __future__ import annotations
@@ -57,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 INTERRUPTED = 130
-"""Exit code of a process that a signal stopped before the run was over: it is to be replaced."""
+"""Exit code of a process that a signal stopped before the run was over: to be replaced."""
 
 
 class RolloutMQError(Exception):
     """The base of all errors.
 
-    `hint` says what to do, in Python names where a Python program can do it; `command_hint` is the
-    same with the flags of the command. `exit_code` is that of the command.
+    `hint` says what to do, in Python names where a program can do it; `command_hint` uses flags.
     """
 
     exit_code = 1
@@ -84,7 +34,7 @@ LONGEST_REASON = 300
 
 
 def text_of(error: BaseException) -> str:
-    """Return the text of any error: that of a user may raise where it is made into one."""
+    """Return the text of any error, also of a user's error whose `__str__` raises."""
     try:
         return "".join(str(error)).encode(errors="replace").decode()
     except BaseException as fault:  # also SystemExit: it ends nothing
@@ -99,7 +49,7 @@ def describe(error: BaseException) -> str:
 
 
 class ConfigError(RolloutMQError):
-    """A config file or a flag is wrong: what, where, and what would be right."""
+    """A config file or a flag is wrong; the text says what would be right."""
 
     exit_code = 2
 
@@ -108,7 +58,7 @@ _NEXT = "\n  "
 
 
 def raise_together(errors: Sequence[RolloutMQError]) -> None:
-    """Raise the only error as it is, several as one ConfigError; nothing where there is none."""
+    """Raise a single error as it is, several as one ConfigError, and nothing without errors."""
     if len(errors) == 1:
         raise errors[0]
     # one of them may be several already
@@ -118,7 +68,7 @@ def raise_together(errors: Sequence[RolloutMQError]) -> None:
 
 
 class DatasetError(ConfigError):
-    """A line of a data set cannot be used: file, line number, reason."""
+    """A line of a data set cannot be used."""
 
 
 class HubError(ConfigError):
@@ -126,7 +76,7 @@ class HubError(ConfigError):
 
 
 class QueryError(ConfigError):
-    """A query about groups is not valid: what is wrong, and what is allowed."""
+    """A query about groups is not valid."""
 
 
 class StoreError(RolloutMQError):
@@ -136,17 +86,11 @@ class StoreError(RolloutMQError):
 
 
 class StoreUnavailable(StoreError):
-    """The server did not answer before the deadline.
-
-    Every operation of this project may be repeated (I13).
-    """
+    """The server did not answer in time. Every operation may be repeated (I13)."""
 
 
 class StoreFull(StoreUnavailable):
-    """The server is at its maxmemory.
-
-    It refuses to start work; it still accepts what frees memory or ends work (I12).
-    """
+    """The server is at its maxmemory: it accepts only what frees memory or ends work (I12)."""
 
 
 class StoreUnsafe(StoreError):
@@ -247,11 +191,11 @@ class PauseTimeout(RolloutMQError):
 
 
 class WireError(RolloutMQError):
-    """Bytes that do not decode to a group: what and where in the document."""
+    """These bytes do not decode to a group."""
 
 
 class SchemaVersionError(WireError):
-    """A group was written with another schema version: found, and supported."""
+    """A group was written with another schema version."""
 
 
 class SignatureError(WireError):
@@ -299,8 +243,8 @@ class GroupTimeout(RolloutMQError):
 class UserCodeError(RolloutMQError):
     """A user's function raised, exceeded its limit, ended its process, or returned rubbish.
 
-    `told`: the same in the words that a model gets as the result of a tool. `frames`: the places in
-    the user's code where it was raised, one a line; "" where they are not known.
+    `told`: the same for the model, as the result of a tool. `frames`: the lines of the user's code
+    that raised it, "" if unknown.
     """
 
     def __init__(self, message: str, *, hint: str = "", told: str = "", frames: str = "") -> None:

@@ -1,5 +1,3 @@
-"""Names and ids: runs, tasks, groups, nonces."""
-
 from __future__ import annotations
 
 import re
@@ -9,29 +7,21 @@ from buffer.errors import ConfigError
 
 
 def new_nonce() -> str:
-    """Return 128 random bits in hex.
-
-    Fencing compares nonces and not counters, because a server that rolled back repeats counters.
-    """
+    """Return 128 random bits in hex: a server that rolled back repeats counters, not nonces."""
     return secrets.token_hex(16)
 
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 GID = re.compile(r"(?P<task>[A-Za-z0-9_.-]+)-(?P<draw>\d{10})")
 
-LANES = ("eval", "resume", "fresh")
-"""Priorities of jobs, highest first."""
+LANES = ("eval", "resume", "fresh")  # priorities of jobs, highest first
 
-POOLS = ("completed", "aborted", "expired")
-"""Statuses that have a pool."""
+POOLS = ("completed", "aborted", "expired")  # statuses that have a pool
 
-ENDS = ("archived", "filtered", "dropped")
-"""Final stages: the record of the group is gone, a bit in a bitmap remains."""
+ENDS = ("archived", "filtered", "dropped")  # a bit in a bitmap remains, no record
 
 IMPORTED_FROM = 2**25
-"""The first draw of groups from outside (put, imported), so that draws of the data set are neither
-skipped nor repeated (I3). A bitmap of ended draws up to it takes 4 MiB.
-"""
+"""The first draw of put and imported groups (I3); a bitmap of ended draws up to it takes 4 MiB."""
 
 
 def valid_name(kind: str, name: str) -> str:
@@ -45,7 +35,6 @@ def valid_name(kind: str, name: str) -> str:
 
 
 def group_id(task: str, draw: int) -> str:
-    """Return the id of a draw of a task; the same draw always has the same id."""
     return f"{task}-{draw:010d}"
 
 

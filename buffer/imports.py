@@ -26,10 +26,7 @@ def is_dotted_path(text: str) -> bool:
 
 
 def check_module(spec: str, *, kind: str) -> None:
-    """Raise ConfigError where the module of "package.module:name" does not exist.
-
-    For modules that are slow to import: it is not imported, only the packages around it.
-    """
+    """Raise ConfigError if a slow module is missing, importing only the packages around it."""
     module_name = spec.partition(":")[0]
     search_in(Path.cwd())
     try:
@@ -43,10 +40,7 @@ def check_module(spec: str, *, kind: str) -> None:
 def load_function(
     spec: str, *, kind: str, built_in: Mapping[str, str] = MappingProxyType({})
 ) -> Callable[..., Any]:
-    """Return the function at `spec`: "package.module:name", or a name of `built_in`.
-
-    Raises ConfigError where there is no such function.
-    """
+    """Return the function at "package.module:name", or a `built_in` name. Raises ConfigError."""
     function: Callable[..., Any] = load_object(
         built_in.get(spec, spec), kind=kind, built_in=built_in
     )
@@ -56,10 +50,9 @@ def load_function(
 
 
 def load_object(spec: str, *, kind: str, built_in: Iterable[str] = ()) -> Any:
-    """Return the object at `spec`, "package.module:name".
+    """Return the object at "package.module:name". Raises ConfigError, which suggests `built_in`.
 
     The current folder is searched last, so that a file there hides no installed module.
-    Raises ConfigError where there is no such object; `built_in` are the names it then suggests.
     """
     module_name, colon, name = spec.partition(":")
     if not colon or not module_name or not name:
@@ -113,7 +106,7 @@ def _hidden(module_name: str) -> str:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return where an error was raised: "see line 3 of my_judge.py"; in no library if possible."""
+    """Return where an error was raised, if possible in no library: "see line 3 of my_judge.py"."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"see line {error.lineno} of {error.filename}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -124,12 +117,12 @@ def _last_line(error: BaseException) -> str:
 
 
 def search_in(folder: Path) -> None:
-    """Search for modules in `folder`, too, after all other folders."""
     name = str(folder.resolve())
     if name not in sys.path:
         sys.path.append(name)
 
 
+# package, as it is imported, to extra
 EXTRAS = {
     "PIL": "images",
     "aiohttp": "http",
@@ -155,7 +148,6 @@ EXTRAS = {
     "vllm": "vllm-cuda",
     "zstandard": "zstd",
 }
-"""Package, as it is imported, to extra."""
 
 
 def missing_extra(error: ImportError) -> ConfigError | None:
@@ -170,10 +162,7 @@ def missing_extra(error: ImportError) -> ConfigError | None:
 
 
 def install_command(extra: str) -> str:
-    """Return the command that installs what an extra brings.
-
-    It names the packages: the extra itself can be installed only from a checkout or a wheel.
-    """
+    """Return the command that installs an extra's packages, without a checkout or wheel."""
     # `aiohttp>=3.11; extra == "http"`
     named = re.compile(rf"(.+?)\s*;.*\bextra == [\"']{re.escape(extra)}[\"']")
     found = [named.fullmatch(line) for line in metadata.requires("rolloutmq") or ()]

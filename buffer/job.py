@@ -1,5 +1,3 @@
-"""A job, the right to generate one group, and its result."""
-
 from __future__ import annotations
 
 import re
@@ -17,10 +15,7 @@ ReleaseKind = Literal["handback", "aborted", "expired", "failed", "lost"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The right to generate one group, until its lease expires.
-
-    `aborts`: the number of times that the group was interrupted.
-    """
+    """The right to generate one group, until its lease expires; `aborts` counts interruptions."""
 
     gid: str
     token: str
@@ -31,7 +26,6 @@ class Job:
 
     @property
     def task(self) -> str:
-        """Return the task of the group."""
         return split_group_id(self.gid)[0]
 
     @property
@@ -46,7 +40,7 @@ class Job:
 
     @classmethod
     def parse(cls, row: Sequence[str], token: str) -> Job:
-        """Return the job in one row of the reply to a claim. Raises RunDamaged."""
+        """Parse one row of the reply to a claim. Raises RunDamaged."""
         gid, lane, tries, payload, chunks, size, crc, aborts = row
         numbers = (chunks, size, tries, aborts or "0")
         if not all(re.fullmatch(r"-?\d{1,16}", number) for number in numbers) or chunks == "0":
@@ -59,10 +53,7 @@ class Job:
 
 
 def digest_of(jobs: Iterable[Job]) -> int:
-    """Return the number by which a worker and the server compare what the worker holds.
-
-    `lua/include/leased.lua` computes the same.
-    """
+    """Return the number by which a worker and `lua/include/leased.lua` compare held groups."""
     return digest_of_pairs((job.gid, job.token) for job in jobs)
 
 
@@ -77,10 +68,10 @@ def _mark(job: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EndedEarly:
-    """What a group had that was ended because it can serve no train step any more.
+    """A group that was ended because it can serve no train step any more.
 
-    `unmade_tokens`: the most that its unfinished rollouts could still have generated. `oldest`: the
-    oldest policy version of its tokens, by lineage of weights.
+    `unmade_tokens`: the most that its rollouts could still have generated. `oldest`: the oldest
+    policy version of its tokens, by lineage of weights.
     """
 
     tokens: int
@@ -100,8 +91,6 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class PayloadRef:
-    """Where the bytes of a group are, with their size and checksum."""
-
     gid: str
     token: str
     chunks: int

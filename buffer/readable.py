@@ -1,5 +1,3 @@
-"""Text for people: JSON that is safe on a terminal, and numbers of bytes with units."""
-
 from __future__ import annotations
 
 from typing import Annotated
@@ -11,8 +9,7 @@ from pydantic_core.core_schema import no_info_after_validator_function
 def visible(text: str) -> str:
     r"""Return JSON of the same value, with each unprintable character of a string as \uXXXX.
 
-    JSON itself demands that for the first 32 only: U+009B begins an escape sequence, and U+202E
-    reverses what follows.
+    JSON demands it only for the first 32: U+009B begins an escape sequence, U+202E reverses text.
     """
     if text.isascii() and "\x7f" not in text:
         return text

@@ -1,8 +1,3 @@
-"""Finished groups by task and status: what workers submit, others put, and trainers take.
-
-`buffer.groups.pools` counts and reads the pools; here they change.
-"""
-
 from __future__ import annotations
 
 import contextlib
@@ -32,19 +27,12 @@ from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 
 
 class ReplayBuffer(Pools):
-    """Changes and reads the pools of one run.
-
-    Usage:
-        buffer = Run.open(store, "demo").buffer
-        buffer.put("math", [rollouts_of_one_prompt], weights=PolicyVersion(lineage, 4))
-        groups = buffer.get(8, "math")
-    """
+    """Finished groups by task and status: what workers submit, others put, and trainers take."""
 
     order_function: OrderFunction | None = None
-    """The order policy of the run if a user wrote it: each process that submits or puts sets it."""
+    """The order policy of the run if a user wrote it; each process that submits or puts sets it."""
 
-    observers: Sequence[Observer] = ()
-    """What hears of submitted groups and taken batches; `Run` sets it."""
+    observers: Sequence[Observer] = ()  # set by `Run`
 
     def put(
         self,
@@ -55,16 +43,14 @@ class ReplayBuffer(Pools):
         ageless: bool = False,
         retryable: bool | None = None,
     ) -> dict[str, str]:
-        """Add groups that no worker holds; return where each is, by its new gid, in order.
+        """Add groups that no worker holds; return the pool or end of each by its new gid, in order.
 
-        A completed, aborted or expired group (`group_status`) goes to the pool of that status; one
-        that is too stale for the next train step counts as expired. Members of expired ones that
-        are expired or too stale start again if `retryable` (default: as the run does), else the
+        A group goes to the pool of its status, or counts as expired if too stale for the next step.
+        Expired and stale members start again if `retryable` (default: as the run does), else the
         group is dropped. Tokens after the last span of a rollout get the version `weights`; without
         it, every rollout needs spans, or the groups are `ageless`: no policy of this run made them.
 
-        All groups are checked before the first is added. Then each is added for itself and for
-        good. The caller's rollouts are not changed.
+        All groups are checked before the first is added; the caller's rollouts are not changed.
 
         Raises:
             WireError: a group is empty, has an INIT, FAILED or FILTERED rollout, or cannot be
@@ -98,10 +84,9 @@ class ReplayBuffer(Pools):
     ) -> None:
         """Replace the rollouts of a group in a pool, for example to change rewards.
 
-        The group goes to the pool of its new status (completed or aborted), and keeps its arrival
-        and, in `fifo` and `length_fair`, its turn. `weights` and `ageless` are those of `put`.
-        `replaces` is the payload token of what the caller has read (`run.record`); the default is
-        what is there now.
+        The group goes to the pool of its new status (completed or aborted) and keeps its place in
+        the order. `weights` and `ageless` are those of `put`. `replaces`: the payload token that
+        the caller has read (default: the present one).
 
         Raises:
             GroupHeld: the group is in no pool or has other bytes by now; nothing was changed.
@@ -167,21 +152,17 @@ class ReplayBuffer(Pools):
     def submit(
         self, worker: str, job: Job, group: RolloutGroup, new_tokens: int, *, filtered: bool = False
     ) -> Stored:
-        """Submit one completed, aborted or filtered group; raise what `submit_many` returns for it.
-
-        `new_tokens` counts the tokens that were generated since the claim.
-        """
+        """Submit one group, with `new_tokens` generated since the claim; raise its error."""
         (outcome,) = self.submit_many(worker, [Result(job, group, new_tokens, filtered)])
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
     def submit_many(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
-        """Submit the groups that a worker finished, in one round trip; return what became of each.
+        """Submit the groups that a worker finished, in one round trip; return the outcome of each.
 
-        Each group is submitted for itself and for good: `Stored`, or the error that concerns it
-        alone (`SubmitOutcome`). Raises StoreUnavailable when the server does not answer; the same
-        results may then be submitted again (I13).
+        An error concerns one group alone. Raises StoreUnavailable when the server does not answer;
+        the same results may then be submitted again (I13).
         """
         began_ns = time.time_ns()
         submission = Submission(
@@ -199,12 +180,10 @@ class ReplayBuffer(Pools):
     ) -> dict[str, list[RolloutGroup]] | NotReady:
         """Take the groups of train step `step`, and return them by task.
 
-        `counts` are the groups of each task: all of them or none (NotReady); without `strict`,
-        those that are ready. `nonce` is that of the open trainer, which commits the step in the
-        end. A step that was taken before is returned as it was (I5). `RolloutConsumer`
-        has a take that waits, and quarantines what cannot be read.
-
-        Raises Fenced, LedgerError, PayloadMissing or WireError.
+        `counts`: groups of each task, of which it takes all or none (NotReady); without `strict`,
+        those that are ready. `nonce` is that of the open trainer. A step that was taken before is
+        returned as it was (I5). Raises Fenced, LedgerError, PayloadMissing or WireError;
+        `RolloutConsumer` instead waits, and quarantines unreadable groups.
         """
         ledger = BatchLedger(self._store, self._keys, self._limits, observers=self.observers)
         answer = ledger.take(nonce, step, counts, strict=strict)
@@ -218,8 +197,8 @@ class ReplayBuffer(Pools):
     ) -> list[RolloutGroup]:
         """Return the groups of a batch, in order, with tokens that are too stale masked.
 
-        The result is the same at every call (I5). `known` groups were read before, and are not read
-        again. Raises PayloadMissing or WireError.
+        The result is the same at every call (I5). `known` groups are not read again. Raises
+        PayloadMissing or WireError.
         """
         refs = [entry.payload for entry in manifest.entries]
         loaded = dict(known or {})
@@ -245,10 +224,9 @@ class ReplayBuffer(Pools):
         """Expire the groups of these tasks (default: all that train) that became too stale.
 
         `thresholds`: by task, in train steps; default: the run's. Returns how many groups of each
-        task were moved, in slices of `limit`; O(log N + moved). The step is the server's, the one
-        that groups are generated for: no caller can expire groups for a later step. Nothing depends
-        on this being called (I8). Raises ConfigError for an unknown task, another status than
-        completed and aborted, and a threshold below 1.
+        task were moved, in slices of `limit`; O(log N + moved). The step is the server's. Takes
+        check staleness themselves (I8). Raises ConfigError for an unknown task, a status other
+        than completed and aborted, or a threshold below 1.
         """
         names = [self._known(task) for task in (tasks or self._limits.training_tasks)]
         own = {self._known(task): threshold for task, threshold in (thresholds or {}).items()}
@@ -275,9 +253,8 @@ class ReplayBuffer(Pools):
     def delete(self, which: str | Mapping[str, Any]) -> int:
         """Drop a group by its gid, or all groups in pools that match a query; return how many.
 
-        A single group may also wait or be dead; GroupHeld if it runs, is in a batch, or has ended
-        in another way. A group that matches a query (`buffer.query`), but runs or is taken before
-        its turn comes, is left out. Raises QueryError for a wrong query.
+        A single group may also wait or be dead. Raises GroupHeld if it runs, is in a batch, or has
+        ended otherwise, and QueryError for a wrong query.
         """
         jobs = JobQueue(self._store, self._keys, self._limits)
         if isinstance(which, str):

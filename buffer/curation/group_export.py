@@ -1,7 +1,7 @@
-"""Exports groups to a file for data curators, one line per rollout: living groups, or batches.
+"""Export groups to a file for data curators, one line per rollout: living groups, or batches.
 
-On a live run the groups are of different times, but each is whole. A group whose bytes are missing
-or damaged (which may be why it is dead) is left out and reported; it does not stop the others.
+On a live run, groups are read at different times. A group whose bytes are missing or damaged is
+left out and reported.
 """
 
 from __future__ import annotations
@@ -26,16 +26,12 @@ from buffer.redis.store import Store
 from buffer.replay_buffer import ReplayBuffer
 from buffer.wire.staleness import staleness
 
-_MAX_READS = 3
-"""How often a group is read whose bytes are freed between the reads of record and payload."""
+_MAX_READS = 3  # attempts, if the bytes are freed after the record was read
 
 
 @dataclass(slots=True)
 class Exported:
-    """Counts what is in the file.
-
-    `unreadable` has the reason for each gid that is not. `steps` are the exported archived batches.
-    """
+    """What is in the file: `unreadable` has the reason by gid, `steps` the exported batches."""
 
     groups: int = 0
     rollouts: int = 0
@@ -44,7 +40,7 @@ class Exported:
 
 
 class _Found(NamedTuple):
-    """Holds the lines of a group to be exported, or why there are none."""
+    """The lines of a group to be exported, or why there are none."""
 
     gid: str
     lines: list[dict[str, Any]]
@@ -52,8 +48,6 @@ class _Found(NamedTuple):
 
 
 class GroupExport:
-    """Writes groups of one run to files; see `Run.export` and `Run.export_archived`."""
-
     def __init__(self, store: Store, keys: Keys, buffer: ReplayBuffer, ledger: BatchLedger) -> None:
         self._store = store
         self._keys = keys
@@ -67,10 +61,7 @@ class GroupExport:
         return self._write(path, self._living(tasks, query), Exported(), advance)
 
     def write_archived(self, path: Path, advance: Advance = no_advance) -> Exported:
-        """Write the retained archived batches that were not exported yet, in order.
-
-        Without any, no file is made.
-        """
+        """Write the retained batches that were not exported yet, if any, in order."""
         done = Exported(steps=self._unexported())
         if not done.steps:
             return done

@@ -1,7 +1,7 @@
-"""Imports groups from a file into the pools of a run.
+"""Import groups from a file into the pools of a run.
 
-All lines are checked first, then each group is put (`buffer.groups.put_groups`). They are completed
-groups with the versions of the file; one without spans never becomes stale.
+All lines are checked before the first group is put (`buffer.groups.put_groups`). A group without
+spans never becomes stale.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from buffer.wire.group import RolloutGroup
 
 @dataclass(slots=True)
 class Imported:
-    """Counts what was imported so far, up to line `last_line` of the file.
+    """What was imported so far, up to line `last_line` of the file.
 
-    `too_old` counts the groups among them that are too stale for the next train step: they start
-    again from their prompt, or were dropped.
+    `too_old`: groups too stale for the next step, which start again from their prompt or were
+    dropped.
     """
 
     groups: int = 0
@@ -40,7 +40,7 @@ class Imported:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Holds the lines of one group and their numbers in the file."""
+    """The lines of one group and their numbers in the file."""
 
     task: str
     first: int
@@ -48,13 +48,10 @@ class _Part:
     lines: Sequence[RolloutLine]
 
     def group(self, gid: str) -> RolloutGroup:
-        """Return the group of these lines under a new gid."""
         return group_of(self.lines, gid, self.task)
 
 
 class GroupImport:
-    """Imports groups into one run; see `Run.import_groups`."""
-
     def __init__(
         self,
         store: Store,
@@ -63,7 +60,7 @@ class GroupImport:
         payloads: PayloadStore,
         order_function: OrderFunction | None = None,
     ) -> None:
-        """Prepare to import; `order_function` is the order policy of the run if a user wrote it."""
+        """`order_function` is the order policy of the run if a user wrote it."""
         self._store = store
         self._keys = keys
         self._limits = limits
@@ -78,10 +75,9 @@ class GroupImport:
         from_line: int = 1,
         advance: Advance = no_advance,
     ) -> Imported:
-        """Import the groups of a file, from line `from_line` on.
+        """Import the groups of a file to `task`, or by default to the task that each line names.
 
-        They go to `task`, or by default to the task that each line names. Raises DatasetError with
-        file and line before anything is imported; any later error reports what was imported.
+        Raises DatasetError before anything is imported; a later error reports what was imported.
         """
         intake = GroupPut(
             self._store, self._keys, self._limits, self._payloads, "imported", self._order_function

@@ -1,7 +1,7 @@
-"""Reads and writes files of rollout lines in bounded memory: JSONL, or Parquet with pyarrow.
+"""Read and write files of rollout lines in bounded memory: JSONL, or Parquet with pyarrow.
 
-In Parquet, token columns are lists of int32 and float32, and spans a list of structs. Fields of any
-nesting (messages, reward, sample_params, ground_truth, extra) are JSON text.
+In Parquet, token columns are lists of int32 and float32, spans a list of structs, and fields of any
+nesting (messages, reward, sample_params, ground_truth, extra) JSON text.
 """
 
 from __future__ import annotations
@@ -19,29 +19,22 @@ from buffer.curation.rollout_line import FIELDS
 from buffer.errors import ConfigError, DatasetError
 from buffer.imports import install_command
 
-LINE_BYTES = 256 * 2**20
-"""A longer line of JSON is refused before it is parsed."""
+LINE_BYTES = 256 * 2**20  # a longer line of JSON is refused before it is parsed
 
 FIX_HINT = "fix the file: each line is one rollout, as `rolloutmq export` writes it"
 
 _JSON_COLUMNS = ("messages", "reward", "sample_params", "ground_truth", "extra")
 _SPAN = ("start", "length", "version", "lineage")
-_ROWS = 64
-"""Rows in memory at a time: a row group of a Parquet file."""
+_ROWS = 64  # in memory at a time: a row group of a Parquet file
 
 
 class LineWriter(Protocol):
-    """Writes lines to a file, one at a time."""
-
     def add(self, line: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
 
 
 def kind_of(path: Path) -> str:
-    """Return jsonl or parquet, by the suffix of a file name.
-
-    Raises ConfigError for another suffix, or when pyarrow is missing.
-    """
+    """Return jsonl or parquet, by the suffix. Raises ConfigError, also if pyarrow is missing."""
     if path.suffix not in (".jsonl", ".parquet"):
         raise ConfigError(
             f"{path.name} is neither .jsonl nor .parquet",
@@ -87,10 +80,7 @@ def sync(path: Path) -> None:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """Yield (number, fields) of every line or row, counted from 1.
-
-    Raises DatasetError with the file and the line.
-    """
+    """Yield (number from 1, fields) of every line or row. Raises DatasetError."""
     kind = kind_of(path)
     try:
         yield from _read_jsonl(path) if kind == "jsonl" else _read_parquet(path)
@@ -99,8 +89,6 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 class JsonlWriter:
-    """Writes lines as JSON."""
-
     def __init__(self, path: Path) -> None:
         self._stream = path.open("wb")
 
@@ -133,8 +121,6 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 class ParquetWriter:
-    """Writes lines as rows of a Parquet file."""
-
     def __init__(self, path: Path) -> None:
         self._arrow, parquet = _pyarrow()
         self._schema = _schema(self._arrow)

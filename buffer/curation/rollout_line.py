@@ -1,8 +1,7 @@
 """One rollout as data curators see it: a line of a JSONL file, or a row of a Parquet file.
 
-The lines of a group stand together and have the same prompt_ids. Each has the number of
-them (`samples`), so that a file that was cut or filtered within a group is noticed. What an export
-adds for people only (`stage`, `status` of waiting groups, `staleness`) is not imported.
+The lines of a group stand together. Each has their number (`samples`), so that a group that was cut
+is noticed. `stage`, `status` of waiting groups and `staleness` are not imported.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ FIELDS = (
     *("ref_logprobs", "values", "token_rewards", "teacher_logprobs"),
     *("reward", "finish_reason", "error", "sample_params", "data_source", "ground_truth", "extra"),
 )
-"""Every field of a line, in order."""
 
 
 class RolloutLine(BaseModel):
-    """Checks a line that is imported: no unknown fields; those with a default may be left out."""
+    """A line that is imported: no unknown fields; those with a default may be left out."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -92,10 +90,7 @@ class RolloutLine(BaseModel):
 
 
 def group_of(lines: Sequence[RolloutLine], gid: str, task: str) -> RolloutGroup:
-    """Return the group of these lines under a new gid, whole and encodable.
-
-    Raises ValueError with one sentence on what is wrong.
-    """
+    """Return the whole, encodable group of these lines under a new gid. Raises ValueError."""
     first = lines[0]
     if any(line.samples not in (None, len(lines)) for line in lines):
         raise ValueError(
@@ -118,7 +113,6 @@ def group_of(lines: Sequence[RolloutLine], gid: str, task: str) -> RolloutGroup:
 
 
 def lines_of(group: RolloutGroup, stage: str, staleness: int | None) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a group, with numpy columns."""
     own_fields = [name for name in FIELDS if name in RolloutState.model_fields]
     for state in group.states:
         line: dict[str, Any] = {

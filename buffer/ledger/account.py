@@ -1,9 +1,8 @@
 """The account: every group is in exactly one stage, and nothing is trained twice (I1, I6).
 
-Totals come from one script, at one instant, and are stored twice: in structures (streams, sorted
-sets, bitmaps) and in counters that move in the same scripts; both must agree with `enqueued + put +
-imported`. Membership is then proved draw by draw, and each draw is checked in all structures at one
-instant: paging through two live sets would report false losses.
+One script returns all totals at one instant, from structures and from counters; both must agree
+with `enqueued + put + imported`. Then each draw is checked in all structures at one instant,
+because paging through two live sets would report false losses.
 """
 
 from __future__ import annotations
@@ -55,18 +54,15 @@ STAGES = (
     "filtered",
     "dropped",
 )
-"""Where a group can be, with the pool by status; a group is in exactly one of them."""
+"""Where a group can be: in exactly one of these. A group in a pool is named by its status."""
 
-SLICE = 200
-"""Draws that are checked in one round trip."""
+SLICE = 200  # draws in one round trip
 
 _WIDTH = len(LANES) + len(POOLS) + len(_COUNTERS) + len(ENDS)
 
 
 @dataclass(frozen=True, slots=True)
 class TaskAccount:
-    """Counts the groups of one task by stage, at one instant."""
-
     task: str
     waiting: int
     running: int
@@ -82,13 +78,11 @@ class TaskAccount:
     put: int
     imported: int
     cursor: int
-    reentered: int
-    """groups that entered although the cursor is still before them, after the server lost data"""
+    reentered: int  # groups that entered before the cursor, after the server lost data
     highest_draw: int
     target: int
     consumed: int
-    ended_bits: tuple[int, int, int]
-    """bits in the bitmaps of ENDS"""
+    ended_bits: tuple[int, int, int]  # in the bitmaps of ENDS
 
     @property
     def stages(self) -> dict[str, int]:
@@ -107,11 +101,9 @@ class TaskAccount:
 
     @property
     def added_by_hand(self) -> int:
-        """Return how many groups entered that were not drawn from the data set."""
         return self.put + self.imported
 
     def faults(self, keys: Keys) -> Iterator[Damage]:
-        """Yield each pair of counts that disagree."""
         task, progress = self.task, keys.progress(self.task)
         in_stages = sum(self.stages.values())
         if in_stages != self.total:
@@ -131,28 +123,23 @@ class TaskAccount:
 
 @dataclass(slots=True)
 class FsckReport:
-    """Contains the outcome of `fsck`."""
-
     tasks: list[TaskAccount]
     leases: int
     bytes: ByteCount
     checked: int = 0
-    damage: list[Damage] = field(default_factory=list)
-    """all that is wrong; `faults`, `lost` and `doubled` share it out, for people"""
+    damage: list[Damage] = field(default_factory=list)  # all faults; the properties below sort them
 
     @property
     def clean(self) -> bool:
-        """Return whether every group was found in exactly one stage and all counts agree."""
         return not self.damage
 
     @property
     def faults(self) -> list[str]:
-        """Return in a sentence each what is wrong beside lost and doubled groups."""
+        """Return a sentence for each fault beside lost and doubled groups."""
         return [found.text for found in self.damage if found.kind == "fault"]
 
     @property
     def lost(self) -> list[str]:
-        """Return the ids of groups that are in no stage."""
         return [found.gid for found in self.damage if found.kind == "lost"]
 
     @property
@@ -161,7 +148,7 @@ class FsckReport:
         return [found.text for found in self.damage if found.kind == "doubled"]
 
     def collect(self, what: str, damage: Iterable[Damage]) -> None:
-        """Add what a check yields; damage that ends the check itself is reported, too."""
+        """Add the damage that a check yields, or that ends it."""
         try:
             self.damage.extend(damage)
         except StoreUnavailable:
@@ -205,10 +192,7 @@ class Account:
         return self.stages_of([group_id(task, draw)])[0]
 
     def stages_of(self, gids: Sequence[str]) -> list[list[str]]:
-        """Return the stages of each group.
-
-        Each group is checked at one instant, but not all of them at the same one.
-        """
+        """Return the stages of each group, read at one instant for each, but not for all."""
         calls: list[tuple[SlotKeys, dict[str, Arg]]] = []
         for gid in gids:
             task, draw = split_group_id(gid)
@@ -224,8 +208,7 @@ class Account:
     def fsck(self, advance: Callable[[int, int], object] = lambda done, total: None) -> FsckReport:
         """Check every key: its name, type and fields, every draw, manifest, record, lease and byte.
 
-        Works on a live run, and never ends because of what it finds. `advance` gets the number of
-        draws that were checked, and of all.
+        Works on a live run, and no fault ends it. `advance` gets the draws checked, and all.
         """
         report = FsckReport([], leases=0, bytes=ByteCount(0, 0))
         keys = KeyCheck(self._store, self._keys, self._limits)
@@ -239,10 +222,7 @@ class Account:
         return report
 
     def spot_check(self) -> list[Damage]:
-        """Check the ledger of training and the newest draws of each task.
-
-        The cost does not grow with the run.
-        """
+        """Check the ledger of training and the newest draws of each task, at a constant cost."""
         report = FsckReport([], leases=0, bytes=ByteCount(0, 0))
         key = self._keys.ledger("train")
         fields: Any = self._store.retrying("ledger", lambda: self._store.control.hgetall(key))
@@ -256,7 +236,7 @@ class Account:
     def _check_draws(
         self, report: FsckReport, advance: Callable[[int, int], object]
     ) -> Iterator[Damage]:
-        """Count all groups into `report`, and yield what is wrong with the counts and draws."""
+        """Count all groups into `report`, and yield the faults of counts and draws."""
         totals = self.totals()
         report.tasks, report.leases, report.bytes = totals.tasks, totals.leases, totals.bytes
         yield from totals.damage
@@ -281,7 +261,7 @@ class Account:
                 yield _doubled(gid, ", ".join(stages))
 
     def _check_leases(self, found: KeyCheck) -> Iterator[Damage]:
-        """Yield what is wrong with what workers hold, each worker at one instant."""
+        """Yield the faults of what workers hold, each worker at one instant."""
         keys = self._keys
         listed = self._store.each(
             "workers", [("ZRANGE", key, 0, -1) for key in (keys.leases, keys.workers)], "control"
@@ -297,7 +277,7 @@ class Account:
             yield Damage(text, keys.leases)
 
     def _check_manifests(self, name: str) -> Iterator[Damage]:
-        """Yield what is wrong with the batches that are not archived, and those that are kept."""
+        """Yield the faults of batches that are not archived, and of retained ones."""
         ledger = BatchLedger(self._store, self._keys, self._limits, name)
         oldest = ledger.archive.steps().start
         steps = ledger.steps()
@@ -331,10 +311,9 @@ class Account:
                 yield _doubled(gid, f"{batch}; {', '.join(stages) or 'nowhere'}")
 
     def _check_records(self, found: KeyCheck) -> Iterator[Damage]:
-        """Yield what is wrong with records and payloads, and if the count of bytes is.
+        """Yield the faults of records, payloads and the count of bytes.
 
-        On a live run the count is a range: bytes that were held throughout are seen once, those
-        that came or went in between once or never.
+        On a live run the count is a range: bytes that come or go meanwhile may be missed.
         """
         memory = Memory(self._store, self._keys, self._limits)
         before = memory.count()

@@ -1,7 +1,6 @@
 """Batches that were trained and committed, and how long their bytes and manifests are retained.
 
-`commit` only archives. The run's limits define what is freed after that: all at once, all but the
-last N batches, or what was exported.
+`commit` only archives; the run's limits define what is freed after that.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from buffer.redis.store import Store
 
 
 def parse_manifest(key: str, step: int, lines: Sequence[str]) -> Manifest:
-    """Return the manifest in the lines of a key. Raises RunDamaged."""
     try:
         return Manifest.parse(step, lines)
     except ValueError as error:
@@ -27,19 +25,14 @@ def parse_manifest(key: str, step: int, lines: Sequence[str]) -> Manifest:
 
 
 class Forgotten(NamedTuple):
-    """Reports one slice of `Archive.forget`."""
+    """One slice of `Archive.forget`."""
 
-    newest: int
-    """newest step of which nothing is left"""
-    freed: int
-    """batches freed by this slice"""
-    left: int
-    """batches that are still to be freed"""
+    newest: int  # newest step of which nothing is left
+    freed: int  # batches freed by this slice
+    left: int  # batches that are still to be freed
 
 
 class Archive:
-    """Reads and frees the archived batches of one ledger."""
-
     def __init__(self, store: Store, keys: Keys, limits: RunLimits, name: str) -> None:
         self._store = store
         self._keys = keys
@@ -49,9 +42,8 @@ class Archive:
     def forget(self, *, exported: int = 0, everything: bool = False) -> int:
         """Free archived batches whose retention has ended; return the newest step that is gone.
 
-        `exported`: batches up to this step were copied elsewhere, which frees them under
-        `retain_until_exported`. `everything` also frees retained batches. Evaluations are never
-        retained. Any process may call this at any time.
+        Batches up to step `exported` were copied elsewhere, for `retain_until_exported`.
+        `everything` also frees retained batches. Any process may call this at any time.
         """
         while True:
             done = self.forget_slice(exported=exported, everything=everything)
@@ -76,18 +68,12 @@ class Archive:
         return Forgotten(newest, freed, left)
 
     def steps(self) -> range:
-        """Return the steps whose archived batches still exist.
-
-        Read them with `manifest` and `ReplayBuffer.get`.
-        """
+        """Return the steps whose archived batches exist, for `manifest` and `ReplayBuffer.get`."""
         forgotten, freed, _ = self._counters()
         return range(forgotten + 1, freed + 1)
 
     def entries(self) -> Iterator[ManifestEntry]:
-        """Yield the archived groups whose bytes still exist.
-
-        Includes the archived part of a batch that is being archived.
-        """
+        """Yield the archived groups whose bytes exist, also of a batch that is being archived."""
         forgotten, freed, done = self._counters()
         for step in range(forgotten + 1, freed + 2):
             manifest = self.manifest(step)

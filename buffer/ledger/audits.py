@@ -1,8 +1,8 @@
 """The account of audits: which batches were audited, and what was found in them.
 
-An auditor (`consumer/grpo/audit`) chooses groups of a batch after they were taken, so no
-worker can know which. One script records all findings of a batch and the position behind it. An
-auditor that dies before that call chooses anew from the same batch; of two, one is refused.
+An auditor (`consumer/grpo/audit`) chooses groups after they were taken, so no worker can know them.
+One script records all findings of a batch and its position; an auditor that dies before that call
+chooses anew.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from buffer.redis.keys import Keys
 from buffer.redis.scripts import Arg
 from buffer.redis.store import Store
 
-LONGEST_DETAIL = 500
-"""Bytes."""
+LONGEST_DETAIL = 500  # bytes
 
 Verdict = Literal["agrees", "differs", "impossible"]
 
 
 class AuditFinding(NamedTuple):
-    """What an audit found in one group; `worker` is "" where it is not known any more."""
+    """What an audit found in one group; `worker` is "" if unknown by now."""
 
     verdict: Verdict
     worker: str
@@ -39,13 +38,12 @@ class AuditPosition(NamedTuple):
 
     @classmethod
     def of(cls, manifest: Manifest) -> AuditPosition:
-        """Return the position of a batch."""
         found = re.search(r" taken_ms=(\d+)", manifest.header)
         return cls(manifest.step, int(found[1]) if found else 0)
 
     @classmethod
     def parse(cls, text: str) -> AuditPosition:
-        """Return the position with this `str`; for other text, that before the first batch."""
+        """Parse the `str` of a position; other text gives the position before the first batch."""
         found = re.fullmatch(r"(\d+)\.(\d+)", text)
         return cls(int(found[1]), int(found[2])) if found else cls()
 
@@ -63,13 +61,10 @@ class AuditAccount(NamedTuple):
     position: AuditPosition
     missed: int
     groups: dict[str, dict[Verdict, int]]
-    failed: dict[str, str]
-    """the newest audit that failed of each worker, until an operator admits the worker"""
+    failed: dict[str, str]  # newest failed audit of each worker, until an operator admits it
 
 
 class Audits:
-    """Reads and writes the account of audits of one run."""
-
     def __init__(self, store: Store, keys: Keys) -> None:
         self._store = store
         self._keys = keys
@@ -84,8 +79,7 @@ class Audits:
     ) -> bool:
         """Record the findings of the batch at `after`, and bar the workers that they name.
 
-        `before`: the position that was read. Returns False, and changes nothing, if another auditor
-        has audited the batch.
+        Returns False, and changes nothing, if another auditor has moved the position `before`.
         """
         units = [
             part
@@ -97,7 +91,6 @@ class Audits:
         return bool(reply[0] != "MOVED")
 
     def read(self) -> AuditAccount:
-        """Return the account. One round trip."""
         raw = self._store.retrying("audits", lambda: self._store.control.hgetall(self._keys.audits))
         fields = {
             name.decode(errors="replace"): value.decode(errors="replace")

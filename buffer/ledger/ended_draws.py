@@ -17,19 +17,14 @@ from buffer.redis.keys import Keys
 from buffer.redis.script_calls import unfenced
 from buffer.redis.store import Store
 
-SLICE = 128
-"""Draws in one call of the script."""
+SLICE = 128  # draws in one call of the script
 
-Ending = tuple[int, str]
-"""A draw, and what happens to it: archived, dropped, or again."""
+Ending = tuple[int, str]  # a draw, and its end: archived, dropped, or again
 
 
 @dataclass(frozen=True, slots=True)
 class _Draws:
-    """Describes one task as the server records it.
-
-    No draw from `drawn` on ever entered, nor an imported one from `added_by_hand` on.
-    """
+    """One task on the server; numbers from `drawn` and `added_by_hand` on never entered."""
 
     drawn: int
     added_by_hand: int
@@ -38,7 +33,7 @@ class _Draws:
 
 
 class EndedDraws:
-    """Compares the server's bitmaps with what was trained, and corrects the server.
+    """Compare the server's bitmaps with what was trained, and correct the server.
 
     `changed` counts the draws that were ended or revived, `lost` those to be drawn again.
     """
@@ -65,10 +60,7 @@ class EndedDraws:
             self._assert(task, ends, seen, lost)
 
     def revive(self, position: Position) -> None:
-        """Let archived draws that were not trained be drawn again.
-
-        An imported group cannot be drawn again, and is dropped.
-        """
+        """Let untrained archived draws be drawn again; drop imported ones, which cannot be."""
         for task in self._limits.training_tasks:
             self._assert(task, self._untrained(task, position), 0, 0)
 

@@ -1,21 +1,18 @@
 """Recovery after a server lost data: restore what the trainer's checkpoint records (I6).
 
 A server can lose its last second (`appendfsync everysec`), be reset to an older state, or come back
-empty. Then a checkpoint of step S records more than the server: batches that were taken, and draws
-that were trained. Every opening compares the two; if nothing is lost, nothing is written.
-Otherwise, while `take` waits:
+empty. Every opening compares it with a checkpoint of step S. If something is lost, while `take`
+waits:
 
 1. a batch that does not belong to the history of S is dissolved: its groups are ready again
-2. batches after the oldest kept checkpoint are restored if their bytes still exist; if not, they
-   and all before them can no longer be delivered, and S is the oldest checkpoint that opens without
-   `regenerate`
-3. every other trained draw is archived from the stage that it is in; one that only a trainer before
-   a `regenerate` had trained, and that the server lost as well, is drawn again
+2. batches after the oldest kept checkpoint are restored if their bytes exist; if not, they and all
+   before them are lost, and S is the oldest checkpoint that opens without `regenerate`
+3. every other trained draw is archived from its stage; one that only a trainer before a
+   `regenerate` had trained, and that the server lost as well, is drawn again
 4. the ledger continues after S
 
-Each of these is one script, or slices of one, that changes nothing when repeated. A trainer that
-dies between two of them leaves `recovering` set, so that no batch is delivered, and the next
-trainer compares again.
+Each is one script, or slices of one, that may be repeated. A trainer that dies between two of them
+leaves `recovering` set, so that no batch is delivered, and the next trainer compares again.
 """
 
 from __future__ import annotations
@@ -37,24 +34,20 @@ from buffer.redis.store import Store
 
 @dataclass(slots=True)
 class Recovery:
-    """Counts the corrections of one opening: draws by number, and batches."""
+    """The corrections of one opening: draws by number, and batches."""
 
     changed: int = 0
     lost: int = 0
     restored: int = 0
     dissolved: int = 0
-    oldest: int | None = None
-    """oldest step that opens without `regenerate`, if bytes of older ones are gone"""
+    oldest: int | None = None  # oldest step that opens without `regenerate`, if bytes are gone
 
     def __bool__(self) -> bool:
         return bool(self.changed or self.lost or self.restored or self.dissolved or self.oldest)
 
 
 class CheckpointRecovery:
-    """Compares a server with a checkpoint and corrects the server, for the trainer `nonce`.
-
-    The opening of that trainer has set `recovering`.
-    """
+    """Compare and correct a server for the trainer `nonce`, whose opening set `recovering`."""
 
     def __init__(
         self,
@@ -89,7 +82,7 @@ class CheckpointRecovery:
         return self._done
 
     def _end_commit(self) -> None:
-        """Archive the rest of a batch that is partly archived, which cannot be delivered."""
+        """Archive the rest of a partly archived batch, which cannot be delivered."""
         ledger = self._keys.ledger("train")
         value = self._store.retrying("keep", lambda: self._store.control.hget(ledger, "keep"))
         keep = int(value or 0)
@@ -99,10 +92,7 @@ class CheckpointRecovery:
     # -- batches ---------------------------------------------------------------------------------
 
     def _dissolve(self, freed: int, taken: int) -> int:
-        """Dissolve all batches from the first that does not belong to the history of S.
-
-        Returns the last step that is left.
-        """
+        """Dissolve all batches from the first outside the history of S; return the last left."""
         steps = range(freed + 1, taken + 1)
         below = self._position.step < freed
         first = next((step for step in steps if below or not self._is_history(step)), taken + 1)
@@ -111,7 +101,7 @@ class CheckpointRecovery:
         return first - 1
 
     def _is_history(self, step: int) -> bool:
-        """Return whether a batch is what was trained in its step or, after S, can be trained."""
+        """Return whether a batch was trained in its step or, after S, can be trained."""
         found = self._ledger.manifest(step)
         known = self._position.manifest(step)
         if found is None:
@@ -126,10 +116,7 @@ class CheckpointRecovery:
         return all(trained) and self._position.kept.isdisjoint(found.gids)
 
     def _restorable(self, taken: int) -> list[Manifest]:
-        """Return the newest batches up to S that the server lost and that are complete.
-
-        Stops at the first, from S downwards, of which a record or bytes are missing.
-        """
+        """Return the lost batches up to S that are complete, down to the first that is not."""
         found: list[Manifest] = []
         # a ledger has no holes: below the first incomplete batch, none can be delivered
         for step in range(self._position.step, taken, -1):
@@ -193,7 +180,7 @@ class CheckpointRecovery:
             self._restore(manifest)
 
     def _discard(self, steps: range) -> None:
-        """Free the bytes of incomplete batches: their groups are archived, and never read again."""
+        """Free the bytes of incomplete batches, whose groups are archived."""
         for step in steps:
             if manifest := self._position.manifest(step):
                 self._payloads.discard(_payloads(manifest))

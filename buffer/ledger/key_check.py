@@ -1,8 +1,6 @@
-"""Checks the keys of a run that are no records of groups: their names, types and fields.
+"""Check the keys of a run that are no records of groups: their names, types and fields.
 
-A key that was renamed is gone under its name, and unknown under the new one. Keys are read at
-several instants: a difference between two of them counts only if it is still there when both are
-read again.
+Keys are read at several instants: a difference counts only if it remains when both are read again.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ _FORM_OF = {
     "gid": r"(?P<of>[\w.-]+)-\d{10}",
     "task": r"(?P<of>[\w.-]+?)",
 }
-"""What stands for a placeholder of `TABLE`; `of` is the task that a key belongs to."""
+"""Patterns for the placeholders of `TABLE`; `of` is the task of a key."""
 
 _ANY = r"[\w.-]+"
 _WITH_FIELDS = ("meta", "control", "ledger", "progress", "bytes", "clock")
@@ -51,14 +49,13 @@ class FoundKey(NamedTuple):
 
 
 class KeyCheck:
-    """Lists all keys with the prefix of a run, known or not, and checks them. O(keys)."""
+    """List all keys with the prefix of a run, known or not, and check them. O(keys)."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store = store
         self._keys = keys
         self._tasks = limits.tasks
-        self.found = self._list()
-        """by name without prefix"""
+        self.found = self._list()  # by name without prefix
 
     def of_kind(self, kind: str) -> dict[str, FoundKey]:
         """Return the keys of a kind by the rest of their names, such as the worker of `holds:`."""
@@ -89,7 +86,7 @@ class KeyCheck:
         return found
 
     def damage(self) -> Iterator[Damage]:
-        """Yield what is wrong with the names and types of the keys, and what keys are gone."""
+        """Yield missing keys, and keys with a wrong name or type."""
         table = {**TABLE, **(CLUSTER_TABLE if self._keys.spread else {})}
         rows = [(re.compile(_pattern(name)), row.type.lower()) for name, row in table.items()]
         for name, each in self.found.items():
@@ -139,7 +136,6 @@ class KeyCheck:
                 yield Damage(f"{key} contains {entry!r}, which is no lineage:step", key)
 
     def _cursors(self) -> Iterator[Damage]:
-        """Yield the tasks whose cursor differs from its copy in the account."""
         keys = self._keys
         for task in self._tasks:
             for _ in range(_TRIES):
@@ -154,7 +150,7 @@ class KeyCheck:
                 yield Damage(text, keys.cursors)
 
     def _workers(self) -> Iterator[Damage]:
-        """Yield the workers that have a record, and no heartbeat: no pause would wait for them."""
+        """Yield the workers with a record but no heartbeat: no pause would wait for them."""
         keys = self._keys
         for worker, each in self.of_kind("worker").items():
             # one that has left meanwhile has no record any more
@@ -165,7 +161,7 @@ class KeyCheck:
                 yield Damage(f"{keys.workers} lacks {worker}, which has a record", keys.workers)
 
     def _steps(self, ledger: str) -> Iterator[Damage]:
-        """Yield how the steps of a ledger contradict each other and the manifests that exist."""
+        """Yield the steps of a ledger that contradict each other or the manifests."""
         before = self._counts(ledger)
         names = [re.fullmatch(rf"{ledger}:(\d+)", name) for name in self.of_kind("batch")]
         steps = {int(match[1]) for match in names if match}
@@ -210,7 +206,6 @@ class KeyCheck:
 
 
 def _pattern(name: str) -> str:
-    """Return the regular expression for a name of `TABLE`."""
     parts = re.split(r"<(\w+)>", name)
     forms = [_FORM_OF.get(part, _ANY) if i % 2 else re.escape(part) for i, part in enumerate(parts)]
     return "".join(f"(?:{form})" if i % 2 else form for i, form in enumerate(forms))

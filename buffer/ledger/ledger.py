@@ -1,9 +1,8 @@
 """Batches as records: numbered steps, manifests, and commits tied to checkpoints (I4 to I8).
 
-The trainer takes step T, trains, writes its checkpoint, then commits. Wherever a process dies in
-between, taking T again returns the same groups in the same order. The position is stored in the
-trainer's checkpoint, as Kafka stores offsets with the output; Redis only must not free what a kept
-checkpoint may ask for again.
+The trainer takes step T, trains, writes its checkpoint, then commits. If a process dies in between,
+taking T again returns the same groups in order. The checkpoint stores the position, as Kafka stores
+offsets with the output; Redis keeps what a kept checkpoint may ask for.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ _ORDER_PASSES = 20
 
 
 class LedgerSteps(NamedTuple):
-    """The newest step that was taken, that was committed, and whose batch was archived."""
+    """The newest steps that were taken, committed, and archived."""
 
     taken: int
     committed: int
@@ -50,7 +49,7 @@ class LedgerSteps(NamedTuple):
 
 
 class BatchLedger:
-    """Records the steps of one consumer: `train`, or `eval`, which moves no training counter."""
+    """The steps of one consumer: `train`, or `eval`, which moves no training counter."""
 
     def __init__(
         self,
@@ -74,10 +73,9 @@ class BatchLedger:
     ) -> Manifest | NotReady:
         """Return the manifest of `step`: the recorded one, or else one of the next ready groups.
 
-        Without `strict`, the batch contains what is ready. Where no group is asked for, the
-        manifest is empty and nothing is recorded: the step can still be taken. No stale group is
-        ever returned, whether or not `refresh` has run (I8). Raises Fenced; LedgerError for a step
-        that is not the next; ConfigError for a task that the run does not have.
+        Without `strict`, the batch contains what is ready. If no group is asked for, the manifest
+        is empty and nothing is recorded. Never returns a stale group (I8). Raises Fenced;
+        LedgerError for a step that is not the next; ConfigError for an unknown task.
         """
         began_ns = time.time_ns()
         training = self.name == "train"
@@ -145,10 +143,9 @@ class BatchLedger:
     ) -> list[Any]:
         """Call a script that takes groups in the order of the run's policy.
 
-        A script searches only a bounded range. It changes nothing and replies BLOCKED if too many
-        stale groups precede the fresh ones, and UNORDERED if the index lacks ready groups (after a
-        change of policy, for example); both are corrected here. Raises Fenced, and RunDamaged where
-        the record of a group of the pool is gone.
+        The script changes nothing and replies BLOCKED if too many stale groups precede the fresh
+        ones, and UNORDERED if the index lacks ready groups; this method corrects both. Raises
+        Fenced, and RunDamaged if the record of a group is gone.
         """
         reply: list[Any] = []
         for _ in range(_ORDER_PASSES):
@@ -181,10 +178,9 @@ class BatchLedger:
     ) -> Manifest:
         """Replace an unusable group by the next ready one of its task, or leave its slot empty.
 
-        The batch must be taken and not committed. Returns its new revision, which `take` returns
-        from now on; the group becomes a dead letter with `reason`. If it `is_workers_fault`, it
-        counts against its worker, which is barred after BAD_GROUPS of them within BAD_WINDOW_MS.
-        Raises Fenced, LedgerError.
+        The group becomes a dead letter with `reason`, and counts against its worker if it
+        `is_workers_fault`. Returns the new revision of the batch, which must be taken and not
+        committed. Raises Fenced, LedgerError.
         """
         task, _ = split_group_id(entry.gid)
         # messages may contain lone surrogates, which JSON cannot contain
@@ -206,10 +202,9 @@ class BatchLedger:
         return self.recorded(step)
 
     def refill(self, nonce: str, step: int) -> Manifest | NotReady:
-        """Fill the slots that quarantine left empty with ready groups.
+        """Fill the slots that quarantine left empty with ready groups; return the new manifest.
 
-        Returns the new record of the batch, or NotReady while some slots are still empty. Raises
-        Fenced, LedgerError.
+        Returns NotReady while some are still empty. Raises Fenced, LedgerError.
         """
         still_empty: dict[str, tuple[int, int]] = {}
         for task in self.recorded(step).open_places:
@@ -228,8 +223,8 @@ class BatchLedger:
     def commit(self, nonce: str, step: int, keep: int) -> None:
         """Record that the checkpoint of `step` is durable and that `keep` is the oldest kept one.
 
-        Batches up to `keep` are archived, and freed once they are not retained; newer ones can be
-        delivered again. Raises Fenced, LedgerError.
+        Archives batches up to `keep`; newer ones can be delivered again. Raises Fenced,
+        LedgerError.
         """
         began_ns = time.time_ns()
         while not self._commit_slice(nonce, step, keep):
@@ -262,7 +257,6 @@ class BatchLedger:
     # -- records -----------------------------------------------------------------------------------
 
     def steps(self) -> LedgerSteps:
-        """Return the newest taken, committed and archived steps. One round trip."""
         ledger = self._keys.ledger(self.name)
         values = self._store.retrying(
             "steps", lambda: self._store.control.hmget(ledger, *LedgerSteps._fields)
@@ -304,17 +298,14 @@ def _check_counts(counts: Mapping[str, int], known: Sequence[str]) -> None:
 
 
 def _missing(rows: Sequence[Any]) -> dict[str, tuple[int, int]]:
-    """Parse (task, ready, wanted) rows: the (ready, wanted) groups of each task."""
+    """Parse (task, ready, wanted) rows."""
     tasks, ready, wanted = rows[::3], rows[1::3], rows[2::3]
     numbers = zip(map(int, ready), map(int, wanted), strict=True)
     return dict(zip(tasks, numbers, strict=True))
 
 
 def _accepted(reply: list[Any], step: int, what: str) -> list[Any]:
-    """Return the fields of an OK reply to `quarantine` of a group or `refill` of a task.
-
-    Raises Fenced, and LedgerError for every other reply.
-    """
+    """Return the fields of an OK reply to `quarantine` or `refill`. Raises Fenced, LedgerError."""
     match unfenced(reply, "trainer"):
         case ["OK", *fields]:
             return fields

@@ -1,10 +1,8 @@
 """Payload bytes of a run, compared with its two marks (I12).
 
-Fresh prompts are started and claimed below the low mark; begun groups (aborted, expired, released)
-and evaluations below the high one. Nothing is ever refused at submit: the memory above the high
-mark is room for the results of running groups. The scripts that move groups count the bytes as two
-totals, what came and what went. They do not include bytes that are not submitted yet, nor those
-that wait in `garbage` to be freed.
+Fresh prompts start below the low mark; begun groups (aborted, expired, released) and evaluations
+below the high one. No submit is refused: the memory above is room for running groups. The
+scripts count bytes that came and went, without those not submitted yet, or waiting in `garbage`.
 """
 
 from __future__ import annotations
@@ -23,25 +21,23 @@ FIELDS = ("came", "went")
 
 
 class ByteCount(NamedTuple):
-    """Counts payload bytes since the run began."""
+    """Payload bytes since the run began."""
 
     came: int
     went: int
 
     @classmethod
     def parse(cls, key: str, values: Sequence[bytes | None]) -> ByteCount:
-        """Parse the FIELDS of the key `bytes`. Raises RunDamaged."""
         return cls(*read_counts("bytes", key, FIELDS, values))
 
     @property
     def held(self) -> int:
-        """Return the bytes that are stored now."""
         return self.came - self.went
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Compares the stored payload bytes with the marks; a mark of 0 means no limit."""
+    """The stored payload bytes and the marks; a mark of 0 means no limit."""
 
     held: int
     low: int
@@ -58,7 +54,6 @@ class MemoryUse:
         return 0 < self.high <= self.held
 
     def refuses(self, lane: str) -> bool:
-        """Return whether no group of that lane may be started."""
         return self.refuses_fresh if lane == "fresh" else self.refuses_all
 
     def __str__(self) -> str:
@@ -69,15 +64,12 @@ class MemoryUse:
 
 
 class Memory:
-    """Reads the byte account of one run."""
-
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store = store
         self._keys = keys
         self._limits = limits
 
     def count(self) -> ByteCount:
-        """Return the bytes as the scripts counted them."""
         bytes_key = self._keys.bytes
         values = self._store.retrying(
             "bytes", lambda: self._store.control.hmget(bytes_key, *FIELDS)

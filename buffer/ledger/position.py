@@ -1,8 +1,7 @@
 """What a checkpoint records about the training of a run: all that a server may lose (I6).
 
-It includes every draw that the weights were trained on. Draws are numbered per task and trained
-almost in order: a low-water mark describes most of them, and a bitmap the rest, one bit for each
-draw above the mark (compressed in the checkpoint), in the bit order of a server's bitmap.
+Draws are numbered per task and trained almost in order: a low-water mark describes most of them, a
+bitmap the rest, in the bit order of a server's bitmap (compressed in the checkpoint).
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ Bits = Annotated[bytearray, BeforeValidator(_unpack), PlainSerializer(_pack)]
 
 
 class DrawSet(BaseModel):
-    """Contains all draws below `low`, and draw low + n for every bit n that is set.
-
-    The highest bit of a byte comes first.
-    """
+    """All draws below `low`, and low + n for each set bit n, the highest bit of a byte first."""
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
@@ -77,10 +73,7 @@ class DrawSet(BaseModel):
 
 
 class TrainedDraws(BaseModel):
-    """Contains a `DrawSet` for each task.
-
-    Imported groups have one of their own, since their numbers start far above the drawn ones.
-    """
+    """A `DrawSet` for each task, and one for its imported groups, whose numbers start far above."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -88,10 +81,7 @@ class TrainedDraws(BaseModel):
     imported: dict[str, DrawSet] = {}
 
     def add_batch(self, step: int, gids: Iterable[str]) -> None:
-        """Add the groups of a batch.
-
-        Raises AccountError, and changes nothing, if one of them was trained before.
-        """
+        """Add a batch. Raises AccountError, and adds nothing, if a group was trained before."""
         batch = list(gids)
         seen = [gid for gid in batch if gid in self]
         if seen or len(set(batch)) != len(batch):
@@ -109,7 +99,6 @@ class TrainedDraws(BaseModel):
         return task in draws and draw in draws[task]
 
     def count(self, task: str) -> int:
-        """Return how many groups of a task were trained."""
         return sum(len(draws[task]) for draws in (self.tasks, self.imported) if task in draws)
 
     def _find(self, gid: str) -> tuple[dict[str, DrawSet], str, int]:
@@ -120,30 +109,23 @@ class TrainedDraws(BaseModel):
 
 
 class Position(BaseModel):
-    """Records the training of a run for a checkpoint, as JSON.
+    """The training of a run, for a checkpoint, as JSON.
 
     Passed to `RolloutConsumer.open`, it restores what a server lost: its last second, or all data.
     """
 
     model_config = ConfigDict(extra="forbid")
 
-    step: int = 0
-    """the last train step that is in the weights"""
+    step: int = 0  # last train step in the weights
     lineage: str = ""
-    """lineage of the weights"""
     run: str = ""
     run_nonce: str = ""
-    cursors: dict[str, int] = {}
-    """next draw of each task when the checkpoint was written"""
-    batches: dict[int, list[str]] = {}
-    """manifests, as lines, of the steps after the oldest kept checkpoint"""
+    cursors: dict[str, int] = {}  # next draws when the checkpoint was written
+    batches: dict[int, list[str]] = {}  # as lines, of the steps after the oldest kept checkpoint
     trained: TrainedDraws = TrainedDraws()
 
     def add(self, manifest: Manifest) -> None:
-        """Record that a batch was trained.
-
-        Raises AccountError, and changes nothing, if one of its groups was trained before.
-        """
+        """Record that a batch was trained. Raises AccountError as `add_batch`."""
         self.trained.add_batch(manifest.step, manifest.gids)
         self.batches[manifest.step] = manifest.lines
         self.step = manifest.step

@@ -1,7 +1,7 @@
-"""Checks the record of every living group against its bytes and against the indexes.
+"""Check the record of every living group against its bytes and against the indexes.
 
-The run may be live: what looks wrong counts only if the record is still the same when it is read
-again, since every script that moves a group changes its record at the same instant.
+On a live run, a fault counts only if the record is unchanged when read again: every script that
+moves a group changes its record at the same instant.
 """
 
 from __future__ import annotations
@@ -29,21 +29,19 @@ _PAYLOAD = re.compile(rf":payload:(?P<gid>{GID.pattern}):(?P<token>[^:]+)")
 
 
 class RecordCheck:
-    """Walks over the records of one run once; `weight` and `payloads` are complete after that."""
+    """Walks over the records once; `weight` and `payloads` are complete after that."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store = store
         self._keys = keys
         self._limits = limits
-        self.weight = 0
-        """payload bytes that the records and the archived batches name"""
-        self.payloads: set[str] = set()
-        """keys of these payloads"""
+        self.weight = 0  # bytes that records and archived batches name
+        self.payloads: set[str] = set()  # keys of these payloads
         self._weighed: set[str] = set()
         self._last_arrival = 0
 
     def damage(self) -> Iterator[Damage]:
-        """Yield what is wrong with records, their bytes, and the indexes. O(living groups)."""
+        """Yield the faults of records, their bytes, and the indexes. O(living groups)."""
         walk = RecordWalk(self._store, self._keys)
         for task in self._limits.tasks:
             records = walk.unchecked(task)
@@ -146,7 +144,7 @@ class RecordCheck:
         return Damage(text, key, gid)
 
     def _fits(self, task: str, record: Record, score: float) -> bool:
-        """Return whether a group may have this score in its pool; see lua/include/staleness.lua."""
+        """Return whether a group may have this score; see lua/include/staleness.lua."""
         if not record["version"]:
             return score == float("inf")
         # a rollout may be older than its group by the lag, and after a fork the group may count so
@@ -154,7 +152,7 @@ class RecordCheck:
         return version - int(self._limits.token_lead(task) or 0) <= score <= version
 
     def _of_arrivals(self, task: str) -> Iterator[Damage]:
-        """Yield a count of arrivals below a number that a group has: it would be given again."""
+        """Yield a count of arrivals below a number that a group has, which would be given again."""
         key = self._keys.progress(task)
         counted = self._store.each("arrivals", [("HGET", key, "arrivals")])[0]
         if (counted or b"0").isdigit() and int(counted or 0) < self._last_arrival:
@@ -163,7 +161,7 @@ class RecordCheck:
         self._last_arrival = 0
 
     def strangers(self, task: str) -> Iterator[Damage]:
-        """Yield the members of pools and queues of a task whose records are of another stage."""
+        """Yield the members of a task's pools and queues whose records are of another stage."""
         keys = self._keys
         indexes: list[tuple[str, str, Command]] = [
             ("pool", "status", ("ZRANGE", key, 0, -1)) for key in keys.all_pools([task])
@@ -191,7 +189,7 @@ class RecordCheck:
                 yield from self._still(gid, record, [Damage(text, key, gid)])
 
     def orphans(self, stored: Iterable[str]) -> Iterator[Damage]:
-        """Yield which of the payloads that were `stored` before `damage` nothing names."""
+        """Yield the payloads, `stored` before `damage`, that nothing names."""
         garbage = {self._keys.payload(gid, token) for gid, token, _ in self._garbage()}
         unnamed = sorted(set(stored) - self.payloads - garbage)
         ages = self._store.each("orphans", [("PTTL", key) for key in unnamed])
@@ -211,10 +209,7 @@ class RecordCheck:
         return [entry for entry in entries if len(entry) == 3]
 
     def _is_named(self, gid: str, token: str) -> bool:
-        """Return whether a record, a manifest or the garbage names a payload, in this order.
-
-        A payload passes from one to the next, and is freed last.
-        """
+        """Return whether a record, a manifest or the garbage names a payload, in this order."""
         record = self._records([gid])[0]
         if record and token in ("init", record.get("payload")):
             return True
@@ -224,7 +219,7 @@ class RecordCheck:
         return any(entry[:2] == [gid, token] for entry in self._garbage())
 
     def _of_archive(self, archive: Archive) -> Iterator[Damage]:
-        """Yield the payloads of archived batches whose bytes are not there."""
+        """Yield the payloads of archived batches whose bytes are missing."""
         entries = [entry.payload for entry in archive.entries()]
         commands = [("STRLEN", key) for ref in entries for key in self._of_ref(ref)]
         answers = iter(self._store.each("archive", commands))
@@ -244,7 +239,7 @@ class RecordCheck:
         return self._keys.payload_chunks(ref.gid, ref.token, ref.chunks)
 
     def _still(self, gid: str, record: Record, wrong: Iterable[Damage]) -> Iterator[Damage]:
-        """Yield what is wrong with a group, if its record has not changed since it was read."""
+        """Yield the faults of a group if its record has not changed since it was read."""
         found = list(wrong)
         if found and self._records([gid])[0] == record:
             yield from found

@@ -1,7 +1,4 @@
-"""How a process becomes the trainer of a run.
-
-It passes what its checkpoint records, and `take` waits until the server agrees with that.
-"""
+"""How a process becomes the trainer of a run: `take` waits until the server fits its checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ _REGENERATE_COMMAND = "start with --regenerate: what was not trained is then gen
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Describes the run that a trainer opened, its steps, and what was recovered."""
+    """The run that a trainer opened, its steps, and what was recovered."""
 
     run_nonce: str
     taken: int
@@ -42,8 +39,6 @@ class Opening:
 
 
 class TrainerOpening:
-    """Opens the `train` ledger of a run."""
-
     def __init__(
         self,
         store: Store,
@@ -71,13 +66,11 @@ class TrainerOpening:
     ) -> Opening:
         """Become the trainer from a checkpoint of `step` (0: none); `lineage` names its weights.
 
-        `position`, of that checkpoint, replaces `step` and `run_nonce`: with it, a server that lost
-        data is corrected, and run and lineage are then set in it. `regenerate` allows a server that
-        lost everything, or a checkpoint below what is kept: the missing groups are drawn again. It
-        needs the position, which records what was trained; from the start, that is nothing.
-        Raises RoleHeld if another trainer is alive, LostRun if the server does not hold the run of
-        the checkpoint, LedgerError if the checkpoint is older than the kept batches or newer than
-        what the server has.
+        `position`, of that checkpoint, replaces `step` and `run_nonce`: a server that lost data is
+        corrected, and run and lineage are set in it. `regenerate`, which needs the position, allows
+        a server that lost everything, or a checkpoint below what is kept: the missing groups are
+        drawn again. Raises RoleHeld if another trainer is alive, LostRun if the server does not
+        hold the run of the checkpoint, LedgerError if the checkpoint does not fit its steps.
         """
         keys = self._keys
         if regenerate and position is None:
@@ -151,10 +144,7 @@ class TrainerOpening:
         return recovery
 
     def rescore(self, nonce: str, step: int) -> None:
-        """Limit the versions of groups from other lineages to `step`, the fork (I8).
-
-        `take` replies RECOVERING until this is done.
-        """
+        """Limit the versions of groups from other lineages to the fork `step` (I8)."""
         keys = self._keys
         tasks = self._limits.training_tasks
         # an age index has no lag: the tokens of what waits or runs are not judged one by one

@@ -4,11 +4,9 @@
     meta: REGENERATING,    ─▶     all but the      ─▶     meta, control and  ─▶   asserts what the
     control is gone               settings go             ledger of a new run     checkpoint proves
 
-From the first step on nobody holds the run: the tokens, nonces and registrations of all processes
-are gone with the keys, so what they still do changes nothing. Payloads that a worker writes later
-expire. A process that dies between two steps leaves a run that cannot be opened; the same command
-continues there. `continues` in `meta` is the run of the checkpoint: it permits a trainer to open
-the empty run with it.
+The first step fences all processes of the run; payloads that a worker writes later expire. If a
+process dies between two steps, the run cannot be opened until the same command continues.
+`continues` in `meta` names the run of the checkpoint, with which a trainer may open the empty run.
 """
 
 from __future__ import annotations
@@ -29,10 +27,10 @@ from buffer.redis.store import Store
 
 @dataclass(frozen=True, slots=True)
 class RunLeftovers:
-    """Counts what a server still has of a run that is to be cleared.
+    """What a server still has of a run that is to be cleared.
 
-    `groups`: records of groups that are not trained. `steps`: train steps after the checkpoint.
-    `added_by_hand`: groups that were imported or put and are not trained; None if that is unknown.
+    `groups`: records of untrained groups. `steps`: train steps after the checkpoint.
+    `added_by_hand`: untrained groups that were imported or put; None if unknown.
     """
 
     groups: int
@@ -43,8 +41,8 @@ class RunLeftovers:
 class Regeneration:
     """Clears a run for `Run.create`, which then makes it again to continue a checkpoint.
 
-    `position`: of the newest checkpoint; an empty one where there is none, so that the run starts
-    from step 1. `take_over`: even while another trainer is alive.
+    `position`: of the newest checkpoint, or empty to start from step 1. `take_over`: even while
+    another trainer is alive.
     """
 
     def __init__(self, position: Position, *, take_over: bool = False) -> None:

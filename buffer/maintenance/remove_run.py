@@ -3,7 +3,7 @@
     meta gets the schema REMOVING ─▶ control is removed ─▶ all other keys ─▶ meta
 
 From the first step on, no process can open the run, and scripts refuse to claim, take or begin. The
-run is listed until its `meta` is removed, so that an interrupted removal is noticed and repeated.
+run is listed until its `meta` is removed, so that an interrupted removal can be repeated.
 """
 
 from __future__ import annotations
@@ -16,20 +16,17 @@ from buffer.model.limits import REMOVING
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 
-SLICE = 500
-"""Keys in one round trip."""
+SLICE = 500  # keys in one round trip
 
-PASSES = 8
-"""Walks over the keys at most: a live process may write some for ever, such as its heartbeat."""
+PASSES = 8  # walks over the keys: a live process may write some for ever, such as its heartbeat
 
 Advance = Callable[[int], object]
 
 
 def remove_run(store: Store, keys: Keys, advance: Advance = lambda count: None) -> int:
-    """Remove every key of a run; return how many.
+    """Remove every key of a run; return how many. Raises StoreError.
 
-    `advance` gets the number of keys removed in each slice. O(keys of the server), in slices that
-    do not stall it. Raises StoreError.
+    `advance` gets the number of keys removed in each slice. O(keys of the server), without a stall.
     """
     store.retrying("remove", lambda: store.control.hset(keys.meta, "schema", REMOVING))
     removed: int = store.retrying("remove", lambda: store.control.unlink(keys.control))
@@ -40,10 +37,10 @@ def remove_run(store: Store, keys: Keys, advance: Advance = lambda count: None) 
 def clear_keys(
     store: Store, keys: Keys, but: Collection[str], advance: Advance = lambda count: None
 ) -> int:
-    """Remove every key of a run `but` a few, whatever its type is; return how many.
+    """Remove every key of a run `but` a few, of any type; return how many. Raises StoreError.
 
-    A key that a process wrote behind the walk is found by the next one: without the records, no
-    process can write a group. Keys of other runs are not touched. Raises StoreError.
+    The next walk finds a key that a process wrote behind this one; without records, none can write
+    a group.
     """
     kept = {name.encode() for name in but}
 

@@ -1,12 +1,10 @@
-"""What `fsck` finds wrong with a run on a server."""
-
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
 
 class Damage(NamedTuple):
-    """One thing that is wrong, in a sentence, with the whole Redis key and the group if known.
+    """One fault that `fsck` found, with the whole Redis key and the group if known.
 
     `kind`: "lost" is a group in no stage, "doubled" one in two stages or batches.
     """

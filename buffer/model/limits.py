@@ -1,7 +1,6 @@
-"""What all processes of a run must agree on.
+"""The limits of a run that all its processes must agree on.
 
-It is kept in the run's `meta`, so that a worker, a janitor or the command follows the server and
-not a config file that may have been edited since.
+They are in the run's `meta`: processes follow the server, not a config that was edited since.
 """
 
 from __future__ import annotations
@@ -27,49 +26,44 @@ SCHEMA = "2"
 """Version of keys, scripts and payloads; a client refuses a run of another one."""
 
 LOADING = "loading"
-"""In place of the schema version while a run is filled from a snapshot: it cannot be opened."""
+"""Schema version of a run that is loaded from a snapshot: it cannot be opened."""
 
 REMOVING = "removing"
-"""In place of the schema version while a run is removed: it cannot be opened."""
+"""Schema version of a run that is being removed: it cannot be opened."""
 
 REGENERATING = "regenerating"
-"""In place of the schema version while a run is cleared, to be made again from a checkpoint."""
+"""Schema version of a run that is cleared, to be made again from a checkpoint."""
 
 
 LEAST_FAILURES = 8
-"""Failures in a row that never stop a task: a batch of one group must not end with one bad row."""
+"""Failures in a row that never stop a task: one bad row must not end a batch of one group."""
 
 DAY_MS = 86_400_000
 """The longest time in milliseconds that the scripts accept."""
 
-Steps = Annotated[int, Field(ge=1, le=2**53 - 1)]
-"""A number of train steps, exact in a script."""
+Steps = Annotated[int, Field(ge=1, le=2**53 - 1)]  # exact in a script
 
 Concurrency = Annotated[int, Field(ge=1, le=1024)] | Literal["auto"]
 """Groups that a worker runs at once; "auto": as many as keep its engine full."""
 
 
 LimitsStamp = tuple[int, str]
-"""Number and nonce of the last change of a run's limits.
-
-A server that lost data counts from an older number again: the nonce distinguishes two changes.
-"""
+"""Number and nonce of the limits' last change: a server that lost data repeats only numbers."""
 
 STAMP_FIELDS = ("limits_version", "limits_op")
 """Fields of `meta` with the stamp."""
 
 
 def parse_stamp(version: bytes | str | None, operation: bytes | str | None) -> LimitsStamp:
-    """Return the stamp in these fields."""
     text = operation.decode() if isinstance(operation, bytes) else operation or ""
     return int(version or 0), text
 
 
 class TaskSettings(BaseModel):
-    """The numbers of a task that `rolloutmq set` can change while the run continues.
+    """The settings of a task that `rolloutmq set` can change while the run continues.
 
-    This is their one declaration: [strategy] and [tasks.<name>.strategy] of a config, the limits of
-    the run and of each task, and `rolloutmq set` inherit it.
+    [strategy] and [tasks.<name>.strategy] of a config, the limits of the run and of each task, and
+    `rolloutmq set` inherit this one declaration.
     """
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
@@ -147,8 +141,7 @@ class TaskLimits(TaskSettings):
 class RunLimits(LiveLimits):
     """The limits of a run: times in milliseconds, ages in train steps.
 
-    All parts of a `Run` share one object: `adopt` changes it in place when the server has newer
-    values, so that no part continues with old ones.
+    All parts of a `Run` share one object; `adopt` changes it in place to newer values.
     """
 
     lease_ms: int = Field(10_000, ge=1, le=DAY_MS)
@@ -201,7 +194,7 @@ class RunLimits(LiveLimits):
         return self
 
     def of(self, task: str) -> TaskSettings:
-        """Return the settings of a task: its own, and the run's where it has none."""
+        """Return the settings of a task: its own, or else the run's."""
         limits = self.tasks[task]
         own = limits.model_fields_set
         values = {
@@ -211,13 +204,12 @@ class RunLimits(LiveLimits):
         return TaskSettings.model_construct(**values)
 
     def retries_expired(self, task: str) -> bool:
-        """Return whether expired groups of a task are kept for another try; otherwise, dropped."""
+        """Return whether expired groups of a task are tried again rather than dropped."""
         # sync never reissues them
         is_async = self.tasks[task].strategy == "async"
         return is_async and self.of(task).tail_batch_trigger_size >= 0
 
     def mix(self) -> TaskMix:
-        """Return how batches are shared among the training tasks."""
         if self.reweighted and self.reweighted[0].before:
             return TaskMix(self.batch_size, self.reweighted)
         first = Reweighting(
@@ -226,10 +218,7 @@ class RunLimits(LiveLimits):
         return TaskMix(self.batch_size, [first, *self.reweighted])
 
     def keeping_tasks_of(self, before: RunLimits) -> RunLimits:
-        """Return these limits with the tasks that only `before` has, which get no share any more.
-
-        Their groups are kept until the task is back, or they are dropped.
-        """
+        """Add the tasks that only `before` has, without a share, so that their groups are kept."""
         gone = {
             name: task.model_copy(update={"is_gone": True, "weight": 0.0})
             for name, task in before.tasks.items()
@@ -243,10 +232,7 @@ class RunLimits(LiveLimits):
         return {name: last.get(name, self.tasks[name].weight) for name in self.training_tasks}
 
     def tail_tries(self, task: str) -> int | None:
-        """Return the number of interruptions after which a pause waits for a group of a task.
-
-        An evaluation has none: it is repeated as a whole.
-        """
+        """Return the interruptions after which a pause waits for a group; None: evaluation."""
         return self.of(task).tail_batch_max_tries if self.tasks[task].eval_of is None else None
 
     def failures_in_row(self, task: str) -> tuple[int | str, int | str]:
@@ -268,10 +254,7 @@ class RunLimits(LiveLimits):
             setattr(self, name, getattr(newer, name))
 
     def threshold(self, task: str) -> int | str:
-        """Return the staleness from which groups of a task are expired; "" for an evaluation.
-
-        An evaluation chooses its weights itself: its groups never become too old.
-        """
+        """Return the staleness from which groups of a task expire; "" for an evaluation: never."""
         return self._threshold(task) if self.tasks[task].eval_of is None else ""
 
     def _threshold(self, task: str) -> int:
@@ -279,16 +262,15 @@ class RunLimits(LiveLimits):
         return self.stale_threshold if own is None else own
 
     def horizon(self, task: str) -> int:
-        """Return the number of train steps of a task that one version of the weights may serve."""
+        """Return how many train steps of a task one version of the weights may serve."""
         # a group of one version expires with its tokens
         return self.token_threshold or self._threshold(task)
 
     def horizon_of(self, step: int) -> int:
-        """Return the least `horizon` of the tasks of which the batch of `step` needs groups."""
+        """Return the least `horizon` of the tasks in the batch of `step`."""
         return min(self.horizon(task) for task, share in self.mix().shares(step).items() if share)
 
     def largest_threshold(self) -> int:
-        """Return the largest `threshold` of the training tasks."""
         return max(self._threshold(task) for task in self.training_tasks)
 
     def token_lead(self, task: str) -> int | str:
@@ -299,19 +281,14 @@ class RunLimits(LiveLimits):
 
     @property
     def training_tasks(self) -> list[str]:
-        """Return the names of the tasks that are trained on."""
         return [name for name, task in self.tasks.items() if task.eval_of is None]
 
     @property
     def eval_tasks(self) -> list[str]:
-        """Return the names of the evaluation tasks."""
         return [name for name, task in self.tasks.items() if task.eval_of is not None]
 
     def to_meta(self, names: Collection[str] | None = None) -> list[str]:
-        """Return field, value, field, value, … for the meta hash, readable with redis-cli.
-
-        `names`: the fields; default: all.
-        """
+        """Return field, value, field, value, … for the meta hash; `names`: the fields or all."""
         pairs: list[str] = []
         for name, value in self.model_dump(include=None if names is None else set(names)).items():
             pairs += [name, orjson.dumps(value).decode()]
@@ -319,5 +296,4 @@ class RunLimits(LiveLimits):
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, str]) -> RunLimits:
-        """Return the limits in the fields of a meta hash."""
         return cls(**{name: orjson.loads(meta[name]) for name in cls.model_fields if name in meta})

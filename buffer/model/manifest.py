@@ -17,15 +17,12 @@ _LINE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class ManifestEntry:
-    """One group of a batch."""
-
     payload: PayloadRef
     samples: int
     version: int | None
 
     @property
     def gid(self) -> str:
-        """Return the id of the group."""
         return self.payload.gid
 
     @property
@@ -38,7 +35,6 @@ class ManifestEntry:
 
     @classmethod
     def parse(cls, line: str) -> ManifestEntry:
-        """Return the entry in a line of the server."""
         match = _LINE.fullmatch(line)
         if match is None:
             raise ValueError(f"{line[:200]!r} is not the line of a group")
@@ -57,7 +53,7 @@ class Manifest:
 
     @property
     def is_recorded(self) -> bool:
-        """Return whether the step is taken; it is not where no group was asked for."""
+        """Return whether the step is taken; False where no group was asked for."""
         return bool(self.header)
 
     @property
@@ -68,7 +64,7 @@ class Manifest:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether no line is missing: all that were asked for are here, or left open."""
+        """Return whether all lines that were asked for are here, or left open."""
         asked = re.search(r" asked=(\S+) strict=1", self.header)
         counts = [pair.rpartition("=")[2] for pair in asked[1].split(",")] if asked else []
         return not asked or sum(map(int, counts)) == len(self.entries) + self.open_places.total()
@@ -90,10 +86,7 @@ class Manifest:
 
     @property
     def forks(self) -> list[tuple[str, int]]:
-        """Return (lineage, first step) of the newest lineages of weights when the batch was taken.
-
-        Empty where tokens do not expire.
-        """
+        """Return (lineage, first step) of the newest lineages; empty if tokens never expire."""
         found = re.search(r" forks=(\S+)", self.header)
         pairs = [fork.rpartition(":") for fork in found[1].split(",")] if found else []
         return [(lineage, int(step)) for lineage, _, step in pairs]
@@ -105,20 +98,15 @@ class Manifest:
 
     @property
     def gids(self) -> list[str]:
-        """Return the ids of the groups, in order."""
         return [entry.gid for entry in self.entries]
 
     @property
     def lines(self) -> list[str]:
-        """Return the manifest as the server keeps it: a header, and one line per group."""
         return [self.header, *(entry.line for entry in self.entries)]
 
     @classmethod
     def parse(cls, step: int, lines: Sequence[str]) -> Manifest:
-        """Return the manifest in `lines` of the server: a header, and one line per group.
-
-        Raises ValueError where they are no manifest of that step.
-        """
+        """Parse the lines of the server: a header, and one per group. Raises ValueError."""
         if not f"{lines[0]} ".startswith(f"step={step} "):
             raise ValueError(f"its header is {lines[0][:80]!r}")
         return cls(step, lines[0], tuple(ManifestEntry.parse(line) for line in lines[1:]))
@@ -129,7 +117,7 @@ class NotReady:
     """Why a batch cannot be taken yet.
 
     `missing`: (ready, wanted) groups of each task; empty while recovering. `checkpoint_now`: no
-    group is started, because memory is held by batches that only a checkpoint frees (I12).
+    group is started, because only a checkpoint frees memory (I12).
     """
 
     missing: Mapping[str, tuple[int, int]]

@@ -6,9 +6,8 @@
     length_fair   short and long responses alternate: see `bucket`
     module:name   a function of yours: the lower its score, the earlier; equal ones by arrival
 
-The first two only need the pool. The others have an additional index, `order:<task>:completed`,
-whose scores are computed by the client at submit or import and never change. No policy returns
-groups that are too stale (I8), and Lua knows only the policies in this list.
+All but the first two have an index, `order:<task>:completed`, whose scores the client computes at
+submit or import and never changes. No policy returns groups that are too stale (I8).
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ BUILT_IN = ("staleness", "fifo", "freshest", "length_fair")
 class Finished:
     """What an order policy knows of a group.
 
-    `tokens`: all response tokens. `longest`: those of the longest rollout. `reward`: mean score,
-    None without scores. `version`: of the oldest weights as the worker knows them, None where
-    nothing was sampled.
+    `longest`: tokens of the longest rollout. `reward`: mean score or None. `version`: of the oldest
+    weights as the worker knows them, None where nothing was sampled.
     """
 
     gid: str
@@ -47,7 +45,6 @@ class Finished:
 
     @classmethod
     def of(cls, group: RolloutGroup) -> Finished:
-        """Return what a policy knows of `group`."""
         scores = group.scores[np.isfinite(group.scores)]
         oldest = group.oldest()
         return cls(
@@ -67,15 +64,14 @@ OrderFunction = Callable[[Finished], float]
 
 
 def is_custom(order: str) -> bool:
-    """Return whether the policy is a function of the user."""
     return order not in BUILT_IN
 
 
 def load_order(order: str, named: str) -> OrderFunction | None:
     """Return the function of a user's order policy; None for a built-in one.
 
-    `order` comes from the server: it is imported only if the user's own config or command `named`
-    it. Raises ConfigError otherwise.
+    `order` comes from the server. It is imported only if the user's config or command `named` it;
+    otherwise, raises ConfigError.
     """
     if not is_custom(order):
         return None
@@ -94,11 +90,9 @@ def load_order(order: str, named: str) -> OrderFunction | None:
 def bucket(group: RolloutGroup) -> int:
     """Return the length class of a group: the power of two below its longest response (0: none).
 
-    `length_fair` takes from the buckets in turn, by self-clocked fair queueing: the n-th waiting
-    group of a bucket gets round n after the one last taken. Long responses are few and finish late,
-    with old weights; behind many short ones they would expire, and the model would learn from short
-    ones only. Here a group waits for at most one turn of its bucket. It costs one counter per
-    bucket, and no search.
+    `length_fair` takes from buckets in turn (self-clocked fair queueing): the n-th waiting group
+    of a bucket gets round n after the one last taken. Otherwise, long responses, which finish late,
+    would expire behind many short ones, and the model would learn from short ones only.
     """
     return int(group.lengths.max()).bit_length()
 

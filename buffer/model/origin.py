@@ -1,8 +1,6 @@
-"""What gives the draws of a run their meaning, and how a config that continues the run may differ.
+"""What the draws of a run mean: the data set, seed and tokenizer that make a prompt of a number.
 
-A draw is a number: the data set, the seed and the tokenizer make a prompt of it. With others, draws
-that were trained would mean other prompts. So the run records them when it is created, and every
-process that reads a config compares it with that record before it does anything.
+The run records them when it is created; every process with a config compares first.
 """
 
 from __future__ import annotations
@@ -16,8 +14,6 @@ FIELD = "origin"
 
 
 class TaskOrigin(BaseModel):
-    """What one task draws from."""
-
     model_config = ConfigDict(frozen=True)
 
     data: str | None = None
@@ -46,7 +42,7 @@ class Origin(BaseModel):
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, str]) -> Origin | None:
-        """Return the record in a run's meta hash; None for a run that has none that can be read."""
+        """Return the record in a run's meta hash; None if it is missing or cannot be read."""
         try:
             return cls.model_validate_json(meta[FIELD])
         except (KeyError, ValidationError):
@@ -54,7 +50,7 @@ class Origin(BaseModel):
 
     @property
     def commits(self) -> dict[str, str]:
-        """Return the commit of every repository of the Hub, by name."""
+        """Return the commit of every repository of the Hub."""
         sources = [self.source, *(task.source for task in self.tasks.values())]
         pairs = (source.partition("@") for source in sources if source)
         return {name: commit for name, _, commit in pairs}
@@ -76,7 +72,7 @@ class Origin(BaseModel):
                 yield f"task {former} is named {name} now, and would draw the same prompts again"
 
     def _former_name(self, task: TaskOrigin, other: Origin) -> str | None:
-        """Return the task that `other` lacks and that draws from the same data, if there is one."""
+        """Return the task that `other` lacks and that draws from the same data, if any."""
         if task.data is None:
             return None
         return next(
@@ -89,10 +85,7 @@ class Origin(BaseModel):
         )
 
     def adopting(self, other: Origin, *, draws: bool) -> Origin:
-        """Return this record with what `other` adds.
-
-        Group sizes are those of the process that draws the prompts.
-        """
+        """Add what `other` has. Group sizes are those of the process that draws the prompts."""
         tasks = dict(self.tasks)
         for name, task in other.tasks.items():
             known = self.tasks.get(name, task)

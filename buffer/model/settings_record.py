@@ -1,11 +1,8 @@
 """What `rolloutmq set` changed of a run, and what its config said then.
 
-A value that was set belongs to the run. It holds until it is set again, or until the config has
-another value than at the last start by hand. So the run's `meta` holds this record, each change of
-it is made by the script that changes the limits, and the run's folder has a copy for the case that
-the server loses everything (`buffer/control/live_settings.py`).
-
-A setting has the name that `rolloutmq set` gives it: `max_staleness`, `tasks.math.weight`.
+A value that was set holds until it is set again, or until the config has another value than at the
+last start by hand. The record is in `meta`; the run's folder has a copy for the case that the
+server loses everything. Names of settings: `max_staleness`, `tasks.math.weight`.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ FIELD = "settings"
 """The field of the run's `meta` that holds the record as JSON."""
 
 TASK = "tasks."
-"""How the name of a task's own setting begins; the name of the task and a dot follow."""
+"""Prefix of the name of a task's own setting."""
 
 _OF_A_RUN = (
     "max_tries",
@@ -48,9 +45,8 @@ class Override(BaseModel):
 class SettingsRecord(BaseModel):
     """The values of the config at the last start by hand, and those that were set since.
 
-    `configured` lacks what a task does not set itself. `written`: what the file says, for settings
-    whose value depends on more than the file. `overrides` contains only what differs from
-    `configured`.
+    `configured` lacks what a task does not set itself. `written`: text of the file, for settings
+    whose value depends on more. `overrides` has only what differs from `configured`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -61,19 +57,16 @@ class SettingsRecord(BaseModel):
 
     @classmethod
     def of(cls, limits: RunLimits, written: Mapping[str, str]) -> SettingsRecord:
-        """Return the record of a run with the limits of its config, of which nothing was set."""
+        """Return the record of a run in which nothing was set."""
         return cls(configured=setting_values(limits), written=dict(written))
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, str]) -> SettingsRecord:
-        """Return the record in a run's meta hash; an empty one for a run that has none.
-
-        Raises ValueError for one that cannot be read.
-        """
+        """Return the record in a run's meta hash, empty if missing. Raises ValueError."""
         return cls.model_validate_json(meta[FIELD]) if FIELD in meta else cls()
 
     def kept_by(self, config: SettingsRecord) -> dict[str, Override]:
-        """Return the overrides that hold under a config: those of values that it did not change."""
+        """Return the overrides of values that this config did not change."""
         return {
             name: override
             for name, override in self.overrides.items()
@@ -89,7 +82,6 @@ class SettingsRecord(BaseModel):
         return self.written.get(name, self.configured.get(name))
 
     def after(self, changed: Mapping[str, Any], now_ms: int, by: str) -> SettingsRecord:
-        """Return the record after these values were set."""
         overrides = dict(self.overrides)
         for name, value in changed.items():
             known = overrides.pop(name, None)
@@ -103,7 +95,6 @@ class SettingsRecord(BaseModel):
         return self.model_copy(update={"overrides": overrides})
 
     def without(self, names: Collection[str]) -> SettingsRecord:
-        """Return the record without the overrides of these settings."""
         overrides = {name: each for name, each in self.overrides.items() if name not in names}
         return self.model_copy(update={"overrides": overrides})
 
@@ -114,7 +105,7 @@ def task_of(name: str) -> str:
 
 
 def setting_values(limits: RunLimits) -> dict[str, Any]:
-    """Return the value of every setting by its name, except those that a task has from the run."""
+    """Return the value of every setting, except those that a task has from the run."""
     values = {name: getattr(limits, name) for name in _OF_A_RUN}
     interval = limits.sync_weights_interval
     values["max_staleness"] = max_staleness(limits.stale_threshold, interval)

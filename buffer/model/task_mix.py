@@ -1,8 +1,7 @@
 """How the batch of each train step is shared among the training tasks.
 
-Producer and trainer compute the same shares from the run's limits, without asking each other.
-Weights that are changed while a run continues hold from the first step for which nothing was
-started yet.
+Producer and trainer compute the same shares from the run's limits. New weights hold from the first
+step for which nothing was started yet.
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ MOST_PARTS = 64
 
 
 class Reweighting(BaseModel):
-    """Weights by training task that hold from a train step on.
-
-    `before`: the groups of each task in all earlier batches, where earlier changes are not kept.
-    """
+    """Task weights from a train step on; `before`: groups of each task in all earlier batches."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -29,10 +25,7 @@ class Reweighting(BaseModel):
 
 
 class TaskMix:
-    """The shares of batches of `batch_size` groups; `history` is in the order of its steps.
-
-    Before the first of these changes only the sum of each task is known.
-    """
+    """The shares of batches; before the first change in `history`, only sums are known."""
 
     def __init__(self, batch_size: int, history: Sequence[Reweighting]) -> None:
         self._history = history
@@ -57,10 +50,7 @@ class TaskMix:
 def newest_parts(
     history: Sequence[Reweighting], mix: TaskMix, most: int = MOST_PARTS
 ) -> list[Reweighting]:
-    """Return the last `most` changes, the first of them with the sums of everything before.
-
-    `mix`: that of the whole history.
-    """
+    """Return the last `most` changes of `mix`, the first of them with the sums before it."""
     # a curriculum may change weights at every step, and all processes read the list
     first, *others = history[-most:]
     if len(history) > most:
@@ -70,10 +60,7 @@ def newest_parts(
 
 
 def allocate(batch_size: int, weights: Mapping[str, float]) -> dict[str, int]:
-    """Return the groups of each task in a batch: by weight, then largest remainder, then order.
-
-    For example, 2:1:0 of 7 is 5, 2, 0.
-    """
+    """Share a batch by weight, then largest remainder, then order: 2:1:0 of 7 is 5, 2, 0."""
     total = sum(weights.values())
     if batch_size < 0 or total <= 0 or min(weights.values()) < 0:
         raise ValueError(f"cannot share {batch_size} groups by weights {dict(weights)}")

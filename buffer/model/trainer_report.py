@@ -1,7 +1,6 @@
-"""The newest metrics of a run's trainer, as the trainer reports them to the server.
+"""The newest metrics of a run's trainer, so that a run can be watched without the trainer's folder.
 
-The trainer's folder has the whole history (`steps.jsonl`). The report has only the last train step
-and the last evaluation of each task, so that a run can be watched without that folder.
+`steps.jsonl` in that folder has the whole history.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ REPORTED = frozenset(
         "time/pause_s", "time/publish_s", "eval/accuracy", "eval/score",
     }
 )  # fmt: skip
-"""Names of the metrics that are reported. Others are left out, which bounds a report's size."""
+"""Names of reported metrics: a fixed set bounds a report's size."""
 
 REWARD_OF_TASK = "rewards/mean/"
 """Prefix of the mean score of one task's groups in a batch; reported, too."""
@@ -37,7 +36,6 @@ class ReportedStep:
 
     @classmethod
     def of(cls, step: int, metrics: Mapping[str, float]) -> ReportedStep:
-        """Return what is reported of `metrics`."""
         shown = {
             name: float(value)
             for name, value in metrics.items()
@@ -59,7 +57,7 @@ class TrainerReport:
 
     @classmethod
     def parse(cls, fields: Mapping[str, str]) -> TrainerReport:
-        """Return the report in the fields of the key `report`; what is no JSON is left out."""
+        """Return the report in the fields of the key `report`, without those that are no JSON."""
         steps = {name: step for name, entry in fields.items() if (step := _parsed(entry))}
         evaluations = {
             name.removeprefix(EVALUATION): step
@@ -69,10 +67,7 @@ class TrainerReport:
         return cls(steps.get(TRAINING), evaluations)
 
     def reward_of(self, task: str, *, is_only: bool) -> float | None:
-        """Return the mean score of a task in the last batch; None: it has none.
-
-        `is_only`: it is the only training task of the run.
-        """
+        """Return a task's mean score in the last batch, if any; `is_only`: it is the only task."""
         metrics = self.training.metrics if self.training else {}
         return metrics.get(REWARD_OF_TASK + task, metrics.get("rewards/mean") if is_only else None)
 

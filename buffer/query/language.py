@@ -4,11 +4,9 @@
     {"$or": [{"task": "math"}, {"tokens": {"$between": [1, 99]}}]}
     {}
 
-Entries are ANDed; a plain value means $eq; $and and $or hold lists, and nest; {} matches every
-group. An empty $and is true, an empty $or is false, and {"tries": {}} asks nothing. What a group
-does not have (a version before its first token, for example) is None: it equals only None, and is
-neither above nor below anything. Every error in a query is found when it is parsed, never because
-of the data.
+Entries are ANDed; a plain value means $eq; $and and $or hold lists, and nest. An empty $and, {} and
+{"tries": {}} are true, an empty $or is false. A value that a group lacks is None: it equals only
+None, and is neither above nor below anything. `parse` finds every error in a query.
 """
 
 from __future__ import annotations
@@ -24,14 +22,13 @@ from buffer.errors import QueryError
 from buffer.query.record import STAGES, GroupRecord
 from buffer.wire.rollout import Status
 
-MAX_DEPTH = 32
-"""Levels of $and and $or that a query may have."""
+MAX_DEPTH = 32  # levels of $and and $or
 
 Scalar = str | int | float | None
 
 
 class Field(NamedTuple):
-    """Describes a field of queries; `choices` are all values of a field that has no order."""
+    """A field of queries; `choices` are all values of a field that has no order."""
 
     attribute: str
     kind: Literal["text", "number"]
@@ -58,6 +55,7 @@ FIELDS: Mapping[str, Field] = {
     "time": Field("time_ms", "number", may_be_missing=True),
 }
 
+# false where a group has no value
 ORDERINGS: Mapping[str, Callable[[Any, Any], bool]] = {
     "$gt": operator.gt,
     "$gte": operator.ge,
@@ -65,7 +63,6 @@ ORDERINGS: Mapping[str, Callable[[Any, Any], bool]] = {
     "$lte": operator.le,
     "$between": lambda value, ends: bool(ends[0] <= value <= ends[1]),
 }
-"""False where a group has no value."""
 
 EQUALITIES: Mapping[str, Callable[[Any, Any], bool]] = {
     "$eq": operator.eq,
@@ -79,17 +76,13 @@ OPERATORS = (*EQUALITIES, *ORDERINGS)
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Compares a field with a scalar, a frozenset ($in, $not_in) or both ends ($between).
-
-    Made by `parse`, which has checked the operand.
-    """
+    """Compares a field with a scalar, a frozenset ($in, $not_in) or both ends ($between)."""
 
     field: str
     operator: str
     operand: Any
 
     def holds(self, value: Scalar) -> bool:
-        """Return whether a value of the field matches."""
         if equality := EQUALITIES.get(self.operator):
             return equality(value, self.operand)
         return value is not None and ORDERINGS[self.operator](value, self.operand)
@@ -97,15 +90,11 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class AllOf:
-    """Matches where every part does, and without parts."""
-
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AnyOf:
-    """Matches where any part does, and never without parts."""
-
     parts: tuple[Node, ...]
 
 

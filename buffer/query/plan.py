@@ -1,9 +1,8 @@
-"""Plans a query: what an index answers of it before any record is read.
+"""Plan a query: what an index answers of it before any record is read.
 
-An index knows some fields of all its groups: a pool knows their task, stage and status. `narrow`
-replaces these in the query. The rest is false (skip the index), a range of versions (by which a
-pool is sorted), or more. Each answer here may be too wide, never too narrow: in the end every
-record is matched against the whole query.
+A pool knows the task, stage and status of its groups: `narrow` replaces these in the query. The
+rest is false (skip the index), a range of versions, by which a pool is sorted, or more. An answer
+may be too wide, never too narrow: in the end every record is matched against the whole query.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from typing import Any, NamedTuple
 
 from buffer.query.language import FALSE, TRUE, AllOf, AnyOf, Condition, Node, Scalar
 
-MAX_VERSION = 2**53
-"""Above every policy version; scores of sorted sets are exact below it."""
+MAX_VERSION = 2**53  # scores of sorted sets are exact below it
 
 
 class VersionRange(NamedTuple):
@@ -69,10 +67,7 @@ def _values_of(parts: tuple[Node, ...], field: str) -> list[frozenset[Any] | Non
 
 
 def version_range(node: Node, taken: int) -> VersionRange:
-    """Return the versions of pooled groups that can match, when `taken` is the last step taken.
-
-    In a pool, staleness is `taken - version`: that of the next step.
-    """
+    """Return the versions in pools that can match; staleness there is `taken - version`."""
     match node:
         case Condition("version"):
             return _clamped(*_integers(node))

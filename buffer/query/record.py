@@ -1,7 +1,4 @@
-"""The short facts about one group, from its record in Redis; never from its payload.
-
-All that lists groups reads these: `language.py` matches them, `scan.py` finds them.
-"""
+"""The short facts about one group, from its record in Redis; never from its payload."""
 
 from __future__ import annotations
 
@@ -11,14 +8,13 @@ from typing import NamedTuple
 
 from buffer.ids import split_group_id
 
-STAGES = ("waiting", "running", "pool", "taken", "dead")
-"""Stages of groups that have a record, in the order of their life."""
+STAGES = ("waiting", "running", "pool", "taken", "dead")  # stages of groups with a record, in order
 
+# read of `group:<gid>`
 RECORD_FIELDS = (
     *("stage", "status", "version", "tries", "aborts", "owner", "samples", "tokens", "size"),
     *("reward", "arrival", "batch", "entry", "claimed_ms", "submitted_ms"),
 )
-"""Fields that are read of a record (`group:<gid>`)."""
 
 
 class Moment(NamedTuple):
@@ -30,12 +26,12 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """Describes one group; None stands for what it does not have (yet).
+    """One group; None stands for a value that it does not have (yet).
 
-    `staleness` is that of the step that took the group, or else of the next step. `owner` holds it,
-    or held it last. `reward` is the mean score of a completed group. `arrival` is the number of its
-    last submit. `time_ms` has passed since it was last queued, claimed or submitted. `size` is in
-    bytes: of the result, or of the prompt where there is no result (any more).
+    `staleness` is for the step that took it, or else the next. `owner` holds or held it last.
+    `reward`: mean score of a completed group. `arrival`: number of its last submit. `time_ms`:
+    since it was last queued, claimed or submitted. `size`: bytes of the result, or else of the
+    prompt.
     """
 
     gid: str
@@ -58,14 +54,13 @@ class GroupRecord:
 
     @classmethod
     def parse(cls, gid: str, values: Sequence[bytes | None], moment: Moment) -> GroupRecord | None:
-        """Return the record of these values of `RECORD_FIELDS`; None if the group has ended."""
+        """Parse the values of `RECORD_FIELDS`; None if the group has ended."""
         named = zip(RECORD_FIELDS, values, strict=True)
         record = {name: value.decode() for name, value in named if value}
         return cls.of(gid, record, moment)
 
     @classmethod
     def of(cls, gid: str, record: Mapping[str, str], moment: Moment) -> GroupRecord | None:
-        """Return the record of these fields; None if the group has ended."""
         fields = {name: value for name, value in record.items() if value}
         if "stage" not in fields:
             return None

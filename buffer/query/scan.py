@@ -1,11 +1,8 @@
-"""Finds and counts the groups of a run that match a query (`buffer.query.language`).
+"""Find and count the groups of a run that match a query, without their payloads.
 
-Reads only, and never a payload. Each living group is in one index: a stream, a pool, what a worker
-holds, a manifest or the dead letters (I1). So the indexes are walked, page by page, and never the
-key space of the server: indexes that cannot hold a match are skipped, pools are read from the
-oldest version that can match, and groups that the query names by gid or draw are looked up. Pages
-are read at different times: on a live run, a group that moves meanwhile may be missed, or found in
-both of its stages. For proof use `fsck`.
+Each living group is in one index (I1): a stream, a pool, what a worker holds, a manifest or the
+dead letters. These are walked page by page; those without a match are skipped. On a live run, a
+group that moves meanwhile may be missed, or found in both of its stages. For proof use `fsck`.
 """
 
 from __future__ import annotations
@@ -27,13 +24,12 @@ from buffer.redis.connection.bulk_io import Command
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 
-PAGE = 500
-"""Groups in one round trip: between two of them the server answers other clients."""
+PAGE = 500  # groups in one round trip, between which the server answers other clients
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """Names an index, the rest of the query for its groups, and the versions that can match."""
+    """An index, the rest of the query for its groups, and the versions that can match."""
 
     stage: str
     key: str
@@ -42,12 +38,7 @@ class Index:
 
 
 class GroupScan:
-    """Finds and counts groups of one run by the fields of their records.
-
-    Usage:
-        for record in run.groups.find({"stage": "pool", "staleness": {"$gte": 2}}):
-            print(record.gid, record.tokens)
-    """
+    """Finds and counts groups of one run by the fields of their records."""
 
     def __init__(
         self, store: Store, keys: Keys, limits: RunLimits, ledgers: Sequence[BatchLedger]
@@ -64,10 +55,9 @@ class GroupScan:
     ) -> Iterator[GroupRecord]:
         """Yield the records that match, with one page in memory at a time.
 
-        They come stage by stage, and those of a pool by version and arrival, not by the run's
-        order policy. With `order="tokens"`, or `"-tokens"` for the highest first, they come by that
-        field, those without a value last; that reads all matches, keeps `limit` of them, and so
-        needs a limit. Raises QueryError when called, before it reads any data.
+        They come by stage, and in a pool by version and arrival. `order="tokens"`, or `"-tokens"`
+        for the highest first, sorts them by a field, those without a value last; it reads all
+        matches, and needs a `limit`. Raises QueryError when called.
         """
         node = parse(query)
         if limit is not None and limit < 0:
@@ -82,11 +72,7 @@ class GroupScan:
         return self._sorted(node, attribute, limit, descending=order.startswith("-"))
 
     def count(self, query: object = TRUE) -> int:
-        """Return how many groups match.
-
-        O(log N) for queries about the task, the stages waiting and pool, status, version and
-        staleness; O(N) for others.
-        """
+        """Count matches: O(log N) by task, waiting/pool, status, version, staleness; else O(N)."""
         node = parse(query)
         moment = moment_of(self._store, self._ledgers[0])
         if (named := self._named(node)) is not None:
@@ -242,13 +228,11 @@ class GroupScan:
 
 
 def moment_of(store: Store, ledger: BatchLedger) -> Moment:
-    """Return the present, for ages of groups."""
     seconds, micros = store.retrying("time", lambda: store.control.time())
     return Moment(ledger.steps()[0], int(seconds) * 1000 + int(micros) // 1000)
 
 
 def _facts_of(gid: str) -> dict[str, Scalar]:
-    """Return the fields that a gid contains."""
     task, draw = split_group_id(gid)
     return {"gid": gid, "task": task, "draw": draw}
 

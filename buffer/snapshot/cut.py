@@ -1,13 +1,10 @@
 """Copy the index of a run as of one instant, page by page, without a lock and without a stop.
 
-The index is read while its keys are WATCHed: at the end, the server itself says whether any of them
-has changed since. Every script that changes a group's record, a manifest or a dead letter also
-changes one of the watched keys (a pool, a stream, the counters of its task), so that these need not
-be watched one by one. Heartbeats of workers, trainer and producer, and wake-ups touch none of them.
+Keys are WATCHed while they are read. Every script that changes a record, a manifest or a dead
+letter also changes a watched key (a pool, a stream, counters); heartbeats and wake-ups change none.
 
-The copy is of a run at rest: trainer, producer and workers are left out, and running groups wait
-again, in the lane of groups that resume, with their try given back. Events and garbage are left
-out, too.
+The copy is of a run at rest: without trainer, producer, workers, events and garbage. Running groups
+wait again, in the lane of groups that resume, with their try given back.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ _RESTING = {"stage": "waiting", "token": "", "owner": ""}
 
 
 class IndexCut:
-    """Copies the index of a run once; `groups` and `was_running` then count what was copied."""
+    """Copies the index once; `groups` and `was_running` then count what was copied."""
 
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store = store
@@ -53,10 +50,7 @@ class IndexCut:
         self.was_running = 0
 
     def copy(self, write: Callable[[Item], object]) -> bool:
-        """Write all items; return False if the index changed meanwhile.
-
-        What was written is then a mixture of two instants, and must be discarded.
-        """
+        """Write all items; return False, to discard them, if the index changed meanwhile."""
         with self._store.bulk.pipeline() as pipe:
             try:
                 pipe.watch(*self.watched())

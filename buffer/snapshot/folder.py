@@ -7,9 +7,8 @@
     payloads-00000.msgpack
     media-00000.msgpack   files that payloads refer to (buffer/redis/media_folder.py)
 
-A file is a sequence of msgpack arrays [kind, key, data]; keys have no prefix, so that a run can be
-restored under another name. The manifest is written last and the folder renamed into place: it is
-complete or absent. A file that was truncated or altered is detected before anything is loaded.
+A file is a sequence of msgpack arrays [kind, key, data], keys without prefix. The manifest is
+written last and the folder renamed into place: it is complete or absent.
 
     kind     data
     hash     [field, value, field, value, …]
@@ -45,14 +44,11 @@ FORMAT = "rolloutmq-snapshot"
 VERSION = 1
 MANIFEST = "manifest.json"
 
-FILE_BYTES = 64 * 2**20
-"""Size from which a file is ended and the next one begun."""
+FILE_BYTES = 64 * 2**20  # size from which a file is ended and the next one begun
 
-ITEM_BYTES = 16 * 2**20
-"""Every item is smaller, which bounds the memory of a reader."""
+ITEM_BYTES = 16 * 2**20  # every item is smaller, which bounds the memory of a reader
 
-PART_BYTES = 2**20
-"""Most bytes of a media file in one item."""
+PART_BYTES = 2**20  # most bytes of a media file in one item
 
 KEY = re.compile(
     r"control|cursors|lineages|dead|bytes|"
@@ -65,16 +61,12 @@ SectionName = Literal["index", "payloads", "media"]
 
 
 class Item(NamedTuple):
-    """A key, or a slice of its values."""
-
     kind: Kind
     key: str
     data: Any
 
 
 class SnapshotFile(BaseModel):
-    """Size and checksum that a file must have."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
 
     bytes: int
@@ -83,10 +75,7 @@ class SnapshotFile(BaseModel):
 
 
 class SnapshotFacts(BaseModel):
-    """The manifest; `meta` is that of the run.
-
-    `groups`, `was_running` and the two sizes are shown to users, and not needed to load it.
-    """
+    """The manifest; `meta` is that of the run. Counts and sizes are only shown to users."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -119,7 +108,6 @@ class PartSection:
         self.close()
 
     def add(self, item: Item) -> None:
-        """Append an item."""
         packed = msgpack.packb(item)
         if self._stream is None:
             self._open_file = f"{self.name}-{len(self.files):05d}.msgpack"
@@ -153,17 +141,13 @@ class PartSection:
         self.files = {}
 
     def items(self) -> Iterator[Item]:
-        """Read what was written, in order."""
         for name in self.files:
             yield from read_items(self._folder / name)
 
 
 @contextmanager
 def new_snapshot(folder: Path) -> Iterator[Path]:
-    """Make a hidden folder beside `folder`, and rename it to that at the end.
-
-    It is removed if the block fails. Raises SnapshotError.
-    """
+    """Make a hidden folder; rename it to `folder` at the end, or remove it on an error."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise SnapshotError(
             f"{folder} exists and is not an empty folder", hint="choose a new folder"
@@ -195,7 +179,6 @@ def write_manifest(folder: Path, facts: SnapshotFacts) -> None:
 
 
 def read_manifest(folder: Path) -> SnapshotFacts:
-    """Return the manifest of a snapshot. Raises SnapshotError, SchemaVersionError."""
     file = folder / MANIFEST
     try:
         document = orjson.loads(file.read_bytes())
@@ -286,7 +269,6 @@ def file_items(media: MediaFolder, gids: Iterable[str]) -> Iterator[Item]:
 
 
 def require_empty(media: MediaFolder) -> None:
-    """Raise SnapshotError if the media folder has any files already."""
     if media.root.exists() and (not media.root.is_dir() or any(media.root.iterdir())):
         raise SnapshotError(
             f"the run's files belong in {media.root}, which is not empty; nothing was changed",
@@ -297,10 +279,7 @@ def require_empty(media: MediaFolder) -> None:
 
 @contextmanager
 def restored(media: MediaFolder, items: Iterable[Item]) -> Iterator[None]:
-    """Write files into the media folder; remove it again if the block fails.
-
-    Raises SnapshotError.
-    """
+    """Write files into the media folder, or remove it on an error. Raises SnapshotError."""
     hidden = MediaFolder(
         media.root.with_name(f".{media.root.name}.{secrets.token_hex(4)}.tmp"),
         media.run,

@@ -1,9 +1,8 @@
 """Load a run from a snapshot: it cannot be opened before it is complete; a failure leaves nothing.
 
-While the run is loaded, its `meta` has the schema LOADING and a nonce of the loader: `create_run`
-and `Run.open` refuse it. Every batch of writes is one transaction that checks this nonce and
-counts the batch. A repeated one therefore changes nothing (I13), and a loader that counted as dead
-can write nothing more. The real `meta` comes last, in one step.
+Until the real `meta` is written, last and in one step, it has the schema LOADING and a nonce of the
+loader. Every transaction checks the nonce and counts itself: repeats change nothing (I13), and a
+loader that counted as dead can write nothing more.
 """
 
 from __future__ import annotations
@@ -38,13 +37,10 @@ from buffer.snapshot.folder import (
 SILENT_MS = 60_000
 """Silence after which a loader counts as dead; the next one removes what it left."""
 
-BATCH_BYTES = 4 * 2**20
-"""Payload bytes in one transaction: more would stall the server."""
+BATCH_BYTES = 4 * 2**20  # payload bytes in one transaction: more would stall the server
 
 
 class SnapshotLoader:
-    """Loads one run from a folder."""
-
     def __init__(
         self, store: Store, folder: Path, name: str | None = None, media: Path | None = None
     ) -> None:
@@ -61,10 +57,7 @@ class SnapshotLoader:
         self._nonce = f"{LOADING}-{secrets.token_hex(16)}"
 
     def load(self, advance: Advance) -> None:
-        """Verify the folder, then load it.
-
-        Raises SnapshotError, RunExists; the server is then as it was before.
-        """
+        """Verify and load the folder, or change nothing. Raises SnapshotError, RunExists."""
         if self._media:
             require_empty(self._media)
         verify(self._folder, self.facts)
@@ -105,10 +98,7 @@ class SnapshotLoader:
     # -- the name --------------------------------------------------------------
 
     def _refuse_leftovers(self) -> None:
-        """Raise RunExists for keys without a `meta`: they are of a run that lost it.
-
-        They must be neither overwritten nor removed.
-        """
+        """Raise RunExists for keys without a `meta`, of a run that lost it, which must stay."""
         if self._store.retrying("restore", lambda: self._store.bulk.exists(self.keys.meta)):
             return
         left = next(self._other_keys(), None)
@@ -247,10 +237,7 @@ class SnapshotLoader:
     # -- one step --------------------------------------------------------------------
 
     def _change(self, change: Callable[[Any], object], number: int = 0, done: str = "") -> None:
-        """Make one transaction, once, and only while the name is ours.
-
-        `number` counts it, or `done` is the nonce that the run has after it.
-        """
+        """Make one transaction, once, while the name is ours; `number` or nonce `done` marks it."""
 
         def attempt() -> None:
             with self._watching() as pipe:
@@ -274,10 +261,7 @@ class SnapshotLoader:
 
     @contextmanager
     def _watching(self) -> Iterator[Any]:
-        """Open a connection on which a change of `meta` by others fails the transaction.
-
-        The error is one that the store repeats.
-        """
+        """Open a connection on which a change of `meta` by others makes the store repeat."""
         with self._store.bulk.pipeline() as pipe:
             try:
                 pipe.watch(self.keys.meta)
@@ -297,7 +281,6 @@ def _now_ms(pipe: Any) -> int:
 
 
 def _send(pipe: Any, key: str, item: Item) -> None:
-    """Add the command that writes an item."""
     match item.kind:
         case "hash":
             pipe.execute_command("HSET", key, *item.data)

@@ -1,14 +1,11 @@
 """Save a run: first its index, as of one instant (`cut.py`), then the payloads that it names.
 
-If the index changes while it is copied, it is copied again, a few times; a busy run is paused for
-that copy (workers may keep what they hold). Payloads are copied afterwards, while the run
-continues: bytes that a record names never change, and the key `snapshot_lock` keeps
-`PayloadStore.collect` from freeing any. The hold expires by itself.
+If the index changes during the copy, it is copied again, a few times; a busy run is paused for it.
+Payloads are copied while the run continues: named bytes never change, and the key `snapshot_lock`,
+which expires by itself, keeps `PayloadStore.collect` from freeing any.
 
-A group's payload is named by its record. An archived group has no record: while its batch is
-retained, only the manifest names it. A payload that is missing is an error, except that of a dead
-group: the group may be dead because its bytes are missing or damaged, so they are copied as
-evidence (I11).
+A record names its group's payload; the manifest names that of an archived group. A missing payload
+is an error, except that of a dead group, which is copied as evidence (I11).
 """
 
 from __future__ import annotations
@@ -54,15 +51,11 @@ class _Archived(NamedTuple):
     slice: int = 0
 
     def covers(self, step: int, place: int) -> bool:
-        """Return whether the group at a position of a batch is archived."""
         return step <= self.freed or (step == self.freed + 1 and place < self.slice)
 
 
 def named_payloads(items: Iterable[Item]) -> Iterator[Named]:
-    """Return the payloads that an index names, in its order, with one item in memory.
-
-    An index has each ledger before its batches.
-    """
+    """Yield the payloads that an index names, in its order, each ledger before its batches."""
     ledgers: dict[str, _Archived] = {}
     batch = ""
     lines_before = 0
@@ -114,13 +107,10 @@ def _archived(item: Item) -> _Archived:
 HOLD_MS = 60_000
 """Silence after which a saver counts as dead, and payloads are freed again."""
 
-_AT_ONCE = 32
-"""Groups whose payloads are in memory at a time."""
+_AT_ONCE = 32  # groups whose payloads are in memory at a time
 
 
 class SnapshotSaver:
-    """Saves one run to a folder."""
-
     def __init__(
         self,
         store: Store,
@@ -136,11 +126,7 @@ class SnapshotSaver:
         self._media = media
 
     def save(self, folder: Path, attempts: int, advance: Advance) -> SnapshotFacts:
-        """Save the run; return the manifest.
-
-        Raises SnapshotError if the index changes during each of `attempts` copies, or a payload is
-        missing.
-        """
+        """Save the run. Raises SnapshotError: a payload is missing, or the index kept changing."""
         with new_snapshot(folder) as hidden, _Hold(self._store, self._keys) as hold:
             with PartSection(hidden, "index") as index:
                 cut = self._cut(index, attempts, advance, hold)

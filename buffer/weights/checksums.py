@@ -1,8 +1,8 @@
 """Checksums of the files of weights, part by part: in parallel, and while the bytes are at hand.
 
 A safetensors file has a part for its header and one for each tensor; any other file is one part.
-xxh3 (128 bits) finds every accident and hashes many times faster than memory copies; blake2b also
-withstands somebody who alters a file on purpose, at 0.7 GB/s for each core.
+xxh3 (128 bits) finds every accident at many times the speed of memory copies; blake2b (0.7 GB/s a
+core) also finds deliberate changes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,13 @@ from buffer.errors import WireError
 from buffer.weights.safetensors_files import read_header
 
 Algorithm = Literal["xxh3", "blake2b"]
-"""Values of [policy] weights_checksum."""
 
-BLOCK_BYTES = 1 << 20
-"""Read, hashed and written at a time: it stays in the processor's cache."""
+BLOCK_BYTES = 1 << 20  # bytes at a time: they stay in the processor's cache
 
 THREADS = min(8, os.cpu_count() or 1)
 
 
 class Hash(Protocol):
-    """The interface of `hashlib`."""
-
     def update(self, data: Any, /) -> None: ...
     def hexdigest(self) -> str: ...
 
@@ -51,14 +47,11 @@ class Part(NamedTuple):
 
 
 class FileChecksums(NamedTuple):
-    """Size and checksums of a file."""
-
     bytes: int
     algorithm: str
     parts: tuple[Part, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `parse` reads, as a JSON object."""
         return self._asdict() | {"parts": [list(part) for part in self.parts]}
 
     @classmethod
@@ -80,21 +73,19 @@ class FileChecksums(NamedTuple):
 
 
 class WrittenFiles(dict[str, FileChecksums]):
-    """The facts, by name, of files that were hashed while they were written."""
+    """Facts, by name, of files that were hashed while they were written."""
 
 
 def new_hash(algorithm: str) -> Hash:
-    """Return an empty hash."""
     return _HASHES[algorithm]()
 
 
 def hash_files(files: Iterable[Path], algorithm: Algorithm) -> dict[str, FileChecksums]:
-    """Return the facts of files by name."""
     return {file.name: _hash_file(file, algorithm, _part_sizes(file)) for file in files}
 
 
 def check_file(file: Path, facts: FileChecksums) -> None:
-    """Raise WireError or OSError unless the bytes of `file` are those that `facts` describe."""
+    """Raise WireError or OSError unless `file` is as `facts` describe."""
     size = file.stat().st_size
     if size != facts.bytes:
         raise WireError(f"{file.name} has {size} bytes, expected {facts.bytes}")
@@ -135,7 +126,6 @@ class CheckedStream:
 
 
 def starts_of(sizes: Sequence[int]) -> list[int]:
-    """Return where each part begins."""
     return list(accumulate(sizes, initial=0))[:-1]
 
 

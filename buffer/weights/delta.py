@@ -5,14 +5,9 @@ A folder of changes has every file of the whole version, but safetensors files a
     delta.json    base: address and checksum of the version that was changed
                   whole: the files that result, with their checksums (folder_manifest.py)
 
-It is published like any other folder: manifest, checksum and announcement are those of its
-transport. Its reader applies the changes to the base, which it has or fetches: a chain of changes
-ends at a whole version. Only a result with the checksums of the whole version is ever used, so a
-base that is not what it says is refused.
-
-A delta knows no tensors: it treats a file as words of 16 bits, and holds the position of each
-changed word and the difference to add to it, modulo 65,536. Positions are counted within blocks of
-65,536 words, as distances from the changed word before.
+Its reader applies the changes to the base, which it has or fetches, and uses only a result with the
+checksums of the whole version. A delta treats a file as words of 16 bits: it holds the position of
+each changed word, as a distance within blocks of 65,536 words, and the difference modulo 65,536.
 """
 
 from __future__ import annotations
@@ -40,25 +35,19 @@ NAME = manifest.DELTA_NAME
 SUFFIX = ".delta"
 
 BLOCK_WORDS = 1 << 16
-CHUNK_WORDS = 1 << 23
-"""Words that a thread compares at once: 16 MiB of each version."""
+CHUNK_WORDS = 1 << 23  # words that a thread compares at once: 16 MiB of each version
 
 MAX_INDEX_BYTES = 1 << 26
 
-LEVEL = 1
-"""Of deflate: level 3 is 4 % smaller, and takes three times as long."""
+LEVEL = 1  # of deflate: level 3 is 4 % smaller, and takes three times as long
 
 
 def is_delta(folder: Path) -> bool:
-    """Return whether a folder has changes rather than a whole version."""
     return (folder / NAME).is_file()
 
 
 def write(folder: Path, whole: Path, base: Path, published: PublishedWeights) -> int:
-    """Write into `folder` what changes the version in `base` into that in `whole`.
-
-    Both have a manifest; `published` is where readers find the base. Return the bytes written.
-    """
+    """Write the changes from `base` (at `published`) to `whole` into `folder`; return the bytes."""
     listed = manifest.files_of((whole / manifest.NAME).read_bytes())
     for name, facts in listed.items():
         old = base / name
@@ -83,10 +72,7 @@ def base_of(folder: Path) -> PublishedWeights:
 
 
 def apply(folder: Path, base: Path, result: Path) -> None:
-    """Write the version that the changes in `folder` make of `base` into the empty `result`.
-
-    Raises WireError unless it is the one that was published.
-    """
+    """Write the version of `base` and the changes into the empty `result`. Raises WireError."""
     listed: Mapping[str, Any] = _description(folder).get("whole", {})
     for name in listed:
         changes = folder / (name + SUFFIX)
@@ -161,8 +147,8 @@ def _words(file: Path, start: int) -> NDArray[np.uint16]:
 def _pack(old: NDArray[np.uint16], new: NDArray[np.uint16]) -> tuple[int, bytes]:
     """Return the number of changed words, and the bytes that `_unpack` reads.
 
-    These are, compressed: changed words per block (uint32), then four columns of bytes: distance
-    from the position before and difference, each low bytes before high bytes.
+    Compressed: changed words per block (uint32), then columns of bytes: distance from the position
+    before and difference, each low bytes before high bytes.
     """
     changed = np.flatnonzero(old != new)
     counts = np.bincount(changed >> 16, minlength=-(-len(new) // BLOCK_WORDS)).astype("<u4")

@@ -1,12 +1,8 @@
 """Versions as changes to the one before (delta.py), over any transport that carries folders.
 
-    trainer     keeps the last version whole, in a folder of its own; publishes every n-th version
-                whole, and each between as its changes to the one before, where these are smaller
-    worker      applies changes to the version that its engine runs; where it lacks the base (it
-                joined late, or missed versions) it fetches the chain down to a whole version
-
-A trainer that starts again publishes a whole version first. The transport keeps as many versions as
-the longest chain needs.
+The trainer keeps the last version whole. It publishes the first version after a start and every
+n-th one whole, the others as changes where these are smaller. A worker applies changes to the
+version that its engine runs, or fetches the chain down to a whole one, which the transport keeps.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ from buffer.wire.rollout import PolicyVersion
 log = logging.getLogger("rolloutmq.trainer")
 
 LARGEST_SHARE = 0.5
-"""Changes with more than this share of the bytes of the whole version are not worth a chain."""
+"""Largest share of the whole version's bytes for which changes are worth a chain."""
 
 LONGEST_CHAIN = 1000
 
@@ -41,10 +37,7 @@ PREFIX = ".base-"
 
 
 class DeltaSender:
-    """Publishes through `transport`, every `delta_base_every`-th version whole.
-
-    `folder`: where the last version is kept.
-    """
+    """Publishes every `delta_base_every`-th version whole; `folder` keeps the last version."""
 
     def __init__(
         self, transport: WeightsSender, folder: Path, delta_base_every: int, algorithm: Algorithm
@@ -54,11 +47,9 @@ class DeltaSender:
         self._delta_base_every = delta_base_every
         self._algorithm: Algorithm = algorithm
         self._base: tuple[Path, PublishedWeights] | None = None
-        self._chain = 0
-        """versions since the newest whole one"""
+        self._chain = 0  # versions since the newest whole one
 
     def write(self, weights: PolicyVersion, save: Save) -> PublishedWeights:
-        """Store one version, whose files `save` writes: whole, or as changes."""
         label = str(weights)
         whole = self._folder / (PREFIX + label.replace(":", "-"))
         shutil.rmtree(whole, ignore_errors=True)
@@ -87,7 +78,6 @@ class DeltaSender:
         return WrittenFiles(known)
 
     def prune(self) -> None:
-        """Delete old versions. Called after each publication."""
         self._transport.prune()
 
     def clear(self) -> None:
@@ -97,14 +87,13 @@ class DeltaSender:
         self._transport.clear()
 
     def close(self) -> None:
-        """Stop: nothing more is published."""
         if self._base:
             shutil.rmtree(self._base[0], ignore_errors=True)
         self._transport.close()
 
 
 class DeltaReceiver(WeightsReceiver):
-    """Receives through `transport`, and makes whole versions of changes, once for all on the host.
+    """Makes whole versions of changes, once for all on the host.
 
     Invariant: the folder that `fetch` returns has the checksums of the whole version.
     """
@@ -112,10 +101,8 @@ class DeltaReceiver(WeightsReceiver):
     def __init__(self, transport: WeightsReceiver) -> None:
         self._transport = transport
         self._results = HostFolders()
-        self._running: Path | None = None
-        """the folder of the version that the engine runs"""
-        self._wholes: dict[str, Path] = {}
-        """whole versions that may serve as bases, by the checksum they were published with"""
+        self._running: Path | None = None  # of the version that the engine runs
+        self._wholes: dict[str, Path] = {}  # possible bases, by published checksum
 
     def check(self, published: PublishedWeights) -> None:
         self._transport.check(published)
@@ -142,7 +129,6 @@ class DeltaReceiver(WeightsReceiver):
     def _apply(
         self, changes: Path, base: Path, published: PublishedWeights, changed: PublishedWeights
     ) -> Path:
-        """Return the version that `changes` make of the published base."""
         try:
             result = self._results.get(
                 f"whole-{changed.checksum}",

@@ -1,8 +1,7 @@
 """The manifest of a folder of weights: its files, their sizes and their checksums.
 
-The publisher writes it last and every worker reads it. Control carries the checksum of the manifest
-itself (BLAKE2b, however the files are hashed), so a folder that was replaced, torn or half copied
-is noticed wherever it is read.
+The publisher writes it last. Control carries its checksum (BLAKE2b, however the files are hashed),
+so that a folder that was replaced, torn or half copied is noticed.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from buffer.weights.safetensors_files import read_header, weight_files
 
 NAME = "manifest.json"
 
-DELTA_NAME = "delta.json"
-"""In the folder of a version that was published as changes (delta.py)."""
+DELTA_NAME = "delta.json"  # in the folder of a version that was published as changes (delta.py)
 
 
 def write(
@@ -29,11 +27,7 @@ def write(
     algorithm: Algorithm = "xxh3",
     saved: object = None,
 ) -> str:
-    """Write the manifest of all files in `folder` and return its checksum.
-
-    `label` names the weights for human readers. `saved`: what the writer of the files returned; the
-    `WrittenFiles` among them are not read again, the others are hashed by `algorithm`.
-    """
+    """Write a folder's manifest; return its checksum. `WrittenFiles` in `saved` are not hashed."""
     known = saved if isinstance(saved, WrittenFiles) else WrittenFiles()
     others = [file for file in sorted(folder.iterdir()) if file.name not in known]
     files = known | hash_files(others, algorithm)
@@ -64,10 +58,7 @@ def verify(folder: Path, checksum: str) -> None:
 
 
 def check_sizes(folder: Path, checksum: str) -> list[str]:
-    """Check the manifest and the sizes of its files, but do not read them; return their names.
-
-    Raises as `verify`.
-    """
+    """Check the manifest and file sizes; return the names. Raises as `verify`."""
     data = (folder / NAME).read_bytes()
     check(data, checksum)
     files = files_of(data)
@@ -79,10 +70,7 @@ def check_sizes(folder: Path, checksum: str) -> list[str]:
 
 
 def check_files(folder: Path, checksum: str) -> None:
-    """Check all that an engine checks before it reads tensors: also the headers of weight files.
-
-    Raises as `verify`, and ModelError for a folder without weights.
-    """
+    """Check all but the tensors, also headers. Raises as `verify`; ModelError without weights."""
     listed = check_sizes(folder, checksum)
     if DELTA_NAME in listed:
         return
@@ -101,12 +89,10 @@ def check_files(folder: Path, checksum: str) -> None:
 
 
 def digest(manifest: bytes) -> str:
-    """Return the checksum of a manifest: BLAKE2b, 16 bytes in hex."""
     return hashlib.blake2b(manifest, digest_size=16).hexdigest()
 
 
 def check(manifest: bytes, checksum: str) -> None:
-    """Raise WireError unless `checksum` is that of the manifest."""
     found = digest(manifest)
     if found != checksum:
         raise WireError(f"the manifest has checksum {found}, {checksum} was published")

@@ -7,8 +7,8 @@ Each has a lock file beside it, on which flock decides; the kernel frees it howe
     uses the folder    with others         nothing: the last one that leaves deletes it
     leaves             alone, if it can    the next process that starts deletes it (`_sweep`)
 
-A folder appears by a rename, filled and checked. It lies in a folder that only this user can enter,
-so its neighbours check it only when they ask for it again, which they do after an error.
+A folder appears by a rename, filled and checked, where only this user can enter. Neighbours check
+it only when they ask for it again, after an error.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ log = logging.getLogger("rolloutmq.worker")
 POLL_S = 0.05
 
 STALL_S = 60.0
-"""A process that fills a folder, and adds no byte for this time, is not waited for."""
+"""A process that fills a folder is given up if it adds no byte for this time."""
 
 Step = Callable[[Path], None]
 
 
 class HostFolders:
-    """The folders that this process uses. They lie in TMPDIR."""
+    """The folders that this process uses, in TMPDIR."""
 
     def __init__(self) -> None:
         self._is_swept = False
@@ -66,7 +66,6 @@ class HostFolders:
         return self._enter(folder, fill)
 
     def keep_only(self, folder: Path) -> None:
-        """Leave all folders but one."""
         for other in [other for other in self._locks if other != folder]:
             self.release(other)
 
@@ -77,7 +76,6 @@ class HostFolders:
             _delete_unused(folder, lock)
 
     def close(self) -> None:
-        """Leave all folders."""
         for folder in list(self._locks):
             self.release(folder)
 
@@ -100,8 +98,6 @@ class HostFolders:
 
 
 class _Progress:
-    """Watches how another process fills a folder."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._bytes = -1
@@ -151,7 +147,7 @@ def _private_folder() -> Path:
 
 
 def _sweep(parent: Path) -> None:
-    """Delete what processes left that were killed."""
+    """Delete what killed processes left."""
     for file in parent.glob("*.lock"):
         try:
             lock = os.open(file, os.O_RDWR)

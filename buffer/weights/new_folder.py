@@ -1,5 +1,3 @@
-"""Folders for what is not complete yet: renamed at the end, or temporary."""
-
 from __future__ import annotations
 
 import shutil
@@ -17,10 +15,7 @@ MEMORY_FOLDER = Path("/dev/shm")
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder to write into; rename it to `path` at the end, delete it on an error.
-
-    Raises ModelError if `path` exists.
-    """
+    """Yield a folder; rename it to `path` at the end, delete it on an error. Raises ModelError."""
     if path.exists():
         raise ModelError(f"{path} already exists", hint="remove it, or choose another folder")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,10 +31,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def follow_umask(folder: Path) -> None:
-    """Give the files of a new folder the rights that the umask gave the folder.
-
-    safetensors writes files for their owner alone, whatever the umask permits.
-    """
+    """Apply the umask to files in a new folder, which safetensors writes for their owner alone."""
     mode = folder.stat().st_mode & 0o666
     for file in folder.rglob("*"):
         if file.is_file():
@@ -47,10 +39,7 @@ def follow_umask(folder: Path) -> None:
 
 
 def temporary_prefix(folder: Path) -> str:
-    """Return how the names of temporary folders begin of a trainer that publishes in `folder`.
-
-    It depends on the folder alone: the same if the run is created anew on a server that lost it.
-    """
+    """Return the prefix of a trainer's temporary folders, the same after its run is made anew."""
     return f"rolloutmq-{blake2b(str(folder.resolve()).encode(), digest_size=8).hexdigest()}-"
 
 

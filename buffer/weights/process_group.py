@@ -1,11 +1,10 @@
 """A torch process group of two: the trainer (rank 0) and one process of an engine (rank 1).
 
-The backend is gloo or nccl. Both run the same code except for opening the group and waiting. With
-nccl, bytes pass through a buffer on the GPU; on both sides they come from, and go to, host memory.
+The backend is gloo or nccl; with nccl, bytes pass through a buffer on the GPU, from and to host
+memory.
 
-Invariant: nothing here waits longer than `stall_s` for a silent peer, and a dead peer is noticed at
-once: by gloo through its own connections, by nccl through the rendezvous, whose loss aborts the
-group.
+Invariant: nothing here waits longer than `stall_s` for a silent peer. A dead peer is noticed at
+once: by gloo's own connections, or by the rendezvous, whose loss aborts an nccl group.
 """
 
 from __future__ import annotations
@@ -24,22 +23,18 @@ ENGINE = 1
 CHUNK_BYTES = 16 << 20
 """Size of one message. It has `stall_s` to arrive: with 30 s, a link must carry 0.5 MB/s."""
 
-IN_FLIGHT = 2
-"""Messages in flight while one is processed."""
+IN_FLIGHT = 2  # messages in flight while one is processed
 
-POLL_S = 0.001
-"""How often an nccl operation is polled: it has no time limit of its own that ends only itself."""
+POLL_S = 0.001  # an nccl operation is polled: it has no time limit that ends only itself
 
 
-STALL_S = 30.0
-"""A peer that sends or takes no chunk for this long is given up."""
+STALL_S = 30.0  # a peer that sends or takes no chunk for this long is given up
 
 
 class ProcessGroup:
     """One side of the group; both sides open it at the same time. All methods raise WireError.
 
-    `torch`: the module, which buffer must not load. `gpu`: the device that nccl uses on this side,
-    which a thread does not inherit.
+    `torch`: the module, which buffer must not load. `gpu`: for nccl; threads do not inherit it.
     """
 
     def __init__(
@@ -71,8 +66,7 @@ class ProcessGroup:
     def close(self) -> None:
         """Close the connections, although an exception may still refer to this group.
 
-        Call it once both sides have everything: gloo may report the end as a failure of what has
-        just arrived.
+        Call it once both sides have everything: gloo may report the end as a failed transfer.
         """
         self._abort()
         self._group = None
@@ -109,10 +103,7 @@ class ProcessGroup:
     def _transfer(
         self, operation: str, chunks: Iterator[tuple[Any, Any]], done: Callable[[Any, Any], None]
     ) -> None:
-        """Send or receive each chunk, with `IN_FLIGHT` of them ahead of `done`.
-
-        A chunk is a pair: its part of host memory, and the buffer that the backend reads or writes.
-        """
+        """Move pairs (host memory, buffer of the backend), `IN_FLIGHT` of them ahead of `done`."""
         in_flight: deque[tuple[Any, Any, Any]] = deque()
         try:
             for chunk, buffer in chunks:

@@ -1,8 +1,7 @@
 """The transport "redis": versions of weights on the run's server, for small models and adapters.
 
-A version is a record and the chunks that it describes, or no chunks. The record is written last:
-without it the version does not exist. Here it is a manifest (manifest.py); transfer.py stores its
-announcements in the same way.
+A version is a record, written last, and the chunks that it describes. Here the record is a
+manifest; transfer.py stores announcements, without chunks, in the same way.
 
 Invariant: what `VersionStore.read` leaves in a folder has the checksum that was published.
 """
@@ -25,11 +24,9 @@ from buffer.weights.new_folder import clear_temporary, temporary_prefix
 from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver
 from buffer.wire.rollout import PolicyVersion
 
-SCHEME = "redis:"
-"""What an address begins with; the version's label follows."""
+SCHEME = "redis:"  # the version's label follows
 
-_CHUNKS_AT_ONCE = max(1, ROUND_BYTES // CHUNK_BYTES)
-"""Chunks in one round trip, and in memory."""
+_CHUNKS_AT_ONCE = max(1, ROUND_BYTES // CHUNK_BYTES)  # chunks in one round trip, and in memory
 
 
 class VersionStore:
@@ -45,10 +42,7 @@ class VersionStore:
         return list(dict.fromkeys(label.decode() for label in listed))
 
     def begin(self, label: str) -> None:
-        """List a version before anything of it is written, so that it can be found and deleted.
-
-        A previous attempt is deleted.
-        """
+        """List a version before it is written, to be found and deleted; delete an older attempt."""
         self.drop(label)
         self._call("RPUSH", self._keys.weights, label)
 
@@ -57,7 +51,6 @@ class VersionStore:
         self._call("SET", self._keys.weights_part(label), record)
 
     def is_finished(self, label: str) -> bool:
-        """Return whether the version has its record."""
         return self.find(label) is not None
 
     def record(self, label: str, checksum: str) -> bytes:
@@ -70,7 +63,6 @@ class VersionStore:
         return record
 
     def find(self, label: str) -> bytes | None:
-        """Return a version's record; None if it is missing."""
         record: bytes | None = self._call("GET", self._keys.weights_part(label))
         return record
 
@@ -89,10 +81,7 @@ class VersionStore:
         self.finish(label, record)
 
     def read(self, label: str, checksum: str, folder: Path) -> None:
-        """Write the files of a version into an empty folder.
-
-        Raises WireError unless they are what was published.
-        """
+        """Write a version into an empty folder. Raises WireError unless it is the published one."""
         record = self.record(label, checksum)
         (folder / manifest.NAME).write_bytes(record)
         number = 0
@@ -118,7 +107,6 @@ class VersionStore:
         self._call("LREM", self._keys.weights, 0, label)
 
     def prune(self, keep: int) -> None:
-        """Delete all but the newest `keep`."""
         for label in self.labels()[:-keep]:
             self.drop(label)
 
@@ -140,7 +128,7 @@ class VersionStore:
 class RedisSender:
     """Stores versions on the server. The newest `keep` stay, and one more while it is published.
 
-    `folder`: of the run. It names the temporary folder in which a version is written first.
+    `folder` of the run names the temporary folder in which a version is written first.
     """
 
     def __init__(
@@ -158,7 +146,6 @@ class RedisSender:
         self._algorithm = algorithm
 
     def write(self, weights: PolicyVersion, save: Save) -> PublishedWeights:
-        """Store one version, whose files `save` writes."""
         label = str(weights)
         with TemporaryDirectory(prefix=self._prefix) as name:
             folder = Path(name)
@@ -168,10 +155,7 @@ class RedisSender:
         return PublishedWeights(SCHEME + label, checksum)
 
     def prune(self) -> None:
-        """Delete all but the newest versions.
-
-        A worker that still reads an older one is about to get a newer one.
-        """
+        """Delete all but the newest versions, even if a worker reads one: it gets a newer one."""
         self._versions.prune(self._keep)
 
     def clear(self) -> None:
@@ -186,10 +170,7 @@ class RedisSender:
 
 
 class RedisReceiver(WeightsReceiver):
-    """Downloads versions, once for all processes of the host (host_folders.py).
-
-    The one that an engine has loaded stays there, as the way back from an update that fails.
-    """
+    """Downloads versions, once for the host; the loaded one stays, in case an update fails."""
 
     def __init__(self, store: Store, keys: Keys) -> None:
         self._versions = VersionStore(store, keys)
@@ -219,7 +200,6 @@ def _chunk_count(size: int) -> int:
 
 
 def _batches(names: list[str]) -> Iterator[list[str]]:
-    """Split keys into those of one round trip each."""
     for start in range(0, len(names), _CHUNKS_AT_ONCE):
         yield names[start : start + _CHUNKS_AT_ONCE]
 

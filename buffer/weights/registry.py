@@ -20,14 +20,13 @@ from buffer.weights.transport import Announcement, PublishedWeights, WeightsRece
 from buffer.wire.rollout import PolicyVersion
 
 TransportName = Literal["folder", "redis", "gloo", "nccl"]
-"""Values of [policy] weights_transport."""
 
+# by scheme; the empty one matches all, so it is last
 _RECEIVERS: dict[str, Callable[[Store, Keys], WeightsReceiver]] = {
     redis_chunks.SCHEME: RedisReceiver,
     transfer_receiver.SCHEME: TransferReceiver,
     shared_folder.SCHEME: lambda store, keys: FolderReceiver(),
 }
-"""By the scheme of an address; the empty one matches all others, so it stands last."""
 
 _SENDERS: dict[str, Callable[..., WeightsSender]] = {
     "folder": lambda store, keys, folder, **options: FolderSender(folder, **options),
@@ -56,10 +55,7 @@ def open_sender(
 def find_version(
     store: Store, keys: Keys, folder: Path, weights: PolicyVersion
 ) -> PublishedWeights | None:
-    """Return where a version is kept that was published earlier; None where it was deleted.
-
-    `folder`: as in `open_sender`. The checksum is that of what is there now.
-    """
+    """Return where a version is kept and its present checksum; None if it was deleted."""
     kept = FolderSender(folder).path(weights)
     with suppress(FileNotFoundError):
         return PublishedWeights(str(kept), manifest.digest((kept / manifest.NAME).read_bytes()))
@@ -70,15 +66,11 @@ def find_version(
 
 
 def open_receiver(store: Store, keys: Keys) -> WeightsReceiver:
-    """Open a worker's side of every transport, for whole versions and changes."""
     return DeltaReceiver(AnyReceiver(store, keys))
 
 
 class AnyReceiver(WeightsReceiver):
-    """Receives weights of every transport: the scheme of their address selects the receiver.
-
-    A receiver is opened for the first weights of its transport.
-    """
+    """Receives weights of every transport: a receiver is opened at the first use of its scheme."""
 
     def __init__(self, store: Store, keys: Keys) -> None:
         self._store = store

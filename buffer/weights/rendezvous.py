@@ -1,11 +1,8 @@
 """An authenticated connection between a trainer and one process of an engine.
 
-Both sides first prove that they know the token of the announcement: HMAC-SHA256 over random bytes
-of both. A stranger who connects makes the trainer read 64 bytes at most, and learns nothing.
-
-After that, the connection is a key-value store of the two: each side may `put` values that the
-other may `get`. torch's process groups exchange their addresses in it. It also detects a lost peer:
-when one process dies, the kernel closes the connection and the other side is notified.
+Both sides prove that they know the token of the announcement: HMAC-SHA256 over random bytes of
+both. The trainer reads at most 64 bytes from a stranger. Then the connection is a key-value store,
+in which torch's process groups exchange addresses; its end tells that the peer died.
 """
 
 from __future__ import annotations
@@ -23,11 +20,9 @@ from types import TracebackType
 from buffer.errors import WireError
 
 NONCE_BYTES = 32
-HANDSHAKE_S = 30.0
-"""Time limit for the proofs of both sides."""
+HANDSHAKE_S = 30.0  # for the proofs of both sides
 
-MAX_VALUE_BYTES = 1 << 20
-"""Limit of one value: only addresses and verdicts are exchanged here."""
+MAX_VALUE_BYTES = 1 << 20  # only addresses and verdicts are exchanged here
 
 _LENGTHS = struct.Struct("!HI")
 
@@ -45,7 +40,6 @@ class Rendezvous:
 
     @classmethod
     def connect(cls, host: str, port: int, token: str) -> Rendezvous:
-        """Connect to the trainer as a process of an engine."""
         try:
             connection = socket.create_connection((host, port), timeout=HANDSHAKE_S)
         except OSError as error:
@@ -78,7 +72,6 @@ class Rendezvous:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the peer is gone."""
         return bool(self._lost_reason)
 
     def on_loss(self, call: Callable[[], None]) -> None:
@@ -90,7 +83,6 @@ class Rendezvous:
             call()
 
     def put(self, key: str, value: bytes) -> None:
-        """Set a value on both sides."""
         name = key.encode()
         with self._changed:
             self._values[key] = value
@@ -111,12 +103,10 @@ class Rendezvous:
             return self._values[key]
 
     def has(self, key: str) -> bool:
-        """Return whether either side has set a value."""
         with self._changed:
             return key in self._values
 
     def close(self) -> None:
-        """Close the connection; the peer notices."""
         self._mark_lost("closed by this side")
         with suppress(OSError):  # the peer may have closed it first
             self._connection.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,6 @@
-"""Safetensors files without torch: headers, the files of a model folder and of a LoRA adapter.
+"""Safetensors files without torch (https://github.com/huggingface/safetensors#format).
 
-Format: https://github.com/huggingface/safetensors#format. Headers may come from untrusted sources:
-every defect in one is a ValueError.
+Headers may come from untrusted sources: every defect in one is a ValueError.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ CHECKSUM_BLOCK_BYTES = 4096
 """How much of a tensor goes into a model's checksum: this many blocks, evenly spaced. A smaller
 tensor is read as a whole."""
 
+# safetensors -> torch
 DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -36,24 +36,19 @@ DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""Names of types: safetensors -> torch."""
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_TENSORS = "adapter_model.safetensors"
 """The two files of a LoRA adapter, as PEFT writes them and vLLM reads them."""
 
-PEFT_PREFIX = "base_model.model."
-"""What PEFT puts before the name of a layer."""
+PEFT_PREFIX = "base_model.model."  # before the name of a layer
 
 BASE_CHECKSUM = "rolloutmq_base"
 """Metadata key of an adapter's tensors: the checksum (`model_checksum`) of its base model."""
 
 
 class TensorSpan(NamedTuple):
-    """The position of a tensor in its file.
-
-    `dtype` is the format's name ("F32", "BF16"); `start` and `end` are byte offsets in the file.
-    """
+    """A tensor in its file, by byte offsets; `dtype` is the format's name ("F32", "BF16")."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -119,9 +114,8 @@ def weight_files(folder: Path) -> list[Path]:
 def model_checksum(folder: Path) -> str:
     """Identify the weights in `folder`, however they are split into files. Raises ModelError.
 
-    BLAKE2b, 16 bytes in hex, of each tensor's name, type, shape and some blocks of its data: a
-    second or two for a large model. This tells models apart, since training changes nearly every
-    number. It does not prove that a file is complete; manifest.py does.
+    BLAKE2b, 16 bytes in hex, of each tensor's name, type, shape and some blocks of its data. It
+    tells models apart, but does not prove that a file is complete; the manifest does.
     """
     digests: dict[str, bytes] = {}
     for file in weight_files(folder):
@@ -139,7 +133,6 @@ def model_checksum(folder: Path) -> str:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether `folder` holds a LoRA adapter rather than a whole model."""
     return (folder / ADAPTER_CONFIG).is_file()
 
 

@@ -1,7 +1,6 @@
 """The transport "folder": a folder that trainer and workers share.
 
-A version is a folder `<lineage>-<M>` of safetensors, config and tokenizer with a manifest. It is
-written beside its final path and renamed, so no reader ever finds an incomplete one.
+A version is a folder `<lineage>-<M>` with a manifest, written beside its path and renamed.
 """
 
 from __future__ import annotations
@@ -18,11 +17,9 @@ from buffer.weights.new_folder import new_folder
 from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver
 from buffer.wire.rollout import PolicyVersion
 
-SCHEME = ""
-"""An address is the path of the version's folder."""
+SCHEME = ""  # an address is the path of the version's folder
 
 VERSION = re.compile(r"\w+-\d{6,}")
-"""Matches the name of one version's folder."""
 
 
 class FolderSender:
@@ -35,14 +32,10 @@ class FolderSender:
         self._newest: Path | None = None
 
     def path(self, weights: PolicyVersion) -> Path:
-        """Return the path of a version, written or not."""
         return self.folder / f"{weights.lineage}-{weights.version:06d}"
 
     def write(self, weights: PolicyVersion, save: Save) -> PublishedWeights:
-        """Write one version, whose files `save` writes, with its manifest.
-
-        A previous attempt is replaced.
-        """
+        """Write one version (`save` writes its files) and its manifest, over an older attempt."""
         path = self.path(weights)
         with self._replaced(path) as folder:
             label = str(weights)
@@ -63,10 +56,7 @@ class FolderSender:
         self._newest = path
 
     def prune(self) -> None:
-        """Delete all but the newest versions.
-
-        Call it after a publication: none in use may disappear.
-        """
+        """Delete all but the newest versions, after a publication: none in use may disappear."""
         versions = [p for p in self.folder.iterdir() if VERSION.fullmatch(p.name) and p.is_dir()]
         # the one just written counts as the newest even if the clock was set back
         versions.sort(key=lambda path: (path == self._newest, path.stat().st_mtime_ns))
@@ -84,8 +74,6 @@ class FolderSender:
 
 
 class FolderReceiver(WeightsReceiver):
-    """Reads a version where it is."""
-
     def check(self, published: PublishedWeights) -> None:
         manifest.check_files(Path(published.address), published.checksum)
 

@@ -1,7 +1,4 @@
-"""Write a safetensors file from memory, with the checksum of each tensor on the way.
-
-Threads write and hash a block at a time, while the processor's cache still has it.
-"""
+"""Write a safetensors file, and hash each block while the processor's cache still has it."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ from buffer.weights.checksums import (
     starts_of,
 )
 
-ALIGNMENT = 8
-"""The header is padded to a multiple of it, as safetensors does."""
+ALIGNMENT = 8  # the header is padded to a multiple of it, as safetensors does
 
 
 class RawTensor(NamedTuple):
@@ -42,7 +38,6 @@ def write_tensors(
     metadata: Mapping[str, str],
     algorithm: Algorithm,
 ) -> FileChecksums:
-    """Write `tensors` into a new file; return its checksums."""
     header = _header(tensors, metadata)
     parts = [memoryview(header), *(tensor.data for tensor in tensors.values())]
     sizes = [part.nbytes for part in parts]
@@ -53,7 +48,6 @@ def write_tensors(
 
 
 def write_at(descriptor: int, start: int, data: memoryview) -> None:
-    """Write bytes at their offset in a file."""
     while data.nbytes:
         written = os.pwrite(descriptor, data, start)
         start += written

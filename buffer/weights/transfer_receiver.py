@@ -1,7 +1,7 @@
-"""A worker's side of the transports "gloo" and "nccl": announcements in Redis, a copy on disk.
+"""A worker's side of "gloo" and "nccl": announcements in Redis, and a copy on disk.
 
-The tensors pass from the trainer's memory to an engine's (`consumer/senders/transfer.py`). A worker
-that cannot take them that way reads the copy.
+The tensors pass from the trainer's memory to an engine's (`consumer/senders/transfer.py`), or
+else a worker reads the copy.
 """
 
 from __future__ import annotations
@@ -15,13 +15,10 @@ from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.shared_folder import FolderReceiver
 from buffer.weights.transport import Announcement, PublishedWeights, WeightsReceiver
 
-SCHEME = "transfer:"
-"""What an address begins with; the version's label follows."""
+SCHEME = "transfer:"  # the version's label follows
 
 
 class TransferReceiver(WeightsReceiver):
-    """Reads announcements, and the copies on disk that they name."""
-
     def __init__(self, store: Store, keys: Keys) -> None:
         self._versions = VersionStore(store, keys)
         self._folder = FolderReceiver()
@@ -40,7 +37,6 @@ class TransferReceiver(WeightsReceiver):
 
 
 def store_announcement(versions: VersionStore, announcement: Announcement) -> PublishedWeights:
-    """Store an announcement as a version without chunks."""
     record = announcement.to_json()
     versions.begin(announcement.label)
     versions.finish(announcement.label, record)

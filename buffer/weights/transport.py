@@ -1,7 +1,6 @@
 """A transport of weights: a sender in the trainer, and a receiver in each worker, in one file.
 
-Control carries what a sender returns: an address and a checksum. The scheme of the address decides
-which receiver reads it (registry.py).
+Control carries the address and checksum that a sender returns; the address selects the receiver.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from buffer.wire.rollout import PolicyVersion
 class Announcement:
     """One version. `token` admits an engine's process; readers of the run's keys have it.
 
-    folder, checksum: the copy on disk that follows, and the checksum of its manifest.
+    folder, checksum: the copy on disk, and the checksum of its manifest.
     files: the safetensors files that are sent, in order. tensors: shapes of their tensors, by name.
     """
 
@@ -45,7 +44,6 @@ class Announcement:
 
     @classmethod
     def parse(cls, data: bytes | str) -> Announcement:
-        """Parse what `to_json` returned. Raises WireError."""
         try:
             offer: dict[str, Any] = orjson.loads(data)["offer"]
             files = {name: FileChecksums.parse(facts) for name, facts in offer["files"].items()}
@@ -60,9 +58,7 @@ class Announcement:
 
 
 Save = Callable[[Path], object]
-"""Writes the files of a version of weights into an existing folder. Files for which it returns
-checksums, as `WrittenFiles`, are not read again; anything else that it returns is ignored.
-"""
+"""Writes files of weights into a folder; those it returns as `WrittenFiles` are not read again."""
 
 
 class PublishedWeights(NamedTuple):
@@ -77,8 +73,6 @@ class PublishedWeights(NamedTuple):
 
 
 class WeightsSender(Protocol):
-    """The trainer's side."""
-
     def write(self, weights: PolicyVersion, save: Save) -> PublishedWeights:
         """Store one version, whose files `save` writes."""
 

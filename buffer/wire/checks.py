@@ -1,7 +1,6 @@
 """Check a document against itself before anything uses it.
 
-`document` checks the types of values while it reads them. Here: values without a type of their own,
-and columns against each other.
+`document` checks types while it reads; here are untyped values, and columns against each other.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ MAX_NESTING = 32
 """Deeper documents would exceed the recursion limit of other readers, and of our encoder."""
 
 MAX_CONTAINERS = 2**18
-"""Maps and arrays in one document: an empty map is one byte on the wire and 64 in memory."""
+"""Maps and arrays in one document: an empty map takes 1 byte on the wire and 64 in memory."""
 
 _HEAD_BYTES = 2**19
 """A head of this size cannot contain many more containers than allowed."""
@@ -38,7 +37,6 @@ _any_values = attrgetter("messages", "tools", "tool_choice", "extra", "ground_tr
 
 
 def check_containers(data: bytes | memoryview) -> None:
-    """Raise WireError for more maps and arrays than a group has."""
     if len(data) <= _HEAD_BYTES or _has_short_head(data):
         return
     left = MAX_CONTAINERS
@@ -71,10 +69,7 @@ def _has_short_head(data: bytes | memoryview) -> bool:
 
 
 def check_group(head: Head, columns: Columns) -> Bounds:
-    """Check the parts of a group, whose values have the types of the format.
-
-    Return the bounds of its columns. Raises WireError.
-    """
+    """Check the parts of a group and return the bounds of its columns. Raises WireError."""
     _check_texts(head)
     _check_shapes(head, columns)
     bounds = _check_values(columns)
@@ -104,7 +99,6 @@ def _check_texts(head: Head) -> None:
 
 
 def _untyped(texts: Sequence[Shared | Own]) -> list[Any]:
-    """Return the values that have no schema, and are set."""
     values = [value for part in texts for value in _any_values(part) if value is not UNSET]
     for part in texts:
         if part.sample and part.sample.structured:
@@ -115,10 +109,7 @@ def _untyped(texts: Sequence[Shared | Own]) -> list[Any]:
 
 
 def check_plain(where: str, values: Sequence[Any]) -> None:
-    """Raise WireError for values of other types than msgpack's, or nested too deeply.
-
-    `where`: named in the error.
-    """
+    """Raise WireError, naming `where`, for types that msgpack lacks, or too deep nesting."""
     for level in _levels(where, values):
         kinds = set(map(type, level))
         if not kinds <= _PLAIN:
@@ -132,13 +123,11 @@ def check_plain(where: str, values: Sequence[Any]) -> None:
 
 
 def check_nesting(where: str, values: Sequence[Any]) -> None:
-    """Raise WireError for maps and arrays that are nested too deeply."""
     for _ in _levels(where, values):
         pass
 
 
 def _levels(where: str, values: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    """Yield the values, what they contain, what that contains, and so on."""
     level: Sequence[Any] = values
     for _ in range(MAX_NESTING):
         if not level:
@@ -170,14 +159,11 @@ _NAMED = {
     "spans": "lineages",
     "teacher_logprobs": "teachers",
 }
-"""Columns that are there if the head has names for them."""
+"""Columns that exist if the head has names for them."""
 
 
 class Bounds(NamedTuple):
-    """The largest ids of a group, and the range of its logprobs.
-
-    Ids count as unsigned: a negative one is 2^31 or more.
-    """
+    """The largest ids of a group (a negative one: 2^31 or more), and the range of its logprobs."""
 
     prompt_id: int
     response_id: int
@@ -186,7 +172,7 @@ class Bounds(NamedTuple):
 
 
 def bounds_of(columns: Columns) -> Bounds:
-    """Return the bounds of some columns; nan where a logprob is, 0 of no values."""
+    """Return the bounds of columns: nan if a logprob is nan, 0 without values."""
     # ufuncs, because the methods of arrays call them through two functions in Python
     logprobs = columns["logprobs"]
     return Bounds(

@@ -1,8 +1,7 @@
 """The columns of the wire format: raw little-endian arrays, one after another in one buffer.
 
-`LAYOUT` has all columns, in their order in the buffer. A directory names those that a group has:
-{name: [offset in bytes, *shape]}. Every column starts at a multiple of eight bytes, so that readers
-can use it where it lies.
+`LAYOUT` has all columns in order. A directory names those of a group: {name: [offset in bytes,
+*shape]}. Each starts at a multiple of eight bytes, so that readers use it in place.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ LAYOUT = {
     "mask": ("|u1", 1),
     "has_experts": ("|u1", 1),
 }
-"""Type and number of dimensions of every column."""
 
 OPTIONAL = ("ref_logprobs", "values", "token_rewards")
 """Columns over all tokens, with NaN for a rollout without."""
@@ -57,10 +55,9 @@ _PADDING = [bytes(count) for count in range(ALIGNMENT)]
 
 
 def pack(columns: Columns) -> tuple[dict[str, list[int]], list[bytes | memoryview], int]:
-    """Return the directory of the columns, the pieces of the buffer, and its number of bytes.
+    """Return the directory of the columns, the pieces of the buffer to join, and its size in bytes.
 
-    The pieces are to be joined or sent one behind the other: large columns are not copied.
-    `columns`: in the order of `LAYOUT`. Raises WireError for a column of another type.
+    `columns` are in the order of `LAYOUT`; large ones are not copied. Raises WireError.
     """
     directory = {}
     pieces: list[bytes | memoryview] = []
@@ -121,7 +118,7 @@ def _by_offset(directory: Mapping[str, list[int]]) -> Iterable[tuple[str, list[i
 
 
 _REPLACED = frozenset(("mask", "statuses"))
-"""Columns that a group may get anew (`RolloutGroup.mask`, `set_status`)."""
+"""Columns that a group may replace (`RolloutGroup.mask`, `set_status`)."""
 
 
 class Seal:
@@ -132,7 +129,6 @@ class Seal:
         self._decoded = [(name, column, _sum(column)) for name, column in columns.items()]
 
     def changed(self) -> Iterator[str]:
-        """Yield the names of the columns that have changed, or were replaced."""
         for name, column, found in self._decoded:
             is_replaced = self._columns.get(name) is not column and name not in _REPLACED
             if is_replaced or _sum(column) != found:

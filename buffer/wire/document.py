@@ -1,7 +1,4 @@
-"""The types of a document of the wire format, against which `msgspec` checks it while it reads.
-
-`buffer.wire.group_bytes` describes the document. What has a type here has no other check of it.
-"""
+"""Types of the document that `group_bytes` specifies; `msgspec` checks them while it reads."""
 
 from __future__ import annotations
 
@@ -29,12 +26,10 @@ class _Map(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
 
 
 class _Value(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False, frozen=True):
-    """The same, never changed, so that groups can share it."""
+    """A `_Map` that is never changed, so that groups can share it."""
 
 
 class Structure(_Value, frozen=True):
-    """The form of a response (`StructuredOutput`)."""
-
     json_schema: dict[str, Any] | None = None
     regex: Name | None = None
     choice: Annotated[list[str], Meta(min_length=1)] | None = None
@@ -45,8 +40,6 @@ class Structure(_Value, frozen=True):
 
 
 class Sample(_Value, frozen=True):
-    """How a response is sampled (`SampleParams`)."""
-
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Count = 0
@@ -62,8 +55,6 @@ class Sample(_Value, frozen=True):
 
 
 class Call(_Value, frozen=True):
-    """A function call (`ToolCall`)."""
-
     id: str
     name: str
     arguments: dict[str, Any] | None = None
@@ -71,8 +62,6 @@ class Call(_Value, frozen=True):
 
 
 class Media(_Value, frozen=True):
-    """An image of the prompt (`MediaRef`)."""
-
     kind: Literal["image", "video", "audio"]
     uri: Name
     tokens: Count = 0
@@ -82,8 +71,6 @@ class Media(_Value, frozen=True):
 
 
 class Shared(_Map):
-    """What the rollouts of a group have in common: their prompt, and how they are sampled."""
-
     messages: list[dict[str, Any]] = []
     data_source: str | None = None
     ground_truth: Any = None
@@ -95,11 +82,7 @@ class Shared(_Map):
 
 
 class Own(_Map):
-    """What one rollout has of its own.
-
-    A field of `Shared` replaces the group's; one that is left out does not. The others belong to
-    single rollouts.
-    """
+    """What one rollout has of its own; a field of `Shared` that is set replaces the group's."""
 
     messages: list[dict[str, Any]] | UnsetType = UNSET
     data_source: str | UnsetType | None = UNSET
@@ -151,12 +134,9 @@ _DECODER = msgspec.msgpack.Decoder(Document, ext_hook=_refuse_extension)
 
 
 def read(data: bytes | memoryview) -> Document:
-    """Return the document in `data`, whose `data` is a view.
+    """Return the document in `data`, whose `data` is a view. Raises SchemaVersionError, WireError.
 
-    Raises:
-        SchemaVersionError: written by another version.
-        WireError: the bytes are no document; with the first value that is missing, unknown or of
-            another type.
+    WireError names the first value that is missing, unknown or of another type.
     """
     try:
         document: Document = _DECODER.decode(data)

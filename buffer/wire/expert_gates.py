@@ -1,7 +1,6 @@
-"""Finds the modules of a transformers model that choose the experts of each layer.
+"""Find the modules of a transformers model that choose the experts of each layer.
 
-Workers record the choices and a trainer repeats them, so both must number the layers alike:
-`routed_experts` has all layers of the model, and zeros for one without experts, as in vLLM.
+`routed_experts` has all layers of the model, as in vLLM, and zeros for one without experts.
 """
 
 from __future__ import annotations
@@ -10,18 +9,14 @@ from typing import Any
 
 
 def expert_gates(model: Any) -> dict[int, Any]:
-    """Return the gates of a transformers model by layer; none for a model without experts.
-
-    The forward pass of a gate returns (logits, weights, chosen experts); the last is
-    int64[tokens, top_k].
-    """
+    """Return the gates by layer, whose forward returns (logits, weights, int64[tokens, top_k])."""
     kinds = tuple({kind for module in model.modules() if (kind := _kind_of_gate(module))})
     named = ((name, module) for name, module in model.named_modules() if isinstance(module, kinds))
     return {layer: module for name, module in named if (layer := _layer(name)) is not None}
 
 
 def layers_of(model: Any) -> int:
-    """Return the number of layers of a transformers model, including those without experts."""
+    """Return the number of layers, including those without experts."""
     return int(model.config.get_text_config().num_hidden_layers)
 
 

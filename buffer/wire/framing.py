@@ -1,4 +1,4 @@
-"""What may stand around the document of a group: lines with signatures, and a zstd frame.
+"""Frames around the document of a group: lines with signatures, and a zstd frame.
 
     signed by                                the first bytes; spaces up to a multiple of eight
     init producer <SHA-256> <MAC>            the prompt, if its producer has a key
@@ -6,13 +6,11 @@
     <token> gpu8 <SHA-256> <MAC>             the claim that submitted these bytes
                                              an empty line
 
-A reader inspects the bytes, not the settings of the run, which may change: no msgpack map begins
-like one of the two. The process that adds a line has read the payload that ends with the line
-before, and has checked that this line has its token and SHA-256. So a trainer can check who made
-each part without the earlier bytes. `buffer.redis.signing` makes and checks MACs.
-
-A zstd frame (`[memory] compression`) is not trusted: it must state the size of its content, which
-is checked before memory is allocated.
+Readers inspect the bytes, not the settings of the run, which may change: no msgpack map begins like
+one of the two. A process adds a line after it has checked that the line before matches the payload
+it has read, so a trainer can check each part without the earlier bytes. `buffer.redis.signing`
+makes the MACs. A zstd frame must state the size of its content, which is checked before it is
+expanded.
 """
 
 from __future__ import annotations
@@ -26,20 +24,16 @@ from buffer.errors import ConfigError, WireError
 Compression = Literal["none", "zstd"]
 
 MAX_BYTES = 256 * 2**20
-"""A larger document is refused before it is read."""
 
 ZSTD_MAGIC = bytes.fromhex("28b52ffd")
 
-LEVEL = 1
-"""Higher levels cost several times as much for a few percent: token ids are hardly redundant."""
+LEVEL = 1  # higher levels cost much time for a few percent: token ids are hardly redundant
 
 SIGNED_MAGIC = b"signed by"
 
-ALIGNMENT = 8
-"""Columns of the document stay aligned."""
+ALIGNMENT = 8  # columns of the document stay aligned
 
-LONGEST = 64 * 2**10
-"""Bytes of all lines: enough for hundreds of interruptions."""
+LONGEST = 64 * 2**10  # bytes of all lines: enough for hundreds of interruptions
 
 Data = bytes | memoryview
 
@@ -56,7 +50,6 @@ class Line(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Line:
-        """Return the signature in a line. Raises WireError."""
         match = _LINE.fullmatch(text)
         if match is None:
             raise WireError(f"{text[:200]!r} is not the line of a signature")
@@ -72,10 +65,7 @@ def signed_block(lines: Sequence[str]) -> bytes:
 
 
 def split_signed(data: Data) -> tuple[tuple[str, ...], Data]:
-    """Return the lines of a payload (none: not signed), and the bytes behind them.
-
-    Raises WireError.
-    """
+    """Split a payload into its signature lines and the bytes behind them. Raises WireError."""
     if data[: len(SIGNED_MAGIC)] != SIGNED_MAGIC:
         return (), data
     head, end, _ = bytes(data[:LONGEST]).partition(b"\n\n")
@@ -91,7 +81,6 @@ def signers(lines: Sequence[str]) -> list[str]:
 
 
 def compress(data: bytes, method: Compression) -> bytes:
-    """Return the bytes to store for `data`."""
     if method == "none":
         return data
     packed: bytes = zstandard().ZstdCompressor(level=LEVEL, write_content_size=True).compress(data)
@@ -99,12 +88,7 @@ def compress(data: bytes, method: Compression) -> bytes:
 
 
 def expand(data: Data) -> Data:
-    """Return the document in a payload, which may be signed and compressed.
-
-    Raises:
-        WireError: frame or signatures are damaged, or the size is unknown or too large.
-        ConfigError: `zstandard` is not installed.
-    """
+    """Return the document in a payload. Raises WireError, or ConfigError without `zstandard`."""
     data = split_signed(data)[1]
     if bytes(data[:4]) != ZSTD_MAGIC:
         return data
@@ -128,7 +112,6 @@ def expand(data: Data) -> Data:
 
 
 def zstandard() -> Any:
-    """Return the package `zstandard`. Raises ConfigError where it is not installed."""
     try:
         import zstandard as module
     except ImportError as error:

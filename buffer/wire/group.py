@@ -1,9 +1,7 @@
 """A group: the rollouts of one prompt, the unit of every queue.
 
-A group is a table: what its rollouts have in common is there once, and every number that they have
-is in a column over all of them. A group that was received keeps its columns as views of the
-received bytes. A trainer packs from these without a Python object per token or rollout; `states`
-makes the objects on first use.
+Its numbers are columns over all rollouts, views of the received bytes, which a trainer packs
+without an object per rollout. `states` makes the objects on first use.
 """
 
 from __future__ import annotations
@@ -44,11 +42,11 @@ def prompt_of(group: RolloutGroup) -> RolloutGroup:
 
 
 GROUP_TIME = "group_time_s"
-"""Key of `extra`: the seconds that workers have spent on a group, over all its claims."""
+"""Key of `extra`: seconds that workers have spent on a group, over all its claims."""
 
 OPEN_SESSIONS = "open_sessions"
 SESSIONS_RESTARTED = "sessions_restarted"
-"""Keys of `extra`: the gateway's record of sessions that were interrupted."""
+"""Keys of `extra`: the gateway's record of interrupted sessions."""
 
 
 class RolloutGroup:
@@ -61,14 +59,11 @@ class RolloutGroup:
     rollout whose experts are not elsewhere).
     """
 
-    signatures: Sequence[str] = ()
-    """Who signed what this group is made of: the lines of `buffer.wire.framing`."""
+    signatures: Sequence[str] = ()  # lines of `buffer.wire.framing`
 
-    seal: Seal | None = None
-    """Of the columns that were received, of which this group consists or is made."""
+    seal: Seal | None = None  # of the received columns that this group has
 
     def __init__(self, gid: str, task: str, states: Sequence[RolloutState]) -> None:
-        """Make a group of rollouts."""
         if not states:
             raise WireError(f"group {gid} has no rollouts")
         try:
@@ -90,7 +85,7 @@ class RolloutGroup:
         return group
 
     def continued(self, states: Sequence[RolloutState]) -> RolloutGroup:
-        """Return the group of these rollouts, which were made of those of this one."""
+        """Return the group of these rollouts, which were made from those of this one."""
         group = RolloutGroup(self.gid, self.task, states)
         group.signatures = self.signatures
         group.seal = self.seal
@@ -101,12 +96,10 @@ class RolloutGroup:
 
     @property
     def gid(self) -> str:
-        """Return the id of the group."""
         return self.head.gid
 
     @property
     def task(self) -> str:
-        """Return the name of the group's task."""
         return self.head.task
 
     @property
@@ -121,10 +114,7 @@ class RolloutGroup:
 
     @property
     def states(self) -> list[RolloutState]:
-        """Return the rollouts as objects, which are made on first use.
-
-        They are copies: to change one does not change the group.
-        """
+        """Return the rollouts as objects: copies, whose changes do not change the group."""
         if self._states is None:
             self._states = list(rollouts(self.head, self.columns))
         return self._states
@@ -132,7 +122,7 @@ class RolloutGroup:
     def check_unchanged(self) -> None:
         """Raise GroupChanged unless the received columns are what the server sent.
 
-        Call it after their use, before anything that was made of them is stored or published.
+        Call it before you store or publish a result of these columns.
         """
         if self.seal and (changed := list(self.seal.changed())):
             raise GroupChanged(
@@ -147,27 +137,23 @@ class RolloutGroup:
 
     @property
     def prompt_ids(self) -> NDArray[np.int32]:
-        """Return the token ids of the prompt, int32[P]."""
         return self.columns["prompt_ids"]
 
     @property
     def lengths(self) -> NDArray[np.int32]:
-        """Return the number of response tokens of each rollout, int32[k]."""
         return self.columns["lengths"]
 
     @property
     def response_ids(self) -> NDArray[np.int32]:
-        """Return the token ids of all responses, int32[sum R]."""
         return self.columns["response_ids"]
 
     @property
     def logprobs(self) -> NDArray[np.float32]:
-        """Return the logprobs of all response tokens, float32[sum R]."""
         return self.columns["logprobs"]
 
     @property
     def mask(self) -> NDArray[np.uint8]:
-        """Return which response tokens are trained, uint8[sum R]. It may be replaced."""
+        """Return which response tokens are trained, uint8[sum R]. May be replaced."""
         if "mask" not in self.columns:
             self.columns["mask"] = np.ones(len(self.response_ids), "u1")
         return self.columns["mask"]
@@ -178,10 +164,9 @@ class RolloutGroup:
         self._states = None
 
     def optional_columns(self) -> dict[str, NDArray[np.float32]]:
-        """Return the token columns that only some groups have, float32[sum R] each, by name.
+        """Return the token columns of some groups, float32[sum R]; nan for a rollout without.
 
-        Names: ref_logprobs, values, token_rewards, and teacher_logprobs/<teacher>. The values of a
-        rollout without are nan.
+        Names: ref_logprobs, values, token_rewards, and teacher_logprobs/<teacher>.
         """
         found = {name: self.columns[name] for name in OPTIONAL if name in self.columns}
         for n, teacher in enumerate(self.head.teachers):
@@ -190,7 +175,6 @@ class RolloutGroup:
 
     @property
     def bounds(self) -> Bounds:
-        """Return the bounds of the columns, which are known of a received group."""
         return self._bounds or bounds_of(self.columns)
 
     @property
@@ -200,7 +184,7 @@ class RolloutGroup:
 
     @property
     def unparsed(self) -> int:
-        """Return in how many members no judge found an answer, as their rewards say."""
+        """Return in how many members no judge found an answer."""
         return int(np.count_nonzero(self._rewards(UNPARSED) > 0))
 
     def _rewards(self, name: str) -> NDArray[np.float32]:
@@ -228,23 +212,16 @@ class RolloutGroup:
 
     @property
     def errors(self) -> list[str]:
-        """Return the different errors of the rollouts, sorted."""
         return sorted({own.error for _, own in self.head.own if own.error})
 
     @property
     def multimodal(self) -> list[MediaRef]:
-        """Return the images of the prompt, in the order of their tokens.
-
-        Read one with `run.media.read(uri, …)`.
-        """
+        """Return the prompt's images in token order; read them with `run.media.read(uri, …)`."""
         return [MediaRef(**asdict(media)) for media in self.shared.multimodal]
 
     @property
     def sessions(self) -> list[str]:
-        """Return the session of each member.
-
-        Segments of one session share it; any other rollout is a session of its own.
-        """
+        """Return each member's session; segments of one share it, others have their own."""
         sessions = [f"#{n}" for n in range(len(self))]
         for n, own in self.head.own:
             if own.session_id:
@@ -253,11 +230,9 @@ class RolloutGroup:
 
     @property
     def status(self) -> Status:
-        """Return the status of the group (`group_status`)."""
         return _status_of(frozenset(self.columns["statuses"].tolist()))
 
     def set_status(self, status: Status) -> None:
-        """Give all rollouts this status."""
         codes = np.full(len(self), STATUSES.index(status), "u1")
         self.columns["statuses"] = codes
         self._states = None
@@ -281,11 +256,7 @@ class RolloutGroup:
         return oldest
 
     def made_by(self, by_token: bool) -> list[str | int]:
-        """Return the weights of a group as scripts take them: "oldest", lineage, version, ….
-
-        Followed by `newest_by_lineage` as "newest", lineage, version, …, and, with `by_token`, by
-        `last_by_lineage` as "last", lineage, version, ….
-        """
+        """Return (oldest, newest or last; lineage; version) of the weights, flat, for scripts."""
         if not by_token and (weights := self._only_weights()):
             return ["oldest", *weights]
         triples = [("oldest", *pair) for pair in self.oldest_by_lineage().items()]
@@ -306,9 +277,8 @@ class RolloutGroup:
     def last_by_lineage(self) -> dict[str, int]:
         """Return the newest version that keeps every rollout trainable, by lineage of weights.
 
-        Of each rollout whose trained tokens all have a version, the lineage of its last span and
-        the newest version in that lineage count; of several rollouts, the oldest. Other rollouts
-        never expire by token.
+        This is the oldest, over the rollouts whose trained tokens all have a version, of the
+        newest version in their last lineage. Other rollouts never expire by token.
         """
         found: dict[str, int] = {}
         for part, spans in self._parts():
@@ -320,8 +290,8 @@ class RolloutGroup:
     def newest_by_lineage(self, by_token: bool) -> dict[str, int]:
         """Return the newest of the members' oldest versions, by its lineage of weights.
 
-        Only members that may be kept when others have become too old count. Empty where all are of
-        one age (`by_token`: with their last tokens, too), and become too old together.
+        Empty if all members are of one age (`by_token`: with their last tokens, too): then none
+        can be kept without the others.
         """
         ages: set[tuple[Any, ...]] = set()
         newest: dict[str, int] = {}
@@ -342,10 +312,7 @@ class RolloutGroup:
     def fresh_mask(
         self, step: int, token_threshold: int | None, forks: Sequence[tuple[str, int]] = ()
     ) -> NDArray[np.uint8]:
-        """Return the mask without tokens that are too old for step T, uint8[sum R] (`token_mask`).
-
-        `forks`: (lineage, first step) of the run, which limit the versions (`living_version`).
-        """
+        """Return the mask without tokens too old for the step, uint8[sum R] (`token_mask`)."""
         masks = []
         for part, spans in self._parts():
             own = self.mask[part]
@@ -355,7 +322,6 @@ class RolloutGroup:
         return np.concatenate(masks)
 
     def spans(self) -> list[list[VersionSpan]]:
-        """Return the spans of each member."""
         return spans_of(self.head, self.columns)
 
     def experts(self) -> list[Experts]:
@@ -363,7 +329,7 @@ class RolloutGroup:
         return experts_of(self.head, self.columns)
 
     def _parts(self) -> Iterator[tuple[slice, list[VersionSpan]]]:
-        """Yield the part of the token columns that each rollout has, and its spans."""
+        """Yield each rollout's part of the token columns, and its spans."""
         ends = np.cumsum(self.lengths).tolist()
         lengths = self.lengths.tolist()
         for end, length, spans in zip(ends, lengths, self.spans(), strict=True):

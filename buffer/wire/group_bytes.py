@@ -32,18 +32,14 @@ k rollouts, P prompt tokens, R response tokens of all rollouts, one after anothe
     mask          uint8[R]       1: trained; without the column, all are
     has_experts   uint8[k]       1: its experts are in `routed_experts`
 
-Needed are indices, lengths, prompt_ids, response_ids, logprobs and statuses. Columns are raw
-little-endian arrays in `data`, each at a multiple of eight bytes, here in this order (others may
-write another); `pad` brings `data` to such a place, too. So a reader uses them where they lie, as
-views of the received bytes.
+Every group has indices, lengths, prompt_ids, response_ids, logprobs and statuses. Columns are raw
+little-endian arrays in `data`, in any order, each at a multiple of eight bytes; `pad` aligns
+`data`, so that a reader can use columns as views of the received bytes.
 
-The document may be stored in one zstd frame (magic 28 B5 2F FD, content size in its header, no
-dictionary): any writer may do so, every reader must check for it. Signatures may come before it
-(`buffer.wire.framing`). Checksum and size of a payload are those of the stored bytes.
-Scripts never see these bytes (I14).
-
-`decode` checks size, nesting, types, lengths, NaN and schema, and its errors name what is wrong and
-where.
+Any writer may store the document in one zstd frame (magic 28 B5 2F FD, content size in its header,
+no dictionary), and every reader must check for it. Signatures may come before it
+(`buffer.wire.framing`). Checksum and size of a payload are those of the stored bytes. Scripts never
+see these bytes (I14).
 """
 
 from __future__ import annotations
@@ -67,36 +63,27 @@ _DATA_KEY = msgpack.packb("data")
 _BIN_32 = struct.Struct(">BI")
 _BIN_32_TYPE = 0xC6
 _NO_DATA = msgpack.packb(b"")
+# by the number of bytes to the alignment
 _PADS = [
     msgpack.packb("pad") + msgpack.packb(" " * count) + _DATA_KEY for count in range(ALIGNMENT)
 ]
-"""The bytes between head and data, by the number of bytes that are missing to the alignment."""
 
 _FIXED_MAP = 0x80
 
 
 def encode(group: RolloutGroup) -> bytes:
-    """Return the bytes of a group, with one copy of its columns.
-
-    Raises WireError for values that the format does not have.
-    """
+    """Return the bytes of a group, with one copy of its columns. Raises WireError."""
     directory, pieces, size = pack(_written(group.columns))
     return b"".join(_document(_head(group, directory), pieces, size))
 
 
 def encode_checked(group: RolloutGroup) -> bytes:
-    """Return the bytes of a group after a test that they can be read.
-
-    Raises what `decode` raises for them.
-    """
+    """Return the bytes of a group, and raise as `decode` if they cannot be read."""
     return b"".join(pieces_checked(group))
 
 
 def pieces_checked(group: RolloutGroup) -> list[bytes | memoryview]:
-    """Return the bytes of `encode_checked` in pieces, with large columns where they lie.
-
-    The group must not change until the pieces are sent.
-    """
+    """Return the bytes in pieces, large columns in place: keep the group unchanged until sent."""
     directory, pieces, size = pack(_written(group.columns))
     head = _head(group, directory)
     read(head + _PADS[0] + _NO_DATA)
@@ -105,12 +92,7 @@ def pieces_checked(group: RolloutGroup) -> list[bytes | memoryview]:
 
 
 def decode(data: bytes | memoryview) -> RolloutGroup:
-    """Return the group in `data`, with columns as views of it, or of what it expands to.
-
-    Raises:
-        SchemaVersionError: written by another version.
-        WireError: the bytes are no complete, consistent group.
-    """
+    """Return the group, with columns as views of `data`. Raises SchemaVersionError, WireError."""
     data = expand(data)
     if len(data) > MAX_BYTES:
         raise WireError(

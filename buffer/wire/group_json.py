@@ -11,10 +11,7 @@ from buffer.wire.rollout import RolloutState
 
 
 def group_json(group: RolloutGroup, tokens: bool) -> dict[str, Any]:
-    """Return a group as `show --json` prints it: what its members share, and each of them.
-
-    `tokens` adds ids, logprobs and masks.
-    """
+    """Return a group as `show --json` prints it; `tokens` adds ids, logprobs and masks."""
     shared: dict[str, Any] = to_builtins(group.shared)
     shared.pop("sample", None)
     if tokens:

@@ -1,8 +1,6 @@
-"""Copy a value at a border to a user's code, so that what this code changes is its own.
+"""Copy a value for a user's code, so that its changes, even later on a thread, stay its own.
 
-A loop, a judge, an agent, a tool or a `record` function may change all that it gets, at once or
-later, on a thread that nobody waits for. What it gets is therefore never what a group is stored
-from, what its siblings get, or what the next try gets.
+What it gets is never what a group is stored from, or what its siblings or the next try get.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ def own_copy(value: T) -> T:
     """Return a copy that shares no container and no array with `value`, at any depth.
 
     Containers are lists, dicts, sets, tuples, dataclasses and pydantic models. Other objects (an
-    image, a tensor, a client) are the same in the copy: not all of them can be copied.
+    image, a tensor, a client) stay the same, since not all of them can be copied.
     """
     given = cast(Any, value)
     kind = type(given)
@@ -65,10 +63,7 @@ def _with_own(value: Any, names: Iterable[str]) -> Any:
 
 
 def own_rollout(state: RolloutState, **instead: Any) -> RolloutState:
-    """Return a copy of a rollout as `own_copy` does, with the fields `instead`.
-
-    Its routed experts, megabytes of a large model, are not copied but cannot be written.
-    """
+    """Return a copy of a rollout with the fields `instead`; its routed experts become read-only."""
     made = state.model_copy()
     for name, value in vars(state).items():
         if name == "routed_experts" and isinstance(value, np.ndarray):
@@ -79,10 +74,7 @@ def own_rollout(state: RolloutState, **instead: Any) -> RolloutState:
 
 
 def readers_copy(value: Any) -> Any:
-    """Return a copy for code that only reads it: as `own_copy`, without routed experts.
-
-    `value`: a rollout, a list of rollouts, or any other value.
-    """
+    """Return an `own_copy` of a rollout, a list of them, or a value, without routed experts."""
     if isinstance(value, RolloutState):
         return own_rollout(value.model_copy(update={"routed_experts": None}))
     if isinstance(value, list):
@@ -91,7 +83,6 @@ def readers_copy(value: Any) -> Any:
 
 
 def read_only(column: NDArray[Any]) -> NDArray[Any]:
-    """Return a view that cannot be written."""
     view = column.view()
     view.flags.writeable = False
     return view

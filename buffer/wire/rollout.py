@@ -1,8 +1,7 @@
 """One rollout: a response to a prompt with everything that a trainer needs of it.
 
-Token columns are numpy arrays and never lists, so that a group of 8 x 2,048 tokens is packed in
-microseconds. Field names are those of XTuner where the meaning is the same;
-`docs/pages/moving.md` lists the others.
+Token columns are numpy arrays, never lists, because lists make packing slow. Field names are
+those of XTuner where the meaning is the same; `docs/pages/moving.md` lists the others.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class PolicyVersion(NamedTuple):
 
     @classmethod
     def parse(cls, label: str) -> PolicyVersion:
-        """Return the version with this `str`. Raises ValueError for other text."""
+        """Parse the `str` of a version. Raises ValueError."""
         lineage, _, version = label.rpartition(":")
         return cls(lineage, int(version))
 
@@ -61,10 +60,7 @@ class VersionSpan(NamedTuple):
 
 
 def as_column(value: Any, dtype: str) -> NDArray[Any]:
-    """Return `value` as a column of that type.
-
-    Raises ValueError for integers outside its range, of which numpy would keep the last bits.
-    """
+    """Return `value` as a column. Raises ValueError for integers that numpy would wrap around."""
     raw = np.asarray(value)
     if raw.dtype == dtype or np.dtype(dtype).kind == "f":
         return np.ascontiguousarray(raw, dtype)
@@ -89,12 +85,10 @@ Experts = Annotated[NDArray[np.int16], _column("<i2")]
 
 
 def no_tokens() -> NDArray[np.int32]:
-    """Return an empty column of token ids."""
     return np.empty(0, dtype="<i4")
 
 
 def no_logprobs() -> NDArray[np.float32]:
-    """Return an empty column of logprobs."""
     return np.empty(0, dtype="<f4")
 
 
@@ -112,8 +106,8 @@ class ToolCall(BaseModel):
 class MediaRef(BaseModel):
     """An image, video or sound of the prompt, by the `uri` of its features.
 
-    `tokens`: its number of prompt tokens. `grid_thw`: patches in time, height and width, from which
-    a trainer computes 3-D positions. The buffer never opens it; run://… is a file of its group
+    `tokens`: its number of prompt tokens. `grid_thw`: patches in time, height and width, for 3-D
+    positions. The buffer never opens it; run://… is a file of its group
     (buffer/redis/media_folder.py).
     """
 
@@ -130,15 +124,12 @@ class MediaRef(BaseModel):
 class RolloutState(BaseModel):
     """One of the `prompt_repeat_k` rollouts of a prompt.
 
-    Columns over response tokens have one length R: `response_ids`, `logprobs` (of the sampled
-    tokens, at the sampling temperature), `response_mask` (1 = trained; None = all ones), and where
-    they were computed `ref_logprobs` (of the reference model), `values` (of a critic),
-    `token_rewards` (process rewards) and `teacher_logprobs` (by the teacher's name). `spans` name
-    the weights that sampled each token; tokens without a span were not sampled (a tool's, for
-    example).
-
-    `routed_experts` of a mixture of experts: int16[P + R - 1, layers, top_k], the choices for every
-    token but the last, or the address of them. `prompt_ids` are the same in the whole group.
+    Columns over response tokens have one length R: `response_ids`, `logprobs` (at the sampling
+    temperature), `response_mask` (1 = trained; None = all ones), and where they were computed
+    `ref_logprobs`, `values` (of a critic), `token_rewards` (process rewards) and `teacher_logprobs`
+    (by the teacher's name). `spans` name the weights that sampled each token; a tool's tokens have
+    none. `routed_experts` of a mixture of experts: int16[P + R - 1, layers, top_k], the choices for
+    every token but the last, or their address. `prompt_ids` are the same in the whole group.
     """
 
     model_config = ConfigDict(
@@ -217,9 +208,8 @@ class RolloutState(BaseModel):
     ) -> None:
         """Append newly sampled tokens to the response (partial rollout).
 
-        `routed_experts` covers the whole sequence, including old tokens; known rows are kept,
-        because they are from the pass that sampled these tokens. Columns that do not cover the new
-        tokens are reset.
+        `routed_experts` covers the whole sequence, but known rows stay: they are from the pass that
+        sampled these tokens. Columns that do not cover the new tokens are reset.
         """
         done = len(self.response_ids)
         if len(token_ids):
@@ -235,10 +225,7 @@ class RolloutState(BaseModel):
         self.spans = [*self.spans, *(s._replace(start=s.start + done) for s in spans if s.length)]
 
     def read(self, token_ids: NDArray[np.int32]) -> None:
-        """Append tokens that the model did not sample, a tool's for example.
-
-        They get mask 0, logprob 0 and no span.
-        """
+        """Append tokens that the model did not sample: mask 0, logprob 0, no span."""
         mask = self.response_mask
         if mask is None:
             mask = np.ones(len(self.response_ids), "u1")
@@ -248,8 +235,7 @@ class RolloutState(BaseModel):
     def stamp(self, weights: PolicyVersion) -> int:
         """Record `weights` for the tokens after the last span, and return their number.
 
-        For engines that do not stamp their tokens. Earlier tokens keep their spans (I9), so a
-        resumed rollout gets several, and the oldest one counts.
+        For engines that do not stamp tokens. Earlier tokens keep their spans (I9).
         """
         start = max((span.start + span.length for span in self.spans), default=0)
         new = len(self.response_ids) - start
@@ -277,18 +263,18 @@ class RolloutState(BaseModel):
 
 
 ENDED = ("stop", "length")
-"""Finish reasons after which a rollout needs the engine no more, unless it starts again."""
+"""Finish reasons after which a rollout needs no engine, unless it starts again."""
 
 
 def has_ended(state: RolloutState) -> bool:
-    """Return whether the response is complete: at most its reward is missing."""
+    """Return whether the response is complete; its reward may be missing."""
     return state.finish_reason in ENDED
 
 
 def with_known_rows(
     known: NDArray[np.int16] | str | None, whole: NDArray[np.int16] | str | None
 ) -> NDArray[np.int16] | str | None:
-    """Return `whole`, with the rows that were known before in their place."""
+    """Return `whole`, with the known rows in their place."""
     if isinstance(known, np.ndarray) and isinstance(whole, np.ndarray):
         joined: NDArray[np.int16] = np.concatenate([known, as_column(whole[len(known) :], "<i2")])
         return joined
@@ -306,9 +292,8 @@ PRECEDENCE = (Status.FAILED, Status.ABORTED, Status.EXPIRED, Status.FILTERED, St
 def group_status(statuses: Iterable[Status | str]) -> Status:
     """Return the status of a group: the first of `PRECEDENCE` that a member has, else COMPLETED.
 
-    Deliberately unlike the reference, where a group of INIT members, or of none, counts as
-    COMPLETED: here it is INIT as long as one member is (it waits or runs, and is never submitted),
-    and a group without members is an error. Neither can be trained.
+    Unlike in the reference, a group with an INIT member is INIT, and one without members an error:
+    neither can be trained.
     """
     held = {Status(status) for status in set(statuses)}
     if not held:

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class StructuredOutput(BaseModel):
     """The form that a response is kept to while it is sampled: exactly one of the three keys.
 
-    Logprobs are over the allowed tokens. A rollout that is interrupted starts again, because no
-    engine can continue in the middle of a structure.
+    Logprobs are over the allowed tokens. An interrupted rollout starts again, because no engine can
+    continue in the middle of a structure.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -40,7 +40,6 @@ CUTS = (
     "presence_penalty",
     "frequency_penalty",
 )
-"""The fields of `SampleParams` that remove tokens from the distribution, or shift it."""
 
 
 class SampleParams(BaseModel):
@@ -71,10 +70,7 @@ class SampleParams(BaseModel):
         return ", ".join(name for name in CUTS if name in given)
 
     def after(self, done: int) -> SampleParams:
-        """Return the parameters for what follows `done` tokens of a response.
-
-        The seed is another one, since the same would draw the same tokens again.
-        """
+        """Return the parameters after `done` tokens, with a new seed, which repeats no draws."""
         if not done:
             return self
         left = {
@@ -91,7 +87,6 @@ class SampleParams(BaseModel):
         return self.model_copy(update={"seed": derived_seed(self.seed, "attempt", number)})
 
     def within(self, tokens: int) -> SampleParams:
-        """Return the parameters with at most `tokens` tokens for the response."""
         if tokens >= self.max_tokens:
             return self
         limits = {"max_tokens": tokens, "min_tokens": min(self.min_tokens, tokens)}

@@ -1,7 +1,7 @@
-"""Computes the staleness of groups and tokens, as XTuner's `calculate_seq_staleness` does.
+"""Compute the staleness of groups and tokens, as XTuner's `calculate_seq_staleness` does.
 
-M is the version of the oldest token of a group, T the train step that consumes it. Since T moves
-for all groups at once, pools are scored by M, and a train step rewrites nothing.
+M is the version of the oldest token of a group, T the train step that consumes it. Pools are scored
+by M, so that a train step, which changes T for all, rewrites nothing.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ def staleness(step: int, oldest_version: int) -> int:
 
 
 def next_step(taken: int, awaits: int) -> int:
-    """Return the train step that groups are generated for, as `steps.lua` does.
-
-    It follows the last one taken, or is one that was taken and lacks groups (`awaits`; 0: none).
-    """
+    """Return the train step to generate for, as `steps.lua`: `awaits` (0: none), or the next."""
     return min(awaits, taken + 1) or taken + 1
 
 
@@ -35,20 +32,16 @@ def stale_threshold(max_staleness: int, sync_weights_interval: int) -> int:
 
 
 def max_staleness(threshold: int, sync_weights_interval: int) -> int:
-    """Return the `max_staleness` of which this is the `stale_threshold`."""
+    """Return the inverse of `stale_threshold`."""
     return threshold // sync_weights_interval - 1
 
 
 def last_step_for(version: int, threshold: int) -> int:
-    """Return the last train step that weights M may serve."""
     return version + threshold
 
 
 def living_version(forks: Sequence[tuple[str, int]], lineage: str, version: int) -> int:
-    """Return M, or the first step of a fork after `lineage` where that is lower (I8).
-
-    `forks`: (lineage, its first step) in the order in which they were opened.
-    """
+    """Return M, at most the first step of each fork (lineage, step) after `lineage` (I8)."""
     names = [name for name, _ in forks]
     after = len(names) - names[::-1].index(lineage) if lineage in names else 0
     return min([version, *(step for _, step in forks[after:])])
@@ -57,8 +50,7 @@ def living_version(forks: Sequence[tuple[str, int]], lineage: str, version: int)
 def last_trained(mask: NDArray[np.uint8], spans: Iterable[VersionSpan]) -> VersionSpan | None:
     """Return the span whose version decides when a rollout has no token left to train.
 
-    It is the newest in the lineage of the last trained span. None for a rollout with a trained
-    token of unknown version, which never expires by token, or without a trained token.
+    None, so that it never expires by token, if a trained token has no version or none is trained.
     """
     trained = [s for s in spans if mask[s.start : s.start + s.length].any()]
     covered = sum(int(mask[s.start : s.start + s.length].sum()) for s in trained)
@@ -70,10 +62,9 @@ def last_trained(mask: NDArray[np.uint8], spans: Iterable[VersionSpan]) -> Versi
 
 @dataclass(frozen=True, slots=True)
 class AgeLimit:
-    """Decides which members of a group are too old for the next train step, as the pools do (I8).
+    """Which members of a group are too old for the next train step, as in the pools (I8).
 
-    `cut`: the lowest score that is not too old. `lag`: steps by which single tokens expire earlier;
-    "" if they do not. `forks`: those of `living_version`.
+    `cut`: the lowest score that is not too old. `lag`: steps by which tokens expire earlier, or "".
     """
 
     cut: int
@@ -81,7 +72,6 @@ class AgeLimit:
     forks: Sequence[tuple[str, int]]
 
     def is_too_old(self, state: RolloutState) -> bool:
-        """Return whether a rollout with tokens must start again."""
         versions = [self._living(span) for span in state.spans if span.length]
         if self.lag != "":
             mask = state.response_mask
@@ -103,10 +93,9 @@ def token_mask(
 ) -> NDArray[np.uint8] | None:
     """Return which tokens of a response step T trains, uint8[tokens]: the fresh ones in `mask`.
 
-    A token is fresh while T - M - 1 < `token_threshold` (`stale_threshold` of max_token_staleness),
-    M being the version that sampled it; a token of a tool does not age. All zeros: the rollout has
-    expired. None where the rule does not apply: no threshold, no token, or no token in `mask`. The
-    caller clamps versions of weights from abandoned lineages (`living_version`).
+    A token is fresh while T - M - 1 < `token_threshold`; a tool's token does not age. All zeros:
+    the rollout has expired. None without a threshold, a token, or a token in `mask`. The caller
+    clamps versions of weights from abandoned lineages (`living_version`).
     """
     if token_threshold is None:
         return None

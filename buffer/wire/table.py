@@ -1,8 +1,6 @@
-"""Turns the rollouts of a group into a head and columns, and back.
+"""Turn the rollouts of a group into a head and columns, and back, without shared mutable values.
 
-Neither shares anything with the other that can be changed; nor do two rollouts of a group. What
-rollouts have in common is in `shared`, as the first one has it; what another one has instead
-is in `own`. Numbers are columns (`buffer.wire.columns`).
+`shared` has the values of the first rollout; `own` has what others have instead.
 """
 
 from __future__ import annotations
@@ -23,10 +21,9 @@ from buffer.wire.rollout import MediaRef, RolloutState, Status, ToolCall, Versio
 from buffer.wire.sampling import SampleParams
 
 STATUSES = tuple(Status)
-"""Column `statuses` holds positions in it: the order is part of the wire format."""
+"""The order is part of the wire format: column `statuses` holds positions in it."""
 
-NO_FINISH = 255
-"""In column `finishes`: the rollout has no finish reason."""
+NO_FINISH = 255  # in column `finishes`: no finish reason
 
 Experts = NDArray[np.int16] | str | None
 
@@ -36,10 +33,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def tabulate(gid: str, task: str, states: Sequence[RolloutState]) -> tuple[Head, Columns]:
-    """Return these rollouts as head and columns. Raises WireError where they do not fit together.
-
-    The head has no directory of columns yet.
-    """
+    """Return rollouts as head (no directory yet) and columns. Raises WireError."""
     prompt = states[0].prompt_ids
     lengths = [len(state.response_ids) for state in states]
     finish_reasons, finishes = _finishes(states)
@@ -177,7 +171,6 @@ def _texts(states: Sequence[RolloutState]) -> tuple[Shared, list[tuple[int, Own]
 
 
 def _shared_values(state: RolloutState) -> dict[str, Any]:
-    """Return the values of the fields of `Shared`, which rollouts mostly have in common."""
     params = state.sample_params
     return {
         "messages": state.messages,
@@ -192,10 +185,7 @@ def _shared_values(state: RolloutState) -> dict[str, Any]:
 
 
 def _encoded(value: Any) -> bytes | None:
-    """Return what is compared between rollouts as bytes, since 1 and True are equal in Python.
-
-    None for values that the format does not have: `group_bytes.encode` refuses and names them.
-    """
+    """Return a value as bytes, in which 1 and True differ; None for what `encode` will refuse."""
     try:
         return _encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError):
@@ -203,7 +193,6 @@ def _encoded(value: Any) -> bytes | None:
 
 
 def _on_the_wire(values: dict[str, Any]) -> dict[str, Any]:
-    """Return copies of `_shared_values`, with the types of the document."""
     fields = own_copy(values)
     if "multimodal" in fields:
         fields["multimodal"] = [Media(**media) for media in fields["multimodal"]]
@@ -268,7 +257,6 @@ def rollouts(head: Head, columns: Columns) -> Iterator[RolloutState]:
 
 
 def spans_of(head: Head, columns: Columns) -> list[list[VersionSpan]]:
-    """Return the spans of each rollout."""
     found: list[list[VersionSpan]] = [[] for _ in head.responses]
     if "spans" in columns:
         for n, start, length, version, lineage in columns["spans"].tolist():
@@ -313,7 +301,7 @@ def _own_teachers(
 
 
 def _state_fields(texts: Shared | Own) -> dict[str, Any]:
-    """Return these fields as `RolloutState` takes them, without those that are not set."""
+    """Return the set fields as `RolloutState` takes them."""
     values = {name: getattr(texts, name) for name in texts.__struct_fields__}
     fields = {name: value for name, value in values.items() if value is not UNSET}
     fields.pop("routed_experts", None)
