@@ -33,7 +33,7 @@ from tests.warm_process import start_command
 
 pytestmark = pytest.mark.parametrize("server", ["valkey"], indirect=True)
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 STEPS = 4
 GROUPS = 3
 
@@ -133,7 +133,7 @@ LOOPS = {"plain": plain_loop.train, "low_level": low_level_loop.train}
 
 @pytest.mark.parametrize(
     ("site", "loop"),
-    [(f"consumer.examples.{name}_loop:train", name) for name in LOOPS],
+    [(f"examples.{name}_loop:train", name) for name in LOOPS],
     indirect=["site"],
     ids=list(LOOPS),
 )

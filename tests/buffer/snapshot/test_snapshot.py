@@ -434,9 +434,9 @@ def test_paging_keeps_the_order_of_pools_and_streams(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("buffer.snapshot.cut.PAGE", 3)
-    monkeypatch.setattr("buffer.groups.pools.PAGE", 3)
+    monkeypatch.setattr("buffer.groups.record_walk.PAGE", 3)
     monkeypatch.setattr("buffer.snapshot.cut.PAGE_DRAWS", 8)
-    monkeypatch.setattr("buffer.groups.pools.PAGE_DRAWS", 8)
+    monkeypatch.setattr("buffer.groups.record_walk.PAGE_DRAWS", 8)
     scene.open_trainer(lineage="l0")
     versions = np.random.default_rng(0).integers(0, 4, 20).tolist()
     scene.ready(*versions)

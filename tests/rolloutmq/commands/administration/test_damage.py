@@ -18,8 +18,8 @@ import redis
 from buffer.errors import RolloutMQError
 from buffer.redis.store import Store
 from buffer.run import Run
-from rolloutmq.cli import doctor
 from rolloutmq.output import console
+from rolloutmq.views import inspection
 from rolloutmq.views.inspection import diagnose_run
 from rolloutmq.views.run_view import read_run_view
 from rolloutmq.views.screen import status_screen
@@ -148,7 +148,7 @@ def test_doctor_says_what_fsck_finds(busy: Scene) -> None:
 def test_doctor_finds_a_lost_ledger_and_records_in_a_large_run_and_points_to_fsck(
     busy: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "FEW", 0)
+    monkeypatch.setattr(inspection, "FEW", 0)
     _, found = diagnose_run(busy.store, busy.name)
     assert any("rolloutmq fsck" in symptom.fix for symptom in found)
     assert faults_of(busy) == []

@@ -20,22 +20,24 @@ kind = "simulated"
 """
 
 
+KEYS = [
+    "tasks.sums.judge=nowhere:score",
+    "tasks.sums.judge={a='nowhere:score'}",
+    "tasks.sums.agent_loop=nowhere:Loop",
+    "tasks.sums.agent_loop_options={tools=['nowhere:search']}",
+    "tasks.sums.agent_loop_options={environment='nowhere:Game'}",
+    "tasks.sums.strategy.is_valid_sample_fn=nowhere:keep",
+    "strategy.should_continue_fn=nowhere:enough",
+    "plan.curriculum=nowhere:weights",
+    "policy.order=nowhere:score",
+]
+
+
 @pytest.mark.parametrize(
-    "key",
-    [
-        "tasks.sums.judge=nowhere:score",
-        "tasks.sums.judge={a='nowhere:score'}",
-        "tasks.sums.agent_loop=nowhere:Loop",
-        "tasks.sums.agent_loop_options={tools=['nowhere:search']}",
-        "tasks.sums.agent_loop_options={environment='nowhere:Game'}",
-        "tasks.sums.strategy.is_valid_sample_fn=nowhere:keep",
-        "strategy.should_continue_fn=nowhere:enough",
-        "plan.curriculum=nowhere:weights",
-        "policy.order=nowhere:score",
-        "trainer.loop=nowhere:train",
-    ],
+    ("name", "key"),
+    [(name, key) for name in ("worker", "problems") for key in KEYS]
+    + [("problems", "trainer.loop=nowhere:train")],
 )
-@pytest.mark.parametrize("name", ["worker", "problems"])
 def test_a_function_that_cannot_be_imported(
     name: str, key: str, command: Command, tmp_path: Path
 ) -> None:
