@@ -48,7 +48,7 @@ COMMANDS = {
     "hsetnx hincrbyfloat lpush lpop rpop lmove blmove zremrangebyscore xtrim": QUEUE,
     "multi exec discard watch unwatch": f"{QUEUE} operator",
     "publish": "trainer operator",
-    "restore memory|usage": "operator",
+    "memory|usage": "operator",
 }  # fmt: skip
 """Commands, and the roles that may run them on some key."""
 
