@@ -115,6 +115,25 @@ def test_sync_starts_aborted_groups_again_and_never_expired_ones(make_mixture: M
 # -- AsyncProduceStrategy ----------------------------------------------------
 
 
+def test_over_sampling_is_a_share_of_the_batch_and_not_of_what_is_missing(
+    make_mixture: Make,
+) -> None:
+    """The same: batch 4, over-sampling 1.0, one group missing: 5 are started."""
+    mixture = make_mixture(one_task(over_sample_threshold=1.0))
+    put(mixture, DONE, DONE, DONE)
+    with mixture.manager.opened():
+        assert mixture.round() == 5
+
+
+def test_trigger_0_retries_expired_groups_at_once_with_over_sampling(make_mixture: Make) -> None:
+    """As in its newest version; the older one took 0 for off, which is -1 now, and the default."""
+    mixture = make_mixture(one_task(over_sample_threshold=1.0, tail_batch_trigger_size=0))
+    put(mixture, OLD)
+    with mixture.manager.opened():
+        assert mixture.round() == 8
+    assert len(mixture.scene.stream("resume")) == 1
+
+
 def test_what_was_started_beyond_the_batch_counts_in_the_next_round(make_mixture: Make) -> None:
     """Agree with the reference: pending groups survive the round.
 

@@ -87,6 +87,22 @@ async def test_a_group_is_a_dead_letter_when_its_judge_always_raises(yard: Yard)
     yard.check()
 
 
+async def test_no_group_is_lost_when_the_engine_dies(yard: Yard) -> None:
+    yard.enqueue(6, (50, 50))
+    with pytest.raises(EngineDeadError):
+        async with yard.working(yard.worker(token_s=SLOW_S, die_after=9)) as engine:
+            await yard.until(lambda: bool(engine.requests) and not yard.run.fleet.workers())
+    assert yard.leases() == 0
+    assert sum(yard.places().values()) == 6
+    # any of those that were in the engine may have killed it
+    assert {record["tries"] for record in yard.records()} in ({"0", "1"}, {"1"})
+    assert yard.counters().get("failures_in_row", 0) == 0
+    yard.reissue()  # those that waited for their judge kept their tokens
+    async with yard.working(yard.worker("w1")):
+        await yard.until_places(completed=6)
+    yard.check()
+
+
 async def test_an_idle_worker_ends_when_its_engine_dies(yard: Yard) -> None:
     with pytest.raises(EngineDeadError):  # noqa: PT012
         async with yard.working(yard.worker()) as engine:
