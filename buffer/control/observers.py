@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 from buffer.job import Job, ReleaseKind, Result
 from buffer.model.manifest import Manifest
-from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion
 
 
@@ -57,14 +56,8 @@ class Observer:
     def taken(self, manifest: Manifest, began_ns: int) -> None:
         """Receive the manifest of a batch of the trainer, also when it is taken again."""
 
-    def received(self, manifest: Manifest, groups: Sequence[RolloutGroup]) -> None:
-        """Receive the groups of a batch as the trainer has read them, in order."""
-
     def committed(self, step: int, began_ns: int) -> None:
         """Receive the step whose checkpoint is durable."""
-
-    def published(self, version: PolicyVersion, began_ns: int) -> None:
-        """Receive the version of weights that workers may fetch from now on."""
 
 
 def all_of(contexts: Iterable[AbstractContextManager[object]]) -> AbstractContextManager[object]:
