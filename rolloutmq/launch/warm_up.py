@@ -35,6 +35,8 @@ def make_model(config: Config) -> None:
     shutil.rmtree(random_model, ignore_errors=True)
     build_tiny_model(random_model, config.tiny_model, config.run.seed)
     started = time.monotonic()
+    if not console.is_terminal:  # where the bar appears only at its end
+        console.print(f"warm start: at most {config.warm_start.max_steps} steps")
     with _progress(console) as bar:
         task = bar.add_task("warm start", total=config.warm_start.max_steps, loss=0.0, accuracy=0.0)
 
