@@ -49,7 +49,7 @@ class TaskStop:
         return f"{why}fix the cause, then run `rolloutmq resume --task {task}`"
 
     def is_enough_for(self, step: int) -> bool:
-        """Return whether the batch of `step` is complete with what there is."""
+        """Return whether the groups that are ready now complete the batch of `step`."""
         return self.kind == "enough" and step <= self.step
 
 

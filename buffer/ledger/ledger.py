@@ -268,7 +268,7 @@ class BatchLedger:
         return self.archive.manifest(step)
 
     def recorded(self, step: int) -> Manifest:
-        """Return the recorded manifest of a step. Raises LedgerError if there is none."""
+        """Return the recorded manifest of a step. Raises LedgerError if it is gone."""
         manifest = self.manifest(step)
         if manifest is None:
             raise LedgerError(f"the manifest of step {step} is gone")

@@ -119,7 +119,7 @@ class TaskLimits(TaskSettings):
     """One task as the queue sees it; what it does not set itself is the run's (`RunLimits.of`)."""
 
     is_gone: bool = False
-    """the config lacks the task now: nothing of it is started, what there is is kept"""
+    """the config no longer names the task: no new group starts, and its groups are kept"""
     weight: float = Field(1.0, ge=0, le=1e6, allow_inf_nan=False)
     stale_threshold: Steps | None = None
     """None: that of the run"""

@@ -1,4 +1,4 @@
-"""The record of one batch, in order (I5), or the reason why there is none yet."""
+"""The record of one batch, in order (I5), or the reason why the batch is not ready."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def _scalar(where: str, field: Field, value: object, *, is_ordered: bool = False
     if field.kind == "number" and _is_number(value):
         return value
     kinds = {"text": "a string", "number": "a finite number"}[field.kind]
-    missing = ", or null where there is none" if field.may_be_missing and not is_ordered else ""
+    missing = ", or null for a missing value" if field.may_be_missing and not is_ordered else ""
     raise QueryError(f"{where} cannot be {_show(value)}", hint=f"{kinds}{missing}")
 
 

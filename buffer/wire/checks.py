@@ -252,9 +252,9 @@ def _wrong_span(
     if min(span) < 0 or max(span) > BIGGEST:
         return WireError(f"{where} has a value below 0 or from 2^53 on")
     if span[0] >= len(lengths):
-        return WireError(f"{where} has a rollout that is none of {len(lengths)}")
+        return WireError(f"{where} names rollout {span[0]}, but the group has {len(lengths)}")
     if span[4] >= len(head.lineages):
-        return WireError(f"{where} has a lineage that is none of {len(head.lineages)}")
+        return WireError(f"{where} names lineage {span[4]}, but the group has {len(head.lineages)}")
     if span[0] < last:
         return WireError(f"{where}: rollouts are not in order")
     return WireError(f"{where} is outside of {lengths[span[0]]} tokens")

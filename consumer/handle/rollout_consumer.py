@@ -353,5 +353,5 @@ class RolloutConsumer:
     def events(
         self, after: str = START, *, limit: int = 500, block_ms: int | None = None
     ) -> list[tuple[str, Event]]:
-        """Return (id, event), oldest first; wait up to `block_ms` ms if there is none yet."""
+        """Return (id, event), oldest first; wait up to `block_ms` ms for the first."""
         return self._run.events.read(after, limit=limit, block_ms=block_ms)
