@@ -165,8 +165,9 @@ class Trainer:
         self._commit_if_written()
         self._publisher.check()
         batch = self._take(step, timing)
-        self._position.add(batch.manifest)
         with self._devices(timing):
+            # behind the pause: a stop while it waits writes a checkpoint of this position
+            self._position.add(batch.manifest)
             train_started = time.monotonic()
             metrics, columns = self.rank.fit(step, groups=batch.groups)
             self.consumer.delivered.clear()  # every rank has compared its own

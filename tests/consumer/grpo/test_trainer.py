@@ -84,6 +84,15 @@ def train(run: Run, config: Config, model_dir: Path) -> bool:
     return Trainer(run, config, model_dir).fit(take_over=True)
 
 
+def colocated(config: Config) -> Config:
+    changes: dict[str, Any] = {
+        "policy": {"pause_mode": "abort"},
+        "trainer": config.trainer.model_dump() | {"flow": "colocated"},
+        "engine": config.engine.model_dump() | {"kv_cache_memory_bytes": 1 << 30},
+    }
+    return Config.model_validate(config.model_dump() | changes)
+
+
 def history(config: Config) -> StepLog:
     log = StepLog(config.run.folder / "steps.jsonl")
     log.read_new()
@@ -321,12 +330,7 @@ def test_learner_and_engines_take_turns_and_no_number_changes_when_they_share_a_
 
     The learner sleeps otherwise.
     """
-    changes: dict[str, Any] = {
-        "policy": {"pause_mode": "abort"},
-        "trainer": config.trainer.model_dump() | {"flow": "colocated"},
-        "engine": config.engine.model_dump() | {"kv_cache_memory_bytes": 1 << 30},
-    }
-    config = Config.model_validate(config.model_dump() | changes)
+    config = colocated(config)
     config.run.folder.mkdir()
     trainer = Trainer(run, config, model_dir)
     turns: list[tuple[str, bool, str]] = []
@@ -348,6 +352,36 @@ def test_learner_and_engines_take_turns_and_no_number_changes_when_they_share_a_
     assert gids == undisturbed.setdefault("gids", gids)
     for name, tensor in undisturbed.setdefault("state", last_state(config)).items():
         assert torch.equal(tensor, last_state(config)[name]), name
+
+
+def test_a_stop_in_the_pause_before_a_step_keeps_the_step_for_the_next_trainer(
+    run: Run,
+    config: Config,
+    model_dir: Path,
+    undisturbed: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The batch is taken, no worker confirms the pause, and the signal comes: nothing is trained."""
+    config = colocated(config)
+    config.run.folder.mkdir()
+    trainer = Trainer(run, config, model_dir)
+    pause = RolloutConsumer.pause
+    with at_work(run, stamp=0, math=DRAWS) as crew:
+
+        def stopped(consumer: RolloutConsumer, *args: Any, **kwargs: Any) -> float:
+            if run.ledger.steps()[0] == 3:
+                crew.silent = True
+                trainer.stop()
+            return pause(consumer, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(RolloutConsumer, "pause", stopped)
+            assert not trainer.fit(take_over=True)
+        crew.silent = False
+        assert [step.step for step in history(config).steps] == [1, 2]
+        assert CheckpointFolder(config.run.folder / "checkpoints").steps()[-1] == 2
+        assert train(run, config, model_dir)
+    check_end(run, config, undisturbed)
 
 
 def test_trainer_publishes_ahead_of_its_interval_when_its_weights_can_serve_no_further_step(
