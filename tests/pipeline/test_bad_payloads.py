@@ -286,7 +286,7 @@ def test_tokens_that_changed_are_not_submitted(
     async def interrupt() -> None:
         worker = yard.worker(token_s=SLOW_S, partial_rollout=partial_rollout)
         async with yard.working(worker) as engine:
-            await yard.until(lambda: len(engine.requests) == 2 and engine.unfinished() == 1)
+            await yard.until_engine(lambda: len(engine.requests) == 2 and engine.unfinished() == 1)
             await yard.receipts(yard.control(Mode.ABORT))
         yard.control(Mode.RUN)
         yard.reissue()

@@ -354,7 +354,7 @@ async def test_code_that_ruins_what_it_gets_changes_nothing_of_others(
     async with yard.working(first):
         engine: Any = first.engine  # type: ignore[attr-defined]
         ended = 4 if fills_twice(parts) else 1
-        await yard.until(lambda: len(engine.made) >= ended and engine.unfinished() == 2)
+        await yard.until_engine(lambda: len(engine.made) >= ended and engine.unfinished() == 2)
         await asyncio.sleep(0.1)
         with vandal.at_work():
             await yard.receipts(yard.control(Mode.ABORT))

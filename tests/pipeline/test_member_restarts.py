@@ -46,7 +46,7 @@ async def test_an_abort_without_partial_rollout_restarts_only_unfinished_members
     """Over two pauses: a finished member is kept, and its group is as old as this member."""
     (gid,) = yard.enqueue(1, (5, 5000, 30))
     async with yard.working(yard.worker(token_s=SLOW_S)) as engine:
-        await yard.until(lambda: len(engine.requests) == 3 and engine.unfinished() == 2)
+        await yard.until_engine(lambda: len(engine.requests) == 3 and engine.unfinished() == 2)
         await yard.receipts(yard.control(Mode.ABORT))
         first = by_member(yard.group(gid))
         assert [len(first[n].response_ids) for n in range(3)] == [5, 0, 0]
@@ -55,7 +55,7 @@ async def test_an_abort_without_partial_rollout_restarts_only_unfinished_members
         yard.publish(3)
         yard.control(Mode.RUN)
         yard.reissue()
-        await yard.until(lambda: len(engine.requests) == 5 and engine.unfinished() == 1)
+        await yard.until_engine(lambda: len(engine.requests) == 5 and engine.unfinished() == 1)
         await yard.receipts(yard.control(Mode.ABORT))
         second = by_member(yard.group(gid))
         assert [len(second[n].response_ids) for n in range(3)] == [5, 0, 30]
@@ -97,7 +97,7 @@ async def test_members_that_wait_for_the_judge_of_their_group_keep_their_tokens(
     (gid,) = yard.enqueue(1, (5, 400))
     judge = Ranking()
     async with yard.working(yard.worker(token_s=SLOW_S, judge=judge)) as engine:
-        await yard.until(lambda: len(engine.requests) == 2 and engine.unfinished() == 1)
+        await yard.until_engine(lambda: len(engine.requests) == 2 and engine.unfinished() == 1)
         await yard.receipts(yard.control(Mode.ABORT))
         assert yard.group(gid).lengths.tolist() == [5, 0]
         assert judge.judged == []

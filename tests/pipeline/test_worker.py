@@ -152,7 +152,7 @@ async def test_work_is_dropped_and_nothing_submitted_when_a_lease_is_lost(yard: 
         await yard.until(
             lambda: all(yard.run.record(g)["token"] not in ("", tokens[g]) for g in gids)
         )
-        await yard.until(lambda: engine.unfinished() == 4)
+        await yard.until_engine(lambda: engine.unfinished() == 4)
         assert len(engine.requests) == 8
     assert yard.counters()["leases_lost"] == 2
     assert yard.counters().get("produced_samples", 0) == 0

@@ -256,7 +256,7 @@ async def test_work_is_dropped_when_a_lease_is_lost_while_weights_are_loaded(
         yard.publish(1)
         await loading.wait()
         assert await asyncio.to_thread(yard.run.fleet.fence, "w0") == 2
-        await yard.until(lambda: engine.unfinished() == 0)
+        await yard.until_engine(lambda: engine.unfinished() == 0)
         gate.set()
         await yard.until_generating(engine, 4)
     assert yard.counters()["leases_lost"] == 2

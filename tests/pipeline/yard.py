@@ -298,6 +298,12 @@ class Yard:
             assert time.monotonic() < end, f"never came; groups are {self.places()}"
             await asyncio.sleep(0.01)
 
+    async def until_engine(self, condition: Callable[[], bool]) -> None:
+        """Wait until something is so of an engine, whose loop must not run while one looks."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():
+                await asyncio.sleep(0.01)
+
     async def until_places(self, **places: int) -> None:
         await self.until(lambda: self.places() == places)
 
@@ -320,7 +326,5 @@ class Yard:
         A response that takes 0.2 s has not ended by then: the engine's timers are on the same loop,
         so on a slow machine they are late, too.
         """
-        async with asyncio.timeout(DEADLINE_S):
-            while engine.unfinished() != requests:
-                await asyncio.sleep(0.01)
+        await self.until_engine(lambda: engine.unfinished() == requests)
         await asyncio.sleep(0.1)
