@@ -23,9 +23,10 @@ MAX_LOG_PPL = 80.0  # e^80 still fits into a float32
 
 
 def kl_estimate(kind: KlKind, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate KL(policy, reference) per token, float32[N], from logprobs of sampled tokens.
+    """Estimate KL(policy, reference) per token, float32[N], from logprobs of the policy's tokens.
 
-    With d = logprob - reference (Schulman 2020, "Approximating KL divergence"):
+    The tokens must be sampled from the first argument: the mean is that of another number if they
+    come from the second. With d = logprob - reference (Schulman 2020, "Approximating KL divergence"):
         abs  |d|                not an estimate of KL; a robust distance
         k2   d^2 / 2            biased, but its mean gradient is that of the KL
         k3   exp(-d) - 1 + d    unbiased, never negative (GRPO, arXiv:2402.03300, equation 4)
@@ -181,13 +182,13 @@ def _metrics(
         "loss/surrogate": correction.weights * surrogate.loss,
         "policy/entropy": columns.entropy,
         "policy/ratio": surrogate.ratio,
-        "policy/kl_old": kl_estimate("k3", logprobs, columns.old_logprobs),
+        "policy/kl_old": kl_estimate("k3", columns.old_logprobs, logprobs),
         "policy/clip_fraction": surrogate.clipped,
         "mismatch/importance": correction.weights,
         "mismatch/importance_square": correction.weights.square(),
         "mismatch/dropped_fraction": correction.dropped.float(),
         "mismatch/abs_logprob": (logprobs - columns.rollout_logprobs).abs(),
-        "mismatch/kl": kl_estimate("k3", logprobs, columns.rollout_logprobs),
+        "mismatch/kl": kl_estimate("k3", columns.rollout_logprobs, logprobs),
         "mismatch/log_ppl": -logprobs,
         "mismatch/rollout_log_ppl": -columns.rollout_logprobs,
     }

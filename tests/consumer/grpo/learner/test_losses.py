@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -311,6 +312,27 @@ def test_value_of_k3_and_gradient_of_k2_are_unbiased() -> None:
     )
     torch.testing.assert_close(k3, kl)
     torch.testing.assert_close(k2_slope, slope)
+
+
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+def test_kl_metrics_have_the_divergence_from_the_sampling_policy_as_mean(spread: float) -> None:
+    """The exact expectation over a vocabulary, for tokens that the sampling policy chose."""
+    draw = torch.Generator().manual_seed(3)
+    sampling, policy = (spread * torch.randn(2, 9, generator=draw)).double().log_softmax(1)
+    chances = sampling.exp()
+    samples = make_samples(torch.ones(9).double(), torch.arange(9))
+    columns = TokenColumns(
+        policy, sampling, sampling, torch.ones(9).double(), samples, torch.zeros(9).double()
+    )
+    found: dict[str, float] = {"mismatch/kl": 0.0, "policy/kl_old": 0.0}
+    for word in range(9):
+        mask = torch.zeros(9).double().index_fill(0, torch.tensor([word]), 1.0)
+        own = replace(columns, samples=make_samples(mask, torch.arange(9)))
+        _, metrics = policy_loss(own, mask, LossConfig())
+        for name in found:
+            found[name] += float(chances[word] * metrics[name])
+    exact = float((chances * (sampling - policy)).sum())
+    assert found == pytest.approx(dict.fromkeys(found, exact), rel=1e-9)
 
 
 def test_kl_estimates_are_zero_where_nothing_differs_and_never_negative() -> None:
