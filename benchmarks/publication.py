@@ -23,8 +23,9 @@ from transformers import PreTrainedModel
 
 from benchmarks.figure import Figure
 from benchmarks.report import print_table
+from buffer.weights import folder_manifest as manifest
 from buffer.weights.safetensors_files import weight_files
-from buffer.weights.shared_folder import FolderReceiver, FolderSender
+from buffer.weights.shared_folder import FolderSender
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.model_state.weights_folder import snapshot_weights
@@ -96,7 +97,8 @@ async def update(
     clock = _clock(seconds)
     snapshot = clock("snapshot", snapshot_weights, model, ALONE, buffers)
     published = clock("write", sender.write, version, snapshot.write)
-    path = clock("fetch", FolderReceiver().fetch, published)
+    path = Path(published.address)
+    clock("fetch", manifest.verify, path, published.checksum)
     began = time.perf_counter()
     await engine.load_weights(path, version)
     seconds["swap"] = time.perf_counter() - began

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from buffer.weights.model_loading import MODEL_LOADING
-from buffer.weights.safetensors_files import is_adapter
+from buffer.weights.safetensors_files import MODEL_LOADING, is_adapter
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.sampling import SampleParams
 from producer_workers.config.engine import TransformersConfig
