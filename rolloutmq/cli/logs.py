@@ -21,7 +21,7 @@ from buffer.errors import ConfigError
 from buffer.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.options import RUNS, AsJson, RunDir, Target, on_run
-from rolloutmq.output import console, emit_line, plain, version_style
+from rolloutmq.output import console, emit_line, version_style
 from rolloutmq.run_owner import choose_folder, is_owned
 from rolloutmq.views.screen import event_text
 
@@ -104,17 +104,17 @@ def _print(entries: list[Entry], as_json: bool) -> None:
 def _text(entry: Entry) -> Text:
     """Return `23:59:16.863 trainer     evaluation finished  task held_out  step 0`."""
     clock = entry.time[11:23]
-    name = Text(f"{plain(entry.role):<11} ", style=version_style(sum(entry.role.encode())))
+    name = Text(f"{entry.role:<11} ", style=version_style(sum(entry.role.encode())))
     start = Text.assemble((f"{clock:<12} ", "dim"), name)
     if not entry.fields:
-        return start.append(plain(entry.line))
+        return start.append(entry.line)
     level = str(entry.fields.get("level", ""))
-    start.append(plain(str(entry.fields.get("message", ""))), style=_LEVELS.get(level, ""))
+    start.append(str(entry.fields.get("message", "")), style=_LEVELS.get(level, ""))
     for field, value in entry.fields.items():
         if field not in _SHOWN:
-            start.append(f"  {plain(field)} ", style="dim").append(plain(_value(value)))
+            start.append(f"  {field} ", style="dim").append(_value(value))
     if trace := entry.fields.get("exception"):
-        start.append("\n" + plain(str(trace)), style="dim")
+        start.append("\n" + str(trace), style="dim")
     return start
 
 

@@ -27,7 +27,7 @@ from buffer.redis.signing import Key, read_keys, write_keys
 from buffer.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.options import Answer, AsJson, RunDir, Target, embedded_server, newest_server, on_run
-from rolloutmq.output import console, emit, emit_line, facts, plain, plural, table
+from rolloutmq.output import console, emit, emit_line, facts, plural, table
 
 log = logging.getLogger("rolloutmq.janitor")
 
@@ -220,7 +220,7 @@ def scripts(as_json: AsJson = False) -> None:
         return
     grid = table("script", "SHA1", "arguments")
     for name, script in library().items():
-        grid.add_row(plain(name), script.sha, plain(" ".join(script.header.fixed("ARGV"))))
+        grid.add_row(name, script.sha, " ".join(script.header.fixed("ARGV")))
     console().print(grid)
 
 
@@ -314,7 +314,7 @@ def key(
     if out:
         write_keys(out, {worker: [new.secret]})
     console().print(
-        f"{plain(str(out))} has the new key of {worker}" if out else f"{worker} has no key any more"
+        f"{out!s} has the new key of {worker}" if out else f"{worker} has no key any more"
     )
 
 
