@@ -6,6 +6,7 @@ import heapq
 import select
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -173,7 +174,6 @@ def is_unread() -> bool:
 
 # the log of `rolloutmq run --detach` itself: for people, and shown only when it is named
 OUTPUT = "run"
-_BLOCK = 1 << 16
 _SUFFIX = ".log"
 
 
@@ -227,14 +227,13 @@ class LogFiles:
 
     def _added(self, path: Path) -> list[bytes]:
         position = self._read.get(path, 0)
+        rest: list[bytes] = []
         if path.stat().st_size < position:
             # cut since the last call: what was not read yet is at the end of the older file
             rest = _from(_older(path), position)[0]
-            self._read[path] = 0
-        else:
-            rest = []
-        lines, size = _from(path, self._read.get(path, 0))
-        self._read[path] = self._read.get(path, 0) + size
+            position = 0
+        lines, size = _from(path, position)
+        self._read[path] = position + size
         return rest + lines
 
     def _entries(self, path: Path, lines: Iterable[bytes]) -> list[Entry]:
@@ -276,17 +275,12 @@ def _from(path: Path, position: int) -> tuple[list[bytes], int]:
 
 
 def _last_lines(path: Path, lines: int) -> tuple[list[bytes], int]:
-    """Return the last whole lines, reading from the end, and the position after them."""
+    """Return the last whole lines, and the position after them."""
     if not path.exists():
         return [], 0
     with path.open("rb") as log:
-        size = position = log.seek(0, 2)
-        tail = b""
-        while position and tail.count(b"\n") <= lines:
-            start = max(0, position - _BLOCK)
-            log.seek(start)
-            tail = log.read(position - start) + tail
-            position = start
-    whole, _, partial = tail.rpartition(b"\n")
-    found = whole.splitlines()
-    return found[max(0, len(found) - max(0, lines)) :], size - len(partial)
+        found = deque(log, maxlen=max(0, lines) + 1)
+        position = log.tell()
+    if found and not found[-1].endswith(b"\n"):
+        position -= len(found.pop())
+    return list(found)[len(found) - min(len(found), max(0, lines)) :], position
