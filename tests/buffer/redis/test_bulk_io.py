@@ -100,7 +100,7 @@ def test_missing_chunk_is_named_and_the_next_read_works(scene: Scene) -> None:
 
 def test_what_is_no_value_is_told_as_the_library_tells_it(scene: Scene, key: str) -> None:
     scene.raw.rpush(key, "a list")
-    with pytest.raises(RunDamaged, match=f"{key} is of another type"):
+    with pytest.raises(RunDamaged, match="of another type"):
         scene.store.read("payload read", [[key]], [5])
     assert scene.store.read("payload read", [names(key, 1)], [0]) == [[None]]
 
