@@ -47,6 +47,9 @@ Concurrency = Annotated[int, Field(ge=1, le=1024)] | Literal["auto"]
 """Groups that a worker runs at once; "auto": as many as keep its engine full."""
 
 
+Straggler = Literal["drop", "retry", "wait"]
+"""What happens to a group that is still being generated when its last train step is taken."""
+
 LimitsStamp = tuple[int, str]
 """Number and nonce of the limits' last change: a server that lost data repeats only numbers."""
 
