@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import product
 from math import ceil
 from typing import Literal
@@ -70,10 +69,10 @@ class Setting(BaseModel):
 
 def candidates(
     fleet: Setting,
-    ahead: Sequence[int],
     staleness: Sequence[int],
     interruptions: Sequence[str],
-    stragglers: Sequence[str],
+    ahead: Sequence[int] = (1,),
+    stragglers: Sequence[str] = ("drop",),
 ) -> list[Setting]:
     """Return `fleet` with every combination that differs from the others. Raises ValueError.
 
@@ -95,6 +94,10 @@ def candidates(
     return list(settings)
 
 
+def _no_lengths() -> NDArray[np.int64]:
+    return np.zeros(0, dtype=np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The figures of `steps` train steps, from the first draw to the end of the last step.
@@ -104,7 +107,7 @@ class Outcome:
     - wasted_tokens: generated for groups that expired, or again after an interruption. Unfinished
       groups count neither as trained nor as wasted.
     - staleness: groups by their age in train steps when they were taken.
-    - trained_lengths, expired_lengths: tokens of each response of groups that were taken or expired.
+    - trained_lengths, expired_lengths: tokens of each response that was trained, or expired.
     """
 
     seconds: float
@@ -117,12 +120,8 @@ class Outcome:
     held: float
     trainer_busy_s: float
     staleness: Mapping[int, int]
-    trained_lengths: NDArray[np.int64] = field(
-        default_factory=partial(np.zeros, 0, np.int64), repr=False
-    )
-    expired_lengths: NDArray[np.int64] = field(
-        default_factory=partial(np.zeros, 0, np.int64), repr=False
-    )
+    trained_lengths: NDArray[np.int64] = field(default_factory=_no_lengths, repr=False)
+    expired_lengths: NDArray[np.int64] = field(default_factory=_no_lengths, repr=False)
 
     @property
     def tokens_per_s(self) -> float:
@@ -162,9 +161,7 @@ class Outcome:
 
     @property
     def tail_ratio(self) -> float:
-        """Return how often a response above the started p95 is trained, 1 being as often as it is
-        started.
-        """
+        """Return the share of trained responses above the started p95, over that of started."""
         started = np.concatenate([self.trained_lengths, self.expired_lengths])
         if not len(started):
             return 1.0

@@ -28,6 +28,8 @@ Example: rolloutmq simulate --workers 8 --median 2000 --sigma 1 --step-s 60
 \b
 A line of a trace is one response: 812, {"tokens": 812} or {"seconds": 9.5}.
 Waste: tokens of groups that expired, or generated again after an update.
+Length: mean length of what is trained, as a share of what was started. Tail: the
+same for responses above the started p95. Below 1, the model learns to be short.
 """
 
 _PAUSE = (
@@ -97,7 +99,18 @@ SyncInterval = Annotated[
 ]
 Staleness = Annotated[
     list[int] | None,
-    typer.Option(min=0, max=1_000_000, help="max_staleness; repeatable.  [default: 0, 1, 2, 4]"),
+    typer.Option(min=0, max=1_000_000, help="max_staleness; repeatable.  [default: 0, 1, 4]"),
+]
+Ahead = Annotated[
+    list[int] | None,
+    typer.Option(min=0, max=1_000_000, help="max_ahead; repeatable.  [default: 1, 2, 4]"),
+]
+OnStraggler = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="What happens to groups that take too long: drop, retry or wait; repeatable.  "
+        "[default: drop]"
+    ),
 ]
 Pause = Annotated[
     list[str] | None, typer.Option(help=f"{_PAUSE}; repeatable.  [default: all but drain]")
@@ -130,6 +143,8 @@ def simulate(
     sync_s: SyncS = 2,
     sync_interval: SyncInterval = 1,
     staleness: Staleness = None,
+    ahead: Ahead = None,
+    on_straggler: OnStraggler = None,
     pause: Pause = None,
     over_sample: OverSample = 0.0,
     steps: Steps = 40,
@@ -165,7 +180,11 @@ def simulate(
             over_sample_threshold=over_sample,
         )
         settings = candidates(
-            fleet, staleness or [0, 1, 2, 4], pause or ["keep", "partial", "abort"]
+            fleet,
+            staleness or [0, 1, 4],
+            pause or ["keep", "partial", "abort"],
+            ahead or [1, 2, 4],
+            on_straggler or ["drop"],
         )
     except ValidationError as error:
         first = error.errors()[0]
@@ -201,24 +220,28 @@ def _drawn(
 
 def print_report(outcomes: Sequence[Simulated], advice: Advice) -> None:
     """Print a line per setting with the chosen one marked, the reasons, and its config."""
-    numbers = ("step s", "tokens/s", "idle", "trainer idle", "staleness", "oldest", "waste")
-    table = Table("", "max", "update", *numbers, box=None, pad_edge=False, header_style="dim")
+    settings = ("", "ahead", "max", "update", "straggler")
+    numbers = ("step s", "tokens/s", "idle", "trainer idle", "staleness", "waste", "length", "tail")
+    table = Table(*settings, *numbers, box=None, pad_edge=False, header_style="dim")
     for place, column in enumerate(table.columns):
-        column.justify = "left" if place < 3 else "right"
+        column.justify = "left" if place < len(settings) else "right"
         column.no_wrap = True
     for place, (setting, outcome) in enumerate(outcomes):
         is_chosen = place == advice.chosen
         table.add_row(
             ">" if is_chosen else "",
+            str(setting.max_ahead),
             str(setting.max_staleness),
             setting.interruption,
+            setting.on_straggler,
             f"{outcome.seconds / outcome.steps:,.1f}",
             f"{outcome.tokens_per_s:,.0f}",
             f"{outcome.worker_idle:.1%}",
             f"{outcome.trainer_idle:.1%}",
-            f"{outcome.mean_staleness:.2f}",
-            str(max(outcome.staleness, default=0)),
+            f"{outcome.mean_staleness:.2f} to {max(outcome.staleness, default=0)}",
             f"{outcome.waste:.1%}",
+            f"{outcome.length_ratio:.2f}",
+            f"{outcome.tail_ratio:.2f}",
             style="bold" if is_chosen else None,
         )
     console = open_console()

@@ -54,6 +54,17 @@ def training(tasks: TaskSections) -> dict[str, TaskSection]:
     return {name: task for name, task in tasks.items() if task.eval_of is None}
 
 
+def staleness(policy: PolicySection, task: TaskSection) -> int:
+    """Return the limit of a task, in publications."""
+    return policy.max_staleness if task.max_staleness is None else task.max_staleness
+
+
+def ahead(policy: PolicySection, task: TaskSection) -> int:
+    """Return how many publications ahead groups of a task are started."""
+    own = policy.max_ahead if task.max_ahead is None else task.max_ahead
+    return min(own, staleness(policy, task))
+
+
 def memory_problem(
     tasks: TaskSections,
     producer: ProducerSection,
@@ -69,15 +80,14 @@ def memory_problem(
     sizes = [task.group_bytes(producer.max_prompt_tokens) for task in training(tasks).values()]
     # a commit frees what is older than the oldest checkpoint that is kept
     kept = trainer.checkpoint_every_steps * trainer.keep_checkpoints
-    own = [task.max_staleness for task in training(tasks).values()]
-    oldest = max((policy.max_staleness if age is None else age for age in own), default=0)
-    threshold = stale_threshold(oldest, policy.sync_weights_interval)
-    ahead = threshold + strategy.over_sample_threshold
+    most = max((ahead(policy, task) for task in training(tasks).values()), default=0)
+    steps = stale_threshold(most, policy.sync_weights_interval)
+    batches = steps + strategy.over_sample_threshold
     need = MemoryNeed(
         group_bytes=memory.group_bytes or max(sizes, default=0),
         batches=kept + retention.batches,
         batch_size=plan.batch_size,
-        in_flight=ceil(ahead * plan.batch_size),
+        in_flight=ceil(batches * plan.batch_size),
     )
     if problem := need.problem(memory, budget or memory.budget_bytes or 0):
         yield problem
@@ -198,6 +208,15 @@ def _tokens_are_younger_than_groups(policy: PolicySection, tasks: TaskSections) 
             yield (
                 f"[policy] max_token_staleness = {tokens} must be at most [tasks.{name}] "
                 f"max_staleness = {groups}: a group expires with its oldest token"
+            )
+
+
+def _starts_are_trained(policy: PolicySection, tasks: TaskSections) -> Iterator[str]:
+    for name, task in training(tasks).items():
+        if (task.max_ahead or 0) > staleness(policy, task):
+            yield (
+                f"[tasks.{name}] max_ahead = {task.max_ahead} must be at most max_staleness = "
+                f"{staleness(policy, task)}: what is started further ahead would be too old"
             )
 
 
@@ -332,6 +351,7 @@ _CHECKS: tuple[Check, ...] = (
     _engine_loads_what_is_published,
     _responses_fit_the_context,
     _tokens_are_younger_than_groups,
+    _starts_are_trained,
     _temperatures_agree,
     _distributions_are_whole,
     _groups_can_be_compared,

@@ -112,7 +112,7 @@ def test_tokens_decide_whether_a_group_has_ended_early(trained: Scene) -> None:
 
 def test_groups_that_became_too_old_in_the_queue_leave_it(trained: Scene) -> None:
     scene = trained
-    scene.run.set(parse_settings(LiveSettings, ["tail_batch_trigger_size=0"]))
+    scene.run.set(parse_settings(LiveSettings, ["on_straggler=retry"]))
     jobs = running(scene, 4)
     for job in jobs[:3]:
         scene.submit(job, status=Status.ABORTED)
@@ -134,7 +134,7 @@ def test_groups_that_became_too_old_in_the_queue_leave_it(trained: Scene) -> Non
 def test_members_that_are_not_too_old_keep_their_tokens_in_the_queue(trained: Scene) -> None:
     """As in a pool; the worker that claims the group restarts the others."""
     scene = trained
-    scene.run.set(parse_settings(LiveSettings, ["tail_batch_trigger_size=0"]))
+    scene.run.set(parse_settings(LiveSettings, ["on_straggler=retry"]))
     (job,) = running(scene)
     states = [rollout(Status.ABORTED, FIRST), rollout(Status.ABORTED, PolicyVersion("l1", 2), 1)]
     scene.run.buffer.submit("w0", job, RolloutGroup(job.gid, job.task, states), 4)

@@ -67,7 +67,7 @@ def test_put_groups_are_taken_like_others_and_take_no_draw(make_scene: Make) -> 
 def test_put_goes_by_the_worst_status_of_a_group(
     make_scene: Make, statuses: tuple[Status, ...], pool: str
 ) -> None:
-    scene = make_scene(tail_batch_trigger_size=0)
+    scene = make_scene(on_straggler="retry")
     pools = scene.run.buffer.put("math", [rollouts(*statuses)])
     assert pools == {FIRST_GID: pool}
     assert [gid for gid, _ in scene.pool(pool)] == [FIRST_GID]

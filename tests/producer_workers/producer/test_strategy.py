@@ -45,7 +45,7 @@ dataset = { kind = "jsonl", path = "x" }
 weight = 1.0
 judge = "exact_match"
 dataset = { kind = "jsonl", path = "x" }
-strategy = { tail_batch_trigger_size = 4, is_valid_sample_fn = "not_all_equal" }
+strategy = { on_straggler = "retry", tail_batch_trigger_size = 4, is_valid_sample_fn = "not_all_equal" }
 [tasks.idle]
 weight = 0.0
 judge = "exact_match"
@@ -124,7 +124,10 @@ def test_oversampling_is_a_share_of_one_batch_until_the_last_step() -> None:
 def test_a_tail_batch_starts_what_is_missing_and_nothing_beyond() -> None:
     """Want 8 groups of weights 0 and 4 beyond; with 3 expired groups only the 8, these first."""
     strategy = AsyncProduceStrategy(
-        "math", limits_of(steps=9, over_sample_threshold=1.0, tail_batch_trigger_size=3)
+        "math",
+        limits_of(
+            steps=9, over_sample_threshold=1.0, on_straggler="retry", tail_batch_trigger_size=3
+        ),
     )
     plans = [strategy.plan(seen("math", strategy.limits, version=1, expired=n)) for n in (2, 3)]
     assert [plan.target for plan in plans] == [12, 8]
