@@ -354,6 +354,6 @@ class _Model:
             held=self._engines.held_s / (setting.workers * setting.concurrency * self._now_s),
             trainer_busy_s=self.trained * setting.step_s,
             staleness=dict(sorted(self._ages.items())),
-            trained_lengths=np.array(self._trained, dtype=np.int64),
-            expired_lengths=np.array(self._expired, dtype=np.int64),
+            trained_lengths=self._trained,
+            expired_lengths=self._expired,
         )

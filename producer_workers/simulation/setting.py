@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from math import ceil
+from statistics import mean
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from buffer.model.limits import Straggler
@@ -94,10 +94,6 @@ def candidates(
     return list(settings)
 
 
-def _no_lengths() -> NDArray[np.int64]:
-    return np.zeros(0, dtype=np.int64)
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The figures of `steps` train steps, from the first draw to the end of the last step.
@@ -120,8 +116,8 @@ class Outcome:
     held: float
     trainer_busy_s: float
     staleness: Mapping[int, int]
-    trained_lengths: NDArray[np.int64] = field(default_factory=_no_lengths, repr=False)
-    expired_lengths: NDArray[np.int64] = field(default_factory=_no_lengths, repr=False)
+    trained_lengths: Sequence[int] = field(default=(), repr=False)
+    expired_lengths: Sequence[int] = field(default=(), repr=False)
 
     @property
     def tokens_per_s(self) -> float:
@@ -156,17 +152,19 @@ class Outcome:
     @property
     def length_ratio(self) -> float:
         """Return the mean length that was trained over the mean that was started; 1 is unbiased."""
-        started = np.concatenate([self.trained_lengths, self.expired_lengths])
-        return float(self.trained_lengths.mean() / started.mean()) if len(started) else 1.0
+        started = [*self.trained_lengths, *self.expired_lengths]
+        return mean(self.trained_lengths) / mean(started) if self.trained_lengths else 1.0
 
     @property
     def tail_ratio(self) -> float:
-        """Return the share of trained responses above the started p95, over that of started."""
-        started = np.concatenate([self.trained_lengths, self.expired_lengths])
-        if not len(started):
+        """Return the share of trained responses from the started p95 up, over that of started."""
+        if not self.trained_lengths:
             return 1.0
+        trained = np.array(self.trained_lengths)
+        started = np.concatenate([trained, self.expired_lengths])
         bound = np.quantile(started, 0.95)
-        return float((self.trained_lengths > bound).mean() / max(1e-9, (started > bound).mean()))
+        share = (started >= bound).mean()
+        return float((trained >= bound).mean() / share)
 
     def summary(self) -> dict[str, float]:
         return {
