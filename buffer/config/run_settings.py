@@ -212,16 +212,6 @@ class PolicySection(Section):
             raise ValueError(f"expected {', '.join(ORDERS)} or package.module:function")
         return order
 
-    @field_validator("max_ahead")
-    @classmethod
-    def _check_ahead(cls, ahead: int, info: ValidationInfo) -> int:
-        if ahead > info.data.get("max_staleness", ahead):
-            raise ValueError(
-                f"expected at most max_staleness = {info.data['max_staleness']}: what is started "
-                "further ahead would be too old"
-            )
-        return ahead
-
     @field_validator("max_token_staleness")
     @classmethod
     def _check_tokens(cls, tokens: int | None, info: ValidationInfo) -> int | None:

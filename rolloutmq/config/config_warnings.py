@@ -58,6 +58,17 @@ def _sync_is_never_stale(
             )
 
 
+def _starts_are_trained(policy: PolicySection, tasks: TaskSections) -> Iterator[str]:
+    for name, task in training(tasks).items():
+        is_set = task.max_ahead is not None or "max_ahead" in policy.model_fields_set
+        own = policy.max_ahead if task.max_ahead is None else task.max_ahead
+        if is_set and own > staleness(policy, task):
+            yield (
+                f"task {name} has max_ahead = {own}, and max_staleness = {staleness(policy, task)}: "
+                "what is started further ahead would be too old, so the smaller one holds"
+            )
+
+
 def _waits_for_what_runs(policy: PolicySection, strategies: Strategies) -> Iterator[str]:
     waiting = [name for name, each in strategies.items() if each.on_straggler == "wait"]
     if waiting and policy.pause_mode == "abort":
@@ -131,6 +142,7 @@ def _intervals_are_shorter_than_the_run(
 _CHECKS: tuple[Check, ...] = (
     _restarts_of_stale_work,
     _sync_is_never_stale,
+    _starts_are_trained,
     _waits_for_what_runs,
     _requests_fit_the_engine,
     _workers_have_work,

@@ -211,15 +211,6 @@ def _tokens_are_younger_than_groups(policy: PolicySection, tasks: TaskSections) 
             )
 
 
-def _starts_are_trained(policy: PolicySection, tasks: TaskSections) -> Iterator[str]:
-    for name, task in training(tasks).items():
-        if (task.max_ahead or 0) > staleness(policy, task):
-            yield (
-                f"[tasks.{name}] max_ahead = {task.max_ahead} must be at most max_staleness = "
-                f"{staleness(policy, task)}: what is started further ahead would be too old"
-            )
-
-
 def _temperatures_agree(
     tasks: TaskSections, learner: LearnerConfig, trainer: TrainerSection
 ) -> Iterator[str]:
@@ -351,7 +342,6 @@ _CHECKS: tuple[Check, ...] = (
     _engine_loads_what_is_published,
     _responses_fit_the_context,
     _tokens_are_younger_than_groups,
-    _starts_are_trained,
     _temperatures_agree,
     _distributions_are_whole,
     _groups_can_be_compared,

@@ -20,7 +20,7 @@ def waiting(make_scene: Make) -> tuple[Scene, Job]:
     """Step 1 is taken, groups live for 2 steps, and one of step 0's weights runs."""
     scene = make_scene(stale_threshold=2, on_straggler="wait")
     scene.open_trainer()
-    scene.ready(0, 1, 1)
+    scene.ready(0, 1, 1, lineage="l1")
     scene.enqueue(1)
     (job,) = scene.claim()
     scene.beat([job], oldest=FIRST)
