@@ -167,7 +167,12 @@ def test_tail_batch_takes_expired_groups_first_fills_the_gap_and_starts_no_more(
     The fourth group comes from the data set, and there is no surplus.
     """
     mixture = make_mixture(
-        one_task(over_sample_threshold=1.0, on_straggler="retry", tail_batch_trigger_size=3)
+        one_task(
+            over_sample_threshold=1.0,
+            on_straggler="retry",
+            on_straggler="retry",
+            tail_batch_trigger_size=3,
+        )
     )
     old = put(mixture, OLD, OLD, OLD)
     with mixture.manager.opened():
@@ -181,7 +186,11 @@ def test_a_tail_batch_lasts_until_it_is_made(make_mixture: Make) -> None:
     What no round changes: another round, a producer in its stead, settings, lost and failed groups.
     """
     settings = one_task(
-        over_sample_threshold=1.0, on_straggler="retry", tail_batch_trigger_size=3, max_tries=1
+        over_sample_threshold=1.0,
+        on_straggler="retry",
+        on_straggler="retry",
+        tail_batch_trigger_size=3,
+        max_tries=1,
     )
     mixture = make_mixture(settings)
     old = put(mixture, OLD, OLD, OLD)
@@ -215,6 +224,7 @@ def test_a_tail_batch_ends_once_it_is_made_though_newer_weights_ask_for_more(
     """In the reference, the next batch is begun after it; here, both may be in flight."""
     settings = one_task(
         over_sample_threshold=1.0,
+        on_straggler="retry",
         on_straggler="retry",
         tail_batch_trigger_size=3,
         stale_threshold=2,

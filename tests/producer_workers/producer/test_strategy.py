@@ -136,7 +136,11 @@ def test_a_tail_batch_starts_what_is_missing_and_nothing_beyond() -> None:
     strategy = AsyncProduceStrategy(
         "math",
         limits_of(
-            steps=9, over_sample_threshold=1.0, on_straggler="retry", tail_batch_trigger_size=3
+            steps=9,
+            over_sample_threshold=1.0,
+            on_straggler="retry",
+            on_straggler="retry",
+            tail_batch_trigger_size=3,
         ),
     )
     plans = [strategy.plan(seen("math", strategy.limits, version=1, expired=n)) for n in (2, 3)]
