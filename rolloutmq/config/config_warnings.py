@@ -64,8 +64,8 @@ def _starts_are_trained(policy: PolicySection, tasks: TaskSections) -> Iterator[
         own = policy.max_ahead if task.max_ahead is None else task.max_ahead
         if is_set and own > staleness(policy, task):
             yield (
-                f"task {name} has max_ahead = {own}, and max_staleness = {staleness(policy, task)}: "
-                "what is started further ahead would be too old, so the smaller one holds"
+                f"task {name} has max_ahead = {own}, more than max_staleness = "
+                f"{staleness(policy, task)}, which holds: what starts further ahead is too old"
             )
 
 

@@ -20,7 +20,6 @@ CHANGES = {
     "batch_size": 7,
     "stale_threshold": 2,
     "on_straggler": "retry",
-    "on_straggler": "retry",
     "tail_batch_trigger_size": 2,
 }
 

@@ -170,7 +170,6 @@ def test_tail_batch_takes_expired_groups_first_fills_the_gap_and_starts_no_more(
         one_task(
             over_sample_threshold=1.0,
             on_straggler="retry",
-            on_straggler="retry",
             tail_batch_trigger_size=3,
         )
     )
@@ -187,7 +186,6 @@ def test_a_tail_batch_lasts_until_it_is_made(make_mixture: Make) -> None:
     """
     settings = one_task(
         over_sample_threshold=1.0,
-        on_straggler="retry",
         on_straggler="retry",
         tail_batch_trigger_size=3,
         max_tries=1,
@@ -224,7 +222,6 @@ def test_a_tail_batch_ends_once_it_is_made_though_newer_weights_ask_for_more(
     """In the reference, the next batch is begun after it; here, both may be in flight."""
     settings = one_task(
         over_sample_threshold=1.0,
-        on_straggler="retry",
         on_straggler="retry",
         tail_batch_trigger_size=3,
         stale_threshold=2,

@@ -139,7 +139,6 @@ def test_a_tail_batch_starts_what_is_missing_and_nothing_beyond() -> None:
             steps=9,
             over_sample_threshold=1.0,
             on_straggler="retry",
-            on_straggler="retry",
             tail_batch_trigger_size=3,
         ),
     )
