@@ -67,7 +67,7 @@ def _largest(config: Config) -> TaskSection:
 
 
 def _response_tokens(config: Config) -> Distribution:
-    if config.engine.times and config.engine.times.response_tokens:
+    if config.engine.times:
         return config.engine.times.response_tokens
     return LogNormal(
         median=max(1.0, MEDIAN_SHARE * _largest(config).sample.max_tokens), sigma=SIGMA
@@ -108,6 +108,8 @@ def _setting(
         sync_s=0.0 if config.learner.lora else 2 * shape.parameters / WEIGHT_BYTES_PER_S,
         sync_weights_interval=config.policy.sync_weights_interval,
         max_staleness=config.policy.max_staleness,
+        max_ahead=config.policy.max_ahead,
+        on_straggler=config.strategy.on_straggler,
         over_sample_threshold=config.strategy.over_sample_threshold,
         interruption=_interruption(config),
     )

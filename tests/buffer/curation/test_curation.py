@@ -118,7 +118,7 @@ def test_exported_groups_come_back_as_they_were(scene: Scene, tmp_path: Path, en
 def test_imported_groups_live_like_others_and_take_no_draw(
     make_scene: Callable[..., Scene], tmp_path: Path
 ) -> None:
-    scene = make_scene(tail_batch_trigger_size=1)
+    scene = make_scene(on_straggler="retry", tail_batch_trigger_size=1)
     scene.open_trainer(lineage="l0")
     spans = {
         "spans": [[0, 2, 0, "l0"]],

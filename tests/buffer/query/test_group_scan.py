@@ -63,7 +63,7 @@ def without_time(query: Any) -> Any:
 def test_indexes_answer_what_a_scan_of_all_records_answers(
     make_scene: Callable[..., Scene],
 ) -> None:
-    scene = make_scene(max_tries=1, stale_threshold=3, tail_batch_trigger_size=0)
+    scene = make_scene(max_tries=1, stale_threshold=3, on_straggler="retry")
     everywhere(scene)
     scene.run.buffer.refresh_staleness("math")
     found = every_record(scene)
@@ -104,7 +104,7 @@ def test_indexes_agree_with_a_scan_after_moves_by_hand(
     make_scene: Callable[..., Scene], order: str
 ) -> None:
     scene = make_scene(
-        max_tries=1, stale_threshold=3, tail_batch_trigger_size=0, order=order, retain_batches=1
+        max_tries=1, stale_threshold=3, on_straggler="retry", order=order, retain_batches=1
     )
     everywhere(scene)
     moved_by_hand(scene)
