@@ -270,7 +270,7 @@ class Trainer:
             **produced,
             **self._throughput.metrics(len(batch.lengths), batch.tokens, timing, produced),
             **timing.metrics(),
-            **self.consumer.pauses.metrics(),
+            **self.consumer.pause_metrics(),
         }
 
     def _publish(self, timing: Timing, *, is_paused: bool = False) -> None:

@@ -27,9 +27,8 @@ from consumer.grpo.model_state.saved_state import SavedState, write_state
 from consumer.grpo.model_state.weight_parts import WeightParts
 from consumer.grpo.models.model_folder import copy_tokenizer
 from consumer.grpo.reporting.metrics import BatchColumns
-from consumer.handle.rank_orders import RankOrders, on_all_ranks
-from consumer.handle.ranks import ALONE, Ranks, select_device
-from consumer.handle.shares import ShareReader, check_unchanged
+from consumer.handle.ranks import ALONE, RankOrders, Ranks, on_all_ranks, select_device
+from consumer.handle.sharded_consumer import ShareReader, check_unchanged
 
 
 class TrainerRank:

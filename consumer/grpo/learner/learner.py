@@ -51,7 +51,7 @@ from consumer.grpo.policy.packing import Packer
 from consumer.grpo.policy.policy_loading import load_policy, vocabulary_of
 from consumer.grpo.policy.routing_replay import RoutingReplay
 from consumer.grpo.policy.vocabulary_projection import TokenLogprobs
-from consumer.handle.batch_table import BatchTable
+from consumer.handle.batch import BatchTable
 from consumer.handle.ranks import ALONE, Ranks
 
 log = logging.getLogger("rolloutmq.trainer")

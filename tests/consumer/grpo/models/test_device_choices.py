@@ -33,7 +33,7 @@ from consumer.grpo.models.varlen_attention import TORCH_VARLEN
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
 from consumer.grpo.policy.model_checks import keeps_samples_apart
 from consumer.grpo.policy.packing import Packer
-from consumer.handle.batch_table import BatchTable
+from consumer.handle.batch import BatchTable
 from tests.consumer.grpo.models.tiny import make_group
 
 MODELS: dict[str, tuple[Any, Any]] = {
