@@ -220,8 +220,6 @@ class BatchTaker:
             manifest = ledger.quarantine(
                 self._nonce, step, entry, reason, is_workers_fault=is_fault
             )
-                self._nonce, step, entry, reason, is_workers_fault=is_fault
-            )
         return manifest
 
 
