@@ -32,7 +32,7 @@ from buffer.run import Run
 from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import Announcement, PublishedWeights
 from buffer.wire.rollout import PolicyVersion
-from producer_workers.engines.base import Engine, PreparesWeights, ReceivesWeights, WeightsError
+from producer_workers.engines.base import Engine, ReceivesWeights, WeightsError
 from producer_workers.worker.inbox import Inbox, Signal
 
 log = logging.getLogger("rolloutmq.worker")
@@ -155,8 +155,6 @@ class WeightUpdates:
                 return _Fetched(Path(announced.folder), announced)
         problem = f"cannot use the weights in {wanted.path}"
         folder = await _read(problem, lambda: self._receiver.fetch(published))
-        if isinstance(engine, PreparesWeights):
-            await engine.prepare_weights(folder, wanted.weights)
         return _Fetched(folder, None)
 
     async def _load(self, fetched: _Fetched, state: ControlState) -> bool:
