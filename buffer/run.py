@@ -11,8 +11,10 @@ from buffer.control.control import EventLog, RunControl
 from buffer.control.fleet import Fleet
 from buffer.control.live_settings import LiveSettings, change_settings
 from buffer.control.observers import Observer
+from buffer.control.origin import Origin
 from buffer.control.progress import ProduceProgress, read_progress
 from buffer.control.receipts import Receipts
+from buffer.control.settings_record import SettingsRecord
 from buffer.control.task_status import TaskStops
 from buffer.curation.group_export import Exported, GroupExport
 from buffer.curation.group_import import GroupImport, Imported
@@ -26,8 +28,7 @@ from buffer.ledger.account import Account
 from buffer.ledger.audits import Audits
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.trainer_opening import TrainerOpening
-from buffer.maintenance.regeneration import Regeneration
-from buffer.model.limits import (
+from buffer.limits import (
     REGENERATING,
     SCHEMA,
     STAMP_FIELDS,
@@ -35,8 +36,7 @@ from buffer.model.limits import (
     RunLimits,
     parse_stamp,
 )
-from buffer.model.origin import Origin
-from buffer.model.settings_record import SettingsRecord
+from buffer.maintenance.regeneration import Regeneration
 from buffer.query.language import TRUE, AllOf, parse
 from buffer.query.scan import GroupScan
 from buffer.redis.key_fields import limits_in
@@ -331,7 +331,7 @@ class Run:
     ) -> dict[str, tuple[Any, Any]]:
         """Change settings while the run continues; return (before, after) of each by its name.
 
-        They belong to the run from then on (`buffer/model/settings_record.py`). `restored`:
+        They belong to the run from then on (`buffer/control/settings_record.py`). `restored`:
         settings that get the value of the config again. `by`: who makes the change. `producer`: the
         nonce of a producer that makes it by itself. Raises ConfigError, or Fenced when another
         producer was opened.

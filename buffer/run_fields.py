@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from buffer.control.continuation import Continuation, Start, begin_run, continue_run
+from buffer.control.origin import Origin
 from buffer.errors import RunDamaged, RunNotFound, SchemaVersionError
-from buffer.model.limits import LOADING, REGENERATING, REMOVING, SCHEMA, RunLimits
-from buffer.model.origin import Origin
+from buffer.limits import LOADING, REGENERATING, REMOVING, SCHEMA, RunLimits
 from buffer.redis.key_fields import HINT, are_settings, limits_in, require_fields, text_fields
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from buffer.control.control import Mode
     from buffer.errors import ConfigError, RolloutMQError
     from buffer.ledger.position import Position
-    from buffer.model.limits import RunLimits, TaskLimits
-    from buffer.model.manifest import Manifest, NotReady
+    from buffer.limits import RunLimits, TaskLimits
+    from buffer.manifest import Manifest, NotReady
     from buffer.redis.server.embedded import EmbeddedServer
     from buffer.redis.store import Store
     from buffer.replay_buffer import ReplayBuffer
@@ -66,11 +66,11 @@ else:
         "FolderSender": "buffer.weights.shared_folder",
         "GroupJudge": "producer_workers.judges.judge",
         "Judge": "producer_workers.judges.judge",
-        "Manifest": "buffer.model.manifest",
+        "Manifest": "buffer.manifest",
         "MediaRef": "buffer.wire.rollout",
         "Mode": "buffer.control.control",
         "MultiTurnAgentLoop": "producer_workers.agent_loops.multi_turn",
-        "NotReady": "buffer.model.manifest",
+        "NotReady": "buffer.manifest",
         "PolicyVersion": "buffer.wire.rollout",
         "Position": "buffer.ledger.position",
         "RehearsalError": "rolloutmq.testing",
@@ -80,13 +80,13 @@ else:
         "RolloutMQError": "buffer.errors",
         "RolloutState": "buffer.wire.rollout",
         "Run": "buffer.run",
-        "RunLimits": "buffer.model.limits",
+        "RunLimits": "buffer.limits",
         "SampleParams": "buffer.wire.sampling",
         "ShardedConsumer": "consumer.handle.sharded_consumer",
         "SingleTurnAgentLoop": "producer_workers.agent_loops.single_turn",
         "Status": "buffer.wire.rollout",
         "Store": "buffer.redis.store",
-        "TaskLimits": "buffer.model.limits",
+        "TaskLimits": "buffer.limits",
         "ToolCall": "buffer.wire.rollout",
         "VersionSpan": "buffer.wire.rollout",
         "Worker": "producer_workers.worker.worker",

@@ -90,11 +90,11 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
 
 def test_who_loads_code_by_name_is_known() -> None:
     """Each of these has the name from a config or a command; what a server says is only compared
-    (buffer/model/order_policy.py).
+    (buffer/groups/order_policy.py).
     """
     known = {
         "buffer/imports.py",
-        "buffer/model/order_policy.py",
+        "buffer/groups/order_policy.py",
         "consumer/grpo/learner/losses.py",
         "producer_workers/agent_loops/agent_loop.py",
         "producer_workers/agent_loops/environment.py",

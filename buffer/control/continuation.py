@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from buffer.control.live_settings import LiveSettings, differences
+from buffer.control.origin import FIELD, Origin
+from buffer.control.settings_record import FIELD as RECORD
+from buffer.control.settings_record import TASK, SettingsRecord, setting_values, task_of
 from buffer.errors import ConfigError, RunNotFound
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.origin import FIELD, Origin
-from buffer.model.settings_record import FIELD as RECORD
-from buffer.model.settings_record import TASK, SettingsRecord, setting_values, task_of
+from buffer.limits import RunLimits, TaskLimits
 from buffer.model.task_mix import Reweighting
 from buffer.redis.keys import Keys
 from buffer.redis.script_calls import unfenced, unknown_reply

@@ -12,7 +12,7 @@ from buffer.control.worker_record import HeartbeatReport, WorkerRecord, read_rec
 from buffer.errors import Fenced, RunNotFound, ScriptError
 from buffer.ids import valid_name
 from buffer.job import Job, digest_of
-from buffer.model.limits import STAMP_FIELDS, LimitsStamp, RunLimits, parse_stamp
+from buffer.limits import STAMP_FIELDS, LimitsStamp, RunLimits, parse_stamp
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion

@@ -2,7 +2,7 @@
 
 One script stores a checked change under a new version of the run's limits. Every process adopts it
 at its next heartbeat, round or batch. The change belongs to the run
-(buffer/model/settings_record.py). The run's folder keeps a copy (`KeptSettings`), since a server
+(buffer/control/settings_record.py). The run's folder keeps a copy (`KeptSettings`), since a server
 may lose everything.
 """
 
@@ -21,10 +21,10 @@ from pydantic import ConfigDict, Field, ValidationError
 from buffer.config.assignments import key_path, parse_settings
 from buffer.config.problems import FIXED
 from buffer.config.section import Section
+from buffer.control.settings_record import FIELD, TASK, SettingsRecord, setting_values, task_of
 from buffer.errors import ConfigError
 from buffer.ids import new_nonce
-from buffer.model.limits import LiveLimits, RunLimits, TaskSettings
-from buffer.model.settings_record import FIELD, TASK, SettingsRecord, setting_values, task_of
+from buffer.limits import LiveLimits, RunLimits, TaskSettings
 from buffer.model.task_mix import Reweighting, newest_parts
 from buffer.wire.staleness import stale_threshold
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from buffer.control.control import ControlState
 from buffer.control.fleet import Fleet
 from buffer.errors import PauseTimeout
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.connection.retry import OutageClock
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store

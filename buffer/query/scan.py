@@ -16,7 +16,7 @@ from typing import Any
 from buffer.errors import QueryError
 from buffer.ids import GID, LANES, POOLS, group_id, split_group_id
 from buffer.ledger.ledger import BatchLedger
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.query.language import FALSE, TRUE, Node, Scalar, field_of, matches, parse
 from buffer.query.plan import EVERY, VersionRange, allowed_values, is_exact, narrow, version_range
 from buffer.query.record import RECORD_FIELDS, STAGES, GroupRecord, Moment

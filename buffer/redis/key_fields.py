@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from buffer.control.settings_record import SettingsRecord
 from buffer.errors import RunDamaged
 from buffer.ids import GID
+from buffer.limits import RunLimits
 from buffer.model.damage import Damage
-from buffer.model.limits import RunLimits
-from buffer.model.settings_record import SettingsRecord
 
 HINT = (
     "something else wrote to the keys of this run, or the server evicts keys (see `rolloutmq "

@@ -16,7 +16,7 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.model.manifest import NotReady
+from buffer.manifest import NotReady
 from buffer.wire.group import RolloutGroup
 from consumer.config.training import TrainingConfig
 from consumer.grpo.reporting.reporter import Reporter

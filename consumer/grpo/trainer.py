@@ -16,7 +16,7 @@ from pathlib import Path
 from buffer.control.live_settings import KeptSettings
 from buffer.errors import ExpiredBatch
 from buffer.ledger.position import Position
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from buffer.run import Run
 from buffer.weights.transport import Save
 from buffer.wire.staleness import staleness

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import WireError
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from buffer.wire.group import RolloutGroup
 
 Ints = NDArray[np.int64]

@@ -9,7 +9,7 @@ import numpy as np
 
 from buffer.errors import PayloadMissing, WireError
 from buffer.job import PayloadRef
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 

@@ -340,7 +340,7 @@ class RolloutConsumer:
     def report(self, step: int, metrics: Mapping[str, float], *, task: str = "") -> None:
         """Report metrics of train step `step`, or of an evaluation of `task` after it.
 
-        Raises Fenced. Metrics that are not in `buffer.model.trainer_report.REPORTED` are left out.
+        Raises Fenced. Metrics that are not in `buffer.control.trainer_report.REPORTED` are left out.
         """
         self._run.control.report(self.nonce, step, metrics, task=task)
 

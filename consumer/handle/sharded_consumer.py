@@ -22,7 +22,7 @@ from typing import Any
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import GroupChanged, RolloutMQError, StepFailed
 from buffer.ledger.position import Position
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.handle.batch import Batch

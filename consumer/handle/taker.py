@@ -17,7 +17,7 @@ from buffer.errors import (
     TaskStopped,
 )
 from buffer.ledger.ledger import BatchLedger
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.handle.batch import DeliveredGroups

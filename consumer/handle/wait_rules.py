@@ -33,7 +33,7 @@ from buffer.control.role_holder import RoleHolder
 from buffer.control.task_status import ProduceBatchStatus, batch_status
 from buffer.errors import ExpiredBatch, NoBatch, ProducerGone, TaskStopped, WeightsRefused
 from buffer.ledger.account import TaskAccount
-from buffer.model.manifest import NotReady
+from buffer.manifest import NotReady
 from buffer.redis.connection.retry import OutageClock
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from buffer.job import Job
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from producer_workers.worker.group_runner import GroupRunner
 from producer_workers.worker.inbox import GroupFinished, Inbox
 from producer_workers.worker.shared_engine import SharedEngine

@@ -14,8 +14,8 @@ from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from buffer.control.control import Mode
 from buffer.curation.group_export import Exported
 from buffer.errors import ConfigError
+from buffer.groups.order_policy import load_order
 from buffer.ids import POOLS
-from buffer.model.order_policy import load_order
 from buffer.query.language import parse
 from buffer.redis.script_calls import Advance
 from buffer.redis.signing import Key

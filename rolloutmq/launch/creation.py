@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from buffer.model.settings_record import SettingsRecord
+from buffer.control.settings_record import SettingsRecord
 from buffer.open_run import open_store
 from buffer.redis.connection.url import mask_url
 from buffer.redis.server.embedded import EmbeddedServer

@@ -12,8 +12,8 @@ import orjson
 from buffer.control.worker_record import HeartbeatReport, WorkerRecord, WorkerState
 from buffer.ids import group_id, new_nonce
 from buffer.job import Job, PayloadRef
-from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.manifest import Manifest
+from buffer.limits import RunLimits, TaskLimits
+from buffer.manifest import Manifest
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire import group_bytes

@@ -26,7 +26,7 @@ from pathlib import Path
 from buffer.errors import ConfigError, ModelError, PayloadMissing, WireError
 from buffer.ids import NAME
 from buffer.ledger.audits import AuditFinding, AuditPosition
-from buffer.model.manifest import Manifest, ManifestEntry
+from buffer.manifest import Manifest, ManifestEntry
 from buffer.run import Run
 from buffer.weights.receiver import WeightsReceiver, find_version
 from buffer.wire.framing import signers

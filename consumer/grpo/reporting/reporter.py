@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from buffer.errors import RolloutMQError
-from buffer.model.manifest import ManifestEntry
+from buffer.manifest import ManifestEntry
 from buffer.redis.connection.retry import LogOnce
 from buffer.replay_buffer import ReplayBuffer
 from buffer.wire.group import RolloutGroup

@@ -11,10 +11,10 @@ import pytest
 
 from buffer.control.continuation import check_origin, record_origin
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings
+from buffer.control.origin import FIELD, Origin
 from buffer.errors import ConfigError, Fenced
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.origin import FIELD, Origin
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.run import Run
 from rolloutmq.config.config import Config

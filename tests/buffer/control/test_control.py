@@ -18,7 +18,7 @@ from buffer.control.live_settings import LiveSettings
 from buffer.control.role_holder import Role
 from buffer.errors import Fenced, RoleHeld, RunExists, RunNotFound, SchemaVersionError
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion

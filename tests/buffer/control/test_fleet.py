@@ -11,7 +11,7 @@ from buffer.control.control import Mode
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import Fenced, RunNotFound
 from buffer.ids import group_id, new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 from tests.buffer.scene import FIRST, LIMITS, Scene

@@ -15,10 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from buffer.config.assignments import parse_settings
 from buffer.control.live_settings import FILE, KeptSettings, LiveSettings, parse_change
+from buffer.control.settings_record import FIELD, SettingsRecord, setting_values
 from buffer.errors import ConfigError, RunDamaged
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.settings_record import FIELD, SettingsRecord, setting_values
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.run import Run
 from rolloutmq.config.config import Config

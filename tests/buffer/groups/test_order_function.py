@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from buffer.errors import ConfigError
-from buffer.model.order_policy import BUILT_IN, Finished, load_order
+from buffer.groups.order_policy import BUILT_IN, Finished, load_order
 
 
 def test_a_function_is_loaded_from_the_folder_of_the_run(

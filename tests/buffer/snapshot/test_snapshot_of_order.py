@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from buffer.errors import GroupHeld, PayloadMissing, SnapshotError, WireError
+from buffer.groups.order_policy import BUILT_IN, Finished
 from buffer.job import Job
-from buffer.model.manifest import Manifest
-from buffer.model.order_policy import BUILT_IN, Finished
+from buffer.manifest import Manifest
 from buffer.run import Run
 from buffer.wire.rollout import Status
 from tests.buffer.scene import FIRST, Scene, extend

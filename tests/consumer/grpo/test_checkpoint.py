@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from buffer.errors import AccountError, ModelError
 from buffer.ids import group_id
 from buffer.ledger.position import Position, TrainedDraws
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.model_state.saved_state import Rows, write_state
 from tests.consumer.grpo.model_state.test_saved_state import Rank

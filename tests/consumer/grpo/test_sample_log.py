@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from buffer.job import PayloadRef
-from buffer.model.manifest import ManifestEntry
+from buffer.manifest import ManifestEntry
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from consumer.grpo.reporting import sample_writer

@@ -25,7 +25,7 @@ from buffer.errors import (
 )
 from buffer.ids import new_nonce
 from buffer.ledger.ledger import BAD_GROUPS
-from buffer.model.manifest import NotReady
+from buffer.manifest import NotReady
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender

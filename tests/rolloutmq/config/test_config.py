@@ -9,7 +9,7 @@ from buffer.config.assignments import parse_settings
 from buffer.config.run_settings import PolicySection, RedisSection
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.connection.url import mask_url
 from buffer.wire.sampling import SampleParams
 from producer_workers.config.dataset import JsonlSection

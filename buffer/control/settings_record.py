@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from buffer.model.limits import RunLimits, TaskSettings
+from buffer.limits import RunLimits, TaskSettings
 from buffer.wire.staleness import max_staleness
 
 FIELD = "settings"

@@ -159,7 +159,7 @@ class RunLimits(LiveLimits):
     reweighted: list[Reweighting] = []
     """changes of task weights since the run was created"""
     order: str = "staleness"
-    """order in which completed groups are taken (buffer/model/order_policy.py)"""
+    """order in which completed groups are taken (buffer/groups/order_policy.py)"""
     retain_batches: int = Field(0, ge=0, le=1_000_000)
     """archived batches whose payloads and manifests are kept"""
     retain_until_exported: bool = False
