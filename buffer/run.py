@@ -39,7 +39,6 @@ from buffer.limits import (
 from buffer.maintenance.regeneration import Regeneration
 from buffer.query.language import TRUE, AllOf, parse
 from buffer.query.scan import GroupScan
-from buffer.redis.key_fields import limits_in
 from buffer.redis.keys import EVERY_CONTROL, EVERY_META, Keys, run_of_key
 from buffer.redis.media_folder import MediaFolder
 from buffer.redis.payloads import PayloadStore
@@ -48,6 +47,7 @@ from buffer.redis.signing import Key, Keyring, Signer
 from buffer.redis.store import Store
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_fields import (
+    limits_in,
     read_hash,
     read_settings,
     require_schema,

@@ -23,8 +23,7 @@ from buffer.control.settings_record import FIELD as RECORD
 from buffer.control.settings_record import TASK, SettingsRecord, setting_values, task_of
 from buffer.errors import ConfigError, RunNotFound
 from buffer.ids import new_nonce
-from buffer.limits import RunLimits, TaskLimits
-from buffer.model.task_mix import Reweighting
+from buffer.limits import Reweighting, RunLimits, TaskLimits
 from buffer.redis.keys import Keys
 from buffer.redis.script_calls import unfenced, unknown_reply
 from buffer.redis.store import Store

@@ -24,8 +24,7 @@ from buffer.config.section import Section
 from buffer.control.settings_record import FIELD, TASK, SettingsRecord, setting_values, task_of
 from buffer.errors import ConfigError
 from buffer.ids import new_nonce
-from buffer.limits import LiveLimits, RunLimits, TaskSettings
-from buffer.model.task_mix import Reweighting, newest_parts
+from buffer.limits import LiveLimits, Reweighting, RunLimits, TaskSettings, newest_parts
 from buffer.wire.staleness import stale_threshold
 
 CONFIG = "config"  # in place of a value: that of the config

@@ -20,8 +20,7 @@ from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.memory import ByteCount, Memory
 from buffer.ledger.record_check import RecordCheck
 from buffer.limits import RunLimits
-from buffer.model.damage import Damage
-from buffer.redis.key_fields import text_fields, wrong_fields
+from buffer.redis.key_fields import Damage, text_fields, wrong_fields
 from buffer.redis.keys import Keys, SlotKeys
 from buffer.redis.scripts import Arg
 from buffer.redis.store import Store

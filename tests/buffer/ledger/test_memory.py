@@ -17,7 +17,7 @@ from buffer.groups.claim import Claim, Enqueued
 from buffer.ids import group_id, new_nonce
 from buffer.ledger.record_check import RecordCheck
 from buffer.manifest import NotReady
-from buffer.model.damage import Damage
+from buffer.redis.key_fields import Damage
 from buffer.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
