@@ -340,11 +340,13 @@ class Run:
         while True:
             self.refresh_limits()
             taken = self.ledger.steps().taken
-            change = change_settings(self.limits, self.settings, settings, restored, taken, by)
-            match self._set(operation, change.to_meta(), producer):
+            fields, changed = change_settings(
+                self.limits, self.settings, settings, restored, taken, by
+            )
+            match self._set(operation, fields, producer):
                 case ["OK", _]:
                     self.refresh_limits()
-                    return dict(change.changed)
+                    return changed
                 case ["CONFLICT", _]:
                     continue  # changed since they were read: apply to the new ones
                 case ["NO_RUN"]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,20 +29,6 @@ from buffer.wire.staleness import stale_threshold
 CONFIG = "config"  # in place of a value: that of the config
 
 
-@dataclass(frozen=True, slots=True)
-class SettingChange:
-    """`changed`: (before, after) by setting; None for a task without a value of its own."""
-
-    limits: RunLimits
-    record: SettingsRecord
-    fields: Collection[str]  # the limits that differ
-    changed: Mapping[str, tuple[Any, Any]]
-
-    def to_meta(self) -> list[str]:
-        """Return field, value, field, value, … for the meta hash."""
-        return [*self.limits.to_meta(self.fields), FIELD, self.record.model_dump_json()]
-
-
 def change_settings(
     limits: RunLimits,
     record: SettingsRecord,
@@ -51,20 +36,26 @@ def change_settings(
     restored: Collection[str],
     taken: int,
     by: str,
-) -> SettingChange:
-    """Change `limits` and `record` after train step `taken`; see `Run.set`. Raises ConfigError."""
+) -> tuple[list[str], dict[str, tuple[Any, Any]]]:
+    """Change `limits` and `record` after train step `taken`; see `Run.set`. Raises ConfigError.
+
+    Returns field, value, field, value, … for the meta hash, and (before, after) by setting; None
+    for a task without a value of its own.
+    """
     inherited, values = _restore(limits, record, restored)
     values |= wanted.values()
     after = LiveSettings.of(values).applied(inherited, taken)
     now_ms = time.time_ns() // 1_000_000
     new_record = record.without(restored).after(wanted.values(), now_ms, by)
+    before = limits.model_dump()
+    fields = [name for name, value in after.model_dump().items() if value != before[name]]
     old, new = setting_values(limits), setting_values(after)
     changed = {
         name: (old.get(name), new.get(name))
         for name in {**old, **new}
         if old.get(name) != new.get(name)
     }
-    return SettingChange(after, new_record, list(differences(limits, after)), changed)
+    return [*after.to_meta(fields), FIELD, new_record.model_dump_json()], changed
 
 
 def parse_change(assignments: Sequence[str]) -> tuple[LiveSettings, list[str]]:
@@ -256,10 +247,3 @@ class LiveSettings(Section, LiveLimits):
 
 def _threshold(max_staleness: int, limits: RunLimits) -> int:
     return stale_threshold(max_staleness, limits.sync_weights_interval)
-
-
-def differences(before: RunLimits, after: RunLimits) -> dict[str, tuple[Any, Any]]:
-    """Return the values that differ, by name: (before, after)."""
-    old = before.model_dump()
-    new = after.model_dump()
-    return {name: (old[name], new[name]) for name in new if old[name] != new[name]}

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from buffer.limits import RunLimits, TaskSettings
+from buffer.limits import LiveLimits, RunLimits, TaskSettings
 from buffer.wire.staleness import max_staleness
 
 FIELD = "settings"
@@ -20,16 +20,6 @@ FIELD = "settings"
 
 TASK = "tasks."
 """Prefix of the name of a task's own setting."""
-
-_OF_A_RUN = (
-    "max_tries",
-    "pause_timeout_s",
-    "concurrency",
-    "low_bytes",
-    "high_bytes",
-    "steps",
-    *TaskSettings.model_fields,
-)
 
 
 class Override(BaseModel):
@@ -106,7 +96,7 @@ def task_of(name: str) -> str:
 
 def setting_values(limits: RunLimits) -> dict[str, Any]:
     """Return the value of every setting, except those that a task has from the run."""
-    values = {name: getattr(limits, name) for name in _OF_A_RUN}
+    values = {name: getattr(limits, name) for name in LiveLimits.model_fields}
     interval = limits.sync_weights_interval
     values["max_staleness"] = max_staleness(limits.stale_threshold, interval)
     for task, weight in limits.newest_weights().items():

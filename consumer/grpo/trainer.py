@@ -23,7 +23,13 @@ from buffer.wire.staleness import staleness
 from consumer.config.training import TrainingConfig
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.evaluation import EvaluationPlan, log_wait_reason
-from consumer.grpo.reporting.metric_writers import MetricWriter, ProgressBar, open_writers
+from consumer.grpo.reporting.metric_writers import (
+    MetricWriter,
+    ProgressBar,
+    SampleWriter,
+    choose,
+    open_writers,
+)
 from consumer.grpo.reporting.metrics import (
     BatchColumns,
     Throughput,
@@ -32,9 +38,8 @@ from consumer.grpo.reporting.metrics import (
     staleness_metrics,
 )
 from consumer.grpo.reporting.reporter import ChosenGroup, Reporter
-from consumer.grpo.reporting.sample_writer import SampleWriter, choose
+from consumer.grpo.reporting.sample_log import TokenTexts
 from consumer.grpo.reporting.step_log import StepWriter
-from consumer.grpo.reporting.token_texts import TokenTexts
 from consumer.grpo.trainer_rank import TrainerRank
 from consumer.handle.batch import Batch, Stopped
 from consumer.handle.publication import Publisher, open_sender, published

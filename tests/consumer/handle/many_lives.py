@@ -83,7 +83,7 @@ FILES = {
         "consumer/handle/taker.py",
         "consumer/handle/publication.py",
         "consumer/grpo/model_state/weight_parts.py",
-        "consumer/grpo/model_state/weights_snapshot.py",
+        "consumer/grpo/model_state/weights_folder.py",
         "buffer/weights/checksums.py",
         "buffer/weights/checksums.py",
         "buffer/weights/new_folder.py",

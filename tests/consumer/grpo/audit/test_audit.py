@@ -21,8 +21,7 @@ from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from consumer.grpo.audit.audit_log import FILE, groups_of
-from consumer.grpo.audit.auditor import Auditor
-from consumer.grpo.audit.difference import check_auditable
+from consumer.grpo.audit.auditor import Auditor, check_auditable
 from rolloutmq.cli import main
 from rolloutmq.config.config import Config
 from rolloutmq.views.diagnosis import diagnose
