@@ -163,14 +163,6 @@ def test_group_sizes_are_those_of_the_producer_that_draws(site: Site) -> None:
         record_origin(run.store, run.keys, old, producer)
 
 
-def test_a_value_that_was_set_is_replaced_by_that_of_an_edited_config(site: Site) -> None:
-    run = site.start()
-    run.set(LiveSettings(max_tries=7, tasks={"math": LiveTaskSettings(weight=2.0)}))
-    assert site.start().changes == []
-    site.sections = "[lease]\nmax_tries = 4"
-    assert site.start().changes == ["max_tries: 7 → 4, from step 1 on"]
-
-
 def test_a_run_without_a_record_gets_one(site: Site) -> None:
     run = site.start()
     run.store.control.hdel(run.keys.meta, FIELD)

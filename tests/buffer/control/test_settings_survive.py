@@ -286,17 +286,6 @@ def test_a_setting_is_known_with_its_time_and_who_set_it(site: Site) -> None:
     assert site.open().settings.overrides["max_tries"] == first
 
 
-def test_changes_are_told_by_the_names_that_set_them(site: Site) -> None:
-    site.start()
-    assert site.set("max_staleness=2", f"{IN_FLIGHT}=50", "tasks.code.max_staleness=1") == {
-        "max_staleness": (0, 2),
-        IN_FLIGHT: (None, 50),
-        "tasks.code.max_staleness": (None, 1),
-    }
-    assert site.set("tasks.code.max_staleness=config") == {"tasks.code.max_staleness": (1, None)}
-    assert site.open().limits.threshold("code") == 3
-
-
 @pytest.mark.parametrize("name", ["nonsense", "tasks.none.weight", "tasks.math.nonsense", "tasks"])
 def test_only_a_setting_can_have_the_value_of_the_config(site: Site, name: str) -> None:
     site.start()

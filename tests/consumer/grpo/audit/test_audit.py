@@ -123,25 +123,6 @@ def test_a_worker_that_differs_is_barred_and_its_groups_are_listed(
     assert {group.gid for group in groups_of(yard.config.run.folder, "honest")} == set(honest)
 
 
-def test_a_worker_is_admitted_and_barred_again(yard: Yard) -> None:
-    for step in (1, 2):
-        for _ in range(BATCH):
-            yard.submit("w1", lower)
-        yard.take(step)
-        yard.auditor().audit_next()
-        yard.nonces.clear()
-        assert yard.claim("w1") == []
-        assert list(yard.run.audits.read().failed) == ["w1"]
-        assert yard.run.fleet.unbar("w1") == BATCH
-        assert yard.run.audits.read().failed == {}
-    # another name is another worker: only a key or an ACL proves who it is
-    for _ in range(BATCH):
-        yard.submit("w2", lower)
-    yard.take(3)
-    yard.auditor().audit_next()
-    assert counts(yard) == {"w1": {"differs": 2 * BATCH}, "w2": {"differs": BATCH}}
-
-
 def test_a_worker_that_writes_into_the_index_does_not_end_the_auditor(yard: Yard) -> None:
     """With the password of a worker, records may contain anything; `audits` is out of its reach."""
     raw: Any = yard.run.store.control
