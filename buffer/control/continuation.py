@@ -17,15 +17,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from buffer.control.live_settings import LiveSettings
+from buffer.control.live_settings import LiveSettings, write_settings
 from buffer.control.origin import FIELD, Origin
 from buffer.control.settings_record import FIELD as RECORD
 from buffer.control.settings_record import TASK, SettingsRecord, setting_values, task_of
-from buffer.errors import ConfigError, RunNotFound
+from buffer.errors import ConfigError
 from buffer.ids import new_nonce
 from buffer.limits import Reweighting, RunLimits
 from buffer.redis.keys import Keys
-from buffer.redis.script_calls import unfenced, unknown_reply
 from buffer.redis.store import Store
 
 
@@ -162,26 +161,10 @@ def record_origin(store: Store, keys: Keys, origin: Origin, producer: str) -> li
         updated = known.adopting(origin, draws=True) if known else origin
         if updated == known:
             return []
-        reply: Any = store.call(
-            "set_limits",
-            keys.slots(),
-            {
-                "operation": operation,
-                "version": int(meta.get("limits_version", 0)),
-                "producer": producer,
-            },
-            tail_args=[FIELD, updated.model_dump_json()],
-            durable=True,
-        )
-        match unfenced(reply, "producer"):
-            case ["OK", _]:
-                return _resized_from(store, keys, known, origin)
-            case ["CONFLICT", _]:
-                continue
-            case ["NO_RUN"]:
-                raise RunNotFound(f"there is no run {keys.run!r} any more")
-            case other:
-                raise unknown_reply("set_limits", other)
+        version = int(meta.get("limits_version", 0))
+        fields = [FIELD, updated.model_dump_json()]
+        if write_settings(store, keys, operation, version, producer, fields):
+            return _resized_from(store, keys, known, origin)
 
 
 def _resized_from(store: Store, keys: Keys, known: Origin | None, origin: Origin) -> list[str]:

@@ -21,9 +21,12 @@ from buffer.config.assignments import key_path, parse_settings
 from buffer.config.problems import FIXED
 from buffer.config.section import Section
 from buffer.control.settings_record import FIELD, TASK, SettingsRecord, setting_values, task_of
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, RunNotFound
 from buffer.ids import new_nonce
 from buffer.limits import LiveLimits, Reweighting, RunLimits, TaskSettings, newest_parts
+from buffer.redis.keys import Keys
+from buffer.redis.script_calls import unfenced, unknown_reply
+from buffer.redis.store import Store
 from buffer.wire.staleness import stale_threshold
 
 CONFIG = "config"  # in place of a value: that of the config
@@ -56,6 +59,31 @@ def change_settings(
         if old.get(name) != new.get(name)
     }
     return [*after.to_meta(fields), FIELD, new_record.model_dump_json()], changed
+
+
+def write_settings(
+    store: Store, keys: Keys, operation: str, version: int, producer: str, fields: Sequence[str]
+) -> bool:
+    """Store fields of the meta hash; return False if they changed since `version` was read.
+
+    `producer`: the nonce of the producer that does it, if one does. Raises Fenced, RunNotFound.
+    """
+    reply: Any = store.call(
+        "set_limits",
+        keys.slots(),
+        {"operation": operation, "version": version, "producer": producer},
+        tail_args=fields,
+        durable=True,
+    )
+    match unfenced(reply, "producer"):
+        case ["OK", _]:
+            return True
+        case ["CONFLICT", _]:
+            return False
+        case ["NO_RUN"]:
+            raise RunNotFound(f"there is no run {keys.run!r} any more")
+        case other:
+            raise unknown_reply("set_limits", other)
 
 
 def parse_change(assignments: Sequence[str]) -> tuple[LiveSettings, list[str]]:

@@ -42,7 +42,7 @@ from buffer.wire.rollout import PolicyVersion
 from consumer.handle.batch import Batch, DeliveredGroups, Stopped, check_not_abandoned
 from consumer.handle.evaluation_round import EvaluationRound
 from consumer.handle.prefetch import Prefetcher
-from consumer.handle.reader import BatchReader, GroupReader
+from consumer.handle.reader import BatchReader
 from consumer.handle.taker import BatchTaker, Checkpoint, WaitClock, Waiting, WaitOptions
 from consumer.handle.wait_rules import status_of_taken
 
@@ -72,7 +72,7 @@ class RolloutConsumer:
         *,
         prefetch_bytes: int = PREFETCH_BYTES,
         nonce: str | None = None,
-        reader: GroupReader | None = None,
+        reader: BatchReader | None = None,
     ) -> None:
         self._run = run
         self._reader = reader or BatchReader(run)

@@ -21,7 +21,7 @@ from buffer.manifest import Manifest
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.handle.batch import DeliveredGroups
-from consumer.handle.reader import NOTHING, GroupReader, Known
+from consumer.handle.reader import NOTHING, BatchReader, Known
 from consumer.handle.wait_rules import BatchOutlook, WaitReason, explain
 
 log = logging.getLogger("rolloutmq.consumer")
@@ -166,7 +166,7 @@ class BatchTaker:
             self._check()
 
     def read(
-        self, ledger: BatchLedger, manifest: Manifest, reader: GroupReader, known: Known = NOTHING
+        self, ledger: BatchLedger, manifest: Manifest, reader: BatchReader, known: Known = NOTHING
     ) -> tuple[Manifest, list[RolloutGroup]]:
         """Read the groups of a batch, and return its manifest as it is then.
 
@@ -185,7 +185,7 @@ class BatchTaker:
         self,
         ledger: BatchLedger,
         manifest: Manifest,
-        reader: GroupReader,
+        reader: BatchReader,
         known: Known,
         options: WaitOptions,
         *,

@@ -14,6 +14,7 @@ import redis
 from buffer import run_fields
 from buffer.control.continuation import Start
 from buffer.control.control import Mode
+from buffer.control.control_line import ControlConnection
 from buffer.control.live_settings import LiveSettings
 from buffer.control.role_holder import Role
 from buffer.errors import RoleHeld, RunExists, RunNotFound, SchemaVersionError
@@ -144,7 +145,7 @@ def test_a_line_hears_of_a_pause_and_its_receipt_counts_once_nothing_is_held(sce
                 lambda *what: answered.append((what[0].mode, *what[1:])),
             )
 
-    with closing(scene.run.fleet.open_control_connection("w0", scene.worker())) as line:
+    with closing(ControlConnection(scene.store, scene.keys, "w0", scene.worker())) as line:
         line.send_receipt(0, known_epoch=1)
         hear(1)
         epoch = scene.pause(Mode.ABORT)
@@ -169,7 +170,7 @@ def test_a_line_of_a_worker_that_was_replaced_or_cut_off_says_so(scene: Scene) -
         pytest.skip("a server in memory has no socket")
     scene.worker()
     answers: list[object] = []
-    with closing(scene.run.fleet.open_control_connection("w0", new_nonce())) as line:
+    with closing(ControlConnection(scene.store, scene.keys, "w0", new_nonce())) as line:
         line.send_receipt(1, known_epoch=1)
         while not answers:
             assert select.select([line], [], [], 60)[0]
