@@ -17,8 +17,7 @@ from typing import Any, Self
 import orjson
 from pydantic import ConfigDict, Field, ValidationError
 
-from buffer.config.assignments import key_path, parse_settings
-from buffer.config.problems import FIXED
+from buffer.config.assignments import FIXED, key_path, parse_settings
 from buffer.config.section import Section
 from buffer.control.settings_record import FIELD, TASK, SettingsRecord, setting_values, task_of
 from buffer.errors import ConfigError, RunNotFound
