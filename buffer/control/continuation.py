@@ -20,7 +20,13 @@ from typing import Any
 from buffer.control.live_settings import LiveSettings, write_settings
 from buffer.control.origin import FIELD, Origin
 from buffer.control.settings_record import FIELD as RECORD
-from buffer.control.settings_record import TASK, SettingsRecord, setting_values, task_of
+from buffer.control.settings_record import (
+    TASK,
+    THRESHOLDS,
+    SettingsRecord,
+    setting_values,
+    task_of,
+)
 from buffer.errors import ConfigError
 from buffer.ids import new_nonce
 from buffer.limits import Reweighting, RunLimits
@@ -224,7 +230,7 @@ def _changes(before: RunLimits, after: RunLimits) -> Iterator[str]:
 
 def _values(limits: RunLimits) -> dict[str, object]:
     """Return all values of the limits, by the names of settings where they have one."""
-    others = {"tasks", "reweighted", "stale_threshold", "token_threshold"}
+    others = {"tasks", "reweighted", "token_threshold", *THRESHOLDS.values()}
     values = {**limits.model_dump(exclude=others), **setting_values(limits)}
     values["max_token_staleness"] = limits.token_threshold
     for name, task in limits.tasks.items():

@@ -7,6 +7,7 @@ T is the step that is asked for, M the newest weights, H the staleness from whic
                   ▼                                  ▲
     take(T) ▶ NORMAL ──pause, by trainer or operator─┘
        │        ├── ready, and M serves T + 1 ─────────▶ a batch: train
+       │        ├── ready, but a straggler runs ───────▶ waits ([strategy] on_straggler = "wait")
        │        ├── groups are waiting or running ─────▶ waits
        │        ├── its task was stopped ──────────────▶ TaskStopped
        │        ├── all workers refuse M for REFUSAL_S ▶ WeightsRefused: publish others
@@ -96,6 +97,7 @@ def explain(run: Run, step: int, answer: NotReady) -> WaitReason:
         answer.missing,
         answer.recovering,
         answer.checkpoint_now,
+        answer.awaits_stragglers,
         started={each.task: (each.waiting, each.running) for each in _short_accounts(run, answer)},
         workers=refusals.live,
         refusals=refusals,
@@ -165,7 +167,7 @@ class BatchOutlook:
         holder = self._run.control.holder("producer")
         self._raise_if_gone(holder)
         self._raise_if_refused(state)
-        if self._trains:
+        if self._trains and not answer.awaits_stragglers:
             self._raise_if_expired(state, answer)
             self._raise_if_exhausted(state, answer, holder)
 
