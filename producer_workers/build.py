@@ -37,8 +37,7 @@ from producer_workers.engines.base import (
 )
 from producer_workers.engines.model_folder import eos_ids
 from producer_workers.images import ImageReader
-from producer_workers.judges.function_judge import call_here, function_rules
-from producer_workers.judges.judge import AnyJudge, GroupJudge
+from producer_workers.judges.judge import Judge, call_here, function_rules
 from producer_workers.judges.load import (
     HttpJudge,
     is_called_inline,
@@ -283,7 +282,7 @@ def _make_filter(spec: str, judging: JudgingSection, judges: WatchedJudges) -> G
 
 def _make_judge(
     config: ProducingConfig, run: Run, name: str, judges: WatchedJudges
-) -> AnyJudge | None:
+) -> Judge | None:
     """Return the judge of a task; None if its environment or agent gives the reward."""
     task = config.tasks[name]
     if task.judge == NO_JUDGE:
@@ -295,18 +294,18 @@ def _make_judge(
                 load_worker_judge(judge, task.judging), task.judging.grace_s
             ),
         )
-    from producer_workers.judges.rq_judge import RqGroupJudge, RqJudge
+    from producer_workers.judges.rq_judge import RqJudge
     from producer_workers.judges.rq_worker import judge_url
 
     url = judge_url(config.judges.redis_url, run.store.servers)
     store = Store(url, name="rolloutmq-judge", deadline_s=config.redis.deadline_s)
 
-    def ask(judge: str) -> AnyJudge:
+    def ask(judge: str) -> Judge:
         # loaded here too: a mistake is reported at the start, and a service is called from here
-        here = load_judge(judge, task.judging)
-        kind = RqGroupJudge if isinstance(here, GroupJudge) else RqJudge
-        is_service = isinstance(here, HttpJudge)
-        asked = here if is_service else kind(judge, store, config.run.name, task.judging)
+        asked = load_judge(judge, task.judging)
+        if not isinstance(asked, HttpJudge):
+            sees_group = asked.sees_group
+            asked = RqJudge(judge, store, config.run.name, task.judging, sees_group=sees_group)
         return judges.watch(asked, task.judging.grace_s)
 
     return make_judge(task.judge, ask)

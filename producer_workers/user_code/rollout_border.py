@@ -46,7 +46,7 @@ class RolloutBorder(Border):
             return check_verdict(name, result)
         if self._shape == "group":
             return check_answers(name, result, len(arguments[0]))
-        return check_answer(name, result)
+        return [check_answer(name, result)]
 
 
 def write_rollouts(states: Sequence[RolloutState]) -> bytes:

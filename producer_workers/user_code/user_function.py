@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import suppress
 from functools import partial
@@ -27,9 +25,6 @@ TURNS = 4  # calls of one function that run in threads at once, by default
 # Threads of one function over its limit that still run; with more, it is not called.
 MOST_ABANDONED = 64
 
-# The last calls in threads: name, begin and end by time.monotonic.
-LAST_CALLS = deque[tuple[str, float, float]](maxlen=256)
-
 
 class CallOutcome(NamedTuple):
     """How a call ended. As a value: a future cannot carry StopIteration, a task no SystemExit."""
@@ -38,21 +33,17 @@ class CallOutcome(NamedTuple):
     error: BaseException | None = None
 
 
-def attempt(what: str, call: Callable[[], Any]) -> CallOutcome:
-    began_s = time.monotonic()
+def attempt(call: Callable[[], Any]) -> CallOutcome:
     try:
         return CallOutcome(call())
     except BaseException as error:  # also SystemExit: it is the user's, and ends this call only
         return CallOutcome(error=error)
-    finally:
-        LAST_CALLS.append((what, began_s, time.monotonic()))
 
 
 class _Caller:
     """A thread that makes one call after the other. It does not keep its process from ending."""
 
     def __init__(self, what: str) -> None:
-        self._what = what
         self._work = SimpleQueue[Callable[[], None]]()
         threading.Thread(target=self._make_calls, name=what, daemon=True).start()
 
@@ -68,7 +59,7 @@ class _Caller:
             if not future.done():
                 future.set_result(outcome)
 
-        self._work.put(lambda: _post(loop, partial(resolve, attempt(self._what, call))))
+        self._work.put(lambda: _post(loop, partial(resolve, attempt(call))))
         return future
 
     def _make_calls(self) -> None:
@@ -81,7 +72,7 @@ def _post(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None
         loop.call_soon_threadsafe(callback)
 
 
-async def outcome_of(what: str, call: Callable[[], Awaitable[Any]]) -> CallOutcome:
+async def outcome_of(call: Callable[[], Awaitable[Any]]) -> CallOutcome:
     try:
         return CallOutcome(await call())
     except BaseException as error:  # also SystemExit, which would end the event loop
@@ -133,7 +124,7 @@ class UserFunction:
             made = call()
             return await made if inspect.isawaitable(made) else made
 
-        return await self._limited(asyncio.ensure_future(outcome_of(self._rules.what, settle)))
+        return await self._limited(asyncio.ensure_future(outcome_of(settle)))
 
     async def _in_turn(self, call: Callable[[], Any]) -> CallOutcome:
         await self._turns.acquire()

@@ -31,7 +31,7 @@ from producer_workers.config.distributions import Fixed
 from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.base import Generation
 from producer_workers.gateway.loop import GatewayAgentLoop
-from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge, call_here
+from producer_workers.judges.judge import FunctionJudge, call_here
 from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.worker.task_runner import GroupFilter, TaskRunner
 from producer_workers.worker.worker import Worker
@@ -221,7 +221,7 @@ def ranking(vandal: Vandal) -> dict[str, Any]:
         vandal.fail_once(2)
         return [1.0] * len(LENGTHS)
 
-    return {"judge": GroupFunctionJudge("vandal", rank)}
+    return {"judge": FunctionJudge("vandal", rank)}
 
 
 def sample_filter(vandal: Vandal) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from buffer.model.limits import TaskLimits
 from buffer.model.manifest import NotReady
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from producer_workers.judges.judge import Judge
 from tests.pipeline.yard import (
     FAST_S,
     FIRST,
@@ -77,18 +78,16 @@ async def test_an_abort_without_partial_rollout_restarts_only_unfinished_members
     yard.check()
 
 
-class Ranking:
+class Ranking(Judge):
     """Judges a group together, by length."""
 
     name = "ranking"
+    sees_group = True
 
     def __init__(self) -> None:
         self.judged: list[int] = []
 
-    async def judge(self, state: RolloutState) -> dict[str, float]:
-        raise NotImplementedError
-
-    async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
+    async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         self.judged.append(len(states))
         return [{"score": float(len(state.response_ids))} for state in states]
 
@@ -166,7 +165,7 @@ def claim(yard: Yard, worker: str, weights: PolicyVersion, limit: int) -> Claim:
     return yard.run.jobs.claim(worker, nonce, new_nonce(), weights, limit)
 
 
-class FailsFor:
+class FailsFor(Judge):
     """Judges every rollout with 1, but raises for one member, `times` times."""
 
     name = "fails for"
@@ -176,12 +175,13 @@ class FailsFor:
         self.left = times
         self.judged: list[int] = []
 
-    async def judge(self, state: RolloutState) -> dict[str, float]:
+    async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
+        (state,) = states
         self.judged.append(state.index)
         if state.index == self.index and self.left:
             self.left -= 1
             raise JudgeError("no verdict")
-        return {"score": 1.0}
+        return [{"score": 1.0}]
 
 
 def members_of(engine: WatchedEngine) -> list[str]:

@@ -19,7 +19,7 @@ from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.distributions import Fixed
 from producer_workers.config.engine import SimulatedConfig
-from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.judges.judge import FunctionJudge
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from tests.buffer.scene import FIRST

@@ -29,7 +29,7 @@ from producer_workers.config.distributions import Fixed
 from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.base import Generation, GenerationError
 from producer_workers.engines.simulated import SimulatedEngine
-from producer_workers.judges.function_judge import FunctionJudge, call_here
+from producer_workers.judges.judge import FunctionJudge, call_here
 from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.worker.task_runner import GroupFilter, TaskRunner
 from producer_workers.worker.worker import Worker

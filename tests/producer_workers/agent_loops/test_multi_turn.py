@@ -23,7 +23,7 @@ from producer_workers.agent_loops.environment import Answer, Turn
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop, ToolAgentLoop, turns_of
 from producer_workers.agent_loops.toolbox import Toolbox, tool_schemas
 from producer_workers.engines.base import Generation
-from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.judges.judge import FunctionJudge
 from tests.producer_workers.letter_engine import LetterEngine
 
 PROMPT = np.arange(10, 15, dtype="<i4")

@@ -16,7 +16,7 @@ from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import EngineDeadError, GenerationError
-from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.judges.judge import FunctionJudge
 from tests.producer_workers.letter_engine import ANSWER, LetterEngine
 
 PROMPT = np.arange(10, 15, dtype="<i4")

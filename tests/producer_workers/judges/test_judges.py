@@ -22,8 +22,7 @@ from producer_workers.judges.built_in import (
     score_entry,
     task_datasets,
 )
-from producer_workers.judges.function_judge import FunctionJudge
-from producer_workers.judges.judge import judge_all
+from producer_workers.judges.judge import FunctionJudge
 from producer_workers.judges.load import load_judge
 
 
@@ -178,13 +177,13 @@ def chain_sum_state(response: str) -> RolloutState:
     [("12", 1.0), (" 12 <|im_end|>", 1.0), ("+12.0", 1.0), ("13", 0.0), ("", 0.0)],
 )
 def test_reasoning_gym_judge_scores_as_the_package_does(response: str, score: float) -> None:
-    reward = asyncio.run(judge_all(load_judge("reasoning_gym"), [chain_sum_state(response)]))[0]
+    reward = asyncio.run(load_judge("reasoning_gym").judge_group([chain_sum_state(response)]))[0]
     assert reward == {"score": score}
 
 
 def test_reasoning_gym_judge_gives_part_of_the_score_when_the_answer_is_somewhere_in_it() -> None:
     """The package's own rule, and the reason why accuracy counts scores of 1.0 only."""
-    reward = asyncio.run(judge_all(load_judge("reasoning_gym"), [chain_sum_state("it is 12")]))[0]
+    reward = asyncio.run(load_judge("reasoning_gym").judge_group([chain_sum_state("it is 12")]))[0]
     assert 0.0 < reward["score"] < 1.0
 
 
@@ -194,7 +193,7 @@ def test_reasoning_gym_judge_gives_part_of_the_score_when_the_answer_is_somewher
 def test_reasoning_gym_judge_refuses_other_sources(source: str | None, message: str) -> None:
     state = chain_sum_state("12").model_copy(update={"data_source": source})
     with pytest.raises(JudgeError, match=message):
-        asyncio.run(judge_all(load_judge("reasoning_gym"), [state]))[0]
+        asyncio.run(load_judge("reasoning_gym").judge_group([state]))[0]
 
 
 def test_reasoning_gym_judge_uses_the_config_of_the_problem() -> None:
@@ -249,7 +248,7 @@ def test_load_judge_finds_a_function_beside_the_config(
     monkeypatch.setattr("sys.path", ["/"])
     judge = load_judge("judge_of_a_user:length")
     assert judge.name == "judge_of_a_user:length"
-    assert asyncio.run(judge_all(judge, [RolloutState(response="abc")])) == [{"score": 3.0}]
+    assert asyncio.run(judge.judge_group([RolloutState(response="abc")])) == [{"score": 3.0}]
     with pytest.raises(ConfigError, match="is not a function"):
         load_judge("judge_of_a_user:LIMIT")
 
