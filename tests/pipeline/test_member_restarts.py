@@ -237,18 +237,3 @@ async def test_a_group_is_trained_without_a_member_that_always_fails_if_two_are_
         (group,) = taken[TASK]
         assert group.scores.tolist() == [1.0, 1.0]
     yard.check()
-
-
-async def test_a_group_judge_judges_the_members_that_are_left(
-    make_yard: Callable[..., Yard],
-) -> None:
-    yard = make_yard(max_tries=1)
-    (gid,) = yard.enqueue(1, (10, 11, 12))
-    judge = Ranking()
-    worker = yard.worker(judge=judge, on_failed_member="train")
-    async with yard.working(worker) as engine:
-        engine.refused.add("1")
-        await yard.until_places(completed=1)
-    assert judge.judged == [2]
-    assert yard.group(gid).scores.tolist() == [10.0, 12.0]
-    yard.check()

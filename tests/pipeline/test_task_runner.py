@@ -69,16 +69,6 @@ async def test_a_group_over_its_time_limit_fails_its_tries_and_frees_the_engine(
     yard.check()
 
 
-async def test_a_filter_that_raises_fails_the_group_with_its_words(yard: Yard) -> None:
-    def broken(states: Sequence[RolloutState]) -> bool:
-        raise ZeroDivisionError("no variance")
-
-    gids = yard.enqueue(1)
-    async with yard.working(yard.worker(is_valid_sample=broken)):
-        await yard.until_places(dead=1)
-    assert "ZeroDivisionError: no variance" in str(yard.run.dead_letters.reason(gids[0]))
-
-
 @on_both
 async def test_a_broken_task_is_stopped_and_the_trainer_fails_instead_of_waiting(
     yard: Yard, tmp_path: Path

@@ -14,18 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.errors import JudgeError
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.config.task import JudgingSection
 from producer_workers.judges.judge import (
     FunctionJudge,
     Judge,
-    function_rules,
 )
 from producer_workers.judges.load import load_worker_judge
 from producer_workers.user_code import border
 from producer_workers.user_code.process_function import ProcessFunction
-from producer_workers.user_code.rollout_border import BORDERS
 
 HOSTILE = "tests.producer_workers.judges.hostile"
 
@@ -69,48 +66,6 @@ async def test_a_process_sees_what_a_judge_in_the_worker_sees() -> None:
         states = [rollout("", index) for index in range(3)]
         rewards = await group.judge_group(states)
         assert [reward["score"] for reward in rewards] == [1.0, 2.0, 3.0]
-
-
-def test_a_filter_runs_in_a_process_too() -> None:
-    async def scenario() -> list[Any]:
-        section = JudgingSection(processes=1)
-        call = ProcessFunction(
-            f"{HOSTILE}:keep", BORDERS["filter"], function_rules("f", "f", section)
-        )
-        states = [rollout("", index) for index in range(2)]
-        for state in states:
-            state.reward = {"score": float(state.index)}
-        try:
-            return [await call(states), await call(states[:1])]
-        finally:
-            call.close()
-
-    assert asyncio.run(scenario()) == [True, False]
-
-
-REASONS = {
-    "hang": "exceeded its limit of 4 s .*timeout_s",
-    "sys.exit": "raised SystemExit: 2",
-    "exit": "ended its process: exit code 3",
-    "lock": "exceeded its limit of 4 s",
-    "crash": "ended its process: SIGSEGV",
-    "StopIteration": "StopIteration",
-    "memory": "raised MemoryError .*memory_mb",
-    "nan": "returned 'score' = nan",
-}
-
-
-@pytest.mark.parametrize(("name", "faults"), [("score", 8), ("score_later", 3)])
-async def test_whatever_a_judge_does_in_its_process_fails_its_own_call_only(
-    name: str, faults: int
-) -> None:
-    reasons = dict(list(REASONS.items())[:faults])
-    async with judging(name, processes=2, timeout_s=4.0) as judge:
-        answers = await ask(judge, *[word for bad in reasons for word in (bad, "good")])
-        for answer, reason in zip(answers[::2], reasons.values(), strict=True):
-            with pytest.raises(JudgeError, match=f"judge '{HOSTILE}:{name}' .*{reason}"):
-                raise answer
-        assert answers[1::2] == [1.0] * len(reasons)
 
 
 async def test_a_coroutine_over_its_limit_is_cancelled_and_leaves_its_siblings_alone() -> None:
