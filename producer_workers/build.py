@@ -50,9 +50,9 @@ from producer_workers.producer.curriculum import Curriculum
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
+from producer_workers.user_code.border import BORDERS
 from producer_workers.user_code.decisions import continue_call, curriculum_call, order_call
 from producer_workers.user_code.process_function import Call, ProcessFunction
-from producer_workers.user_code.rollout_border import BORDERS
 from producer_workers.worker.task_runner import GroupFilter, TaskRunner, load_sample_filter
 from producer_workers.worker.worker import Worker
 

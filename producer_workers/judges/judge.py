@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from buffer.errors import JudgeError
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JUDGES, RUNS_PROGRAMS, JudgingSection
-from producer_workers.user_code.border import Rules, load_border
+from producer_workers.user_code.border import BORDERS, TOKEN_COLUMNS, Rules, Shape, load_border
 from producer_workers.user_code.process_function import ProcessFunction
-from producer_workers.user_code.rollout_border import BORDERS, TOKEN_COLUMNS, Shape
 from producer_workers.user_code.user_function import UserFunction
 
 LIMIT_S: float = JudgingSection().timeout_s

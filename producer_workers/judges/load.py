@@ -21,9 +21,8 @@ from producer_workers.judges.judge import (
     rollout_fields,
     take_columns,
 )
-from producer_workers.user_code.border import is_marked_inline
+from producer_workers.user_code.border import check_answer, is_marked_inline
 from producer_workers.user_code.http_request import Service, check_aiohttp
-from producer_workers.user_code.rollout_border import check_answer
 from producer_workers.user_code.sandbox import check_sandbox
 
 

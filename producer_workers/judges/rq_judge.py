@@ -30,7 +30,7 @@ from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JudgingSection
 from producer_workers.judges.judge import Judge, function_rules, rollout_fields, take_columns
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
-from producer_workers.user_code.rollout_border import check_answers
+from producer_workers.user_code.border import check_answers
 
 T = TypeVar("T")
 

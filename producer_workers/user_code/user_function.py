@@ -33,6 +33,9 @@ class CallOutcome(NamedTuple):
     error: BaseException | None = None
 
 
+_Work = tuple[asyncio.AbstractEventLoop, Callable[[], Any], Callable[[CallOutcome], None]]
+
+
 def attempt(call: Callable[[], Any]) -> CallOutcome:
     try:
         return CallOutcome(call())
@@ -44,7 +47,7 @@ class _Caller:
     """A thread that makes one call after the other. It does not keep its process from ending."""
 
     def __init__(self, what: str) -> None:
-        self._work = SimpleQueue[Callable[[], None]]()
+        self._work = SimpleQueue[_Work]()
         threading.Thread(target=self._make_calls, name=what, daemon=True).start()
 
     def start(
@@ -59,17 +62,16 @@ class _Caller:
             if not future.done():
                 future.set_result(outcome)
 
-        self._work.put(lambda: _post(loop, partial(resolve, attempt(call))))
+        self._work.put((loop, call, resolve))
         return future
 
     def _make_calls(self) -> None:
         while True:
-            self._work.get()()
-
-
-def _post(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    with suppress(RuntimeError):  # the loop was closed, and the caller with it
-        loop.call_soon_threadsafe(callback)
+            loop, call, resolve = self._work.get()
+            outcome = attempt(call)
+            with suppress(RuntimeError):  # the loop was closed, and the caller with it
+                loop.call_soon_threadsafe(resolve, outcome)
+            del call, resolve, outcome  # not kept until the next call
 
 
 async def outcome_of(call: Callable[[], Awaitable[Any]]) -> CallOutcome:

@@ -16,7 +16,7 @@ from buffer.wire.rollout import RolloutState
 from consumer.grpo.policy.packing import Packer
 from consumer.handle.batch_table import BatchTable
 from producer_workers.judges.judge import take_columns
-from producer_workers.user_code.rollout_border import check_answer
+from producer_workers.user_code.border import check_answer
 from rolloutmq.testing import rehearse
 
 PROBLEMS = [{"question": f"{n} + {n} = ?", "answer": str(2 * n)} for n in range(3)]
