@@ -7,10 +7,13 @@ must import little.
 from __future__ import annotations
 
 import re
+import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -21,7 +24,6 @@ from buffer.imports import load_object
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_bytes import decode, encode
 from buffer.wire.rollout import RolloutState
-from producer_workers.user_code.user_frames import user_frames
 
 
 class Border:
@@ -82,6 +84,28 @@ Mode = Literal["plain", "coroutines", "threads"]
 
 # Calls that one process makes at once.
 ROOM: dict[Mode, int] = {"plain": 1, "coroutines": 64, "threads": 16}
+
+
+_ROOT = Path(__file__).parents[2]
+_OURS = tuple(
+    f"{_ROOT / name}/" for name in ("buffer", "consumer", "producer_workers", "rolloutmq")
+)
+_LIBRARIES = (sys.prefix, sys.base_prefix, "<")
+_MOST = 8
+
+
+def user_frames(error: BaseException) -> list[str]:
+    """Return the places ("file:line in function") in a user's code, the innermost last.
+
+    Without any, return places in libraries, which a user's code may be, unless code of this project
+    raised the error and called no code of a user.
+    """
+    found = traceback.extract_tb(error.__traceback__)
+    others = [each for each in found if not each.filename.startswith(_OURS)]
+    users = [each for each in others if not each.filename.startswith(_LIBRARIES)]
+    if not users and found and found[-1].filename.startswith(_OURS):
+        return []
+    return [f"{each.filename}:{each.lineno} in {each.name}" for each in (users or others)[-_MOST:]]
 
 
 @dataclass(frozen=True, slots=True)
