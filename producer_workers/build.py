@@ -6,8 +6,7 @@ import asyncio
 import inspect
 import os
 import socket
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 from buffer.errors import ConfigError, ModelError
@@ -16,7 +15,7 @@ from buffer.model.order_policy import load_order
 from buffer.model.origin import Origin
 from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.wire.rollout import FIRST_WEIGHTS
+from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.tokenizer import TaskTokenizer, Tokenizer, load_tokenizer
 from producer_workers.agent_loops.toolbox import tool_schemas
@@ -52,8 +51,9 @@ from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
 from producer_workers.user_code.border import BORDERS
 from producer_workers.user_code.decisions import continue_call, curriculum_call, order_call
-from producer_workers.user_code.process_function import Call, ProcessFunction
-from producer_workers.worker.task_runner import GroupFilter, TaskRunner, load_sample_filter
+from producer_workers.user_code.process_function import ProcessFunction
+from producer_workers.user_code.user_function import UserFunction
+from producer_workers.worker.task_runner import TaskRunner, load_sample_filter
 from producer_workers.worker.worker import Worker
 
 
@@ -265,19 +265,19 @@ def _make_runner(
     )
 
 
-def _make_filter(spec: str, judging: JudgingSection, judges: WatchedJudges) -> GroupFilter:
+def _make_filter(
+    spec: str, judging: JudgingSection, judges: WatchedJudges
+) -> Callable[[Sequence[RolloutState]], Awaitable[bool]]:
     what = f"is_valid_sample_fn {spec!r}"
     function = load_sample_filter(spec)
-    run = partial(judges.run, judging.grace_s)
-    call: Call
+    call: UserFunction | ProcessFunction
     if is_called_inline(function, judging, is_safe=spec in FILTERS):
         call = call_here(what, what, function, "filter", judging.timeout_s)
     else:
         is_coroutine = inspect.iscoroutinefunction(function)
         rules = function_rules(what, what, judging, is_coroutine=is_coroutine)
         call = ProcessFunction(spec, BORDERS["filter"], rules)
-        judges.close_at_end(call)
-    return GroupFilter(what, call, run)
+    return judges.watch_filter(what, call, judging.grace_s)
 
 
 def _make_judge(

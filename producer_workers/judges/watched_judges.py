@@ -18,7 +18,8 @@ from buffer.control.observers import Observer, all_of
 from buffer.errors import JudgeError, JudgeInterrupted, RolloutMQError, describe
 from buffer.wire.rollout import RolloutState
 from producer_workers.judges.judge import Judge
-from producer_workers.user_code.user_function import outcome_of
+from producer_workers.user_code.process_function import ProcessFunction
+from producer_workers.user_code.user_function import UserFunction, outcome_of
 
 T = TypeVar("T")
 
@@ -61,6 +62,17 @@ class WatchedJudges:
         """Return `judge`, watched. A pause waits `grace_s` seconds for it."""
         self.close_at_end(judge)
         return _WatchedJudge(judge, partial(self._timed, f"judge {judge.name!r}", grace_s))
+
+    def watch_filter(
+        self, what: str, call: UserFunction | ProcessFunction, grace_s: float
+    ) -> Callable[[Sequence[RolloutState]], Awaitable[bool]]:
+        """Return what asks a filter of groups, watched, whether to train a completed group."""
+
+        async def keeps(states: Sequence[RolloutState]) -> bool:
+            return bool(await self.run(grace_s, what, partial(call, states)))
+
+        self.close_at_end(call)
+        return keeps
 
     def close_at_end(self, judge: Closes) -> None:
         self._closed_at_end.append(judge)

@@ -204,8 +204,9 @@ class GroupRunner:
         status = group.status
         filtered = False
         if status is Status.COMPLETED:
+            is_valid = self._runners[job.task].is_valid_sample
             try:
-                filtered = not await self._runners[job.task].is_valid(group)
+                filtered = is_valid is not None and not await is_valid(group.states)
             except JudgeInterrupted:  # judged and filtered again at its next claim
                 status = Status.ABORTED
                 group.set_status(status)

@@ -65,7 +65,7 @@ async def filtering(name: str) -> AsyncIterator[Call]:
     judges = WatchedJudges()
     keeps = _make_filter(f"{MINE}:{name}", JUDGING, judges)
     try:
-        yield lambda deed: keeps.keeps([rollout(deed)])
+        yield lambda deed: keeps([rollout(deed)])
     finally:
         judges.close()
 
