@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from buffer.errors import ProcessUnavailable, RolloutMQError, describe
 from buffer.wire.own_copy import readers_copy
@@ -171,9 +171,13 @@ _ENDS = (SystemExit, KeyboardInterrupt)
 class UserExit(RolloutMQError):
     """The code of a loop, an environment or an agent called sys.exit."""
 
+    @classmethod
+    def of(cls, error: BaseException) -> UserExit:
+        return cls(describe(error), hint="raise another error: this one would end the worker")
 
-class Contained(Coroutine[Any, Any, Any]):
-    """A coroutine that raises UserExit where `inner` raises one of `_ENDS`."""
+
+class _Contained(Coroutine[Any, Any, Any]):
+    """A task's coroutine that raises UserExit where `inner` raises one of `_ENDS`."""
 
     def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
         self._inner = inner
@@ -181,26 +185,20 @@ class Contained(Coroutine[Any, Any, Any]):
     def send(self, value: Any) -> Any:
         try:
             return self._inner.send(value)
-        except (*_ENDS, GeneratorExit) as error:  # nobody has closed it: that is not a `send`
-            raise _refusal(error) from error
+        except _ENDS as exit:
+            raise UserExit.of(exit) from exit
 
     def throw(self, *error: Any) -> Any:
         try:
             return self._inner.throw(*error)
         except _ENDS as exit:
-            raise _refusal(exit) from exit
+            raise UserExit.of(exit) from exit
 
     def close(self) -> None:
         self._inner.close()
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        return cast("Generator[Any, Any, Any]", self)
-
-    def __iter__(self) -> Contained:
-        return self
-
-    def __next__(self) -> Any:
-        return self.send(None)
+        return self._inner.__await__()
 
 
 def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
@@ -212,8 +210,4 @@ def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
 def _make_task(
     loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
 ) -> asyncio.Task[Any]:
-    return asyncio.Task(Contained(coroutine), loop=loop, **options)
-
-
-def _refusal(error: BaseException) -> UserExit:
-    return UserExit(describe(error), hint="raise another error: this one would end the worker")
+    return asyncio.Task(_Contained(coroutine), loop=loop, **options)

@@ -64,7 +64,8 @@ class HeldGroups:
         self.submitting.discard(job)
         self.expiring.discard(job)
         self.members.pop(job, None)
-        self._engine.forget(job.gid)
+        self._engine.alone.discard(job.gid)
+        self._engine.sampled.pop(job.gid, None)
 
     def cancel(self, jobs: Container[Job]) -> list[Job]:
         """Cancel the given jobs and return those that were running."""
@@ -94,11 +95,17 @@ class HeldGroups:
 
     def shares(self) -> dict[Job, float]:
         """Return the share of members that may need the engine; 1 until the payload is read."""
-        return {job: self.figure(job, _open_share, 1.0) for job in self.jobs()}
+        shares = {}
+        for job in self.jobs():
+            shares[job] = self.figure(job, _open_share, 1.0)
+        return shares
 
     def judging(self) -> int:
         """Return how many groups only wait for their judge."""
-        return sum(self.figure(job, _waits_for_judge, False) for job in [*self.members])
+        waiting = 0
+        for job in [*self.members]:
+            waiting += self.figure(job, _waits_for_judge, False)
+        return waiting
 
     def oldest(self, jobs: Iterable[Job]) -> dict[Job, PolicyVersion]:
         """Return the oldest weights of each group that has tokens."""
@@ -134,6 +141,8 @@ class HeldGroups:
 
         Called repeatedly. Then the groups release themselves as expired.
         """
+        if not self._cancel_at:
+            return
         held = set(self.jobs())
         ending = self._cancel_at.keys() & held - self.submitting
         self._cancel_at = {job: at for job, at in self._cancel_at.items() if job in ending}

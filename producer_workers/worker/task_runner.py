@@ -20,7 +20,7 @@ from buffer.wire.staleness import AgeLimit
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.config.strategy import FILTERS
 from producer_workers.engines.base import Engine, EngineDeadError
-from producer_workers.user_code.user_function import Contained
+from producer_workers.user_code.user_function import UserExit
 from producer_workers.worker.loop_border import LoopInput
 
 log = logging.getLogger("rolloutmq.worker")
@@ -60,8 +60,10 @@ class TaskRunner:
         states[:] = source.lend(given)
         try:
             async with asyncio.timeout(self.group_time_limit_s) as limit:
-                made = await Contained(self.agent_loop.generate_group(list(states), engine, gid))
+                made = await self.agent_loop.generate_group(list(states), engine, gid)
             return source.accept(given, made)
+        except GeneratorExit as error:  # of the loop: no running coroutine is closed
+            raise UserExit.of(error) from error
         except BaseExceptionGroup as errors:  # of a loop that has a TaskGroup
             raise _most_important(errors) from errors
         except TimeoutError as error:
