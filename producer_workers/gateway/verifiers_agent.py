@@ -32,12 +32,10 @@ class EpisodeError(RolloutMQError):
 
 def verifiers_agent(environment: Any) -> Agent:
     """Return the agent that plays an environment of verifiers. Raises ConfigError."""
-    if hasattr(environment, "run_episode") and hasattr(environment, "serving"):
-        return _EpisodePlayer(environment).play
-    raise ConfigError(
-        f"{type(environment).__name__} has no run_episode and serving",
-        hint="pass the result of vf.load_environment, of verifiers 0.4",
-    )
+    if not (hasattr(environment, "run_episode") and hasattr(environment, "serving")):
+        hint = "pass the result of vf.load_environment, of verifiers 0.4"
+        raise ConfigError(f"{type(environment).__name__} has no run_episode", hint=hint)
+    return _EpisodePlayer(environment).play
 
 
 def _reward(metrics: Mapping[str, Any], score: Any) -> dict[str, float]:
@@ -46,7 +44,7 @@ def _reward(metrics: Mapping[str, Any], score: Any) -> dict[str, float]:
 
 
 class _EpisodePlayer:
-    """Plays environments whose servers and tools run while any rollout does."""
+    """Plays an environment, whose servers and tools run while any rollout does."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment

@@ -1,4 +1,4 @@
-"""Environments of verifiers as agents of the gateway."""
+"""Environments of verifiers 0.4 as agents of the gateway."""
 
 from __future__ import annotations
 

@@ -282,8 +282,7 @@ def test_a_training_task_is_sampled_from_the_whole_distribution_unless_accepted(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (("learner.old_policy=rollout", "learner.loss.importance_veto=1e-4"), "always 1"),
-        (("learner.loss.dual_clip=3.0",), "the ratio that it bounds is always 1"),
+        (("learner.old_policy=current", "learner.loss.dual_clip=3.0"), "the ratio is always 1"),
         (("learner.loss.max_tokens=64",), "limits no response"),
         (("learner.schedule=cosine",), "needs decay_steps"),
         (("critic.lam=0.95",), "is read with [trainer] advantages = gae only"),
