@@ -70,6 +70,12 @@ def test_what_is_available_does_not_fall_when_a_batch_is_taken_in_the_middle(
     mixture.scene.check()
 
 
+TAIL_BATCH = {
+    "over_sample_threshold": 1.0,
+    "on_straggler": "retry",
+    "tail_batch_trigger_size": 3,
+}
+
 # -- strategies --------------------------------------------------------------
 
 
@@ -81,15 +87,15 @@ def test_what_is_available_does_not_fall_when_a_batch_is_taken_in_the_middle(
         ({"strategy": "sync"}, [DONE, DONE, DONE], 1, 0),
         # aborted groups of a synchronous run start again (there they are stored, and never sampled);
         # expired ones are dropped in both
-        ({"strategy": "sync", "tail_batch_trigger_size": 0}, [CUT, OLD], 4, 1),
+        ({"strategy": "sync", "on_straggler": "retry"}, [CUT, OLD], 4, 1),
         # over-sampling is a share of the batch, and not of what is missing
         ({"over_sample_threshold": 1.0}, [DONE, DONE, DONE], 5, 0),
-        # trigger 0 retries expired groups at once, with over-sampling
-        ({"over_sample_threshold": 1.0, "tail_batch_trigger_size": 0}, [OLD], 8, 1),
+        # expired groups are retried at once, with over-sampling
+        ({"over_sample_threshold": 1.0, "on_straggler": "retry"}, [OLD], 8, 1),
         # pools first, then the data set
         ({}, [CUT, CUT], 4, 2),
         # three expired groups trigger a tail batch, which the data set fills, without a surplus
-        ({"over_sample_threshold": 1.0, "tail_batch_trigger_size": 3}, [OLD, OLD, OLD], 4, 3),
+        (TAIL_BATCH, [OLD, OLD, OLD], 4, 3),
     ],
 )
 def test_a_round_starts_what_the_reference_starts(
@@ -139,7 +145,12 @@ def test_a_tail_batch_lasts_until_it_is_made(make_mixture: Make) -> None:
 
     What no round changes: another round, a producer in its stead, settings, lost and failed groups.
     """
-    settings = one_task(over_sample_threshold=1.0, tail_batch_trigger_size=3, max_tries=1)
+    settings = one_task(
+        over_sample_threshold=1.0,
+        on_straggler="retry",
+        tail_batch_trigger_size=3,
+        max_tries=1,
+    )
     mixture = make_mixture(settings)
     old = put(mixture, OLD, OLD, OLD)
     with mixture.manager.opened():
@@ -155,7 +166,7 @@ def test_a_tail_batch_lasts_until_it_is_made(make_mixture: Make) -> None:
         assert mixture.round() == 1
         again = mixture.claim()
         assert [job.gid for job in again] == late
-        mixture.run.set(parse_settings(LiveSettings, ["tail_batch_trigger_size=-1"]))
+        mixture.run.set(parse_settings(LiveSettings, ["on_straggler=drop"]))
         complete(mixture, [*jobs, *again])
         # what the newest weights serve is made: a surplus would be made for no step
         assert mixture.round() == 0
@@ -170,7 +181,12 @@ def test_a_tail_batch_ends_once_it_is_made_though_newer_weights_ask_for_more(
     make_mixture: Make,
 ) -> None:
     """In the reference, the next batch is begun after it; here, both may be in flight."""
-    settings = one_task(over_sample_threshold=1.0, tail_batch_trigger_size=3, stale_threshold=2)
+    settings = one_task(
+        over_sample_threshold=1.0,
+        on_straggler="retry",
+        tail_batch_trigger_size=3,
+        stale_threshold=2,
+    )
     mixture = make_mixture(settings)
     put(mixture, OLD, OLD, OLD)
     with mixture.manager.opened():

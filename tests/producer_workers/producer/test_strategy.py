@@ -45,7 +45,7 @@ dataset = { kind = "jsonl", path = "x" }
 weight = 1.0
 judge = "exact_match"
 dataset = { kind = "jsonl", path = "x" }
-strategy = { tail_batch_trigger_size = 4, is_valid_sample_fn = "not_all_equal" }
+strategy = { on_straggler = "retry", tail_batch_trigger_size = 4, is_valid_sample_fn = "not_all_equal" }
 [tasks.idle]
 weight = 0.0
 judge = "exact_match"
@@ -114,6 +114,16 @@ def test_sync_starts_the_batches_of_the_newest_weights_and_no_other() -> None:
     )
     assert [strategy.target(version) for version in (0, 4, 8)] == [16, 32, 36]
     assert strategy.plan(seen("math", strategy.limits)).pools == (("aborted", 1),)
+
+
+def test_groups_are_started_less_far_ahead_than_they_may_be_late() -> None:
+    """Started for at most two steps, and trained up to four publications late (I8)."""
+    limits = limits_of(steps=10, stale_threshold=5, ahead_threshold=2)
+    strategy = AsyncProduceStrategy("math", limits)
+    assert [strategy.target(version) for version in (0, 1, 9)] == [8, 12, 40]
+    assert (limits.threshold("math"), limits.horizon_of(1)) == (5, 2)
+    limits.tasks["math"].ahead_threshold = 9  # never further than what would be trained
+    assert strategy.target(0) == 20
 
 
 @pytest.mark.parametrize("kind", [SyncProduceStrategy, AsyncProduceStrategy])
