@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop, run_all
     from producer_workers.datasets.dataset import Dataset
     from producer_workers.engines.base import Engine
-    from producer_workers.judges.judge import GroupJudge, Judge
+    from producer_workers.judges.judge import Judge
     from producer_workers.producer.producer import Producer as AgentLoopManager
     from producer_workers.user_code.border import runs_inline
     from producer_workers.worker.worker import Worker
@@ -64,7 +64,6 @@ else:
         "Engine": "producer_workers.engines.base",
         "Environment": "producer_workers.agent_loops.environment",
         "FolderSender": "buffer.weights.shared_folder",
-        "GroupJudge": "producer_workers.judges.judge",
         "Judge": "producer_workers.judges.judge",
         "Manifest": "buffer.model.manifest",
         "MediaRef": "buffer.wire.rollout",
@@ -121,7 +120,6 @@ __all__ = [
     "Engine",
     "Environment",
     "FolderSender",
-    "GroupJudge",
     "Judge",
     "Manifest",
     "MediaRef",
