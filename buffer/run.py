@@ -42,7 +42,7 @@ from buffer.query.scan import GroupScan
 from buffer.redis.keys import EVERY_CONTROL, EVERY_META, Keys, run_of_key
 from buffer.redis.media_folder import MediaFolder
 from buffer.redis.payloads import PayloadStore
-from buffer.redis.script_calls import Advance, no_advance
+from buffer.redis.scripts import Advance, no_advance
 from buffer.redis.signing import Key, Keyring, Signer
 from buffer.redis.store import Store
 from buffer.replay_buffer import ReplayBuffer

@@ -31,7 +31,7 @@ from buffer.errors import ConfigError, RunNotFound
 from buffer.ids import new_nonce
 from buffer.limits import LiveLimits, Reweighting, RunLimits, TaskLimits, TaskSettings, newest_parts
 from buffer.redis.keys import Keys
-from buffer.redis.script_calls import unfenced, unknown_reply
+from buffer.redis.scripts import unfenced, unknown_reply
 from buffer.redis.store import Store
 from buffer.wire.staleness import stale_threshold
 
