@@ -17,6 +17,7 @@ from buffer.errors import ConfigError, HubError, ModelError
 from buffer.readable import Bytes
 from rolloutmq.check.contained import run_stage
 from rolloutmq.check.finding import SECTIONS, STAGES, Finding, failure
+from rolloutmq.check.machine import count_gpus, gpu_bytes
 from rolloutmq.check.memory import memory_findings
 from rolloutmq.check.pace import PROMPT, time_findings
 from rolloutmq.check.report import show
@@ -25,7 +26,6 @@ from rolloutmq.check.shape import shape_of
 from rolloutmq.command_list import command
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import inspect_config
-from rolloutmq.launch.placement import count_gpus, gpu_bytes
 from rolloutmq.options import AsJson, ConfigPath, Overrides
 from rolloutmq.output import console as open_console
 from rolloutmq.output import emit

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from buffer.readable import format_size
 from rolloutmq.check.finding import Finding, Level
+from rolloutmq.check.machine import machine_errors
 from rolloutmq.check.shape import Shape, context_tokens
 from rolloutmq.config.config import Config
-from rolloutmq.launch.placement import machine_errors
 from rolloutmq.output import plural
 
 

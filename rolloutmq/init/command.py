@@ -10,9 +10,9 @@ import typer
 from rich.prompt import IntPrompt, Prompt
 
 from buffer.errors import ConfigError
+from rolloutmq.check.machine import count_gpus
 from rolloutmq.command_list import command
 from rolloutmq.init.project import KINDS, TINY, Choices, write_project
-from rolloutmq.launch.placement import count_gpus
 from rolloutmq.output import console as open_console
 
 EPILOG = """

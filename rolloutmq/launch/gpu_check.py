@@ -20,9 +20,9 @@ from rich.table import Table
 from buffer.errors import ModelError
 from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.grpo.reporting.step_log import StepLog, TrainedStep
+from rolloutmq.check.machine import count_gpus
 from rolloutmq.config.load import load_config
 from rolloutmq.launch.launcher import Launcher
-from rolloutmq.launch.placement import count_gpus
 from rolloutmq.output import console as open_console
 from rolloutmq.presets import presets_folder
 

@@ -20,11 +20,11 @@ from buffer.open_run import open_store, own_run
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
 from consumer.grpo.checkpoint import CheckpointFolder
+from rolloutmq.check.machine import placement_of
 from rolloutmq.config.config import Config
 from rolloutmq.hang_up import is_lost_terminal
 from rolloutmq.launch.child import Child
 from rolloutmq.launch.create_run import make_run
-from rolloutmq.launch.placement import placement_of
 from rolloutmq.launch.preparation import (
     await_roles,
     check_start,

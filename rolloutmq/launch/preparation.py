@@ -20,10 +20,10 @@ from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.models.model_folder import check_model_folder
 from consumer.grpo.reporting.step_log import read_evaluations
 from producer_workers.follow_owner import OWNER
+from rolloutmq.check.machine import machine_errors
 from rolloutmq.config.config import Config
 from rolloutmq.config.sources import fetch, names_any
 from rolloutmq.launch.create_run import make_again
-from rolloutmq.launch.placement import machine_errors
 from rolloutmq.views.run_view import read_run_view
 
 

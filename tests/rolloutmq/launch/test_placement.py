@@ -6,8 +6,8 @@ import pytest
 
 from buffer.errors import ConfigError
 from producer_workers.config.engine import SimulatedConfig, VllmConfig
+from rolloutmq.check.machine import Placement, count_gpus, place
 from rolloutmq.config.launch import LaunchSection
-from rolloutmq.launch.placement import Placement, count_gpus, place
 
 CASES = [
     # machine without GPUs: nobody gets any
