@@ -27,18 +27,26 @@ from rolloutmq.config.config import Config
 
 ROWS = 64  # rows of a data set that are made into prompts and encoded
 SHOWN = 3  # unusable rows in the report
+OPEN_S = 3600.0  # to open a large data set, or to generate one
 SCANNED = 4096  # rows of a data set whose sources are compared with the judges'
 
 
-def units(config: Config) -> list[Unit]:
+def units(config: Config, *, quick: bool) -> list[Unit]:
     found = []
     for name, task in config.tasks.items():
         what = f"task {name}"
-        found.append(Unit("data", what, partial(_check_data, config, name)))
-        if task.judge != NO_JUDGE and task.eval_of is None:
+        check_data = _open_for_run if quick else _check_data
+        found.append(Unit("data", what, partial(check_data, config, name), OPEN_S))
+        if not quick and task.judge != NO_JUDGE and task.eval_of is None:
             check = partial(_check_judge, config, name)
             found.append(Unit("judge", f"{what}: its judge", check, task.judging.timeout_s))
     return found
+
+
+def _open_for_run(config: Config, name: str) -> Iterator[Finding]:
+    """Open a data set; write generated problems into the folder of the run."""
+    rows = len(_open(config, name, problems_dir(config, name)))
+    yield Finding("data", "ok", f"task {name}: {rows:,} rows")
 
 
 def _check_data(config: Config, name: str) -> Iterator[Finding]:
@@ -104,12 +112,12 @@ def _check_judge(config: Config, name: str) -> Iterator[Finding]:
         yield from judge_findings(name, config.tasks[name], prompts[0], tokenizer)
 
 
-def _open(config: Config, name: str) -> Dataset:
+def _open(config: Config, name: str, folder: Path | None = None) -> Dataset:
+    """Open a data set; without `folder`, problems are generated outside of the run's folder."""
     task = config.tasks[name]
-    folder = problems_dir(config, name)
-    if not folder.exists():
-        # a check leaves nothing in the folder of the run
-        folder = Path(_scratch().name) / folder.name
+    if folder is None:
+        kept = problems_dir(config, name)
+        folder = kept if kept.exists() else Path(_scratch().name) / kept.name
     return open_dataset(task.dataset, folder, task.split, seed=config.run.seed)
 
 

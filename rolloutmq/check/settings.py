@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from buffer.readable import format_size
 from rolloutmq.check.finding import Finding, Level
-from rolloutmq.check.machine import machine_errors
+from rolloutmq.check.machine import count_gpus, machine_errors
 from rolloutmq.check.shape import Shape, context_tokens
 from rolloutmq.config.config import Config
 from rolloutmq.output import plural
@@ -26,8 +26,9 @@ def config_findings(config: Config, problems: Sequence[str]) -> Iterator[Finding
         yield Finding("config", "ok", what)
 
 
-def machine_findings(config: Config, gpus: int, gpu_bytes: int | None) -> Iterator[Finding]:
+def machine_findings(config: Config, gpu_bytes: int | None) -> Iterator[Finding]:
     """Yield what this machine lacks; only warn if it has no GPU, as the run may be elsewhere."""
+    gpus = count_gpus()
     found = plural(gpus, "GPU") if gpus else "no GPU"
     size = f"; memory is compared with {format_size(gpu_bytes)}" if gpu_bytes else ""
     yield Finding("machine", "ok", f"{found}{size}")

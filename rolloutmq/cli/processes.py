@@ -1,4 +1,4 @@
-"""The commands of the producing side: `worker`, `producer`, `judge` and `problems`."""
+"""The commands of the producing side: `worker`, `producer` and `judge`; and `audit`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from buffer.errors import INTERRUPTED, ConfigError, RoleHeld, RolloutMQError, raise_together
+from buffer.errors import INTERRUPTED, ConfigError, RoleHeld
 from buffer.redis.signing import PRODUCER, Key
 from producer_workers.config.sandbox import is_url
 from producer_workers.follow_owner import follow_owner
@@ -51,9 +50,6 @@ Workers = Annotated[
         "--workers", min=1, help="Number of processes; each judges one rollout at a time."
     ),
 ]
-NoData = Annotated[
-    bool, typer.Option("--no-data", help="Only import functions: open and write no data set.")
-]
 TakeOverId = Annotated[
     bool, typer.Option("--take-over", help="Fence a live worker that has this --id.")
 ]
@@ -79,7 +75,7 @@ def worker(
     It runs an inference engine and claims jobs until the run is over. SIGTERM lets it finish its
     groups, and ends it with exit code 130; a second one stops it at once.
     """
-    settings = _load(config, overrides)
+    settings = open_config(config, overrides)
     key = Key.read(settings.worker.key_file, worker_id) if settings.worker.key_file else None
     host = socket.gethostname().split(".")[0]
     name = key.worker if key else worker_id or f"{host}-{secrets.token_hex(3)}"
@@ -107,7 +103,7 @@ def producer(
         raise ConfigError(
             "--standby waits for the other producer, --take-over ends it", hint="choose one of them"
         )
-    settings = _load(config, overrides)
+    settings = open_config(config, overrides)
     log_json("producer", settings.run.name)
     follow_owner()
     from producer_workers.build import make_producer
@@ -144,7 +140,7 @@ def judge(
     of time and memory. SIGTERM lets them finish their rollouts. `rq info rmq-judge:RUN` shows
     queue, workers and failures.
     """
-    settings = _load(config, overrides)
+    settings = open_config(config, overrides)
     log_json("judge", settings.run.name)
     follow_owner()
     from buffer.open_run import open_store, server_url
@@ -177,43 +173,6 @@ def _judges_of(tasks: Iterable[TaskSection]) -> dict[str, str]:
                     hint="set the same [tasks.<name>.judging] sandbox in all of them",
                 )
     return found
-
-
-@command("Data", "problems", epilog="Example: rolloutmq problems configs/demo.toml")
-def problems(config: ConfigPath, overrides: Overrides = None, no_data: NoData = False) -> None:
-    """Write generated problems to the run's folder, and check what the config names.
-
-    They are problems of reasoning-gym data sets, written once; later calls only print their number.
-    Judges, agent loops and other functions of the config are imported, and data sets opened.
-    """
-    from producer_workers.build import problems_dir
-    from producer_workers.datasets.open import open_dataset
-    from producer_workers.user_functions import check_functions
-    from rolloutmq.check.functions import all_functions
-
-    settings = _load(config, overrides)
-    if no_data:
-        check_functions(all_functions(settings))
-        return
-    settings = fetch(settings)
-    errors: list[RolloutMQError] = []
-    try:
-        check_functions(all_functions(settings))
-    except ConfigError as error:
-        errors.append(error)
-    for name, task in settings.tasks.items():
-        try:
-            rows = len(open_dataset(task.dataset, problems_dir(settings, name), task.split))
-        except RolloutMQError as error:
-            errors.append(error)
-        else:
-            typer.echo(f"{name}: {rows} problems")
-    raise_together(errors)
-
-
-def _load(config: Path, overrides: list[str] | None) -> Config:
-
-    return open_config(config, overrides)
 
 
 def _open(

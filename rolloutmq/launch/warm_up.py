@@ -65,7 +65,7 @@ def _problems(config: Config) -> list[Demonstration]:
 def _file(folder: Path, task: str) -> Path:
     file = folder / "problems" / task / "warm_start.jsonl"
     if not file.exists():
-        hint = "`rolloutmq problems CONFIG` writes it; warm_start_size must be set"
+        hint = "`rolloutmq create CONFIG` writes it; warm_start_size must be set"
         raise ConfigError(f"{file} is missing", hint=hint)
     return file
 

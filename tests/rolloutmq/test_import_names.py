@@ -72,8 +72,8 @@ def test_the_module_starts_beside_them(folder: Path) -> None:
 
 def test_a_config_finds_a_module_of_the_users_folder(folder: Path) -> None:
     (folder / "run.toml").write_text(CONFIG.format(judge="configs:score"), encoding="utf-8")
-    done = python(folder, "-m", "rolloutmq", "problems", "run.toml")
-    assert done.stdout == "sums: 1 problems\n", done.stderr
+    done = python(folder, "-m", "rolloutmq.check", "data", "all", "0", "run.toml")
+    assert "task sums: 1 rows" in done.stdout, done.stderr
 
 
 def test_the_users_folder_is_searched_last(folder: Path) -> None:

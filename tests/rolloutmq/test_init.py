@@ -27,14 +27,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.qwen3 import modeling_qwen3
 from rolloutmq import rehearse
 from rolloutmq.config.load import inspect_config
-from rolloutmq.check.finding import STAGES, findings_of, units_of
+from rolloutmq.check.contained import STAGES, units_of
 
 
 def check():
     assert pytest.main(["-q", "-p", "no:cacheprovider", "."]) == 0
     config, problems = inspect_config(Path("config.toml"))
     found = [
-        each for stage in STAGES for unit in units_of(stage, config) for each in findings_of(unit)
+        each for stage in STAGES for unit in units_of(stage, config) for each in unit.findings()
     ]
     wrong = [*problems, *(each for each in found if each.level != "ok")]
     sys.exit(str(wrong) if wrong else 0)

@@ -37,7 +37,6 @@ FRESH = ["--set", "run.name=fresh"]
 
 ABSENT_FOR = {
     "run": (["run", DEMO], "gym"),
-    "problems": (["problems", DEMO], "gym"),
     "warm-start": (["warm-start", DEMO], "train"),
     "worker": (["worker", DEMO], "train"),
     "producer": (["producer", DEMO, "--take-over"], "train"),

@@ -16,8 +16,8 @@ import pytest
 from buffer.errors import HubError, ModelError
 from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.models.tiny_model import build_tiny_model
-from rolloutmq.check.contained import run_stage
-from rolloutmq.check.finding import STAGES, Finding, findings_of, units_of
+from rolloutmq.check.contained import STAGES, run_units, units_of
+from rolloutmq.check.finding import Finding
 from rolloutmq.check.memory import trainer_parts
 from rolloutmq.check.pace import time_findings
 from rolloutmq.check.settings import config_findings, context_findings, machine_findings
@@ -74,13 +74,13 @@ def found(*overrides: str, stages: Sequence[str] = STAGES, section: str = "") ->
     """Findings about the project, from this process; `section`: only of its units in the stages."""
     config, problems = inspect_config(Path("mine.toml"), overrides)
     yield from config_findings(config, problems)
-    yield from machine_findings(config, gpus=1, gpu_bytes=None)
+    yield from machine_findings(config, gpu_bytes=None)
     with suppress(ModelError, HubError):
         yield from context_findings(config, shape_of(config))
     for stage in stages:
         for unit in units_of(stage, config):
             if section in ("", unit.section):
-                yield from findings_of(unit)
+                yield from unit.findings()
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +134,7 @@ def test_a_project_without_a_mistake(project: Path, model: Path) -> None:
         # found half a minute after the start
         (["tasks.sums.judge=nowhere:score"], "functions", "module 'nowhere' cannot be imported"),
         (["tasks.sums.agent_loop=my_judges:nothing"], "functions", "has no 'nothing'"),
+        (["trainer.loop=nowhere:train"], "functions", "loop = nowhere:train"),
         (["policy.model=models/of/none"], "model", "no config.json"),
         (["run.name=mine"], "model", "there is no [policy] model"),
         (["engine.vocab_size=32000"], "model", "the model has 128 token ids"),
@@ -222,7 +223,9 @@ def test_a_module_that_ends_the_process_or_hangs_is_named(
     (project / "sleeps.py").write_text("import time\ntime.sleep(600)", encoding="utf-8")
     monkeypatch.setattr("rolloutmq.check.contained.LIMIT_S", 3.0)
     wrong = ["plan.curriculum=ends:weights", "strategy.should_continue_fn=sleeps:rule"]
-    texts = [f"{each.level} {each.what}" for each in run_stage("functions", ["mine.toml", *wrong])]
+    texts = [
+        f"{each.level} {each.what}" for each in run_units(["functions"], ["mine.toml", *wrong])
+    ]
     curriculum, rule, loop, judge = texts
     assert "curriculum = ends:weights: it ended the process" in curriculum
     assert "should_continue_fn = sleeps:rule: no end within 3 s" in rule
@@ -245,7 +248,7 @@ def test_a_model_whose_responses_cannot_end_is_found(
     changed("generation_config.json", eos_token_id=eos)
     folder = changed("config.json", eos_token_id=eos)
     units = {unit.what: unit for unit in units_of("model", config_of(f"policy.model={folder}"))}
-    wrong = list(findings_of(units[f"{folder}, its tokenizer"]))
+    wrong = list(units[f"{folder}, its tokenizer"].findings())
     assert [each.level for each in wrong] == ([] if level == "ok" else [level])
 
 

@@ -29,7 +29,6 @@ PROCESSES = {
     "worker",
     "producer",
     "judge",
-    "problems",
 }
 """Take a config, and log as JSON lines."""
 ONE = ["math-0000000042"]

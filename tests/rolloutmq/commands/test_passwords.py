@@ -46,7 +46,6 @@ SERVERLESS = {
     "gpu-check",
     "judge",
     "key",
-    "problems",
     "restore",
     "scripts",
     "server",
