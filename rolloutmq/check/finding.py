@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from buffer.errors import RolloutMQError
+from buffer.imports import missing_extra
 from producer_workers.hub import Repository
 
 Level = Literal["ok", "warning", "error"]
@@ -63,6 +64,8 @@ def absent(section: str, repository: Repository | None) -> Finding:
 def failure(section: str, error: BaseException, what: str = "") -> Finding:
     """Return an error as a finding; `what`: the part of the config that was checked."""
     before = f"{what}: " if what else ""
+    if isinstance(error, ImportError):
+        error = missing_extra(error) or error
     if isinstance(error, RolloutMQError):
         text, hint, code = before + error.message, error.command_hint, error.exit_code
         return Finding(section, "error", text, hint, exit_code=code)

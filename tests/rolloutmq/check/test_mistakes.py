@@ -147,6 +147,7 @@ def test_a_project_without_a_mistake(project: Path, model: Path) -> None:
         (["producer.max_prompt_tokens=3"], "data", "exceed [producer] max_prompt_tokens = 3"),
         # without an effect
         (["policy.max_staleness=1", "strategy.kind=sync"], "config", "which cannot act"),
+        (["policy.max_staleness=1", "policy.pause_mode=abort"], "config", "throws the tokens"),
         (["evaluation.every_steps=50"], "config", "only the first and the last"),
         (["learner.warmup_steps=50"], "config", "never reaches learning_rate"),
         (["policy.sync_weights_interval=50"], "config", "never get trained weights"),
