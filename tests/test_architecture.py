@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.programs import ROOT, printed, python
+
 PACKAGES = ("rolloutmq", "buffer", "producer_workers", "consumer")
 HEAVY = {"torch", "vllm", "rq", "transformers", "reasoning_gym", "matplotlib"}
 
@@ -16,17 +16,11 @@ HEAVY = {"torch", "vllm", "rq", "transformers", "reasoning_gym", "matplotlib"}
 def heavy_modules_after(code: str) -> set[str]:
     """Top-level heavy packages that a fresh interpreter has loaded after `code`."""
     report = "import sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
-    command = [sys.executable, "-c", f"{code}\n{report}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return HEAVY & set(done.stdout.splitlines()[-1].split())
+    return HEAVY & set(python("-c", f"{code}\n{report}").splitlines()[-1].split())
 
 
 def test_import_contracts_hold() -> None:
-    lint = Path(sysconfig.get_path("scripts")) / "lint-imports"
-    done = subprocess.run(
-        [str(lint), "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert printed(Path(sysconfig.get_path("scripts")) / "lint-imports", "--no-cache")
 
 
 def test_buffer_loads_nothing_heavy_when_all_of_it_is_imported() -> None:

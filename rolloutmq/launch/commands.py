@@ -199,8 +199,7 @@ def evaluate(
         str,
         typer.Argument(
             metavar="[CHECKPOINT]",
-            help="Step of a checkpoint of the run, its folder, or a model folder. Default: the "
-            "newest checkpoint.",
+            help="Step of a checkpoint, or a model folder. Default: the newest checkpoint.",
         ),
     ] = "",
     overrides: Overrides = None,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,8 @@ from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.gateway.agents import AgentTask
 from producer_workers.worker import worker
 from rolloutmq.testing import RehearsalError, rehearse
+from tests.programs import ROOT, python
 
-ROOT = Path(__file__).parents[2]
 SUMS = [{"question": f"{n} + {n} = ?", "answer": str(2 * n)} for n in range(5)]
 
 
@@ -65,10 +63,7 @@ def test_lines_of_the_readme_work_as_they_stand(tmp_path: Path) -> None:
     script = tmp_path / "test_mine.py"
     script.write_text(lines, encoding="utf-8")
     code = f"import runpy; runpy.run_path({str(script)!r})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    python("-c", code)
 
 
 class Doubt:

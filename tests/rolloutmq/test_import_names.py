@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.rolloutmq.conftest import ROOT
+from tests.programs import ROOT, run
 
 THEIRS = "OWNER = 'the user'\n\n\ndef score(*, response, ground_truth, state):\n    return 1.0\n"
 CONFIG = """
@@ -45,14 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def python(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *args],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run(sys.executable, *args, cwd=folder, PYTHONPATH=str(ROOT))
 
 
 def run_script(folder: Path, code: str) -> subprocess.CompletedProcess[str]:

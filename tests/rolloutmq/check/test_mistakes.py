@@ -16,11 +16,11 @@ import pytest
 from buffer.errors import HubError, ModelError
 from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.models.tiny_model import build_tiny_model
+from rolloutmq.check.command import config_findings, context_findings, machine_findings
 from rolloutmq.check.contained import STAGES, run_units, units_of
 from rolloutmq.check.finding import Finding
 from rolloutmq.check.memory import trainer_parts
 from rolloutmq.check.pace import time_findings
-from rolloutmq.check.settings import config_findings, context_findings, machine_findings
 from rolloutmq.check.shape import shape_of
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import inspect_config
