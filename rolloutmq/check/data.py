@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache, partial
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from buffer.errors import ConfigError, DatasetError, HubError, RolloutMQError
+from buffer.errors import DatasetError, HubError, RolloutMQError
 from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, load_tokenizer
 from producer_workers.build import problems_dir, task_sampler, task_tokenizer
@@ -21,7 +20,7 @@ from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.open import open_dataset
 from producer_workers.producer.sampler import Sampler, TooLong
 from rolloutmq.check.finding import Finding, Unit, absent, failure
-from rolloutmq.check.judge import READ_ROWS, judge_findings, truth_findings
+from rolloutmq.check.judge import judge_findings
 from rolloutmq.check.shape import context_tokens
 from rolloutmq.config.config import Config
 
@@ -78,13 +77,8 @@ def _check_data(config: Config, name: str) -> Iterator[Finding]:
     if not note:
         yield from _cut_off(config, name, first)
     yield from _without_text(name, task_tokenizer(tokenizer, task), first)
-    if task.eval_of is None:
-        yield from _repeated(config, name, len(dataset))
-        return
-    try:
-        config.evaluation_size(name)
-    except ConfigError as error:
-        yield failure("data", error)
+    if task.eval_of is not None:
+        config.evaluation_size(name)  # raises ConfigError
 
 
 def _draws(sampler: Sampler, count: int) -> Iterator[list[RolloutState] | TooLong | DatasetError]:
@@ -104,12 +98,11 @@ def _check_judge(config: Config, name: str) -> Iterator[Finding]:
     try:
         sampler = task_sampler(config, name, _open(config, name), tokenizer)
         drawn = (found[0] for found in _draws(sampler, ROWS) if isinstance(found, list))
-        prompts = list(islice(drawn, READ_ROWS))
+        prompt = next(drawn, None)
     except RolloutMQError:
         return  # the unit of the data set reports it
-    if prompts:
-        yield from truth_findings(name, config.tasks[name], prompts)
-        yield from judge_findings(name, config.tasks[name], prompts[0], tokenizer)
+    if prompt:
+        yield from judge_findings(name, config.tasks[name], prompt, tokenizer)
 
 
 def _open(config: Config, name: str, folder: Path | None = None) -> Dataset:
@@ -237,16 +230,3 @@ def _without_judge(task: TaskSection, dataset: Dataset) -> list[str]:
         for source in sources
         if not any(fnmatchcase(source, pattern) for pattern in task.sources)
     )
-
-
-def _repeated(config: Config, name: str, rows: int) -> Iterator[Finding]:
-    total = sum(config.tasks[task].weight for task in config.training_tasks)
-    share = round(config.plan.batch_size * config.tasks[name].weight / total)
-    if rows < share:
-        yield Finding(
-            "data",
-            "warning",
-            f"task {name}: a batch has {share} of its groups, and its data set {rows} rows: "
-            "prompts repeat within a batch",
-            "use more rows, or a smaller [plan] batch_size",
-        )

@@ -33,7 +33,6 @@ from producer_workers.config.strategy import StrategySection
 from producer_workers.config.task import Tasks
 from producer_workers.config.worker import JudgesSection, ProducerSection, WorkerSection
 from producer_workers.hub import model_repository
-from rolloutmq.config.config_warnings import config_warnings
 from rolloutmq.config.cross_section_rules import (
     context_problems,
     memory_problem,
@@ -108,8 +107,42 @@ class Config(Section):
 
     def warnings(self) -> list[str]:
         """Return warnings about settings that have no effect, or waste work."""
-        strategies = {name: self.strategy_of(name) for name in self.tasks}
-        return list(config_warnings({**dict(self), "strategies": strategies}))
+        tasks = [warning for name in self.training_tasks for warning in self._task_warnings(name)]
+        return [*tasks, *self._late_intervals()]
+
+    def _task_warnings(self, name: str) -> Iterator[str]:
+        own = self.tasks[name].max_staleness
+        strategy = self.strategy_of(name)
+        throws_away = self.policy.pause_mode == "abort" and not strategy.enable_partial_rollout
+        staleness = self.policy.max_staleness if own is None else own
+        if staleness and strategy.kind == "sync":
+            yield (
+                f"task {name} has max_staleness = {staleness}, which cannot act: [strategy] kind = "
+                "sync makes only the batches that the newest weights serve; set kind = async, or "
+                "max_staleness = 0"
+            )
+        elif staleness and throws_away:
+            yield (
+                f"task {name} has max_staleness = {staleness}, but [policy] pause_mode = abort "
+                "without [strategy] enable_partial_rollout throws the tokens of unfinished "
+                "rollouts away at every weight update; set enable_partial_rollout = true, or "
+                "pause_mode = keep"
+            )
+
+    def _late_intervals(self) -> Iterator[str]:
+        steps = self.plan.steps
+        limits = (
+            ("[policy] sync_weights_interval", self.policy.sync_weights_interval, steps,
+             "the workers never get trained weights"),
+            ("[evaluation] every_steps", self.evaluation.every_steps or 0, steps,
+             "only the first and the last weights are evaluated"),
+            ("[learner] warmup_steps", self.learner.warmup_steps,
+             steps * self.learner.updates_per_batch,
+             "the learning rate never reaches learning_rate"),
+        )  # fmt: skip
+        for key, given, most, effect in limits:
+            if given > most:
+                yield f"{key} = {given} is more than the {most} steps of the run: {effect}"
 
     def context_problem(self, max_model_len: int | None, tasks: Iterable[str]) -> str:
         """Return which of `tasks` may ask for more tokens than the engine's context; "" for none.
