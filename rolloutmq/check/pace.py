@@ -57,8 +57,8 @@ def time_findings(
     task = max(tasks, key=lambda task: task.prompt_repeat_k * task.sample.max_tokens)
     longest = task.sample.max_tokens
     times = config.engine.times
-    lengths = times.response_tokens if times and times.response_tokens else None
-    lengths = lengths or LogNormal(median=max(1.0, MEDIAN_SHARE * longest), sigma=SIGMA)
+    default = LogNormal(median=max(1.0, MEDIAN_SHARE * longest), sigma=SIGMA)
+    lengths = times.response_tokens if times else default
     response = _mean(lengths, longest)
     setting = _setting(config, shape, device, task, prompt, response)
     drawn = drawn_lengths(lengths, setting.group_size, longest=longest)
@@ -107,6 +107,8 @@ def _setting(
         sync_s=0.0 if config.learner.lora else 2 * shape.parameters / WEIGHT_BYTES_PER_S,
         sync_weights_interval=policy.sync_weights_interval,
         max_staleness=policy.max_staleness,
+        max_ahead=policy.max_ahead,
+        on_straggler=config.strategy.on_straggler,
         over_sample_threshold=config.strategy.over_sample_threshold,
         interruption="partial" if is_partial else policy.pause_mode,
     )

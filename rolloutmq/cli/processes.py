@@ -21,6 +21,7 @@ from producer_workers.config.sandbox import is_url
 from producer_workers.follow_owner import follow_owner
 from rolloutmq.command_list import command
 from rolloutmq.config.sources import fetch
+from rolloutmq.hang_up import stop_at_signals
 from rolloutmq.options import ConfigPath, ConfigUrl, MetricsAddress, Overrides
 from rolloutmq.presets import open_config
 from rolloutmq.process_log import log_json
@@ -35,39 +36,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rolloutmq.worker")
 
-TakeOver = Annotated[
-    bool, typer.Option("--take-over", help="Fence another producer that is still alive.")
-]
-Standby = Annotated[
-    bool,
-    typer.Option(
-        "--standby", help="Wait while another producer is alive; produce once it is gone."
-    ),
-]
-Workers = Annotated[
-    int,
-    typer.Option(
-        "--workers", min=1, help="Number of processes; each judges one rollout at a time."
-    ),
-]
-TakeOverId = Annotated[
-    bool, typer.Option("--take-over", help="Fence a live worker that has this --id.")
-]
-WorkerId = Annotated[
-    str | None,
-    typer.Option(
-        "--id", help="Name of this worker. Default: the host's name and random characters."
-    ),
-]
-
 
 @command("Run", "worker", epilog="Example: rolloutmq worker configs/demo.toml --id gpu7")
 def worker(
     config: ConfigPath,
     overrides: Overrides = None,
     redis_url: ConfigUrl = None,
-    worker_id: WorkerId = None,
-    take_over: TakeOverId = False,
+    worker_id: Annotated[
+        str | None,
+        typer.Option(
+            "--id", help="Name of this worker. Default: the host's name and random characters."
+        ),
+    ] = None,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Fence a live worker that has this --id.")
+    ] = False,
     metrics: MetricsAddress = None,
 ) -> None:
     """Start one rollout worker.
@@ -90,8 +73,15 @@ def producer(
     config: ConfigPath,
     overrides: Overrides = None,
     redis_url: ConfigUrl = None,
-    take_over: TakeOver = False,
-    standby: Standby = False,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Fence another producer that is still alive.")
+    ] = False,
+    standby: Annotated[
+        bool,
+        typer.Option(
+            "--standby", help="Wait while another producer is alive; produce once it is gone."
+        ),
+    ] = False,
     metrics: MetricsAddress = None,
 ) -> None:
     """Start the producer.
@@ -116,9 +106,7 @@ def producer(
     trace_run(run, "producer")
     member = make_producer(settings, run, origin_of(settings, settings.model_folder))
     # Not earlier: while it waits for its run, it has nothing to clean up, and a signal may end it.
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = stop_at_signals()
     if standby:
         member.stand_by(stop)
     else:
@@ -132,7 +120,9 @@ def judge(
     config: ConfigPath,
     overrides: Overrides = None,
     redis_url: ConfigUrl = None,
-    workers: Workers = 1,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Number of processes; each judges one rollout at a time.")
+    ] = 1,
 ) -> None:
     """Judge rollouts of tasks whose judging is of kind rq.
 
@@ -222,7 +212,7 @@ async def _work(
     check_functions(named_functions(settings, for_judges=False))
 
     async def start() -> Engine:
-        # While it holds no groups, it has nothing to clean up; children of the engine end with it.
+        # while it holds no groups, it has nothing to clean up; children of the engine end with it
         _on_signals(os._exit, INTERRUPTED)
         return await start_engine(settings, run)
 
@@ -281,7 +271,6 @@ def audit(config: ConfigPath, overrides: Overrides = None, redis_url: ConfigUrl 
     """
     from buffer.open_run import open_store, server_url, wait_for_run
     from consumer.grpo.audit.auditor import Auditor
-    from rolloutmq.config.sources import fetch
 
     settings = fetch(open_config(config, overrides))
     log_json("audit", settings.run.name)
@@ -290,7 +279,4 @@ def audit(config: ConfigPath, overrides: Overrides = None, redis_url: ConfigUrl 
     run = wait_for_run(store, settings.run.name)
     run.check_signatures(settings.trainer.keys_file)
     auditor = Auditor(run, settings)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    auditor.serve(stop)
+    auditor.serve(stop_at_signals())

@@ -17,6 +17,7 @@ from buffer.config.run_settings import (
 from buffer.config.section import Section
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits, TaskLimits, TaskSettings
+from buffer.model.settings_record import THRESHOLDS
 from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig, LearnerConfig
 from consumer.config.trainer import (
@@ -30,7 +31,7 @@ from consumer.config.trainer import (
 from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
 from producer_workers.config.engine import EngineConfig, VllmConfig
 from producer_workers.config.strategy import StrategySection
-from producer_workers.config.task import Tasks
+from producer_workers.config.task import Tasks, TaskSection
 from producer_workers.config.worker import JudgesSection, ProducerSection, WorkerSection
 from producer_workers.hub import model_repository
 from rolloutmq.config.cross_section_rules import (
@@ -38,6 +39,7 @@ from rolloutmq.config.cross_section_rules import (
     memory_problem,
     rule_violations,
     run_checks,
+    staleness,
     too_many_problems,
     training,
 )
@@ -111,23 +113,38 @@ class Config(Section):
         return [*tasks, *self._late_intervals()]
 
     def _task_warnings(self, name: str) -> Iterator[str]:
-        own = self.tasks[name].max_staleness
+        task = self.tasks[name]
         strategy = self.strategy_of(name)
-        throws_away = self.policy.pause_mode == "abort" and not strategy.enable_partial_rollout
-        staleness = self.policy.max_staleness if own is None else own
-        if staleness and strategy.kind == "sync":
+        aborts = self.policy.pause_mode == "abort"
+        oldest = staleness(self.policy, task)
+        ahead = self.policy.max_ahead if task.max_ahead is None else task.max_ahead
+        has = f"task {name} has max_staleness = {oldest}"
+        if strategy.kind == "sync":
+            if oldest and self._is_set(task, "max_staleness"):
+                yield (
+                    f"{has}, which cannot act: [strategy] kind = sync makes only the batches that "
+                    "the newest weights serve; set kind = async, or max_staleness = 0"
+                )
+        elif oldest and aborts and not strategy.enable_partial_rollout:
             yield (
-                f"task {name} has max_staleness = {staleness}, which cannot act: [strategy] kind = "
-                "sync makes only the batches that the newest weights serve; set kind = async, or "
-                "max_staleness = 0"
+                f"{has}, but [policy] pause_mode = abort without [strategy] enable_partial_rollout "
+                "throws the tokens of unfinished rollouts away at every weight update; set "
+                "enable_partial_rollout = true, or pause_mode = keep"
             )
-        elif staleness and throws_away:
+        if ahead > oldest and self._is_set(task, "max_ahead"):
             yield (
-                f"task {name} has max_staleness = {staleness}, but [policy] pause_mode = abort "
-                "without [strategy] enable_partial_rollout throws the tokens of unfinished "
-                "rollouts away at every weight update; set enable_partial_rollout = true, or "
-                "pause_mode = keep"
+                f"task {name} has max_ahead = {ahead}, more than max_staleness = {oldest}, which "
+                "holds: what starts further ahead is too old"
             )
+        if aborts and strategy.on_straggler == "wait":
+            yield (
+                f'task {name} has on_straggler = "wait", but [policy] pause_mode = abort '
+                "interrupts stragglers at every weight update, and those that do not run then are "
+                "not waited for; set pause_mode = keep"
+            )
+
+    def _is_set(self, task: TaskSection, field: str) -> bool:
+        return getattr(task, field) is not None or field in self.policy.model_fields_set
 
     def _late_intervals(self) -> Iterator[str]:
         steps = self.plan.steps
@@ -195,6 +212,7 @@ class Config(Section):
             **self.lease.model_dump(),
             role_timeout_ms=self.lease.lease_ms,
             stale_threshold=self.policy.stale_threshold,
+            ahead_threshold=self.policy.ahead_threshold,
             token_threshold=self.policy.token_threshold,
             sync_weights_interval=self.policy.sync_weights_interval,
             steps=self.plan.steps,
@@ -228,12 +246,10 @@ class Config(Section):
         task = self.tasks[name]
         # only what the task sets itself: the rest follows the run's values when these change
         own = {} if task.strategy is None else task.strategy.own_numbers()
-        if task.eval_of is None and task.max_staleness is not None:
-            own["stale_threshold"] = self._stale_threshold(name)
+        interval = self.policy.sync_weights_interval
+        if task.eval_of is None:
+            for field, threshold in THRESHOLDS.items():
+                if (publications := getattr(task, field)) is not None:
+                    own[threshold] = stale_threshold(publications, interval)
         strategy = self.strategy_of(name).kind
         return TaskLimits(weight=task.weight, eval_of=task.eval_of, strategy=strategy, **own)
-
-    def _stale_threshold(self, task: str) -> int:
-        own = self.tasks[task].max_staleness
-        publications = self.policy.max_staleness if own is None else own
-        return stale_threshold(publications, self.policy.sync_weights_interval)

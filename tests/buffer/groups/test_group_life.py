@@ -178,7 +178,7 @@ def test_failing_group_becomes_a_dead_letter_after_max_tries(scene: Scene) -> No
 def test_result_gives_the_try_back_when_the_group_is_made_again(
     make_scene: Callable[..., Scene],
 ) -> None:
-    scene = make_scene(tail_batch_trigger_size=0)
+    scene = make_scene(on_straggler="retry")
     scene.open_trainer()
     for round_ in range(5):
         if round_ == 0:

@@ -145,7 +145,7 @@ def test_no_policy_takes_groups_that_are_too_stale(make_scene: Make, order: str)
 def test_order_survives_refresh_and_a_trainer_that_starts_again(
     make_scene: Make, order: str
 ) -> None:
-    scene = with_order(make_scene, order, tail_batch_trigger_size=0)
+    scene = with_order(make_scene, order, on_straggler="retry")
     scene.ready(0, 0, 2, 0, 1, 2, 2, 0)
     scene.take(1), scene.take(2)
     before = index(scene)

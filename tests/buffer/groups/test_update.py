@@ -34,7 +34,7 @@ def test_update_replaces_the_bytes_and_keeps_the_arrival(scene: Scene) -> None:
 
 
 def test_update_moves_between_pools_by_status_and_version(make_scene: Make) -> None:
-    scene = make_scene(tail_batch_trigger_size=0)
+    scene = make_scene(on_straggler="retry")
     scene.open_trainer()
     (gid,) = scene.run.buffer.put("math", [[rollout(Status.EXPIRED, FIRST)]])
     update = scene.run.buffer.update

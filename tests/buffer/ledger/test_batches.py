@@ -151,7 +151,7 @@ def test_refresh_drops_what_is_too_old(scene: Scene, status: str) -> None:
 def test_refresh_keeps_prompts_for_another_try_when_expired_groups_are_retried(
     make_scene: Callable[..., Scene],
 ) -> None:
-    scene = make_scene(tail_batch_trigger_size=1)
+    scene = make_scene(on_straggler="retry", tail_batch_trigger_size=1)
     scene.open_trainer()
     gids = scene.ready(0, 0, 0)
     scene.take(1), scene.take(2)

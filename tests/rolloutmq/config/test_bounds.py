@@ -132,7 +132,7 @@ def test_a_value_that_no_run_can_have_is_refused(tmp_path: Path, override: str) 
         (['tasks.math.dataset.path="a\\u0000b"'], "the character NUL"),
         (["policy.order=shortest"], "expected staleness, fifo"),
         (["retention.policy=last"], "needs batches = N"),
-        (["learner.loss.dual_clip=3.0"], "always 1"),
+        (["learner.old_policy=current", "learner.loss.dual_clip=3.0"], "always 1"),
         (["learner.schedule=cosine"], "needs decay_steps"),
         (["critic.lam=0.95"], "advantages = gae only"),
         (["tasks.sums_eval.eval_of=sums_eval"], "not a training task; known: math, sums"),

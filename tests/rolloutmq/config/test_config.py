@@ -92,8 +92,8 @@ def test_every_field_of_every_section_is_described() -> None:
         ("[redis]\nurl = 'http://x'\n", "expected a URL that starts with redis://"),
         ("[lease]\nheartbeat_ms = 5000\n", "must be at most a third of lease_ms = 10000"),
         (
-            "[policy]\nmax_token_staleness = 1\n",
-            "policy.max_token_staleness = 1: expected at most max_staleness = 0",
+            "[policy]\nmax_token_staleness = 5\n",
+            "policy.max_token_staleness = 5: expected at most max_staleness = 4",
         ),
         ("[policy]\nmax_staleness = 1.0\n", "policy.max_staleness = 1.0: expected a valid integer"),
         ("[strategy]\nover_sample_threshold = nan\n", "expected a finite number"),
@@ -238,8 +238,20 @@ def test_a_task_may_have_a_staleness_limit_of_its_own(tmp_path: Path) -> None:
     assert [limits.threshold(task) for task in ("math", "math_eval")] == [4, ""]
     limits = load(tmp_path, text, *sets, "tasks.math.max_staleness=3").limits()
     assert [limits.threshold(task) for task in ("math", "math_eval")] == [8, ""]
-    assert limits.horizon_of(1) == 8
+    assert limits.horizon_of(1) == 4
+    limits = load(tmp_path, text, *sets, "tasks.math.max_ahead=0").limits()
+    assert (limits.threshold("math"), limits.horizon_of(1)) == (4, 2)
     found = problems(
         tmp_path, text, *sets, "tasks.math.max_staleness=0", "policy.max_token_staleness=1"
     )
     assert "[tasks.math] max_staleness = 0" in found
+
+
+def test_staleness_without_partial_rollouts_under_abort_is_warned_about(tmp_path: Path) -> None:
+    abort = "policy.pause_mode=abort"
+    fresh = "policy.max_staleness=0"
+    (warning,) = load(tmp_path, GOOD, abort).warnings()
+    assert "task math has max_staleness = 4" in warning
+    assert load(tmp_path, GOOD, abort, fresh).warnings() == []
+    assert load(tmp_path, GOOD).warnings() == []
+    assert load(tmp_path, GOOD, abort, "strategy.enable_partial_rollout=true").warnings() == []
