@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from producer_workers.agent_loops.single_turn import run_all as run_all
     from producer_workers.datasets.dataset import Dataset as Dataset
     from producer_workers.engines.base import Engine as Engine
-    from producer_workers.judges.judge import GroupJudge as GroupJudge
     from producer_workers.judges.judge import Judge as Judge
     from producer_workers.producer.producer import Producer
     from producer_workers.user_code.border import runs_inline as runs_inline
@@ -85,7 +84,7 @@ _NAMES = {
     "producer_workers.agent_loops.single_turn": "SingleTurnAgentLoop run_all",
     "producer_workers.datasets.dataset": "Dataset",
     "producer_workers.engines.base": "Engine",
-    "producer_workers.judges.judge": "GroupJudge Judge",
+    "producer_workers.judges.judge": "Judge",
     "producer_workers.producer.producer": "AgentLoopManager",
     "producer_workers.user_code.border": "runs_inline",
     "producer_workers.worker.worker": "Worker",

@@ -12,7 +12,7 @@ from buffer.errors import JudgeError
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState, Status
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.config.task import RUNS_PROGRAMS, TaskSection
-from producer_workers.judges.judge import AnyJudge, judge_all
+from producer_workers.judges.judge import Judge
 from producer_workers.judges.load import load_worker_judge, make_judge
 from producer_workers.judges.watched_judges import JudgeTimes, WatchedJudges
 from rolloutmq.check.finding import Finding
@@ -75,12 +75,11 @@ async def _score(task: TaskSection, rollouts: Mapping[str, RolloutState]) -> Sco
         await asyncio.sleep(0)  # the connections of its processes are closed in the next round
 
 
-async def _ask(judge: AnyJudge, state: RolloutState) -> dict[str, float] | BaseException:
+async def _ask(judge: Judge, state: RolloutState) -> dict[str, float] | BaseException:
     try:
-        (reward,) = await judge_all(judge, [state])
+        return await judge.judge(state)
     except JudgeError as error:
         return error
-    return reward
 
 
 def _compared(name: str, scores: Scores) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from tests.programs import ROOT, python
 
 PUBLIC = """
     AgentLoop AgentLoopManager Answer AsyncRolloutConsumer Batch BatchDataset CheckpointFolder
-    ConfigError Dataset EmbeddedServer Engine Environment FolderSender GroupJudge Judge Manifest
+    ConfigError Dataset EmbeddedServer Engine Environment FolderSender Judge Manifest
     MediaRef Mode MultiTurnAgentLoop NotReady PolicyVersion Position RehearsalError ReplayBuffer
     RolloutConsumer RolloutGroup RolloutMQError RolloutState Run RunLimits SampleParams
     ShardedConsumer SingleTurnAgentLoop Status Store TaskLimits ToolCall VersionSpan Worker

@@ -315,6 +315,7 @@ class Learner:
             samples=samples,
             entropy=current.entropy,
             ref_logprobs=update.ref_logprobs[index] if self.reference else None,
+            optional=batch.optional,
             old_is_rollout=self.config.is_against_rollout,
         )
         weights = token_weights(
