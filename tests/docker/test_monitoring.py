@@ -23,7 +23,7 @@ from rolloutmq.views.prometheus import RunCollector
 from tests.cluster import Node, free_ports
 from tests.programs import printed, python
 from tests.rolloutmq.populate import Scene
-from tests.servers import KINDS, _find_redis, raw_client
+from tests.servers import KINDS, find_redis, raw_client
 
 DOCKER = Path(__file__).parents[2] / "docker"
 DASHBOARD = json.loads((DOCKER / "monitoring/grafana/rolloutmq.json").read_text(encoding="utf-8"))
@@ -124,7 +124,7 @@ def test_compose_files_are_valid() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_settings_of_the_server_lose_nothing(kind: str, tmp_path: Path) -> None:
     """Both servers start with the file as it is, and `doctor` has nothing to say against it."""
-    binary = str(valkey_binary()) if kind == "valkey" else _find_redis()
+    binary = str(valkey_binary()) if kind == "valkey" else find_redis()
     node = Node(binary, tmp_path, free_ports(1)[0], ("--include", str(DOCKER / "redis.conf")))
     try:
         node.start()

@@ -19,7 +19,7 @@ from buffer.ids import group_id
 from buffer.job import Job
 from buffer.ledger.position import Position
 from buffer.model.manifest import Manifest, ManifestEntry, NotReady
-from buffer.redis.script_calls import Upload, unfenced
+from buffer.redis.scripts import Upload, unfenced
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire import group_bytes
