@@ -26,7 +26,6 @@ from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.environment import Answer, Turn
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.agent_loops.toolbox import Toolbox
 from producer_workers.config.distributions import Fixed
 from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.base import Generation
@@ -392,23 +391,6 @@ def check_group(
         del values["prompt_ids"]
         assert values == expected(state.index, values)
         check_tokens(state, made)
-
-
-@pytest.mark.parametrize("coroutine", [True, False])
-def test_a_tool_that_ruins_its_arguments_ruins_no_call(coroutine: bool) -> None:
-    def add(numbers: list[Any], options: dict[str, Any]) -> int:
-        total = len(numbers)
-        ruin([numbers, options])
-        return total
-
-    async def add_later(numbers: list[Any], options: dict[str, Any]) -> int:
-        return add(numbers, options)
-
-    arguments = {"numbers": [[1], {"a": [2]}], "options": {"deep": {"er": [1]}}}
-    tool = add_later if coroutine else add
-    call = ToolCall(id="1", name=tool.__name__, arguments=copy.deepcopy(arguments))
-    assert asyncio.run(Toolbox([tool]).call_all([call, call])) == ["2", "2"]
-    assert call.arguments == arguments
 
 
 class RuinsItself(SingleTurnAgentLoop):
