@@ -340,7 +340,7 @@ class RolloutConsumer:
     def report(self, step: int, metrics: Mapping[str, float], *, task: str = "") -> None:
         """Report metrics of train step `step`, or of an evaluation of `task` after it.
 
-        Raises Fenced. Only metrics in `buffer.control.trainer_report.REPORTED` are passed on.
+        Raises Fenced. Only metrics in `buffer.control.events.REPORTED` are passed on.
         """
         self._run.control.report(self.nonce, step, metrics, task=task)
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from buffer.control.control import Event, parse_event
+from buffer.control.events import TrainerReport
 from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram, parse_counts
 from buffer.control.role_holder import RoleHolder
-from buffer.control.trainer_report import TrainerReport
 from buffer.control.worker_record import WorkerRecord
 from buffer.ids import LANES
 from buffer.ledger.account import TaskAccount
