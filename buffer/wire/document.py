@@ -5,69 +5,26 @@ from __future__ import annotations
 import contextlib
 import re
 import reprlib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
+from pydantic import ValidationError
 
 from buffer.errors import SchemaVersionError, WireError
+from buffer.wire.rollout import MediaRef, ToolCall
+from buffer.wire.sampling import Count, SampleParams, StructuredOutput
 
 SCHEMA = 2
 
 MAX_MEMBERS = 4096
 """Rollouts of one group; the scripts accept no more."""
 
-Count = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(min_length=1)]
 
 
 class _Map(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """A map without unknown keys, which the garbage collector need not track."""
-
-
-class _Value(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False, frozen=True):
-    """A `_Map` that is never changed, so that groups can share it."""
-
-
-class Structure(_Value, frozen=True):
-    json_schema: dict[str, Any] | None = None
-    regex: Name | None = None
-    choice: Annotated[list[str], Meta(min_length=1)] | None = None
-
-    def __post_init__(self) -> None:
-        if sum(value is not None for value in (self.json_schema, self.regex, self.choice)) != 1:
-            raise ValueError("structured output is one of json_schema, regex and choice")
-
-
-class Sample(_Value, frozen=True):
-    temperature: Annotated[float, Meta(ge=0)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Count = 0
-    max_tokens: Annotated[int, Meta(ge=1)] = 2048
-    min_tokens: Count = 0
-    stops: list[str] = []
-    stop_token_ids: list[int] = []
-    seed: int | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    structured: Structure | None = None
-
-
-class Call(_Value, frozen=True):
-    id: str
-    name: str
-    arguments: dict[str, Any] | None = None
-    raw_arguments: str = ""
-
-
-class Media(_Value, frozen=True):
-    kind: Literal["image", "video", "audio"]
-    uri: Name
-    tokens: Count = 0
-    grid_thw: (
-        Annotated[list[Annotated[int, Meta(ge=1)]], Meta(min_length=3, max_length=3)] | None
-    ) = None
 
 
 class Shared(_Map):
@@ -77,8 +34,8 @@ class Shared(_Map):
     extra: dict[str, Any] = {}
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    multimodal: list[Media] = []
-    sample: Sample = Sample()
+    multimodal: list[MediaRef] = []
+    sample: SampleParams = SampleParams()
 
 
 class Own(_Map):
@@ -90,11 +47,11 @@ class Own(_Map):
     extra: dict[str, Any] | UnsetType = UNSET
     tools: list[dict[str, Any]] | UnsetType | None = UNSET
     tool_choice: str | dict[str, Any] | UnsetType | None = UNSET
-    multimodal: list[Media] | UnsetType = UNSET
-    sample: Sample | UnsetType = UNSET
+    multimodal: list[MediaRef] | UnsetType = UNSET
+    sample: SampleParams | UnsetType = UNSET
     session_id: str | None = None
     error: str | None = None
-    tool_calls: list[Call] = []
+    tool_calls: list[ToolCall] = []
     routed_experts: str | None = None
 
 
@@ -129,8 +86,25 @@ def _refuse_extension(code: int, _: memoryview) -> Any:
     raise WireError(f"msgpack extension type {code} is not part of the format")
 
 
+def read_structure(_: type, value: Any) -> StructuredOutput:
+    """Return the only value that is no type of msgspec. Raises ValueError."""
+    try:
+        return StructuredOutput.model_validate(value, strict=True)
+    except ValidationError as error:
+        raise ValueError(error.errors()[0]["msg"]) from error
+
+
+def plain_structure(value: Any) -> dict[str, Any]:
+    """Return a structure as the document has it. Raises TypeError for other values."""
+    if isinstance(value, StructuredOutput):
+        return value.model_dump(exclude_none=True)
+    raise TypeError(f"Encoding objects of type {type(value).__name__} is unsupported")
+
+
+encode_value = msgspec.msgpack.Encoder(enc_hook=plain_structure).encode
+
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_DECODER = msgspec.msgpack.Decoder(Document, ext_hook=_refuse_extension)
+_DECODER = msgspec.msgpack.Decoder(Document, dec_hook=read_structure, ext_hook=_refuse_extension)
 
 
 def read(data: bytes | memoryview) -> Document:

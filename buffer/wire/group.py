@@ -11,14 +11,14 @@ from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
-from msgspec.structs import asdict
 from numpy.typing import NDArray
 
 from buffer.errors import GroupChanged, WireError
 from buffer.wire.checks import Bounds, bounds_of
 from buffer.wire.columns import OPTIONAL, Columns, Seal
-from buffer.wire.document import Head, Own, Sample, Shared
+from buffer.wire.document import Head, Own, Shared
 from buffer.wire.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
+from buffer.wire.sampling import SampleParams
 from buffer.wire.staleness import last_trained, living_version, token_mask
 from buffer.wire.table import STATUSES, Experts, experts_of, rollouts, spans_of, tabulate
 
@@ -206,7 +206,7 @@ class RolloutGroup:
         """Return `max_tokens` of each rollout, int32[k]."""
         limits = np.full(len(self), self.shared.sample.max_tokens, "<i4")
         for n, own in self.head.own:
-            if isinstance(own.sample, Sample):
+            if isinstance(own.sample, SampleParams):
                 limits[n] = own.sample.max_tokens
         return limits
 
@@ -217,7 +217,7 @@ class RolloutGroup:
     @property
     def multimodal(self) -> list[MediaRef]:
         """Return the prompt's images in token order; read them with `run.media.read(uri, …)`."""
-        return [MediaRef(**asdict(media)) for media in self.shared.multimodal]
+        return list(self.shared.multimodal)
 
     @property
     def sessions(self) -> list[str]:

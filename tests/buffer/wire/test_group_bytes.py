@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from buffer.errors import SchemaVersionError, WireError
 from buffer.wire import group_bytes
 from buffer.wire.columns import LAYOUT, NEEDED, pack, unpack
-from buffer.wire.document import Own, Sample
+from buffer.wire.document import Own
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import MediaRef, RolloutState, Status, ToolCall, VersionSpan
 from buffer.wire.sampling import SampleParams, StructuredOutput
@@ -262,7 +262,7 @@ def break_token(group: RolloutGroup) -> None:
 
 
 def break_sample(group: RolloutGroup) -> None:
-    group.shared.sample = Sample(top_p=7)
+    group.shared.sample = SampleParams(top_p=7)
 
 
 def break_member(group: RolloutGroup) -> None:

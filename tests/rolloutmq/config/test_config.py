@@ -343,7 +343,7 @@ def test_a_task_may_have_a_staleness_limit_of_its_own(tmp_path: Path) -> None:
 
 
 def test_every_field_of_sample_params_has_a_key() -> None:
-    assert set(SampleParamsSection.model_fields) == set(SampleParams.model_fields)
+    assert set(SampleParamsSection.model_fields) == set(SampleParams.__struct_fields__)
     given = SampleParamsSection(frequency_penalty=0.5, repetition_penalty=1.2).to_params()
     assert (given.frequency_penalty, given.repetition_penalty) == (0.5, 1.2)
     for wrong in ({"presence_penalty": 3}, {"repetition_penalty": 0}):
