@@ -50,9 +50,8 @@ import msgpack
 
 from buffer.errors import WireError
 from buffer.wire.checks import check_containers, check_group
-from buffer.wire.columns import ALIGNMENT, LAYOUT, Columns, pack, unpack
-from buffer.wire.document import SCHEMA, Head, encode_value, read
-from buffer.wire.framing import MAX_BYTES, expand
+from buffer.wire.document import LAYOUT, SCHEMA, Columns, Head, encode_value, pack, read, unpack
+from buffer.wire.framing import ALIGNMENT, MAX_BYTES, expand
 from buffer.wire.group import RolloutGroup
 
 _SCHEMA_ENTRY = msgpack.packb("schema") + msgpack.packb(SCHEMA)

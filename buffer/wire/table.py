@@ -13,8 +13,7 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.wire.columns import OPTIONAL, Columns
-from buffer.wire.document import Head, Own, Shared, encode_value
+from buffer.wire.document import OPTIONAL, Columns, Head, Own, Shared, encode_value
 from buffer.wire.own_copy import own_copy, read_only
 from buffer.wire.rollout import RolloutState, Status, VersionSpan, expert_rows
 from buffer.wire.sampling import SampleParams
