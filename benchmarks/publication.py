@@ -23,8 +23,9 @@ from transformers import PreTrainedModel
 
 from benchmarks.figure import Figure
 from benchmarks.report import print_table
+from buffer.weights import folder_manifest as manifest
 from buffer.weights.safetensors_files import weight_files
-from buffer.weights.shared_folder import FolderReceiver, FolderSender
+from buffer.weights.shared_folder import FolderSender
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.model_state.weights_folder import snapshot_weights
@@ -33,7 +34,7 @@ from consumer.grpo.models.model_folder import copy_tokenizer, load_model
 from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.handle.ranks import ALONE
 from producer_workers.config.engine import TransformersConfig
-from producer_workers.engines.base import Engine, PreparesWeights
+from producer_workers.engines.base import Engine
 from producer_workers.engines.hf.engine import TransformersEngine
 
 BLOCK_BYTES = 8 << 20
@@ -96,11 +97,8 @@ async def update(
     clock = _clock(seconds)
     snapshot = clock("snapshot", snapshot_weights, model, ALONE, buffers)
     published = clock("write", sender.write, version, snapshot.write)
-    path = clock("fetch", FolderReceiver().fetch, published)
-    began = time.perf_counter()
-    if isinstance(engine, PreparesWeights):
-        await engine.prepare_weights(path, version)
-    seconds["prepare"] = time.perf_counter() - began
+    path = Path(published.address)
+    clock("fetch", manifest.verify, path, published.checksum)
     began = time.perf_counter()
     await engine.load_weights(path, version)
     seconds["swap"] = time.perf_counter() - began
@@ -142,7 +140,7 @@ def _figures(size: int, taken: list[dict[str, float]]) -> Iterator[Figure]:
         yield Figure(section, name, best[name], "s")
     critical = best["snapshot"] / best["copy"]
     yield Figure(section, "critical path / copy", critical, "", 1.1, "less")
-    after = sum(best[name] for name in ("write", "fetch", "prepare", "swap"))
+    after = sum(best[name] for name in ("write", "fetch", "swap"))
     plain = best["plain write"] + best["plain read"]
     yield Figure(section, "after the copy / write and read", after / plain, "", 1.2, "less")
     whole = (best["snapshot"] + after) / plain

@@ -21,8 +21,7 @@ from buffer.imports import is_dotted_path
 from buffer.model.limits import DAY_MS
 from buffer.model.order_policy import BUILT_IN as ORDERS
 from buffer.redis.connection.url import SCHEMES, mask_url
-from buffer.weights.checksums import Algorithm
-from buffer.weights.registry import TransportName
+from buffer.weights.transport import TransportName
 from buffer.wire.staleness import stale_threshold
 
 
@@ -166,11 +165,6 @@ class PolicySection(Section):
     weights_host: str | None = None
     """for gloo and nccl: the address at which workers reach the trainer, on any port; default: the
     address from which the trainer reaches the Redis server
-    """
-    weights_checksum: Algorithm = "xxh3"
-    """what every byte of published weights is checked with. xxh3: faster than memory is copied;
-    finds all accidents. blake2b: also finds files that somebody altered on purpose, where strangers
-    can write to the folder; under 1 GB/s for each core
     """
     delta_base_every: int = Field(1, ge=1, le=1000)
     """publish every n-th version whole, and those between as changes to the version before, where

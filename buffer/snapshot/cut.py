@@ -10,6 +10,7 @@ wait again, in the lane of groups that resume, with their try given back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
 import redis
@@ -18,6 +19,7 @@ from buffer.groups.record_walk import PAGE, PAGE_DRAWS, Record, RecordWalk
 from buffer.ids import ENDS, LANES, POOLS
 from buffer.model.limits import SCHEMA, RunLimits
 from buffer.redis.keys import Keys
+from buffer.redis.script_calls import Advance
 from buffer.redis.store import Store
 from buffer.snapshot.folder import Item, Kind
 
@@ -42,21 +44,22 @@ class IndexCut:
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store = store
         self._keys = keys
-        self._limits = limits
+        self._tasks = list(limits.tasks)
         self._walk = RecordWalk(store, keys)
-        self._entries: dict[str, tuple[int, int]] = {}
+        self._last_entries: dict[str, tuple[int, int]] = {}  # by stream
         self.meta: dict[str, str] = {}
         self.groups = 0
         self.was_running = 0
 
-    def copy(self, write: Callable[[Item], object]) -> bool:
+    def copy(self, write: Callable[[Item], object], advance: Advance) -> bool:
         """Write all items; return False, to discard them, if the index changed meanwhile."""
         with self._store.bulk.pipeline() as pipe:
             try:
                 pipe.watch(*self.watched())
                 control = self._control()
-                for item in self._items(control):
+                for done, item in enumerate(self._items(control), start=1):
                     write(item)
+                    advance("index", done)
                 pipe.multi()
                 pipe.exists(self._keys.meta)
                 pipe.execute()
@@ -69,7 +72,7 @@ class IndexCut:
         """Return keys of which at least one changes whenever a group moves."""
         keys = self._keys
         fixed = [keys.meta, keys.lineages, keys.dead, keys.bytes, *map(keys.ledger, LEDGERS)]
-        for task in self._limits.tasks:
+        for task in self._tasks:
             fixed += [keys.progress(task), keys.order(task)]
             fixed += [*keys.all_jobs(task), *keys.all_pools([task])]
             fixed += [keys.ended(task, end) for end in ENDS]
@@ -77,56 +80,47 @@ class IndexCut:
 
     def _items(self, control: dict[bytes, bytes]) -> Iterator[Item]:
         keys = self._keys
-        tasks = list(self._limits.tasks)
         meta = self._ask("hgetall", keys.meta)
         self.meta = {k.decode(): v.decode() for k, v in meta.items()} | {"schema": SCHEMA}
         yield Item("hash", "control", _flat(control))
         yield from self._list(keys.lineages)
-        if counted := self._ask("hgetall", keys.bytes):
-            yield self._item("hash", keys.bytes, _flat(counted))
-        if cursors := self._ask("hgetall", keys.cursors):
-            yield self._item("hash", keys.cursors, _flat(cursors))
+        yield from self._hash(keys.bytes)
+        yield from self._hash(keys.cursors)
         for ledger in LEDGERS:
             yield from self._ledger(ledger)
-        for task in tasks:
-            for end in ENDS:
-                yield from self._bits(keys.ended(task, end))
-            for lane in LANES:
-                yield from self._stream(keys.jobs(task, lane))
-            for status in POOLS:
-                yield from self._zset(keys.pool(task, status))
+        for task in self._tasks:
+            yield from chain(*(self._bits(keys.ended(task, end)) for end in ENDS))
+            yield from chain(*(self._stream(keys.jobs(task, lane)) for lane in LANES))
+            yield from chain(*(self._zset(keys.pool(task, status)) for status in POOLS))
             yield from self._zset(keys.order(task))
+            yield from self._zset(keys.age(task))
         yield from self._zset(keys.dead)
-        for task in tasks:
+        for task in self._tasks:
             yield from self._groups(task)
-            yield from self._progress(task)
+            yield from self._hash(keys.progress(task), running=b"0")
 
     def _control(self) -> dict[bytes, bytes]:
         fields: dict[bytes, bytes] = self._ask("hgetall", self._keys.control)
         return {name: value for name, value in fields.items() if name.decode() not in _ROLES}
 
     def _ledger(self, name: str) -> Iterator[Item]:
-        keys = self._keys
-        fields = self._ask("hgetall", keys.ledger(name))
-        if not fields:
-            return
-        yield self._item("hash", keys.ledger(name), _flat(fields))
+        yield from self._hash(self._keys.ledger(name))
+        names = ("forgotten", "taken")
+        forgotten, taken = self._ask("hmget", self._keys.ledger(name), *names)
         # archived batches that are retained, then those that may be delivered again
-        for step in range(int(fields.get(b"forgotten", 0)) + 1, int(fields.get(b"taken", 0)) + 1):
-            yield from self._list(keys.batch(name, step))
+        for step in range(int(forgotten or 0) + 1, int(taken or 0) + 1):
+            yield from self._list(self._keys.batch(name, step))
 
-    def _progress(self, task: str) -> Iterator[Item]:
-        fields = self._ask("hgetall", self._keys.progress(task))
-        if fields:
-            if b"running" in fields:
-                fields[b"running"] = b"0"
-            yield self._item("hash", self._keys.progress(task), _flat(fields))
+    def _hash(self, key: str, **changed: bytes) -> Iterator[Item]:
+        """Yield a hash, with other values of the `changed` fields that it has."""
+        if fields := self._ask("hgetall", key):
+            new = {name.encode(): value for name, value in changed.items()}
+            fields |= {name: value for name, value in new.items() if name in fields}
+            yield self._item("hash", key, _flat(fields))
 
     def _list(self, key: str) -> Iterator[Item]:
-        start = 0
-        while values := self._ask("lrange", key, start, start + PAGE - 1):
+        if values := self._ask("lrange", key, 0, -1):
             yield self._item("list", key, values)
-            start += PAGE
 
     def _zset(self, key: str) -> Iterator[Item]:
         start = 0
@@ -139,7 +133,7 @@ class IndexCut:
         while entries := self._ask("xrange", key, last, "+", PAGE):
             yield self._item("stream", key, [[entry, _flat(fields)] for entry, fields in entries])
             milliseconds, _, number = entries[-1][0].decode().partition("-")
-            self._entries[key] = (int(milliseconds), int(number))
+            self._last_entries[key] = (int(milliseconds), int(number))
             last = f"({milliseconds}-{number}"
 
     def _bits(self, key: str) -> Iterator[Item]:
@@ -160,15 +154,13 @@ class IndexCut:
                 letter = self._ask("get", self._keys.dead_letter(gid))
                 yield self._item("string", self._keys.dead_letter(gid), letter or b"{}")
             yield self._item("hash", self._keys.group(gid), _flat(record))
-            if record["stage"] == "waiting" and record["payload"] != "init" and record["version"]:
-                yield self._item("zset", self._keys.age(task), [gid, float(record["version"])])
 
     def _at_rest(self, task: str, gid: str, record: Record) -> tuple[Record, Item]:
         """Return the record of a running group as if it was handed back, and its new job."""
         lane = "eval" if record["lane"] == "eval" else "resume"
         stream = self._keys.jobs(task, lane)
-        milliseconds, number = self._entries.get(stream, (0, 0))
-        self._entries[stream] = (milliseconds, number + 1)
+        milliseconds, number = self._last_entries.get(stream, (0, 0))
+        self._last_entries[stream] = (milliseconds, number + 1)
         entry = f"{milliseconds}-{number + 1}"
         self.was_running += 1
         tries = str(int(record["tries"]) - 1)

@@ -8,9 +8,11 @@ loader that counted as dead can write nothing more.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+import shutil
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,26 +20,39 @@ import orjson
 import redis
 
 from buffer.errors import Fenced, RolloutMQError, RunExists, SchemaVersionError, SnapshotError
-from buffer.groups.record_walk import PAGE
 from buffer.ledger.account import Account
+from buffer.maintenance.remove_run import clear_keys
 from buffer.model.limits import LOADING, SCHEMA, RunLimits
 from buffer.redis.keys import Keys
-from buffer.redis.media_folder import MediaFolder
+from buffer.redis.media_folder import SCHEME, MediaFolder
 from buffer.redis.script_calls import Advance
 from buffer.redis.store import Store
 from buffer.snapshot.folder import (
+    INDEX,
+    MEDIA,
+    PAYLOADS,
     Item,
     read_items,
     read_manifest,
-    require_empty,
-    restored,
+    sync_all,
     verify,
 )
 
 SILENT_MS = 60_000
 """Silence after which a loader counts as dead; the next one removes what it left."""
 
-BATCH_BYTES = 4 * 2**20  # payload bytes in one transaction: more would stall the server
+_ITEMS_AT_ONCE = 100  # in one transaction, each with up to a page of members or entries
+
+_PAYLOADS_AT_ONCE = 8  # chunks in one round trip
+
+_OTHER_NAME = {
+    "hint": "restore under another name: name=...",
+    "command_hint": "restore under another name with --run NAME",
+}
+_OTHER_FOLDER = {
+    "hint": "name a new folder: media=Path(...)",
+    "command_hint": "name a new folder with --media FOLDER",
+}
 
 
 class SnapshotLoader:
@@ -58,56 +73,36 @@ class SnapshotLoader:
 
     def load(self, advance: Advance) -> None:
         """Verify and load the folder, or change nothing. Raises SnapshotError, RunExists."""
-        if self._media:
-            require_empty(self._media)
         verify(self._folder, self.facts)
         self._refuse_leftovers()
         was_interrupted = self._store.retrying("restore", self._claim_name)
         try:
             if was_interrupted:
-                self._clear()
-            for number, (batch, done) in enumerate(self._batches(), start=1):
-                self._write(number, batch)
-                advance("items", done)
+                clear_keys(self._store, self.keys, (self.keys.meta,))
+            self._write_index(advance)
+            self._write_payloads(advance)
             self._prove()
-            with restored(self._media, self._files()) if self._media else nullcontext():
+            with self._restored_media() if self._media else nullcontext():
                 self._publish()
         except BaseException as error:
             self._undo(error)
             raise
 
-    def _media_folder(self, named: Path | None) -> MediaFolder | None:
-        """Return the folder for the run's media files; None if it has none."""
-        was = RunLimits.from_meta(self.facts.meta).media
-        if not was:
-            if named:
-                raise SnapshotError(
-                    f"run {self.facts.run!r} has no media folder", hint="leave out `media`"
-                )
-            return None
-        if not named and self.keys.run != self.facts.run:
-            raise SnapshotError(
-                f"{was} is the media folder of run {self.facts.run!r}; two runs cannot share one",
-                hint="name a new folder: media=Path(...)",
-                command_hint="name a new folder with --media FOLDER",
-            )
-        return MediaFolder(
-            named.resolve() if named else Path(was), self.keys.run, self.facts.meta["nonce"]
-        )
-
     # -- the name --------------------------------------------------------------
 
     def _refuse_leftovers(self) -> None:
         """Raise RunExists for keys without a `meta`, of a run that lost it, which must stay."""
-        if self._store.retrying("restore", lambda: self._store.bulk.exists(self.keys.meta)):
-            return
-        left = next(self._other_keys(), None)
-        if left:
+
+        def find() -> Iterator[bytes]:
+            if not self._store.bulk.exists(self.keys.meta):
+                for _, client in self._store.servers.masters():
+                    yield from client.scan_iter(self.keys.pattern, count=2000)
+
+        if left := self._store.retrying("restore", lambda: next(find(), None)):
             raise RunExists(
-                f"the server holds keys of a run {self.keys.run!r}, such as {left[0]}; "
+                f"the server holds keys of a run {self.keys.run!r}, such as {left.decode()}; "
                 "nothing was changed",
-                hint="restore under another name: name=...",
-                command_hint="restore under another name with --run NAME",
+                **_OTHER_NAME,
             )
 
     def _claim_name(self) -> bool:
@@ -118,8 +113,7 @@ class SnapshotLoader:
             if nonce and schema != LOADING.encode():
                 raise RunExists(
                     f"there is a run {self.keys.run!r} on this server; nothing was changed",
-                    hint="restore under another name: name=...",
-                    command_hint="restore under another name with --run NAME",
+                    **_OTHER_NAME,
                 )
             is_ours = nonce == self._nonce.encode()
             if nonce and not is_ours and now_ms - int(seen_ms) < SILENT_MS:
@@ -127,51 +121,18 @@ class SnapshotLoader:
                     f"another process is loading the run {self.keys.run!r}, or just did",
                     hint=f"if it died, try again after {SILENT_MS // 1000} s of silence",
                 )
-            claim = {
-                "nonce": self._nonce,
-                "schema": LOADING,
-                "created_ms": now_ms,
-                "seen_ms": now_ms,
-                "loaded": 0,
-            }
+            claim = {"nonce": self._nonce, "schema": LOADING, "created_ms": now_ms}
             pipe.multi()
-            pipe.hset(self.keys.meta, mapping=claim)
+            pipe.hset(self.keys.meta, mapping=claim | {"seen_ms": now_ms, "loaded": 0})
             pipe.execute()
         return bool(nonce)
-
-    def _other_keys(self) -> Iterator[list[str]]:
-        """Return the run's keys except `meta`, in slices; in a cluster, those of every master."""
-        for url, _ in self._store.retrying("restore", self._store.servers.masters):
-            cursor = 0
-            while True:
-                cursor, found = self._store.retrying("restore", partial(self._scan, url, cursor))
-                names = [key.decode() for key in found if key.decode() != self.keys.meta]
-                if names:
-                    yield names
-                if cursor == 0:
-                    break
-
-    def _scan(self, url: str, cursor: int) -> Any:
-        client = dict(self._store.servers.masters())[url]
-        return client.scan(cursor, match=self.keys.pattern, count=2000)
-
-    def _clear(self) -> None:
-        for names in self._other_keys():
-            # keys of other slots last: the transaction before checks that the name is ours
-            self._change(partial(_unlink, names=[name for name in names if self._is_in_slot(name)]))
-            self._store.each(
-                "restore", [("UNLINK", name) for name in names if not self._is_in_slot(name)]
-            )
-
-    def _is_in_slot(self, key: str) -> bool:
-        """Return whether a key can be part of a transaction: in a cluster, payloads cannot."""
-        return key.startswith(self.keys.prefix)
 
     def _undo(self, error: BaseException) -> None:
         """Remove what was loaded; if that fails, add it to the error's hint."""
         try:
-            self._clear()
-            self._change(partial(_unlink, names=[self.keys.meta]))
+            self._change(lambda _: None)  # raises Fenced where the name is not ours any more
+            clear_keys(self._store, self.keys, (self.keys.meta,))
+            self._change(lambda pipe: pipe.unlink(self.keys.meta))
         except RolloutMQError as also:
             if isinstance(error, RolloutMQError):
                 left = f"cannot remove what was loaded ({also.message}); the next restore does"
@@ -179,40 +140,29 @@ class SnapshotLoader:
 
     # -- the load ----------------------------------------------------------------
 
-    def _batches(self) -> Iterator[tuple[list[Item], int]]:
-        """Return items in transactions of bounded size, with the number of items up to each."""
-        batch: list[Item] = []
-        commands = size = done = 0
-        for name in self.facts.files:
-            for item in read_items(self._folder / name) if not name.startswith("media-") else ():
-                batch.append(item)
-                done += 1
-                commands += len(item.data) if item.kind == "stream" else 1
-                size += len(item.data) if item.kind == "string" else 0
-                if commands >= PAGE or size >= BATCH_BYTES:
-                    yield batch, done
-                    batch = []
-                    commands = size = 0
-        yield batch, done
+    def _write_index(self, advance: Advance) -> None:
+        items = read_items(self._folder / INDEX)
+        number = done = 0
+        while batch := list(islice(items, _ITEMS_AT_ONCE)):
+            number += 1
+            done += len(batch)
 
-    def _files(self) -> Iterator[Item]:
-        for name in self.facts.files:
-            if name.startswith("media-"):
-                yield from read_items(self._folder / name)
+            def fill(pipe: Any, batch: list[Item] = batch) -> None:
+                for item in batch:
+                    _send(pipe, self.keys.named(item.key), item)
 
-    def _write(self, number: int, batch: list[Item]) -> None:
-        named = [(self.keys.named(item.key), item) for item in batch]
+            self._change(fill, number)
+            advance("items", done)
 
-        def fill(pipe: Any) -> None:
-            for key, item in named:
-                if self._is_in_slot(key):
-                    _send(pipe, key, item)
-            pipe.hset(self.keys.meta, mapping={"loaded": number})
-
-        self._change(fill, number)
-        self._store.each(
-            "restore", [("SET", key, item.data) for key, item in named if not self._is_in_slot(key)]
-        )
+    def _write_payloads(self, advance: Advance) -> None:
+        items = read_items(self._folder / PAYLOADS)
+        done = 0
+        while batch := list(islice(items, _PAYLOADS_AT_ONCE)):
+            self._change(lambda _: None)
+            commands = [("SET", self.keys.named(item.key), item.data) for item in batch]
+            self._store.write("restore", commands)
+            done += len(batch)
+            advance("payloads", done)
 
     def _prove(self) -> None:
         """Check that what was loaded adds up (I1). Raises SnapshotError."""
@@ -228,11 +178,54 @@ class SnapshotLoader:
         media = {"media": orjson.dumps(str(self._media.root)).decode()} if self._media else {}
 
         def replace(pipe: Any) -> None:
-            for key in (self.keys.meta,):
-                pipe.delete(key)
-                pipe.hset(key, mapping=self.facts.meta | media)
+            pipe.delete(self.keys.meta)
+            pipe.hset(self.keys.meta, mapping=self.facts.meta | media)
 
         self._change(replace, done=self.facts.meta["nonce"])
+
+    # -- media files ---------------------------------------------------------------
+
+    def _media_folder(self, named: Path | None) -> MediaFolder | None:
+        """Return the folder for the run's media files, which is empty; None if it has none."""
+        was = RunLimits.from_meta(self.facts.meta).media
+        if not was:
+            if named:
+                raise SnapshotError(
+                    f"run {self.facts.run!r} has no media folder", hint="leave out `media`"
+                )
+            return None
+        if not named and self.keys.run != self.facts.run:
+            raise SnapshotError(
+                f"{was} is the media folder of run {self.facts.run!r}; two runs cannot share one",
+                **_OTHER_FOLDER,
+            )
+        root = named.resolve() if named else Path(was)
+        if root.exists() and (not root.is_dir() or any(root.iterdir())):
+            raise SnapshotError(
+                f"the run's files belong in {root}, which is not empty; nothing was changed",
+                **_OTHER_FOLDER,
+            )
+        return MediaFolder(root, self.keys.run, self.facts.meta["nonce"])
+
+    @contextmanager
+    def _restored_media(self) -> Iterator[None]:
+        """Write the media folder, and remove it on an error. Raises SnapshotError."""
+        assert self._media
+        root = self._media.root
+        written = root.with_name(f".{root.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            try:
+                _extract(
+                    self._folder / MEDIA,
+                    MediaFolder(written, self._media.run, self._media.nonce),
+                )
+                written = written.rename(root)
+            except (OSError, tarfile.TarError) as error:
+                raise SnapshotError(f"cannot restore files to {root}: {error}") from error
+            yield
+        except BaseException:
+            shutil.rmtree(written, ignore_errors=True)
+            raise
 
     # -- one step --------------------------------------------------------------------
 
@@ -251,9 +244,9 @@ class SnapshotLoader:
                     )
                 if number and int(loaded) >= number:
                     return
-                now_ms = _now_ms(pipe)
+                seen = {"seen_ms": _now_ms(pipe)} | ({"loaded": number} if number else {})
                 pipe.multi()
-                pipe.hset(self.keys.meta, "seen_ms", now_ms)
+                pipe.hset(self.keys.meta, mapping=seen)
                 change(pipe)
                 pipe.execute()
 
@@ -270,9 +263,16 @@ class SnapshotLoader:
                 raise redis.ConnectionError(str(error)) from error
 
 
-def _unlink(pipe: Any, names: list[str]) -> None:
-    if names:
-        pipe.unlink(*names)
+def _extract(archive: Path, media: MediaFolder) -> None:
+    media.claim()
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            path = media.path(f"{SCHEME}{member.name}")  # raises ConfigError for other names
+            path.parent.mkdir(exist_ok=True)
+            if content := tar.extractfile(member):
+                with content, path.open("wb") as stream:
+                    shutil.copyfileobj(content, stream)
+    sync_all(media.root)
 
 
 def _now_ms(pipe: Any) -> int:
@@ -285,10 +285,7 @@ def _send(pipe: Any, key: str, item: Item) -> None:
         case "hash":
             pipe.execute_command("HSET", key, *item.data)
         case "zset":
-            pairs = zip(item.data[::2], item.data[1::2], strict=True)
-            pipe.execute_command(
-                "ZADD", key, *(part for member, score in pairs for part in (score, member))
-            )
+            pipe.execute_command("ZADD", key, *_scores_first(item.data))
         case "stream":
             for entry, fields in item.data:
                 pipe.execute_command("XADD", key, entry, *fields)
@@ -299,3 +296,8 @@ def _send(pipe: Any, key: str, item: Item) -> None:
             pipe.setrange(key, offset, part)
         case "string":
             pipe.set(key, item.data)
+
+
+def _scores_first(pairs: list[Any]) -> Iterable[Any]:
+    for member, score in zip(pairs[::2], pairs[1::2], strict=True):
+        yield from (score, member)

@@ -11,9 +11,10 @@ is an error, except that of a dead group, which is copied as evidence (I11).
 from __future__ import annotations
 
 import secrets
+import tarfile
 import time
 from collections.abc import Iterable, Iterator
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,13 +29,22 @@ from buffer.redis.script_calls import Advance
 from buffer.redis.store import Store
 from buffer.snapshot.cut import IndexCut
 from buffer.snapshot.folder import (
+    INDEX,
+    MEDIA,
+    PAYLOADS,
     Item,
-    PartSection,
+    ItemFile,
     SnapshotFacts,
-    file_items,
+    SnapshotFile,
     new_snapshot,
+    read_items,
     write_manifest,
 )
+
+HOLD_MS = 60_000
+"""Silence after which a saver counts as dead, and payloads are freed again."""
+
+_AT_ONCE = 32  # groups whose payloads are in memory at a time
 
 
 class Named(NamedTuple):
@@ -44,70 +54,32 @@ class Named(NamedTuple):
     is_evidence: bool = False
 
 
-class _Archived(NamedTuple):
-    """How far a ledger is archived: up to step `freed`, and `slice` groups of the step after it."""
-
-    freed: int = 0
-    slice: int = 0
-
-    def covers(self, step: int, place: int) -> bool:
-        return step <= self.freed or (step == self.freed + 1 and place < self.slice)
-
-
 def named_payloads(items: Iterable[Item]) -> Iterator[Named]:
-    """Yield the payloads that an index names, in its order, each ledger before its batches."""
-    ledgers: dict[str, _Archived] = {}
-    batch = ""
-    lines_before = 0
+    """Yield the payloads that an index names, each once: those of batches before records."""
+    in_batches: set[tuple[str, str]] = set()
     for item in items:
         section, _, name = item.key.partition(":")
-        if section == "group":
-            yield from _of_record(name, item)
-        elif section == "ledger":
-            ledgers[name] = _archived(item)
-        elif section == "batch":
-            lines_before = lines_before if name == batch else 0
-            batch = name
-            yield from _of_manifest(name, item, lines_before, ledgers)
-            lines_before += len(item.data)
+        if section == "batch":
+            _header, *lines = item.data
+            for line in lines:
+                ref = ManifestEntry.parse(line.decode()).payload
+                in_batches.add((ref.gid, ref.token))
+                yield Named(ref)
+        elif section == "group":
+            for named in _of_record(name, item):
+                if (name, named.ref.token) not in in_batches:
+                    yield named
 
 
 def _of_record(gid: str, item: Item) -> Iterator[Named]:
     """Return the newest bytes, and the prompt from which an expired group starts again."""
     fields = dict(zip(item.data[::2], item.data[1::2], strict=True))
+    token = fields["payload"]
+    if token != "init":
+        yield Named(PayloadRef(gid, "init", 1, 0, ""))
     size = int(fields.get("size") or 0)
-    crc = fields.get("crc", "")
-    if fields["payload"] == "init":
-        yield Named(PayloadRef(gid, "init", 1, size, crc))
-        return
-    yield Named(PayloadRef(gid, "init", 1, 0, ""))
-    yield Named(
-        PayloadRef(gid, fields["payload"], int(fields["chunks"]), size, crc),
-        fields["stage"] == "dead",
-    )
-
-
-def _of_manifest(
-    name: str, item: Item, lines_before: int, ledgers: dict[str, _Archived]
-) -> Iterator[Named]:
-    """Return the payloads of a batch's archived groups; its other groups have records."""
-    ledger, _, step = name.rpartition(":")
-    archived = ledgers.get(ledger, _Archived())
-    for line, text in enumerate(item.data, start=lines_before):
-        # line 0 is the header
-        if line and archived.covers(int(step), line - 1):
-            yield Named(ManifestEntry.parse(text.decode()).payload)
-
-
-def _archived(item: Item) -> _Archived:
-    fields = dict(zip(item.data[::2], item.data[1::2], strict=True))
-    return _Archived(int(fields.get(b"freed", 0)), int(fields.get(b"slice", 0)))
-
-
-HOLD_MS = 60_000
-"""Silence after which a saver counts as dead, and payloads are freed again."""
-
-_AT_ONCE = 32  # groups whose payloads are in memory at a time
+    ref = PayloadRef(gid, token, int(fields["chunks"]), size, fields.get("crc", ""))
+    yield Named(ref, is_evidence=token != "init" and fields["stage"] == "dead")
 
 
 class SnapshotSaver:
@@ -128,39 +100,35 @@ class SnapshotSaver:
     def save(self, folder: Path, attempts: int, advance: Advance) -> SnapshotFacts:
         """Save the run. Raises SnapshotError: a payload is missing, or the index kept changing."""
         with new_snapshot(folder) as hidden, _Hold(self._store, self._keys) as hold:
-            with PartSection(hidden, "index") as index:
-                cut = self._cut(index, attempts, advance, hold)
-            with PartSection(hidden, "payloads") as payloads:
-                size = self._copy_payloads(index, payloads, advance, hold)
-            with PartSection(hidden, "media") as media:
-                media_size = self._copy_media(index, media, advance, hold)
+
+            def copied(what: str, done: int) -> None:
+                hold.renew()
+                advance(what, done)
+
+            with ItemFile(hidden / INDEX) as index:
+                cut = self._cut(index, attempts, copied)
+            sizes = {
+                PAYLOADS: self._copy_payloads(hidden, copied),
+                MEDIA: self._copy_media(hidden, copied),
+            }
             facts = SnapshotFacts(
                 run=self._keys.run,
                 saved_ms=time.time_ns() // 1_000_000,
                 meta=cut.meta,
                 groups=cut.groups,
                 was_running=cut.was_running,
-                payload_bytes=size,
-                media_bytes=media_size,
-                files=index.files | payloads.files | media.files,
+                payload_bytes=sizes[PAYLOADS],
+                media_bytes=sizes[MEDIA],
+                files={name: SnapshotFile.of(hidden / name) for name in (INDEX, *sizes)},
             )
             write_manifest(hidden, facts)
         return facts
 
-    def _cut(self, index: PartSection, attempts: int, advance: Advance, hold: _Hold) -> IndexCut:
+    def _cut(self, index: ItemFile, attempts: int, advance: Advance) -> IndexCut:
         for _ in range(attempts):
             index.discard()
             cut = IndexCut(self._store, self._keys, self._limits)
-            written = 0
-
-            def write(item: Item) -> None:
-                nonlocal written
-                index.add(item)
-                written += 1
-                hold.renew()
-                advance("index", written)
-
-            if cut.copy(write):
+            if cut.copy(index.add, advance):
                 return cut
         raise SnapshotError(
             f"run {self._keys.run!r} changed while its index was copied, {attempts} times; "
@@ -169,47 +137,40 @@ class SnapshotSaver:
             command_hint="pause it for the copy: `rolloutmq save --pause`",
         )
 
-    def _copy_payloads(
-        self, index: PartSection, payloads: PartSection, advance: Advance, hold: _Hold
-    ) -> int:
+    def _copy_payloads(self, folder: Path, advance: Advance) -> int:
         size = 0
-        for done, item in enumerate(self._read_payloads(index), start=1):
-            payloads.add(item)
-            size += len(item.data)
-            hold.renew()
-            advance("payloads", done)
+        named = named_payloads(read_items(folder / INDEX))
+        with ItemFile(folder / PAYLOADS) as payloads:
+            for done, item in enumerate(self._read_payloads(named), start=1):
+                payloads.add(item)
+                size += len(item.data)
+                advance("payloads", done)
         return size
 
-    def _read_payloads(self, index: PartSection) -> Iterator[Item]:
-        named = named_payloads(index.items())
+    def _read_payloads(self, named: Iterator[Named]) -> Iterator[Item]:
         while some := list(islice(named, _AT_ONCE)):
             chunks = self._payloads.read_chunks([payload.ref for payload in some])
-            for payload, parts in zip(some, chunks, strict=True):
-                if not payload.is_evidence:
-                    join(payload.ref, parts)
+            for (ref, is_evidence), parts in zip(some, chunks, strict=True):
+                if not is_evidence:
+                    join(ref, parts)
                 for chunk, part in enumerate(parts):
                     if part is not None:
-                        yield self._item(payload.ref, chunk, part)
+                        yield Item("string", payload_name(ref.gid, ref.token, chunk), part)
 
-    def _copy_media(
-        self, index: PartSection, media: PartSection, advance: Advance, hold: _Hold
-    ) -> int:
+    def _copy_media(self, folder: Path, advance: Advance) -> int:
         """Copy the media files of all groups whose payloads were copied; return their bytes."""
         size = 0
-        if self._media is None:
-            return size
-        # an index names all payloads of a group one after the other
-        payloads = groupby(named_payloads(index.items()), key=lambda named: named.ref.gid)
-        gids = (gid for gid, _ in payloads)
-        for done, item in enumerate(file_items(self._media, gids), start=1):
-            media.add(item)
-            size += len(item.data[1])
-            hold.renew()
-            advance("media", done)
+        with tarfile.open(folder / MEDIA, "w") as tar:
+            if self._media is None:
+                return 0
+            gids = {named.ref.gid for named in named_payloads(read_items(folder / INDEX))}
+            names = [f"{gid}/{name}" for gid in sorted(gids) for name in self._media.names(gid)]
+            for done, name in enumerate(names, start=1):
+                file = self._media.root / name
+                tar.add(file, name)
+                size += file.stat().st_size
+                advance("media", done)
         return size
-
-    def _item(self, ref: PayloadRef, chunk: int, part: bytes) -> Item:
-        return Item("string", payload_name(ref.gid, ref.token, chunk), part)
 
 
 class _Hold:
@@ -219,15 +180,13 @@ class _Hold:
         self._store = store
         self._key = keys.snapshot_lock
         self._nonce = secrets.token_hex(16)
-        self._renewed_s = 0.0
+        self._renewed_s = time.monotonic()
 
     def __enter__(self) -> _Hold:
-        taken = self._store.retrying("hold", self._take)
-        if not taken:
+        if not self._store.retrying("hold", self._take):
             raise SnapshotError(
                 "another snapshot of this run is being saved", hint="wait until it is finished"
             )
-        self._renewed_s = time.monotonic()
         return self
 
     def _take(self) -> bool:

@@ -12,6 +12,7 @@ each changed word, as a distance within blocks of 65,536 words, and the differen
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -27,9 +28,18 @@ from numpy.typing import NDArray
 
 from buffer.errors import WireError
 from buffer.weights import folder_manifest as manifest
-from buffer.weights.checksums import THREADS, FileChecksums, check_file, starts_of
-from buffer.weights.tensor_file import write_at
-from buffer.weights.transport import PublishedWeights
+from buffer.weights.checksums import (
+    THREADS,
+    FileChecksums,
+    WrittenFiles,
+    check_file,
+    starts_of,
+    write_at,
+)
+from buffer.weights.transport import PublishedWeights, Save, WeightsSender
+from buffer.wire.rollout import PolicyVersion
+
+log = logging.getLogger("rolloutmq.trainer")
 
 NAME = manifest.DELTA_NAME
 SUFFIX = ".delta"
@@ -38,6 +48,11 @@ BLOCK_WORDS = 1 << 16
 CHUNK_WORDS = 1 << 23  # words that a thread compares at once: 16 MiB of each version
 
 MAX_INDEX_BYTES = 1 << 26
+
+LARGEST_SHARE = 0.5
+"""Largest share of the whole version's bytes for which changes are worth a chain."""
+
+PREFIX = ".base-"
 
 LEVEL = 1  # of deflate: level 3 is 4 % smaller, and takes three times as long
 
@@ -182,3 +197,68 @@ def _inflate(data: bytes) -> bytes:
         return bytes(isal_zlib.decompress(data))
     except IsalError as error:  # type: ignore[misc]  # typed as an instance
         raise WireError(f"a chunk of changed weights cannot be read: {error}") from error
+
+
+class DeltaSender:
+    """Publishes versions as changes where these are smaller, over a transport of folders.
+
+    The first version after a start and every `delta_base_every`-th one are whole; `folder` keeps
+    the last version whole.
+    """
+
+    def __init__(self, transport: WeightsSender, folder: Path, delta_base_every: int) -> None:
+        self._transport = transport
+        self._folder = folder
+        self._delta_base_every = delta_base_every
+        self._base: tuple[Path, PublishedWeights] | None = None
+        self._chain = 0  # versions since the newest whole one
+
+    def write(self, weights: PolicyVersion, save: Save) -> PublishedWeights:
+        label = str(weights)
+        whole = self._folder / (PREFIX + label.replace(":", "-"))
+        shutil.rmtree(whole, ignore_errors=True)
+        whole.mkdir(parents=True)
+        manifest.write(whole, label, saved=save(whole))
+        published = self._transport.write(weights, lambda folder: self._fill(folder, whole))
+        if self._base:
+            shutil.rmtree(self._base[0], ignore_errors=True)
+        self._base = (whole, published)
+        return published
+
+    def _fill(self, folder: Path, whole: Path) -> WrittenFiles:
+        size = sum(file.stat().st_size for file in whole.iterdir())
+        if self._base and self._chain + 1 < self._delta_base_every:
+            written = write(folder, whole, *self._base)
+            log.info("weights as changes", extra={"bytes": written, "whole_bytes": size})
+            if written <= LARGEST_SHARE * size:
+                self._chain += 1
+                return WrittenFiles()
+            for file in folder.iterdir():
+                file.unlink()
+        self._chain = 0
+        known = manifest.files_of((whole / manifest.NAME).read_bytes())
+        for name in known:
+            _link(whole / name, folder / name)
+        return WrittenFiles(known)
+
+    def prune(self) -> None:
+        self._transport.prune()
+
+    def clear(self) -> None:
+        """Delete what a trainer left that was killed while it wrote."""
+        for folder in self._folder.glob(f"{PREFIX}*"):
+            shutil.rmtree(folder, ignore_errors=True)
+        self._transport.clear()
+
+    def close(self) -> None:
+        if self._base:
+            shutil.rmtree(self._base[0], ignore_errors=True)
+        self._transport.close()
+
+
+def _link(source: Path, target: Path) -> None:
+    """Give a file a second name, or copy it where the file system cannot."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

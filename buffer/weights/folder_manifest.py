@@ -1,7 +1,7 @@
 """The manifest of a folder of weights: its files, their sizes and their checksums.
 
-The publisher writes it last. Control carries its checksum (BLAKE2b, however the files are hashed),
-so that a folder that was replaced, torn or half copied is noticed.
+The publisher writes it last. Control carries its checksum (BLAKE2b), so that a folder that was
+replaced, torn or half copied is noticed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 import orjson
 
 from buffer.errors import WireError
-from buffer.weights.checksums import Algorithm, FileChecksums, WrittenFiles, check_file, hash_files
+from buffer.weights.checksums import FileChecksums, WrittenFiles, check_file, hash_files
 from buffer.weights.safetensors_files import read_header, weight_files
 
 NAME = "manifest.json"
@@ -20,17 +20,11 @@ NAME = "manifest.json"
 DELTA_NAME = "delta.json"  # in the folder of a version that was published as changes (delta.py)
 
 
-def write(
-    folder: Path,
-    label: str,
-    *,
-    algorithm: Algorithm = "xxh3",
-    saved: object = None,
-) -> str:
+def write(folder: Path, label: str, *, saved: object = None) -> str:
     """Write a folder's manifest; return its checksum. `WrittenFiles` in `saved` are not hashed."""
     known = saved if isinstance(saved, WrittenFiles) else WrittenFiles()
     others = [file for file in sorted(folder.iterdir()) if file.name not in known]
-    files = known | hash_files(others, algorithm)
+    files = known | hash_files(others)
     listed = {name: files[name].to_json() for name in sorted(files)}
     data = orjson.dumps({"weights": label, "files": listed})
     (folder / NAME).write_bytes(data)

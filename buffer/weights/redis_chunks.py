@@ -1,7 +1,7 @@
 """The transport "redis": versions of weights on the run's server, for small models and adapters.
 
-A version is a record, written last, and the chunks that it describes. Here the record is a
-manifest; transfer.py stores announcements, without chunks, in the same way.
+A version is a record, written last, and the chunks that it describes. The record is a manifest, or
+the announcement of a version that the trainer offers from its memory, without chunks.
 
 Invariant: what `VersionStore.read` leaves in a folder has the checksum that was published.
 """
@@ -18,13 +18,12 @@ from buffer.redis.keys import Keys
 from buffer.redis.payloads import CHUNK_BYTES, ROUND_BYTES
 from buffer.redis.store import Store
 from buffer.weights import folder_manifest as manifest
-from buffer.weights.checksums import Algorithm
-from buffer.weights.host_folders import HostFolders
 from buffer.weights.new_folder import clear_temporary, temporary_prefix
-from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver
+from buffer.weights.transport import Announcement, PublishedWeights, Save
 from buffer.wire.rollout import PolicyVersion
 
-SCHEME = "redis:"  # the version's label follows
+IN_CHUNKS = "redis:"  # schemes of addresses: the version's label follows
+OFFERED = "transfer:"
 
 _CHUNKS_AT_ONCE = max(1, ROUND_BYTES // CHUNK_BYTES)  # chunks in one round trip, and in memory
 
@@ -49,9 +48,6 @@ class VersionStore:
     def finish(self, label: str, record: bytes) -> None:
         """Write the record of a version that was begun: from now on it exists."""
         self._call("SET", self._keys.weights_part(label), record)
-
-    def is_finished(self, label: str) -> bool:
-        return self.find(label) is not None
 
     def record(self, label: str, checksum: str) -> bytes:
         """Return a version's record. Raises WireError if it is missing or not the published one."""
@@ -106,6 +102,13 @@ class VersionStore:
             number += 1
         self._call("LREM", self._keys.weights, 0, label)
 
+    def announce(self, announcement: Announcement) -> PublishedWeights:
+        """Store an announcement as a version without chunks."""
+        record = announcement.to_json()
+        self.begin(announcement.label)
+        self.finish(announcement.label, record)
+        return PublishedWeights(OFFERED + announcement.label, manifest.digest(record))
+
     def prune(self, keep: int) -> None:
         for label in self.labels()[:-keep]:
             self.drop(label)
@@ -131,28 +134,18 @@ class RedisSender:
     `folder` of the run names the temporary folder in which a version is written first.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        keys: Keys,
-        folder: Path,
-        *,
-        keep: int = 3,
-        algorithm: Algorithm = "xxh3",
-    ) -> None:
+    def __init__(self, store: Store, keys: Keys, folder: Path, *, keep: int = 3) -> None:
         self._versions = VersionStore(store, keys)
         self._prefix = temporary_prefix(folder)
         self._keep = keep
-        self._algorithm = algorithm
 
     def write(self, weights: PolicyVersion, save: Save) -> PublishedWeights:
         label = str(weights)
         with TemporaryDirectory(prefix=self._prefix) as name:
             folder = Path(name)
-            saved = save(folder)
-            checksum = manifest.write(folder, label, algorithm=self._algorithm, saved=saved)
+            checksum = manifest.write(folder, label, saved=save(folder))
             self._versions.write(label, folder)
-        return PublishedWeights(SCHEME + label, checksum)
+        return PublishedWeights(IN_CHUNKS + label, checksum)
 
     def prune(self) -> None:
         """Delete all but the newest versions, even if a worker reads one: it gets a newer one."""
@@ -162,37 +155,11 @@ class RedisSender:
         """Delete what a trainer left that was killed while it wrote."""
         clear_temporary(self._prefix)
         for label in self._versions.labels():
-            if not self._versions.is_finished(label):
+            if self._versions.find(label) is None:
                 self._versions.drop(label)
 
     def close(self) -> None:
         """Do nothing: what was published stays."""
-
-
-class RedisReceiver(WeightsReceiver):
-    """Downloads versions, once for the host; the loaded one stays, in case an update fails."""
-
-    def __init__(self, store: Store, keys: Keys) -> None:
-        self._versions = VersionStore(store, keys)
-        self._downloads = HostFolders()
-
-    def check(self, published: PublishedWeights) -> None:
-        self._versions.record(published.address.removeprefix(SCHEME), published.checksum)
-
-    def fetch(self, published: PublishedWeights) -> Path:
-        label = published.address.removeprefix(SCHEME)
-        checksum = published.checksum
-        return self._downloads.get(
-            f"redis-{checksum}",
-            fill=lambda folder: self._versions.read(label, checksum, folder),
-            check=lambda folder: manifest.verify(folder, checksum),
-        )
-
-    def keep_only(self, folder: Path) -> None:
-        self._downloads.keep_only(folder)
-
-    def close(self) -> None:
-        self._downloads.close()
 
 
 def _chunk_count(size: int) -> int:

@@ -5,6 +5,7 @@ Headers may come from untrusted sources: every defect in one is a ValueError.
 
 from __future__ import annotations
 
+import threading
 from hashlib import blake2b
 from io import BytesIO
 from pathlib import Path
@@ -20,6 +21,10 @@ CHECKSUM_BLOCKS = 4
 CHECKSUM_BLOCK_BYTES = 4096
 """How much of a tensor goes into a model's checksum: this many blocks, evenly spaced. A smaller
 tensor is read as a whole."""
+
+MODEL_LOADING = threading.Lock()
+"""One thread of a process loads a model at a time: transformers sets process-wide switches
+meanwhile, and another thread may get a model without values ("Cannot copy out of meta tensor")."""
 
 # safetensors -> torch
 DTYPES = {

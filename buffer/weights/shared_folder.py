@@ -12,12 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from buffer.weights import folder_manifest as manifest
-from buffer.weights.checksums import Algorithm
 from buffer.weights.new_folder import new_folder
-from buffer.weights.transport import PublishedWeights, Save, WeightsReceiver
+from buffer.weights.transport import PublishedWeights, Save
 from buffer.wire.rollout import PolicyVersion
-
-SCHEME = ""  # an address is the path of the version's folder
 
 VERSION = re.compile(r"\w+-\d{6,}")
 
@@ -25,9 +22,8 @@ VERSION = re.compile(r"\w+-\d{6,}")
 class FolderSender:
     """Versions of weights in `folder`. The newest `keep` stay; other contents are left alone."""
 
-    def __init__(self, folder: Path, *, keep: int = 3, algorithm: Algorithm = "xxh3") -> None:
+    def __init__(self, folder: Path, *, keep: int = 3) -> None:
         self.folder = folder.resolve()
-        self.algorithm = algorithm
         self._keep = keep
         self._newest: Path | None = None
 
@@ -38,8 +34,7 @@ class FolderSender:
         """Write one version (`save` writes its files) and its manifest, over an older attempt."""
         path = self.path(weights)
         with self._replaced(path) as folder:
-            label = str(weights)
-            checksum = manifest.write(folder, label, algorithm=self.algorithm, saved=save(folder))
+            checksum = manifest.write(folder, str(weights), saved=save(folder))
         return PublishedWeights(str(path), checksum)
 
     def copy(self, weights: PolicyVersion, save: Callable[[Path], None]) -> None:
@@ -71,14 +66,3 @@ class FolderSender:
 
     def close(self) -> None:
         """Do nothing: what was published stays."""
-
-
-class FolderReceiver(WeightsReceiver):
-    def check(self, published: PublishedWeights) -> None:
-        manifest.check_files(Path(published.address), published.checksum)
-
-    def fetch(self, published: PublishedWeights) -> Path:
-        folder = Path(published.address)
-        if published.checksum:
-            manifest.verify(folder, published.checksum)
-        return folder

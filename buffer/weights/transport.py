@@ -1,21 +1,23 @@
-"""A transport of weights: a sender in the trainer, and a receiver in each worker, in one file.
+"""What the two ends of a transport of weights agree on.
 
-Control carries the address and checksum that a sender returns; the address selects the receiver.
+Control carries the address and checksum that a sender returns; the address says to the receiver
+(receiver.py) how the version is fetched.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import orjson
 
 from buffer.errors import WireError
 from buffer.weights.checksums import FileChecksums
 from buffer.wire.rollout import PolicyVersion
+
+TransportName = Literal["folder", "redis", "gloo", "nccl"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,25 +86,3 @@ class WeightsSender(Protocol):
 
     def close(self) -> None:
         """Stop: nothing more is published. What was published stays where that is possible."""
-
-
-class WeightsReceiver(ABC):
-    """A worker's side. Its methods raise OSError, WireError, ModelError, StoreUnavailable."""
-
-    @abstractmethod
-    def check(self, published: PublishedWeights) -> None:
-        """Check what a worker will find there, without reading the tensors."""
-
-    @abstractmethod
-    def fetch(self, published: PublishedWeights) -> Path:
-        """Return a folder with these weights, verified. An empty checksum verifies nothing."""
-
-    def announcement(self, published: PublishedWeights) -> Announcement | None:
-        """Return how engines get these weights from the trainer's memory, if they can."""
-        return None
-
-    def keep_only(self, folder: Path) -> None:  # noqa: B027 - most transports have no local copies
-        """Delete local copies other than `folder`, which the engine now runs."""
-
-    def close(self) -> None:  # noqa: B027
-        """Delete all local copies."""

@@ -66,7 +66,9 @@ class Seal:
         """Return what has changed; "" for nothing."""
         if isal_zlib.crc32(self._data) != self._sum:
             return "its columns"
-        replaced = [name for name, column in self._received if self._columns.get(name) is not column]
+        replaced = [
+            name for name, column in self._received if self._columns.get(name) is not column
+        ]
         return ", ".join(replaced)
 
 

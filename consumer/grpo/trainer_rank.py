@@ -42,7 +42,7 @@ class TrainerRank:
         self._config = config
         self._model_dir = model_dir
         self._writer = ThreadPoolExecutor(1, "checkpoint")
-        self.parts = WeightParts(ranks, config.policy.weights_checksum)
+        self.parts = WeightParts(ranks)
         self.orders = RankOrders(ranks)
         self.orders.add(self)
         self.reader = ShareReader(run, self.orders)

@@ -56,7 +56,6 @@ def open_sender(config: TrainingConfig, run: Run) -> WeightsSender:
         policy.weights_folder(config.run),
         keep=config.trainer.keep_weights,
         host=policy.weights_host,
-        algorithm=policy.weights_checksum,
         delta_base_every=policy.delta_base_every,
     )
 

@@ -33,7 +33,7 @@ from buffer.errors import ModelError, WireError
 from buffer.ledger.position import Position
 from buffer.ledger.trainer_opening import Opening
 from buffer.run import Run
-from buffer.weights.registry import AnyReceiver
+from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import PublishedWeights
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion
@@ -85,7 +85,7 @@ class RolloutConsumer:
             waited_s=lambda: self.waits.seconds,
             pauses=self.pauses.histogram,
         )
-        self._receiver = AnyReceiver(run.store, run.keys)
+        self._receiver = WeightsReceiver(run.store, run.keys)
         self._takes = TakeTimes()
         self._stop = threading.Event()
         self._taker = BatchTaker(run, self.role.nonce, self._check)

@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 
 from buffer.weights import folder_manifest as manifest
-from buffer.weights.checksums import Algorithm, FileChecksums
+from buffer.weights.checksums import FileChecksums
 from buffer.weights.new_folder import MEMORY_FOLDER
 from buffer.weights.safetensors_files import parse_tensors
 from buffer.weights.transport import Save
@@ -36,28 +36,24 @@ class MemorySnapshot:
         self.checksum = manifest.digest(manifest_data)
 
     @classmethod
-    def take(
-        cls, label: str, save: Save, prefix: str, algorithm: Algorithm = "xxh3"
-    ) -> MemorySnapshot:
+    def take(cls, label: str, save: Save, prefix: str) -> MemorySnapshot:
         """Take what `save` writes. `prefix`: of the name of the temporary folder."""
         try:
             folder = MEMORY_FOLDER if MEMORY_FOLDER.is_dir() else Path(gettempdir())
-            return cls._take(label, save, prefix, algorithm, folder)
+            return cls._take(label, save, prefix, folder)
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
             log.warning(
                 "%s is too small for the weights; writing them to %s", MEMORY_FOLDER, gettempdir()
             )
-            return cls._take(label, save, prefix, algorithm, Path(gettempdir()))
+            return cls._take(label, save, prefix, Path(gettempdir()))
 
     @classmethod
-    def _take(
-        cls, label: str, save: Save, prefix: str, algorithm: Algorithm, parent: Path
-    ) -> MemorySnapshot:
+    def _take(cls, label: str, save: Save, prefix: str, parent: Path) -> MemorySnapshot:
         with TemporaryDirectory(prefix=prefix, dir=parent) as name:
             folder = Path(name)
-            manifest.write(folder, label, algorithm=algorithm, saved=save(folder))
+            manifest.write(folder, label, saved=save(folder))
             manifest_data = (folder / manifest.NAME).read_bytes()
             paths = [path for path in sorted(folder.iterdir()) if path.name != manifest.NAME]
             files = {path.name: _map(path) for path in paths}

@@ -18,18 +18,16 @@ from urllib.parse import urlsplit
 
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
-from buffer.weights import registry
-from buffer.weights.checksums import Algorithm
+from buffer.weights.delta import DeltaSender
 from buffer.weights.new_folder import clear_temporary, temporary_prefix
 from buffer.weights.process_group import STALL_S
-from buffer.weights.redis_chunks import VersionStore
-from buffer.weights.registry import TransportName
+from buffer.weights.redis_chunks import RedisSender, VersionStore
 from buffer.weights.shared_folder import FolderSender
-from buffer.weights.transfer_receiver import store_announcement
 from buffer.weights.transport import (
     Announcement,
     PublishedWeights,
     Save,
+    TransportName,
     WeightsSender,
 )
 from buffer.wire.rollout import PolicyVersion
@@ -47,7 +45,6 @@ def open_sender(
     *,
     keep: int,
     host: str | None = None,
-    algorithm: Algorithm = "xxh3",
     delta_base_every: int = 1,
 ) -> WeightsSender:
     """Open the trainer's side of a transport that keeps the newest `keep` versions.
@@ -56,11 +53,17 @@ def open_sender(
     see `DeltaSender`; not for gloo and nccl.
     """
     if name in ("gloo", "nccl"):
-        copies = FolderSender(folder, keep=keep, algorithm=algorithm)
+        copies = FolderSender(folder, keep=keep)
         return TransferSender(store, keys, copies, name, host=host, keep=keep)
-    return registry.open_sender(
-        name, store, keys, folder, keep=keep, algorithm=algorithm, delta_base_every=delta_base_every
-    )
+    keep += delta_base_every - 1  # what the oldest of them is made of
+    sender: WeightsSender
+    if name == "redis":
+        sender = RedisSender(store, keys, folder, keep=keep)
+    else:
+        sender = FolderSender(folder, keep=keep)
+    if delta_base_every == 1:
+        return sender
+    return DeltaSender(sender, folder.resolve(), delta_base_every)
 
 
 class TransferSender:
@@ -95,7 +98,7 @@ class TransferSender:
         """Take what `save` writes into memory, and announce it."""
         if self._server is None:
             self._server = TensorServer(self._host, self._backend, stall_s=self._stall_s)
-        snapshot = MemorySnapshot.take(str(weights), save, self._prefix, self._folder.algorithm)
+        snapshot = MemorySnapshot.take(str(weights), save, self._prefix)
         self._server.offer(snapshot)
         published = self._announce(weights, snapshot, self._server)
         # one copy at a time: a disk slower than training slows it down, but memory stays free
@@ -134,7 +137,7 @@ class TransferSender:
             files=snapshot.facts(),
             tensors=snapshot.shapes(),
         )
-        return store_announcement(self._versions, announcement)
+        return self._versions.announce(announcement)
 
     def _await_copy(self) -> None:
         if self._copying is not None:

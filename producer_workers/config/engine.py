@@ -10,7 +10,6 @@ it in.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -40,9 +39,9 @@ class GpuMemory(NamedTuple):
 
 
 class Times(NamedTuple):
-    """How long responses are (None: unknown), and the seconds of their tokens."""
+    """How long responses are, and the seconds of their tokens."""
 
-    response_tokens: Distribution | None
+    response_tokens: Distribution
     first_token_s: Distribution
     token_s: Distribution
 
@@ -276,10 +275,6 @@ class SimulatedConfig(EngineSettings):
     """seconds until the first token"""
     token_s: Distribution = Fixed(value=0.01)
     """seconds for each further token"""
-    trace: Path | None = None
-    """JSONL file of requests whose lengths and durations are repeated (TracedRequest); default:
-    they are drawn from the distributions above
-    """
     load_weights_s: float = Field(0.0, ge=0, le=YEAR_S)
     """seconds for a weight update"""
     max_model_len: Count | None = Field(None, ge=2)
@@ -297,8 +292,7 @@ class SimulatedConfig(EngineSettings):
 
     @property
     def times(self) -> Times:
-        lengths = None if self.trace else self.response_tokens
-        return Times(lengths, self.first_token_s, self.token_s)
+        return Times(self.response_tokens, self.first_token_s, self.token_s)
 
     @property
     def token_ids(self) -> Mapping[str, int]:

@@ -164,30 +164,17 @@ class ReceivesWeights(Protocol):
         """Load announced weights. A transfer that fails never touches the model."""
 
 
-@runtime_checkable
-class PreparesWeights(Protocol):
-    """An engine with a second buffer for weights. Without it, `load_weights` reads the folder."""
-
-    async def prepare_weights(self, path: Path, version: PolicyVersion) -> None:
-        """Read weights for the next `load_weights` of that version. Raises WeightsError."""
-
-
-class GroupImages(Protocol):
-    """Images of groups; the group of a request is its id up to the first "/"."""
+class GroupImages:
+    """Images of groups; an engine without a model ignores them."""
 
     def read_with(self, reader: ImageReader) -> None: ...
 
     def show(self, gid: str, media: Sequence[MediaRef]) -> None:
-        """Show these images to requests of the group from now on, in the order of its prompt."""
+        """Show these images to requests of the group from now on, in the order of its prompt.
 
-    def forget(self, gid: str) -> None: ...
+        The group of a request is its id up to the first "/".
+        """
 
-
-class NoImages:
-    """Ignores images, for an engine without a model."""
-
-    def read_with(self, reader: ImageReader) -> None: ...
-    def show(self, gid: str, media: Sequence[MediaRef]) -> None: ...
     def forget(self, gid: str) -> None: ...
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from buffer.wire.rollout import PolicyVersion, VersionSpan
 from buffer.wire.sampling import SampleParams
@@ -29,7 +28,7 @@ from producer_workers.engines.base import (
     FinishReason,
     Generation,
     GenerationError,
-    NoImages,
+    GroupImages,
     PauseMode,
     WeightsError,
 )
@@ -38,16 +37,6 @@ from producer_workers.engines.model_folder import eos_ids, read_shapes, vocabula
 logger = logging.getLogger(__name__)
 
 VOCABULARY = 32_000  # number of token ids without a model
-
-
-class TracedRequest(BaseModel):
-    """A request of a trace. A missing latency is drawn."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    tokens: int = Field(ge=1)
-    first_token_s: float | None = Field(None, ge=0)
-    token_s: float | None = Field(None, ge=0)
 
 
 @dataclass(slots=True, eq=False)
@@ -78,13 +67,12 @@ class SimulatedEngine:
 
     name = "simulated"
     structures_output = True
-    images = NoImages()
+    images = GroupImages()
 
     def __init__(self, config: SimulatedConfig, version: PolicyVersion) -> None:
         self._config = config
         self.max_model_len = config.max_model_len
         self._swaps: list[tuple[float, PolicyVersion]] = [(-inf, version)]
-        self._trace: list[TracedRequest] = []
         self._running: set[_Run] = set()
         self._waiting: deque[_Run] = deque()
         self._requests = 0
@@ -94,13 +82,10 @@ class SimulatedEngine:
         self.asleep = False
         self._control = asyncio.Lock()  # a resume during a load must not start the clock
         self._state = "new"
-        self._death: EngineDeadError | None = None
 
     async def start(self) -> None:
         if self._state != "new":
             raise EngineError(f"the simulated engine is {self._state}", hint="build a new one")
-        if self._config.trace:
-            self._trace = await asyncio.to_thread(read_trace, self._config.trace)
         logger.warning("simulated engine: random tokens, no model; never train on this")
         self._state = "up"
         self._thaw()
@@ -173,7 +158,7 @@ class SimulatedEngine:
 
     def check_health(self) -> None:
         if self._state != "up":
-            raise self._death or EngineDeadError(f"the simulated engine is {self._state}")
+            raise self._death()
 
     def unfinished(self) -> int:
         return len(self._running) + len(self._waiting)
@@ -258,9 +243,10 @@ class SimulatedEngine:
         digest = hashlib.blake2b(f"{config.seed}/{key}/".encode(), digest_size=16)
         digest.update(np.ascontiguousarray(prompt_ids, dtype="<i4").tobytes())
         rng = np.random.default_rng(int.from_bytes(digest.digest(), "little"))
-        pace = self._draw_pace(rng)
         # As in vLLM, the stop token itself may come after min_tokens others at the earliest.
-        wanted = max(round(pace["tokens"]), params.min_tokens + 1)
+        wanted = max(round(config.response_tokens.draw(rng)), params.min_tokens + 1)
+        first_token_s = config.first_token_s.draw(rng)
+        token_s = config.token_s.draw(rng)
         tokens = min(wanted, params.max_tokens)
         token_ids = rng.integers(0, config.vocab_size or VOCABULARY, tokens, dtype=np.int32)
         # Exponential surprise with mean 0.5 nat: about what a trained model's own samples have.
@@ -278,44 +264,27 @@ class SimulatedEngine:
             token_ids[:tokens],
             logprobs[:tokens],
             "stop" if is_stopped else "length",
-            pace["first_token_s"],
-            pace["token_s"],
+            first_token_s,
+            token_s,
             asyncio.get_running_loop().create_future(),
         )
-
-    def _draw_pace(self, rng: np.random.Generator) -> dict[str, float]:
-        """Draw a request of the trace; the configured distributions supply missing values."""
-        pace = {
-            "tokens": self._config.response_tokens,
-            "first_token_s": self._config.first_token_s,
-            "token_s": self._config.token_s,
-        }
-        traced = self._trace[int(rng.integers(len(self._trace)))] if self._trace else None
-        drawn: dict[str, float] = traced.model_dump(exclude_none=True) if traced else {}
-        for name, distribution in pace.items():
-            if name not in drawn:
-                drawn[name] = distribution.draw(rng)
-        return drawn
 
     def _fail_as_configured(self, request_id: str) -> None:
         every = self._config.fail_every
         last = self._config.die_after
         if last is not None and self._requests > last:
-            self._die(
-                EngineDeadError(f"the simulated engine died after {last} requests, as configured")
-            )
+            self._state = "dead, as configured"
+            for run in self._all():
+                if not run.result.done():
+                    run.result.set_exception(self._death())
             self.check_health()
         if every is not None and self._requests % every == 0:
             raise GenerationError(
                 f"request {request_id} failed: every {every}th does, as configured"
             )
 
-    def _die(self, error: EngineDeadError) -> None:
-        self._state = "dead"
-        self._death = error
-        for run in self._all():
-            if not run.result.done():
-                run.result.set_exception(error)
+    def _death(self) -> EngineDeadError:
+        return EngineDeadError(f"the simulated engine is {self._state}")
 
 
 def build(config: SimulatedConfig, model_dir: Path, version: PolicyVersion) -> SimulatedEngine:
@@ -323,29 +292,3 @@ def build(config: SimulatedConfig, model_dir: Path, version: PolicyVersion) -> S
     of_model = {"vocab_size": vocabulary_size(model_dir), "eos_token_id": end}
     given = config.model_dump(include=set(of_model), exclude_none=True)
     return SimulatedEngine(config.model_copy(update=of_model | given), version)
-
-
-def read_trace(path: Path) -> list[TracedRequest]:
-    """Read all lines of a JSONL file. Raises EngineError with the line's number."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise EngineError(f"the trace {path} cannot be read: {error}") from error
-    requests = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            requests.append(TracedRequest.model_validate_json(line))
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the line"
-            hint = "expected tokens, and first_token_s and token_s where they are known"
-            message = f"{path}, line {number}: {where}: {first['msg']}"
-            raise EngineError(message, hint=hint) from error
-    if not requests:
-        raise EngineError(
-            f"the trace {path} holds no requests",
-            hint='expected one {"tokens": 812, "token_s": 0.01} in each line',
-        )
-    return requests

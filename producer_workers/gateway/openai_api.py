@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,8 +23,7 @@ from pydantic import (
 )
 
 from buffer.wire.sampling import StructuredOutput
-from producer_workers.gateway.sampling_limits import SamplingOverrides, structure_of
-from producer_workers.gateway.session import SampledTurn, Session
+from producer_workers.gateway.turn import Ask, SampledTurn
 
 Json = dict[str, Any]
 
@@ -65,10 +63,25 @@ REFUSED = {
 }
 
 
+def structure_of(response_format: Any) -> StructuredOutput | None:
+    """Return OpenAI's `response_format` as a structure, None for plain text. Raises ValueError."""
+    match response_format:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return StructuredOutput(json_schema={"type": "object"})
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return StructuredOutput(json_schema=schema)
+    raise ValueError(
+        'expected {"type": "text"}, {"type": "json_object"}, or json_schema with its schema'
+    )
+
+
 class Request(BaseModel):
     """The fields that every request may have; unknown ones are ignored."""
 
     model_config = ConfigDict(extra="ignore")
+    path: ClassVar[str]
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
@@ -93,14 +106,22 @@ class Request(BaseModel):
         frame = self._frame(name, self.kind)
         return {**frame, "choices": [self._choice(turn, pieces)], "usage": _usage(turn)}
 
-    def chunks(self, turn: SampledTurn, name: str, pieces: list[str]) -> Iterator[Json]:
+    def events(self, turn: SampledTurn, name: str, pieces: list[str]) -> Iterator[bytes]:
         """Yield the response as a stream, with all tokens in one chunk: the turn is complete."""
         wants_usage = (self.stream_options or {}).get("include_usage")
         frame = self._frame(name, self.chunk_kind) | ({"usage": None} if wants_usage else {})
-        for choice in self._chunk_choices(turn, pieces):
-            yield {**frame, "choices": [choice]}
+        chunks: list[Json] = [{"choices": [c]} for c in self._chunk_choices(turn, pieces)]
         if wants_usage:
-            yield {**frame, "choices": [], "usage": _usage(turn)}
+            chunks.append({"choices": [], "usage": _usage(turn)})
+        for chunk in chunks:
+            yield b"data: " + orjson.dumps(frame | chunk) + b"\n\n"
+        yield b"data: [DONE]\n\n"
+
+    @staticmethod
+    def error(status: int, message: str, code: str, field: str | None) -> Json:
+        """Return the body of a refusal, as OpenAI's clients parse it."""
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        return {"error": {"message": message, "type": kind, "code": code, "param": field}}
 
     def _frame(self, name: str, kind: str) -> Json:
         return {
@@ -116,12 +137,13 @@ class Request(BaseModel):
     def _chunk_choices(self, turn: SampledTurn, pieces: list[str]) -> list[Json]:
         return [self._choice(turn, pieces)]
 
-    def _overrides(self, max_tokens: int | None) -> SamplingOverrides:
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return SamplingOverrides(max_tokens, stops, self.response_format)
+    @property
+    def _stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
 class ChatRequest(Request):
+    path = "/v1/chat/completions"
     id_prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
@@ -157,19 +179,21 @@ class ChatRequest(Request):
             return [name for name in offered if name and name == _name(self.tool_choice)]
         return list(filter(None, offered)) if self.tool_choice == "required" else []
 
-    async def ask(self, session: Session) -> SampledTurn:
-        """Let the model answer in a session. Raises as `Session.chat` does."""
-        tools = None if self.tool_choice == "none" else self.tools or None
-        overrides = self._overrides(self.max_completion_tokens or self.max_tokens)
-        return await session.chat(
-            self.messages, tools, replace(overrides, call_one_of=self._forced)
+    def ask(self) -> Ask:
+        return Ask(
+            messages=self.messages,
+            tools=None if self.tool_choice == "none" else self.tools or None,
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            stops=self._stops,
+            structured=self.response_format,
+            call_one_of=self._forced,
         )
 
     def _choice(self, turn: SampledTurn, pieces: list[str]) -> Json:
         return {
             "index": 0,
             "message": {**turn.message, "refusal": None},
-            "finish_reason": _finish_reason(turn),
+            "finish_reason": turn.finish_reason,
             "logprobs": self._logprobs(turn, pieces),
         }
 
@@ -180,7 +204,7 @@ class ChatRequest(Request):
         logprobs = self._logprobs(turn, pieces)
         return [
             {"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs},
-            {"index": 0, "delta": {}, "finish_reason": _finish_reason(turn), "logprobs": None},
+            {"index": 0, "delta": {}, "finish_reason": turn.finish_reason, "logprobs": None},
         ]
 
     def _logprobs(self, turn: SampledTurn, pieces: list[str]) -> Json | None:
@@ -195,6 +219,7 @@ class ChatRequest(Request):
 
 
 class TextRequest(Request):
+    path = "/v1/completions"
     id_prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
@@ -218,10 +243,13 @@ class TextRequest(Request):
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
 
-    async def ask(self, session: Session) -> SampledTurn:
-        """Let the model continue the prompt in a session. Raises as `Session.complete` does."""
-        overrides = self._overrides(self.max_tokens or DEFAULT_MAX_TOKENS)
-        return await session.complete(self.prompt, overrides)
+    def ask(self) -> Ask:
+        return Ask(
+            prompt=self.prompt,
+            max_tokens=self.max_tokens or DEFAULT_MAX_TOKENS,
+            stops=self._stops,
+            structured=self.response_format,
+        )
 
     def _choice(self, turn: SampledTurn, pieces: list[str]) -> Json:
         logprobs = {
@@ -251,10 +279,6 @@ def _name(tool: Json) -> str:
     """Return the function's name in a tool or a tool choice; "" without one."""
     function = tool.get("function")
     return str(function.get("name", "")) if isinstance(function, dict) else ""
-
-
-def _finish_reason(turn: SampledTurn) -> str:
-    return "tool_calls" if turn.message.get("tool_calls") else turn.made.finish_reason
 
 
 def plain_message(message: Json) -> Json:

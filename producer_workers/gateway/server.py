@@ -1,4 +1,4 @@
-"""Serve the OpenAI API to the agents of one group; a session's API key ends with the group."""
+"""Serve the dialects of agents to one group; a session's API key ends with the group."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import re
 import secrets
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, Protocol, Self
 
-import orjson
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import ValidationError
 
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, RolloutMQError
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.engines.base import EngineDeadError, GenerationError
 from producer_workers.gateway.openai_api import ChatRequest, TextRequest
-from producer_workers.gateway.session import ContextFull, SampledTurn, Session, SessionClosed
+from producer_workers.gateway.session import ContextFull, Session, SessionClosed
+from producer_workers.gateway.turn import Ask, SampledTurn
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -35,7 +35,45 @@ _ESCAPE = re.compile(
 )
 
 
-AnyRequest = ChatRequest | TextRequest
+class Dialect(Protocol):
+    """A request in one dialect, a model of pydantic, which is served at its `path`."""
+
+    path: ClassVar[str]
+    stream: bool | None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Return whether the answer needs the texts of the tokens."""
+
+    @classmethod
+    def model_validate_json(cls, body: bytes) -> Self:
+        """Parse a request. Raises ValidationError."""
+
+    def ask(self) -> Ask: ...
+
+    def answer(self, turn: SampledTurn, name: str, pieces: list[str]) -> dict[str, Any]:
+        """Return the response `name`; `pieces` are the texts of its tokens."""
+
+    def events(self, turn: SampledTurn, name: str, pieces: list[str]) -> Iterator[bytes]:
+        """Yield the same response as server-sent events."""
+
+    @staticmethod
+    def error(status: int, message: str, code: str, field: str | None) -> dict[str, Any]:
+        """Return the body of a refusal."""
+
+
+DIALECTS: dict[str, type[Dialect]] = {kind.path: kind for kind in (ChatRequest, TextRequest)}
+"""All dialects. To add one, write its requests in a file of its own and add them here."""
+
+
+class Refusal(RolloutMQError):
+    """A request is not answered; `field`: the field that is at fault."""
+
+    def __init__(self, status: int, message: str, code: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.field = field
 
 
 class Endpoint:
@@ -61,11 +99,10 @@ class Endpoint:
             request.cancel()
 
     async def __aenter__(self) -> Endpoint:
-        app = web.Application(client_max_size=LARGEST_REQUEST, middlewares=[_errors_as_openai])
+        app = web.Application(client_max_size=LARGEST_REQUEST, middlewares=[_write_refusals])
         app.add_routes(
             [
-                web.post("/v1/chat/completions", partial(self._serve, ChatRequest)),
-                web.post("/v1/completions", partial(self._serve, TextRequest)),
+                *(web.post(path, partial(self._serve, kind)) for path, kind in DIALECTS.items()),
                 web.get("/v1/models", self._models),
                 web.route("*", "/{path:.*}", _unknown),
             ],
@@ -84,28 +121,25 @@ class Endpoint:
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
 
-    def _key(self, request: web.Request) -> str | None:
+    def _key(self, request: web.Request) -> str:
+        """Return the session's key in a request. Raises Refusal."""
         kind, _, given = request.headers.get("Authorization", "").partition(" ")
         token = given.strip().encode(errors="surrogateescape") if kind.lower() == "bearer" else b""
         for key in self._sessions:
             # In constant time: another process of this machine may guess keys.
             if hmac.compare_digest(key.encode(), token):
                 return key
-        return None
+        why = "this key belongs to no session, or to one that has ended"
+        raise Refusal(401, why, "invalid_api_key")
 
     async def _models(self, request: web.Request) -> web.Response:
-        if self._key(request) is None:
-            return _refuse(401, "this key belongs to no session", "invalid_api_key")
+        self._key(request)
         model = {"id": "policy", "object": "model", "owned_by": "rolloutmq"}
         return web.json_response({"object": "list", "data": [model]})
 
-    async def _serve(self, kind: type[AnyRequest], request: web.Request) -> web.StreamResponse:
+    async def _serve(self, kind: type[Dialect], request: web.Request) -> web.StreamResponse:
         key = self._key(request)
         answering = asyncio.current_task()
-        if key is None:
-            return _refuse(
-                401, "this key belongs to no session, or to one that has ended", "invalid_api_key"
-            )
         assert answering is not None
         requests = self._answering[key]
         requests.add(answering)
@@ -115,85 +149,49 @@ class Endpoint:
             requests.discard(answering)
 
     async def _answer(
-        self, request: web.Request, kind: type[AnyRequest], session: Session
+        self, request: web.Request, kind: type[Dialect], session: Session
     ) -> web.StreamResponse:
-        body = await request.read()
-        try:
-            asked = _parse(kind, body)
-        except ValidationError as error:
-            return _refuse_fields(error)
-        try:
-            turn = await asked.ask(session)
-        except (SessionClosed, ContextFull) as error:
-            if isinstance(error, SessionClosed) and session.interrupted.is_set():
-                return _refuse(503, str(error), "interrupted")
-            return _refuse(400, str(error), "context_length_exceeded")
-        except (ConfigError, GenerationError) as error:
-            return _refuse(400, str(error), "refused")
-        except EngineDeadError as error:
-            self.failure = error
-            session.interrupted.set()
-            return _refuse(503, "the engine died", "interrupted")
+        asked = _parse(kind, await request.read())
+        turn = await self._turn(asked.ask(), session)
         pieces = await in_tokenizer_thread(self._pieces, turn) if asked.wants_logprobs else []
         name = secrets.token_hex(8)
         if not asked.stream:
             return web.json_response(asked.answer(turn, name, pieces))
-        return await _stream(request, asked.chunks(turn, name, pieces))
+        return await _stream(request, asked.events(turn, name, pieces))
+
+    async def _turn(self, ask: Ask, session: Session) -> SampledTurn:
+        """Let the model answer. Raises Refusal."""
+        try:
+            return await session.ask(ask)
+        except (SessionClosed, ContextFull) as error:
+            if isinstance(error, SessionClosed) and session.interrupted.is_set():
+                raise Refusal(503, str(error), "interrupted") from error
+            raise Refusal(400, str(error), "context_length_exceeded") from error
+        except (ConfigError, GenerationError) as error:
+            raise Refusal(400, str(error), "refused") from error
+        except EngineDeadError as error:
+            self.failure = error
+            session.interrupted.set()
+            raise Refusal(503, "the engine died", "interrupted") from error
 
     def _pieces(self, turn: SampledTurn) -> list[str]:
         return [str(self._tokenizer.decode([token])) for token in turn.made.token_ids.tolist()]
 
 
-def _parse(kind: type[AnyRequest], body: bytes) -> AnyRequest:
+def _parse(kind: type[Dialect], body: bytes) -> Dialect:
     """Return the request in `body`, with halves of surrogate pairs replaced by U+FFFD."""
     try:
         return kind.model_validate_json(body)
     except ValidationError:
         text = body.decode(errors="replace")
         whole = _ESCAPE.sub(lambda found: "\ufffd" if found[1] else found[0], text).encode()
-        if whole == body:
-            raise
-        return kind.model_validate_json(whole)
-
-
-async def _stream(request: web.Request, chunks: Iterator[dict[str, Any]]) -> web.StreamResponse:
-    response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-    )
-    await response.prepare(request)
-    for chunk in chunks:
-        await response.write(b"data: " + orjson.dumps(chunk) + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
-    return response
-
-
-async def _unknown(request: web.Request) -> web.Response:
-    known = "POST /v1/chat/completions and /v1/completions, GET /v1/models"
-    message = f"{request.method} {request.path} cannot be recorded for training; there are {known}"
-    if "/responses" in request.path:  # that API keeps the conversation on the server
-        message += " (let the agent use chat completions instead of the Responses API)"
-    return _refuse(404, message, "unsupported")
-
-
-@web.middleware
-async def _errors_as_openai(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Return errors in the form that OpenAI's clients parse."""
     try:
-        return await handler(request)
-    except web.HTTPRequestEntityTooLarge:
-        return _refuse(413, f"a request has {LARGEST_REQUEST} bytes at most", "request_too_large")
-    except web.HTTPException as error:
-        return _refuse(error.status, error.reason, "bad_request")
-    except web.RequestPayloadError as error:  # a body that does not fit its headers
-        return _refuse(400, str(error), "bad_request")
-    except OSError:  # the agent has gone
-        raise
-    except Exception as error:  # a fault of this program or of a tokenizer; the agent gets it
-        log.exception("a request of an agent failed", extra={"path": request.path})
-        return _refuse(500, f"{type(error).__name__}: {error}", "internal_error")
+        return kind.model_validate_json(whole)
+    except ValidationError as error:
+        raise _faults(error) from error
 
 
-def _refuse_fields(error: ValidationError) -> web.Response:
+def _faults(error: ValidationError) -> Refusal:
     wrong = error.errors(include_url=False, include_input=False)
     faults = [
         ": ".join(filter(None, [".".join(map(str, fault["loc"])), fault["msg"]]))
@@ -201,12 +199,48 @@ def _refuse_fields(error: ValidationError) -> web.Response:
     ]
     message = f"this request cannot be recorded for training: {'; '.join(faults)}"
     field = str(wrong[0]["loc"][0]) if wrong[0]["loc"] else None
-    return _refuse(400, message, "unsupported", field)
+    return Refusal(400, message, "unsupported", field)
 
 
-def _refuse(status: int, message: str, code: str, field: str | None = None) -> web.Response:
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    error = {"message": message[:LONGEST_REFUSAL], "type": kind, "code": code, "param": field}
-    # Clients would retry, and be refused again.
-    headers = {"x-should-retry": "false"}
-    return web.json_response({"error": error}, status=status, headers=headers)
+async def _stream(request: web.Request, events: Iterator[bytes]) -> web.StreamResponse:
+    response = web.StreamResponse(
+        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+    )
+    await response.prepare(request)
+    for event in events:
+        await response.write(event)
+    return response
+
+
+async def _unknown(request: web.Request) -> web.Response:
+    known = f"POST {' and '.join(DIALECTS)}, GET /v1/models"
+    message = f"{request.method} {request.path} cannot be recorded for training; there are {known}"
+    raise Refusal(404, message, "unsupported")
+
+
+@web.middleware
+async def _write_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Return errors in the form that the dialect's clients parse."""
+    try:
+        return await handler(request)
+    except Refusal as error:
+        refusal = error
+    except web.HTTPRequestEntityTooLarge:
+        message = f"a request has {LARGEST_REQUEST} bytes at most"
+        refusal = Refusal(413, message, "request_too_large")
+    except web.HTTPException as error:
+        refusal = Refusal(error.status, error.reason, "bad_request")
+    except web.RequestPayloadError as error:  # a body that does not fit its headers
+        refusal = Refusal(400, str(error), "bad_request")
+    except OSError:  # the agent has gone
+        raise
+    except Exception as error:  # a fault of this program or of a tokenizer; the agent gets it
+        log.exception("a request of an agent failed", extra={"path": request.path})
+        refusal = Refusal(500, f"{type(error).__name__}: {error}", "internal_error")
+    dialect = DIALECTS.get(request.path, ChatRequest)
+    message = refusal.message[:LONGEST_REFUSAL]
+    return web.json_response(
+        dialect.error(refusal.status, message, refusal.code, refusal.field),
+        status=refusal.status,
+        headers={"x-should-retry": "false"},  # clients would retry, and be refused again
+    )

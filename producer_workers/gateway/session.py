@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Collection, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -29,8 +29,8 @@ from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, in_tokenizer_thread
 from producer_workers.agent_loops.tool_parsers import ParsedTurn, ToolParser
 from producer_workers.engines.base import Engine, Generation, context_length
-from producer_workers.gateway.sampling_limits import SamplingOverrides, TokenBudget
 from producer_workers.gateway.segment import Messages, Segment
+from producer_workers.gateway.turn import Ask, SampledTurn
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -51,11 +51,43 @@ class ContextFull(RolloutMQError):
     """The messages of a request fill the model's context; shorter ones may fit."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledTurn:
-    message: dict[str, Any]
-    made: Generation
-    prompt_tokens: int
+class TokenBudget:
+    """The tokens of one session; `left` are not sampled yet.
+
+    Invariant: sampled tokens and reserved tokens together never exceed the session's tokens. A
+    request reserves what it may need and returns what it did not use.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self.left = tokens
+        self._reserved = 0
+        self._queue = asyncio.Lock()  # requests reserve in the order of their arrival
+        self._returned = asyncio.Event()
+
+    @asynccontextmanager
+    async def reserve(self, wanted: int | None) -> AsyncIterator[int]:
+        """Reserve up to `wanted` tokens (None: all) and yield how many may be sampled, perhaps 0.
+
+        It waits until running requests leave that many, in the order of arrival. So requests
+        without a limit run one after another.
+        """
+        async with self._queue:
+            while self._reserved and self.left - self._reserved < self._limit(wanted):
+                self._returned.clear()
+                await self._returned.wait()
+            allowed = min(self._limit(wanted), self.left)
+            self._reserved += allowed
+        try:
+            yield allowed
+        finally:
+            self._reserved -= allowed
+            self._returned.set()
+
+    def _limit(self, wanted: int | None) -> int:
+        return self.left if wanted is None else wanted
+
+    def spend(self, tokens: int) -> None:
+        self.left -= tokens
 
 
 class Session:
@@ -98,45 +130,38 @@ class Session:
     def is_full(self) -> bool:
         return self._budget.left <= 0
 
-    async def chat(
-        self, messages: Messages, tools: Any, overrides: SamplingOverrides
-    ) -> SampledTurn:
+    async def ask(self, ask: Ask) -> SampledTurn:
         """Sample one turn; a cancelled call trains nothing.
 
         Raises SessionClosed, ContextFull, GenerationError, or ConfigError for an unsupported call.
         """
-        if overrides.call_one_of:
-            overrides = overrides.forcing_a_call(self._parser)
-        messages = self._delta.readable(messages)
-        with self._request(overrides) as number:
-            parent, context = await in_tokenizer_thread(self._context, messages, tools)
-            made = await self._generate(number, parent, context, overrides)
-            message, text, calls = await in_tokenizer_thread(
-                self._message, number, made, overrides.stops, tools
-            )
-            self._keep(parent, context, made, [*messages, message], text, calls)
-            return SampledTurn(message, made, len(context.ids))
-
-    async def complete(self, prompt: str | list[int], overrides: SamplingOverrides) -> SampledTurn:
-        """Sample the continuation of a text or tokens. Raises as `chat` does."""
-        with self._request(overrides) as number:
-            parent, context = await in_tokenizer_thread(self._raw_context, prompt)
-            made = await self._generate(number, parent, context, overrides)
-            text = await in_tokenizer_thread(self._text, made, skip_special_tokens=True)
-            messages = [{"role": _RAW, "content": _content(context) + text}]
-            self._keep(parent, context, made, messages, text, [])
-            message = {"role": "assistant", "content": _before(text, overrides.stops)}
-            return SampledTurn(message, made, len(context.ids))
-
-    @contextmanager
-    def _request(self, overrides: SamplingOverrides) -> Iterator[int]:
+        ask = ask.forcing_a_call(self._parser)
         self._check_open()
-        overrides.check(self._params, self._engine)
+        ask.check(self._params, self._engine)
         self._running += 1
         try:
-            yield next(self._requests)
+            return await (self._complete if ask.prompt else self._chat)(next(self._requests), ask)
         finally:
             self._running -= 1
+
+    async def _chat(self, number: int, ask: Ask) -> SampledTurn:
+        messages = self._delta.readable(ask.messages)
+        parent, context = await in_tokenizer_thread(self._context, messages, ask.tools)
+        made = await self._generate(number, parent, context, ask)
+        message, text, calls = await in_tokenizer_thread(
+            self._message, number, made, ask.stops, ask.tools
+        )
+        self._keep(parent, context, made, [*messages, message], text, calls)
+        return SampledTurn(message, made, len(context.ids))
+
+    async def _complete(self, number: int, ask: Ask) -> SampledTurn:
+        parent, context = await in_tokenizer_thread(self._raw_context, ask.prompt)
+        made = await self._generate(number, parent, context, ask)
+        text = await in_tokenizer_thread(self._text, made, skip_special_tokens=True)
+        messages = [{"role": _RAW, "content": _content(context) + text}]
+        self._keep(parent, context, made, messages, text, [])
+        message = {"role": "assistant", "content": _before(text, ask.stops)}
+        return SampledTurn(message, made, len(context.ids))
 
     def _check_open(self) -> None:
         if self.interrupted.is_set():
@@ -161,15 +186,15 @@ class Session:
         return is_full
 
     async def _generate(
-        self, number: int, parent: Segment | None, context: Segment, overrides: SamplingOverrides
+        self, number: int, parent: Segment | None, context: Segment, ask: Ask
     ) -> Generation:
         self._check_room(parent)
         if self._fills_context(len(context.ids)):
             raise ContextFull(self.truncation)
-        async with self._budget.reserve(overrides.max_tokens) as allowed:
+        async with self._budget.reserve(ask.max_tokens) as allowed:
             # Again: another request may have used up the tokens while this one waited.
             self._check_open()
-            params = overrides.applied_to(self._params, number, allowed)
+            params = ask.applied_to(self._params, number, allowed)
             made = await self._engine.generate(f"{self.name}/{number}", context.ids, params)
             self._budget.spend(len(made.token_ids))
         if made.finish_reason == "abort":

@@ -1,10 +1,9 @@
-"""Run environments of `verifiers` (0.1.14 to 0.4) as agents, which play their rollouts themselves.
+"""Run environments of `verifiers` 0.4 as agents, which play their rollouts themselves.
 
     # agent_loop = "gateway", agent_loop_options = {agent = "my_env:agent"}, judge = "environment"
-    agent = verifiers_agent(vf.load_environment("wordle"))           # 0.1.14 to 0.3
-    agent = verifiers_agent(vf.load_environment(vf.EnvConfig(...)))  # 0.4: verifiers.v1 as vf
+    agent = verifiers_agent(vf.load_environment(vf.EnvConfig(...)))  # verifiers.v1 as vf
 
-The environment's rubric gives the reward: "score", and each metric by name. A problem of 0.4 has
+The environment's rubric gives the reward: "score", and each metric by name. A problem has
 `task.data.model_dump(mode="json")` of a task as its `extra`.
 """
 
@@ -33,37 +32,10 @@ class EpisodeError(RolloutMQError):
 
 def verifiers_agent(environment: Any) -> Agent:
     """Return the agent that plays an environment of verifiers. Raises ConfigError."""
-    if hasattr(environment, "run_episode") and hasattr(environment, "serving"):
-        return _EpisodePlayer(environment).play
-    if hasattr(environment, "rollout") and hasattr(environment, "rubric"):
-        return _rollout_player(environment)
-    hint = "pass the result of vf.load_environment, of verifiers 0.1.14 to 0.4"
-    raise ConfigError(
-        f"{type(environment).__name__} has neither rollout and rubric nor run_episode", hint=hint
-    )
-
-
-def _rollout_player(environment: Any) -> Agent:
-    """Return the agent for an environment up to 0.3, which takes an OpenAI client."""
-
-    async def play(task: AgentTask) -> dict[str, float]:
-        row = {
-            "prompt": task.messages,
-            "answer": task.ground_truth,
-            "info": task.extra,
-            "example_id": 0,
-        }
-        async with import_module("openai").AsyncOpenAI(
-            base_url=task.base_url, api_key=task.api_key
-        ) as asks:
-            client = import_module("verifiers.clients").OpenAIChatCompletionsClient(asks)
-            state = await environment.rollout(row, client, task.model, {})
-        if state.get("error") is not None:
-            raise state["error"]
-        await environment.rubric.score_rollout(state)
-        return _reward(state.get("metrics") or {}, state["reward"])
-
-    return play
+    if not (hasattr(environment, "run_episode") and hasattr(environment, "serving")):
+        hint = "pass the result of vf.load_environment, of verifiers 0.4"
+        raise ConfigError(f"{type(environment).__name__} has no run_episode", hint=hint)
+    return _EpisodePlayer(environment).play
 
 
 def _reward(metrics: Mapping[str, Any], score: Any) -> dict[str, float]:
@@ -72,7 +44,7 @@ def _reward(metrics: Mapping[str, Any], score: Any) -> dict[str, float]:
 
 
 class _EpisodePlayer:
-    """Plays environments since 0.4, whose servers and tools run while any rollout does."""
+    """Plays an environment, whose servers and tools run while any rollout does."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment

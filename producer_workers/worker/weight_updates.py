@@ -29,10 +29,10 @@ from buffer.control.control import ControlState, LocatedWeights
 from buffer.errors import StoreUnavailable, WireError
 from buffer.redis.connection.retry import Backoff
 from buffer.run import Run
-from buffer.weights.registry import open_receiver
-from buffer.weights.transport import Announcement, PublishedWeights, WeightsReceiver
+from buffer.weights.receiver import WeightsReceiver
+from buffer.weights.transport import Announcement, PublishedWeights
 from buffer.wire.rollout import PolicyVersion
-from producer_workers.engines.base import Engine, PreparesWeights, ReceivesWeights, WeightsError
+from producer_workers.engines.base import Engine, ReceivesWeights, WeightsError
 from producer_workers.worker.inbox import Inbox, Signal
 
 log = logging.getLogger("rolloutmq.worker")
@@ -69,7 +69,7 @@ class WeightUpdates:
 
     @cached_property
     def _receiver(self) -> WeightsReceiver:
-        return open_receiver(self._run.store, self._run.keys)
+        return WeightsReceiver(self._run.store, self._run.keys)
 
     def are_newest(self, state: ControlState) -> bool:
         return state.weights == self._engine.version()
@@ -155,8 +155,6 @@ class WeightUpdates:
                 return _Fetched(Path(announced.folder), announced)
         problem = f"cannot use the weights in {wanted.path}"
         folder = await _read(problem, lambda: self._receiver.fetch(published))
-        if isinstance(engine, PreparesWeights):
-            await engine.prepare_weights(folder, wanted.weights)
         return _Fetched(folder, None)
 
     async def _load(self, fetched: _Fetched, state: ControlState) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer.errors import HubError
-from buffer.weights.model_loading import MODEL_LOADING
+from buffer.weights.safetensors_files import MODEL_LOADING
 from consumer.grpo.models.model_folder import check_model_folder, load_tokenizer
 from producer_workers.engines.model_folder import eos_ids, vocabulary_size
 from producer_workers.hub import model_repository

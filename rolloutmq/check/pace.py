@@ -67,7 +67,7 @@ def _largest(config: Config) -> TaskSection:
 
 
 def _response_tokens(config: Config) -> Distribution:
-    if config.engine.times and config.engine.times.response_tokens:
+    if config.engine.times:
         return config.engine.times.response_tokens
     return LogNormal(
         median=max(1.0, MEDIAN_SHARE * _largest(config).sample.max_tokens), sigma=SIGMA

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ from buffer.control.control import START, Event, Mode
 from buffer.errors import ConfigError
 from buffer.run import Run
 from rolloutmq.command_list import command
-from rolloutmq.options import RUNS, AsJson, RedisUrl, RunDir, RunName, open_target
+from rolloutmq.options import RUNS, AsJson, RunDir, Target, on_run
 from rolloutmq.output import console, emit_line, plain, version_style
 from rolloutmq.run_owner import choose_folder, is_owned
 from rolloutmq.views.screen import event_text
@@ -129,30 +130,23 @@ _BLOCK_MS = 1000
 @command(
     "Look", "tail", epilog="Example: rolloutmq tail --json | jq 'select(.event == \"reaped\")'"
 )
+@on_run
 def tail(
+    target: Target,
     from_start: Annotated[
         bool, typer.Option("--from-start", help="Start with the oldest event that is kept.")
     ] = False,
     events: Annotated[
         int | None, typer.Option("--count", min=1, help="Exit after N events.", metavar="N")
     ] = None,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
     """Follow the events of a run, until it is finished or Ctrl-C."""
-    with open_target(redis_url, run_dir, run) as target:
-        screen = console()
-        for number, (identity, event) in enumerate(
-            follow(target.run, from_start=from_start), start=1
-        ):
-            if as_json:
-                emit_line({"id": identity, "ms": event[0], "event": event[1]} | event[2])
-            else:
-                screen.print(event_text(event), soft_wrap=True)
-            if number == events:
-                return
+    for identity, event in islice(follow(target.run, from_start=from_start), events):
+        if as_json:
+            emit_line({"id": identity, "ms": event[0], "event": event[1]} | event[2])
+        else:
+            console().print(event_text(event), soft_wrap=True)
 
 
 def follow(run: Run, *, from_start: bool) -> Iterator[tuple[str, Event]]:

@@ -13,14 +13,8 @@ from rich.console import Console
 
 from buffer.run import Run
 from rolloutmq.command_list import command
-from rolloutmq.options import (
-    AsJson,
-    RedisUrl,
-    RunDir,
-    RunName,
-    open_target,
-)
-from rolloutmq.output import console, emit, emit_line
+from rolloutmq.options import Answer, AsJson, Target, on_run
+from rolloutmq.output import console, emit_line
 from rolloutmq.views.history import History
 from rolloutmq.views.live import LINE_S, Keyboard, Steering, watch
 from rolloutmq.views.run_json import describe
@@ -29,30 +23,27 @@ from rolloutmq.views.screen import LiveNotes, status_screen
 
 
 @command("Look", "status", epilog="Example: rolloutmq status --json | python -m json.tool")
-def status(
-    redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
-) -> None:
+@on_run
+def status(target: Target) -> Answer:
     """Show the state of a run: groups, weights, workers, staleness.
 
     Also shows whether it is paused, by whom and since when, and whether every group is accounted
     for.
     """
-    with open_target(redis_url, run_dir, run) as target:
-        view = read_run_view(target.run)
-    emit(describe(view)) if as_json else console().print(status_screen(view))
+    view = read_run_view(target.run)
+    return Answer(describe(view), status_screen(view))
 
 
 @command("Look", "top", epilog="Example: rolloutmq top --run-dir runs/demo")
+@on_run
 def top(
+    target: Target,
     every: Annotated[
         float | None, typer.Option(min=0.1, help="Seconds between two refreshes.")
     ] = None,
     refreshes: Annotated[
         int | None, typer.Option("--count", min=1, metavar="N", help="Exit after N refreshes.")
     ] = None,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
     """Watch a run live; q or Ctrl-C quits.
@@ -66,16 +57,15 @@ def top(
     def is_over() -> bool:
         return left is not None and next(left) == 0
 
-    with open_target(redis_url, run_dir, run) as target:
-        if as_json:
-            _stream(target.run, is_over, every or LINE_S)
-            return
-        screen = console()
-        notes = LiveNotes()
-        with _keys(screen) as keyboard:
-            steering = Steering(target.run, notes, keyboard) if keyboard else None
-            history = History(target.run_dir)
-            watch(target.run, history, notes, screen, is_over, every_s=every, steering=steering)
+    if as_json:
+        _stream(target.run, is_over, every or LINE_S)
+        return
+    screen = console()
+    notes = LiveNotes()
+    with _keys(screen) as keyboard:
+        steering = Steering(target.run, notes, keyboard) if keyboard else None
+        history = History(target.run_dir)
+        watch(target.run, history, notes, screen, is_over, every_s=every, steering=steering)
 
 
 @contextmanager

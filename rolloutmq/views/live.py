@@ -18,7 +18,7 @@ from buffer.control.control import Mode
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.ids import group_id
 from buffer.run import Run
-from rolloutmq.views.found_group import find_group, print_group
+from rolloutmq.views.found_group import find_group, group_parts
 from rolloutmq.views.history import History
 from rolloutmq.views.operator_mode import set_operator_mode
 from rolloutmq.views.run_view import RunView, read_run_view
@@ -99,10 +99,11 @@ class Steering:
         gid = self._group
         self._group = ""
         try:
-            print_group(screen, find_group(self._run, gid).document(tokens=False))
+            document = find_group(self._run, gid).document(tokens=False)
         except RolloutMQError as error:
             self._report(str(error))
             return
+        screen.print(*group_parts(document), sep="\n")
         screen.print("\npress any key to go back", style="dim")
         while not self._keyboard.read(1.0):
             pass

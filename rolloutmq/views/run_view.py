@@ -134,6 +134,10 @@ class RunView:
         return self.control.get("mode", "run")
 
     @property
+    def created_ms(self) -> int:
+        return int(self.meta["created_ms"])
+
+    @property
     def paused_by(self) -> str | None:
         for who in ("operator", "trainer"):
             if self.control.get(f"{who}_mode", "run") != "run":
@@ -149,8 +153,7 @@ class RunView:
     @property
     def paused_ms(self) -> int:
         """Milliseconds since the last change of the mode."""
-        changed = self.control.get("changed_ms", self.meta["created_ms"])
-        return max(0, self.now_ms - int(changed))
+        return max(0, self.now_ms - int(self.control.get("changed_ms", self.created_ms)))
 
     @property
     def weights(self) -> PolicyVersion:

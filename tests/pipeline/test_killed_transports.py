@@ -16,8 +16,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from buffer.errors import WireError
-from buffer.weights.registry import TransportName, open_receiver
-from buffer.weights.transport import PublishedWeights
+from buffer.weights.receiver import WeightsReceiver
+from buffer.weights.transport import PublishedWeights, TransportName
 from buffer.wire.rollout import PolicyVersion
 from consumer.senders.transfer import open_sender
 from tests.pipeline.weights_process import LINEAGE, save, words
@@ -63,7 +63,7 @@ def test_a_process_that_is_killed_in_the_middle_leaves_whole_versions_and_nothin
     store, keys = yard.store, yard.run.keys
     run = (transport, str(delta_base_every), store.servers.url_of(keys.control), yard.run.name)
     first = PublishedWeights(*lines_until_killed("sender", *run, str(folder))[0].split())
-    with closing(open_receiver(store, keys)) as worker:
+    with closing(WeightsReceiver(store, keys)) as worker:
         assert is_whole(worker.fetch(first), 1)
         with pytest.raises((WireError, OSError)):
             worker.check(first._replace(address=first.address[:-1] + "2"))
@@ -75,7 +75,7 @@ def test_a_process_that_is_killed_in_the_middle_leaves_whole_versions_and_nothin
     for version in (2, 3):
         published = sender.write(PolicyVersion(LINEAGE, version), save(version))
     lines_until_killed("receiver", *run, *published)
-    with closing(open_receiver(store, keys)) as worker:
+    with closing(WeightsReceiver(store, keys)) as worker:
         assert is_whole(worker.fetch(published), 3)
     sender.close()
     assert not files_in(home)

@@ -14,7 +14,7 @@ from buffer.control.control import Mode
 from buffer.errors import WeightsRefused
 from buffer.ids import new_nonce
 from buffer.model.manifest import NotReady
-from buffer.weights.shared_folder import FolderReceiver
+from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import PublishedWeights
 from buffer.wire.rollout import PolicyVersion
 from consumer.handle import wait_rules
@@ -26,14 +26,14 @@ from tests.pipeline.yard import FIRST, LINEAGE, SLOW_S, TASK, Yard, versions
 def gated_fetches(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> list[str]:
     """Let every fetch wait for `gate`; return the names of the folders that are fetched."""
     fetched: list[str] = []
-    fetch = FolderReceiver.fetch
+    fetch = WeightsReceiver.fetch
 
-    def fetch_slowly(self: FolderReceiver, published: PublishedWeights) -> Path:
+    def fetch_slowly(self: WeightsReceiver, published: PublishedWeights) -> Path:
         fetched.append(Path(published.address).name)
         assert gate.wait(400)
         return fetch(self, published)
 
-    monkeypatch.setattr(FolderReceiver, "fetch", fetch_slowly)
+    monkeypatch.setattr(WeightsReceiver, "fetch", fetch_slowly)
     return fetched
 
 
@@ -43,16 +43,16 @@ def test_a_worker_samples_while_it_fetches_obeys_pauses_and_loads_only_the_newes
     """Version 1 takes long to fetch, is deleted, and followed by three that the worker misses."""
     fetching, gate = threading.Event(), threading.Event()
     fetched: list[str] = []
-    fetch = FolderReceiver.fetch
+    fetch = WeightsReceiver.fetch
 
-    def fetch_slowly(self: FolderReceiver, published: PublishedWeights) -> Path:
+    def fetch_slowly(self: WeightsReceiver, published: PublishedWeights) -> Path:
         fetched.append(Path(published.address).name)
         if fetched == ["weights-1"]:
             fetching.set()
             assert gate.wait(400)
         return fetch(self, published)
 
-    monkeypatch.setattr(FolderReceiver, "fetch", fetch_slowly)
+    monkeypatch.setattr(WeightsReceiver, "fetch", fetch_slowly)
     newest = PolicyVersion(LINEAGE, 4)
     first = yard.enqueue(1, (150, 150))
 

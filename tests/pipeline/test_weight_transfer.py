@@ -20,12 +20,11 @@ from safetensors.torch import load_file
 from buffer.errors import WireError
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.weights import process_group
-from buffer.weights.redis_chunks import VersionStore
-from buffer.weights.registry import AnyReceiver, TransportName
+from buffer.weights.receiver import WeightsReceiver
+from buffer.weights.redis_chunks import OFFERED, VersionStore
 from buffer.weights.rendezvous import NONCE_BYTES, Rendezvous
 from buffer.weights.shared_folder import FolderSender
-from buffer.weights.transfer_receiver import SCHEME, TransferReceiver, store_announcement
-from buffer.weights.transport import Announcement, PublishedWeights
+from buffer.weights.transport import Announcement, PublishedWeights, TransportName
 from buffer.wire.rollout import PolicyVersion
 from consumer.senders import tensor_server
 from consumer.senders.memory_snapshot import MemorySnapshot
@@ -230,7 +229,7 @@ def transfer(yard: Yard, tmp_path: Path) -> Iterator[TransferSender]:
 def publish(yard: Yard, transfer: TransferSender, version: int) -> PolicyVersion:
     weights = PolicyVersion(LINEAGE, version)
     path, checksum = transfer.write(weights, save)
-    assert path == f"{SCHEME}{weights}"
+    assert path == f"{OFFERED}{weights}"
     yard.run.control.publish_weights(yard.trainer, weights, path, checksum)
     transfer.prune()
     return weights
@@ -282,7 +281,7 @@ async def test_who_comes_after_the_trainer_died_finds_the_folder_and_the_next_tr
         await yard.until(lambda: late.version() == second)
         lost = PolicyVersion(LINEAGE, 3)
         gone = replace(_announced(yard), label=str(lost), folder=str(tmp_path / "never written"))
-        address = store_announcement(VersionStore(yard.store, yard.run.keys), gone)
+        address = VersionStore(yard.store, yard.run.keys).announce(gone)
         await asyncio.to_thread(yard.run.control.publish_weights, yard.trainer, lost, *address)
         await yard.until(lambda: f"weights refused, staying on {second}" in caplog.text)
         assert late.version() == second
@@ -306,12 +305,12 @@ def test_an_announcement_that_is_not_the_published_one_is_refused(
     yard: Yard, transfer: TransferSender
 ) -> None:
     publish(yard, transfer, 1)
-    receiver = TransferReceiver(yard.store, yard.run.keys)
+    receiver = WeightsReceiver(yard.store, yard.run.keys)
     checksum = yard.run.control.state().weights_checksum
     with pytest.raises(WireError, match="the manifest has checksum"):
-        receiver.announcement(PublishedWeights(f"{SCHEME}l1:1", "0" * 32))
+        receiver.announcement(PublishedWeights(f"{OFFERED}l1:1", "0" * 32))
     with pytest.raises(WireError, match="the server has no weights l1:9"):
-        receiver.announcement(PublishedWeights(f"{SCHEME}l1:9", checksum))
+        receiver.announcement(PublishedWeights(f"{OFFERED}l1:9", checksum))
     for strange in (b"", b"[]", b'{"offer": {"files": 1}}'):
         with pytest.raises(WireError, match="not an announcement of weights"):
             Announcement.parse(strange)
@@ -327,7 +326,7 @@ def test_what_a_transport_sends_the_registry_finds_by_its_address(
     newer = sender.write(PolicyVersion(LINEAGE, 2), save)
     sender.close()  # what is sent from memory is on disk then
     sender.prune()
-    receiver = AnyReceiver(yard.store, yard.run.keys)
+    receiver = WeightsReceiver(yard.store, yard.run.keys)
     with closing(receiver):
         assert_whole(written_in(receiver.fetch(newer)), tmp_path / "wanted")
         with pytest.raises((WireError, OSError)):
@@ -340,4 +339,6 @@ def _announced(yard: Yard) -> Announcement:
     """Return the newest weights that were published."""
     state = yard.run.control.state()
     published = PublishedWeights(state.weights_path, state.weights_checksum)
-    return TransferReceiver(yard.store, yard.run.keys).announcement(published)
+    announced = WeightsReceiver(yard.store, yard.run.keys).announcement(published)
+    assert announced
+    return announced

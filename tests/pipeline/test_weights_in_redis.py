@@ -14,8 +14,8 @@ from buffer.errors import WireError
 from buffer.redis.connection.retry import Backoff
 from buffer.redis.payloads import CHUNK_BYTES
 from buffer.weights import folder_manifest as weights_manifest
-from buffer.weights.redis_chunks import SCHEME, RedisSender, VersionStore
-from buffer.weights.registry import open_receiver
+from buffer.weights.receiver import WeightsReceiver
+from buffer.weights.redis_chunks import IN_CHUNKS, RedisSender, VersionStore
 from buffer.wire.rollout import PolicyVersion
 from consumer.senders.transfer import open_sender
 from producer_workers.worker import weight_updates
@@ -51,7 +51,7 @@ def test_a_version_is_read_as_it_was_written(yard: Yard, tmp_path: Path) -> None
     address, checksum = RedisSender(yard.run.store, yard.run.keys, tmp_path).write(
         PolicyVersion("ab12cd34", 4), save
     )
-    assert address == SCHEME + LABEL
+    assert address == IN_CHUNKS + LABEL
     (came := tmp_path / "came").mkdir()
     chunks_of(yard).read(LABEL, checksum, came)
     (wanted := tmp_path / "wanted").mkdir()
@@ -113,7 +113,7 @@ def test_changes_reach_a_receiver_that_follows_and_one_that_is_late_or_missed_so
     store, keys = yard.run.store, yard.run.keys
     sender = open_sender("redis", store, keys, tmp_path, keep=2, delta_base_every=4)
     words = np.arange(70_000, dtype=np.uint16)
-    follower = open_receiver(store, keys)
+    follower = WeightsReceiver(store, keys)
 
     def save(folder: Path) -> None:
         save_file({"w": words}, folder / "model.safetensors")
@@ -122,7 +122,7 @@ def test_changes_reach_a_receiver_that_follows_and_one_that_is_late_or_missed_so
         words[version::997] += 1
         published = sender.write(PolicyVersion(LINEAGE, version), save)
         sender.prune()
-        for receiver in (follower, open_receiver(store, keys)):
+        for receiver in (follower, WeightsReceiver(store, keys)):
             receiver.check(published)
             folder = receiver.fetch(published)
             assert np.array_equal(load_file(folder / "model.safetensors")["w"], words)
@@ -149,7 +149,7 @@ def test_processes_of_a_host_download_a_version_once(
         read(self, label, checksum, folder)
 
     monkeypatch.setattr(VersionStore, "read", note)
-    receivers = [open_receiver(store, keys) for _ in range(3)]
+    receivers = [WeightsReceiver(store, keys) for _ in range(3)]
     folders = {receiver.fetch(published) for receiver in receivers}
     assert len(reads) == len(folders) == 1
     for receiver in receivers:
@@ -179,7 +179,7 @@ async def test_a_worker_loads_the_newest_and_stays_with_them_when_the_next_are_t
         chunks_of(yard).write(str(weights), folder)
         if torn:
             yard.store.control.setrange(yard.run.keys.weights_part(str(weights), 1), 50, b"torn")
-        yard.run.control.publish_weights(yard.trainer, weights, f"{SCHEME}{weights}", checksum)
+        yard.run.control.publish_weights(yard.trainer, weights, f"{IN_CHUNKS}{weights}", checksum)
         return weights
 
     publish(1)

@@ -107,7 +107,7 @@ async def test_an_idle_worker_ends_when_its_engine_dies(yard: Yard) -> None:
     with pytest.raises(EngineDeadError):  # noqa: PT012
         async with yard.working(yard.worker()) as engine:
             await yard.until(lambda: len(yard.run.fleet.workers()) == 1)
-            engine._die(EngineDeadError("gone"))
+            engine._state = "gone"
             await yard.until(lambda: not yard.run.fleet.workers())
 
 

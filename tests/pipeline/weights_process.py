@@ -20,12 +20,11 @@ from numpy.typing import NDArray
 
 from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.weights import checksums, delta, tensor_file
-from buffer.weights.checksums import WrittenFiles
+from buffer.weights import checksums, delta
+from buffer.weights.checksums import RawTensor, WrittenFiles, write_tensors
+from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.redis_chunks import VersionStore
-from buffer.weights.registry import TransportName, open_receiver
-from buffer.weights.tensor_file import RawTensor, write_tensors
-from buffer.weights.transport import PublishedWeights, Save
+from buffer.weights.transport import PublishedWeights, Save, TransportName
 from buffer.wire.rollout import PolicyVersion
 from consumer.senders.transfer import open_sender
 from tests.pipeline.handover import say
@@ -34,7 +33,7 @@ LINEAGE = "l1"
 WORDS = 100_000
 
 MIDDLES: dict[tuple[str, str, bool], tuple[Any, str, int]] = {
-    ("sender", "folder", False): (tensor_file, "write_at", 1),
+    ("sender", "folder", False): (checksums, "write_at", 1),
     ("sender", "redis", False): (Store, "write", 2),
     ("sender", "redis", True): (delta, "_pack", 1),
     ("receiver", "folder", False): (checksums, "_hash_part", 1),
@@ -59,7 +58,7 @@ def save(version: int) -> Save:
         (folder / "config.json").write_text("{}", encoding="utf-8")
         tensors = {"w": RawTensor("I16", (WORDS,), words(version).data.cast("B"))}
         file = folder / "model.safetensors"
-        return WrittenFiles({file.name: write_tensors(file, tensors, {}, "xxh3")})
+        return WrittenFiles({file.name: write_tensors(file, tensors, {})})
 
     return write
 
@@ -91,7 +90,7 @@ def send(run: Run, folder: Path, transport: TransportName, delta_base_every: int
 
 def receive(run: Run, published: PublishedWeights, transport: str, delta_base_every: int) -> None:
     stop_after(*MIDDLES["receiver", transport, delta_base_every > 1])
-    open_receiver(run.store, run.keys).fetch(published)
+    WeightsReceiver(run.store, run.keys).fetch(published)
 
 
 def main(end: str, transport: Any, delta_base_every: str, url: str, name: str, *rest: str) -> None:

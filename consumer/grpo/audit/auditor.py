@@ -28,7 +28,7 @@ from buffer.ids import NAME
 from buffer.ledger.audits import AuditFinding, AuditPosition
 from buffer.model.manifest import Manifest, ManifestEntry
 from buffer.run import Run
-from buffer.weights.registry import find_version, open_receiver
+from buffer.weights.receiver import WeightsReceiver, find_version
 from buffer.wire.framing import signers
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
@@ -50,7 +50,7 @@ class KeptWeights:
     def __init__(self, run: Run, config: TrainingConfig) -> None:
         self._run = run
         self._config = config
-        self._receiver = open_receiver(run.store, run.keys)
+        self._receiver = WeightsReceiver(run.store, run.keys)
         self._loaded: tuple[PolicyVersion, Learner] | None = None
 
     def load(self, weights: PolicyVersion) -> Learner:

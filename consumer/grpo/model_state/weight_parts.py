@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer.errors import PublicationFailed, RankLost
-from buffer.weights.checksums import Algorithm, FileChecksums, WrittenFiles
+from buffer.weights.checksums import FileChecksums, WrittenFiles
 from consumer.grpo.model_state.weights_snapshot import WeightsSnapshot
 from consumer.handle.ranks import Ranks
 
@@ -25,9 +25,8 @@ POLL_S = 0.02
 
 
 class WeightParts:
-    def __init__(self, ranks: Ranks, algorithm: Algorithm) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._algorithm: Algorithm = algorithm
         self._thread = ThreadPoolExecutor(1, "weight-parts")
         self._ended = threading.Event()
         self._number = 0
@@ -75,7 +74,7 @@ class WeightParts:
         problem = ""
         facts = WrittenFiles()
         try:
-            facts = snapshot.write(folder, self._algorithm)
+            facts = snapshot.write(folder)
         except Exception as error:  # rank 0, which waits for this part, raises it
             problem = f"rank {self._ranks.rank} cannot write its part of the weights: {error!r}"
         return {"problem": problem, "files": {n: each.to_json() for n, each in facts.items()}}

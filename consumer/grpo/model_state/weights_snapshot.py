@@ -9,9 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from buffer.weights.checksums import Algorithm, WrittenFiles
+from buffer.weights.checksums import RawTensor, WrittenFiles, write_tensors
 from buffer.weights.safetensors_files import DTYPES
-from buffer.weights.tensor_file import RawTensor, write_tensors
 
 _NAMES = {getattr(torch, name): code for code, name in DTYPES.items()}
 
@@ -51,13 +50,13 @@ class WeightsSnapshot:
     metadata: Mapping[str, str]
     write_others: Callable[[Path], None]
 
-    def write(self, folder: Path, algorithm: Algorithm = "xxh3") -> WrittenFiles:
+    def write(self, folder: Path) -> WrittenFiles:
         """Write the files into an existing folder; return the checksums of the tensors' file."""
         self.write_others(folder)
         if not self.file:
             return WrittenFiles()
         raw = {name: _raw(tensor) for name, tensor in self.tensors.items()}
-        facts = write_tensors(folder / self.file, raw, self.metadata, algorithm)
+        facts = write_tensors(folder / self.file, raw, self.metadata)
         return WrittenFiles({self.file: facts})
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import orjson
 
 from buffer.errors import ModelError
-from buffer.weights.model_loading import MODEL_LOADING
+from buffer.weights.safetensors_files import MODEL_LOADING
 
 if TYPE_CHECKING:
     import torch

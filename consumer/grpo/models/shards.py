@@ -15,7 +15,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.modeling_utils import LoadStateDictConfig
 
 from buffer.errors import ModelError
-from buffer.weights.model_loading import MODEL_LOADING
+from buffer.weights.safetensors_files import MODEL_LOADING
 from consumer.grpo.models.model_folder import check_model_folder
 from consumer.grpo.models.varlen_attention import register_varlen_attention
 

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from buffer.weights.model_loading import MODEL_LOADING
-from buffer.weights.safetensors_files import is_adapter
+from buffer.weights.safetensors_files import MODEL_LOADING, is_adapter
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.sampling import SampleParams
 from producer_workers.config.engine import TransformersConfig
@@ -88,7 +87,6 @@ class TransformersEngine:
         self._model: Any = None
         self._recorder: RoutingRecorder | None = None
         self._tokenizer: Any = None
-        self._prepared: tuple[PolicyVersion, Any, RoutingRecorder | None] | None = None
         self.max_model_len: int | None = None
         self._has_first_model = True
         self._shapes: Shapes = {}
@@ -153,22 +151,12 @@ class TransformersEngine:
         if is_adapter(path):
             await self._load_adapter(path, version)
             return
-        if self._prepared is None or self._prepared[0] != version:
-            await self.prepare_weights(path, version)
-        assert self._prepared
-        _, model, recorder = self._prepared
-        self._prepared = None
+        shapes = await asyncio.to_thread(read_shapes, path)
+        check_same_tensors(self._shapes, shapes, path, tied_head=has_tied_head(self._model_dir))
+        model, recorder = await self._read(path)
         async with self._lock:
             self._has_first_model = False
             self._switch(model, recorder, version)
-
-    async def prepare_weights(self, path: Path, version: PolicyVersion) -> None:
-        self._prepared = None
-        if is_adapter(path):
-            return
-        shapes = await asyncio.to_thread(read_shapes, path)
-        check_same_tensors(self._shapes, shapes, path, tied_head=has_tied_head(self._model_dir))
-        self._prepared = (version, *await self._read(path))
 
     async def sleep(self) -> None:
         raise EngineError(

@@ -22,7 +22,7 @@ MAX_LINE_BYTES = 32 << 20  # of a stream; the first line carries the ids of the 
 
 STREAM_INTERVAL = 32  # tokens in one line of a stream; a line for each would cost much JSON
 
-IDS_HINT = "the server must answer `return_token_ids` or `return_tokens_as_token_ids`, as vLLM does"
+IDS_HINT = "the server must answer `return_token_ids`, as vLLM does"
 
 PROBES = ([11, 12, 13], [21, 3, 8, 5], [7])
 MIN_DISTANCE = 1e-3  # in nats; a smaller difference between logprobs proves nothing
@@ -98,7 +98,6 @@ class CompletionServer:
             "stream": True,
             "stream_interval": STREAM_INTERVAL,
             "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
         }
         try:
             async with self._open_session.post(
@@ -232,21 +231,12 @@ def _piece(line: Mapping[str, Any]) -> Piece | None:
     choice = line["choices"][0]
     logprobs = choice.get("logprobs") or {}
     values: list[float] = logprobs.get("token_logprobs") or []
-    token_ids = choice.get("token_ids")
-    if token_ids is None:
-        token_ids = [_id_of(token) for token in logprobs.get("tokens") or []]
+    token_ids = choice.get("token_ids") or []
     if len(token_ids) != len(values):
         raise GenerationError(
             f"the server gave {len(token_ids)} token ids and {len(values)} logprobs", hint=IDS_HINT
         )
     return Piece(token_ids, values, choice.get("finish_reason"))
-
-
-def _id_of(token: str) -> int:
-    name, _, number = token.partition(":")
-    if name != "token_id" or not number.isdigit():
-        raise GenerationError(f"the server gave the text {token!r} as a token id", hint=IDS_HINT)
-    return int(number)
 
 
 async def check_logprobs(server: CompletionServer) -> None:

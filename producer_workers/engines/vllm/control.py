@@ -81,14 +81,10 @@ class VllmControl:
         self, method: str, *args: object, limit_s: float | None = None
     ) -> list[Any]:
         """Call a method of `WeightLoader` in every shard of every replica."""
-        core = self._llm.engine_core
-        if not hasattr(core, "call_utility_all_async"):
-            answers: list[Any] = await self.ask(
-                self._llm.collective_rpc(method, args=args), method, limit_s
-            )
-            return answers
-        # `collective_rpc` returns the answers of the first replica alone.
-        calls = core.call_utility_all_async("collective_rpc", method, None, args, None)
+        # vLLM's own `collective_rpc` returns the answers of the first replica alone.
+        calls = self._llm.engine_core.call_utility_all_async(
+            "collective_rpc", method, None, args, None
+        )
         return [answer for replica in await self.ask(calls, method, limit_s) for answer in replica]
 
     async def receive(self, announced: Announcement, limit_s: float) -> None:

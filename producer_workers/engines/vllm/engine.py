@@ -42,7 +42,6 @@ from producer_workers.engines.vllm.api import (
     VllmApi,
     engine_arguments,
     generation_of,
-    import_vllm,
     is_cpu_build,
     keeps_cache,
     prepare_environment,
@@ -110,20 +109,19 @@ class VllmEngine:
             await self._load(self._adapter.first)
         await self._name_weights(self._version)
         self._control.watch(self._lock, HEALTH_CHECK_S, self._config.hang_timeout_s)
-        logger.info("vLLM %s runs %s as %s", api.version, self._model_dir, self._version)
+        logger.info("vLLM runs %s as %s", self._model_dir, self._version)
 
     async def generate(
         self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
     ) -> Generation:
         control = self._running()
         assert self._api is not None
-        submitted = self._version
         final = None
         self._requests.add(request_id)
         try:
             sampling = self._sampling(params)
             shown = await self.images.prompt(self._llm, request_id, prompt_ids)
-            prompt = shown or self._api.wrap_prompt(prompt_ids.tolist())
+            prompt = shown or self._api.tokens_input(prompt_ids.tolist())
             # Requests share the KV cache of one version only.
             prompt["cache_salt"] = str(self._version)
             adapter = self._adapter.request(self._loaded_from) if self._adapter else None
@@ -143,7 +141,7 @@ class VllmEngine:
             self._requests.discard(request_id)
         if final is None:
             raise GenerationError(f"vLLM ended request {request_id} without an answer")
-        return generation_of(final.outputs[0], submitted, len(prompt_ids))
+        return generation_of(final.outputs[0], len(prompt_ids))
 
     def _sampling(self, params: SampleParams) -> Any:
         assert self._api is not None
@@ -269,7 +267,7 @@ class VllmEngine:
             self._adapter.close()
 
     def _build(self, on_cpu: bool) -> tuple[VllmApi, Any]:
-        api = import_vllm()
+        api = VllmApi()
         adapter = self._adapter.arguments() if self._adapter else {}
         arguments = api.arguments(
             **engine_arguments(self._config, self._model_dir, on_cpu=on_cpu), **adapter
@@ -282,14 +280,7 @@ class VllmEngine:
     ) -> None:
         control = self._running()
         async with self._lock:
-            assert self._api is not None
-            if self._api.tracks_versions:
-                await control.freeze(clear_cache=not self._keeps_cache)
-            else:  # without version labels per token, a response must not span two versions
-                await control.ask(
-                    self._llm.pause_generation(mode="abort", clear_cache=True),
-                    "abort for an update",
-                )
+            await control.freeze(clear_cache=not self._keeps_cache)
             try:
                 await load()
                 await self._name_weights(version)
@@ -321,10 +312,8 @@ class VllmEngine:
 
     async def _name_weights(self, version: PolicyVersion) -> None:
         """Make vLLM label every later token with `version`, in every replica."""
-        if self._api is not None and self._api.tracks_versions:
-            await self._running().ask(
-                self._llm.update_weight_version(str(version)), "naming the weights"
-            )
+        naming = self._llm.update_weight_version(str(version))
+        await self._running().ask(naming, "naming the weights")
 
     async def _restore(self, control: VllmControl, cause: Exception) -> None:
         """Load the old weights again: the failed load may have replaced some."""

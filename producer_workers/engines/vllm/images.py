@@ -18,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.wire.rollout import MediaRef
-from producer_workers.engines.base import GenerationError
+from producer_workers.engines.base import GenerationError, GroupImages
 from producer_workers.engines.model_folder import read_config
 from producer_workers.images import ImageReader, collapse, find_runs
 
 TOKEN_NAMES = ("image_token_id", "image_token_index")  # of the placeholder, in config.json
 
 
-class VllmImages:
+class VllmImages(GroupImages):
     def __init__(self, model_dir: Path) -> None:
         self._model_dir = model_dir
         self._reader: ImageReader | None = None

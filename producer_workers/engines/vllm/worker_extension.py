@@ -124,7 +124,7 @@ def _replace_adapter(worker: WeightLoader, name: str, number: int, path: str) ->
 def _make_stage_buffers(runner: Any) -> None:
     """Give a later pipeline stage the buffers for what the stage before sends.
 
-    Up to 0.32, vLLM makes them only in its warm-up, which a CPU engine without compilation skips:
+    vLLM makes them only in its warm-up, which a CPU engine without compilation skips:
     its first forward pass would end the engine.
     """
     from vllm.distributed.parallel_state import get_pp_group
@@ -136,7 +136,7 @@ def _make_stage_buffers(runner: Any) -> None:
 
 
 def _forget_packed_experts(model: Any) -> None:
-    """Make vLLM pack experts for the CPU again. Up to 0.32, it packs them only once."""
+    """Make vLLM pack experts for the CPU again: it packs them only once."""
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
@@ -146,7 +146,7 @@ def _forget_packed_experts(model: Any) -> None:
 def _pack_heads(model: Any) -> None:
     """Pack the output layer for the CPU again.
 
-    Up to 0.32, a head tied to the embeddings keeps its first weights: no checkpoint has it.
+    A head tied to the embeddings keeps its first weights: no checkpoint has it.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)

@@ -12,7 +12,6 @@ from buffer.errors import ConfigError, SnapshotError
 from buffer.ids import group_id
 from buffer.redis.media_folder import MediaFolder
 from buffer.run import Run
-from buffer.snapshot import folder as in_snapshot
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import MediaRef, RolloutState, Status
 from tests.buffer.keyspace import run_keys
@@ -284,9 +283,8 @@ def saved(scene: Scene, folder: Path) -> list[str]:
 
 
 def test_a_resumed_run_has_the_files_of_its_groups(
-    scene_with_media: Callable[..., Scene], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scene_with_media: Callable[..., Scene], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(in_snapshot, "PART_BYTES", 1000)
     scene = scene_with_media(retain_batches=1)
     archived, ready = saved(scene, tmp_path / "s")
     again = Run.restore(
@@ -342,7 +340,7 @@ def test_a_resume_that_fails_leaves_no_files(
         raise SnapshotError("no")
 
     for step in (
-        "buffer.snapshot.folder._append",
+        "buffer.snapshot.loader._extract",
         "buffer.snapshot.loader.SnapshotLoader._publish",
     ):
         with monkeypatch.context() as broken:
@@ -360,7 +358,7 @@ def test_an_altered_file_is_found_before_anything_is_loaded(
 ) -> None:
     scene = scene_with_media()
     saved(scene, tmp_path / "s")
-    (file,) = (tmp_path / "s").glob("media-*.msgpack")
+    file = tmp_path / "s" / "media.tar"
     file.write_bytes(file.read_bytes().replace(b"image of", b"image 0f"))
     with pytest.raises(SnapshotError, match="altered"):
         Run.restore(scene.store, tmp_path / "s", name=f"{scene.name}-again", media=tmp_path / "new")

@@ -5,17 +5,20 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
 from buffer.weights import delta
-from buffer.weights.checksums import WrittenFiles
-from buffer.weights.delta_transport import DeltaReceiver, DeltaSender
-from buffer.weights.shared_folder import FolderReceiver, FolderSender
-from buffer.weights.tensor_file import RawTensor, write_tensors
+from buffer.weights.checksums import RawTensor, WrittenFiles, write_tensors
+from buffer.weights.delta import DeltaSender
+from buffer.weights.receiver import WeightsReceiver
+from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import PublishedWeights
 from buffer.wire.rollout import PolicyVersion
 
@@ -28,7 +31,7 @@ class Publisher:
 
     def __init__(self, folder: Path) -> None:
         sender = FolderSender(folder, keep=EVERY + 1)
-        self._sender = DeltaSender(sender, folder, EVERY, "xxh3")
+        self._sender = DeltaSender(sender, folder, EVERY)
         self._draw = np.random.default_rng(0)
         self.words = self._draw.integers(0, 65_536, WORDS, dtype=np.uint16)
         self.published: list[PublishedWeights] = []
@@ -43,7 +46,7 @@ class Publisher:
             (folder / "config.json").write_text("{}", encoding="utf-8")
             tensors = {"w": RawTensor("BF16", (WORDS,), self.words.data.cast("B"))}
             file = folder / "model.safetensors"
-            return WrittenFiles({file.name: write_tensors(file, tensors, {}, "xxh3")})
+            return WrittenFiles({file.name: write_tensors(file, tensors, {})})
 
         version = PolicyVersion("l1", len(self.published))
         self.published.append(self._sender.write(version, save))
@@ -57,6 +60,10 @@ def words_of(folder: Path) -> NDArray[np.uint16]:
     return np.frombuffer(data[8 + int.from_bytes(data[:8], "little") :], "<u2")
 
 
+def of_folders() -> WeightsReceiver:
+    return WeightsReceiver(cast(Store, None), Keys("r1"))
+
+
 @pytest.fixture
 def publisher(tmp_path: Path) -> Publisher:
     return Publisher(tmp_path / "shared")
@@ -66,12 +73,12 @@ def test_every_receiver_gets_the_bytes_of_each_version_whatever_it_has_missed(
     publisher: Publisher,
 ) -> None:
     """One loads each, one every third (it misses two and three deltas), one is always new."""
-    steady, rare = DeltaReceiver(FolderReceiver()), DeltaReceiver(FolderReceiver())
+    steady, rare = of_folders(), of_folders()
     kinds = []
     for number in range(2 * EVERY + 2):
         published = publisher.publish()
         kinds.append(delta.is_delta(Path(published.address)))
-        receivers = [steady, DeltaReceiver(FolderReceiver())]
+        receivers = [steady, of_folders()]
         if number % 3 == 1:
             receivers.append(rare)
         for receiver in receivers:
@@ -123,7 +130,7 @@ def mix_changes(base: Path, changes: Path) -> None:
 def test_damage_is_refused_and_the_chain_is_read_again_once_it_is_whole(
     publisher: Publisher, damage: Callable[[Path, Path], None]
 ) -> None:
-    receiver = DeltaReceiver(FolderReceiver())
+    receiver = of_folders()
     publisher.publish()
     publisher.publish()
     base = receiver.fetch(publisher.published[1])

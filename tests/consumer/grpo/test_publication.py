@@ -13,7 +13,7 @@ from buffer.errors import PublicationFailed
 from buffer.run import Run
 from buffer.weights import delta
 from buffer.weights.folder_manifest import verify
-from buffer.weights.registry import open_receiver
+from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import PublishedWeights, Save
 from buffer.wire.rollout import PolicyVersion
@@ -106,7 +106,7 @@ def test_a_trainer_publishes_changes_and_a_late_worker_makes_whole_versions_of_t
         assert Trainer(run, config, model_dir).fit(take_over=True)
     kinds = [delta.is_delta(Path(published.address)) for _, published in written]
     assert kinds == [version % 3 != 0 for version in range(STEPS + 1)]
-    late = open_receiver(run.store, run.keys)
+    late = WeightsReceiver(run.store, run.keys)
     folder = late.fetch(written[-1][1])
     assert {"model.safetensors", "config.json", "tokenizer.json"} <= {
         file.name for file in folder.iterdir()

@@ -85,7 +85,7 @@ FILES = {
         "consumer/grpo/model_state/weight_parts.py",
         "consumer/grpo/model_state/weights_snapshot.py",
         "buffer/weights/checksums.py",
-        "buffer/weights/tensor_file.py",
+        "buffer/weights/checksums.py",
         "buffer/weights/new_folder.py",
         "buffer/weights/shared_folder.py",
         "consumer/senders/transfer.py",

@@ -1,4 +1,4 @@
-"""Test tools and environments of others: an MCP server, a sandboxed interpreter, `verifiers`."""
+"""Test tools and environments of others: an MCP server, a sandboxed interpreter."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import pytest
 
 from buffer.errors import ConfigError, ProcessUnavailable
 from buffer.wire.rollout import Status, ToolCall
-from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop, turns_of
+from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.toolbox import Toolbox, tool_schemas
-from producer_workers.agent_loops.verifiers_environment import VerifiersEnvironment
 from producer_workers.config.task import TaskSection
 from tests.producer_workers.agent_loops.test_multi_turn import (
     TalkingEngine,
@@ -128,61 +127,6 @@ def test_a_model_runs_python_and_reads_what_it_prints(chat: Any) -> None:
     )
     assert "42\nerror: ZeroDivisionError: division by zero" in chat.decode(state.response_ids)
     assert state.status is Status.COMPLETED
-
-
-# -- verifiers ---------------------------------------------------------------
-
-
-class Rubric:
-    """As that of verifiers: functions with the arguments they ask for, and weights."""
-
-    def get_reward_funcs(self) -> list[Any]:
-        return [found, quickly]
-
-    def get_reward_weights(self) -> list[float]:
-        return [1.0, 0.5]
-
-
-def found(completion: list[dict[str, str]], answer: str) -> float:
-    return float(completion[-1]["content"] == answer)
-
-
-async def quickly(state: dict[str, Any], **_: Any) -> float:
-    return 1.0 / int(state["turn"])
-
-
-class HigherOrLower:
-    """A MultiTurnEnv of verifiers, without the package: methods as its classes have them."""
-
-    rubric = Rubric()
-
-    def __init__(self, returns_state: bool) -> None:
-        self.returns_state = returns_state
-
-    async def is_completed(self, messages: list[dict[str, str]], state: dict[str, Any]) -> bool:
-        return messages[-1]["content"] == str(state["answer"])
-
-    async def env_response(self, messages: list[dict[str, str]], state: dict[str, Any]) -> Any:
-        state["guesses"] = [*state.get("guesses", []), messages[-1]["content"]]
-        hint = "lower" if int(messages[-1]["content"]) > int(state["answer"]) else "higher"
-        said = [{"role": "user", "content": f"{hint} ({len(state['guesses'])})"}]
-        return (said, state) if self.returns_state else said
-
-
-@pytest.mark.parametrize("returns_state", [True, False])
-def test_an_environment_of_verifiers_plays_and_scores(chat: Any, returns_state: bool) -> None:
-    environment = VerifiersEnvironment(HigherOrLower(returns_state))
-    common: dict[str, Any] = {"tokenizer": chat, "eos_ids": [chat.eos_token_id]}
-    loop = MultiTurnAgentLoop(judge=None, environment=environment, **common)
-    state = rollout()
-    state.ground_truth = "5"
-    (state,) = run(loop, TalkingEngine(chat, ["3", "8", "5"]), [state])
-    text = chat.decode(state.response_ids)
-    assert text.index("higher (1)") < text.index("lower (2)"), (
-        "its own state goes on from turn to turn"
-    )
-    assert len(turns_of(state)) == 3
-    assert state.reward == pytest.approx({"found": 1.0, "quickly": 1 / 3, "score": 1.0 + 0.5 / 3})
 
 
 def test_a_task_may_leave_its_reward_to_the_environment() -> None:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.weights.model_loading import MODEL_LOADING
+from buffer.weights.safetensors_files import MODEL_LOADING
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams

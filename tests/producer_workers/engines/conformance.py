@@ -21,7 +21,6 @@ from producer_workers.engines.base import (
     EngineLoad,
     Generation,
     GenerationError,
-    PreparesWeights,
     ReportsLoad,
     WeightsError,
     context_length,
@@ -345,19 +344,11 @@ class ModelContract(EngineContract):
         greedy = sampling(self.long, temperature=0.0)
 
         async def scenario() -> tuple[Generation, Generation]:
-            first, second = (folders.first, FIRST), (folders.second, NEXT)
-
-            async def swap() -> None:
-                if isinstance(engine, PreparesWeights):
-                    # what was prepared for another version must not be loaded
-                    await engine.prepare_weights(folders.first, PolicyVersion("main", 99))
-                await engine.load_weights(*second)
-
             mixed = await interrupt(
                 engine,
                 greedy,
-                swap,
-                lambda: engine.load_weights(*first),
+                lambda: engine.load_weights(folders.second, NEXT),
+                lambda: engine.load_weights(folders.first, FIRST),
             )
             cut = mixed.spans[1].start
             prompt = np.concatenate([PROMPT, mixed.token_ids[:cut]])

@@ -104,31 +104,6 @@ def test_shutdown_returns_what_running_requests_have(run: Run[Any]) -> None:
     assert run(scenario()).finish_reason == "abort"
 
 
-def test_a_trace_is_played_again_and_again_the_same(run: Run[Any], tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text(
-        '{"tokens": 7, "first_token_s": 0, "token_s": 0}\n\n{"tokens": 41}\n', encoding="utf-8"
-    )
-    config = SimulatedConfig(trace=trace, **INSTANT)
-    once, again = (run(generate_many(config, 40)) for _ in range(2))
-    lengths = [len(made.token_ids) for made in once]
-    assert set(lengths) == {7, 41}
-    assert lengths == [len(made.token_ids) for made in again]
-
-
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [("", "no request"), ('{"tokens": 1}\n{"tokens": 0}', "line 2: tokens"), ("no json", "line 1")],
-)
-def test_a_trace_is_refused_with_the_line_that_is_wrong(
-    run: Run[Any], tmp_path: Path, text: str, what: str
-) -> None:
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text(text, encoding="utf-8")
-    with pytest.raises(EngineError, match=what):
-        run(build_engine(SimulatedConfig(trace=trace), Path(), FIRST).start())
-
-
 def test_token_ids_are_those_of_the_model_unless_configured(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"vocab_size": 16, "eos_token_id": [15, 14]}')
 

@@ -1,4 +1,4 @@
-"""Test vLLM inside the worker: wrong weights, cancelled updates, older versions."""
+"""Test vLLM inside the worker: wrong weights and cancelled updates."""
 
 from __future__ import annotations
 
@@ -163,20 +163,6 @@ def test_weights_that_do_not_come_whole_from_a_trainer_never_touch_the_model(
     assert vllm_engine.version() == FIRST
 
 
-def test_a_vllm_without_version_labels_aborts_running_requests_when_weights_change(
-    vllm_engine: Engine, run: Run[Any], folders: Folders, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    api = vllm_engine._api  # type: ignore[attr-defined]
-    monkeypatch.setattr(vllm_engine, "_api", replace(api, tracks_versions=False))
-
-    load = vllm_engine.load_weights
-    there = partial(load, folders.second, NEXT)
-    back = partial(load, folders.first, FIRST)
-    made = run(interrupt(vllm_engine, sampling(LONG), there, back))
-    assert made.finish_reason == "abort"
-    assert vllm_engine.version() == NEXT
-
-
 def test_the_cpu_build_refuses_to_sleep_at_its_start(run: Run[None], folders: Folders) -> None:
     if not is_cpu_build():
         pytest.skip("this build can sleep")
@@ -287,9 +273,9 @@ def test_every_reason_of_vllm_has_a_meaning_or_fails_its_request(
     )
     if reason is None:
         with pytest.raises(GenerationError, match=f"with the reason {given!r}"):
-            generation_of(output, FIRST, 3)
+            generation_of(output, 3)
     else:
-        assert generation_of(output, FIRST, 3).finish_reason == reason
+        assert generation_of(output, 3).finish_reason == reason
 
 
 @pytest.mark.parametrize(
@@ -305,9 +291,9 @@ def test_routed_experts_of_vllm_become_a_column_or_an_error(rows: int | None, ki
     )
     if rows == 3:
         with pytest.raises(GenerationError, match="of 3 tokens"):
-            generation_of(output, FIRST, 3)
+            generation_of(output, 3)
         return
-    experts = generation_of(output, FIRST, 3).routed_experts
+    experts = generation_of(output, 3).routed_experts
     assert (experts is None) == (rows is None)
     if experts is not None:
         assert (experts.shape, experts.dtype.str) == ((4, 2, 8), "<i2")

@@ -27,7 +27,7 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.weights import delta, folder_manifest
 from buffer.weights.redis_chunks import VersionStore
-from buffer.weights.registry import TransportName
+from buffer.weights.transport import TransportName
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 from consumer.config.learner import LearnerConfig

@@ -18,7 +18,7 @@ from unittest.mock import patch
 import pytest
 
 from producer_workers.engines.vllm import engine
-from producer_workers.engines.vllm.api import VllmApi, import_vllm, is_cpu_build
+from producer_workers.engines.vllm.api import VllmApi, is_cpu_build
 
 # Not the worker extension: an import of it starts a thread, which a fork would lose.
 PRELOADED = [
@@ -108,8 +108,8 @@ def _patch_vllm() -> None:
     uses.multiprocessing = _WarmContexts
 
 
-def _import_vllm() -> VllmApi:
-    api = import_vllm()
+def _warm_api() -> VllmApi:
+    api = VllmApi()
     _patch_vllm()
     return api
 
@@ -117,7 +117,7 @@ def _import_vllm() -> VllmApi:
 def fork_engines(patched: pytest.MonkeyPatch) -> None:
     """Let engines fork their processes, where vLLM is a CPU build."""
     if is_cpu_build():
-        patched.setattr(engine, "import_vllm", _import_vllm)
+        patched.setattr(engine, "VllmApi", _warm_api)
 
 
 def vllm_context() -> Any:

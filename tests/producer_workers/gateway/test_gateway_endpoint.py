@@ -30,9 +30,8 @@ from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.gateway import server, session
 from producer_workers.gateway.agents import AgentTask
-from producer_workers.gateway.sampling_limits import TokenBudget
 from producer_workers.gateway.server import Endpoint
-from producer_workers.gateway.session import Session
+from producer_workers.gateway.session import Session, TokenBudget
 from tests.producer_workers.recorder import Recorder, loop_of, questions
 
 USER = [{"role": "user", "content": "x"}]
@@ -192,7 +191,6 @@ def test_what_cannot_be_recorded_is_refused_and_the_session_goes_on(
             413,
             "2048 bytes at most",
         ),
-        ("responses", {}, {"input": "x"}, 404, "let the agent use chat completions"),
         ("embeddings", {}, {"input": "x"}, 404, "there are POST /v1/chat/completions"),
     ],
 )

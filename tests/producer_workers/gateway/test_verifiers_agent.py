@@ -1,4 +1,4 @@
-"""Environments of verifiers as agents of the gateway, of 0.3 and of 0.4."""
+"""Environments of verifiers 0.4 as agents of the gateway."""
 
 from __future__ import annotations
 
@@ -16,67 +16,8 @@ from pydantic import BaseModel
 
 from buffer.errors import ConfigError
 from buffer.wire.rollout import RolloutState, Status
-from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.gateway.verifiers_agent import verifiers_agent
-from tests.producer_workers.agents import TOOL
-from tests.producer_workers.recorder import Recorder, loop_of, questions, run
-
-CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
-
-
-class ToolEnvironment:
-    """An environment of verifiers 0.3, whose package needs another version of openai.
-
-    It asks as its ToolEnv does, and is scored as it is.
-    """
-
-    class Client:
-        def __init__(self, asks: openai.AsyncOpenAI) -> None:
-            self.asks = asks
-
-    def __init__(self) -> None:
-        self.rubric = self
-
-    async def rollout(
-        self, row: dict[str, Any], client: Client, model: str, sampling_args: Any
-    ) -> dict[str, Any]:
-        messages = list(row["prompt"])
-        state = {"answer": row["answer"], "error": None}
-        while True:
-            reply = await client.asks.chat.completions.create(
-                model=model, messages=messages, tools=[TOOL], **sampling_args
-            )
-            said = reply.choices[0].message
-            if not said.tool_calls:
-                return state | {"said": said.content}
-            kept = said.model_dump() | {"content": said.content or None, "reasoning_content": None}
-            messages += [
-                kept,
-                *(
-                    {"role": "tool", "tool_call_id": call.id, "content": "5"}
-                    for call in said.tool_calls
-                ),
-            ]
-
-    async def score_rollout(self, state: dict[str, Any]) -> None:
-        state["reward"], state["metrics"] = (
-            float(state["answer"] in state["said"]),
-            {"num_turns": 2},
-        )
-
-
-def test_an_environment_of_verifiers_plays_its_own_rollout(
-    chat: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clients = SimpleNamespace(OpenAIChatCompletionsClient=ToolEnvironment.Client)
-    monkeypatch.setitem(sys.modules, "verifiers.clients", clients)
-    monkeypatch.setitem(sys.modules, "verifiers", SimpleNamespace(clients=clients))
-    engine = Recorder(chat, [CALL, "it is 5"])
-    given = questions("2 + 3?")
-    given[0].ground_truth = "5"
-    (state,) = run(loop_of(chat, agent=verifiers_agent(ToolEnvironment())), engine, given)
-    engine.check([state])
-    assert (state.reward, len(turns_of(state))) == ({"score": 1.0, "num_turns": 2.0}, 2)
+from tests.producer_workers.recorder import Recorder, loop_of, questions
 
 
 class EpisodeEnvironment:
@@ -168,5 +109,5 @@ def test_an_environment_whose_agents_are_programs_is_served_while_rollouts_run(
 
 
 def test_what_is_no_environment_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"SimpleNamespace has neither.*0\.1\.14 to 0\.4"):
+    with pytest.raises(ConfigError, match=r"SimpleNamespace has no run_episode.*0\.4"):
         verifiers_agent(SimpleNamespace())

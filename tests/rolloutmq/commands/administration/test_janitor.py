@@ -76,7 +76,7 @@ def fill_with_garbage(scene: Scene, payloads: int) -> None:
 
 
 def test_groups_of_a_dead_run_wait_again(dead_run: Scene, start: Start) -> None:
-    janitor = start("demo", "--every", "10s", "--json")
+    janitor = start("--run", "demo", "--every", "10", "--json")
     until(
         lambda: (
             len(dead_run.stream("resume")) == 40 and not dead_run.raw.zcard(dead_run.keys.workers)
@@ -95,8 +95,8 @@ def test_groups_of_a_dead_run_wait_again(dead_run: Scene, start: Start) -> None:
 
 def test_two_janitors_at_once_and_one_killed_in_the_middle(dead_run: Scene, start: Start) -> None:
     fill_with_garbage(dead_run, 20_000)
-    first = start("--every", "1ms")
-    _ = start("--every", "1ms")
+    first = start("--every", "0.001")
+    _ = start("--every", "0.001")
     until(lambda: dead_run.raw.scard(dead_run.keys.garbage) < 20_000)
     first.kill()
     until(
@@ -115,7 +115,7 @@ def test_janitor_goes_on_when_the_server_is_back(tmp_path: Path, start: Start) -
         store = Store(server.url)
         scene = deserted(store)
         fill_with_garbage(scene, 1)
-        janitor = start("--every", "10ms", at=server)
+        janitor = start("--every", "0.01", at=server)
         until(lambda: not scene.garbage())
         server.kill()
         server.start()
@@ -129,7 +129,7 @@ def test_janitor_once_waits_for_what_an_outage_spared_and_leaves(
     dead_run: Scene, server: EmbeddedServer
 ) -> None:
     dead_run.raw.hset(dead_run.keys.clock, "seen_ms", 1)
-    done = in_process("janitor", "demo", "--once", "--redis-url", server.url)
+    done = in_process("janitor", "--run", "demo", "--once", "--redis-url", server.url)
     assert done.returncode == 0, done.stderr
     assert "40 groups revoked from silent workers" in done.stdout
     assert len(dead_run.stream("resume")) == 40

@@ -85,7 +85,7 @@ def test_json_of_both(scene: Scene, command: Command, tmp_path: Path) -> None:
         "rollouts": 4,
         "unreadable": {},
     }
-    told = {"file": path, "groups": 2, "rollouts": 4, "too_old": 2}
+    told = {"file": path, "groups": 2, "rollouts": 4, "too_old": 2, "last_line": 4}
     assert json_of(command("import", path, "--task", "math", "--json")) == told
 
 
@@ -142,8 +142,8 @@ def test_export_names_what_it_cannot_read_and_goes_on(
     client.delete(run.keys.payload(gone, record["payload"]))
     done = command("export", str(tmp_path / "f.jsonl"))
     assert (done.returncode, "1 group with 2 rollouts written" in done.stdout) == (0, True)
-    assert "1 group left out, because unreadable" in done.stderr
-    assert f"{gone}: group {gone}: 1 of 1 chunks are gone" in done.stderr
+    assert "1 group left out, because unreadable" in done.stdout
+    assert f"{gone}: group {gone}: 1 of 1 chunks are gone" in done.stdout
     assert {row["gid"] for row in lines_of(tmp_path / "f.jsonl")} == {kept}
     client.set(run.keys.payload(gone, record["payload"]), b"x" * int(record["size"]))
     told = json_of(command("export", str(tmp_path / "g.jsonl"), "--json"))

@@ -1,0 +1,80 @@
+"""Hold one request of an agent and its answer, in the one form that every dialect is parsed to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from msgspec import structs
+
+from buffer.errors import ConfigError
+from buffer.wire.sampling import SampleParams, StructuredOutput
+from producer_workers.agent_loops.tool_parsers import ToolParser
+from producer_workers.engines.base import Engine, Generation, structures
+from producer_workers.gateway.segment import Messages
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A request: messages, or a prompt without a chat template; the task sets all other sampling.
+
+    Messages and tools are in OpenAI's form.
+    """
+
+    messages: Messages = ()
+    tools: Any = None
+    prompt: str | list[int] = ""  # text or tokens, in place of messages
+    max_tokens: int | None = None  # None: all tokens that the session has left
+    stops: Sequence[str] = ()
+    structured: StructuredOutput | None = None
+    call_one_of: Sequence[str] = ()  # the functions of which one must be called
+
+    def forcing_a_call(self, parser: ToolParser | None) -> Ask:
+        """Return this with the structure of a demanded call. Raises ConfigError if it has none."""
+        if not self.call_one_of:
+            return self
+        structure = parser.structure(self.call_one_of) if parser else None
+        if structure is None:
+            raise ConfigError(
+                "tool_choice: this task's tool parser has no form in which a call can be enforced; "
+                "ask with tool_choice auto, or use the parser hermes or llama"
+            )
+        if self.structured is not None:
+            raise ConfigError("tool_choice: a call and response_format cannot both be enforced")
+        return replace(self, structured=structure)
+
+    def check(self, params: SampleParams, engine: Engine) -> None:
+        """Raise ConfigError if the task or its engine does not allow the structure."""
+        if self.structured is None:
+            return
+        if not structures(engine):
+            why = f"the engine {engine.name} cannot produce structured output"
+        elif params.structured is not None:
+            why = "the task already sets a structure (sample.structured)"
+        else:
+            return
+        raise ConfigError(f"response_format, tool_choice: {why}")
+
+    def applied_to(self, params: SampleParams, number: int, allowed: int) -> SampleParams:
+        """Return the parameters of a session's request `number`, limited to `allowed` tokens."""
+        return structs.replace(
+            params.attempt(number),
+            max_tokens=allowed,
+            min_tokens=0,
+            stops=[*params.stops, *self.stops],
+            structured=self.structured or params.structured,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTurn:
+    """The answer: a message in OpenAI's form, and what the engine made."""
+
+    message: dict[str, Any]
+    made: Generation
+    prompt_tokens: int
+
+    @property
+    def finish_reason(self) -> str:
+        return "tool_calls" if self.message.get("tool_calls") else self.made.finish_reason
