@@ -12,7 +12,7 @@ from buffer.ids import group_id
 from buffer.job import Job
 from buffer.model.order_policy import Finished
 from buffer.run import Run
-from buffer.wire.rollout import PolicyVersion, Status
+from buffer.wire.rollout import Status
 from tests.buffer.scene import FIRST, Scene, extend
 
 Make = Callable[..., Scene]
@@ -116,14 +116,6 @@ def test_a_policy_that_gives_no_score_is_an_error_of_that_group(
     assert scene.record(job.gid)["stage"] == "running"
 
 
-def test_evaluations_have_no_index(make_scene: Make) -> None:
-    scene = with_order(make_scene, "fifo")
-    scene.ready(0, task="quiz")
-    assert scene.raw.exists(scene.keys.order("quiz")) == 0
-    scene.run.evaluations.take(scene.trainer, 1, {"quiz": 1})
-    assert scene.counters("quiz")["taken"] == "1"
-
-
 # -- what every policy keeps ----
 
 
@@ -203,22 +195,3 @@ def test_a_crowd_of_stale_groups_in_front_is_cleared_away(make_scene: Make) -> N
     pipe.execute()
     assert scene.take(3).gids == [young]
     assert scene.run.buffer.count("math") == 0
-
-
-def test_a_group_without_tokens_is_taken_by_every_policy(make_scene: Make) -> None:
-    scene = with_order(make_scene, "fifo")
-    scene.enqueue(1)
-    (job,) = scene.claim()
-    scene.submit(job, None)
-    assert scene.take(1).gids == [job.gid]
-
-
-def test_versions_of_a_dead_lineage_are_cut_by_every_policy(make_scene: Make) -> None:
-    scene = with_order(make_scene, "fifo")
-    scene.ready(0, 0)
-    scene.take(1), scene.take(2)
-    scene.enqueue(1)
-    (job,) = scene.claim()
-    scene.open_trainer(step=0, lineage="l2", take_over=True)
-    scene.submit(job, PolicyVersion("l0", 2))
-    assert scene.try_take(3).missing == {"math": (0, 1)}

@@ -20,7 +20,7 @@ from buffer.redis.store import Store
 from buffer.wire.rollout import Status
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.keyspace import payload_keys
-from tests.buffer.scene import FIRST, Scene, extend
+from tests.buffer.scene import FIRST, Scene
 
 
 @pytest.fixture
@@ -425,19 +425,6 @@ def test_a_live_trainer_learns_of_a_loss_when_it_takes_or_commits(
         trainer.save()
     trainer.open(trainer.checkpoints[2])
     assert trainer.train(3).gids == gids(2)
-    scene.check()
-
-
-def test_results_of_before_the_loss_are_worth_nothing(scene: Scene, trainer: Trainer) -> None:
-    scene.enqueue(2)
-    moment = trainer.now()
-    (job,) = scene.claim()
-    result = extend(scene.run.buffer.read(job.payload), Status.COMPLETED, FIRST)
-    trainer.lose_all_since(moment)
-    trainer.open()
-    with pytest.raises(Fenced):
-        scene.run.buffer.submit("w0", job, result, 4)
-    assert scene.stream("fresh") == gids(0, 1)
     scene.check()
 
 

@@ -146,14 +146,6 @@ def test_released_group_keeps_the_age_of_its_tokens(scene: Scene) -> None:
     assert scene.pool("aborted") == [(job.gid, 1.0)]
 
 
-def test_questions_about_versions_look_at_versions(scene: Scene) -> None:
-    scene.run.buffer.put("math", [old_and_new(0, 0), old_and_new(0, 1)])
-    groups = scene.run.groups
-    assert groups.count({"stage": "pool", "version": 0}) == 2
-    assert groups.count({"stage": "pool", "staleness": {"$gte": 1}}) == 0
-    assert len(list(groups.find({"version": {"$lt": 0}}))) == 0
-
-
 def test_evaluations_are_not_masked(scene: Scene) -> None:
     (gid,) = scene.ready(0, task="quiz")
     pass_steps(scene, 9)

@@ -97,15 +97,6 @@ def test_fork_clamps_versions_of_dead_weights_in_the_pools(scene: Scene) -> None
     assert scene.run.account.totals().clean
 
 
-def test_take_waits_until_the_pools_are_clamped(scene: Scene) -> None:
-    scene.open_trainer()
-    scene.ready(0)
-    scene.raw.hset(scene.keys.control, "recovering", 1)
-    assert scene.try_take(1).recovering
-    scene.run.trainers.rescore(scene.trainer, 0)
-    scene.take(1)
-
-
 @pytest.mark.parametrize(
     ("spans", "version"),
     [
@@ -132,19 +123,6 @@ def test_submit_counts_dead_weights_as_the_fork(
     scene.run.buffer.submit("w0", job, group, 4)
     assert scene.pool("completed") == [(job.gid, float(version))]
     assert scene.record(job.gid)["version"] == version
-
-
-def test_release_counts_dead_weights_as_the_fork(scene: Scene) -> None:
-    scene.open_trainer()
-    scene.enqueue(1)
-    (job,) = scene.claim()
-    scene.submit(job, PolicyVersion("l1", 8), status=Status.ABORTED)
-    scene.run.jobs.reissue(scene.producer, "math", "aborted", None)
-    (job,) = scene.claim()
-    scene.raw.hset(scene.keys.ledger("train"), "taken", 10)
-    scene.open_trainer(step=4, lineage="l2", take_over=True)
-    scene.run.jobs.release("w0", job, "aborted")
-    assert scene.pool("aborted") == [(job.gid, 4.0)]
 
 
 def test_evaluation_has_batches_of_its_own_and_touches_no_training_counter(scene: Scene) -> None:
