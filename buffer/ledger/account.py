@@ -27,32 +27,12 @@ from buffer.redis.scripts import Arg
 from buffer.redis.store import Store
 
 _COUNTERS = (
-    "cursor",
-    "enqueued",
-    "target",
-    "consumed",
-    "running",
-    "taken",
-    "archived",
-    "dead",
-    "filtered",
-    "dropped",
-    "put",
-    "imported",
-    "reentered",
-    "highest_draw",
+    *("cursor", "enqueued", "target", "consumed", "running", "taken", "archived", "dead"),
+    *("filtered", "dropped", "put", "imported", "reentered", "highest_draw"),
 )
 STAGES = (
-    "waiting",
-    "running",
-    "completed",
-    "aborted",
-    "expired",
-    "taken",
-    "archived",
-    "dead",
-    "filtered",
-    "dropped",
+    *("waiting", "running", "completed", "aborted", "expired", "taken", "archived", "dead"),
+    *("filtered", "dropped"),
 )
 """Where a group can be: in exactly one of these. A group in a pool is named by its status."""
 
