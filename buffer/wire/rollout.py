@@ -210,10 +210,8 @@ class RolloutState(BaseModel):
         """
         done = len(self.response_ids)
         if len(token_ids):
-            self.ref_logprobs = None
-            self.values = None
-            self.token_rewards = None
-            self.teacher_logprobs = None
+            for name in _COMPUTED:
+                setattr(self, name, None)
             self.routed_experts = with_known_rows(self.routed_experts, routed_experts)
         self.response_ids = np.concatenate([self.response_ids, as_column(token_ids, "<i4")])
         self.logprobs = np.concatenate([self.logprobs, logprobs]).astype("<f4", copy=False)
@@ -242,22 +240,18 @@ class RolloutState(BaseModel):
 
     def reset_response(self) -> None:
         """Discard the response; the prompt, its ids, the ground truth and the session stay."""
-        self.response = ""
-        self.response_ids = no_tokens()
-        self.logprobs = no_logprobs()
-        self.tool_calls = []
-        self.response_mask = None
-        self.ref_logprobs = None
-        self.values = None
-        self.token_rewards = None
-        self.teacher_logprobs = None
-        self.routed_experts = None
-        self.spans = []
-        self.reward = None
-        self.finish_reason = None
-        self.error = None
-        self.status = Status.INIT
+        for name in _OF_RESPONSE:
+            field = RolloutState.model_fields[name]
+            setattr(self, name, field.get_default(call_default_factory=True))
 
+
+_COMPUTED = ("ref_logprobs", "values", "token_rewards", "teacher_logprobs")
+"""Columns that are computed after a response, for all its tokens."""
+
+_OF_RESPONSE = (
+    *("response", "response_ids", "logprobs", "tool_calls", "response_mask", *_COMPUTED),
+    *("routed_experts", "spans", "reward", "finish_reason", "error", "status"),
+)
 
 ENDED = ("stop", "length")
 """Finish reasons after which a rollout needs no engine, unless it starts again."""

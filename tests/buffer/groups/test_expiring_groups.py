@@ -139,23 +139,6 @@ def test_many_that_run_do_not_hide_those_that_wait(trained: Scene) -> None:
     assert scene.run.jobs.expire_waiting("math", 2) == 1
 
 
-def test_a_fork_to_an_older_step_ends_groups_too(trained: Scene) -> None:
-    scene = trained
-    train(scene, 1, 2, 3)
-    scene.run.control.publish_weights(scene.trainer, PolicyVersion("l1", 3), "/w/3", "")
-    (job,) = running(scene, weights=PolicyVersion("l1", 3))
-    (resumed,) = running(scene, weights=PolicyVersion("l1", 3))
-    scene.submit(resumed, PolicyVersion("l1", 3), status=Status.ABORTED)
-    scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000)
-    train(scene, 4)
-    assert scene.beat([job], oldest=PolicyVersion("l1", 3)).expiring == ()
-    scene.open_trainer(step=1, lineage="l2", take_over=True)
-    assert set(scene.ages().values()) == {1.0}
-    # the next step is 5 all the same: its weights of version 3 count as those of the fork
-    assert scene.beat([job], oldest=PolicyVersion("l1", 3)).expiring == (job,)
-    scene.check()
-
-
 def test_groups_of_evaluations_do_not_age(trained: Scene) -> None:
     scene = trained
     scene.run.ledger.set_target(scene.trainer, "quiz", 1)

@@ -50,21 +50,6 @@ def index(scene: Scene) -> list[str]:
 # -- each policy ----
 
 
-def test_fifo_takes_by_arrival_whatever_made_the_groups(make_scene: Make) -> None:
-    scene = with_order(make_scene, "fifo")
-    gids = scene.ready(1, 0, 1, 0)
-    assert scene.take(1, math=3).gids == gids[:3]
-    assert "order=fifo" in scene.take(1).header
-    scene.check()
-
-
-def test_freshest_takes_the_newest_weights_first(make_scene: Make) -> None:
-    scene = with_order(make_scene, "freshest")
-    gids = scene.ready(1, 0, 1, 0)
-    assert scene.take(1, math=3).gids == [gids[2], gids[0], gids[3]]
-    assert index(scene) == []
-
-
 def test_length_fair_lets_short_and_long_responses_take_turns(make_scene: Make) -> None:
     scene = with_order(make_scene, "length_fair")
     scene.enqueue(8)
@@ -130,36 +115,6 @@ def test_no_policy_takes_groups_that_are_too_stale(make_scene: Make, order: str)
     manifest = scene.take(3, math=2)
     assert sorted(manifest.gids) == young
     assert scene.run.buffer.count_statuses("math") == {"math": PoolSizes(0, 0, 0, 2)}
-    scene.check()
-
-
-@pytest.mark.parametrize("order", INDEXED)
-def test_order_survives_refresh_and_a_trainer_that_starts_again(
-    make_scene: Make, order: str
-) -> None:
-    scene = with_order(make_scene, order, tail_batch_trigger_size=0)
-    scene.ready(0, 0, 2, 0, 1, 2, 2, 0)
-    scene.take(1), scene.take(2)
-    before = index(scene)
-    assert scene.run.buffer.refresh_staleness("math")["math"] > 0
-    left = [gid for gid, _ in scene.pool("completed")]
-    assert index(scene) == [gid for gid in before if gid in left]
-    scene.open_trainer(step=1, lineage="l9", take_over=True)
-    assert scene.take(3, math=len(left)).gids == [gid for gid in before if gid in left]
-    scene.check()
-
-
-@pytest.mark.parametrize("order", INDEXED)
-def test_groups_moved_by_hand_leave_the_index(make_scene: Make, order: str) -> None:
-    scene = with_order(make_scene, order)
-    gids = scene.ready(0, 0, 0, 0, 0)
-    scene.run.jobs.requeue(gids[0])
-    scene.run.jobs.drop(gids[1])
-    first = scene.take(1)
-    left = index(scene)
-    assert sorted([*left, *first.gids]) == gids[2:]
-    assert scene.run.ledger.quarantine(scene.trainer, 1, first.entries[0], "bad").gids == left[:1]
-    assert index(scene) == left[1:]
     scene.check()
 
 

@@ -13,28 +13,6 @@ from buffer.wire.rollout import Status
 from tests.buffer.scene import Scene
 
 
-def test_enqueue_counts_every_stage_in_which_a_group_may_still_become_a_result(
-    scene: Scene,
-) -> None:
-    scene.open_trainer()
-    scene.ready(0, 0)
-    scene.take(1)
-    scene.enqueue(3)
-    scene.claim()
-    # 1 consumed, 1 completed, 1 running, 2 waiting
-    for target in (4, 5):
-        assert scene.enqueue(1, target=target).count == 0
-    assert scene.enqueue(9, target=7).count == 2
-    scene.check()
-
-
-def test_room_does_not_count_results_that_are_too_stale(scene: Scene) -> None:
-    scene.open_trainer()
-    scene.ready(0, 0, 0)
-    scene.take(1), scene.take(2)
-    assert scene.enqueue(5, target=3).count == 1
-
-
 def test_enqueue_passes_over_draws_that_cannot_be_used(scene: Scene) -> None:
     done = scene.enqueue(0, samples=[0, 2, 0, 2, 0, 2], target=2)
     assert (done.count, done.cursor) == (2, 4)

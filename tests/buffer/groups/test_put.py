@@ -55,33 +55,6 @@ def test_put_groups_are_taken_like_others_and_take_no_draw(make_scene: Make) -> 
 
 
 @pytest.mark.parametrize(
-    ("statuses", "pool"),
-    [
-        ((Status.COMPLETED, Status.COMPLETED), "completed"),
-        ((Status.COMPLETED, Status.ABORTED), "aborted"),
-        ((Status.ABORTED, Status.EXPIRED), "aborted"),
-        ((Status.COMPLETED, Status.EXPIRED), "expired"),
-    ],
-)
-def test_put_goes_by_the_worst_status_of_a_group(
-    make_scene: Make, statuses: tuple[Status, ...], pool: str
-) -> None:
-    scene = make_scene(tail_batch_trigger_size=0)
-    pools = scene.run.buffer.put("math", [rollouts(*statuses)])
-    assert pools == {FIRST_GID: pool}
-    assert [gid for gid, _ in scene.pool(pool)] == [FIRST_GID]
-    scene.open_producer()
-    if pool != "completed":
-        assert scene.run.jobs.reissue(scene.producer, "math", pool, 10) == 1
-        (job,) = scene.claim()
-        # the worker restarts the members that are expired
-        states = scene.run.buffer.read(job.payload).states
-        assert [(s.status, len(s.response_ids)) for s in states] == [(s, 2) for s in statuses]
-        scene.submit(job)
-    scene.check()
-
-
-@pytest.mark.parametrize(
     ("states", "message"),
     [
         ([], "has no rollouts"),

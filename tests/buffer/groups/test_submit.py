@@ -43,10 +43,6 @@ def test_group_that_cannot_be_encoded_does_not_hold_up_the_others(scene: Scene) 
     scene.check()
 
 
-def test_nothing_is_sent_for_no_results(scene: Scene) -> None:
-    assert scene.run.buffer.submit_many("w0", []) == []
-
-
 @pytest.mark.without("cluster", "memory", reason="the raw client ends the others of one server")
 def test_groups_are_prepared_once_and_stored_once_when_the_connection_breaks_between_them(
     scene: Scene, monkeypatch: pytest.MonkeyPatch

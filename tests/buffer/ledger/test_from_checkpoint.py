@@ -13,7 +13,6 @@ import pytest
 
 from buffer.errors import ConfigError, Fenced, LedgerError, LostRun
 from buffer.ids import IMPORTED_FROM, group_id, new_nonce
-from buffer.ledger.from_checkpoint import CheckpointRecovery
 from buffer.ledger.position import Position
 from buffer.model.manifest import Manifest, NotReady
 from buffer.redis.store import Store
@@ -235,19 +234,6 @@ def test_an_empty_server_with_the_nonce_of_the_run_is_refused_too(
     scene.check()
 
 
-def test_another_run_of_the_name_never_gets_what_this_one_trained(
-    scene: Scene, trainer: Trainer
-) -> None:
-    scene.ready(0)
-    trainer.train(1)
-    position = trainer.save()
-    trainer.lose_all_since({})
-    other = Scene(scene.store, scene.raw, scene.name, scene.run.limits)
-    other.open_trainer()
-    with pytest.raises(LostRun, match="this server holds run"):
-        trainer.open(position, regenerate=True)
-
-
 def test_going_back_below_what_is_freed_generates_what_came_after(
     scene: Scene, trainer: Trainer
 ) -> None:
@@ -321,26 +307,6 @@ def test_imported_groups_that_the_server_forgot_are_dropped_unless_they_were_tra
     scene.check()
 
 
-def test_a_batch_of_another_history_is_dissolved(scene: Scene, trainer: Trainer) -> None:
-    scene.ready(0, 0, 0, 0)
-    moment = trainer.now()
-    trainer.train(1, math=2)
-    trained = trainer.save(keep=0)
-    trainer.lose_all_since(moment)
-    # an operator went back to the start, and somebody took another first batch, then the checkpoint
-    # was found again
-    trainer.open(Position())
-    scene.take(1, math=3)
-    scene.take(2)
-    opening = trainer.open(trained)
-    assert (opening.recovery.dissolved, opening.recovery.restored) == (2, 1)
-    assert (scene.counters()["consumed"], scene.counters()["taken"]) == ("2", "2")
-    assert scene.run.ledger.manifest(1) == trained.manifest(1)
-    assert [gid for gid, _ in scene.pool("completed")] == gids(2, 3)
-    scene.check()
-    assert trainer.train(2, math=2).gids == gids(2, 3)
-
-
 class Died(Exception):
     """Stands for SIGKILL between two calls."""
 
@@ -393,22 +359,6 @@ def test_a_trainer_that_dies_anywhere_in_it_leaves_what_the_next_one_can_go_on_w
     assert {"commit", "mark_trained", "reset_ledger", "rescore"} <= set(scripts)
     assert len(outcomes) == len(scripts) > 8
     assert outcomes == [[["archived"]] * 8 + [["waiting"]] * 4] * len(outcomes)
-
-
-def test_a_fenced_trainer_asserts_nothing(scene: Scene, trainer: Trainer) -> None:
-    scene.ready(0, 0)
-    trainer.train(1)
-    position = trainer.save()
-    run = scene.run
-    old = scene.trainer
-    trainer.lose_all_since({})
-    again = Scene(scene.store, scene.raw, scene.name, scene.run.limits)
-    again.open_trainer()
-    before = again.dump()
-    parts = (run.store, run.keys, run.limits, run.payloads, run.ledger, old)
-    with pytest.raises(Fenced):
-        CheckpointRecovery(*parts).run(position)
-    assert again.dump() == before
 
 
 def test_a_live_trainer_learns_of_a_loss_when_it_takes_or_commits(

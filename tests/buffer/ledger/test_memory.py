@@ -233,18 +233,6 @@ def test_take_asks_for_a_checkpoint_where_only_that_can_make_room(taken: Scene) 
     assert taken.take(2).gids
 
 
-def test_take_waits_for_what_still_runs_below_the_high_mark(taken: Scene) -> None:
-    taken.enqueue(1)
-    (job,) = taken.claim()
-    limit(taken, 0, 10_000)
-    assert not taken.try_take(2).checkpoint_now
-    limit(taken, 0, 0)
-    assert taken.try_take(2).checkpoint_now
-    taken.submit(job)
-    assert taken.take(2).gids == [job.gid], "what is ready is taken, however full it is"
-    taken.check()
-
-
 # -- never for ever ----------------------------------------------------------------------
 
 

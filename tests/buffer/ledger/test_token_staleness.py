@@ -11,7 +11,7 @@ import pytest
 
 from buffer.groups.pools import PoolSizes
 from buffer.wire.group import RolloutGroup
-from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from buffer.wire.staleness import living_version
 from tests.buffer.scene import Scene
 
@@ -120,30 +120,6 @@ def test_old_tokens_are_masked_in_the_batch_and_stay_so_whenever_it_is_delivered
     again = buffer.load(scene.take(2))
     assert masks(again) == masks(taken["math"])
     assert masks([buffer.read(scene.payload(again[0].gid))]) == [[1] * 8]
-
-
-def test_forks_make_tokens_older(scene: Scene) -> None:
-    buffer = scene.run.buffer
-    pass_steps(scene, 3)
-    (gid,) = buffer.put("math", [old_and_new(2, 3)])
-    assert scene.pool("completed") == [(gid, 1.0)]  # runs out together with a group of version 1
-    scene.open_trainer(step=2, lineage="l2", take_over=True)
-    assert scene.pool("completed") == [(gid, 0.0)]
-    assert scene.record(gid)["version"] == "2"
-    assert buffer.count("math") == 0
-
-
-def test_released_group_keeps_the_age_of_its_tokens(scene: Scene) -> None:
-    scene.enqueue(1)
-    (job,) = scene.claim()
-    scene.submit(job, PolicyVersion("l1", 4), status=Status.ABORTED)
-    assert scene.pool("aborted") == [(job.gid, 2.0)]
-    scene.run.jobs.reissue(scene.producer, "math", "aborted", 10)
-    (again,) = scene.claim()
-    pass_steps(scene, 3)
-    scene.open_trainer(step=3, lineage="l2", take_over=True)
-    scene.run.jobs.release("w0", again, "aborted")
-    assert scene.pool("aborted") == [(job.gid, 1.0)]
 
 
 def test_evaluations_are_not_masked(scene: Scene) -> None:
