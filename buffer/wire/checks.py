@@ -242,8 +242,8 @@ def _check_spans(head: Head, columns: Columns) -> None:
         ):
             raise WireError(
                 f"at columns.spans.{n}: {span} is not [rollout, start, length, version, lineage] "
-                f"within {len(lengths)} rollouts in order, the tokens of this one, versions below "
-                f"2^53, and {len(head.lineages)} lineages"
+                f"within {len(lengths)} rollouts in order, the tokens of this one, versions from 0 "
+                f"to 2^53 - 1, and {len(head.lineages)} lineages"
             )
         last = rollout
 
