@@ -93,17 +93,10 @@ class Pools:
         self._limits = limits
         self._payloads = payloads
 
-    def count(self, task: str, status: PoolStatus | Literal["filtered"] = "completed") -> int:
-        """Return the size of a pool, or how many were filtered. O(log N). Raises ConfigError."""
-        if status == "filtered":
-            progress = self._keys.progress(self._known(task))
-            found = self._store.retrying(
-                "counts", lambda: self._store.control.hget(progress, "filtered")
-            )
-            return int(found or 0)
+    def count(self, task: str, status: PoolStatus = "completed") -> int:
+        """Return the size of a pool. O(log N). Raises ConfigError."""
         if status not in POOLS:
-            known = ", ".join((*POOLS, "filtered"))
-            raise ConfigError(f"no pool of {status!r} groups", hint=f"known: {known}")
+            raise ConfigError(f"no pool of {status!r} groups", hint=f"known: {', '.join(POOLS)}")
         count: int = getattr(self.count_statuses(task)[task], status)
         return count
 

@@ -267,7 +267,9 @@ def _own_part(column: NDArray[np.float32] | None, part: slice) -> NDArray[np.flo
 def _own_teachers(
     teachers: Sequence[str], columns: Columns, part: slice
 ) -> dict[str, NDArray[np.float32]] | None:
-    rows = zip(teachers, columns.get("teacher_logprobs", ()), strict=True)
+    if not teachers:
+        return None
+    rows = zip(teachers, columns["teacher_logprobs"], strict=True)
     parts = {name: _own_part(row, part) for name, row in rows}
     return {name: own for name, own in parts.items() if own is not None} or None
 
