@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from buffer.errors import MemoryFull
-from buffer.groups.claim import Claim, Enqueued
+from buffer.groups.claim import Claim
 from buffer.ids import group_id, new_nonce
 from buffer.ledger.record_check import RecordCheck
 from buffer.model.damage import Damage
@@ -138,21 +138,6 @@ def lanes(claim: Claim) -> list[str]:
 
 def claim_all(scene: Scene) -> Claim:
     return scene.run.jobs.claim("w0", scene.worker(), new_nonce(), FIRST, 9)
-
-
-def test_from_the_low_mark_on_only_begun_groups_are_started(
-    bounded: Callable[[int, int], Scene],
-) -> None:
-    scene = bounded(0, 10_000)
-    before = scene.counters()
-    assert scene.enqueue(1) == Enqueued(0, 4, refusal="FULL")
-    assert scene.counters() == before
-    assert scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000) == 1
-    claimed = claim_all(scene)
-    assert (lanes(claimed), claimed.refusal) == (["resume", "resume"], None)
-    again = claim_all(scene)
-    assert (again.jobs, again.refusal) == ([], "FULL")
-    scene.check()
 
 
 def test_from_the_high_mark_on_nothing_is_started_but_results_are_taken(

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import pytest
 
-from buffer.groups.pools import PoolSizes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from buffer.wire.staleness import living_version
@@ -89,19 +88,6 @@ def test_versions_count_no_later_than_any_fork_after_their_lineage() -> None:
     assert [living_version(forks, name, 9) for name in ("a", "b", "c", "unknown")] == [2, 2, 9, 0]
     assert living_version(forks, "a", 1) == 1
     assert living_version([], "a", 7) == 7
-
-
-def test_group_with_a_rollout_that_has_nothing_left_is_not_handed_out(scene: Scene) -> None:
-    buffer = scene.run.buffer
-    whole, mixed = buffer.put("math", [old_and_new(0, 0), old_and_new(0, 1)])
-    assert (buffer.count("math"), buffer.is_ready({"math": 2})) == (2, True)
-    pass_steps(scene, 1)  # step 2: tokens of version 0 are too old, groups are not
-    assert buffer.count_statuses("math") == {"math": PoolSizes(1, 0, 0, 1)}
-    assert scene.try_take(2, math=2).missing == {"math": (1, 2)}
-    assert scene.take(2).gids == [mixed]
-    assert buffer.refresh_staleness("math") == {"math": 1}
-    assert scene.pool("expired")[0][0] == whole
-    assert scene.run.account.totals().clean
 
 
 def test_old_tokens_are_masked_in_the_batch_and_stay_so_whenever_it_is_delivered(
