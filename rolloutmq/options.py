@@ -293,12 +293,10 @@ def on_run(function: Callable[..., Answer | None]) -> Callable[..., None]:
         if answer:
             answer.print(as_json=as_json)
 
-    own_options = [each for each in asked if each.name != "as_json"]
-    signature = own.replace(
-        parameters=[each.replace(kind=each.KEYWORD_ONLY) for each in own_options] + _OF_RUN,
-        return_annotation=None,
-    )
-    call.__dict__["__signature__"] = signature
+    options = [each.replace(kind=each.KEYWORD_ONLY) for each in asked if each.name != "as_json"]
+    options += _OF_RUN
+    call.__dict__["__signature__"] = own.replace(parameters=options, return_annotation=None)
+    call.__annotations__ = {each.name: each.annotation for each in options}
     return call
 
 

@@ -92,7 +92,7 @@ def facts(rows: Sequence[tuple[str, str | Text]]) -> Table:
 
 def state(word: str, *, width: int = _STATE_WIDTH) -> Text:
     """Return a state in brackets of a fixed width, in its colour: `[idle     ]`."""
-    return Text(f"[{plain(word)[:width]:<{width}}]", style=_STATE_STYLES.get(word, ""))
+    return Text(f"[{word[:width]:<{width}}]", style=_STATE_STYLES.get(word, ""))
 
 
 def worker_state(worker: WorkerRecord, is_live: bool) -> str:

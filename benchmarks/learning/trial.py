@@ -74,7 +74,7 @@ def make_run(store: Store, name: str, model: Path, setting: Setting) -> Run:
         steps=setting.steps,
         batch_size=setting.batch,
         tasks={TASK: TaskLimits()},
-        tail_batch_trigger_size=0,
+        on_straggler="retry",
     )
     return Run.create(store, name, new_nonce(), limits, PolicyVersion("initial", 0), str(model))
 

@@ -23,8 +23,15 @@ from buffer.config.problems import FIXED
 from buffer.config.section import Section
 from buffer.errors import ConfigError
 from buffer.ids import new_nonce
-from buffer.model.limits import LiveLimits, RunLimits, TaskSettings
-from buffer.model.settings_record import FIELD, TASK, SettingsRecord, setting_values, task_of
+from buffer.model.limits import LiveLimits, RunLimits, TaskLimits, TaskSettings
+from buffer.model.settings_record import (
+    FIELD,
+    TASK,
+    THRESHOLDS,
+    SettingsRecord,
+    setting_values,
+    task_of,
+)
 from buffer.model.task_mix import Reweighting, newest_parts
 from buffer.wire.staleness import stale_threshold
 
@@ -87,8 +94,9 @@ def _restore(
             values[name] = record.configured[name]
             continue
         own, field = changed.tasks[task_of(name)], name.rpartition(".")[2]
-        if field == "max_staleness":
-            field, own.stale_threshold = "stale_threshold", None
+        if threshold := THRESHOLDS.get(field):
+            setattr(own, threshold, None)
+            field = threshold
         own.model_fields_set.discard(field)
     return changed, values
 
@@ -174,6 +182,8 @@ class LiveTaskSettings(Section, TaskSettings):
     """share of the task in a batch, from the first train step for which nothing was started yet"""
     max_staleness: int = Field(0, ge=0, le=1_000_000)
     """how many publications old the weights of a rollout of this task may be"""
+    max_ahead: int = Field(0, ge=0, le=1_000_000)
+    """how many publications ahead of the trainer groups of this task are started"""
 
 
 class LiveSettings(Section, LiveLimits):
@@ -184,6 +194,10 @@ class LiveSettings(Section, LiveLimits):
     max_staleness: int = Field(0, ge=0, le=1_000_000)
     """how many publications old the weights of a rollout may be, in tasks that have no
     max_staleness of their own
+    """
+    max_ahead: int = Field(0, ge=0, le=1_000_000)
+    """how many publications ahead of the trainer groups are started, in tasks that have no
+    max_ahead of their own
     """
     tasks: dict[str, LiveTaskSettings] = Field(default_factory=dict)
     """settings of single tasks"""
@@ -210,8 +224,7 @@ class LiveSettings(Section, LiveLimits):
         changed = limits.model_copy(deep=True)
         for name in self.model_fields_set & LiveLimits.model_fields.keys():
             setattr(changed, name, getattr(self, name))
-        if "max_staleness" in self.model_fields_set:
-            changed.stale_threshold = _threshold(self.max_staleness, limits)
+        _set_thresholds(self, changed, limits.sync_weights_interval)
         if 0 < changed.high_bytes < changed.low_bytes:
             raise ConfigError(
                 f"low_bytes = {changed.low_bytes} must not exceed high_bytes = {changed.high_bytes}"
@@ -223,7 +236,7 @@ class LiveSettings(Section, LiveLimits):
                 "max_staleness cannot change in a run that has a max_token_staleness",
                 hint="the pools are ordered by the difference of the two: start another run",
             )
-        horizon = max(limits.largest_threshold(), changed.largest_threshold())
+        horizon = max(limits.largest_horizon(), changed.largest_horizon())
         self._reweigh(changed, taken + 1 + horizon)
         return changed
 
@@ -234,10 +247,9 @@ class LiveSettings(Section, LiveLimits):
                 f"there is no training task {name!r}",
                 hint=f"the training tasks are {', '.join(limits.training_tasks)}",
             )
-        for field in task.model_fields_set - {"weight", "max_staleness"}:
+        for field in task.model_fields_set - {"weight", *THRESHOLDS}:
             setattr(limits.tasks[name], field, getattr(task, field))
-        if "max_staleness" in task.model_fields_set:
-            limits.tasks[name].stale_threshold = _threshold(task.max_staleness, limits)
+        _set_thresholds(task, limits.tasks[name], limits.sync_weights_interval)
 
     def _reweigh(self, limits: RunLimits, from_step: int) -> None:
         weights = {
@@ -255,8 +267,11 @@ class LiveSettings(Section, LiveLimits):
         limits.reweighted = newest_parts(limits.reweighted, limits.mix())
 
 
-def _threshold(max_staleness: int, limits: RunLimits) -> int:
-    return stale_threshold(max_staleness, limits.sync_weights_interval)
+def _set_thresholds(
+    change: LiveSettings | LiveTaskSettings, limits: RunLimits | TaskLimits, interval: int
+) -> None:
+    for name in change.model_fields_set & THRESHOLDS.keys():
+        setattr(limits, THRESHOLDS[name], stale_threshold(getattr(change, name), interval))
 
 
 def differences(before: RunLimits, after: RunLimits) -> dict[str, tuple[Any, Any]]:

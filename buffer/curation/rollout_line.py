@@ -23,13 +23,6 @@ from buffer.wire.sampling import SampleParams
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 
-FIELDS = (
-    *("gid", "task", "index", "samples", "stage", "status", "staleness"),
-    *("messages", "prompt_ids", "response", "response_ids", "logprobs", "response_mask", "spans"),
-    *("ref_logprobs", "values", "token_rewards", "teacher_logprobs"),
-    *("reward", "finish_reason", "error", "sample_params", "data_source", "ground_truth", "extra"),
-)
-
 
 class RolloutLine(BaseModel):
     """A line that is imported: no unknown fields; those with a default may be left out."""
@@ -92,6 +85,9 @@ class RolloutLine(BaseModel):
         spans = [VersionSpan(*span) for span in fields.pop("spans")]
         params = msgspec.convert(self.sample_params, SampleParams, dec_hook=read_structure)
         return RolloutState(**fields, index=index, sample_params=params, spans=spans)
+
+
+FIELDS = tuple(RolloutLine.model_fields)
 
 
 def group_of(lines: Sequence[RolloutLine], gid: str, task: str) -> RolloutGroup:

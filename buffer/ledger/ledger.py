@@ -98,7 +98,16 @@ class BatchLedger:
             self._keys.slots(ledger=self.name, step=step),
             args,
             [self._keys.slots(task=task) for task in tasks],
-            [arg for task in tasks for arg in (task, counts[task], limits.threshold(task))],
+            [
+                arg
+                for task in tasks
+                for arg in (
+                    task,
+                    counts[task],
+                    limits.threshold(task),
+                    int(limits.waits_for_stragglers(task)),
+                )
+            ],
         )
         answer = self._taken(reply, step, tasks)
         if isinstance(answer, Manifest):
@@ -110,10 +119,12 @@ class BatchLedger:
         match reply:
             case ["OK", *lines]:
                 return parse_manifest(self._keys.batch(self.name, step), step, lines)
-            case ["SHORT", *rows]:
-                return NotReady(_missing(rows))
-            case ["CHECKPOINT_NOW", *rows]:
-                return NotReady(_missing(rows), checkpoint_now=True)
+            case ["SHORT" | "CHECKPOINT_NOW" | "STRAGGLERS" as why, *rows]:
+                return NotReady(
+                    _missing(rows),
+                    checkpoint_now=why == "CHECKPOINT_NOW",
+                    awaits_stragglers=why == "STRAGGLERS",
+                )
             case ["EMPTY"] if not tasks:
                 return Manifest(step, "", ())
             case ["EMPTY"]:

@@ -47,6 +47,9 @@ Concurrency = Annotated[int, Field(ge=1, le=1024)] | Literal["auto"]
 """Groups that a worker runs at once; "auto": as many as keep its engine full."""
 
 
+Straggler = Literal["drop", "retry", "wait"]
+"""What happens to a group that is still being generated when its last train step is taken."""
+
 LimitsStamp = tuple[int, str]
 """Number and nonce of the limits' last change: a server that lost data repeats only numbers."""
 
@@ -70,10 +73,14 @@ class TaskSettings(BaseModel):
 
     over_sample_threshold: float = Field(0.0, ge=0, le=10_000, allow_inf_nan=False)
     """groups started beyond the batch, as a share of it: 0.5 starts half a batch more"""
-    tail_batch_trigger_size: int = Field(-1, ge=-1, le=1_000_000)
-    """what happens to expired groups. -1: they are dropped. 0: they are retried at once. N: once N
-    of them wait, they are retried first, and nothing beyond the batch is started until it is made.
-    Only rollouts whose tokens are too old are generated again
+    on_straggler: Straggler = "drop"
+    """what happens to a group that is not finished when its last train step is taken. drop: it
+    ends. retry: its rollouts that are too old are generated again, which favours short ones. wait:
+    the trainer waits for it
+    """
+    tail_batch_trigger_size: int = Field(0, ge=0, le=1_000_000)
+    """for on_straggler = "retry". 0: groups that became too old are retried at once. N: once N of
+    them wait, they are retried first, and nothing beyond the batch is started until it is made
     """
     tail_batch_max_tries: int | None = Field(None, ge=1, le=1_000_000)
     """interruptions after which a group without tokens waits with the expired groups, and is
@@ -123,6 +130,8 @@ class TaskLimits(TaskSettings):
     weight: float = Field(1.0, ge=0, le=1e6, allow_inf_nan=False)
     stale_threshold: Steps | None = None
     """None: that of the run"""
+    ahead_threshold: Steps | None = None
+    """None: that of the run"""
     eval_of: str | None = None
     strategy: Literal["async", "sync"] = "async"
 
@@ -150,6 +159,8 @@ class RunLimits(LiveLimits):
     role_timeout_ms: int = Field(15_000, ge=0, le=DAY_MS)
     stale_threshold: Steps = 1
     """staleness from which groups are expired, of tasks that set none of their own"""
+    ahead_threshold: Steps | None = None
+    """staleness of weights from which they start no group for a step; None: `stale_threshold`"""
     token_threshold: Steps | None = None
     """staleness from which a single token is not trained, at most `stale_threshold`; None: no limit
     """
@@ -207,7 +218,12 @@ class RunLimits(LiveLimits):
         """Return whether expired groups of a task are tried again rather than dropped."""
         # sync never reissues them
         is_async = self.tasks[task].strategy == "async"
-        return is_async and self.of(task).tail_batch_trigger_size >= 0
+        return is_async and self.of(task).on_straggler == "retry"
+
+    def waits_for_stragglers(self, task: str) -> bool:
+        """Return whether a take waits for groups that it would be the last to use."""
+        is_training = self.tasks[task].eval_of is None
+        return is_training and self.of(task).on_straggler == "wait"
 
     def mix(self) -> TaskMix:
         if self.reweighted and self.reweighted[0].before:
@@ -262,16 +278,19 @@ class RunLimits(LiveLimits):
         return self.stale_threshold if own is None else own
 
     def horizon(self, task: str) -> int:
-        """Return how many train steps of a task one version of the weights may serve."""
+        """Return for how many train steps of a task one version of the weights starts groups."""
+        own = self.tasks[task].ahead_threshold
+        ahead = self.ahead_threshold if own is None else own
         # a group of one version expires with its tokens
-        return self.token_threshold or self._threshold(task)
+        most = self.token_threshold or self._threshold(task)
+        return most if ahead is None else min(most, ahead)
 
     def horizon_of(self, step: int) -> int:
         """Return the least `horizon` of the tasks in the batch of `step`."""
         return min(self.horizon(task) for task, share in self.mix().shares(step).items() if share)
 
-    def largest_threshold(self) -> int:
-        return max(self._threshold(task) for task in self.training_tasks)
+    def largest_horizon(self) -> int:
+        return max(self.horizon(task) for task in self.training_tasks)
 
     def token_lead(self, task: str) -> int | str:
         """Return how many steps earlier than its group a token expires; "" without such a limit."""

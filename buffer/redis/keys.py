@@ -138,11 +138,6 @@ def run_of_key(key: str) -> str:
     return key.removeprefix("rmq:{").partition("}:")[0]
 
 
-def type_below(prefix: str) -> str:
-    kind = prefix.partition("}:")[2].partition(":")[0]
-    return next(row.type for name, row in TABLE.items() if name.startswith(f"{kind}:<"))
-
-
 def clock_beside(key: str) -> str:
     return key.partition("}:")[0] + "}:clock"
 

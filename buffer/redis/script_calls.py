@@ -1,26 +1,21 @@
-"""Calls of scripts on one server: one, several in one round trip, or behind payloads.
+"""What calls of scripts are made of: replies, durability, and the order of uploads.
 
-A reply is a list of a status word (OK, or a refusal) and fields. Nothing is retried here: see
-`buffer.redis.store`. A durable call waits for the server's disk and for replicas (I6). WAIT and
-WAITAOF count the writes of their own connection, and a repeated call may have made none, so a write
-of their own precedes them.
+A reply is a list of a status word (OK, or a refusal) and fields. A durable call waits for the
+server's disk and for replicas (I6). WAIT and WAITAOF count the writes of their own connection, and
+a repeated call may have made none, so a write of their own precedes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from redis.exceptions import NoPermissionError, NoScriptError, ResponseError
+from redis.exceptions import NoPermissionError, NoScriptError
 
-from buffer.errors import Fenced, LostRun, RoleHeld, RunDamaged, ScriptError
-from buffer.redis.connection.bulk_io import Command, pipelined, send
-from buffer.redis.connection.retry import NotDurable, WrongType
-from buffer.redis.connection_errors import is_acl_failure, is_missing_command
-from buffer.redis.key_fields import HINT
-from buffer.redis.keys import clock_beside, sync_beside, type_below
+from buffer.errors import Fenced, LostRun, RoleHeld, ScriptError
+from buffer.redis.connection.bulk_io import Command, pipelined
+from buffer.redis.connection.retry import NotDurable
+from buffer.redis.keys import clock_beside, sync_beside
 from buffer.redis.scripts import Arg, KeysByName, Script
 
 
@@ -86,6 +81,8 @@ class Durability(NamedTuple):
 
     def behind_script(self, sync: str, key: str) -> list[Command]:
         """Return commands to follow a script on keys of a run; `sync` is the hash of sync.lua."""
+        if not self.must_wait:
+            return []
         # WAIT and not WAITAOF for replicas: they report their disks only once a second (measured:
         # 0.5 s a call)
         disk = [("WAITAOF", 1, 0, WAIT_MS)] if self.disk else []
@@ -97,6 +94,8 @@ class Durability(NamedTuple):
 
     def check(self, answers: Sequence[Any]) -> None:
         """Raise NotDurable if the answers to these commands show that something is missing."""
+        if not answers:
+            return
         _, replicas, *disks = answers
         if [on_disk for on_disk, _ in disks] == [0]:
             raise NotDurable(f"not on the server's disk after {WAIT_MS} ms")
@@ -106,8 +105,6 @@ class Durability(NamedTuple):
             )
 
 
-T = TypeVar("T")
-
 _LARGE_BYTES = 32 * 2**10
 """A server reads a value of this size by itself, and smaller ones together."""
 
@@ -116,7 +113,7 @@ _TOGETHER = 8  # payloads after which their scripts are called
 
 
 class ScriptCall(NamedTuple):
-    """Keys and arguments of a script by the names in its header; see `Script.arrange`."""
+    """Keys and arguments of a script by the names in its header; see `Script.command`."""
 
     keys: KeysByName
     args: Mapping[str, Arg]
@@ -128,154 +125,7 @@ Upload = tuple[Sequence[Command], ScriptCall]
 """The commands that store a payload, and the call of the script that accepts it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptRunner:
-    """Runs scripts of a library through one client. Strings in replies are decoded.
-
-    Raises ScriptError where a script refused its keys or arguments, RunDamaged where it cannot read
-    what it finds, and redis.RedisError.
-    """
-
-    client: Any
-    scripts: Mapping[str, Script]
-    durability: Durability
-
-    def call(self, script: Script, command: Command, *, durable: bool = False) -> list[Any]:
-        """Run one call of a script (see `command_of`); a durable one returns once it is safe."""
-        waits = self._waits(str(command[FIRST_KEY])) if durable else []
-
-        def attempt() -> list[Any]:
-            if waits:
-                return pipelined(self.client, [command, *waits])
-            return [self.client.execute_command(*command)]
-
-        reply, *waited = self._run(script, [command], attempt)
-        self._check(waited)
-        return _decoded(reply)
-
-    def call_and_read(
-        self, script: Script, command: Command, read: Command
-    ) -> tuple[list[Any], Any]:
-        """Run one call of a script, then a command that reads, in one round trip."""
-        reply, answer = self._run(
-            script, [command], lambda: pipelined(self.client, [command, read])
-        )
-        return _decoded(reply), answer
-
-    def call_many(self, script: Script, commands: Sequence[Command]) -> list[list[Any]]:
-        replies = self._run(script, commands, lambda: pipelined(self.client, commands))
-        return [_decoded(reply) for reply in replies]
-
-    def upload(self, script: Script, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
-        """Store payloads and call a script for each, durably, in one round trip.
-
-        A payload is stored before its script runs. Later uploads may be made while earlier ones are
-        sent. `key` is any key of the run.
-        """
-        waits = self._waits(key)
-        sent: list[Command] = []
-
-        def commands() -> Iterator[Command]:
-            sent.clear()
-            for command in _in_order(script, uploads):
-                sent.append(command)
-                yield command
-            if sent:
-                yield from waits
-
-        answers = self._run(script, sent, lambda: send(self.client, commands()))
-        self._check(answers[len(sent) :])
-        replies = zip(sent, answers, strict=False)
-        return [_decoded(reply) for command, reply in replies if command[1] == script.sha]
-
-    def _run(
-        self, script: Script, calls: Sequence[Command], attempt: Callable[[], list[T]]
-    ) -> list[T]:
-        """Return the answers to an attempt; load the scripts for it if the server lacks them."""
-        try:
-            try:
-                return attempt()
-            except NoScriptError as error:
-                self._load(error)
-                return attempt()
-        except ResponseError as error:
-            raise self._explain(script, _keys(calls), error) from error
-
-    def _load(self, missing: NoScriptError) -> None:
-        """Load missing scripts. Raises `missing`, which is transient, for users who may not."""
-        scripts = self.scripts.values()
-        try:
-            # after a restart, a whole fleet finds that they are gone: most of it sends no source
-            known = self.client.script_exists(*(script.sha for script in scripts))
-            lacks = [
-                script for script, is_known in zip(scripts, known, strict=True) if not is_known
-            ]
-            pipelined(self.client, [("SCRIPT LOAD", script.source) for script in lacks])
-        except NoPermissionError:
-            raise missing from None
-
-    def _waits(self, key: str) -> list[Command]:
-        if not self.durability.must_wait:
-            return []
-        return self.durability.behind_script(self.scripts["sync"].sha, key)
-
-    def _check(self, waited: Sequence[Any]) -> None:
-        if waited:
-            self.durability.check(waited)
-
-    def _explain(self, script: Script, keys: Sequence[str], error: ResponseError) -> Exception:
-        text = str(error)
-        if text.startswith("RMQ_ARG "):
-            return ScriptError(f"{text.removeprefix('RMQ_ARG ')}; nothing was changed")
-        if isinstance(error, WrongType) or not text.startswith("WRONGTYPE"):
-            # a script failed on a field that is missing, or that is no number; refusals, full
-            # memory, and the key of a command beside the script are for the caller
-            is_damage = type(error) is ResponseError and "user_script" in text
-            if is_damage and not (is_acl_failure(text) or is_missing_command(text)):
-                return RunDamaged(f"{script.name}: {text[:300]}", hint=HINT)
-            return error
-        wrong = ", ".join(self._of_another_type(script, keys)[:3]) or "a key is of another type"
-        return RunDamaged(f"{script.name}: {wrong}", hint=HINT)
-
-    def _of_another_type(self, script: Script, keys: Sequence[str]) -> list[str]:
-        """Return the keys of another type: of those named, or else below the prefixes; O(all keys).
-
-        The process then ends. Users who may not search get [].
-        """
-        types = [script.header.type_of(position) for position in range(1, len(keys) + 1)]
-        named = [(key, kind) for key, kind in zip(keys, types, strict=True) if kind != "PREFIX"]
-        if wrong := self._differing(named):
-            return wrong
-        prefixes = [key for key, kind in zip(keys, types, strict=True) if kind == "PREFIX"]
-        with suppress(NoPermissionError):
-            return self._differing(
-                [
-                    (key.decode(), type_below(prefix))
-                    for prefix in prefixes
-                    for key in self.client.scan_iter(match=f"{prefix}*", count=1000)
-                ]
-            )
-        return []
-
-    def _differing(self, expected: Sequence[tuple[str, str]]) -> list[str]:
-        kinds = pipelined(self.client, [("TYPE", key) for key, _ in expected])
-        return [
-            f"{key} is a {kind.decode()}, and not a {wanted.lower()}"
-            for (key, wanted), kind in zip(expected, kinds, strict=True)
-            if kind.decode().upper() not in (wanted, "NONE")
-        ]
-
-
-FIRST_KEY = 3  # its position in EVALSHA sha count key …
-
-
-def command_of(script: Script, call: ScriptCall) -> Command:
-    """Return the command for a call. Raises ScriptError where its names are not the header's."""
-    keys, args = script.arrange(*call)
-    return ("EVALSHA", script.sha, len(keys), *keys, *args)
-
-
-def _in_order(script: Script, uploads: Iterable[Upload]) -> Iterator[Command]:
+def in_order(script: Script, uploads: Iterable[Upload]) -> Iterator[Command]:
     """Yield the commands of uploads: large values at once, small ones and calls after several.
 
     A server that writes to disk before it answers writes once for all small commands in a row.
@@ -287,19 +137,11 @@ def _in_order(script: Script, uploads: Iterable[Upload]) -> Iterator[Command]:
                 yield command
             else:
                 later.append(command)
-        later.append(command_of(script, call))
+        later.append(script.command(*call))
         if number % _TOGETHER == 0:
             yield from later
             later = []
     yield from later
-
-
-def _keys(calls: Sequence[Command]) -> list[str]:
-    """Return the keys of the last call; a wrong type under one of them is usually in all calls."""
-    if not calls:
-        return []
-    count = int(str(calls[-1][FIRST_KEY - 1]))
-    return [str(key) for key in calls[-1][FIRST_KEY : FIRST_KEY + count]]
 
 
 def _is_large(command: Command) -> bool:
@@ -307,5 +149,17 @@ def _is_large(command: Command) -> bool:
     return isinstance(value, list) and sum(map(len, value)) >= _LARGE_BYTES
 
 
-def _decoded(reply: Sequence[Any]) -> list[Any]:
+def load_missing(client: Any, scripts: Iterable[Script], missing: NoScriptError) -> None:
+    """Load the scripts that a server lacks. Raises `missing`, which is transient, without ACL."""
+    named = list(scripts)
+    try:
+        # after a restart, a whole fleet finds that they are gone: most of it sends no source
+        known = client.script_exists(*(script.sha for script in named))
+        lacks = [script for script, is_known in zip(named, known, strict=True) if not is_known]
+        pipelined(client, [("SCRIPT LOAD", script.source) for script in lacks])
+    except NoPermissionError:
+        raise missing from None
+
+
+def decoded(reply: Sequence[Any]) -> list[Any]:
     return [item.decode() if isinstance(item, bytes) else item for item in reply]

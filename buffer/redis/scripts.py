@@ -16,6 +16,7 @@ from importlib import resources
 from typing import Protocol
 
 from buffer.errors import ScriptError
+from buffer.redis.connection.bulk_io import Command
 from buffer.redis.script_contract import ScriptHeader
 
 Arg = str | int | float | bytes
@@ -47,14 +48,14 @@ class Script:
         """Return whether a full server refuses this: it frees no memory, no work needs it (I12)."""
         return self.source.startswith("#!lua\n")
 
-    def arrange(
+    def command(
         self,
         keys: KeysByName,
         args: Mapping[str, Arg],
         tail_keys: Sequence[str | KeysByName] = (),
         tail_args: Sequence[Arg] = (),
-    ) -> tuple[list[str], list[Arg]]:
-        """Return KEYS and ARGV in the order of the header. Raises ScriptError for a wrong name.
+    ) -> Command:
+        """Return the EVALSHA of a call, in the order of the header. Raises ScriptError.
 
         `tail_keys` are keys, or the keys of a unit by name.
         """
@@ -72,12 +73,11 @@ class Script:
             all_keys = [keys[slot] for slot in header.fixed("KEYS")]
             unit_slots = header.tail_names("KEYS")
             for unit in tail_keys:
-                all_keys += (
-                    (unit,) if isinstance(unit, str) else [unit[slot] for slot in unit_slots]
-                )
+                all_keys += [unit] if isinstance(unit, str) else [unit[slot] for slot in unit_slots]
         except KeyError as missing_key:
             raise ScriptError(f"{self.name}.lua: KEYS missing {missing_key}") from None
-        return all_keys, [args[name] for name in names] + [*tail_args]
+        values = [args[name] for name in names]
+        return ("EVALSHA", self.sha, len(all_keys), *all_keys, *values, *tail_args)
 
 
 @cache

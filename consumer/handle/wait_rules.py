@@ -7,6 +7,7 @@ T is the step that is asked for, M the newest weights, H the staleness from whic
                   ▼                                  ▲
     take(T) ▶ NORMAL ──pause, by trainer or operator─┘
        │        ├── ready, and M serves T + 1 ─────────▶ a batch: train
+       │        ├── ready, but a straggler runs ───────▶ waits ([strategy] on_straggler = "wait")
        │        ├── groups are waiting or running ─────▶ waits
        │        ├── its task was stopped ──────────────▶ TaskStopped
        │        ├── all workers refuse M for REFUSAL_S ▶ WeightsRefused: publish others
@@ -223,7 +224,7 @@ class BatchOutlook:
         holder = self._run.control.holder("producer")
         self._raise_if_gone(holder)
         self._refusals.check(state)
-        if self._trains:
+        if self._trains and not answer.awaits_stragglers:
             self._raise_if_expired(state, answer)
             self._raise_if_exhausted(state, answer, holder)
 

@@ -108,6 +108,8 @@ def _setting(
         sync_s=0.0 if config.learner.lora else 2 * shape.parameters / WEIGHT_BYTES_PER_S,
         sync_weights_interval=config.policy.sync_weights_interval,
         max_staleness=config.policy.max_staleness,
+        max_ahead=config.policy.max_ahead,
+        on_straggler=config.strategy.on_straggler,
         over_sample_threshold=config.strategy.over_sample_threshold,
         interruption=_interruption(config),
     )

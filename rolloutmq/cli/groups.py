@@ -29,7 +29,7 @@ from rolloutmq.options import (
     require_known,
     require_yes,
 )
-from rolloutmq.output import age, count, known, plain, plural, state, table, version_style
+from rolloutmq.output import age, count, known, plural, state, table, version_style
 from rolloutmq.views.found_group import locate
 
 _STATUSES = ("init", *POOLS, "failed")
@@ -121,7 +121,7 @@ def dead(target: Target, task: OneTask = None, limit: Limit = 50) -> Answer:
         reason = (
             letter.reason if letter.step is None else f"in batch {letter.step}: {letter.reason}"
         )
-        cells = (str(letter.tries), plain(letter.worker), age(letter.age_ms), plain(reason))
+        cells = (str(letter.tries), letter.worker, age(letter.age_ms), reason)
         grid.add_row(letter.gid, *cells)
     shown = [grid, *_cut(f"only the newest {limit}", len(letters) == limit)]
     return Answer([asdict(each) for each in letters], shown if letters else _NO_LETTER)

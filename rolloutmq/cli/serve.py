@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import socket
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rolloutmq.command_list import command
+from rolloutmq.hang_up import stop_at_signals
 from rolloutmq.http_endpoint import cannot_listen, read_token
 from rolloutmq.options import (
     AsJson,
@@ -139,8 +138,5 @@ def _serve(collector: RunCollector, host: str, port: int, token: str) -> None:
     pages = {"/workers_wanted": collector.read_workers_wanted}
     endpoint = MetricsEndpoint(collector.registry(), pages, host=host, port=port, token=token)
     console().print(f"{endpoint.url}/metrics")
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    stop.wait()
+    stop_at_signals().wait()
     endpoint.close()

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import secrets
-import signal
 import threading
 from dataclasses import asdict
 from itertools import takewhile
@@ -26,8 +25,9 @@ from buffer.redis.server.acl import ROLES, acl_line, user_name
 from buffer.redis.signing import Key, read_keys, write_keys
 from buffer.run import Run
 from rolloutmq.command_list import command
+from rolloutmq.hang_up import stop_at_signals
 from rolloutmq.options import Answer, AsJson, RunDir, Target, embedded_server, newest_server, on_run
-from rolloutmq.output import console, emit, emit_line, facts, plain, plural, table
+from rolloutmq.output import console, emit, emit_line, facts, plural, table
 
 log = logging.getLogger("rolloutmq.janitor")
 
@@ -49,10 +49,7 @@ def janitor(
     It sweeps at least four times per lease: after a longer gap, which may have been an outage, no
     lease is revoked for a while.
     """
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    sweep_on(target.run, stop, every, once=once, as_json=as_json)
+    sweep_on(target.run, stop_at_signals(), every, once=once, as_json=as_json)
 
 
 def sweep_on(run: Run, stop: threading.Event, every_s: float, *, once: bool, as_json: bool) -> None:
@@ -220,7 +217,7 @@ def scripts(as_json: AsJson = False) -> None:
         return
     grid = table("script", "SHA1", "arguments")
     for name, script in library().items():
-        grid.add_row(plain(name), script.sha, plain(" ".join(script.header.fixed("ARGV"))))
+        grid.add_row(name, script.sha, " ".join(script.header.fixed("ARGV")))
     console().print(grid)
 
 
@@ -314,7 +311,7 @@ def key(
     if out:
         write_keys(out, {worker: [new.secret]})
     console().print(
-        f"{plain(str(out))} has the new key of {worker}" if out else f"{worker} has no key any more"
+        f"{out!s} has the new key of {worker}" if out else f"{worker} has no key any more"
     )
 
 

@@ -23,6 +23,8 @@ Example: rolloutmq simulate --workers 8 --median 2000 --sigma 1 --step-s 60
 \b
 A line of a trace is one response: 812, {"tokens": 812} or {"seconds": 9.5}.
 Waste: tokens of groups that expired, or generated again after an update.
+Length: mean length of what is trained, as a share of what was started. Tail: the
+same for responses above the started p95. Below 1, the model learns to be short.
 """
 
 _PAUSE = (
@@ -63,7 +65,18 @@ SyncS = Annotated[
 ]
 Staleness = Annotated[
     list[int] | None,
-    typer.Option(min=0, max=_MOST, help="max_staleness; repeatable.  [default: 0, 1, 2, 4]"),
+    typer.Option(min=0, max=_MOST, help="max_staleness; repeatable.  [default: 0, 1, 4]"),
+]
+Ahead = Annotated[
+    list[int] | None,
+    typer.Option(min=0, max=_MOST, help="max_ahead; repeatable.  [default: 1, 2, 4]"),
+]
+OnStraggler = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="What happens to groups that take too long: drop, retry or wait; repeatable.  "
+        "[default: drop]"
+    ),
 ]
 Pause = Annotated[
     list[str] | None, typer.Option(help=f"{_PAUSE}; repeatable.  [default: all but drain]")
@@ -91,6 +104,8 @@ def simulate(
     sync_s: SyncS = 2,
     sync_interval: Annotated[int, _count(_MOST, "Train steps between two weight updates.")] = 1,
     staleness: Staleness = None,
+    ahead: Ahead = None,
+    on_straggler: OnStraggler = None,
     pause: Pause = None,
     over_sample: Annotated[
         float, typer.Option(min=0, max=10_000, help="Groups beyond the batch, as a share of it.")
@@ -127,7 +142,11 @@ def simulate(
             over_sample_threshold=over_sample,
         )
         settings = candidates(
-            fleet, staleness or [0, 1, 2, 4], pause or ["keep", "partial", "abort"]
+            fleet,
+            staleness or [0, 1, 4],
+            pause or ["keep", "partial", "abort"],
+            ahead or [1, 2, 4],
+            on_straggler or ["drop"],
         )
     except ValidationError as error:
         first = error.errors()[0]
@@ -143,22 +162,25 @@ def simulate(
 
 def _answer(outcomes: Sequence[Simulated], advice: Advice) -> Answer:
     """Return a line per setting with the chosen one marked, the reasons, and its config."""
-    numbers = ("step s", "tokens/s", "idle", "trainer idle", "staleness", "oldest", "waste")
-    grid = table("", "max", "update", *numbers, right=numbers)
+    numbers = ("step s", "tokens/s", "idle", "trainer idle", "staleness", "waste", "length", "tail")
+    grid = table("", "ahead", "max", "update", "straggler", *numbers, right=numbers)
     rows = []
     for place, (setting, outcome) in enumerate(outcomes):
         is_chosen = place == advice.chosen
         grid.add_row(
             ">" if is_chosen else "",
+            str(setting.max_ahead),
             str(setting.max_staleness),
             setting.interruption,
+            setting.on_straggler,
             f"{outcome.seconds / outcome.steps:,.1f}",
             f"{outcome.tokens_per_s:,.0f}",
             f"{outcome.worker_idle:.1%}",
             f"{outcome.trainer_idle:.1%}",
-            f"{outcome.mean_staleness:.2f}",
-            str(max(outcome.staleness, default=0)),
+            f"{outcome.mean_staleness:.2f} to {max(outcome.staleness, default=0)}",
             f"{outcome.waste:.1%}",
+            f"{outcome.length_ratio:.2f}",
+            f"{outcome.tail_ratio:.2f}",
             style="bold" if is_chosen else None,
         )
         ages = {"staleness": dict(outcome.staleness)}

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from buffer.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.options import Answer, AsJson, Target, on_run
 from rolloutmq.output import console, emit_line
 from rolloutmq.views.history import History
-from rolloutmq.views.live import LINE_S, Keyboard, Steering, watch
+from rolloutmq.views.live import LINE_S, Keys, watch
 from rolloutmq.views.run_json import describe
 from rolloutmq.views.run_view import read_run_view
 from rolloutmq.views.screen import LiveNotes, status_screen
@@ -62,20 +61,10 @@ def top(
         return
     screen = console()
     notes = LiveNotes()
-    with _keys(screen) as keyboard:
-        steering = Steering(target.run, notes, keyboard) if keyboard else None
+    is_typed = screen.is_terminal and sys.stdin.isatty()
+    with Keys(target.run, notes, screen) if is_typed else nullcontext() as keys:
         history = History(target.run_dir)
-        watch(target.run, history, notes, screen, is_over, every_s=every, steering=steering)
-
-
-@contextmanager
-def _keys(screen: Console) -> Iterator[Keyboard | None]:
-    """Open the keyboard; None unless input and output are a terminal."""
-    if screen.is_terminal and sys.stdin.isatty():
-        with Keyboard(sys.stdin.fileno()) as keyboard:
-            yield keyboard
-    else:
-        yield None
+        watch(target.run, history, notes, screen, is_over, every_s=every, keys=keys)
 
 
 def _stream(run: Run, is_over: Callable[[], bool], every_s: float) -> None:

@@ -16,7 +16,7 @@ from buffer.run import Run
 from consumer.grpo.audit.audit_log import groups_of
 from rolloutmq.command_list import command
 from rolloutmq.options import Answer, Target, Yes, on_run, require_known, require_yes
-from rolloutmq.output import age, count, known, plain, plural, state, table, worker_state
+from rolloutmq.output import age, count, known, plural, state, table, worker_state
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
@@ -76,10 +76,10 @@ def workers_table(rows: list[WorkerRecord], lease_ms: int, newest: str) -> Table
     for row in rows:
         is_live = row.is_live(lease_ms)
         grid.add_row(
-            plain(row.id),
-            plain(row.engine),
+            row.id,
+            row.engine,
             state(worker_state(row, is_live)),
-            Text(plain(row.weights) or "-", style="" if row.weights == newest else "yellow"),
+            Text(row.weights or "-", style="" if row.weights == newest else "yellow"),
             Text(age(row.silent_ms), style="" if is_live else "red"),
             f"{row.holds}/{row.concurrency}" if row.concurrency else str(row.holds),
             known(row.requests),
@@ -96,7 +96,7 @@ def judges_table(rows: list[WorkerRecord]) -> Table:
     for row in rows:
         failed = _number(row.judge_failures)
         times = (age(1000 * row.judge_times.quantile_s(share)) for share in (0.5, 0.99))
-        grid.add_row(plain(row.id), str(row.judging), str(row.judged), failed, *times)
+        grid.add_row(row.id, str(row.judging), str(row.judged), failed, *times)
     return grid
 
 
@@ -105,7 +105,7 @@ def audits_table(audits: AuditAccount) -> Table:
     grid = table("audits of", *verdicts, "failed", right=verdicts)
     for worker, groups in sorted(audits.groups.items()):
         counts = (str(groups.get(verdict, 0)) for verdict in VERDICTS)
-        grid.add_row(plain(worker) or "(unknown)", *counts, plain(audits.failed.get(worker, "")))
+        grid.add_row(worker or "(unknown)", *counts, audits.failed.get(worker, ""))
     if audits.missed:
         grid.caption = f"{audits.missed} batches were freed before they were audited"
     return grid

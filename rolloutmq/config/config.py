@@ -17,6 +17,7 @@ from buffer.config.run_settings import (
 from buffer.config.section import Section
 from buffer.errors import ConfigError
 from buffer.model.limits import RunLimits, TaskLimits, TaskSettings
+from buffer.model.settings_record import THRESHOLDS
 from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig, LearnerConfig
 from consumer.config.trainer import (
@@ -162,6 +163,7 @@ class Config(Section):
             **self.lease.model_dump(),
             role_timeout_ms=self.lease.lease_ms,
             stale_threshold=self.policy.stale_threshold,
+            ahead_threshold=self.policy.ahead_threshold,
             token_threshold=self.policy.token_threshold,
             sync_weights_interval=self.policy.sync_weights_interval,
             steps=self.plan.steps,
@@ -195,12 +197,10 @@ class Config(Section):
         task = self.tasks[name]
         # only what the task sets itself: the rest follows the run's values when these change
         own = {} if task.strategy is None else task.strategy.own_numbers()
-        if task.eval_of is None and task.max_staleness is not None:
-            own["stale_threshold"] = self._stale_threshold(name)
+        interval = self.policy.sync_weights_interval
+        if task.eval_of is None:
+            for field, threshold in THRESHOLDS.items():
+                if (publications := getattr(task, field)) is not None:
+                    own[threshold] = stale_threshold(publications, interval)
         strategy = self.strategy_of(name).kind
         return TaskLimits(weight=task.weight, eval_of=task.eval_of, strategy=strategy, **own)
-
-    def _stale_threshold(self, task: str) -> int:
-        own = self.tasks[task].max_staleness
-        publications = self.policy.max_staleness if own is None else own
-        return stale_threshold(publications, self.policy.sync_weights_interval)

@@ -10,9 +10,15 @@ from consumer.config.learner import LearnerConfig
 from consumer.config.trainer import EvaluationSection
 from producer_workers.config.engine import EngineConfig
 from producer_workers.config.strategy import StrategySection
-from producer_workers.config.task import TaskSection
 from producer_workers.config.worker import WorkerSection
-from rolloutmq.config.cross_section_rules import Check, TaskSections, run_checks, training
+from rolloutmq.config.cross_section_rules import (
+    Check,
+    TaskSections,
+    ahead,
+    run_checks,
+    staleness,
+    training,
+)
 from rolloutmq.config.launch import LaunchSection
 
 Strategies = Mapping[str, StrategySection]
@@ -24,19 +30,15 @@ def config_warnings(sections: Mapping[str, Any]) -> Iterator[str]:
     return run_checks(_CHECKS, sections)
 
 
-def _staleness(policy: PolicySection, task: TaskSection) -> int:
-    return policy.max_staleness if task.max_staleness is None else task.max_staleness
-
-
 def _restarts_of_stale_work(
     policy: PolicySection, tasks: TaskSections, strategies: Strategies
 ) -> Iterator[str]:
     for name, task in training(tasks).items():
         strategy = strategies[name]
         keeps = strategy.enable_partial_rollout or strategy.kind == "sync"
-        if policy.pause_mode == "abort" and _staleness(policy, task) and not keeps:
+        if policy.pause_mode == "abort" and staleness(policy, task) and not keeps:
             yield (
-                f"task {name} has max_staleness = {_staleness(policy, task)}, but [policy] "
+                f"task {name} has max_staleness = {staleness(policy, task)}, but [policy] "
                 "pause_mode = abort without "
                 "[strategy] enable_partial_rollout throws the tokens of unfinished rollouts away "
                 "at every weight update; set enable_partial_rollout = true, or pause_mode = keep"
@@ -47,12 +49,34 @@ def _sync_is_never_stale(
     policy: PolicySection, tasks: TaskSections, strategies: Strategies
 ) -> Iterator[str]:
     for name, task in training(tasks).items():
-        if strategies[name].kind == "sync" and _staleness(policy, task):
+        is_set = task.max_staleness is not None or "max_staleness" in policy.model_fields_set
+        if strategies[name].kind == "sync" and is_set and staleness(policy, task):
             yield (
-                f"task {name} has max_staleness = {_staleness(policy, task)}, which cannot act: "
+                f"task {name} has max_staleness = {staleness(policy, task)}, which cannot act: "
                 "[strategy] kind = sync makes only the batches that the newest weights serve; "
                 "set kind = async, or max_staleness = 0"
             )
+
+
+def _starts_are_trained(policy: PolicySection, tasks: TaskSections) -> Iterator[str]:
+    for name, task in training(tasks).items():
+        is_set = task.max_ahead is not None or "max_ahead" in policy.model_fields_set
+        own = policy.max_ahead if task.max_ahead is None else task.max_ahead
+        if is_set and own > staleness(policy, task):
+            yield (
+                f"task {name} has max_ahead = {own}, more than max_staleness = "
+                f"{staleness(policy, task)}, which holds: what starts further ahead is too old"
+            )
+
+
+def _waits_for_what_runs(policy: PolicySection, strategies: Strategies) -> Iterator[str]:
+    waiting = [name for name, each in strategies.items() if each.on_straggler == "wait"]
+    if waiting and policy.pause_mode == "abort":
+        yield (
+            f'tasks {", ".join(waiting)} have on_straggler = "wait", but [policy] pause_mode = '
+            "abort interrupts stragglers at every weight update, and those that do not run then "
+            "are not waited for; set pause_mode = keep"
+        )
 
 
 def _requests_fit_the_engine(
@@ -82,12 +106,12 @@ def _workers_have_work(
 ) -> Iterator[str]:
     if worker.concurrency == "auto":
         return
-    oldest = max((_staleness(policy, task) for task in training(tasks).values()), default=0)
-    batches = (oldest + 1) * policy.sync_weights_interval
+    most = max((ahead(policy, task) for task in training(tasks).values()), default=0)
+    batches = (most + 1) * policy.sync_weights_interval
     groups = round((batches + strategy.over_sample_threshold) * plan.batch_size)
     if (launch.workers - 1) * worker.concurrency >= groups:
         yield (
-            f"at most {groups} groups are in work at once ([plan] batch_size, max_staleness), "
+            f"at most {groups} groups are in work at once ([plan] batch_size, max_ahead), "
             f"which {launch.workers - 1} of the {launch.workers} workers hold with [worker] "
             f"concurrency = {worker.concurrency}: the last one waits; use fewer workers, or a "
             f"concurrency of {max(1, groups // launch.workers)}"
@@ -118,6 +142,8 @@ def _intervals_are_shorter_than_the_run(
 _CHECKS: tuple[Check, ...] = (
     _restarts_of_stale_work,
     _sync_is_never_stale,
+    _starts_are_trained,
+    _waits_for_what_runs,
     _requests_fit_the_engine,
     _workers_have_work,
     _intervals_are_shorter_than_the_run,

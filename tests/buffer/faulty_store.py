@@ -76,7 +76,9 @@ class FaultyStore(Store):
         if self.one_by_one:
             entry = library()[script]
             self.raw.script_load(entry.source)
-            self.look(entry, *entry.arrange(keys, args, tail_keys, tail_args))
+            sent: list[Any] = list(entry.command(keys, args, tail_keys, tail_args))
+            _, _, count, *rest = sent
+            self.look(entry, rest[:count], rest[count:])
         if script == self._dies_in or not self._dies_in:
             args = self._come_nearer_to_death(args)
         reply = super().call(script, keys, args, tail_keys, tail_args, durable=durable)

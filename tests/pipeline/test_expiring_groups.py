@@ -52,7 +52,7 @@ async def test_expiring_groups_end_in_the_engine_and_others_start(
 
 
 async def test_a_group_that_only_waits_for_its_judge_is_ended(yard: Yard) -> None:
-    yard.run.set(parse_settings(LiveSettings, ["tail_batch_trigger_size=0"]))
+    yard.run.set(parse_settings(LiveSettings, ["on_straggler=retry"]))
     (gid,) = yard.enqueue(1)
     calls = Counter[str]()
 

@@ -120,7 +120,7 @@ async def test_a_group_that_expires_restarts_only_members_that_are_too_old(
     The kept members are what was sampled under version 2, and the new ones cannot be handed out too
     old (I8).
     """
-    tasks = {TASK: TaskLimits(tail_batch_trigger_size=0)}
+    tasks = {TASK: TaskLimits(on_straggler="retry")}
     yard = make_yard(stale_threshold=2, tasks=tasks)
     (gid,) = yard.enqueue(1, (5, 6, 400, 7))
     weights = PolicyVersion(LINEAGE, 2)

@@ -103,7 +103,7 @@ def test_sync_starts_aborted_groups_again_and_never_expired_ones(make_mixture: M
 
     Expired groups are dropped in both: they would wait for a retry that never comes.
     """
-    mixture = make_mixture(one_task(strategy="sync", tail_batch_trigger_size=0))
+    mixture = make_mixture(one_task(strategy="sync", on_straggler="retry"))
     cut, *_ = put(mixture, CUT, OLD)
     with mixture.manager.opened():
         mixture.round()
@@ -127,7 +127,7 @@ def test_over_sampling_is_a_share_of_the_batch_and_not_of_what_is_missing(
 
 def test_trigger_0_retries_expired_groups_at_once_with_over_sampling(make_mixture: Make) -> None:
     """As in its newest version; the older one took 0 for off, which is -1 now, and the default."""
-    mixture = make_mixture(one_task(over_sample_threshold=1.0, tail_batch_trigger_size=0))
+    mixture = make_mixture(one_task(over_sample_threshold=1.0, on_straggler="retry"))
     put(mixture, OLD)
     with mixture.manager.opened():
         assert mixture.round() == 8
@@ -166,7 +166,13 @@ def test_tail_batch_takes_expired_groups_first_fills_the_gap_and_starts_no_more(
 
     The fourth group comes from the data set, and there is no surplus.
     """
-    mixture = make_mixture(one_task(over_sample_threshold=1.0, tail_batch_trigger_size=3))
+    mixture = make_mixture(
+        one_task(
+            over_sample_threshold=1.0,
+            on_straggler="retry",
+            tail_batch_trigger_size=3,
+        )
+    )
     old = put(mixture, OLD, OLD, OLD)
     with mixture.manager.opened():
         assert mixture.round() == 4
@@ -178,7 +184,12 @@ def test_a_tail_batch_lasts_until_it_is_made(make_mixture: Make) -> None:
 
     What no round changes: another round, a producer in its stead, settings, lost and failed groups.
     """
-    settings = one_task(over_sample_threshold=1.0, tail_batch_trigger_size=3, max_tries=1)
+    settings = one_task(
+        over_sample_threshold=1.0,
+        on_straggler="retry",
+        tail_batch_trigger_size=3,
+        max_tries=1,
+    )
     mixture = make_mixture(settings)
     old = put(mixture, OLD, OLD, OLD)
     with mixture.manager.opened():
@@ -194,7 +205,7 @@ def test_a_tail_batch_lasts_until_it_is_made(make_mixture: Make) -> None:
         assert mixture.round() == 1
         again = mixture.claim()
         assert [job.gid for job in again] == late
-        mixture.run.set(parse_settings(LiveSettings, ["tail_batch_trigger_size=-1"]))
+        mixture.run.set(parse_settings(LiveSettings, ["on_straggler=drop"]))
         complete(mixture, [*jobs, *again])
         # what the newest weights serve is made: a surplus would be made for no step
         assert mixture.round() == 0
@@ -209,7 +220,12 @@ def test_a_tail_batch_ends_once_it_is_made_though_newer_weights_ask_for_more(
     make_mixture: Make,
 ) -> None:
     """In the reference, the next batch is begun after it; here, both may be in flight."""
-    settings = one_task(over_sample_threshold=1.0, tail_batch_trigger_size=3, stale_threshold=2)
+    settings = one_task(
+        over_sample_threshold=1.0,
+        on_straggler="retry",
+        tail_batch_trigger_size=3,
+        stale_threshold=2,
+    )
     mixture = make_mixture(settings)
     put(mixture, OLD, OLD, OLD)
     with mixture.manager.opened():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,7 +135,7 @@ async def test_worker_ends_when_a_key_is_damaged_that_every_result_needs(yard: Y
     (gid,) = yard.enqueue(1)
     pool = yard.run.keys.pool(TASK, "completed")
     yard.store.control.set(pool, "junk")
-    with pytest.raises(RunDamaged, match=f"{re.escape(pool)} is a string, and not a zset"):
+    with pytest.raises(RunDamaged, match="of another type"):
         await asyncio.wait_for(await begin(yard), 400)
     assert yard.run.record(gid)["stage"] == "running"
     assert not yard.counters().get("failures_in_row")

@@ -234,6 +234,6 @@ def _limits(case: Case) -> RunLimits:
         batch_size=case.batch,
         # some batches ahead of the newest weights, which are those before the batches that are held
         stale_threshold=2 + case.held,
-        tail_batch_trigger_size=0,
+        on_straggler="retry",
         tasks={TASK: TaskLimits(), EXAM: TaskLimits(eval_of=TASK)},
     )

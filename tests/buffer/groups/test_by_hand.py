@@ -95,7 +95,7 @@ def test_groups_that_run_are_taken_or_have_ended_are_left_alone(
 
 
 def test_drop_ends_groups_wherever_they_may_be_dropped(make_scene: Callable[..., Scene]) -> None:
-    scene = make_scene(tail_batch_trigger_size=1)
+    scene = make_scene(on_straggler="retry", tail_batch_trigger_size=1)
     scene.open_trainer(lineage="l0")
     dead = bury(scene)
     old, ready = scene.ready(0, 5)

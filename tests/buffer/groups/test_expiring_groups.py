@@ -72,12 +72,12 @@ def test_a_group_that_is_too_old_takes_no_room(trained: Scene) -> None:
     scene.check()
 
 
-@pytest.mark.parametrize(("trigger", "place"), [(-1, "dropped"), (0, "pool")])
+@pytest.mark.parametrize(("on_straggler", "place"), [("drop", "dropped"), ("retry", "pool")])
 def test_an_ended_group_goes_where_the_settings_send_it(
-    trained: Scene, trigger: int, place: str
+    trained: Scene, on_straggler: str, place: str
 ) -> None:
     scene = trained
-    scene.run.set(parse_settings(LiveSettings, [f"tail_batch_trigger_size={trigger}"]))
+    scene.run.set(parse_settings(LiveSettings, [f"on_straggler={on_straggler}"]))
     (begun,) = running(scene)
     scene.submit(begun, status=Status.ABORTED)
     scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000)
@@ -86,8 +86,10 @@ def test_an_ended_group_goes_where_the_settings_send_it(
     train(scene, 1, 2)
     for _ in range(2):  # a call whose reply was lost is repeated
         assert scene.run.jobs.release("w0", job, "expired", "", TOKENS) == place
-    assert [gid for gid, _ in scene.pool("expired")] == ([job.gid] if trigger == 0 else [])
-    if trigger == 0:
+    assert [gid for gid, _ in scene.pool("expired")] == (
+        [job.gid] if on_straggler == "retry" else []
+    )
+    if on_straggler == "retry":
         record = scene.record(job.gid)
         assert (record["payload"], record["version"], record["tries"]) == ("init", "", "0")
         assert scene.run.jobs.reissue(scene.producer, "math", "expired", 1000) == 1
@@ -111,7 +113,7 @@ def test_tokens_decide_whether_a_group_has_ended_early(trained: Scene) -> None:
 
 def test_groups_that_became_too_old_in_the_queue_leave_it(trained: Scene) -> None:
     scene = trained
-    scene.run.set(parse_settings(LiveSettings, ["tail_batch_trigger_size=0"]))
+    scene.run.set(parse_settings(LiveSettings, ["on_straggler=retry"]))
     jobs = running(scene, 4)
     for job in jobs[:3]:
         scene.submit(job, status=Status.ABORTED)

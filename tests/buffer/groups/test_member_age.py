@@ -47,9 +47,7 @@ def test_a_group_expires_if_and_only_if_one_of_its_members_starts_again(
     make_scene: Callable[..., Scene], token_threshold: int | None
 ) -> None:
     """Else a group that nothing changes would expire again and again, or be dropped for nothing."""
-    scene = make_scene(
-        stale_threshold=3, token_threshold=token_threshold, tail_batch_trigger_size=0
-    )
+    scene = make_scene(stale_threshold=3, token_threshold=token_threshold, on_straggler="retry")
     scene.open_trainer(0, "l1")
     scene.raw.hset(scene.keys.ledger("train"), mapping={"taken": 9, "committed": 9})
     scene.open_trainer(6, "l2", take_over=True)  # versions of l1 count as 6 at most
@@ -83,7 +81,7 @@ def test_a_group_expires_if_and_only_if_one_of_its_members_starts_again(
 
 def test_a_member_that_was_found_too_old_stays_too_old(make_scene: Callable[..., Scene]) -> None:
     """Thresholds that change while its group waits, a worker that dies, and a result end it."""
-    scene = make_scene(stale_threshold=3, tail_batch_trigger_size=0)
+    scene = make_scene(stale_threshold=3, on_straggler="retry")
     scene.open_trainer()
     scene.enqueue(1)
     (job,) = scene.claim()
@@ -124,7 +122,7 @@ def test_a_member_that_was_found_too_old_stays_too_old(make_scene: Callable[...,
 def test_a_group_that_expires_while_it_waits_keeps_members_that_are_not_too_old(
     make_scene: Callable[..., Scene],
 ) -> None:
-    scene = make_scene(stale_threshold=3, tail_batch_trigger_size=0)
+    scene = make_scene(stale_threshold=3, on_straggler="retry")
     scene.open_trainer()
     scene.enqueue(1)
     (job,) = scene.claim()

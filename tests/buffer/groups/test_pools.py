@@ -26,7 +26,7 @@ def pass_steps(scene: Scene, taken: int) -> None:
 
 
 def test_counts_are_of_the_next_step_whether_or_not_anything_was_expired(make_scene: Make) -> None:
-    scene = make_scene(tail_batch_trigger_size=0)
+    scene = make_scene(on_straggler="retry")
     scene.ready(0, 0, 3)
     scene.ready(0, task="code")
     scene.enqueue(1)
@@ -93,7 +93,7 @@ def test_get_reads_in_the_order_of_the_policy_and_takes_nothing(
 
 
 def test_get_reads_other_pools_and_small_numbers(make_scene: Make) -> None:
-    scene = make_scene(tail_batch_trigger_size=0)
+    scene = make_scene(on_straggler="retry")
     scene.enqueue(2)
     for job in scene.claim(2):
         scene.submit(job, FIRST, status=Status.ABORTED)

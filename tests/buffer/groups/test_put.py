@@ -110,13 +110,18 @@ def test_ageless_groups_never_expire(make_scene: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tail_batch", "retryable", "pool"),
-    [(-1, None, "dropped"), (0, None, "expired"), (-1, True, "expired"), (0, False, "dropped")],
+    ("on_straggler", "retryable", "pool"),
+    [
+        ("drop", None, "dropped"),
+        ("retry", None, "expired"),
+        ("drop", True, "expired"),
+        ("retry", False, "dropped"),
+    ],
 )
 def test_what_is_too_old_expires_when_it_is_put(
-    make_scene: Make, tail_batch: int, retryable: bool | None, pool: str
+    make_scene: Make, on_straggler: str, retryable: bool | None, pool: str
 ) -> None:
-    scene = make_scene(tail_batch_trigger_size=tail_batch)
+    scene = make_scene(on_straggler=on_straggler)
     scene.open_trainer()
     scene.ready(0, 0)
     for step in (1, 2):

@@ -38,7 +38,7 @@ def pass_steps(scene: Scene, taken: int) -> None:
 
 @pytest.fixture
 def scene(make_scene: Make) -> Scene:
-    scene = make_scene(stale_threshold=4, tail_batch_trigger_size=0)
+    scene = make_scene(stale_threshold=4, on_straggler="retry")
     scene.open_trainer()
     return scene
 
@@ -80,7 +80,7 @@ def test_refresh_expires_and_keeps_the_order_of_the_others(make_scene: Make) -> 
 
     Readiness does not depend on it: groups that are too stale are not counted.
     """
-    scene = make_scene(order="fifo", stale_threshold=4, tail_batch_trigger_size=0)
+    scene = make_scene(order="fifo", stale_threshold=4, on_straggler="retry")
     scene.open_trainer()
     gids = put(scene, 3, 0, 2, 3)
     cut = put(scene, 0, status=CUT)
@@ -99,7 +99,7 @@ def test_tokens_too_old_are_masked_and_a_rollout_without_others_expires(make_sce
 
     There, refresh must have run, and reads every token; here the score is enough.
     """
-    scene = make_scene(stale_threshold=4, token_threshold=2, tail_batch_trigger_size=0)
+    scene = make_scene(stale_threshold=4, token_threshold=2, on_straggler="retry")
     scene.open_trainer()
     mixed = RolloutState(
         prompt_ids=[1], response_ids=[5, 6], logprobs=[0.0] * 2, status=DONE,

@@ -42,6 +42,10 @@ class TrainerMoves(World):
             else:
                 assert answer == Manifest(step, "", ())  # nothing is recorded
             return
+        if strict and self.awaits_stragglers(*counts):
+            assert isinstance(answer, NotReady)
+            assert answer.awaits_stragglers
+            return
         assert isinstance(answer, Manifest)
         assert answer.gids == [group.gid for group in groups]
         for group, entry in zip(groups, answer.entries, strict=True):

@@ -125,7 +125,7 @@ def test_a_batch_without_its_bytes_is_archived_and_older_checkpoints_only_open_b
 def test_groups_that_came_back_to_life_anywhere_are_archived(
     make_scene: Callable[..., Scene],
 ) -> None:
-    scene = make_scene(max_tries=1, tail_batch_trigger_size=0)
+    scene = make_scene(max_tries=1, on_straggler="retry")
     scene.open_producer()
     trainer = Trainer(scene)
     scene.enqueue(8)

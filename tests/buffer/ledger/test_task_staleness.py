@@ -27,7 +27,7 @@ def change(run: Run, *assignments: str) -> None:
 
 
 def test_a_batch_and_its_substitutes_keep_to_the_limit_of_their_task(make_scene: Make) -> None:
-    scene = make_scene(stale_threshold=1, tasks=TASKS, tail_batch_trigger_size=0)
+    scene = make_scene(stale_threshold=1, tasks=TASKS, on_straggler="retry")
     scene.open_trainer()
     scene.ready(0)
     scene.take(1)

@@ -45,7 +45,7 @@ def old_and_new(old: int, new: int, lineage: str = "l1") -> list[RolloutState]:
 @pytest.fixture
 def scene(make_scene: Make) -> Scene:
     """Return a run whose groups expire at staleness 3, and whose tokens expire at 1."""
-    scene = make_scene(stale_threshold=3, token_threshold=1, tail_batch_trigger_size=0)
+    scene = make_scene(stale_threshold=3, token_threshold=1, on_straggler="retry")
     scene.open_trainer()
     return scene
 

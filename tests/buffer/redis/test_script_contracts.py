@@ -32,7 +32,7 @@ def hostile(
             **{
                 **LIMITS.model_dump(),
                 "max_tries": 2,
-                "tail_batch_trigger_size": 0,
+                "on_straggler": "retry",
                 "order": "length_fair",
             }
         )

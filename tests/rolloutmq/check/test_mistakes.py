@@ -123,7 +123,7 @@ def test_a_project_without_a_mistake(project: Path, model: Path) -> None:
         (["tasks.sums.judge=my_judges:inf"], "judge", "1e+39"),
         (["tasks.sums.sample.top_p=0.9"], "config", "top_p"),
         (["tasks.sums.sample.temperature=0.7"], "config", "both must be the same"),
-        (["learner={old_policy='rollout', loss={importance_cap=3.0}}"], "config", "cannot act"),
+        (["learner={old_policy='current', loss={dual_clip=3.0}}"], "config", "cannot act"),
         (["launch={trainer_gpus=[0,1]}"], "machine", "names GPUs"),
         # a judge is a stranger's code
         (["tasks.sums.judge=my_judges:same"], "judge", "0.5 for its ground truth"),

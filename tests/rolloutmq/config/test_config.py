@@ -103,8 +103,8 @@ def test_all_mistakes_are_told_at_once_with_their_paths(tmp_path: Path) -> None:
         ("[redis]\nurl = 'http://x'\n", "expected a URL that starts with redis://"),
         ("[lease]\nheartbeat_ms = 5000\n", "must be at most a third of lease_ms = 10000"),
         (
-            "[policy]\nmax_token_staleness = 1\n",
-            "policy.max_token_staleness = 1: expected at most max_staleness = 0",
+            "[policy]\nmax_token_staleness = 5\n",
+            "policy.max_token_staleness = 5: expected at most max_staleness = 4",
         ),
         ("[policy]\nmax_staleness = 1.0\n", "policy.max_staleness = 1.0: expected a valid integer"),
         ("[strategy]\nover_sample_threshold = nan\n", "expected a finite number"),
@@ -282,8 +282,7 @@ def test_a_training_task_is_sampled_from_the_whole_distribution_unless_accepted(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (("learner.old_policy=rollout", "learner.loss.importance_veto=1e-4"), "always 1"),
-        (("learner.loss.dual_clip=3.0",), "the ratio that it bounds is always 1"),
+        (("learner.old_policy=current", "learner.loss.dual_clip=3.0"), "the ratio is always 1"),
         (("learner.loss.max_tokens=64",), "limits no response"),
         (("learner.schedule=cosine",), "needs decay_steps"),
         (("critic.lam=0.95",), "is read with [trainer] advantages = gae only"),
@@ -335,7 +334,9 @@ def test_a_task_may_have_a_staleness_limit_of_its_own(tmp_path: Path) -> None:
     assert [limits.threshold(task) for task in ("math", "math_eval")] == [4, ""]
     limits = load(tmp_path, text, *sets, "tasks.math.max_staleness=3").limits()
     assert [limits.threshold(task) for task in ("math", "math_eval")] == [8, ""]
-    assert limits.horizon_of(1) == 8
+    assert limits.horizon_of(1) == 4
+    limits = load(tmp_path, text, *sets, "tasks.math.max_ahead=0").limits()
+    assert (limits.threshold("math"), limits.horizon_of(1)) == (4, 2)
     found = problems(
         tmp_path, text, *sets, "tasks.math.max_staleness=0", "policy.max_token_staleness=1"
     )
@@ -353,11 +354,9 @@ def test_every_field_of_sample_params_has_a_key() -> None:
 
 def test_staleness_without_partial_rollouts_under_abort_is_warned_about(tmp_path: Path) -> None:
     abort = "policy.pause_mode=abort"
-    stale = "tasks.math.max_staleness=2"
-    (warning,) = load(tmp_path, GOOD, abort, stale).warnings()
-    assert "task math has max_staleness = 2" in warning
-    assert load(tmp_path, GOOD, abort).warnings() == []
-    assert load(tmp_path, GOOD, stale).warnings() == []
-    assert (
-        load(tmp_path, GOOD, abort, stale, "strategy.enable_partial_rollout=true").warnings() == []
-    )
+    fresh = "policy.max_staleness=0"
+    (warning,) = load(tmp_path, GOOD, abort).warnings()
+    assert "task math has max_staleness = 4" in warning
+    assert load(tmp_path, GOOD, abort, fresh).warnings() == []
+    assert load(tmp_path, GOOD).warnings() == []
+    assert load(tmp_path, GOOD, abort, "strategy.enable_partial_rollout=true").warnings() == []

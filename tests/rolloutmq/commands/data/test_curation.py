@@ -77,18 +77,6 @@ def test_import_asks_the_function_of_the_run(
     ]
 
 
-def test_json_of_both(scene: Scene, command: Command, tmp_path: Path) -> None:
-    path = str(tmp_path / "f.jsonl")
-    assert json_of(command("export", path, "--json")) == {
-        "file": path,
-        "groups": 2,
-        "rollouts": 4,
-        "unreadable": {},
-    }
-    told = {"file": path, "groups": 2, "rollouts": 4, "too_old": 2, "last_line": 4}
-    assert json_of(command("import", path, "--task", "math", "--json")) == told
-
-
 def test_mistakes_are_one_clear_error(scene: Scene, command: Command, tmp_path: Path) -> None:
     path = tmp_path / "f.jsonl"
     for options, words in (
