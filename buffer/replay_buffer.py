@@ -123,9 +123,7 @@ class ReplayBuffer(Pools):
                 raise unknown_reply("update", reply)
 
     def _payload_token(self, gid: str) -> str:
-        found = self._store.retrying(
-            "update", lambda: self._store.control.hget(self._keys.group(gid), "payload")
-        )
+        found = self._store.ask("update", "HGET", self._keys.group(gid), "payload")
         return found.decode() if found else "init"
 
     def _update(self, group: RolloutGroup, ref: PayloadRef, replaces: str) -> list[str]:

@@ -15,14 +15,14 @@ from buffer.redis.store import Store
 
 def read_hash(store: Store, what: str, key: str) -> dict[str, str]:
     """Return the fields of a hash of the run; {} without it. Raises RunDamaged."""
-    raw: Any = store.retrying(what, lambda: store.control.hgetall(key))
+    raw: Any = store.ask(what, "HGETALL", key)
     return text_fields(raw)
 
 
 def read_settings(store: Store, keys: Keys) -> tuple[dict[str, str], RunLimits]:
     """Return `meta` and its limits. Raises RunNotFound, SchemaVersionError, RunDamaged."""
     meta = read_hash(store, "open run", keys.meta)
-    if not meta and store.retrying("open run", lambda: store.control.exists(keys.control)):
+    if not meta and store.ask("open run", "EXISTS", keys.control):
         # a run that was created between these two reads has both
         meta = read_hash(store, "open run", keys.meta)
         if not meta:

@@ -87,9 +87,7 @@ class JobQueue:
 
     def cursor(self, task: str) -> int:
         """Return the next draw of a task (I3)."""
-        cursor = self._store.retrying(
-            "cursor", lambda: self._store.control.hget(self._keys.cursors, task)
-        )
+        cursor = self._store.ask("cursor", "HGET", self._keys.cursors, task)
         return read_counts("cursors", self._keys.cursors, [task], [cursor])[0]
 
     def next_draw(self, nonce: str, task: str) -> int:

@@ -196,7 +196,7 @@ class Pools:
             return self.read(ref)
         except PayloadMissing:
             record = self._keys.group(ref.gid)
-            token = self._store.retrying("get", lambda: self._store.control.hget(record, "payload"))
+            token = self._store.ask("get", "HGET", record, "payload")
             if token == ref.token.encode():
                 raise  # the group is still in the pool, and its bytes are lost
             return None

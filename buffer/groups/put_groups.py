@@ -136,9 +136,7 @@ class GroupPut:
 
     def _next_draw(self, task: str) -> int:
         progress = self._keys.progress(task)
-        counts = self._store.retrying(
-            "put", lambda: self._store.control.hmget(progress, "put", "imported")
-        )
+        counts = self._store.ask("put", "HMGET", progress, "put", "imported")
         return IMPORTED_FROM + sum(int(count or 0) for count in counts)
 
     def _call(self, group: RolloutGroup, draw: int, retryable: bool) -> list[str]:

@@ -205,7 +205,7 @@ class Account:
         """Check the ledger of training and the newest draws of each task, at a constant cost."""
         report = FsckReport([], leases=0, bytes=ByteCount(0, 0))
         key = self._keys.ledger("train")
-        fields: Any = self._store.retrying("ledger", lambda: self._store.control.hgetall(key))
+        fields: Any = self._store.ask("ledger", "HGETALL", key)
         report.collect("the ledger", wrong_fields("ledger", key, text_fields(fields)))
         for task in self.totals().tasks:
             newest = range(max(0, task.drawn - SLICE), task.drawn)
