@@ -20,7 +20,7 @@ from buffer.model.manifest import Manifest, NotReady
 from buffer.model.order_policy import OrderFunction
 from buffer.query.scan import GroupScan
 from buffer.redis.payloads import pin_listed
-from buffer.redis.script_calls import unknown_reply
+from buffer.redis.scripts import unknown_reply
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status

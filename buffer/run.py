@@ -43,7 +43,7 @@ from buffer.redis.key_fields import limits_in
 from buffer.redis.keys import EVERY_CONTROL, EVERY_META, Keys, run_of_key
 from buffer.redis.media_folder import MediaFolder
 from buffer.redis.payloads import PayloadStore
-from buffer.redis.script_calls import Advance, no_advance, unfenced, unknown_reply
+from buffer.redis.scripts import Advance, no_advance, unfenced, unknown_reply
 from buffer.redis.signing import Key, Keyring, Signer
 from buffer.redis.store import Store
 from buffer.replay_buffer import ReplayBuffer

@@ -37,7 +37,7 @@ from producer_workers.config.distributions import Fixed
 from producer_workers.config.engine import SimulatedConfig
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.simulated import SimulatedEngine
-from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.judges.judge import FunctionJudge
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of

@@ -26,7 +26,7 @@ from buffer.model.settings_record import FIELD as RECORD
 from buffer.model.settings_record import TASK, SettingsRecord, setting_values, task_of
 from buffer.model.task_mix import Reweighting
 from buffer.redis.keys import Keys
-from buffer.redis.script_calls import unfenced, unknown_reply
+from buffer.redis.scripts import unfenced, unknown_reply
 from buffer.redis.store import Store
 
 

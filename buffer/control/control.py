@@ -24,7 +24,7 @@ from buffer.model.trainer_report import ReportedStep
 from buffer.redis.eviction import EvictionWatch
 from buffer.redis.key_fields import HINT, key_gone, text_fields
 from buffer.redis.keys import Keys
-from buffer.redis.script_calls import opened, unfenced
+from buffer.redis.scripts import opened, unfenced
 from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
 

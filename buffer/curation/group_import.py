@@ -20,7 +20,7 @@ from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore
-from buffer.redis.script_calls import Advance, no_advance
+from buffer.redis.scripts import Advance, no_advance
 from buffer.redis.store import Store
 from buffer.wire.group import RolloutGroup
 

@@ -23,7 +23,7 @@ from buffer.redis.connection.retry import SYSTEM_RANDOM
 from buffer.redis.key_fields import read_counts
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import pin_listed
-from buffer.redis.script_calls import unfenced, unknown_reply
+from buffer.redis.scripts import unfenced, unknown_reply
 from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
 

@@ -21,7 +21,7 @@ from buffer.model.order_policy import OrderFunction
 from buffer.readable import format_size
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PROMPT, PayloadStore, pin_listed
-from buffer.redis.script_calls import unknown_reply
+from buffer.redis.scripts import unknown_reply
 from buffer.redis.store import Store
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup, prompt_of

@@ -18,7 +18,7 @@ from buffer.model.limits import RunLimits
 from buffer.model.order_policy import OrderFunction, submit_argument
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore, pin_listed
-from buffer.redis.script_calls import ScriptCall, Upload, unknown_reply
+from buffer.redis.scripts import ScriptCall, Upload, unknown_reply
 from buffer.redis.store import Store
 from buffer.wire import group_bytes
 from buffer.wire.group import GROUP_TIME, RolloutGroup

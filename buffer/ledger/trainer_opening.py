@@ -14,7 +14,7 @@ from buffer.ledger.position import Position
 from buffer.model.limits import RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore
-from buffer.redis.script_calls import opened, unfenced, unknown_reply
+from buffer.redis.scripts import opened, unfenced, unknown_reply
 from buffer.redis.store import Store
 
 log = logging.getLogger("rolloutmq.opening")

@@ -93,21 +93,6 @@ def test_groups_of_one_and_of_many_samples_with_and_without_tokens(
     scene.check()
 
 
-def test_a_group_of_64_megabytes_comes_and_goes_whole(scene: Scene) -> None:
-    scene.open_trainer()
-    scene.enqueue(1)
-    (job,) = scene.claim(1)
-    group = extend(scene.run.buffer.read(job.payload), Status.COMPLETED, FIRST)
-    group.shared.extra = {"ballast": "x" * (64 * 2**20)}
-    scene.run.buffer.submit("w0", job, group, 4)
-    (back,) = scene.run.buffer.load(scene.take(1))
-    assert back.shared.extra == group.shared.extra
-    scene.run.ledger.commit(scene.trainer, 1, 1)
-    scene.run.janitor.sweep()
-    assert scene.run.memory.count().held == 0
-    assert not list(scene.raw.scan_iter(f"{scene.keys.prefix}payload:*"))
-
-
 STRANGE = (
     "",
     " ",
