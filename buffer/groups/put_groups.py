@@ -13,11 +13,11 @@ from typing import Literal
 import numpy as np
 
 from buffer.errors import ConfigError, MemoryFull, PayloadMissing, RolloutMQError, WireError
+from buffer.groups.order_policy import OrderFunction
 from buffer.groups.submit import described
 from buffer.ids import IMPORTED_FROM, group_id, new_nonce
 from buffer.job import PayloadRef
-from buffer.model.limits import RunLimits
-from buffer.model.order_policy import OrderFunction
+from buffer.limits import RunLimits
 from buffer.readable import format_size
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PROMPT, PayloadStore, pin_listed

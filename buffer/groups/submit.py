@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from buffer.errors import PayloadMissing, WireError
 from buffer.groups.claim import fenced
+from buffer.groups.order_policy import OrderFunction, submit_argument
 from buffer.job import PayloadRef, Result
-from buffer.model.limits import RunLimits
-from buffer.model.order_policy import OrderFunction, submit_argument
+from buffer.limits import RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore, pin_listed
 from buffer.redis.scripts import ScriptCall, Upload, unknown_reply

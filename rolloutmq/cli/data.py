@@ -16,8 +16,8 @@ from buffer.control.control import Mode
 from buffer.curation.group_export import Exported
 from buffer.curation.group_import import Imported
 from buffer.errors import ConfigError
+from buffer.groups.order_policy import load_order
 from buffer.ids import POOLS
-from buffer.model.order_policy import load_order
 from buffer.query.language import parse
 from buffer.redis.scripts import Advance
 from buffer.redis.signing import Key

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from buffer.model.manifest import NotReady
+from buffer.manifest import NotReady
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from tests.buffer.scene import Scene, rollout
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from buffer.errors import ConfigError, LedgerError
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from tests.buffer.scene import Scene
 
 

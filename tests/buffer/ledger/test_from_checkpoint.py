@@ -14,7 +14,7 @@ import pytest
 from buffer.errors import ConfigError, Fenced, LedgerError, LostRun
 from buffer.ids import IMPORTED_FROM, group_id, new_nonce
 from buffer.ledger.position import Position
-from buffer.model.manifest import Manifest, NotReady
+from buffer.manifest import Manifest, NotReady
 from buffer.redis.store import Store
 from buffer.wire.rollout import Status
 from tests.buffer.checkpointing import Trainer
