@@ -212,9 +212,7 @@ class RunControl:
 
     def state(self) -> ControlState:
         """Return the control state. Raises RunNotFound."""
-        fields: list[Any] = self._store.retrying(
-            "control", lambda: self._store.control.hmget(self._keys.control, *STATE_FIELDS)
-        )
+        fields: list[Any] = self._store.ask("control", "HMGET", self._keys.control, *STATE_FIELDS)
         if fields[0] is None:
             raise self._no_run()
         return ControlState.parse([(field or b"").decode(errors="replace") for field in fields])
