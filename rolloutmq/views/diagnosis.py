@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from buffer.control.role_holder import RoleHolder
+from buffer.control.control import RoleHolder
 from buffer.control.task_status import TaskStop
 from buffer.control.worker_record import WorkerRecord
 from rolloutmq.output import age, plural

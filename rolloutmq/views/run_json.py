@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from buffer.control.role_holder import RoleHolder
+from buffer.control.control import RoleHolder
 from buffer.control.worker_record import WorkerRecord
 from rolloutmq.views.run_view import RunView, TaskView
 

@@ -14,8 +14,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from buffer.control.control import Event
-from buffer.control.role_holder import RoleHolder
+from buffer.control.control import RoleHolder
+from buffer.control.events import Event
 from buffer.control.worker_record import WorkerRecord
 from buffer.ledger.account import TaskAccount
 from rolloutmq.output import (

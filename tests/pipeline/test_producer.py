@@ -15,11 +15,10 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.control import role_holder, roles
-from buffer.control.control import Mode
+from buffer.control import roles
 from buffer.errors import Fenced, RoleHeld, RolloutMQError
 from buffer.ids import group_id, new_nonce
-from buffer.model.manifest import Manifest, NotReady
+from buffer.manifest import Manifest, NotReady
 from buffer.wire.sampling import SampleParams
 from producer_workers.datasets.dataset import Problem
 from producer_workers.producer.producer import Producer
@@ -129,24 +128,6 @@ def test_prompts_that_no_worker_could_have_are_skipped_or_stop_their_task_alone(
     assert yard.places() == {"waiting": 7, "dropped": 1}
     assert f"task {TASK}: row 3 is skipped: its prompt has" in caplog.text
     yard.check()
-
-
-def test_nothing_is_started_while_the_run_is_paused(yard: Yard, dataset: Path) -> None:
-    producer = make_producer(yard.run, dataset, share=5)
-    take_the_role(producer, yard)
-    yard.control(Mode.KEEP)
-    play(producer, yard)
-    assert not yard.places()
-    yard.control(Mode.RUN)
-    play(producer, yard)
-    assert yard.places()["waiting"] == 5
-
-
-def test_a_second_producer_is_refused_while_the_first_is_alive(yard: Yard, dataset: Path) -> None:
-    second = make_producer(yard.run, dataset, share=5)
-    with pytest.raises(RoleHeld, match="producer"):
-        second.produce_loop(threading.Event())
-    assert not yard.places()
 
 
 @on_both
@@ -273,7 +254,7 @@ def wait_for(fact: Callable[[], object]) -> None:
 def test_a_producer_whose_data_set_is_slow_is_alive_until_it_hangs(
     yard: Yard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(role_holder, "SHORT_S", 0.0)
+    monkeypatch.setattr("buffer.control.control.SHORT_S", 0.0)
     data = SlowRow()
     sampler = Sampler(TASK, data, Letters(), SampleParams())
     strategies = {TASK: AsyncProduceStrategy(TASK, yard.run.limits)}
