@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 from buffer.control.control import Mode
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run import Run

@@ -9,10 +9,10 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from buffer.control.origin import Origin
 from buffer.errors import ConfigError, ModelError
+from buffer.groups.order_policy import load_order
 from buffer.imports import load_function
-from buffer.model.order_policy import load_order
-from buffer.model.origin import Origin
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState

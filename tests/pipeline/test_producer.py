@@ -18,7 +18,7 @@ import pytest
 from buffer.control import role_holder, roles
 from buffer.errors import Fenced, RoleHeld, RolloutMQError
 from buffer.ids import group_id, new_nonce
-from buffer.model.manifest import Manifest, NotReady
+from buffer.manifest import Manifest, NotReady
 from buffer.wire.sampling import SampleParams
 from producer_workers.datasets.dataset import Problem
 from producer_workers.producer.producer import Producer

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from buffer.control.control import ControlState, Mode
 from buffer.ids import group_id, new_nonce
 from buffer.job import PayloadRef
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.weights import folder_manifest as weights_manifest

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from buffer.errors import JudgeError
 from buffer.wire.rollout import RolloutState, Status
@@ -122,9 +123,7 @@ class Group:
         )  # fmt: skip
         self.states = [RolloutState(index=n, prompt_ids=self.prompt) for n in range(4)]
         for state in self.states[1:]:
-            state.sample_params = state.sample_params.model_copy(
-                update={"max_tokens": 3 + state.index}
-            )
+            state.sample_params = structs.replace(state.sample_params, max_tokens=3 + state.index)
 
     def run(self, abort_at: int | None = None) -> list[Status]:
         self.engine.abort_at = abort_at
