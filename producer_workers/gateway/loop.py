@@ -107,7 +107,7 @@ class GatewayAgentLoop:
                 open_ones.setdefault(state.index, []).append(state)
         resumed = [session for session in made.values() if _is_unjudged(session[0][0])]
         record = SessionRecord(states[0].extra)
-        async with Endpoint(self._tokenizer) as endpoint:
+        async with Endpoint() as endpoint:
 
             async def run(rollouts: list[RolloutState]) -> None:
                 session = await self._session(rollouts, engine, endpoint, gid, record)
