@@ -11,11 +11,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import orjson
 
 from buffer.errors import ConfigError
+from producer_workers.config.dataset import ReasoningGymSection
 from producer_workers.datasets.dataset import permute
 from producer_workers.judges.built_in import (
     SOURCE_PREFIX,
@@ -27,23 +28,6 @@ from producer_workers.judges.built_in import (
 _FORMAT = 1  # of the files; a change makes them anew
 _MISSES = 1000  # entries in a row without a new problem, after which there are no more
 _JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-
-
-class ProblemSection(Protocol):
-    """The part of the configuration that is read here. `size` includes the other two sizes."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-    @property
-    def warm_start_size(self) -> int: ...
-    @property
-    def held_out_size(self) -> int: ...
 
 
 class ProblemFiles(NamedTuple):
@@ -58,7 +42,7 @@ class ProblemFiles(NamedTuple):
         return cls(*(folder / f"{name}.jsonl" for name in cls._fields))
 
 
-def write_problems(section: ProblemSection, out_dir: Path) -> ProblemFiles:
+def write_problems(section: ReasoningGymSection, out_dir: Path) -> ProblemFiles:
     """Make the files of `section`, unless they exist. Raises ConfigError.
 
     It may be killed at any moment: files appear complete, and the fingerprint last.
@@ -80,18 +64,18 @@ def write_problems(section: ProblemSection, out_dir: Path) -> ProblemFiles:
     return files
 
 
-def _sizes(section: ProblemSection) -> tuple[int, int, int]:
+def _sizes(section: ReasoningGymSection) -> tuple[int, int, int]:
     train = section.size - section.warm_start_size - section.held_out_size
     return section.warm_start_size, train, section.held_out_size
 
 
-def _parameters(section: ProblemSection) -> dict[str, Any]:
+def _parameters(section: ReasoningGymSection) -> dict[str, Any]:
     names = ("name", "size", "seed", "warm_start_size", "held_out_size")
     values = {name: getattr(section, name) for name in names}
     return {"format": _FORMAT, **values, "config": dict(section.config)}
 
 
-def _fingerprint(section: ProblemSection) -> str:
+def _fingerprint(section: ReasoningGymSection) -> str:
     text = orjson.dumps(_parameters(section), option=orjson.OPT_SORT_KEYS)
     return blake2b(text, digest_size=16).hexdigest()
 
@@ -118,7 +102,7 @@ def _deal(problems: list[bytes], seed: int) -> list[bytes]:
     return [problems[permute(position, count, f"{seed}:deal")] for position in range(count)]
 
 
-def _collect(section: ProblemSection) -> list[bytes]:
+def _collect(section: ReasoningGymSection) -> list[bytes]:
     lines: dict[str, bytes | None] = {}  # by question; None is a problem left out
     good = misses = 0
     for entry in _entries(section):
@@ -141,7 +125,7 @@ def _collect(section: ProblemSection) -> list[bytes]:
     return [line for line in lines.values() if line]
 
 
-def _line(section: ProblemSection, entry: Mapping[str, Any]) -> bytes | None:
+def _line(section: ReasoningGymSection, entry: Mapping[str, Any]) -> bytes | None:
     """Return the entry as a line of JSON; None where its own answer does not score 1.0."""
     if entry["answer"] is None and section.warm_start_size:
         raise ConfigError(
@@ -175,7 +159,7 @@ def _solves_itself(name: str, line: bytes) -> bool:
         return False
 
 
-def _entries(section: ProblemSection) -> Iterator[dict[str, Any]]:
+def _entries(section: ReasoningGymSection) -> Iterator[dict[str, Any]]:
     known = task_datasets()
     if section.name not in known:
         near = difflib.get_close_matches(section.name, known, n=3)
