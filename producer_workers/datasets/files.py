@@ -1,9 +1,8 @@
-"""Read problems from JSONL and Parquet files."""
+"""Read problems from JSONL and Parquet files, which are kept in memory."""
 
 from __future__ import annotations
 
 import json
-import threading
 from bisect import bisect_right
 from itertools import accumulate
 from pathlib import Path
@@ -24,7 +23,7 @@ _OTHER_FILES = {
 
 
 class JsonlDataset(RecordsDataset):
-    """Rows are the lines of a file that are not blank, which is kept in memory.
+    """Rows are the lines of a file that are not blank.
 
     Every line is checked when the file is opened, so that line 40,000 fails before the run.
     """
@@ -74,60 +73,39 @@ def _refuse(constant: str) -> None:
 
 
 class ParquetRows:
-    """The rows of a file or a folder of files, as dicts by number. Thread-safe.
-
-    A shuffled row may read a row group: write small ones for training (`row_group_size=1024`).
-    """
+    """The rows of a file or a folder of files, as dicts by number."""
 
     def __init__(self, path: Path) -> None:
-        self._parquet = _pyarrow_parquet()
         self._files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
         if not self._files:
             raise DatasetError(f"{path}: the folder has no *.parquet files")
-        self._groups: list[tuple[Path, int]] = []
-        self._ends: list[int] = []
-        self._index()
-        self._lock = threading.Lock()
-        self._held: tuple[int, Any] = (-1, None)
-
-    def _index(self) -> None:
-        sizes = []
-        for file in self._files:
-            facts = self._open(file).metadata
-            self._groups += [(file, number) for number in range(facts.num_row_groups)]
-            sizes += [facts.row_group(number).num_rows for number in range(facts.num_row_groups)]
-        self._ends = list(accumulate(sizes))
-
-    def _open(self, file: Path) -> Any:
-        try:
-            return self._parquet.ParquetFile(file)
-        except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
-            raise DatasetError(f"{file}: cannot be read as Parquet: {error}") from error
+        self._tables = [_read_table(file) for file in self._files]
+        self._ends = list(accumulate(len(table) for table in self._tables))
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return self._ends[-1]
 
     def name_row(self, row: int) -> str:
         """Return the file of a row, and its number there."""
-        file, _ = self._groups[bisect_right(self._ends, row)]
-        first = next(n for n, (other, _) in enumerate(self._groups) if other == file)
-        return f"{file}, row {row - (self._ends[first - 1] if first else 0)}"
+        file, row = self._find(row)
+        return f"{self._files[file]}, row {row}"
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        group = bisect_right(self._ends, row)
-        start = self._ends[group - 1] if group else 0
-        with self._lock:  # threads share the held row group
-            if self._held[0] != group:
-                file, number = self._groups[group]
-                self._held = group, self._open(file).read_row_group(number)
-            table = self._held[1]
-        found: dict[str, Any] = table.slice(row - start, 1).to_pylist()[0]
+        file, row = self._find(row)
+        found: dict[str, Any] = self._tables[file].slice(row, 1).to_pylist()[0]
         return found
 
+    def _find(self, row: int) -> tuple[int, int]:
+        file = bisect_right(self._ends, row)
+        return file, row - (self._ends[file - 1] if file else 0)
 
-def _pyarrow_parquet() -> Any:
+
+def _read_table(file: Path) -> Any:
     try:
         from pyarrow import parquet
     except ImportError as error:
         raise ConfigError("Parquet needs pyarrow", hint=install_command("parquet")) from error
-    return parquet
+    try:
+        return parquet.read_table(file)
+    except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+        raise DatasetError(f"{file}: cannot be read as Parquet: {error}") from error

@@ -1,7 +1,7 @@
 """Write problems of one reasoning-gym task into three JSONL files that share no question.
 
 The package repeats problems, so they are made once, distinct by text, and one seeded shuffle deals
-them into held-out, training and warm start. A fingerprint of the section finds them again.
+them into held-out, training and warm start. A copy of the section finds them again.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,46 +44,30 @@ class ProblemFiles(NamedTuple):
 def write_problems(section: ReasoningGymSection, out_dir: Path) -> ProblemFiles:
     """Make the files of `section`, unless they exist. Raises ConfigError.
 
-    It may be killed at any moment: files appear complete, and the fingerprint last.
+    It may be killed at any moment: files appear complete, and the copy of the section last.
     """
-    sizes = _sizes(section)
+    train = section.size - section.warm_start_size - section.held_out_size
+    sizes = (section.warm_start_size, train, section.held_out_size)
     files = ProblemFiles.within(out_dir)
-    fingerprint = _fingerprint(section)
+    made_of = {"format": _FORMAT, **section.model_dump(mode="json")}
     mark = out_dir / "problems.json"
-    if _written(mark, fingerprint) and all(
-        f.exists() for f, n in zip(files, sizes, strict=True) if n
-    ):
+    is_whole = all(file.exists() for file, size in zip(files, sizes, strict=True) if size)
+    if is_whole and _read(mark) == made_of:
         return files
     problems = _deal(_collect(section), section.seed)
     out_dir.mkdir(parents=True, exist_ok=True)
     mark.unlink(missing_ok=True)
     for path, size in reversed(list(zip(files, sizes, strict=True))):
         _replace(path, [problems.pop() for _ in range(size)])
-    _replace(mark, [orjson.dumps({"fingerprint": fingerprint, **_parameters(section)})])
+    _replace(mark, [orjson.dumps(made_of)])
     return files
 
 
-def _sizes(section: ReasoningGymSection) -> tuple[int, int, int]:
-    train = section.size - section.warm_start_size - section.held_out_size
-    return section.warm_start_size, train, section.held_out_size
-
-
-def _parameters(section: ReasoningGymSection) -> dict[str, Any]:
-    names = ("name", "size", "seed", "warm_start_size", "held_out_size")
-    values = {name: getattr(section, name) for name in names}
-    return {"format": _FORMAT, **values, "config": dict(section.config)}
-
-
-def _fingerprint(section: ReasoningGymSection) -> str:
-    text = orjson.dumps(_parameters(section), option=orjson.OPT_SORT_KEYS)
-    return blake2b(text, digest_size=16).hexdigest()
-
-
-def _written(mark: Path, fingerprint: str) -> bool:
+def _read(mark: Path) -> Any:
     try:
-        return bool(orjson.loads(mark.read_bytes())["fingerprint"] == fingerprint)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return orjson.loads(mark.read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 def _replace(path: Path, lines: Sequence[bytes]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from buffer.wire.own_copy import own_copy
 from producer_workers.config.dataset import FieldName
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.row_values import HINT as STORABLE
-from producer_workers.datasets.row_values import Unstorable, plain_problem, plain_record
+from producer_workers.datasets.row_values import Unstorable, is_picture, plain_problem, plain_record
 from producer_workers.user_code.user_frames import user_frames
 
 EXPECTED = (
@@ -33,7 +33,7 @@ def load_to_problem(spec: str | None, fields: Mapping[FieldName, str] | None = N
     `fields`: the record's own names for fields of EXPECTED.
     """
     if spec is None:
-        return partial(_renamed, fields or {})
+        return partial(problem_of, fields=fields)
     change = load_object(spec, kind="record function")
 
     def to_problem(record: Any) -> Problem:
@@ -43,20 +43,17 @@ def load_to_problem(spec: str | None, fields: Mapping[FieldName, str] | None = N
     return to_problem
 
 
-def problem_of(record: Any) -> Problem:
+def problem_of(record: Any, fields: Mapping[FieldName, str] | None = None) -> Problem:
     """Return a record as a problem, with unknown fields in `extra`. Raises ValueError."""
-    return _renamed({}, record)
-
-
-def _renamed(fields: Mapping[FieldName, str], record: Any) -> Problem:
     if not isinstance(record, Mapping):
         raise ValueError(f"it is a {type(record).__name__}, not an object")
-    record = plain_record(record)
+    values = plain_record(record)
+    fields = fields or {}
     for name, found in fields.items():
-        if found not in record:
+        if found not in values:
             raise ValueError(f'there is no "{found}", which `fields` names for "{name}"')
-    rest = {key: value for key, value in record.items() if key not in fields.values()}
-    return _problem(rest | {name: record[found] for name, found in fields.items()})
+    rest = {key: value for key, value in values.items() if key not in fields.values()}
+    return _problem(rest | {name: values[found] for name, found in fields.items()})
 
 
 def _problem(record: dict[str, Any]) -> Problem:
@@ -84,6 +81,33 @@ def _question(record: dict[str, Any]) -> list[dict[str, Any]]:
     if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError(f'"{key}" is not a text, or empty')
     return [{"role": "user", "content": prompt}]
+
+
+def without_images(to_problem: ToProblem) -> ToProblem:
+    """Return `to_problem` for a data set without images: it refuses a message with one."""
+
+    def to_text_problem(record: Any) -> Problem:
+        problem = to_problem(record)
+        shown = [*parts_of(problem.messages), *problem.extra.values()]
+        if any(is_image(part) or is_picture(part) for part in shown):
+            raise ValueError("it has an image; add [tasks.<name>.dataset.images] to allow images")
+        return problem
+
+    return to_text_problem
+
+
+def parts_of(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the parts of all messages, texts included."""
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, str):
+            yield {"type": "text", "text": content}
+        elif isinstance(content, list):
+            yield from (part for part in content if isinstance(part, dict))
+
+
+def is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url")
 
 
 class Records(Protocol):

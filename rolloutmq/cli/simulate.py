@@ -190,7 +190,7 @@ def _drawn(
     group_size: int,
     seed: int,
 ) -> Lengths:
-    from producer_workers.config.distributions import Bimodal, Distribution, LogNormal
+    from producer_workers.config.engine import Bimodal, Distribution, LogNormal
     from producer_workers.simulation.lengths import drawn_lengths
 
     distribution: Distribution = LogNormal(median=median, sigma=sigma)
