@@ -24,12 +24,9 @@ demo: setup ## train a small model over Redis with two real vLLM workers; about 
 chaos: setup ## about 280 faults against whole runs, judged from what clients saw; 10 minutes; SEED=N, SERVER=sentinel or cluster
 	@$(PY) -m tests.chaos --standard --servers $(or $(SERVER),single) --seconds 400 --faults 240 $(if $(SEED),--seed $(SEED))
 
-.PHONY: chaos-mutants chaos-outage
+.PHONY: chaos-mutants
 chaos-mutants: setup ## the same against builds with one line of a script gone: each must be caught; 15 minutes
 	@$(PY) -m tests.chaos --mutants --seconds 50 --faults 120 --seed $(or $(SEED),4)
-
-chaos-outage: setup ## the server is away for 5 minutes: everybody waits, says so once, and goes on
-	@$(PY) -m tests.chaos --outage 300 --seconds 20 --faults 0
 
 .PHONY: model-check
 model-check: setup ## every story fails without its line of a script; then every interleaving of small histories, with deaths, lost and late calls; MINUTES=10
@@ -37,12 +34,8 @@ model-check: setup ## every story fails without its line of a script; then every
 	@$(PY) -m tests.model_check --minutes $(or $(MINUTES),10)
 
 .PHONY: chaos-damage
-chaos-damage: setup ## every kind of key of a live run deleted, and given another type: made again, and continued; 25 minutes; the table: build/chaos/damage.md
+chaos-damage: setup ## every kind of key of a live run deleted, and given another type: made again, and continued; 25 minutes
 	@$(PY) -m tests.chaos --damage --faults 0 --seed $(or $(SEED),1)
-
-.PHONY: chaos-deaths
-chaos-deaths: setup ## how long work rests after the death of a worker, the trainer, the producer, the server; 4 minutes
-	@$(PY) -m tests.chaos --deaths --faults 0 --seed $(or $(SEED),1)
 
 soak: setup ## an hour with servers of every kind, then 10 minutes of `make truth`; SOAK_S=36000 for ten; the tables: build/chaos/soak.md, build/truth/truth.md
 	@$(PY) -m tests.chaos --soak --seconds $(SOAK_S) --faults $$(($(SOAK_S) / 4)) $(if $(SEED),--seed $(SEED))

@@ -29,7 +29,7 @@ from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.engine import Fixed, SimulatedConfig
 from producer_workers.engines.base import Generation
 from producer_workers.engines.simulated import SimulatedEngine
-from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.judges.judge import FunctionJudge
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from rolloutmq.testing import Characters

@@ -1,4 +1,4 @@
-"""Treat the end of a terminal as SIGTERM, so that every process stops in order."""
+"""Stop in order: at SIGTERM, at Ctrl-C, and at the end of the terminal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ import errno
 import os
 import select
 import signal
+import threading
+
+
+def stop_at_signals() -> threading.Event:
+    """Return an event that SIGTERM and SIGINT set, instead of ending the process."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
 
 
 def follow_terminal() -> None:

@@ -7,13 +7,15 @@ only one on the server.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import orjson
 import redis
@@ -28,6 +30,7 @@ from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run import Run
 from consumer.grpo.reporting.sample_log import SampleLog
+from rolloutmq.output import console, emit
 
 RUNS = Path("runs")
 
@@ -124,12 +127,6 @@ class Target:
 
     run: Run
     run_dir: Path | None
-
-    @property
-    def step_log(self) -> Path | None:
-        """Return the path of the trainer's `steps.jsonl`, if it exists."""
-        path = self.run_dir / "steps.jsonl" if self.run_dir else None
-        return path if path is not None and path.is_file() else None
 
     @property
     def samples(self) -> SampleLog | None:
@@ -249,6 +246,58 @@ def open_target(redis_url: str | None, run_dir: Path | None, run: str | None) ->
     with open_server(redis_url, run_dir) as (store, address):
         opened = Run.open(store, choose_run(store, run))
         yield Target(opened, _folder_of(opened, address.run_dir))
+
+
+class Answer(NamedTuple):
+    """What a command prints: `document` with --json, else `shown` (text or renderables)."""
+
+    document: Any
+    shown: Any = ()
+
+    def print(self, *, as_json: bool) -> None:
+        if as_json:
+            emit(self.document)
+            return
+        for part in self.shown if isinstance(self.shown, (list, tuple)) else [self.shown]:
+            console().print(part)
+
+
+_OF_RUN = [
+    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
+    for name, default, kind in (
+        ("redis_url", None, RedisUrl),
+        ("run_dir", None, RunDir),
+        ("run", None, RunName),
+        ("as_json", False, AsJson),
+    )
+]
+
+
+def on_run(function: Callable[..., Answer | None]) -> Callable[..., None]:
+    """Give a command the options that select a run, and --json.
+
+    The command gets the open run as its first argument, and `as_json` if it has that parameter.
+    What it returns is printed.
+    """
+    own = inspect.signature(function, eval_str=True)
+    _, *asked = own.parameters.values()
+    takes_json = "as_json" in own.parameters
+
+    @wraps(function)
+    def call(
+        *, redis_url: RedisUrl, run_dir: RunDir, run: RunName, as_json: AsJson, **given: Any
+    ) -> None:
+        given |= {"as_json": as_json} if takes_json else {}
+        with open_target(redis_url, run_dir, run) as target:
+            answer = function(target, **given)
+        if answer:
+            answer.print(as_json=as_json)
+
+    options = [each.replace(kind=each.KEYWORD_ONLY) for each in asked if each.name != "as_json"]
+    options += _OF_RUN
+    call.__dict__["__signature__"] = own.replace(parameters=options, return_annotation=None)
+    call.__annotations__ = {each.name: each.annotation for each in options}
+    return call
 
 
 def choose_run(store: Store, run: str | None) -> str:

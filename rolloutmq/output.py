@@ -62,10 +62,6 @@ def emit(document: Any) -> None:
     typer.echo(visible(orjson.dumps(document, option=option).decode()))
 
 
-def answer(document: Any, text: str, *, as_json: bool) -> None:
-    emit(document) if as_json else console().print(text)
-
-
 def emit_line(document: Any) -> None:
     """Print one JSON document on one line, for streams."""
     typer.echo(visible(orjson.dumps(document, option=orjson.OPT_NON_STR_KEYS).decode()))
@@ -96,7 +92,7 @@ def facts(rows: Sequence[tuple[str, str | Text]]) -> Table:
 
 def state(word: str, *, width: int = _STATE_WIDTH) -> Text:
     """Return a state in brackets of a fixed width, in its colour: `[idle     ]`."""
-    return Text(f"[{plain(word)[:width]:<{width}}]", style=_STATE_STYLES.get(word, ""))
+    return Text(f"[{word[:width]:<{width}}]", style=_STATE_STYLES.get(word, ""))
 
 
 def worker_state(worker: WorkerRecord, is_live: bool) -> str:
@@ -129,6 +125,10 @@ def age(ms: float) -> str:
 def count(number: float) -> str:
     """Format 1234567 as 1,234,567."""
     return f"{number:,.0f}"
+
+
+def known(value: float | None, spec: str = "") -> str:
+    return "-" if value is None else format(value, spec)
 
 
 def plural(number: int, noun: str) -> str:

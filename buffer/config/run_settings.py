@@ -18,8 +18,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from buffer.config.section import YEAR_S, Count, DottedPath, Section
 from buffer.imports import is_dotted_path
-from buffer.model.limits import DAY_MS
-from buffer.model.order_policy import BUILT_IN as ORDERS
+from buffer.limits import DAY_MS, ORDERS
 from buffer.redis.connection.url import SCHEMES, mask_url
 from buffer.weights.transport import TransportName
 from buffer.wire.staleness import stale_threshold
@@ -175,9 +174,14 @@ class PolicySection(Section):
     """
     sync_weights_interval: int = Field(1, ge=1, le=1_000_000)
     """train steps between two publications of weights"""
-    max_staleness: int = Field(0, ge=0, le=1_000_000)
+    max_staleness: int = Field(4, ge=0, le=1_000_000)
     """how many publications old the weights of a rollout may be, in tasks that set no max_staleness
     of their own; 0 is on-policy
+    """
+    max_ahead: int = Field(1, ge=0, le=1_000_000)
+    """how many publications ahead of the trainer groups are started, at most max_staleness, in
+    tasks that set no max_ahead of their own: the depth of the pipeline. A group that takes longer
+    is still trained, up to max_staleness, so that long responses are not left out
     """
     max_token_staleness: int | None = Field(None, ge=0, le=1_000_000)
     """the same limit for single tokens, at most max_staleness: older tokens are not trained, and a
@@ -215,6 +219,11 @@ class PolicySection(Section):
     def stale_threshold(self) -> int:
         """Return the staleness, in train steps, from which a group is expired (I8)."""
         return stale_threshold(self.max_staleness, self.sync_weights_interval)
+
+    @property
+    def ahead_threshold(self) -> int:
+        """Return the staleness, in train steps, of weights that start no group for a step."""
+        return stale_threshold(self.max_ahead, self.sync_weights_interval)
 
     @property
     def token_threshold(self) -> int | None:

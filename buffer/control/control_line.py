@@ -71,8 +71,7 @@ class ControlConnection:
         self._client = client
         self._script = store.scripts["receipt"]
         # every receipt differs only in the epoch, which comes last
-        names, values = self._script.arrange(*receipt(keys, worker, nonce, 0))
-        self._receipt: tuple[Any, ...] = (len(names), *names, *values[:-1])
+        self._receipt = self._script.command(*receipt(keys, worker, nonce, 0))[:-1]
         try:
             self._connection: Any = client.connection_pool.get_connection()
             self._socket = _socket_of(self._connection)
@@ -95,7 +94,7 @@ class ControlConnection:
     def send_receipt(self, ack: int, known_epoch: int) -> None:
         """Send the receipt for epoch `ack`; `known_epoch`, the newest known, returns with it."""
         # its worker has registered with a script, so that all are loaded
-        self._send(("EVALSHA", self._script.sha, *self._receipt, ack))
+        self._send((*self._receipt, ack))
         self._asked.append((ack, known_epoch))
 
     def receive(

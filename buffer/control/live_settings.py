@@ -2,7 +2,7 @@
 
 One script stores a checked change under a new version of the run's limits. Every process adopts it
 at its next heartbeat, round or batch. The change belongs to the run
-(buffer/model/settings_record.py). The run's folder keeps a copy (`KeptSettings`), since a server
+(buffer/control/settings_record.py). The run's folder keeps a copy (`KeptSettings`), since a server
 may lose everything.
 """
 
@@ -11,38 +11,31 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import orjson
 from pydantic import ConfigDict, Field, ValidationError
 
-from buffer.config.assignments import key_path, parse_settings
-from buffer.config.problems import FIXED
+from buffer.config.assignments import FIXED, key_path, parse_settings
 from buffer.config.section import Section
-from buffer.errors import ConfigError
+from buffer.control.settings_record import (
+    FIELD,
+    TASK,
+    THRESHOLDS,
+    SettingsRecord,
+    setting_values,
+    task_of,
+)
+from buffer.errors import ConfigError, RunNotFound
 from buffer.ids import new_nonce
-from buffer.model.limits import LiveLimits, RunLimits, TaskSettings
-from buffer.model.settings_record import FIELD, TASK, SettingsRecord, setting_values, task_of
-from buffer.model.task_mix import Reweighting, newest_parts
+from buffer.limits import LiveLimits, Reweighting, RunLimits, TaskLimits, TaskSettings, newest_parts
+from buffer.redis.keys import Keys
+from buffer.redis.scripts import unfenced, unknown_reply
+from buffer.redis.store import Store
 from buffer.wire.staleness import stale_threshold
 
 CONFIG = "config"  # in place of a value: that of the config
-
-
-@dataclass(frozen=True, slots=True)
-class SettingChange:
-    """`changed`: (before, after) by setting; None for a task without a value of its own."""
-
-    limits: RunLimits
-    record: SettingsRecord
-    fields: Collection[str]  # the limits that differ
-    changed: Mapping[str, tuple[Any, Any]]
-
-    def to_meta(self) -> list[str]:
-        """Return field, value, field, value, … for the meta hash."""
-        return [*self.limits.to_meta(self.fields), FIELD, self.record.model_dump_json()]
 
 
 def change_settings(
@@ -52,20 +45,51 @@ def change_settings(
     restored: Collection[str],
     taken: int,
     by: str,
-) -> SettingChange:
-    """Change `limits` and `record` after train step `taken`; see `Run.set`. Raises ConfigError."""
+) -> tuple[list[str], dict[str, tuple[Any, Any]]]:
+    """Change `limits` and `record` after train step `taken`; see `Run.set`. Raises ConfigError.
+
+    Returns field, value, field, value, … for the meta hash, and (before, after) by setting; None
+    for a task without a value of its own.
+    """
     inherited, values = _restore(limits, record, restored)
     values |= wanted.values()
     after = LiveSettings.of(values).applied(inherited, taken)
     now_ms = time.time_ns() // 1_000_000
     new_record = record.without(restored).after(wanted.values(), now_ms, by)
+    before = limits.model_dump()
+    fields = [name for name, value in after.model_dump().items() if value != before[name]]
     old, new = setting_values(limits), setting_values(after)
     changed = {
         name: (old.get(name), new.get(name))
         for name in {**old, **new}
         if old.get(name) != new.get(name)
     }
-    return SettingChange(after, new_record, list(differences(limits, after)), changed)
+    return [*after.to_meta(fields), FIELD, new_record.model_dump_json()], changed
+
+
+def write_settings(
+    store: Store, keys: Keys, operation: str, version: int, producer: str, fields: Sequence[str]
+) -> bool:
+    """Store fields of the meta hash; return False if they changed since `version` was read.
+
+    `producer`: the nonce of the producer that does it, if one does. Raises Fenced, RunNotFound.
+    """
+    reply: Any = store.call(
+        "set_limits",
+        keys.slots(),
+        {"operation": operation, "version": version, "producer": producer},
+        tail_args=fields,
+        durable=True,
+    )
+    match unfenced(reply, "producer"):
+        case ["OK", _]:
+            return True
+        case ["CONFLICT", _]:
+            return False
+        case ["NO_RUN"]:
+            raise RunNotFound(f"there is no run {keys.run!r} any more")
+        case other:
+            raise unknown_reply("set_limits", other)
 
 
 def parse_change(assignments: Sequence[str]) -> tuple[LiveSettings, list[str]]:
@@ -87,8 +111,9 @@ def _restore(
             values[name] = record.configured[name]
             continue
         own, field = changed.tasks[task_of(name)], name.rpartition(".")[2]
-        if field == "max_staleness":
-            field, own.stale_threshold = "stale_threshold", None
+        if threshold := THRESHOLDS.get(field):
+            setattr(own, threshold, None)
+            field = threshold
         own.model_fields_set.discard(field)
     return changed, values
 
@@ -174,6 +199,8 @@ class LiveTaskSettings(Section, TaskSettings):
     """share of the task in a batch, from the first train step for which nothing was started yet"""
     max_staleness: int = Field(0, ge=0, le=1_000_000)
     """how many publications old the weights of a rollout of this task may be"""
+    max_ahead: int = Field(0, ge=0, le=1_000_000)
+    """how many publications ahead of the trainer groups of this task are started"""
 
 
 class LiveSettings(Section, LiveLimits):
@@ -184,6 +211,10 @@ class LiveSettings(Section, LiveLimits):
     max_staleness: int = Field(0, ge=0, le=1_000_000)
     """how many publications old the weights of a rollout may be, in tasks that have no
     max_staleness of their own
+    """
+    max_ahead: int = Field(0, ge=0, le=1_000_000)
+    """how many publications ahead of the trainer groups are started, in tasks that have no
+    max_ahead of their own
     """
     tasks: dict[str, LiveTaskSettings] = Field(default_factory=dict)
     """settings of single tasks"""
@@ -210,8 +241,7 @@ class LiveSettings(Section, LiveLimits):
         changed = limits.model_copy(deep=True)
         for name in self.model_fields_set & LiveLimits.model_fields.keys():
             setattr(changed, name, getattr(self, name))
-        if "max_staleness" in self.model_fields_set:
-            changed.stale_threshold = _threshold(self.max_staleness, limits)
+        _set_thresholds(self, changed, limits.sync_weights_interval)
         if 0 < changed.high_bytes < changed.low_bytes:
             raise ConfigError(
                 f"low_bytes = {changed.low_bytes} must not exceed high_bytes = {changed.high_bytes}"
@@ -223,7 +253,7 @@ class LiveSettings(Section, LiveLimits):
                 "max_staleness cannot change in a run that has a max_token_staleness",
                 hint="the pools are ordered by the difference of the two: start another run",
             )
-        horizon = max(limits.largest_threshold(), changed.largest_threshold())
+        horizon = max(limits.largest_horizon(), changed.largest_horizon())
         self._reweigh(changed, taken + 1 + horizon)
         return changed
 
@@ -234,10 +264,9 @@ class LiveSettings(Section, LiveLimits):
                 f"there is no training task {name!r}",
                 hint=f"the training tasks are {', '.join(limits.training_tasks)}",
             )
-        for field in task.model_fields_set - {"weight", "max_staleness"}:
+        for field in task.model_fields_set - {"weight", *THRESHOLDS}:
             setattr(limits.tasks[name], field, getattr(task, field))
-        if "max_staleness" in task.model_fields_set:
-            limits.tasks[name].stale_threshold = _threshold(task.max_staleness, limits)
+        _set_thresholds(task, limits.tasks[name], limits.sync_weights_interval)
 
     def _reweigh(self, limits: RunLimits, from_step: int) -> None:
         weights = {
@@ -255,12 +284,8 @@ class LiveSettings(Section, LiveLimits):
         limits.reweighted = newest_parts(limits.reweighted, limits.mix())
 
 
-def _threshold(max_staleness: int, limits: RunLimits) -> int:
-    return stale_threshold(max_staleness, limits.sync_weights_interval)
-
-
-def differences(before: RunLimits, after: RunLimits) -> dict[str, tuple[Any, Any]]:
-    """Return the values that differ, by name: (before, after)."""
-    old = before.model_dump()
-    new = after.model_dump()
-    return {name: (old[name], new[name]) for name in new if old[name] != new[name]}
+def _set_thresholds(
+    change: LiveSettings | LiveTaskSettings, limits: RunLimits | TaskLimits, interval: int
+) -> None:
+    for name in change.model_fields_set & THRESHOLDS.keys():
+        setattr(limits, THRESHOLDS[name], stale_threshold(getattr(change, name), interval))

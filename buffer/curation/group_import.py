@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 from buffer.curation.line_file import FIX_HINT, read_lines
 from buffer.curation.rollout_line import RolloutLine, group_of
 from buffer.errors import DatasetError, RolloutMQError, StoreUnavailable, WireError
+from buffer.groups.order_policy import OrderFunction
 from buffer.groups.put_groups import GroupPut
 from buffer.ids import IMPORTED_FROM, group_id
-from buffer.model.limits import RunLimits
-from buffer.model.order_policy import OrderFunction
+from buffer.limits import RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore
-from buffer.redis.script_calls import Advance, no_advance
+from buffer.redis.scripts import Advance, no_advance
 from buffer.redis.store import Store
 from buffer.wire.group import RolloutGroup
 
@@ -103,38 +104,20 @@ class GroupImport:
 
     def _parts(self, path: Path, task: str | None, from_line: int) -> Iterator[_Part]:
         """Yield groups: consecutive lines with the same gid and task."""
-        lines: list[RolloutLine] = []
-        first = last = 0
-        for number, fields in read_lines(path):
-            if number < from_line:
-                continue
-            try:
-                line = RolloutLine.parse(fields)
-            except ValueError as error:
-                raise DatasetError(f"{path}, line {number}: {error}", hint=FIX_HINT) from error
-            if lines and (line.gid, line.task) != (lines[0].gid, lines[0].task):
-                yield self._part(path, task, first, last, lines)
-                lines = []
-            if not lines:
-                first = number
-            lines.append(line)
-            last = number
-        if lines:
-            yield self._part(path, task, first, last, lines)
-
-    def _part(
-        self, path: Path, task: str | None, first: int, last: int, lines: list[RolloutLine]
-    ) -> _Part:
-        name = task or lines[0].task
-        known = self._limits.training_tasks
-        if name not in known:
-            reason = f"there is no training task {name!r}" if name else "the line names no task"
-            raise DatasetError(
-                f"{path}, line {first}: {reason}",
-                hint=f"choose a `task`: {', '.join(known)}",
-                command_hint=f"choose one with --task: {', '.join(known)}",
-            )
-        return _Part(name, first, last, lines)
+        for (_, named), rows in groupby(
+            _lines(path, from_line), lambda row: (row[1].gid, row[1].task)
+        ):
+            numbers, lines = zip(*rows, strict=True)
+            name = task or named
+            known = self._limits.training_tasks
+            if name not in known:
+                reason = f"there is no training task {name!r}" if name else "the line names no task"
+                raise DatasetError(
+                    f"{path}, line {numbers[0]}: {reason}",
+                    hint=f"choose a `task`: {', '.join(known)}",
+                    command_hint=f"choose one with --task: {', '.join(known)}",
+                )
+            yield _Part(name, numbers[0], numbers[-1], lines)
 
     def _check(self, path: Path, part: _Part, intake: GroupPut) -> None:
         try:
@@ -143,6 +126,16 @@ class GroupImport:
             raise DatasetError(
                 f"{path}, lines {part.first} to {part.last}: {error}", hint=FIX_HINT
             ) from error
+
+
+def _lines(path: Path, from_line: int) -> Iterator[tuple[int, RolloutLine]]:
+    for number, fields in read_lines(path):
+        if number < from_line:
+            continue
+        try:
+            yield number, RolloutLine.parse(fields)
+        except ValueError as error:
+            raise DatasetError(f"{path}, line {number}: {error}", hint=FIX_HINT) from error
 
 
 def _add_progress(error: RolloutMQError, done: Imported, part: _Part) -> None:

@@ -1,12 +1,11 @@
 """Read and write files of rollout lines in bounded memory: JSONL, or Parquet with pyarrow.
 
-In Parquet, token columns are lists of int32 and float32, spans a list of structs, and fields of any
-nesting (messages, reward, sample_params, ground_truth, extra) JSON text.
+In Parquet, token columns are lists of int32 and float32, and nested fields (messages, spans,
+reward, sample_params, ground_truth, extra) JSON text.
 """
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,13 +17,13 @@ import orjson
 from buffer.curation.rollout_line import FIELDS
 from buffer.errors import ConfigError, DatasetError
 from buffer.imports import install_command
+from buffer.snapshot.folder import sync
 
 LINE_BYTES = 256 * 2**20  # a longer line of JSON is refused before it is parsed
 
 FIX_HINT = "fix the file: each line is one rollout, as `rolloutmq export` writes it"
 
-_JSON_COLUMNS = ("messages", "reward", "sample_params", "ground_truth", "extra")
-_SPAN = ("start", "length", "version", "lineage")
+_JSON_COLUMNS = ("messages", "spans", "reward", "sample_params", "ground_truth", "extra")
 _ROWS = 64  # in memory at a time: a row group of a Parquet file
 
 
@@ -68,15 +67,6 @@ def new_file(path: Path) -> Iterator[LineWriter]:
         raise ConfigError(f"{path} cannot be written: {error}") from error
     finally:
         hidden.unlink(missing_ok=True)
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or the list of files of a folder, is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
@@ -129,9 +119,7 @@ class ParquetWriter:
 
     def add(self, line: dict[str, Any]) -> None:
         nested = {name: orjson.dumps(line[name]).decode() for name in _JSON_COLUMNS}
-        row = {**line, **nested}
-        row["spans"] = [dict(zip(_SPAN, span, strict=True)) for span in line["spans"]]
-        self._rows.append(row)
+        self._rows.append({**line, **nested})
         if len(self._rows) == _ROWS:
             self._flush()
 
@@ -169,15 +157,12 @@ def _from_row(path: Path, number: int, row: dict[str, Any]) -> dict[str, Any]:
                 raise DatasetError(
                     f"{path}, row {number}: {name} is not valid JSON: {error}", hint=FIX_HINT
                 ) from error
-    if isinstance(fields.get("spans"), list):
-        fields["spans"] = [list(s.values()) if isinstance(s, dict) else s for s in fields["spans"]]
     return fields
 
 
 def _schema(arrow: Any) -> Any:
     ids = arrow.list_(arrow.int32())
     texts = arrow.string()
-    span = arrow.struct([*((name, arrow.int64()) for name in _SPAN[:3]), ("lineage", texts)])
     special = {
         **dict.fromkeys(("index", "samples"), arrow.int32()),
         "staleness": arrow.int64(),
@@ -185,7 +170,6 @@ def _schema(arrow: Any) -> Any:
         "response_ids": ids,
         "logprobs": arrow.list_(arrow.float32()),
         "response_mask": arrow.list_(arrow.uint8()),
-        "spans": arrow.list_(span),
     }
     return arrow.schema([(name, special.get(name, texts)) for name in FIELDS])
 

@@ -9,7 +9,7 @@ from typing import Literal
 from buffer.control.control import STATE_FIELDS, ControlState
 from buffer.errors import Fenced, GroupHeld, PayloadMissing
 from buffer.job import Job
-from buffer.redis.script_calls import unknown_reply
+from buffer.redis.scripts import unknown_reply
 
 Refusal = Literal["PAUSED", "STALE", "UNKNOWN", "FULL", "BARRED"]
 
@@ -91,26 +91,6 @@ class Reaped:
             case ["GRACE", grace_ms]:
                 return cls(grace_ms=int(grace_ms))
         raise unknown_reply("reap", reply)
-
-
-def reissued(reply: Sequence[str]) -> int:
-    """Return how many groups `reissue.lua` put back, from a reply that is not FENCED."""
-    match reply:
-        case ["OK", count, _]:
-            return int(count)
-        case ["CLOSED" | "FULL" | "STOPPED", *_]:
-            return 0
-    raise unknown_reply("reissue", reply)
-
-
-def released(reply: Sequence[str], job: Job) -> str:
-    """Return the stage of a group after `release.lua`. Raises Fenced."""
-    match reply:
-        case ["OK", stage]:
-            return str(stage)
-        case ["FENCED"]:
-            raise fenced(job)
-    raise unknown_reply("release", reply)
 
 
 def fenced(job: Job) -> Fenced:

@@ -18,12 +18,11 @@ from buffer.errors import ConfigError, LedgerError, RunDamaged
 from buffer.groups.pools import expire_all, fill_index
 from buffer.ids import split_group_id
 from buffer.ledger.archive import Archive, parse_manifest
-from buffer.model.limits import RunLimits
-from buffer.model.manifest import Manifest, ManifestEntry, NotReady
+from buffer.limits import RunLimits
+from buffer.manifest import Manifest, ManifestEntry, NotReady
 from buffer.redis.key_fields import HINT, read_counts
 from buffer.redis.keys import Keys, SlotKeys
-from buffer.redis.script_calls import unfenced, unknown_reply
-from buffer.redis.scripts import Arg
+from buffer.redis.scripts import Arg, unfenced, unknown_reply
 from buffer.redis.store import Store
 
 BAD_GROUPS = 8
@@ -98,7 +97,16 @@ class BatchLedger:
             self._keys.slots(ledger=self.name, step=step),
             args,
             [self._keys.slots(task=task) for task in tasks],
-            [arg for task in tasks for arg in (task, counts[task], limits.threshold(task))],
+            [
+                arg
+                for task in tasks
+                for arg in (
+                    task,
+                    counts[task],
+                    limits.threshold(task),
+                    int(limits.waits_for_stragglers(task)),
+                )
+            ],
         )
         answer = self._taken(reply, step, tasks)
         if isinstance(answer, Manifest):
@@ -110,10 +118,12 @@ class BatchLedger:
         match reply:
             case ["OK", *lines]:
                 return parse_manifest(self._keys.batch(self.name, step), step, lines)
-            case ["SHORT", *rows]:
-                return NotReady(_missing(rows))
-            case ["CHECKPOINT_NOW", *rows]:
-                return NotReady(_missing(rows), checkpoint_now=True)
+            case ["SHORT" | "CHECKPOINT_NOW" | "STRAGGLERS" as why, *rows]:
+                return NotReady(
+                    _missing(rows),
+                    checkpoint_now=why == "CHECKPOINT_NOW",
+                    awaits_stragglers=why == "STRAGGLERS",
+                )
             case ["EMPTY"] if not tasks:
                 return Manifest(step, "", ())
             case ["EMPTY"]:
@@ -258,9 +268,7 @@ class BatchLedger:
 
     def steps(self) -> LedgerSteps:
         ledger = self._keys.ledger(self.name)
-        values = self._store.retrying(
-            "steps", lambda: self._store.control.hmget(ledger, *LedgerSteps._fields)
-        )
+        values = self._store.ask("steps", "HMGET", ledger, *LedgerSteps._fields)
         return LedgerSteps(*read_counts("ledger", ledger, LedgerSteps._fields, values))
 
     def manifest(self, step: int) -> Manifest | None:

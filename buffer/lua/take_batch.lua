@@ -10,7 +10,7 @@
 -- KEYS lineages      LIST*
 -- KEYS ledger_train  HASH*    of the training batches
 -- KEYS bytes         HASH*
--- KEYS completed, order_index, progress  ZSET*, ZSET, HASH x0..256  of each task
+-- KEYS completed, order_index, progress, age_index  ZSET*, ZSET, HASH, ZSET* x0..256  of each task
 -- ARGV nonce     token   of the trainer
 -- ARGV step      0..     T
 -- ARGV strict    0|1     1 = everything that is requested, or nothing
@@ -18,9 +18,10 @@
 -- ARGV tokens    ''|1..  staleness from which a single token is not trained; '' = no limit
 -- ARGV low       0..     payload bytes of the run from which no new prompt is started; 0 = no bound
 -- ARGV high      0..     the same for all groups
--- ARGV task, count, threshold  name, 1..1_000_000, ''|0.. xKEYS  of each; its stale threshold in steps, '' = nothing is too old
+-- ARGV task, count, threshold, waits  name, 1..1_000_000, ''|0.., 0|1 xKEYS  of each; its stale threshold in steps, '' = nothing is
+--                too old; whether the step waits for groups that run and could serve no later one
 -- replies OK header, then "gid token chunks size crc samples version" per group
---       | SHORT (task ready wanted)… | EMPTY | CHECKPOINT_NOW (task ready wanted)… | FENCED | RECOVERING | COMMITTED committed | GAP taken | TOO_MANY limit
+--       | SHORT (task ready wanted)… | STRAGGLERS (task ready wanted)… | EMPTY | CHECKPOINT_NOW (task ready wanted)… | FENCED | RECOVERING | COMMITTED committed | GAP taken | TOO_MANY limit
 --       | BLOCKED task | UNORDERED task (nothing was done; see buffer/ledger/ledger.py)
 --       | DAMAGED record (it is gone, and its group is in the pool: nothing was done)
 -- keeps I4 (all tasks or none), I5 (a step taken is returned as it was), I7, I8 (cut here), I12 (take does not wait for
@@ -36,7 +37,8 @@ if step <= num(steps[2]) then return {'COMMITTED', int(num(steps[2]))} end
 if step ~= num(steps[1]) + 1 then return {'GAP', int(num(steps[1]))} end
 
 local cuts, asked, reply, wanted, ready_in_all, is_short, running = {}, {}, {'SHORT'}, 0, 0, false, 0
-for n, completed, _, progress, task, count, threshold in each_unit do
+local stragglers = 0
+for n, completed, _, progress, age_index, task, count, threshold, waits in each_unit do
   cuts[n] = threshold and int(step - threshold) or '-inf'
   local ready = redis.call('ZCOUNT', completed, cuts[n], '+inf')
   wanted = wanted + count
@@ -44,7 +46,12 @@ for n, completed, _, progress, task, count, threshold in each_unit do
   is_short = is_short or ready < count
   asked[#asked + 1] = task .. '=' .. int(count)
   for _, value in ipairs({task, ready, int(count)}) do reply[#reply + 1] = value end
-  running = running + num(redis.call('HGET', progress, 'running'))
+  local at_work = num(redis.call('HGET', progress, 'running'))
+  running = running + at_work
+  -- a dead worker's groups run only until its lease ends, and waiting ones without a worker hold nobody up
+  if waits and threshold and at_work > 0 then
+    stragglers = stragglers + redis.call('ZCOUNT', age_index, cuts[n], cuts[n])
+  end
 end
 if wanted > 1024 then return {'TOO_MANY', 1024} end
 if (is_short and strict) or ready_in_all == 0 then
@@ -56,9 +63,13 @@ if (is_short and strict) or ready_in_all == 0 then
   end
 end
 if is_short and strict then return reply end
+if stragglers > 0 and strict then
+  reply[1] = 'STRAGGLERS'
+  return reply
+end
 if ready_in_all == 0 then return {'EMPTY'} end
 local chosen = {}
-for n, completed, order_index, progress, task, count in each_unit do
+for n, completed, order_index, progress, _, task, count in each_unit do
   local members, problem = next_in_order(policy, completed, order_index, progress, cuts[n], count)
   if problem == 'blocked' then return {'BLOCKED', task} end
   if problem == 'unordered' then return {'UNORDERED', task} end

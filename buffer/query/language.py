@@ -7,6 +7,9 @@
 Entries are ANDed; a plain value means $eq; $and and $or hold lists, and nest. An empty $and, {} and
 {"tries": {}} are true, an empty $or is false. A value that a group lacks is None: it equals only
 None, and is neither above nor below anything. `parse` finds every error in a query.
+
+An index knows some fields of its groups, such as task, stage and status: `narrow` replaces these in
+a query, before any record is read.
 """
 
 from __future__ import annotations
@@ -117,6 +120,41 @@ def matches(node: Node, record: GroupRecord) -> bool:
             return all(matches(part, record) for part in node.parts)
         case AnyOf():
             return any(matches(part, record) for part in node.parts)
+
+
+def narrow(node: Node, known: Mapping[str, Scalar]) -> Node:
+    """Return the rest of a query when some fields are known: TRUE or FALSE if nothing is left."""
+    if isinstance(node, Condition):
+        if node.field not in known:
+            return node
+        return TRUE if node.holds(known[node.field]) else FALSE
+    # in AllOf, TRUE adds nothing and FALSE decides; in AnyOf, the reverse
+    neutral, deciding = (TRUE, FALSE) if isinstance(node, AllOf) else (FALSE, TRUE)
+    left = [part for part in (narrow(part, known) for part in node.parts) if part != neutral]
+    if deciding in left:
+        return deciding
+    return left[0] if len(left) == 1 else type(node)(tuple(left))
+
+
+def allowed_values(node: Node, field: str) -> frozenset[Any] | None:
+    """Return the only values of a field that can match; None if the query does not name them."""
+    match node:
+        case Condition(name, "$eq", value) if name == field:
+            return frozenset([value])
+        case Condition(name, "$in", values) if name == field:
+            return frozenset(values)
+        case AllOf(parts):
+            named = [values for values in _values_of(parts, field) if values is not None]
+            return frozenset.intersection(*named) if named else None
+        case AnyOf(parts):
+            # a part that names no values lets any value match
+            named = [values for values in _values_of(parts, field) if values is not None]
+            return frozenset().union(*named) if len(named) == len(parts) else None
+    return None
+
+
+def _values_of(parts: tuple[Node, ...], field: str) -> list[frozenset[Any] | None]:
+    return [allowed_values(part, field) for part in parts]
 
 
 def field_of(name: object) -> Field:

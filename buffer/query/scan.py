@@ -16,9 +16,18 @@ from typing import Any
 from buffer.errors import QueryError
 from buffer.ids import GID, LANES, POOLS, group_id, split_group_id
 from buffer.ledger.ledger import BatchLedger
-from buffer.model.limits import RunLimits
-from buffer.query.language import FALSE, TRUE, Node, Scalar, field_of, matches, parse
-from buffer.query.plan import EVERY, VersionRange, allowed_values, is_exact, narrow, version_range
+from buffer.limits import RunLimits
+from buffer.query.language import (
+    FALSE,
+    TRUE,
+    Node,
+    Scalar,
+    allowed_values,
+    field_of,
+    matches,
+    narrow,
+    parse,
+)
 from buffer.query.record import RECORD_FIELDS, STAGES, GroupRecord, Moment
 from buffer.redis.connection.bulk_io import Command
 from buffer.redis.keys import Keys
@@ -29,12 +38,11 @@ PAGE = 500  # groups in one round trip, between which the server answers other c
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """An index, the rest of the query for its groups, and the versions that can match."""
+    """An index, and the rest of the query for its groups."""
 
     stage: str
     key: str
     rest: Node
-    versions: VersionRange = EVERY
 
 
 class GroupScan:
@@ -47,8 +55,6 @@ class GroupScan:
         self._keys = keys
         self._limits = limits
         self._ledgers = ledgers
-        # with token staleness, the score in a pool may be lower than the version
-        self._is_by_version = limits.token_threshold is None
 
     def find(
         self, query: object = TRUE, *, limit: int | None = None, order: str = ""
@@ -72,12 +78,12 @@ class GroupScan:
         return self._sorted(node, attribute, limit, descending=order.startswith("-"))
 
     def count(self, query: object = TRUE) -> int:
-        """Count matches: O(log N) by task, waiting/pool, status, version, staleness; else O(N)."""
+        """Count matches: O(1) by task, status and the stages waiting, pool and dead; else O(N)."""
         node = parse(query)
         moment = moment_of(self._store, self._ledgers[0])
         if (named := self._named(node)) is not None:
             return sum(1 for _ in self._records(named, node, moment))
-        return sum(self._count(index, node, moment) for index in self._indexes(node, moment.taken))
+        return sum(self._count(index, node, moment) for index in self._indexes(node))
 
     # -- walking -------------------------------------------------------------
 
@@ -86,7 +92,7 @@ class GroupScan:
         if (named := self._named(node)) is not None:
             yield from self._records(named, node, moment)
             return
-        for index in self._indexes(node, moment.taken):
+        for index in self._indexes(node):
             yield from self._of(index, node, moment)
 
     def _sorted(
@@ -129,16 +135,13 @@ class GroupScan:
 
     # -- indexes -------------------------------------------------------------
 
-    def _indexes(self, node: Node, taken: int) -> Iterator[Index]:
+    def _indexes(self, node: Node) -> Iterator[Index]:
         """Yield the indexes that can hold a match, in the order of `STAGES`."""
         for stage in STAGES:
             for key, known in self._keys_of(stage):
                 rest = narrow(node, {"stage": stage, **known})
-                versions = EVERY
-                if stage == "pool" and self._is_by_version:
-                    versions = version_range(rest, taken)
-                if rest != FALSE and not versions.is_empty:
-                    yield Index(stage, key, rest, versions)
+                if rest != FALSE:
+                    yield Index(stage, key, rest)
 
     def _keys_of(self, stage: str) -> list[tuple[str, dict[str, Scalar]]]:
         """Return the indexes of a stage, each with the fields that all its groups share."""
@@ -154,15 +157,13 @@ class GroupScan:
                     for pool in POOLS
                 ]
             case "running":
-                workers = self._sorted_set(keys.leases, EVERY)
+                workers = self._sorted_set(keys.leases)
                 return [(keys.leased(worker), {"owner": worker}) for worker in workers]
             case "dead":
                 return [(keys.dead, {})]
         return [(ledger.name, {}) for ledger in self._ledgers]
 
     def _count(self, index: Index, node: Node, moment: Moment) -> int:
-        if index.stage == "pool" and self._is_by_version and is_exact(index.rest):
-            return int(self._command("ZCOUNT", index.key, *_bounds(index.versions)))
         if index.rest == TRUE and index.stage in ("waiting", "pool", "dead"):
             return int(self._command("XLEN" if index.stage == "waiting" else "ZCARD", index.key))
         return sum(1 for _ in self._of(index, node, moment))
@@ -172,14 +173,14 @@ class GroupScan:
             case "waiting":
                 return self._waiting(index.key)
             case "pool":
-                members = self._sorted_set(index.key, index.versions)
+                members = self._sorted_set(index.key)
                 return (member.partition(":")[2] for member in members)
             case "running":
                 held = self._command("HKEYS", index.key)
                 return (gid.decode() for gid in held if gid != b"digest")
             case "taken":
                 return self._taken(index.key)
-        return self._sorted_set(index.key, EVERY)
+        return self._sorted_set(index.key)
 
     def _waiting(self, key: str) -> Iterator[str]:
         after = "-"
@@ -194,17 +195,13 @@ class GroupScan:
             if manifest := ledger.manifest(step):
                 yield from manifest.gids
 
-    def _sorted_set(self, key: str, versions: VersionRange) -> Iterator[str]:
+    def _sorted_set(self, key: str) -> Iterator[str]:
         """Yield members in order, none of them skipped when others are removed meanwhile."""
         start = 0
-        if versions != EVERY:
-            start = int(self._command("ZCOUNT", key, "-inf", f"({_bounds(versions)[0]}"))
         last: tuple[float, bytes] | None = None
         while page := self._command("ZRANGE", key, start, start + PAGE - 1, "WITHSCORES"):
             pairs = [(float(score), member) for member, score in _pairs(page)]
             for score, member in pairs:
-                if score > versions.high:
-                    return
                 if last is None or (score, member) > last:
                     yield member.decode()
             last = pairs[-1] if last is None else max(last, pairs[-1])
@@ -235,10 +232,6 @@ def moment_of(store: Store, ledger: BatchLedger) -> Moment:
 def _facts_of(gid: str) -> dict[str, Scalar]:
     task, draw = split_group_id(gid)
     return {"gid": gid, "task": task, "draw": draw}
-
-
-def _bounds(versions: VersionRange) -> tuple[str, str]:
-    return f"{versions.low:.17g}", f"{versions.high:.17g}"
 
 
 def _pairs(reply: Any) -> Iterator[tuple[bytes, Any]]:

@@ -8,136 +8,55 @@ from buffer.errors import StoreError, StoreUnavailable
 from buffer.redis.connection.retry import NotDurable
 from buffer.redis.connection.url import mask_url
 
+_NOT_TLS = ("wrong version number", "wrong_version_number", "record layer failure")
+_BAD_HOST = ("name or service not known", "nodename nor servname", "name resolution", "no address")
+_BAD_LOGIN = ("wrongpass", "invalid username-password", "invalid password", "without any password")
+_FORBIDDEN = ("noperm", "no permissions", "acl failure in script", "the user executing the script")
+
 _REASONS: tuple[tuple[tuple[str, ...], type[StoreError], str, str], ...] = (
     # (words of the client or the server, error, what happened, what to do); the first match wins
-    (
-        ("masternotfounderror",),
-        StoreUnavailable,
-        "no Sentinel names a primary of this service",
-        "check hosts, ports and service in the URL, and whether the Sentinels need "
-        "?sentinel_username= and &sentinel_password=",
-    ),
-    (
-        ("af_unix path too long",),
-        StoreError,
-        "the path of the socket is too long for this system",
-        "use a path of at most 100 characters",
-    ),
-    (
-        (
-            "wrongpass",
-            "invalid username-password",
-            "invalid password",
-            "without any password configured",
-        ),
-        StoreError,
-        "the server refuses the user or password",
-        "check user and password in the URL: redis://user:password@host:6379/0",
-    ),
-    (
-        ("noauth", "authentication required", "hello must be called"),
-        StoreError,
-        "the server requires a password",
-        "put it in the URL: redis://:password@host:6379/0",
-    ),
-    (
-        ("noperm", "no permissions", "acl failure in script", "the user executing the script"),
-        StoreError,
-        "the server's ACL forbids this user a command or key that a run needs",
-        "use the user of a role that may: `rolloutmq acl` prints them",
-    ),
-    (
-        ("noscript",),
-        StoreUnavailable,
-        "the server has not the scripts of this version, and this user may not load them",
-        "they are loaded by trainer, producer and operator: start one, of the same version",
-    ),
-    (
-        ("wrong version number", "wrong_version_number", "record layer failure", "unexpected eof"),
-        StoreError,
-        "the server does not use TLS at this port",
-        "use redis:// instead of rediss://, or the server's TLS port",
-    ),
-    (
-        ("certificate", "ssl", "tls"),
-        StoreError,
-        "TLS with the server failed",
-        "for an authority of your own, add ?ssl_ca_certs=/path/ca.pem; the certificate must name "
-        "the host",
-    ),
-    (
-        (
-            "name or service not known",
-            "nodename nor servname",
-            "name resolution",
-            "no address associated",
-        ),
-        StoreUnavailable,
-        "this host name is not known",
-        "check the host in the URL",
-    ),
-    (
-        ("no such file or directory",),
-        StoreUnavailable,
-        "there is no such socket",
-        "start the server, or check the path in the URL",
-    ),
-    (
-        ("permission denied",),
-        StoreError,
-        "this user may not open the socket",
-        "use the server's user, or set unixsocketperm",
-    ),
-    (
-        ("refused",),
-        StoreUnavailable,
-        "no server listens there",
-        "start the server, or check host and port in the URL",
-    ),
-    (
-        ("timeout", "timed out"),
-        StoreUnavailable,
-        "no answer in time",
-        "check host, port and firewall, and whether the server requires TLS (rediss://) or not "
-        "(redis://)",
-    ),
-    (
-        ("protocol error",),
-        StoreError,
-        "what answers there is not a Redis server",
-        "check host and port in the URL; a TLS server needs rediss://",
-    ),
-    (
-        ("connection closed", "reset by peer"),
-        StoreUnavailable,
-        "the server closes the connection",
-        "use rediss:// for a TLS server, redis:// for others; or see the server's log",
-    ),
-    (
-        ("db index", "invalid db"),
-        StoreError,
-        "the server has no such database",
-        "end the URL with /0",
-    ),
-    (
-        ("max number of clients",),
-        StoreUnavailable,
-        "the server has too many clients",
-        "raise its maxclients",
-    ),
-    (
-        ("clusterdown",),
-        StoreUnavailable,
-        "the cluster is down: it does not serve all slots",
-        "see redis-cli cluster info",
-    ),
-    (
-        ("loading",),
-        StoreUnavailable,
-        "the server is still loading its data",
-        "try again in a moment",
-    ),
-)
+    (("masternotfounderror",), StoreUnavailable, "no Sentinel names a primary of this service",
+     "check hosts, ports and service in the URL, and whether the Sentinels need "
+     "?sentinel_username= and &sentinel_password="),
+    (("af_unix path too long",), StoreError, "the path of the socket is too long for this system",
+     "use a path of at most 100 characters"),
+    (_BAD_LOGIN, StoreError, "the server refuses the user or password",
+     "check user and password in the URL: redis://user:password@host:6379/0"),
+    (("noauth", "authentication required", "hello must be called"), StoreError,
+     "the server requires a password", "put it in the URL: redis://:password@host:6379/0"),
+    (_FORBIDDEN, StoreError, "the server's ACL forbids this user a command or key that a run needs",
+     "use the user of a role that may: `rolloutmq acl` prints them"),
+    (("noscript",), StoreUnavailable,
+     "the server has not the scripts of this version, and this user may not load them",
+     "they are loaded by trainer, producer and operator: start one, of the same version"),
+    ((*_NOT_TLS, "unexpected eof"), StoreError, "the server does not use TLS at this port",
+     "use redis:// instead of rediss://, or the server's TLS port"),
+    (("certificate", "ssl", "tls"), StoreError, "TLS with the server failed",
+     "for an authority of your own, add ?ssl_ca_certs=/path/ca.pem; the certificate must name "
+     "the host"),
+    (_BAD_HOST, StoreUnavailable, "this host name is not known", "check the host in the URL"),
+    (("no such file or directory",), StoreUnavailable, "there is no such socket",
+     "start the server, or check the path in the URL"),
+    (("permission denied",), StoreError, "this user may not open the socket",
+     "use the server's user, or set unixsocketperm"),
+    (("refused",), StoreUnavailable, "no server listens there",
+     "start the server, or check host and port in the URL"),
+    (("timeout", "timed out"), StoreUnavailable, "no answer in time",
+     "check host, port and firewall, and whether the server requires TLS (rediss://) or not "
+     "(redis://)"),
+    (("protocol error",), StoreError, "what answers there is not a Redis server",
+     "check host and port in the URL; a TLS server needs rediss://"),
+    (("connection closed", "reset by peer"), StoreUnavailable, "the server closes the connection",
+     "use rediss:// for a TLS server, redis:// for others; or see the server's log"),
+    (("db index", "invalid db"), StoreError, "the server has no such database",
+     "end the URL with /0"),
+    (("max number of clients",), StoreUnavailable, "the server has too many clients",
+     "raise its maxclients"),
+    (("clusterdown",), StoreUnavailable, "the cluster is down: it does not serve all slots",
+     "see redis-cli cluster info"),
+    (("loading",), StoreUnavailable, "the server is still loading its data",
+     "try again in a moment"),
+)  # fmt: skip
 
 
 _UNKNOWN = re.compile(r"unknown (?:sub|redis )?command(?: called|,? ['`\"]?(\w+))?", re.IGNORECASE)

@@ -52,7 +52,7 @@ TABLE: Mapping[str, KeyRow] = {
     "order:<task>:completed": KeyRow(
         "ZSET",
         "the members of that pool in the order of the run's policy, "
-        "if that is neither staleness nor freshest (`buffer/model/order_policy.py`)",
+        "if that is neither staleness nor freshest (`buffer/groups/order_policy.py`)",
     ),
     "age:<task>": KeyRow(
         "ZSET", "gid by oldest policy version, of groups that wait or run and have tokens"
@@ -136,11 +136,6 @@ EVERY_CONTROL = "rmq:{*}:control"
 
 def run_of_key(key: str) -> str:
     return key.removeprefix("rmq:{").partition("}:")[0]
-
-
-def type_below(prefix: str) -> str:
-    kind = prefix.partition("}:")[2].partition(":")[0]
-    return next(row.type for name, row in TABLE.items() if name.startswith(f"{kind}:<"))
 
 
 def clock_beside(key: str) -> str:

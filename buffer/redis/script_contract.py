@@ -189,12 +189,6 @@ class ScriptHeader:
         tail = self.tail(array)
         return tail.names if tail else ()
 
-    def type_of(self, position: int) -> str:
-        """Return the Redis type of KEYS[position], counted from 1; "PREFIX" for a prefix."""
-        before = [s for s in self.slots if s.array == "KEYS" and s.first <= position]
-        slot = max(before, key=lambda s: s.first)
-        return slot.types[(position - slot.first) % len(slot.types)].rstrip("*").upper()
-
     def prologue(self) -> str:
         """Return Lua that refuses the first wrong key or argument, and declares the locals."""
         lines = [*self._counts("KEYS"), *self._counts("ARGV")]

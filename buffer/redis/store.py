@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import redis
-from redis.exceptions import NoPermissionError, OutOfMemoryError
+from redis.exceptions import NoPermissionError, NoScriptError, OutOfMemoryError, ResponseError
 
 from buffer.errors import (
     RolloutMQError,
     RunDamaged,
+    ScriptError,
     StoreError,
     StoreFull,
     StoreUnavailable,
 )
 from buffer.redis.connection.bulk_io import Command, Parts, pipelined, receive, send
 from buffer.redis.connection.nodes import Role, Servers
-from buffer.redis.connection.retry import Backoff, OutageLog, WrongType, is_transient
+from buffer.redis.connection.retry import Backoff, OutageLog, is_transient
 from buffer.redis.connection.url import SOCKET_TIMEOUT_S, mask_url
 from buffer.redis.connection_errors import (
     describe_connection_error,
@@ -35,19 +36,23 @@ from buffer.redis.connection_errors import (
 from buffer.redis.eviction import Eviction
 from buffer.redis.key_fields import HINT
 from buffer.redis.keys import SlotKeys
-from buffer.redis.script_calls import (
-    FIRST_KEY,
+from buffer.redis.scripts import (
+    Arg,
     Durability,
-    ScriptCall,
-    ScriptRunner,
+    KeysByName,
+    Script,
     Upload,
-    command_of,
+    decoded,
+    in_order,
+    library,
+    load_missing,
 )
-from buffer.redis.scripts import Arg, KeysByName, Script, library
 
 T = TypeVar("T")
 
 _BACKOFF = Backoff(0.05, 2.0)
+
+FIRST_KEY = 3  # its position in EVALSHA sha count key …
 
 _LOSSES = ("FENCED", "LOST", "NO_RUN", "DAMAGED", "EMPTY")
 """Replies to a process that no longer knows the state of its run."""
@@ -122,20 +127,24 @@ class Store:
         """Run a script by name, repeated until the deadline (I13), and return its decoded reply.
 
         `keys` are those that the script's header names, as `Keys.slots` finds them; `tail_keys`:
-        see `Script.arrange`. A durable call is answered once the change is on the server's disk and
+        see `Script.command`. A durable call is answered once the change is on the server's disk and
         on `wait_replicas` replicas (I6); with fewer replicas, it waits and raises StoreUnavailable
         at the deadline. Raises StoreFull at once for a script that starts work on a full server, so
         that the caller can free memory.
         """
         entry = self.scripts[script]
-        call = ScriptCall(keys, args, tail_keys, tail_args)
-        command = command_of(entry, call)
+        command = entry.command(keys, args, tail_keys, tail_args)
+        key = str(command[FIRST_KEY])
+        waits = self._waits(key) if durable else []
 
-        def run() -> list[Any]:
-            runner = self._runner("control", str(command[FIRST_KEY]))
-            return runner.call(entry, command, durable=durable)
+        def attempt(client: Any) -> list[Any]:
+            if not waits:
+                return [client.execute_command(*command)]
+            answers = pipelined(client, [command, *waits])
+            self.durability.check(answers[1:])
+            return answers
 
-        reply = self.retrying(script, run, starts_work=entry.starts_work)
+        reply = decoded(self._run(entry, "control", key, attempt)[0])
         if reply[0] in _LOSSES and isinstance(keys, SlotKeys):
             self._explain_loss(keys["control"])
         return reply
@@ -163,48 +172,76 @@ class Store:
     ) -> tuple[list[Any], Any]:
         """Run a script as `call` does, then a read in its slot; return the reply and the answer."""
         entry = self.scripts[script]
-        command = command_of(entry, ScriptCall(keys, args, (), tail_args))
-
-        def run() -> tuple[list[Any], Any]:
-            runner = self._runner("control", str(command[FIRST_KEY]))
-            return runner.call_and_read(entry, command, read)
-
-        return self.retrying(script, run, starts_work=entry.starts_work)
+        command = entry.command(keys, args, (), tail_args)
+        both = partial(pipelined, commands=[command, read])
+        reply, answer = self._run(entry, "control", str(command[FIRST_KEY]), both)
+        return decoded(reply), answer
 
     def call_many(
         self, script: str, calls: Iterable[tuple[KeysByName, Mapping[str, Arg]]]
     ) -> list[list[Any]]:
         """Run a read-only script for each (keys, args) in one round trip, each at one instant."""
         entry = self.scripts[script]
-        commands = [command_of(entry, ScriptCall(*call)) for call in calls]
+        commands = [entry.command(*call) for call in calls]
         if not commands:
             return []
-        return self.retrying(script, lambda: self._runner("control").call_many(entry, commands))
+        all_of_them = partial(pipelined, commands=commands)
+        return [decoded(reply) for reply in self._run(entry, "control", self._home, all_of_them)]
 
     def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
         """Store payloads and call a script for each in one round trip, as a durable `call` does.
 
         All keys lie in the slot of `key`. In a cluster, payloads are written to their own nodes
-        first. A repeated attempt is harmless (I13); it iterates over `uploads` again.
+        first. A repeated attempt is harmless (I13); it iterates over `uploads` again. Later uploads
+        may be made while earlier ones are sent.
         """
         entry = self.scripts[script]
         if self.in_cluster:
             uploads = list(uploads)
             self.write("payload write", [command for payload, _ in uploads for command in payload])
             uploads = [((), call) for _, call in uploads]
+        waits = self._waits(key)
 
-        def run() -> list[list[Any]]:
-            return self._runner("bulk", key).upload(entry, key, uploads)
+        def attempt(client: Any) -> list[Any]:
+            sent: list[Command] = []
 
-        return self.retrying(script, run, starts_work=entry.starts_work)
+            def commands() -> Iterator[Command]:
+                for command in in_order(entry, uploads):
+                    sent.append(command)
+                    yield command
+                yield from waits if sent else ()
+
+            answers = send(client, commands())
+            self.durability.check(answers[len(sent) :])
+            return [
+                decoded(reply)
+                for command, reply in zip(sent, answers, strict=False)
+                if command[1] == entry.sha
+            ]
+
+        return self._run(entry, "bulk", key, attempt)
 
     @property
     def durability(self) -> Durability:
         return Durability(self.wait_replicas, self.waits_for_disk)
 
-    def _runner(self, role: Role, key: str = "") -> ScriptRunner:
-        client = self.servers.client(role, key or self._home)
-        return ScriptRunner(client, self.scripts, self.durability)
+    def _waits(self, key: str) -> list[Command]:
+        return self.durability.behind_script(self.scripts["sync"].sha, key)
+
+    def _run(
+        self, script: Script, role: Role, key: str, attempt: Callable[[Any], list[T]]
+    ) -> list[T]:
+        """Return the answers to `attempt`, repeated until the deadline, at the server of `key`."""
+
+        def run() -> list[T]:
+            client = self.servers.client(role, key)
+            try:
+                return attempt(client)
+            except NoScriptError as error:
+                load_missing(client, self.scripts.values(), error)
+                return attempt(client)
+
+        return self.retrying(script.name, run, starts_work=script.starts_work)
 
     def each(
         self,
@@ -276,6 +313,10 @@ class Store:
 
         return self.retrying("bell", block)
 
+    def ask(self, what: str, *command: Arg) -> Any:
+        """Return the answer to one small command; see `retrying`."""
+        return self.retrying(what, lambda: self.control.execute_command(*command))
+
     def retrying(
         self,
         what: str,
@@ -322,17 +363,20 @@ class Store:
         time.sleep(min(left_s, pause_s) if left_s > 0 else pause_s)
 
     def _refusal(self, what: str, error: redis.RedisError) -> RolloutMQError:
-        if "WRONGTYPE" in str(error):
-            # in a pipeline of the library, the command with the key precedes it
-            why = f"{error.key} is of another type" if isinstance(error, WrongType) else error
-            return RunDamaged(f"{what}: {why}", hint=HINT)
-        if is_missing_command(str(error)):
+        text = str(error)
+        if text.startswith("RMQ_ARG "):
+            return ScriptError(f"{text.removeprefix('RMQ_ARG ')}; nothing was changed")
+        if "WRONGTYPE" in text:
+            return RunDamaged(f"{what}: a key of the run is of another type", hint=HINT)
+        if is_missing_command(text):
             described = describe_connection_error(self.url, error)
             return StoreError(f"{what}: {described.message}", hint=described.hint)
+        if type(error) is ResponseError and "user_script" in text and not is_acl_failure(text):
+            # a script failed on a field that is missing, or that is no number
+            return RunDamaged(f"{what}: {text[:300]}", hint=HINT)
         # only errors about users: another one is a bug, and its words could fit any description
-        is_about_user = isinstance(
-            error, redis.ConnectionError | NoPermissionError
-        ) or is_acl_failure(str(error))
+        is_about_user = isinstance(error, redis.ConnectionError | NoPermissionError)
+        is_about_user = is_about_user or is_acl_failure(text)
         hint = describe_connection_error(self.url, error).hint if is_about_user else ""
         return StoreError(f"{what}: the server refused: {error}", hint=hint)
 

@@ -46,6 +46,10 @@ IMPORTANCE_KEYS = (
 """Keys of [learner.loss] that say how the importance weight is bounded, besides its cap."""
 
 
+OWN_BOUND = ("cispo", "sapo")
+"""Objectives whose gradient is bounded without `importance_cap`."""
+
+
 def _changed(section: Section, *keys: str) -> list[str]:
     """Return which of these keys have another value than their default."""
     fields = type(section).model_fields
@@ -57,19 +61,25 @@ class LossConfig(Section):
 
     objective: Objective = "ppo"
     """ppo (also for GRPO and DAPO), gspo (one ratio per sample), cispo (clips the weight, not the
-    gradient), or a function of yours as package.module:function. It gets the columns of a
-    micro-batch's tokens (`TokenColumns` in consumer/grpo/learner/losses.py) and this section, and
-    returns the loss of each token as float32[N]; the corrections, the KL and the entropy of the
-    other keys are then applied
+    gradient), dppo (bounds the change of a probability, not its ratio), sapo (a soft bound), or a
+    function of yours as package.module:function: see docs/pages/loss.md
     """
     clip_low: float = Field(0.2, ge=0, le=1)
     """ratios of present to old policy below 1 - clip_low get no gradient where the advantage is
-    negative. With [learner] old_policy = current, the ratio is 1 in the first update of a batch
+    negative; dppo: probabilities that fell by more than it
     """
     clip_high: float = Field(0.28, ge=0, le=1e6)
-    """ratios above 1 + clip_high get no gradient where the advantage is positive"""
+    """ratios above 1 + clip_high get no gradient where the advantage is positive; dppo:
+    probabilities that rose by more than it
+    """
     dual_clip: float | None = Field(None, gt=1, le=1e6)
-    """for ppo: largest factor of a negative advantage, for example 3.0; default: no limit"""
+    """for ppo: ratios above it get no gradient where the advantage is negative, for example 3.0;
+    default: no limit
+    """
+    off_policy_mask: float | None = Field(None, gt=0, le=1e6)
+    """samples with a negative advantage get no policy gradient where the mean of log(sampling /
+    present policy) over their tokens is above it (DeepSeek-V3.2); default: all get one
+    """
     aggregation: Aggregation = "token_mean"
     """how the losses of tokens are added up: token_mean (DAPO), sequence_mean (GRPO), fixed_length
     (Dr. GRPO: divides by max_tokens)
@@ -78,7 +88,8 @@ class LossConfig(Section):
     """divisor of fixed_length, the longest response that may be sampled; default: none"""
     importance_cap: float | None = Field(2.0, gt=0, le=1e6)
     """upper bound of the importance weight old policy / rollout policy, by which the loss of each
-    token is multiplied; without it, nothing is corrected or dropped
+    token is multiplied; without it, nothing is corrected or dropped. With [learner] old_policy =
+    rollout, the bound of the ratio in the gradient of ppo, gspo and dppo
     """
     importance_level: Literal["token", "sequence", "geometric"] = "token"
     """unit of the importance weight: each token, a sample (product over its tokens), or a sample by
@@ -110,6 +121,9 @@ class LossConfig(Section):
             yield "aggregation fixed_length needs max_tokens, its divisor"
         if self.dual_clip is not None and self.objective != "ppo":
             yield f"dual_clip belongs to objective ppo, not to {self.objective}"
+        if self.objective == "sapo":
+            for key in _changed(self, "clip_low", "clip_high"):
+                yield f"{key} cannot act with objective = sapo, which has no hard bound"
         if self.max_tokens is not None and self.aggregation != "fixed_length":
             yield "max_tokens is read by aggregation = fixed_length only, and limits no response"
         if self.importance_floor > 0 and self.importance_mode != "mask":
@@ -194,12 +208,12 @@ class LearnerConfig(Section):
     the engine's logprobs are then of the tokens that these leave, the trainer's of all tokens, so
     that the ratio of the two is wrong even for equal weights
     """
-    old_policy: Literal["current", "rollout"] = "current"
-    """policy that the ratio is clipped against. current: the trainer's weights before this batch;
-    the importance weight ([learner.loss]) corrects for the policy that sampled (decoupled PPO). It
-    costs a forward pass per batch where updates_per_batch is above 1, else nothing. rollout: the
-    policy that sampled, by its recorded logprobs; the importance weight is then always 1. See
-    docs/pages/loss.md
+    old_policy: Literal["auto", "current", "rollout"] = "auto"
+    """policy that the ratio is clipped against. rollout: the policy that sampled, by its recorded
+    logprobs: the bounds of [learner.loss] act on data that has become too old. current: the
+    trainer's weights before this batch; the importance weight corrects for the policy that sampled
+    (decoupled PPO). It costs a forward pass per batch where updates_per_batch is above 1. auto:
+    rollout with one update per batch and an objective of ours, else current. See docs/pages/loss.md
     """
     bf16: bool | Literal["auto"] = "auto"
     """forward pass and published weights in bfloat16; parameters and optimizer stay float32. auto:
@@ -239,18 +253,36 @@ class LearnerConfig(Section):
                 f"decay_steps = {self.decay_steps} is the optimizer step at which the decay ends: "
                 f"it must be larger than warmup_steps = {self.warmup_steps}"
             )
-        importance = _changed(self.loss, "importance_cap", *IMPORTANCE_KEYS)
-        is_on = self.loss.importance_cap is not None
-        if self.old_policy == "rollout" and importance and is_on:
+        yield from self._idle_bounds()
+
+    @property
+    def is_against_rollout(self) -> bool:
+        """Return whether the ratio is to the policy that sampled; resolves `auto`."""
+        if self.old_policy == "auto":
+            return self.updates_per_batch == 1 and not is_dotted_path(self.loss.objective)
+        return self.old_policy == "rollout"
+
+    def _idle_bounds(self) -> Iterator[str]:
+        """Yield each bound of [learner.loss] that is set and would bound nothing."""
+        loss = self.loss
+        bounds = _changed(loss, "clip_low", "clip_high", "dual_clip")
+        if self.is_against_rollout:
+            if loss.importance_level != "token" and loss.importance_mode == "truncate":
+                yield (
+                    f"importance_level = {loss.importance_level} of [learner.loss] cannot act: "
+                    "with one update per batch or old_policy = rollout, the ratio is the weight; "
+                    "set importance_mode = mask, or old_policy = current"
+                )
+            has_own_bound = loss.objective in OWN_BOUND and loss.importance_mode == "truncate"
+            if has_own_bound and _changed(loss, "importance_cap"):
+                yield (
+                    f"importance_cap of [learner.loss] cannot act with objective = "
+                    f"{loss.objective}, which bounds the ratio itself"
+                )
+        elif self.updates_per_batch == 1 and bounds and not is_dotted_path(loss.objective):
             yield (
-                f"{' and '.join(importance)} of [learner.loss] cannot act with old_policy = "
-                "rollout: the importance weight is old policy / rollout policy, so always 1; "
-                "set old_policy = current"
-            )
-        if self.loss.dual_clip and self.old_policy == "current" and self.updates_per_batch == 1:
-            yield (
-                "dual_clip of [learner.loss] cannot act with old_policy = current and "
-                "updates_per_batch = 1: the ratio that it bounds is always 1"
+                f"{' and '.join(bounds)} of [learner.loss] cannot act with old_policy = current "
+                "and updates_per_batch = 1: the ratio is always 1; remove old_policy"
             )
 
 
@@ -270,8 +302,3 @@ class CriticConfig(Section):
     """GAE's lambda: 1 relies on rewards alone, 0 on the critic's values"""
     max_grad_norm: float = Field(1.0, gt=0, le=1e9)
     """norm to which larger gradients are scaled down"""
-
-
-AdvantageEstimator = Literal[
-    "grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline"
-]

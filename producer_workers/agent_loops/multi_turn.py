@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from buffer.errors import ConfigError
 from buffer.wire.own_copy import own_copy
@@ -32,7 +33,7 @@ from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_threa
 from producer_workers.agent_loops.tool_parsers import ToolParser, tool_parser
 from producer_workers.agent_loops.toolbox import Toolbox
 from producer_workers.engines.base import Engine, context_length
-from producer_workers.judges.judge import AnyJudge
+from producer_workers.judges.judge import Judge
 
 
 class ToolEnvironment:
@@ -49,7 +50,7 @@ class ToolEnvironment:
         if state.tool_choice == "none":
             return Answer()
         calls = [
-            call.model_copy(update={"id": f"call_{turn.number}_{number}"})
+            structs.replace(call, id=f"call_{turn.number}_{number}")
             for number, call in enumerate(self._parser.parse(turn.text, state.tools).calls)
         ]
         results = await self._toolbox.call_all(calls)
@@ -70,7 +71,7 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
     def __init__(
         self,
         *,
-        judge: AnyJudge | None,
+        judge: Judge | None,
         tokenizer: Tokenizer,
         eos_ids: Collection[int],
         partial_rollout: bool = False,
@@ -178,7 +179,7 @@ class ToolAgentLoop(MultiTurnAgentLoop):
     def __init__(
         self,
         *,
-        judge: AnyJudge | None,
+        judge: Judge | None,
         tokenizer: Tokenizer,
         eos_ids: Collection[int],
         partial_rollout: bool = False,

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 
 from buffer.config.section import YEAR_S, DottedPath, Section
 from buffer.imports import is_dotted_path
-from buffer.model.limits import TaskSettings
+from buffer.limits import TaskSettings
 
 FILTERS = {"not_all_equal": "producer_workers.worker.task_runner:not_all_equal"}
 """The filters with a name, and their functions. To add one, write its function and add it here."""
@@ -24,7 +24,7 @@ class StrategySection(Section, TaskSettings):
     # what can change while the run continues is declared in TaskSettings
 
     kind: Literal["async", "sync"] = "async"
-    """async: run ahead of the trainer as far as [policy] max_staleness allows. sync: make exactly
+    """async: run ahead of the trainer as far as [policy] max_ahead allows. sync: make exactly
     the batches that the newest weights serve, and replace filtered groups
     """
     enable_partial_rollout: bool = False
@@ -59,12 +59,14 @@ class StrategySection(Section, TaskSettings):
 
     def problems(self) -> Iterator[str]:
         """Yield settings that kind sync excludes."""
-        runs_ahead = self.over_sample_threshold > 0 or self.tail_batch_trigger_size > -1
+        runs_ahead = self.over_sample_threshold > 0 or self.on_straggler == "retry"
         if self.kind == "sync" and runs_ahead:
             yield (
-                "sync starts exactly the batch: over_sample_threshold and tail_batch_trigger_size "
-                "need kind async"
+                "sync starts exactly the batch: over_sample_threshold and on_straggler = "
+                '"retry" need kind async'
             )
+        if self.tail_batch_trigger_size and self.on_straggler != "retry":
+            yield 'tail_batch_trigger_size needs on_straggler = "retry"'
 
     def overridden(self, own: StrategySection | None) -> StrategySection:
         """Return these settings with those that a task sets itself in their place."""

@@ -125,7 +125,7 @@ class SampleParamsSection(Section):
 
     def to_params(self) -> SampleParams:
         """Return these settings as a rollout carries them."""
-        return SampleParams(**self.model_dump())
+        return SampleParams(**dict(self))
 
 
 class JudgingSection(Section):
@@ -175,6 +175,8 @@ class TaskSection(Section):
     """share of this task in a batch, relative to the others"""
     max_staleness: int | None = Field(None, ge=0, le=1_000_000)
     """how many publications old the weights of a rollout may be; default: [policy] max_staleness"""
+    max_ahead: int | None = Field(None, ge=0, le=1_000_000)
+    """how many publications ahead of the trainer groups are started; default: [policy] max_ahead"""
     prompt_repeat_k: int = Field(8, ge=1, le=MAX_MEMBERS)
     """rollouts per prompt: the size of a group"""
     sample: SampleParamsSection = SampleParamsSection()

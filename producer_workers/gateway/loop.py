@@ -39,7 +39,7 @@ from producer_workers.gateway.segment import (
 )
 from producer_workers.gateway.server import Endpoint
 from producer_workers.gateway.session import Session
-from producer_workers.judges.judge import AnyJudge, GroupJudge, judge_all
+from producer_workers.judges.judge import Judge
 
 # The rollouts of a session, one per segment, all tokens in the response; without tokens if it was
 # interrupted or failed.
@@ -61,7 +61,7 @@ class GatewayAgentLoop:
     def __init__(
         self,
         *,
-        judge: AnyJudge | None,
+        judge: Judge | None,
         tokenizer: Tokenizer,
         eos_ids: Collection[int],
         partial_rollout: bool = False,
@@ -117,7 +117,7 @@ class GatewayAgentLoop:
         if endpoint.failure:  # agents cannot raise it: they got it as an HTTP status
             raise endpoint.failure
         sessions = [by_index[index] for index in sorted(by_index)]
-        if isinstance(self._judge, GroupJudge):
+        if self._judge and self._judge.sees_group:
             await self._judge_together(sessions)
         else:
             await asyncio.gather(*(self._reward([by_index[index]]) for index in unjudged))
@@ -213,7 +213,7 @@ class GatewayAgentLoop:
         # On the given state, too: the worker reads there that the engine has a free slot again.
         state.finish_reason = segments[-1].finish_reason
         rollouts = [segment.filled(state, reward=earned) for segment in segments]
-        if not isinstance(self._judge, GroupJudge):
+        if not (self._judge and self._judge.sees_group):
             await self._reward([rollouts])
         return rollouts
 
@@ -221,7 +221,7 @@ class GatewayAgentLoop:
         """Add the judge's reward of each session's last turn to the agent's own reward."""
         lasts = [session[-1] for session in sessions]
         try:
-            rewards = await judge_all(self._judge, lasts) if self._judge else [{}] * len(lasts)
+            rewards = await self._judge.judge_group(lasts) if self._judge else [{}] * len(lasts)
         except JudgeInterrupted:
             _await_judge(sessions)
             return

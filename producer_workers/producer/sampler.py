@@ -9,6 +9,7 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from buffer.errors import DatasetError, MediaError, WireError, describe
 from buffer.ids import group_id
@@ -140,4 +141,4 @@ class Sampler:
         changes: dict[str, Any] = {"structured": problem.structured} if problem.structured else {}
         if self.sample.seed is not None:
             changes["seed"] = derived_seed(self.seed, self.sample.seed, self.task, draw, index)
-        return self.sample.model_copy(update=changes) if changes else self.sample
+        return structs.replace(self.sample, **changes)

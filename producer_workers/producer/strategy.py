@@ -17,7 +17,7 @@ from typing import Protocol
 from buffer.control.control import ControlState
 from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
 from buffer.errors import ConfigError
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.wire.staleness import last_step_for
 
 
@@ -138,7 +138,7 @@ class SyncProduceStrategy:
 
 @dataclass(frozen=True, slots=True)
 class AsyncProduceStrategy:
-    """Produces every step that weights M may still serve, T <= M + stale_threshold, and a surplus.
+    """Produces every step that weights M may start, T <= M + `RunLimits.horizon`, and a surplus.
 
     The surplus is a share of one batch: 4 a batch with `over_sample_threshold` 1.0 give 4 more. A
     tail batch begins when `tail_batch_trigger_size` expired groups wait, has no surplus, takes
@@ -160,11 +160,12 @@ class AsyncProduceStrategy:
         last = self._last_step(context.state.weights.version)
         surplus = self._surplus(last)
         needed = self.target(context.state.weights.version) - surplus - context.shortfall
-        begins = 0 < trigger <= context.leftovers.expired
+        retries = self.limits.retries_expired(self.task)
+        begins = retries and 0 < trigger <= context.leftovers.expired
         continues = self._is_in_tail_batch(context, last)
         target = needed if begins or continues else needed + surplus
-        # with trigger -1, only what was interrupted too often is there: expired groups are dropped
-        retries_expired = trigger >= 0 or continues or self.limits.tail_tries(self.task)
+        # otherwise only what was interrupted too often is there: expired groups are dropped
+        retries_expired = retries or continues or self.limits.tail_tries(self.task)
         least = 1 if continues else max(1, trigger)
         pools = ((("expired", least),) if retries_expired else ()) + (("aborted", 1),)
         is_enough = _is_enough(self.should_continue, context, needed)

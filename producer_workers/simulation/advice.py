@@ -9,6 +9,8 @@ from producer_workers.simulation.setting import Outcome, Setting
 
 NEAR = 0.03  # a throughput this close to the best is as good: draws and real fleets vary more
 
+BIAS = 0.05  # the mean length of what is trained may be this much below what was started
+
 BUSY = 0.05  # the side that idles less than this limits the run
 
 Simulated = tuple[Setting, Outcome]
@@ -27,23 +29,29 @@ class Advice:
 
 
 def advise(candidates: Sequence[Simulated]) -> Advice:
-    """Choose the least staleness, then the least waste, of all that are near the fastest."""
+    """Choose the least staleness, then the least waste, of the unbiased that are nearly fastest."""
+    fair = [n for n, (_, outcome) in enumerate(candidates) if outcome.length_ratio >= 1 - BIAS]
     rates = [outcome.tokens_per_s for _, outcome in candidates]
-    fastest = rates.index(max(rates))
-    near = [n for n, rate in enumerate(rates) if rate >= (1 - NEAR) * rates[fastest]]
-    chosen = min(
-        near, key=lambda n: (candidates[n][0].max_staleness, candidates[n][1].waste, -rates[n])
-    )
+    fastest = max(fair or range(len(rates)), key=rates.__getitem__)
+    near = [n for n in fair or range(len(rates)) if rates[n] >= (1 - NEAR) * rates[fastest]]
+
+    def price(n: int) -> tuple[float, float, float]:
+        return round(candidates[n][1].mean_staleness, 1), candidates[n][1].waste, -rates[n]
+
+    chosen = min(near, key=price)
     wanted = _workers_wanted(*candidates[chosen])
     reasons = [
         _against_fastest(candidates, chosen, fastest),
         _bottleneck(*candidates[chosen], wanted),
+        *_biased(candidates, rates, chosen),
     ]
     return Advice(chosen, [*reasons, *_against_fresher(candidates, chosen)], wanted)
 
 
 def name_of(setting: Setting) -> str:
-    return f"max_staleness {setting.max_staleness}, {setting.interruption}"
+    limits = f"max_ahead {setting.max_ahead}, max_staleness {setting.max_staleness}"
+    straggler = "" if setting.on_straggler == "drop" else f", {setting.on_straggler}"
+    return f"{limits}, {setting.interruption}{straggler}"
 
 
 def as_config(setting: Setting) -> str:
@@ -51,12 +59,14 @@ def as_config(setting: Setting) -> str:
     return "\n".join(
         (
             "[policy]",
+            f"max_ahead = {setting.max_ahead}",
             f"max_staleness = {setting.max_staleness}",
             f"sync_weights_interval = {setting.sync_weights_interval}",
             f'pause_mode = "{"abort" if partial else setting.interruption}"',
             "[strategy]",
             f"enable_partial_rollout = {str(partial).lower()}",
             f"over_sample_threshold = {setting.over_sample_threshold:g}",
+            f'on_straggler = "{setting.on_straggler}"',
         )
     )
 
@@ -83,6 +93,20 @@ def _against_fastest(candidates: Sequence[Simulated], chosen: int, fastest: int)
         f"at a mean staleness of {outcome.mean_staleness:.2f} "
         f"instead of {best.mean_staleness:.2f} train steps."
     )
+
+
+def _biased(candidates: Sequence[Simulated], rates: Sequence[float], chosen: int) -> list[str]:
+    """Return why faster settings were left out."""
+    faster = [n for n, rate in enumerate(rates) if rate > rates[chosen]]
+    biased = [n for n in faster if candidates[n][1].length_ratio < 1 - BIAS]
+    if not biased:
+        return []
+    setting, outcome = candidates[max(biased, key=rates.__getitem__)]
+    gain = outcome.tokens_per_s / rates[chosen] - 1
+    return [
+        f"{name_of(setting)} is {gain:.1%} faster, but the mean length of what it trains is "
+        f"{outcome.length_ratio:.2f} of what was started: the model would learn to be short."
+    ]
 
 
 def _bottleneck(setting: Setting, outcome: Outcome, wanted: float) -> str:
@@ -112,8 +136,8 @@ def _bottleneck(setting: Setting, outcome: Outcome, wanted: float) -> str:
 
 def _against_fresher(candidates: Sequence[Simulated], chosen: int) -> list[str]:
     """Return what the chosen staleness gains over less of it."""
-    setting, outcome = candidates[chosen]
-    fresher = [c for c in candidates if c[0].max_staleness < setting.max_staleness]
+    _, outcome = candidates[chosen]
+    fresher = [c for c in candidates if c[1].mean_staleness < outcome.mean_staleness]
     if not fresher:
         return []
     best = max(fresher, key=lambda c: c[1].tokens_per_s)

@@ -108,6 +108,11 @@ class _Engines:
     def is_empty(self) -> bool:
         return self._free == self.setting.workers * self.setting.concurrency
 
+    def groups(self) -> set[_Group]:
+        """Return the groups that workers hold."""
+        queued = (group for queue in self.queues for group, _ in queue)
+        return {*(sequence.group for sequence in self.running), *queued}
+
     def pass_time(self, seconds: float) -> None:
         self.busy_s += len(self.running) * seconds
         self.held_s += (self.setting.workers * self.setting.concurrency - self._free) * seconds
@@ -213,6 +218,8 @@ class _Model:
         self._ages: Counter[int] = Counter()
         self._trained_tokens = 0
         self._wasted_tokens = 0
+        self._trained: list[int] = []  # tokens of each response
+        self._expired: list[int] = []
 
     def advance(self) -> None:
         """Advance to the next end of a sequence, of a train step or of a loading."""
@@ -261,7 +268,16 @@ class _Model:
 
     def _expire(self) -> None:
         while self._ready and self._is_too_old(self._ready[0][0]):
-            self._wasted_tokens += heappop(self._ready)[2].made
+            self._drop(heappop(self._ready)[2])
+
+    def _drop(self, group: _Group) -> None:
+        """Count a group that is too old; one that is retried draws its lengths again."""
+        self._wasted_tokens += group.made
+        self._expired += group.lengths
+        if self._setting.on_straggler == "retry":
+            self._open += 1
+            self._resumed.append(_Group(self._lengths(self._drawn)))
+            self._drawn += 1
 
     def _end_expiring(self) -> None:
         """End groups that run or wait and can serve no train step any more."""
@@ -273,23 +289,36 @@ class _Model:
         expiring += filter(is_expiring, self._resumed)
         self._resumed = deque(group for group in self._resumed if not is_expiring(group))
         self._open -= len(expiring)
-        self._wasted_tokens += sum(group.made for group in expiring)
+        for group in expiring:
+            self._drop(group)
 
     # -- trainer
 
     def _take(self) -> None:
         if self._mode != "waiting" or len(self._ready) < self._setting.batch_size:
             return
+        if self._setting.on_straggler == "wait" and self._has_straggler():
+            return
         self.taken += 1
         for _ in range(self._setting.batch_size):
             version, _, group = heappop(self._ready)
             self._ages[staleness(self.taken, version)] += 1
+            self._trained += group.lengths
             self._trained_tokens += sum(group.lengths)
             self._wasted_tokens += group.made - sum(group.lengths)
         self._expire()
         self._end_expiring()
         self._mode = "training"
         self._wake_s = self._now_s + self._setting.step_s
+
+    def _has_straggler(self) -> bool:
+        """Return whether a group runs whose last train step is the next one."""
+        last = self.taken + 2 - self._setting.stale_threshold
+        return any(
+            staleness(last, group.version()) >= 0
+            for group in self._engines.groups()
+            if group.has_begun()
+        )
 
     def _wake(self) -> None:
         self._wake_s = None
@@ -325,4 +354,6 @@ class _Model:
             held=self._engines.held_s / (setting.workers * setting.concurrency * self._now_s),
             trainer_busy_s=self.trained * setting.step_s,
             staleness=dict(sorted(self._ages.items())),
+            trained_lengths=self._trained,
+            expired_lengths=self._expired,
         )

@@ -7,13 +7,16 @@ the same `Outcome`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from math import ceil
+from statistics import mean
 from typing import Literal
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from buffer.limits import Straggler
 from buffer.wire.staleness import last_step_for, stale_threshold
 
 # The effect of a weight update on running groups: [policy] pause_mode, or "partial" for abort with
@@ -37,7 +40,9 @@ class Setting(BaseModel):
     step_s: float = Field(ge=0)  # of a train step
     sync_s: float = Field(0.0, ge=0)  # of loading new weights; no generation or training meanwhile
     sync_weights_interval: int = Field(1, ge=1)
+    max_ahead: int = Field(1, ge=0)
     max_staleness: int = Field(0, ge=0)
+    on_straggler: Straggler = "drop"
     over_sample_threshold: float = Field(0.0, ge=0)
     interruption: Interruption = "keep"
 
@@ -48,8 +53,10 @@ class Setting(BaseModel):
 
     def target(self, version: int) -> int:
         """Return how many groups may have started, see `AsyncProduceStrategy.target`."""
-        ahead = ceil(self.over_sample_threshold * self.batch_size)
-        return self.batch_size * last_step_for(version, self.stale_threshold) + ahead
+        ahead = min(self.max_ahead, self.max_staleness)
+        horizon = stale_threshold(ahead, self.sync_weights_interval)
+        surplus = ceil(self.over_sample_threshold * self.batch_size)
+        return self.batch_size * last_step_for(version, horizon) + surplus
 
     def seconds(self, tokens: int) -> float:
         return self.first_token_s + self.token_s * (tokens - 1)
@@ -61,19 +68,30 @@ class Setting(BaseModel):
 
 
 def candidates(
-    fleet: Setting, staleness: Sequence[int], interruptions: Sequence[str]
+    fleet: Setting,
+    staleness: Sequence[int],
+    interruptions: Sequence[str],
+    ahead: Sequence[int] = (1,),
+    stragglers: Sequence[str] = ("drop",),
 ) -> list[Setting]:
-    """Return `fleet` with every staleness and interruption. Raises ValueError.
+    """Return `fleet` with every combination that differs from the others. Raises ValueError.
 
-    On-policy settings without a surplus run nothing during an update, so they occur once.
+    On-policy settings without a surplus run nothing during an update: they occur once.
     """
-    settings = []
-    for age, interruption in product(sorted(set(staleness)), dict.fromkeys(interruptions)):
-        differs = age > 0 or fleet.over_sample_threshold > 0 or interruption == interruptions[0]
-        if differs:
-            values = fleet.model_dump() | {"max_staleness": age, "interruption": interruption}
-            settings.append(Setting.model_validate(values))
-    return settings
+    settings: dict[Setting, None] = {}
+    for start, age, interruption, straggler in product(
+        sorted(set(ahead)), sorted(set(staleness)), interruptions, stragglers
+    ):
+        values = {
+            "max_ahead": min(start, age),
+            "max_staleness": age,
+            "interruption": interruption,
+            "on_straggler": straggler,
+        }
+        if age == 0 and fleet.over_sample_threshold == 0:
+            values |= {"interruption": interruptions[0], "on_straggler": stragglers[0]}
+        settings[Setting.model_validate(fleet.model_dump() | values)] = None
+    return list(settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +103,7 @@ class Outcome:
     - wasted_tokens: generated for groups that expired, or again after an interruption. Unfinished
       groups count neither as trained nor as wasted.
     - staleness: groups by their age in train steps when they were taken.
+    - trained_lengths, expired_lengths: tokens of each response that was trained, or expired.
     """
 
     seconds: float
@@ -97,6 +116,8 @@ class Outcome:
     held: float
     trainer_busy_s: float
     staleness: Mapping[int, int]
+    trained_lengths: Sequence[int] = field(default=(), repr=False)
+    expired_lengths: Sequence[int] = field(default=(), repr=False)
 
     @property
     def tokens_per_s(self) -> float:
@@ -128,6 +149,23 @@ class Outcome:
         groups = sum(self.staleness.values())
         return sum(age * count for age, count in self.staleness.items()) / max(1, groups)
 
+    @property
+    def length_ratio(self) -> float:
+        """Return the mean length that was trained over the mean that was started; 1 is unbiased."""
+        started = [*self.trained_lengths, *self.expired_lengths]
+        return mean(self.trained_lengths) / mean(started) if self.trained_lengths else 1.0
+
+    @property
+    def tail_ratio(self) -> float:
+        """Return the share of trained responses from the started p95 up, over that of started."""
+        if not self.trained_lengths:
+            return 1.0
+        trained = np.array(self.trained_lengths)
+        started = np.concatenate([trained, self.expired_lengths])
+        bound = np.quantile(started, 0.95)
+        share = (started >= bound).mean()
+        return float((trained >= bound).mean() / share)
+
     def summary(self) -> dict[str, float]:
         return {
             "step_s": self.seconds / self.steps,
@@ -138,4 +176,6 @@ class Outcome:
             "staleness_mean": self.mean_staleness,
             "staleness_max": float(max(self.staleness, default=0)),
             "waste": self.waste,
+            "length_ratio": self.length_ratio,
+            "tail_ratio": self.tail_ratio,
         }

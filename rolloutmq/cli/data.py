@@ -5,40 +5,45 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from buffer.control.control import Mode
 from buffer.curation.group_export import Exported
+from buffer.curation.group_import import Imported
 from buffer.errors import ConfigError
+from buffer.groups.order_policy import load_order
 from buffer.ids import POOLS
-from buffer.model.order_policy import load_order
 from buffer.query.language import parse
-from buffer.redis.script_calls import Advance
+from buffer.redis.scripts import Advance
 from buffer.redis.signing import Key
 from buffer.run import Run
 from buffer.snapshot.folder import read_manifest
 from rolloutmq.cli.groups import WHERE_HELP
 from rolloutmq.command_list import command
 from rolloutmq.options import (
+    Answer,
     AsJson,
     OneTask,
     RedisUrl,
     RunDir,
-    RunName,
+    Target,
+    on_run,
     open_server,
-    open_target,
     read_where,
     require_known,
 )
-from rolloutmq.output import console, count, emit, plural
+from rolloutmq.output import console, count, plural
 
 
 @command("Data", "save", epilog="Example: rolloutmq save backups/demo-1200 --pause")
+@on_run
 def save(
+    target: Target,
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder for the snapshot.")],
     pause: Annotated[
         bool,
@@ -46,11 +51,8 @@ def save(
             "--pause", help="Freeze the workers during the copy. The saved run is paused, too."
         ),
     ] = False,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
     as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Save a run to a folder: groups, order, counters, batches.
 
     The copy is of one instant, and nothing is stopped: if the run changes while its index is
@@ -58,29 +60,19 @@ def save(
     events, weights and checkpoints are not saved.
     """
     start = time.monotonic()
-    with (
-        open_target(redis_url, run_dir, run) as target,
-        _paused(target.run, pause),
-        progress(as_json) as advance,
-    ):
+    with _paused(target.run, pause), progress(as_json) as advance:
         facts = target.run.save(folder, advance=advance)
     took_s = time.monotonic() - start
-    if as_json:
-        emit(
-            {"folder": str(folder), "took_s": round(took_s, 3)}
-            | facts.model_dump(exclude={"meta", "files"})
-        )
-        return
-    console().print(
-        f"run {facts.run}: {plural(facts.groups, 'group')} and "
-        f"{count(facts.payload_bytes + facts.media_bytes)} bytes "
-        f"saved to {folder} in {took_s:.1f} s"
-    )
+    document = {"folder": str(folder), "took_s": round(took_s, 3)}
+    size = count(facts.payload_bytes + facts.media_bytes)
+    said = [
+        f"run {facts.run}: {plural(facts.groups, 'group')} and {size} bytes saved to {folder} in "
+        f"{took_s:.1f} s"
+    ]
     if facts.was_running:
-        console().print(
-            f"{plural(facts.was_running, 'running group')} saved as waiting, with the "
-            "try given back"
-        )
+        running = plural(facts.was_running, "running group")
+        said.append(f"{running} saved as waiting, with the try given back")
+    return Answer(document | facts.model_dump(exclude={"meta", "files"}), said)
 
 
 @contextmanager
@@ -138,18 +130,14 @@ def restore(
         restored = Run.restore(store, folder, name=run, media=media, advance=advance)
         mode = restored.control.state().mode
     took_s = time.monotonic() - start
-    if as_json:
-        emit(
-            {"run": restored.name, "groups": facts.groups, "mode": mode, "took_s": round(took_s, 3)}
-        )
-        return
-    console().print(
-        f"run {restored.name}: {plural(facts.groups, 'group')} restored in {took_s:.1f} s"
-    )
+    groups = plural(facts.groups, "group")
+    said = [f"run {restored.name}: {groups} restored in {took_s:.1f} s"]
     if mode is not Mode.RUN:
-        console().print(
+        said.append(
             f"it is paused ({mode}), as it was when it was saved; `rolloutmq resume` ends the pause"
         )
+    document = {"run": restored.name, "groups": facts.groups, "mode": mode}
+    Answer(document | {"took_s": round(took_s, 3)}, said).print(as_json=as_json)
 
 
 _STATUSES = (*POOLS, "init", "failed")
@@ -161,7 +149,9 @@ _SHOWN = 20
     "export",
     epilog="""Example: rolloutmq export good.parquet --where '{"reward": {"$gte": 0.5}}'""",
 )
+@on_run
 def export(
+    target: Target,
     file: Annotated[
         Path, typer.Argument(metavar="FILE", help="New file: NAME.jsonl or NAME.parquet.")
     ],
@@ -180,11 +170,8 @@ def export(
             "--archived", help="All archived batches that are retained and have not been exported."
         ),
     ] = False,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
     as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Write groups to a file, one line per rollout.
 
     A line has messages, texts, token ids, logprobs, versions and rewards. With --archived, the
@@ -198,48 +185,43 @@ def export(
             "--archived exports whole batches", hint="remove --task, --status and --where"
         )
     query = parse(read_where(where))
-    with open_target(redis_url, run_dir, run) as target, progress(as_json) as advance:
-        require_known("task", task, target.run.limits.tasks)
+    require_known("task", task, target.run.limits.tasks)
+    with progress(as_json) as advance:
         if archived:
             done = target.run.export_archived(file, advance=advance)
         else:
             done = target.run.export(file, task=task, status=status, where=query, advance=advance)
-    if as_json:
-        emit(_report(file, done, archived))
-    else:
-        _print(file, done, archived)
-
-
-def _report(file: Path, done: Exported, archived: bool) -> dict[str, Any]:
-    facts = {
+    document = {
         "file": str(file),
         "groups": done.groups,
         "rollouts": done.rollouts,
         "unreadable": done.unreadable,
     }
-    return facts | (
-        {"steps": [done.steps[0], done.steps[-1]] if done.steps else []} if archived else {}
-    )
+    if archived:
+        document["steps"] = [done.steps[0], done.steps[-1]] if done.steps else []
+    return Answer(document, list(_exported(file, done, archived)))
 
 
-def _print(file: Path, done: Exported, archived: bool) -> None:
+def _exported(file: Path, done: Exported, archived: bool) -> Iterator[str]:
     if archived and not done.steps:
-        console().print("No archived batch is left to export; no file was written.")
+        yield "No archived batch is left to export; no file was written."
         return
-    what = f"{plural(done.groups, 'group')} with {plural(done.rollouts, 'rollout')}"
     batches = f" of steps {done.steps[0]} to {done.steps[-1]}" if archived else ""
-    console().print(f"{what}{batches} written to {file}")
+    yield f"{_amount(done)}{batches} written to {file}"
     if done.unreadable:
-        screen = console(stderr=True)
-        screen.print(
-            f"warning: {plural(len(done.unreadable), 'group')} left out, because unreadable:"
-        )
+        yield f"warning: {plural(len(done.unreadable), 'group')} left out, because unreadable:"
         for gid, fault in list(done.unreadable.items())[:_SHOWN]:
-            screen.print(f"  {gid}: {fault}", soft_wrap=True)
+            yield f"  {gid}: {fault}"
+
+
+def _amount(done: Exported | Imported) -> str:
+    return f"{plural(done.groups, 'group')} with {plural(done.rollouts, 'rollout')}"
 
 
 @command("Data", "import", epilog="Example: rolloutmq import chosen.jsonl --task math")
+@on_run
 def import_groups(
+    target: Target,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="File: NAME.jsonl or NAME.parquet.")],
     task: Annotated[
         str | None, typer.Option(help="Task that the groups join. Default: the task in each line.")
@@ -255,38 +237,20 @@ def import_groups(
         Path | None,
         typer.Option("--key", metavar="FILE", help="Key to sign the groups with: the producer's."),
     ] = None,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
     as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Put completed groups from a file into the pools of a run.
 
     All lines are checked before the first group is imported. Consecutive lines with the same gid
     are one group, which gets a new gid. The format is the one that export writes.
     """
-    key = Key.read(key_file) if key_file else None
-    with open_target(redis_url, run_dir, run) as target, progress(as_json) as advance:
-        target.run.buffer.order_function = load_order(target.run.limits.order, order)
-        if key:
-            target.run.sign_with(key)
-        done = target.run.import_groups(file, task=task, from_line=from_line, advance=advance)
-    if as_json:
-        emit(
-            {
-                "file": str(file),
-                "groups": done.groups,
-                "rollouts": done.rollouts,
-                "too_old": done.too_old,
-            }
-        )
-        return
-    console().print(
-        f"{plural(done.groups, 'group')} with {plural(done.rollouts, 'rollout')} "
-        f"imported from {file}"
-    )
+    run = target.run
+    if key_file:
+        run.sign_with(Key.read(key_file))
+    run.buffer.order_function = load_order(run.limits.order, order)
+    with progress(as_json) as advance:
+        done = run.import_groups(file, task=task, from_line=from_line, advance=advance)
+    said = [f"{_amount(done)} imported from {file}"]
     if done.too_old:
-        console().print(
-            f"[yellow]{done.too_old} of them are too old for the next train step: they "
-            "will expire[/]"
-        )
+        said.append(f"{done.too_old} of them are too old for the next train step: they will expire")
+    return Answer({"file": str(file), **asdict(done)}, said)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.text import Text
 
 from buffer.errors import StoreUnsafe
 from buffer.redis.server.check import ServerFinding, check_all
 from buffer.run import Run
 from rolloutmq.command_list import command
-from rolloutmq.options import Address, AsJson, RedisUrl, RunDir, RunName, choose_run, open_server
-from rolloutmq.output import age, console, emit
+from rolloutmq.options import Answer, AsJson, RedisUrl, RunDir, RunName, choose_run, open_server
+from rolloutmq.output import age
 from rolloutmq.views.diagnosis import Symptom, describe, last_event_ms
 from rolloutmq.views.inspection import diagnose_run
 from rolloutmq.views.run_view import RunView
@@ -21,8 +21,6 @@ _MARKS = {
     "ok": ("[ok  ]", "green"),
     "warning": ("[warn]", "yellow"),
     "error": ("[BAD ]", "bold red"),
-}
-_LEVELS = {
     "note": ("[note]", "dim"),
     "stuck": ("[WAIT]", "yellow"),
     "fault": ("[BAD ]", "bold red"),
@@ -46,51 +44,34 @@ def doctor(
         findings = store.retrying("check", lambda: check_all(store.servers))
         names = Run.names(store, damaged=True) if run is None else [choose_run(store, run)]
         diagnoses = {name: diagnose_run(store, name) for name in names}
-    if as_json:
-        runs = {
-            name: [asdict(symptom) for symptom in found] for name, (_, found) in diagnoses.items()
-        }
-        emit(
-            {
-                "server": str(address),
-                "findings": [asdict(found) for found in findings],
-                "runs": runs,
-            }
-        )
-    else:
-        _show_server(console(), address, findings)
-        for name, (snap, symptoms) in diagnoses.items():
-            _show_run(console(), name, snap, symptoms)
-        if not diagnoses:
-            console().print("\nthere is no run on this server; `rolloutmq run CONFIG` starts one")
+    runs = {name: [asdict(symptom) for symptom in found] for name, (_, found) in diagnoses.items()}
+    document = {"server": str(address), "findings": [asdict(found) for found in findings]}
+    shown = [Text(f"server {address}", style="bold"), *map(_finding, findings)]
+    for name, (view, symptoms) in diagnoses.items():
+        shown += _run(name, view, symptoms)
+    if not diagnoses:
+        shown.append(Text("\nthere is no run on this server; `rolloutmq run CONFIG` starts one"))
+    Answer(document | {"runs": runs}, shown).print(as_json=as_json)
     if bad := [found for found in findings if found.level == "error"]:
         raise StoreUnsafe(
             f"{address} is not safe for a run: {len(bad)} of its settings could lose data or fail"
         )
 
 
-def _show_server(screen: Console, address: Address, findings: list[ServerFinding]) -> None:
-    screen.print(Text(f"server {address}", style="bold"))
-    for found in findings:
-        mark, style = _MARKS[found.level]
-        screen.print(
-            Text.assemble(
-                (mark, style), f" {found.what}", (f": {found.why}" if found.why else "", "dim")
-            )
-        )
-        if found.fix:
-            screen.print(Text(f"       {found.fix}"))
+def _finding(found: ServerFinding) -> Text:
+    why = f": {found.why}" if found.why else ""
+    return _marked(found.level, Text.assemble(found.what, (why, "dim")), found.fix)
 
 
-def _show_run(screen: Console, name: str, snap: RunView | None, symptoms: list[Symptom]) -> None:
-    quiet = last_event_ms(snap) if snap else None
-    screen.print()
+def _run(name: str, view: RunView | None, symptoms: list[Symptom]) -> Iterator[Text]:
+    quiet = last_event_ms(view) if view else None
     last_event = "" if quiet is None else f"  last event {age(quiet)} ago"
-    screen.print(Text.assemble((f"run {name}", "bold"), (last_event, "dim")))
+    yield Text.assemble((f"\nrun {name}", "bold"), (last_event, "dim"))
     for symptom in symptoms:
-        mark, style = _LEVELS[symptom.level]
-        screen.print(Text.assemble((mark, style), f" {describe(symptom)}"))
-        if symptom.fix:
-            screen.print(Text(f"       {symptom.fix}"))
-    if not any(symptom.level != "note" for symptom in symptoms):
-        screen.print(Text.assemble(("[ok  ]", "green"), " nothing stops this run"))
+        yield _marked(symptom.level, Text(describe(symptom)), symptom.fix)
+    if all(symptom.level == "note" for symptom in symptoms):
+        yield _marked("ok", Text("nothing stops this run"))
+
+
+def _marked(level: str, what: Text, fix: str = "") -> Text:
+    return Text.assemble(_MARKS[level], " ", what, f"\n       {fix}" if fix else "")

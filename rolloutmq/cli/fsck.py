@@ -6,10 +6,11 @@ is in two manifests or, if the trainer's `steps.jsonl` is accessible, in two sur
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -19,8 +20,8 @@ from buffer.redis.server.check import check_all
 from buffer.run import Run
 from consumer.grpo.reporting.step_log import StepLog
 from rolloutmq.command_list import command
-from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, open_target
-from rolloutmq.output import console, count, emit, plural
+from rolloutmq.options import Answer, AsJson, Target, on_run
+from rolloutmq.output import console, count, plural
 from rolloutmq.views.screen import groups_table
 
 _SHOWN = 20
@@ -29,40 +30,32 @@ _SHOWN = 20
 @command(
     "Administration", "fsck", epilog="Example: rolloutmq fsck --run-dir runs/demo && echo clean"
 )
-def fsck(
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
-    as_json: AsJson = False,
-) -> None:
+@on_run
+def fsck(target: Target, as_json: AsJson = False) -> None:
     """Check that nothing is lost and nothing was trained twice.
 
     Checks every group in all indexes, on a live run. With the run's folder, it also checks what
     the trainer recorded. Exits with 6 if something is wrong: `rolloutmq run CONFIG --regenerate`
     then makes the run again from its newest checkpoint.
     """
-    with open_target(redis_url, run_dir, run) as target:
-        audit = run_audit(target.run, quiet=as_json)
-        steps = read_steps(target.step_log)
-        risks = could_lose(target.run)
+    found = run_fsck(target.run, quiet=as_json)
+    steps = read_steps(target.run_dir)
+    risks = could_lose(target.run)
+    warnings = [Text(f"[warn] {risk}", style="yellow") for risk in risks]
+    document = report(found, steps) | {"could_lose": risks}
+    Answer(document, [*verdicts(found, steps), *warnings]).print(as_json=as_json)
     twice = steps.trained_twice() if steps else {}
-    if as_json:
-        emit(report(audit, steps) | {"could_lose": risks})
-    else:
-        show_audit(console(), audit, steps)
-        for risk in risks:
-            console().print(Text(f"[warn] {risk}", style="yellow"))
-    if twice or not audit.clean:
+    if twice or not found.clean:
         raise AccountError(
-            f"{plural(len(audit.lost), 'group')} lost, {len(audit.doubled)} in two "
+            f"{plural(len(found.lost), 'group')} lost, {len(found.doubled)} in two "
             f"places, {len(twice)} trained twice, "
-            f"{len(audit.faults)} further faults",
+            f"{len(found.faults)} further faults",
             hint="`rolloutmq run CONFIG --regenerate` makes the run again from its newest "
             "checkpoint; please report this, with the output of --json",
         )
 
 
-def run_audit(run: Run, *, quiet: bool = False) -> FsckReport:
+def run_fsck(run: Run, *, quiet: bool) -> FsckReport:
     """Run `Account.fsck` with a progress bar on stderr."""
     columns = (
         TextColumn("{task.description}"),
@@ -86,20 +79,21 @@ def could_lose(run: Run) -> list[str]:
     return [f"{finding.what}: {finding.why}" for finding in findings if finding.level != "ok"]
 
 
-def read_steps(path: Path | None) -> StepLog | None:
-    if path is None:
+def read_steps(folder: Path | None) -> StepLog | None:
+    """Read the trainer's `steps.jsonl`; None without it."""
+    if folder is None or not (folder / "steps.jsonl").is_file():
         return None
-    log = StepLog(path)
+    log = StepLog(folder / "steps.jsonl")
     log.read_new()
     return log
 
 
-def report(audit: FsckReport, steps: StepLog | None) -> dict[str, Any]:
+def report(found: FsckReport, steps: StepLog | None) -> dict[str, Any]:
     twice = steps.trained_twice() if steps else {}
     return {
-        "clean": audit.clean and not twice,
-        "checked": audit.checked,
-        "leases": audit.leases,
+        "clean": found.clean and not twice,
+        "checked": found.checked,
+        "leases": found.leases,
         "tasks": {
             task.task: {
                 "enqueued": task.enqueued,
@@ -107,12 +101,12 @@ def report(audit: FsckReport, steps: StepLog | None) -> dict[str, Any]:
                 "imported": task.imported,
                 "places": task.stages,
             }
-            for task in audit.tasks
+            for task in found.tasks
         },
-        "faults": audit.faults,
-        "lost": audit.lost,
-        "doubled": audit.doubled,
-        "damage": [found._asdict() for found in audit.damage],
+        "faults": found.faults,
+        "lost": found.lost,
+        "doubled": found.doubled,
+        "damage": [each._asdict() for each in found.damage],
         "trained_twice": twice,
         "trained_steps": len(steps.steps) if steps else None,
         "replayed_steps": steps.replaced if steps else None,
@@ -120,37 +114,30 @@ def report(audit: FsckReport, steps: StepLog | None) -> dict[str, Any]:
     }
 
 
-def show_audit(screen: Console, audit: FsckReport, steps: StepLog | None) -> None:
-    """Print the table of stages, then one line per check."""
-    screen.print(groups_table(audit.tasks))
-    screen.print()
-    _verdict(screen, "all keys are as they must be, and the totals add up", audit.faults)
-    _verdict(screen, f"0 of {count(audit.checked)} groups are lost", audit.lost, "lost")
-    _verdict(screen, "no group is in two places or two batches", audit.doubled, "doubled")
-    _verdict_on_steps(screen, steps)
+def verdicts(found: FsckReport, steps: StepLog | None) -> Iterator[RenderableType]:
+    """Yield the table of stages, then one line per check."""
+    yield groups_table(found.tasks)
+    yield ""
+    yield _verdict("all keys are as they must be, and the totals add up", found.faults)
+    yield _verdict(f"0 of {count(found.checked)} groups are lost", found.lost, "lost")
+    yield _verdict("no group is in two places or two batches", found.doubled, "doubled")
+    yield _verdict_on_steps(steps)
 
 
-def _verdict(screen: Console, good: str, bad: list[str], word: str = "wrong") -> None:
+def _verdict(good: str, bad: list[str], word: str = "wrong") -> Text:
     if not bad:
-        screen.print(Text.assemble(("[ok ] ", "green"), good))
-        return
-    screen.print(Text(f"[BAD] {len(bad)} {word}", style="bold red"))
-    for line in bad[:_SHOWN]:
-        screen.print(Text(f"      {line}", style="red"))
+        return Text.assemble(("[ok ] ", "green"), good)
+    lines = [f"      {line}" for line in bad[:_SHOWN]]
     if len(bad) > _SHOWN:
-        screen.print(Text(f"      and {len(bad) - _SHOWN} more: see --json", style="red"))
+        lines.append(f"      and {len(bad) - _SHOWN} more: see --json")
+    text = Text(f"[BAD] {len(bad)} {word}", style="bold red")
+    return text.append("\n" + "\n".join(lines), style="not bold red")
 
 
-def _verdict_on_steps(screen: Console, steps: StepLog | None) -> None:
+def _verdict_on_steps(steps: StepLog | None) -> Text:
     if steps is None:
-        screen.print(
-            Text(
-                "[ - ] trained twice: there is no steps.jsonl (see --run-dir); only "
-                "manifests were checked",
-                style="dim",
-            )
-        )
-        return
+        what = "there is no steps.jsonl (see --run-dir); only manifests were checked"
+        return Text(f"[ - ] trained twice: {what}", style="dim")
     groups = sum(len(step.gids) for step in steps.steps)
     good = f"no group was trained twice: {count(groups)} groups in {count(len(steps.steps))} steps"
     if steps.replaced:
@@ -159,4 +146,4 @@ def _verdict_on_steps(screen: Console, steps: StepLog | None) -> None:
         f"{gid} in steps {', '.join(map(str, where))}"
         for gid, where in steps.trained_twice().items()
     ]
-    _verdict(screen, good, twice, "trained twice")
+    return _verdict(good, twice, "trained twice")

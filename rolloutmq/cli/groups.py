@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Annotated
 
 import typer
+from rich.console import RenderableType
 from rich.text import Text
 
 from buffer.errors import ConfigError
@@ -17,20 +18,18 @@ from buffer.query.record import STAGES, GroupRecord
 from buffer.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.options import (
-    AsJson,
+    Answer,
     GroupId,
     Limit,
     OneTask,
-    RedisUrl,
-    RunDir,
-    RunName,
+    Target,
     Yes,
-    open_target,
+    on_run,
     read_where,
     require_known,
     require_yes,
 )
-from rolloutmq.output import age, console, count, emit, plain, plural, state, table, version_style
+from rolloutmq.output import age, count, known, plural, state, table, version_style
 from rolloutmq.views.found_group import locate
 
 _STATUSES = ("init", *POOLS, "failed")
@@ -46,7 +45,9 @@ WHERE_HELP = (
     "ls",
     epilog="""Example: rolloutmq ls --where '{"staleness": {"$gte": 2}}' --order=-tokens""",
 )
+@on_run
 def list_groups(
+    target: Target,
     task: OneTask = None,
     status: Annotated[
         str | None, typer.Option(help=f"Only this status: {', '.join(_STATUSES)}.")
@@ -59,11 +60,7 @@ def list_groups(
         str, typer.Option(metavar="FIELD", help="Sort by this field; -FIELD: descending.")
     ] = "",
     limit: Limit = 50,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """List the groups of a run that match a query.
 
     They are listed by stage: waiting groups in their order, pools by weights and arrival. Archived,
@@ -71,31 +68,21 @@ def list_groups(
     """
     require_known("status", status, _STATUSES)
     require_known("stage", stage, STAGES)
+    require_known("task", task, tuple(target.run.limits.tasks))
     flags = {"task": task, "status": status, "stage": stage}
-    query = parse(
-        {
-            "$and": [
-                read_where(where),
-                {name: value for name, value in flags.items() if value is not None},
-            ]
-        }
-    )
-    with open_target(redis_url, run_dir, run) as target:
-        require_known("task", task, tuple(target.run.limits.tasks))
-        rows = list(target.run.groups.find(query, limit=limit, order=order))
-    if as_json:
-        emit([asdict(row) for row in rows])
-    elif rows:
-        _show(rows, is_cut=len(rows) == limit)
-    else:
-        console().print(
-            "No group matches. (Archived, filtered and dropped ones have ended: see "
-            "rolloutmq status.)"
-        )
+    chosen = {name: value for name, value in flags.items() if value is not None}
+    query = parse({"$and": [read_where(where), chosen]})
+    rows = list(target.run.groups.find(query, limit=limit, order=order))
+    shown = _listed(rows, limit) if rows else [_NO_GROUP]
+    return Answer([asdict(row) for row in rows], shown)
 
 
-def _show(rows: list[GroupRecord], *, is_cut: bool) -> None:
-    screen = console()
+_NO_GROUP = (
+    "No group matches. (Archived, filtered and dropped ones have ended: see rolloutmq status.)"
+)
+
+
+def _listed(rows: list[GroupRecord], limit: int) -> list[RenderableType]:
     grid = table("gid", "stage", "status", "ver", "stale", "tries", "tokens", "reward", "owner",
                  right=["ver", "stale", "tries", "tokens", "reward"])  # fmt: skip
     for row in rows:
@@ -104,72 +91,55 @@ def _show(rows: list[GroupRecord], *, is_cut: bool) -> None:
             row.gid,
             state(row.stage, width=7),
             row.status,
-            Text("-" if row.version is None else str(row.version), style=style),
-            "-" if row.staleness is None else str(row.staleness),
+            Text(known(row.version), style=style),
+            known(row.staleness),
             str(row.tries),
             count(row.tokens),
-            "-" if row.reward is None else f"{row.reward:.2f}",
+            known(row.reward, ".2f"),
             row.owner or row.batch or "",
         )
-    screen.print(grid)
-    if is_cut:
-        screen.print(Text(f"only the first {len(rows)} are shown; --limit shows more", style="dim"))
+    return [grid, *_cut(f"only the first {limit}", len(rows) == limit)]
+
+
+def _cut(what: str, is_cut: bool) -> list[Text]:
+    return [Text(f"{what} are shown; --limit shows more", style="dim")] if is_cut else []
 
 
 @command("Steer", "dead", epilog="Example: rolloutmq dead --task math --limit 20")
-def dead(
-    task: OneTask = None,
-    limit: Limit = 50,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
-    as_json: AsJson = False,
-) -> None:
+@on_run
+def dead(target: Target, task: OneTask = None, limit: Limit = 50) -> Answer:
     """List dead letters, newest first.
 
     A group becomes a dead letter when its tries are used up, or when the trainer cannot read it.
     It is kept, with the reason, until it is requeued or dropped.
     """
-    with open_target(redis_url, run_dir, run) as target:
-        require_known("task", task, target.run.limits.tasks)
-        fitting = (
-            letter for letter in target.run.dead_letters.newest() if task in (None, letter.task)
-        )
-        letters = list(islice(fitting, limit))
-    if as_json:
-        emit([asdict(letter) for letter in letters])
-        return
-    screen = console()
-    if not letters:
-        screen.print("There are no dead letters.")
-        return
+    require_known("task", task, target.run.limits.tasks)
+    every = target.run.dead_letters.newest()
+    letters = list(islice((each for each in every if task in (None, each.task)), limit))
     grid = table("gid", "tries", "worker", "age", "reason", right=["tries", "age"])
     for letter in letters:
-        where = "" if letter.step is None else f"in batch {letter.step}: "
-        grid.add_row(
-            letter.gid,
-            str(letter.tries),
-            plain(letter.worker),
-            age(letter.age_ms),
-            plain(where + letter.reason),
+        reason = (
+            letter.reason if letter.step is None else f"in batch {letter.step}: {letter.reason}"
         )
-    screen.print(grid)
-    if len(letters) == limit:
-        screen.print(Text(f"only the newest {limit} are shown; --limit shows more", style="dim"))
+        cells = (str(letter.tries), letter.worker, age(letter.age_ms), reason)
+        grid.add_row(letter.gid, *cells)
+    shown = [grid, *_cut(f"only the newest {limit}", len(letters) == limit)]
+    return Answer([asdict(each) for each in letters], shown if letters else _NO_LETTER)
+
+
+_NO_LETTER = "There are no dead letters."
 
 
 @command("Steer", "requeue", epilog="Example: rolloutmq requeue math-0000000042 --yes")
+@on_run
 def requeue(
+    target: Target,
     gid: Annotated[
         str | None, typer.Argument(metavar="[GID]", help="Id of a group: see rolloutmq dead.")
     ] = None,
     all_dead: Annotated[bool, typer.Option("--all-dead", help="Requeue all dead letters.")] = False,
     yes: Yes = False,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Put a dead group, or one of a pool, back into the queue.
 
     It gets all its tries back and starts from its prompt: its result is discarded. Only an aborted
@@ -177,26 +147,25 @@ def requeue(
     """
     if (gid is None) is not all_dead:
         raise ConfigError("pass either a GID or --all-dead")
-    with open_target(redis_url, run_dir, run) as target:
-        require_yes(yes, _plan(target.run, gid))
-        gids = [gid] if gid else [letter.gid for letter in target.run.dead_letters.newest()]
-        moved = {one: target.run.jobs.requeue(one) for one in gids}
-    if as_json:
-        emit({"requeued": moved})
-    elif gid is None:
-        console().print(f"{plural(len(moved), 'dead group')} requeued")
-    else:
-        console().print(f"{gid} was {moved[gid]}; it is requeued")
-
-
-def _plan(run: Run, gid: str | None) -> str:
-    if gid is None:
-        return f"requeue {plural(len(run.dead_letters), 'dead group')}"
-    return f"requeue {gid}, which is {locate(run, gid).where}"
+    letters = len(target.run.dead_letters)
+    where = (
+        f"{gid}, which is {locate(target.run, gid).where}" if gid else plural(letters, "dead group")
+    )
+    require_yes(yes, f"requeue {where}")
+    gids = [gid] if gid else [letter.gid for letter in target.run.dead_letters.newest()]
+    moved = {one: target.run.jobs.requeue(one) for one in gids}
+    said = (
+        f"{gid} was {moved[gid]}; it is requeued"
+        if gid
+        else (f"{plural(len(moved), 'dead group')} requeued")
+    )
+    return Answer({"requeued": moved}, said)
 
 
 @command("Steer", "drop", epilog="Example: rolloutmq drop math-0000000042 --yes")
+@on_run
 def drop(
+    target: Target,
     gid: GroupId = "",
     task: Annotated[
         str,
@@ -211,11 +180,7 @@ def drop(
         ),
     ] = "",
     yes: Yes = False,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """End a group that waits, is in a pool, or is dead.
 
     It is counted as dropped, its payload is freed, and its prompt is not drawn again. A running
@@ -224,39 +189,30 @@ def drop(
     if bool(gid) == bool(task):
         raise ConfigError("drop needs a group or a task", hint="give either GID or --task NAME")
     if task:
-        with open_target(redis_url, run_dir, run) as target:
-            _drop_task(target.run, task, yes=yes, as_json=as_json)
-        return
-    with open_target(redis_url, run_dir, run) as target:
-        where = locate(target.run, gid).where
-        require_yes(yes, f"end {gid}, which is {where}")
-        before = target.run.jobs.drop(gid, revoke=revoke)
-    if as_json:
-        emit({"gid": gid, "before": before})
-    elif before == "dropped":
-        console().print(f"{gid} had been dropped before; nothing was changed")
-    else:
-        console().print(f"{gid} was {before}; it is dropped")
+        return _drop_task(target.run, task, yes)
+    where = locate(target.run, gid).where
+    require_yes(yes, f"end {gid}, which is {where}")
+    before = target.run.jobs.drop(gid, revoke=revoke)
+    said = f"{gid} was {before}; it is dropped"
+    if before == "dropped":
+        said = f"{gid} had been dropped before; nothing was changed"
+    return Answer({"gid": gid, "before": before}, said)
 
 
-def _drop_task(run: Run, task: str, *, yes: bool, as_json: bool) -> None:
+def _drop_task(run: Run, task: str, yes: bool) -> Answer:
     """Drop the groups of a removed task. Raises ConfigError if the config still has the task."""
-    if task not in run.limits.tasks or not run.limits.tasks[task].is_gone:
-        gone = [name for name, limits in run.limits.tasks.items() if limits.is_gone]
+    gone = [name for name, limits in run.limits.tasks.items() if limits.is_gone]
+    if task not in gone:
         raise ConfigError(
             f"task {task!r} is not one that the run's config lacks",
             hint=f"those are: {', '.join(gone) or 'none'}; `rolloutmq drop GID` ends one group",
         )
-    stages = [
-        (gid, record["stage"]) for gid, record in RecordWalk(run.store, run.keys).records(task)
-    ]
-    free = [gid for gid, stage in stages if stage not in ("running", "taken")]
-    held = len(stages) - len(free)
+    records = list(RecordWalk(run.store, run.keys).records(task))
+    free = [gid for gid, record in records if record["stage"] not in ("running", "taken")]
+    held = len(records) - len(free)
     require_yes(yes, f"end {plural(len(free), 'group')} of task {task}")
     for gid in free:
         run.jobs.drop(gid)
-    if as_json:
-        emit({"task": task, "dropped": len(free), "held": held})
-    else:
-        left = f"; {held} running or in a batch are left" if held else ""
-        console().print(f"{plural(len(free), 'group')} of task {task} dropped{left}")
+    left = f"; {held} running or in a batch are left" if held else ""
+    said = f"{plural(len(free), 'group')} of task {task} dropped{left}"
+    return Answer({"task": task, "dropped": len(free), "held": held}, said)

@@ -6,8 +6,10 @@ import heapq
 import select
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,8 +21,8 @@ from buffer.control.control import START, Event, Mode
 from buffer.errors import ConfigError
 from buffer.run import Run
 from rolloutmq.command_list import command
-from rolloutmq.options import RUNS, AsJson, RedisUrl, RunDir, RunName, open_target
-from rolloutmq.output import console, emit_line, plain, version_style
+from rolloutmq.options import RUNS, AsJson, RunDir, Target, on_run
+from rolloutmq.output import console, emit_line, version_style
 from rolloutmq.run_owner import choose_folder, is_owned
 from rolloutmq.views.screen import event_text
 
@@ -103,17 +105,17 @@ def _print(entries: list[Entry], as_json: bool) -> None:
 def _text(entry: Entry) -> Text:
     """Return `23:59:16.863 trainer     evaluation finished  task held_out  step 0`."""
     clock = entry.time[11:23]
-    name = Text(f"{plain(entry.role):<11} ", style=version_style(sum(entry.role.encode())))
+    name = Text(f"{entry.role:<11} ", style=version_style(sum(entry.role.encode())))
     start = Text.assemble((f"{clock:<12} ", "dim"), name)
     if not entry.fields:
-        return start.append(plain(entry.line))
+        return start.append(entry.line)
     level = str(entry.fields.get("level", ""))
-    start.append(plain(str(entry.fields.get("message", ""))), style=_LEVELS.get(level, ""))
+    start.append(str(entry.fields.get("message", "")), style=_LEVELS.get(level, ""))
     for field, value in entry.fields.items():
         if field not in _SHOWN:
-            start.append(f"  {plain(field)} ", style="dim").append(plain(_value(value)))
+            start.append(f"  {field} ", style="dim").append(_value(value))
     if trace := entry.fields.get("exception"):
-        start.append("\n" + plain(str(trace)), style="dim")
+        start.append("\n" + str(trace), style="dim")
     return start
 
 
@@ -129,30 +131,23 @@ _BLOCK_MS = 1000
 @command(
     "Look", "tail", epilog="Example: rolloutmq tail --json | jq 'select(.event == \"reaped\")'"
 )
+@on_run
 def tail(
+    target: Target,
     from_start: Annotated[
         bool, typer.Option("--from-start", help="Start with the oldest event that is kept.")
     ] = False,
     events: Annotated[
         int | None, typer.Option("--count", min=1, help="Exit after N events.", metavar="N")
     ] = None,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
     """Follow the events of a run, until it is finished or Ctrl-C."""
-    with open_target(redis_url, run_dir, run) as target:
-        screen = console()
-        for number, (identity, event) in enumerate(
-            follow(target.run, from_start=from_start), start=1
-        ):
-            if as_json:
-                emit_line({"id": identity, "ms": event[0], "event": event[1]} | event[2])
-            else:
-                screen.print(event_text(event), soft_wrap=True)
-            if number == events:
-                return
+    for identity, event in islice(follow(target.run, from_start=from_start), events):
+        if as_json:
+            emit_line({"id": identity, "ms": event[0], "event": event[1]} | event[2])
+        else:
+            console().print(event_text(event), soft_wrap=True)
 
 
 def follow(run: Run, *, from_start: bool) -> Iterator[tuple[str, Event]]:
@@ -179,7 +174,6 @@ def is_unread() -> bool:
 
 # the log of `rolloutmq run --detach` itself: for people, and shown only when it is named
 OUTPUT = "run"
-_BLOCK = 1 << 16
 _SUFFIX = ".log"
 
 
@@ -233,14 +227,13 @@ class LogFiles:
 
     def _added(self, path: Path) -> list[bytes]:
         position = self._read.get(path, 0)
+        rest: list[bytes] = []
         if path.stat().st_size < position:
             # cut since the last call: what was not read yet is at the end of the older file
             rest = _from(_older(path), position)[0]
-            self._read[path] = 0
-        else:
-            rest = []
-        lines, size = _from(path, self._read.get(path, 0))
-        self._read[path] = self._read.get(path, 0) + size
+            position = 0
+        lines, size = _from(path, position)
+        self._read[path] = position + size
         return rest + lines
 
     def _entries(self, path: Path, lines: Iterable[bytes]) -> list[Entry]:
@@ -282,17 +275,12 @@ def _from(path: Path, position: int) -> tuple[list[bytes], int]:
 
 
 def _last_lines(path: Path, lines: int) -> tuple[list[bytes], int]:
-    """Return the last whole lines, reading from the end, and the position after them."""
+    """Return the last whole lines, and the position after them."""
     if not path.exists():
         return [], 0
     with path.open("rb") as log:
-        size = position = log.seek(0, 2)
-        tail = b""
-        while position and tail.count(b"\n") <= lines:
-            start = max(0, position - _BLOCK)
-            log.seek(start)
-            tail = log.read(position - start) + tail
-            position = start
-    whole, _, partial = tail.rpartition(b"\n")
-    found = whole.splitlines()
-    return found[max(0, len(found) - max(0, lines)) :], size - len(partial)
+        found = deque(log, maxlen=max(0, lines) + 1)
+        position = log.tell()
+    if found and not found[-1].endswith(b"\n"):
+        position -= len(found.pop())
+    return list(found)[len(found) - min(len(found), max(0, lines)) :], position

@@ -1,4 +1,4 @@
-"""The commands of the producing side: `worker`, `producer`, `judge` and `problems`."""
+"""The commands of the producing side: `worker`, `producer` and `judge`; and `audit`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from buffer.errors import INTERRUPTED, ConfigError, RoleHeld, RolloutMQError, raise_together
+from buffer.errors import INTERRUPTED, ConfigError, RoleHeld
 from buffer.redis.signing import PRODUCER, Key
 from producer_workers.config.sandbox import is_url
 from producer_workers.follow_owner import follow_owner
 from rolloutmq.command_list import command
 from rolloutmq.config.sources import fetch
+from rolloutmq.hang_up import stop_at_signals
 from rolloutmq.options import ConfigPath, ConfigUrl, MetricsAddress, Overrides
 from rolloutmq.presets import open_config
 from rolloutmq.process_log import log_json
@@ -36,42 +36,21 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rolloutmq.worker")
 
-TakeOver = Annotated[
-    bool, typer.Option("--take-over", help="Fence another producer that is still alive.")
-]
-Standby = Annotated[
-    bool,
-    typer.Option(
-        "--standby", help="Wait while another producer is alive; produce once it is gone."
-    ),
-]
-Workers = Annotated[
-    int,
-    typer.Option(
-        "--workers", min=1, help="Number of processes; each judges one rollout at a time."
-    ),
-]
-NoData = Annotated[
-    bool, typer.Option("--no-data", help="Only import functions: open and write no data set.")
-]
-TakeOverId = Annotated[
-    bool, typer.Option("--take-over", help="Fence a live worker that has this --id.")
-]
-WorkerId = Annotated[
-    str | None,
-    typer.Option(
-        "--id", help="Name of this worker. Default: the host's name and random characters."
-    ),
-]
-
 
 @command("Run", "worker", epilog="Example: rolloutmq worker configs/demo.toml --id gpu7")
 def worker(
     config: ConfigPath,
     overrides: Overrides = None,
     redis_url: ConfigUrl = None,
-    worker_id: WorkerId = None,
-    take_over: TakeOverId = False,
+    worker_id: Annotated[
+        str | None,
+        typer.Option(
+            "--id", help="Name of this worker. Default: the host's name and random characters."
+        ),
+    ] = None,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Fence a live worker that has this --id.")
+    ] = False,
     metrics: MetricsAddress = None,
 ) -> None:
     """Start one rollout worker.
@@ -79,7 +58,7 @@ def worker(
     It runs an inference engine and claims jobs until the run is over. SIGTERM lets it finish its
     groups, and ends it with exit code 130; a second one stops it at once.
     """
-    settings = _load(config, overrides)
+    settings = open_config(config, overrides)
     key = Key.read(settings.worker.key_file, worker_id) if settings.worker.key_file else None
     host = socket.gethostname().split(".")[0]
     name = key.worker if key else worker_id or f"{host}-{secrets.token_hex(3)}"
@@ -94,8 +73,15 @@ def producer(
     config: ConfigPath,
     overrides: Overrides = None,
     redis_url: ConfigUrl = None,
-    take_over: TakeOver = False,
-    standby: Standby = False,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Fence another producer that is still alive.")
+    ] = False,
+    standby: Annotated[
+        bool,
+        typer.Option(
+            "--standby", help="Wait while another producer is alive; produce once it is gone."
+        ),
+    ] = False,
     metrics: MetricsAddress = None,
 ) -> None:
     """Start the producer.
@@ -107,7 +93,7 @@ def producer(
         raise ConfigError(
             "--standby waits for the other producer, --take-over ends it", hint="choose one of them"
         )
-    settings = _load(config, overrides)
+    settings = open_config(config, overrides)
     log_json("producer", settings.run.name)
     follow_owner()
     from producer_workers.build import make_producer
@@ -120,9 +106,7 @@ def producer(
     trace_run(run, "producer")
     member = make_producer(settings, run, origin_of(settings, settings.model_folder))
     # Not earlier: while it waits for its run, it has nothing to clean up, and a signal may end it.
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    stop = stop_at_signals()
     if standby:
         member.stand_by(stop)
     else:
@@ -136,7 +120,9 @@ def judge(
     config: ConfigPath,
     overrides: Overrides = None,
     redis_url: ConfigUrl = None,
-    workers: Workers = 1,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Number of processes; each judges one rollout at a time.")
+    ] = 1,
 ) -> None:
     """Judge rollouts of tasks whose judging is of kind rq.
 
@@ -144,7 +130,7 @@ def judge(
     of time and memory. SIGTERM lets them finish their rollouts. `rq info rmq-judge:RUN` shows
     queue, workers and failures.
     """
-    settings = _load(config, overrides)
+    settings = open_config(config, overrides)
     log_json("judge", settings.run.name)
     follow_owner()
     from buffer.open_run import open_store, server_url
@@ -177,43 +163,6 @@ def _judges_of(tasks: Iterable[TaskSection]) -> dict[str, str]:
                     hint="set the same [tasks.<name>.judging] sandbox in all of them",
                 )
     return found
-
-
-@command("Data", "problems", epilog="Example: rolloutmq problems configs/demo.toml")
-def problems(config: ConfigPath, overrides: Overrides = None, no_data: NoData = False) -> None:
-    """Write generated problems to the run's folder, and check what the config names.
-
-    They are problems of reasoning-gym data sets, written once; later calls only print their number.
-    Judges, agent loops and other functions of the config are imported, and data sets opened.
-    """
-    from producer_workers.build import problems_dir
-    from producer_workers.datasets.open import open_dataset
-    from producer_workers.user_functions import check_functions
-    from rolloutmq.check.functions import all_functions
-
-    settings = _load(config, overrides)
-    if no_data:
-        check_functions(all_functions(settings))
-        return
-    settings = fetch(settings)
-    errors: list[RolloutMQError] = []
-    try:
-        check_functions(all_functions(settings))
-    except ConfigError as error:
-        errors.append(error)
-    for name, task in settings.tasks.items():
-        try:
-            rows = len(open_dataset(task.dataset, problems_dir(settings, name), task.split))
-        except RolloutMQError as error:
-            errors.append(error)
-        else:
-            typer.echo(f"{name}: {rows} problems")
-    raise_together(errors)
-
-
-def _load(config: Path, overrides: list[str] | None) -> Config:
-
-    return open_config(config, overrides)
 
 
 def _open(
@@ -263,7 +212,7 @@ async def _work(
     check_functions(named_functions(settings, for_judges=False))
 
     async def start() -> Engine:
-        # While it holds no groups, it has nothing to clean up; children of the engine end with it.
+        # while it holds no groups, it has nothing to clean up; children of the engine end with it
         _on_signals(os._exit, INTERRUPTED)
         return await start_engine(settings, run)
 
@@ -322,7 +271,6 @@ def audit(config: ConfigPath, overrides: Overrides = None, redis_url: ConfigUrl 
     """
     from buffer.open_run import open_store, server_url, wait_for_run
     from consumer.grpo.audit.auditor import Auditor
-    from rolloutmq.config.sources import fetch
 
     settings = fetch(open_config(config, overrides))
     log_json("audit", settings.run.name)
@@ -331,7 +279,4 @@ def audit(config: ConfigPath, overrides: Overrides = None, redis_url: ConfigUrl 
     run = wait_for_run(store, settings.run.name)
     run.check_signatures(settings.trainer.keys_file)
     auditor = Auditor(run, settings)
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
-    auditor.serve(stop)
+    auditor.serve(stop_at_signals())

@@ -1,14 +1,15 @@
-"""`rolloutmq runs`: list the runs of a server and the run folders, or delete a run."""
+"""`rolloutmq runs` and `report`: list runs and their folders, delete a run, report one."""
 
 from __future__ import annotations
 
 import os
 import time
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
+from rich.console import RenderableType
 from rich.table import Table
 
 from buffer.errors import ConfigError, RoleHeld, RunNotFound, StoreUnavailable
@@ -19,10 +20,21 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from consumer.grpo.reporting.step_log import StepLog
 from rolloutmq.command_list import command
-from rolloutmq.options import RUNS, Address, AsJson, RedisUrl, RunDir, Yes, choose_run, open_server
-from rolloutmq.output import age, answer, console, count, emit, plain, state, table
-from rolloutmq.run_owner import known_folders, last_change, read_record
+from rolloutmq.options import (
+    RUNS,
+    Address,
+    Answer,
+    AsJson,
+    RedisUrl,
+    RunDir,
+    Yes,
+    choose_run,
+    open_server,
+)
+from rolloutmq.output import age, console, count, known, state, table
+from rolloutmq.run_owner import choose_folder, known_folders, last_change, read_record
 from rolloutmq.views.run_view import RunView, read_run_view
+from rolloutmq.web.report import write_report
 
 EPILOG = """
 \b
@@ -36,34 +48,29 @@ Delete = Annotated[
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class RunLine:
-    """One line of the list; `snap` is None while the run is being restored or removed."""
+class RunLine(NamedTuple):
+    """One line of the list; `view` is None while the run is being restored or removed."""
 
     name: str
-    snap: RunView | None
+    view: RunView | None
 
     @property
     def seen_ms(self) -> int | None:
         """Return the age of the newest heartbeat of any process."""
-        if self.snap is None:
+        if self.view is None:
             return None
-        silences = [
-            role.silent_ms
-            for role in (self.snap.trainer, self.snap.producer)
-            if role.silent_ms is not None
-        ]
-        silences += [worker.silent_ms for worker in self.snap.workers]
-        return min(silences, default=None)
+        silences = [each.silent_ms for each in (self.view.trainer, self.view.producer)]
+        silences += [worker.silent_ms for worker in self.view.workers]
+        return min((each for each in silences if each is not None), default=None)
 
     @property
     def lives(self) -> list[str]:
-        if self.snap is None:
+        if self.view is None:
             return []
-        roles = {"the trainer": self.snap.trainer, "the producer": self.snap.producer}
-        return [name for name, role in roles.items() if role.is_alive] + [
-            worker.id for worker in self.snap.live_workers
+        roles = [
+            f"the {each.role}" for each in (self.view.trainer, self.view.producer) if each.is_alive
         ]
+        return roles + [worker.id for worker in self.view.live_workers]
 
 
 @command("Look", "runs", epilog=EPILOG)
@@ -81,22 +88,18 @@ def runs(
     """
     if delete is not None:
         with open_server(redis_url, run_dir) as (store, _):
-            _delete(store, choose_run(store, delete), yes, as_json)
+            _delete(store, choose_run(store, delete), yes).print(as_json=as_json)
         return
     is_named = redis_url is not None or run_dir is not None
-    folders = [] if is_named else read_folders(RUNS)
+    folders = [] if is_named else [_folder_line(folder) for folder in known_folders(RUNS)]
     address, lines = _read_server(redis_url, run_dir, is_needed=not folders)
-    if as_json:
-        emit([_as_json(line) for line in lines] + [line.facts() for line in folders])
-        return
-    if lines:
-        _print(lines)
-    elif address:
-        console().print(f"There is no run on {address}.")
+    shown: list[RenderableType] = []
+    if address:
+        shown.append(_runs_table(lines) if lines else f"There is no run on {address}.")
     if folders:
-        if address:
-            console().print()
-        console().print(folders_table(folders))
+        shown += [*([""] if address else []), _folders_table(folders)]
+    document = [_as_json(line) for line in lines] + [_folder_json(line) for line in folders]
+    Answer(document, shown).print(as_json=as_json)
 
 
 def _read_server(
@@ -119,98 +122,68 @@ def _line_of(store: Store, name: str) -> RunLine:
         return RunLine(name, None)
 
 
-def _delete(store: Store, name: str, yes: bool, as_json: bool) -> None:
+def _delete(store: Store, name: str, yes: bool) -> Answer:
     line = _line_of(store, name)
-    groups = sum(line.snap.stages.values()) if line.snap else 0
     if line.lives:
         raise RoleHeld(f"run {name!r} is in use: {', '.join(line.lives)}", hint="stop them first")
     if not yes:
+        groups = sum(line.view.stages.values()) if line.view else 0
         raise ConfigError(
             f"this would remove run {name!r} with {count(groups)} groups; nothing was changed",
             hint="`rolloutmq save` keeps a copy in a folder; pass --yes to remove the run",
         )
     view = store.at(Keys(name).meta)
     removed = remove_run(view, Keys(name, spread=view.in_cluster))
-    answer(
-        {"run": name, "keys": removed},
-        f"run {name} removed: {count(removed)} keys",
-        as_json=as_json,
-    )
+    return Answer({"run": name, "keys": removed}, f"run {name} removed: {count(removed)} keys")
 
 
 def _as_json(line: RunLine) -> dict[str, Any]:
-    if line.snap is None:
+    if line.view is None:
         return {"run": line.name, "mode": "incomplete"}
     return {
         "run": line.name,
-        "mode": line.snap.mode,
-        "step": line.snap.taken,
-        "groups": sum(line.snap.stages.values()),
-        "payload_bytes": line.snap.memory.held,
-        "created_ms": int(line.snap.meta.get("created_ms", 0)),
+        "mode": line.view.mode,
+        "step": line.view.taken,
+        "groups": sum(line.view.stages.values()),
+        "payload_bytes": line.view.memory.held,
+        "created_ms": line.view.created_ms,
         "seen_ms_ago": line.seen_ms,
         "alive": line.lives,
     }
 
 
-def _print(lines: list[RunLine]) -> None:
-    grid = table(
-        "run",
-        "mode",
-        "step",
-        "groups",
-        "size",
-        "age",
-        "last seen",
-        right=["step", "groups", "size"],
-    )
+def _runs_table(lines: list[RunLine]) -> Table:
+    grid = table("run", "mode", "step", "groups", "size", "age", "last seen",
+                 right=["step", "groups", "size"])  # fmt: skip
     for line in lines:
-        if line.snap is None:
+        if line.view is None:
             grid.add_row(line.name, "incomplete: being restored or removed")
             continue
-        made_ms = line.snap.now_ms - int(line.snap.meta.get("created_ms", 0))
-        seen = (
-            "now" if line.lives else "never" if line.seen_ms is None else f"{age(line.seen_ms)} ago"
-        )
-        held = format_size(line.snap.memory.held)
-        groups = count(sum(line.snap.stages.values()))
+        seen = "never" if line.seen_ms is None else f"{age(line.seen_ms)} ago"
         grid.add_row(
-            line.name, state(line.snap.mode), str(line.snap.taken), groups, held, age(made_ms), seen
+            line.name,
+            state(line.view.mode),
+            str(line.view.taken),
+            count(sum(line.view.stages.values())),
+            format_size(line.view.memory.held),
+            age(line.view.now_ms - line.view.created_ms),
+            "now" if line.lives else seen,
         )
-    console().print(grid)
+    return grid
 
 
-@dataclass(frozen=True, slots=True)
-class FolderLine:
+class FolderLine(NamedTuple):
     """A run's folder; `stage` is that of its `rolloutmq run`, "" if it never had one."""
 
-    folder: Path
     run: str
+    folder: Path
     stage: str
     step: int
-    steps: int
+    steps: int | None
     reward: float | None
-    size: int
-    changed_s: float
+    bytes: int
+    changed_s_ago: float
     detail: str
-
-    def facts(self) -> dict[str, Any]:
-        return {
-            "run": self.run,
-            "folder": str(self.folder),
-            "stage": self.stage,
-            "step": self.step,
-            "steps": self.steps or None,
-            "reward": self.reward,
-            "bytes": self.size,
-            "changed_s_ago": round(self.changed_s, 1),
-            "detail": self.detail,
-        }
-
-
-def read_folders(root: Path) -> list[FolderLine]:
-    """Return the run folders below `root`: running ones first, then by last use."""
-    return [_folder_line(folder) for folder in known_folders(root)]
 
 
 def _folder_line(folder: Path) -> FolderLine:
@@ -219,14 +192,14 @@ def _folder_line(folder: Path) -> FolderLine:
     log.read_new()
     newest = log.steps[-1] if log.steps else None
     return FolderLine(
-        folder=folder,
         run=record.run if record else folder.name,
+        folder=folder,
         stage=record.stage if record else "",
         step=newest.step if newest else 0,
-        steps=record.steps if record else 0,
+        steps=record.steps if record else None,
         reward=newest.metrics.get("rewards/mean") if newest else None,
-        size=_size(folder),
-        changed_s=max(0.0, time.time() - last_change(folder)),
+        bytes=_size(folder),
+        changed_s_ago=round(max(0.0, time.time() - last_change(folder)), 1),
         detail=record.detail if record else "",
     )
 
@@ -236,25 +209,66 @@ def _size(folder: Path) -> int:
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
-            try:
+            with suppress(FileNotFoundError):
                 total += Path(parent, name).lstat().st_size
-            except FileNotFoundError:
-                continue
     return total
 
 
-def folders_table(lines: list[FolderLine]) -> Table:
+def _folder_json(line: FolderLine) -> dict[str, Any]:
+    return line._asdict() | {"folder": str(line.folder)}
+
+
+def _folders_table(lines: list[FolderLine]) -> Table:
     grid = table("folder", "state", "step", "reward", "size", "changed", "note",
                  right=["step", "reward", "size"])  # fmt: skip
     for line in lines:
         of = f" of {line.steps}" if line.steps else ""
         grid.add_row(
-            plain(str(line.folder)),
+            str(line.folder),
             state(line.stage or "-"),
             f"{line.step}{of}",
-            "-" if line.reward is None else f"{line.reward:.3f}",
-            format_size(line.size),
-            f"{age(1000 * line.changed_s)} ago",
-            plain(line.detail),
+            known(line.reward, ".3f"),
+            format_size(line.bytes),
+            f"{age(1000 * line.changed_s_ago)} ago",
+            line.detail,
         )
     return grid
+
+
+REPORT_EPILOG = """
+\b
+Examples: rolloutmq report
+          rolloutmq report runs/demo -o demo.html
+"""
+
+
+@command("Look", "report", epilog=REPORT_EPILOG)
+def report(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN_FOLDER]",
+            help="Folder of the run. Default: the one under ./runs that runs, or was used last.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Default: report.html in the run's folder."
+        ),
+    ] = None,
+) -> None:
+    """Write a run's folder as one HTML file, to send or to keep.
+
+    It has curves, evaluations, samples, settings, versions and the account, and needs neither a
+    server nor a network. Texts of rollouts are in it.
+    """
+    run_folder = choose_folder(folder, RUNS)
+    file = output or run_folder / "report.html"
+    size = write_report(run_folder, file)
+    if not size:
+        raise ConfigError(
+            f"{run_folder} has no train step and no evaluation",
+            hint="`rolloutmq runs` lists the run folders and their steps",
+        )
+    console().print(f"{file}: {size / 1e6:.1f} MB", soft_wrap=True)

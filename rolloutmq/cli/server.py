@@ -6,7 +6,6 @@ import logging
 import os
 import re
 import secrets
-import signal
 import threading
 from dataclasses import asdict
 from itertools import takewhile
@@ -18,7 +17,7 @@ import typer
 from buffer.errors import ConfigError, StoreUnavailable
 from buffer.ids import valid_name
 from buffer.janitor import Swept
-from buffer.model.limits import SCHEMA
+from buffer.limits import SCHEMA
 from buffer.redis.keys import Keys
 from buffer.redis.script_contract import Slot
 from buffer.redis.scripts import Script, library, sources
@@ -26,36 +25,21 @@ from buffer.redis.server.acl import ROLES, acl_line, user_name
 from buffer.redis.signing import Key, read_keys, write_keys
 from buffer.run import Run
 from rolloutmq.command_list import command
-from rolloutmq.options import (
-    AsJson,
-    RedisUrl,
-    RunDir,
-    RunName,
-    embedded_server,
-    newest_server,
-    open_target,
-)
-from rolloutmq.output import console, emit, emit_line, facts, plain, plural, table
+from rolloutmq.hang_up import stop_at_signals
+from rolloutmq.options import Answer, AsJson, RunDir, Target, embedded_server, newest_server, on_run
+from rolloutmq.output import console, emit, emit_line, facts, plural, table
 
 log = logging.getLogger("rolloutmq.janitor")
 
-_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0}
 
-
-@command("Administration", "janitor", epilog="Example: rolloutmq janitor demo --every 500ms --json")
+@command("Administration", "janitor", epilog="Example: rolloutmq janitor --run demo --every 0.5")
+@on_run
 def janitor(
-    name: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="Name of the run; the same as --run.")
-    ] = None,
+    target: Target,
     once: Annotated[
         bool, typer.Option("--once", help="Exit once there is nothing left to do.")
     ] = False,
-    every: Annotated[
-        str, typer.Option(metavar="TIME", help="Time between two sweeps, such as 500ms, 1s or 2m.")
-    ] = "1s",
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
+    every: Annotated[float, typer.Option(min=0.001, help="Seconds between two sweeps.")] = 1.0,
     as_json: AsJson = False,
 ) -> None:
     """Revoke expired leases, expire old groups, free unused data.
@@ -65,12 +49,7 @@ def janitor(
     It sweeps at least four times per lease: after a longer gap, which may have been an outage, no
     lease is revoked for a while.
     """
-    every_s = seconds(every)
-    stop = threading.Event()
-    with open_target(redis_url, run_dir, name or run) as target:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: stop.set())
-        sweep_on(target.run, stop, every_s, once=once, as_json=as_json)
+    sweep_on(target.run, stop_at_signals(), every, once=once, as_json=as_json)
 
 
 def sweep_on(run: Run, stop: threading.Event, every_s: float, *, once: bool, as_json: bool) -> None:
@@ -111,16 +90,6 @@ def describe(swept: Swept) -> str:
     return ", ".join(f"{plural(number, what)} {done}" for number, what, done in parts if number)
 
 
-def seconds(text: str) -> float:
-    """Convert `500ms`, `1s` or `2m` to seconds. Raises ConfigError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m)", text)
-    if not found or not float(found[1]):
-        raise ConfigError(
-            f"{text!r} is not a time", hint="a number with its unit, such as 500ms, 1s or 2m"
-        )
-    return float(found[1]) * _UNITS_S[found[2]]
-
-
 SERVER_EPILOG = (
     "Example: rolloutmq server --run-dir runs/demo && rolloutmq status --run-dir runs/demo"
 )
@@ -146,25 +115,12 @@ def server(
             hint="pass --run-dir FOLDER; `rolloutmq run CONFIG` creates one",
         )
     embedded.stop() if stop else embedded.start()
-    if as_json:
-        emit(
-            {
-                "run_dir": str(folder),
-                "url": embedded.url,
-                "running": embedded.is_running,
-                "pid": embedded.pid,
-            }
-        )
-    elif stop:
-        console().print(f"the server of {folder} is stopped; its data is on disk")
-    else:
-        rows = [
-            ("server of", str(folder)),
-            ("url", embedded.url),
-            ("redis-cli", embedded.cli),
-            ("pid", str(embedded.pid)),
-        ]
-        console().print(facts([(name, value) for name, value in rows]))
+    document = {"run_dir": str(folder), "url": embedded.url, "running": embedded.is_running}
+    rows = [("server of", str(folder)), ("url", embedded.url), ("redis-cli", embedded.cli)]
+    shown = facts([*rows, ("pid", str(embedded.pid))])
+    stopped = f"the server of {folder} is stopped; its data is on disk"
+    answer = Answer(document | {"pid": embedded.pid}, stopped if stop else shown)
+    answer.print(as_json=as_json)
 
 
 PASSWORD_BYTES = 32
@@ -200,9 +156,8 @@ def acl(
     lines = {role: acl_line(run, role, passwords[role]) for role in ROLES}
     if as_json:
         emit({user_name(run, role): line for role, line in lines.items()})
-        return
-    for line in lines.values():
-        typer.echo(line)
+    else:
+        typer.echo("\n".join(lines.values()))
 
 
 def _from_environment() -> dict[str, str]:
@@ -262,7 +217,7 @@ def scripts(as_json: AsJson = False) -> None:
         return
     grid = table("script", "SHA1", "arguments")
     for name, script in library().items():
-        grid.add_row(plain(name), script.sha, plain(" ".join(script.header.fixed("ARGV"))))
+        grid.add_row(name, script.sha, " ".join(script.header.fixed("ARGV")))
     console().print(grid)
 
 
@@ -356,7 +311,7 @@ def key(
     if out:
         write_keys(out, {worker: [new.secret]})
     console().print(
-        f"{plain(str(out))} has the new key of {worker}" if out else f"{worker} has no key any more"
+        f"{out!s} has the new key of {worker}" if out else f"{worker} has no key any more"
     )
 
 

@@ -12,13 +12,14 @@ from rich.text import Text
 from buffer.errors import ConfigError
 from buffer.ids import split_group_id
 from buffer.ledger.ledger import BatchLedger
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from buffer.readable import format_size
 from buffer.run import Run
 from buffer.wire.staleness import staleness
 from consumer.grpo.reporting.sample_log import Sample
 from rolloutmq.command_list import command
 from rolloutmq.options import (
+    Answer,
     AsJson,
     GroupId,
     RedisUrl,
@@ -27,8 +28,8 @@ from rolloutmq.options import (
     open_target,
     stopped_samples,
 )
-from rolloutmq.output import console, count, emit, facts, table
-from rolloutmq.views.found_group import FoundGroup, find_group, print_group
+from rolloutmq.output import count, facts, known, table
+from rolloutmq.views.found_group import FoundGroup, find_group, group_parts
 
 
 @command("Look", "show", epilog="Example: rolloutmq show math-0000000042 --member 3")
@@ -62,35 +63,28 @@ def show(
     document = found.document(tokens=tokens)
     if member is not None:
         document["members"] = [_member(document, member)]
-    if as_json:
-        emit(document)
-    else:
-        print_group(console(), document)
+    Answer(document, list(group_parts(document))).print(as_json=as_json)
 
 
-def _member(document: Mapping[str, Any], index: int) -> dict[str, Any]:
-    for member in document["members"]:
-        if member["index"] == index:
-            found: dict[str, Any] = member
-            return found
-    raise ConfigError(
-        f"{document['gid']} has no member {index}",
-        hint=f"it has {len(document['members'])}, counted from 0",
-    )
-
-
-Step = Annotated[
-    int | None, typer.Argument(min=1, metavar="[STEP]", help="Train step. Default: the newest.")
-]
-IsEval = Annotated[
-    bool, typer.Option("--eval", help="A step of the evaluations, which are counted separately.")
-]
+def _member(document: Mapping[str, Any], index: int) -> Any:
+    members = {member["index"]: member for member in document["members"]}
+    if index not in members:
+        raise ConfigError(
+            f"{document['gid']} has no member {index}",
+            hint=f"it has {len(members)}, counted from 0",
+        )
+    return members[index]
 
 
 @command("Look", "batch", epilog="Example: rolloutmq batch 7 --json | jq -r '.groups[].gid'")
 def batch(
-    step: Step = None,
-    is_eval: IsEval = False,
+    step: Annotated[
+        int | None, typer.Argument(min=1, metavar="[STEP]", help="Train step. Default: the newest.")
+    ] = None,
+    is_eval: Annotated[
+        bool,
+        typer.Option("--eval", help="A step of the evaluations, which are counted separately."),
+    ] = False,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
     run: RunName = None,
@@ -103,26 +97,21 @@ def batch(
     needed. Of an older train step, and of a run whose own server is stopped, the groups in the
     sample log of the run's folder are shown ([samples]).
     """
-    stopped = stopped_samples(redis_url, run_dir) if step and not is_eval else None
-    if stopped and step and (samples := stopped.read(step)):
-        _show_samples(samples, as_json)
-        return
-    with open_target(redis_url, run_dir, run) as target:
-        ledger = target.run.evaluations if is_eval else target.run.ledger
-        logged = target.samples if step and not is_eval else None
-        try:
-            manifest = _manifest(ledger, step)
-        except FreedStep:
-            samples = logged.read(step) if logged and step else []
-            if not samples:
-                raise
-            _show_samples(samples, as_json)
-            return
-        rewards = _rewards(target.run, manifest)
-    if as_json:
-        emit(_as_json(manifest, rewards))
-    else:
-        _print(manifest, rewards)
+    logs_it = step is not None and not is_eval
+    stopped = stopped_samples(redis_url, run_dir) if logs_it else None
+    samples = stopped.read(step) if stopped and step else []
+    if not samples:
+        with open_target(redis_url, run_dir, run) as target:
+            try:
+                ledger = target.run.evaluations if is_eval else target.run.ledger
+                answer = _recorded(target.run, _manifest(ledger, step))
+            except FreedStep:
+                samples = target.samples.read(step) if logs_it and target.samples and step else []
+                if not samples:
+                    raise
+    if samples:
+        answer = _logged(samples)
+    answer.print(as_json=as_json)
 
 
 class FreedStep(ConfigError):
@@ -155,22 +144,19 @@ def _rewards(run: Run, manifest: Manifest) -> list[float | None]:
     return [float(total) / entry.samples if total else None for total, entry in pairs]
 
 
-def _show_samples(samples: list[Sample], as_json: bool) -> None:
+def _logged(samples: list[Sample]) -> Answer:
     groups = [_sampled(sample) for sample in samples]
     step = samples[0]["step"]
-    if as_json:
-        emit({"step": step, "is_sample": True, "groups": groups})
-        return
-    screen = console()
-    screen.print(Text(f"of step {step}, the sample log has these {len(groups)} groups"))
-    numbers = ("samples", "version", "staleness", "reward")
-    grid = table("gid", "why", *numbers, right=[*numbers])
+    names = ("gid", "why", "samples", "version", "staleness", "reward")
+    grid = table(*names, right=names[2:])
     for group in groups:
-        reward = "-" if group["reward"] is None else f"{group['reward']:.3f}"
-        cells = [group[name] for name in ("gid", "why", "samples", "version", "staleness")]
-        grid.add_row(*("-" if cell is None else str(cell) for cell in cells), reward)
-    screen.print(grid)
-    screen.print(Text("rolloutmq show GID shows one of them", style="dim"))
+        *cells, reward = (group[name] for name in names)
+        grid.add_row(*map(known, cells), known(reward, ".3f"))
+    title = f"of step {step}, the sample log has these {len(groups)} groups"
+    return Answer({"step": step, "is_sample": True, "groups": groups}, [title, grid, _SHOW])
+
+
+_SHOW = Text("rolloutmq show GID shows one of them", style="dim")
 
 
 def _sampled(sample: Sample) -> dict[str, Any]:
@@ -186,48 +172,35 @@ def _sampled(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _as_json(manifest: Manifest, rewards: list[float | None]) -> dict[str, Any]:
-    return {
-        "step": manifest.step,
-        "header": manifest.header,
-        "archived": manifest.archived,
-        "revision": manifest.revision,
-        "groups": [
-            {
-                "gid": entry.gid,
-                "samples": entry.samples,
-                "version": entry.version,
-                "staleness": None
-                if entry.version is None
-                else staleness(manifest.step, entry.version),
-                "size": entry.payload.size,
-                "crc": entry.payload.crc,
-                "reward": reward,
-            }
-            for entry, reward in zip(manifest.entries, rewards, strict=True)
-        ],
-    }
-
-
-def _print(manifest: Manifest, rewards: list[float | None]) -> None:
-    entries = manifest.entries
+def _recorded(run: Run, manifest: Manifest) -> Answer:
+    groups: list[dict[str, Any]] = [
+        {
+            "gid": entry.gid,
+            "samples": entry.samples,
+            "version": entry.version,
+            "staleness": None if entry.version is None else staleness(manifest.step, entry.version),
+            "size": entry.payload.size,
+            "crc": entry.payload.crc,
+            "reward": reward,
+        }
+        for entry, reward in zip(manifest.entries, _rewards(run, manifest), strict=True)
+    ]
+    names = ("step", "header", "archived", "revision")
+    document = {name: getattr(manifest, name) for name in names} | {"groups": groups}
     tasks = Counter(split_group_id(gid)[0] for gid in manifest.gids)
-    screen = console()
-    screen.print(facts([
+    parts = ", ".join(f"{n} of {task}" for task, n in tasks.items())
+    about = facts([
         ("step", str(manifest.step) + (" (archived)" if manifest.archived else "")),
-        ("groups", f"{len(entries)}: " + ", ".join(f"{n} of {task}" for task, n in tasks.items())),
-        ("rollouts", count(sum(entry.samples for entry in entries))),
-        ("size", format_size(sum(entry.payload.size for entry in entries))),
+        ("groups", f"{len(groups)}: {parts}"),
+        ("rollouts", count(sum(entry.samples for entry in manifest.entries))),
+        ("size", format_size(sum(entry.payload.size for entry in manifest.entries))),
         ("quarantined", count(manifest.revision)),
-    ]))  # fmt: skip
-    grid = table("gid", "rollouts", "version", "staleness", "size", "reward",
-                 right=["rollouts", "version", "staleness", "size", "reward"])  # fmt: skip
-    for entry, reward in zip(entries, rewards, strict=True):
-        version = "-" if entry.version is None else str(entry.version)
-        age = "-" if entry.version is None else str(staleness(manifest.step, entry.version))
-        score = "-" if reward is None else f"{reward:.3f}"
+    ])  # fmt: skip
+    numbers = ("samples", "version", "staleness")
+    grid = table("gid", *numbers, "size", "reward", right=[*numbers, "size", "reward"])
+    for group in groups:
+        cells = (known(group[name]) for name in numbers)
         grid.add_row(
-            entry.gid, str(entry.samples), version, age, format_size(entry.payload.size), score
+            group["gid"], *cells, format_size(group["size"]), known(group["reward"], ".3f")
         )
-    screen.print(grid)
-    screen.print(Text("rolloutmq show GID shows one of them", style="dim"))
+    return Answer(document, [about, grid, _SHOW])

@@ -4,55 +4,45 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from buffer.run import Run
 from rolloutmq.command_list import command
-from rolloutmq.options import (
-    AsJson,
-    RedisUrl,
-    RunDir,
-    RunName,
-    open_target,
-)
-from rolloutmq.output import console, emit, emit_line
+from rolloutmq.options import Answer, AsJson, Target, on_run
+from rolloutmq.output import console, emit_line
 from rolloutmq.views.history import History
-from rolloutmq.views.live import LINE_S, Keyboard, Steering, watch
+from rolloutmq.views.live import LINE_S, Keys, watch
 from rolloutmq.views.run_json import describe
 from rolloutmq.views.run_view import read_run_view
 from rolloutmq.views.screen import LiveNotes, status_screen
 
 
 @command("Look", "status", epilog="Example: rolloutmq status --json | python -m json.tool")
-def status(
-    redis_url: RedisUrl = None, run_dir: RunDir = None, run: RunName = None, as_json: AsJson = False
-) -> None:
+@on_run
+def status(target: Target) -> Answer:
     """Show the state of a run: groups, weights, workers, staleness.
 
     Also shows whether it is paused, by whom and since when, and whether every group is accounted
     for.
     """
-    with open_target(redis_url, run_dir, run) as target:
-        view = read_run_view(target.run)
-    emit(describe(view)) if as_json else console().print(status_screen(view))
+    view = read_run_view(target.run)
+    return Answer(describe(view), status_screen(view))
 
 
 @command("Look", "top", epilog="Example: rolloutmq top --run-dir runs/demo")
+@on_run
 def top(
+    target: Target,
     every: Annotated[
         float | None, typer.Option(min=0.1, help="Seconds between two refreshes.")
     ] = None,
     refreshes: Annotated[
         int | None, typer.Option("--count", min=1, metavar="N", help="Exit after N refreshes.")
     ] = None,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
     """Watch a run live; q or Ctrl-C quits.
@@ -66,26 +56,15 @@ def top(
     def is_over() -> bool:
         return left is not None and next(left) == 0
 
-    with open_target(redis_url, run_dir, run) as target:
-        if as_json:
-            _stream(target.run, is_over, every or LINE_S)
-            return
-        screen = console()
-        notes = LiveNotes()
-        with _keys(screen) as keyboard:
-            steering = Steering(target.run, notes, keyboard) if keyboard else None
-            history = History(target.run_dir)
-            watch(target.run, history, notes, screen, is_over, every_s=every, steering=steering)
-
-
-@contextmanager
-def _keys(screen: Console) -> Iterator[Keyboard | None]:
-    """Open the keyboard; None unless input and output are a terminal."""
-    if screen.is_terminal and sys.stdin.isatty():
-        with Keyboard(sys.stdin.fileno()) as keyboard:
-            yield keyboard
-    else:
-        yield None
+    if as_json:
+        _stream(target.run, is_over, every or LINE_S)
+        return
+    screen = console()
+    notes = LiveNotes()
+    is_typed = screen.is_terminal and sys.stdin.isatty()
+    with Keys(target.run, notes, screen) if is_typed else nullcontext() as keys:
+        history = History(target.run_dir)
+        watch(target.run, history, notes, screen, is_over, every_s=every, keys=keys)
 
 
 def _stream(run: Run, is_over: Callable[[], bool], every_s: float) -> None:

@@ -12,12 +12,12 @@ import typer
 
 from buffer.control.control import ControlState, Mode
 from buffer.control.live_settings import KeptSettings, LiveSettings, LiveTaskSettings, parse_change
+from buffer.control.settings_record import SettingsRecord
 from buffer.errors import ConfigError, PauseTimeout
-from buffer.model.settings_record import SettingsRecord
 from buffer.run import Run
 from rolloutmq.command_list import command
-from rolloutmq.options import AsJson, RedisUrl, RunDir, RunName, Target, open_target, require_known
-from rolloutmq.output import age, answer, console, emit, plain, plural, table
+from rolloutmq.options import Answer, AsJson, Target, on_run, require_known
+from rolloutmq.output import age, console, plain, plural, table
 from rolloutmq.views.operator_mode import Report, set_operator_mode
 from rolloutmq.views.setting_view import overrides, time_text, value_text
 
@@ -37,7 +37,9 @@ Timeout = Annotated[
 
 
 @command("Steer", "pause", epilog="Example: rolloutmq pause --mode drain --wait")
+@on_run
 def pause(
+    target: Target,
     mode: Annotated[
         PauseMode,
         typer.Option(
@@ -46,9 +48,6 @@ def pause(
     ] = PauseMode.ABORT,
     wait: Wait = False,
     timeout: Timeout = None,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
     """Pause a run until `rolloutmq resume`.
@@ -56,12 +55,13 @@ def pause(
     No worker claims anything during the pause. The trainer's own pauses, around weight updates,
     are separate.
     """
-    with open_target(redis_url, run_dir, run) as target:
-        _hold(target.run, Mode(mode.value), wait, timeout, as_json)
+    _hold(target.run, Mode(mode.value), wait, timeout, as_json)
 
 
 @command("Steer", "resume", epilog="Example: rolloutmq resume --wait")
+@on_run
 def resume(
+    target: Target,
     task: Annotated[
         str | None,
         typer.Option(help="Restart this task, which was stopped after too many failures in a row."),
@@ -72,11 +72,8 @@ def resume(
     ] = None,
     wait: Wait = False,
     timeout: Timeout = None,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
     as_json: AsJson = False,
-) -> None:
+) -> Answer | None:
     """End the operator's pause of a run.
 
     A pause of the trainer stays, unless that trainer has left or sends no heartbeat: then it ends,
@@ -84,34 +81,28 @@ def resume(
     """
     if task is not None and worker is not None:
         raise ConfigError("pass either --task or --worker", hint="run the command once for each")
-    with open_target(redis_url, run_dir, run) as target:
-        if task is not None:
-            _forgive(target.run, task, as_json)
-        elif worker is not None:
-            _admit(target.run, worker, as_json)
-        else:
-            _hold(target.run, Mode.RUN, wait, timeout, as_json)
+    if task is not None:
+        return _resume_task(target.run, task)
+    if worker is not None:
+        return _unbar(target.run, worker)
+    _hold(target.run, Mode.RUN, wait, timeout, as_json)
+    return None
 
 
-def _forgive(run: Run, task: str, as_json: bool) -> None:
+def _resume_task(run: Run, task: str) -> Answer:
     require_known("task", task, run.limits.tasks)
     failures = int(run.progress(task).get("failures_in_row", 0))
     run.jobs.resume_task(task)
-    answer(
-        {"task": task, "failures": failures},
-        f"{task} continues: {plural(failures, 'failure')} in a row reset",
-        as_json=as_json,
-    )
+    said = f"{task} continues: {plural(failures, 'failure')} in a row reset"
+    return Answer({"task": task, "failures": failures}, said)
 
 
-def _admit(run: Run, worker: str, as_json: bool) -> None:
+def _unbar(run: Run, worker: str) -> Answer:
     bad = run.fleet.unbar(worker)
-    if as_json:
-        emit({"worker": worker, "bad_groups": bad})
-    elif bad:
-        console().print(f"{worker} may claim again: {plural(bad, 'bad group')} reset")
-    else:
-        console().print(f"{worker} was not barred")
+    said = f"{worker} may claim again: {plural(bad, 'bad group')} reset"
+    return Answer(
+        {"worker": worker, "bad_groups": bad}, said if bad else f"{worker} was not barred"
+    )
 
 
 def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bool) -> None:
@@ -122,12 +113,9 @@ def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bo
     took_s = time.monotonic() - start
     silent = [] if wait and not failure else run.receipts.silent(state.epoch)
     confirmed = sorted(_live(run) - set(silent))
-    if as_json:
-        facts = {"run": run.name, "mode": state.mode, "epoch": state.epoch, "changed": changed}
-        lists = {"confirmed": confirmed, "silent": silent}
-        emit(facts | lists | {"took_s": round(took_s, 3)})
-    else:
-        report(_summary(confirmed, silent, took_s, wait))
+    facts = {"run": run.name, "mode": state.mode, "epoch": state.epoch, "changed": changed}
+    lists = {"confirmed": confirmed, "silent": silent, "took_s": round(took_s, 3)}
+    Answer(facts | lists, _summary(confirmed, silent, took_s, wait)).print(as_json=as_json)
     if failure:
         raise failure
 
@@ -167,34 +155,26 @@ def _summary(confirmed: list[str], silent: list[str], took_s: float, waited: boo
     )
 
 
-DRAIN_EPILOG = """
-\b
-Example: rolloutmq drain && rolloutmq save backup && rolloutmq resume
-"""
-
 POLL_S = 0.2  # it must poll: nothing signals the end of the last lease
-DrainTimeout = Annotated[
-    float, typer.Option(min=0, help="Seconds to wait for the last group to finish.")
-]
 
 
-@command("Steer", "drain", epilog=DRAIN_EPILOG)
+@command("Steer", "drain", epilog="Example: rolloutmq drain && rolloutmq save backup")
+@on_run
 def drain(
-    timeout: DrainTimeout = 3600.0,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
+    target: Target,
+    timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds to wait for the last group to finish.")
+    ] = 3600.0,
     as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Finish the running groups and claim no new ones.
 
     Waits until no group runs. The run is then at rest, with all results in its pools, until
     `rolloutmq resume`.
     """
-    with open_target(redis_url, run_dir, run) as target:
-        started = time.monotonic()
-        target.run.control.set_mode("operator", Mode.DRAIN)
-        left = _wait_until_drained(target.run, started + timeout, quiet=as_json)
+    started = time.monotonic()
+    target.run.control.set_mode("operator", Mode.DRAIN)
+    left = _wait_until_drained(target.run, started + timeout, quiet=as_json)
     took_s = time.monotonic() - started
     if left:
         raise PauseTimeout(
@@ -203,12 +183,8 @@ def drain(
             hint="`rolloutmq ls --stage running` lists them; `rolloutmq pause --mode "
             "abort` returns them",
         )
-    if as_json:
-        emit({"run": target.run.name, "mode": "drain", "seconds": took_s})
-    else:
-        console().print(
-            f"no group is running, after {age(took_s * 1000)}; `rolloutmq resume` ends the pause"
-        )
+    said = f"no group is running, after {age(took_s * 1000)}; `rolloutmq resume` ends the pause"
+    return Answer({"run": target.run.name, "mode": "drain", "seconds": took_s}, said)
 
 
 def _wait_until_drained(run: Run, end: float, *, quiet: bool) -> int:
@@ -236,7 +212,9 @@ def _describe() -> str:
 
 
 @command("Steer", "set", epilog=EPILOG)
+@on_run
 def set_(
+    target: Target,
     settings: Annotated[
         list[str] | None,
         typer.Argument(metavar="NAME=VALUE...", help=f"Settings to change: {_describe()}."),
@@ -244,11 +222,7 @@ def set_(
     listed: Annotated[
         bool, typer.Option("--list", help="List what differs from the config, and since when.")
     ] = False,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Change settings of a run while it continues.
 
     Every process applies them at its next heartbeat, round or batch. They belong to the run, and
@@ -262,26 +236,20 @@ def set_(
             "pass NAME=VALUE, or --list", hint="`rolloutmq set max_staleness=2` sets one"
         )
     wanted, restored = parse_change(settings or [])
-    with open_target(redis_url, run_dir, run) as target:
-        if listed:
-            _list(target.run.settings, as_json)
-            return
-        changes = target.run.set(wanted, restored=restored, by=_who())
-        keep_settings(target)
-    if as_json:
-        emit(
-            {
-                "changed": {
-                    name: {"before": before, "after": after}
-                    for name, (before, after) in changes.items()
-                }
-            }
-        )
-    elif not changes:
-        console().print("nothing to change: the run has these settings already")
-    for name, (before, after) in ({} if as_json else changes).items():
-        line = f"{name}: {value_text(name, before)} -> {value_text(name, after)}"
-        console().print(line, highlight=False, markup=False)
+    if listed:
+        return _overridden(target.run.settings)
+    changes = target.run.set(wanted, restored=restored, by=_who())
+    keep_settings(target)
+    said = [
+        f"{name}: {value_text(name, before)} -> {value_text(name, after)}"
+        for name, (before, after) in changes.items()
+    ]
+    document = {
+        name: {"before": before, "after": after} for name, (before, after) in changes.items()
+    }
+    return Answer(
+        {"changed": document}, said or "nothing to change: the run has these settings already"
+    )
 
 
 def keep_settings(target: Target) -> None:
@@ -290,20 +258,14 @@ def keep_settings(target: Target) -> None:
         KeptSettings(target.run_dir, target.run.nonce).keep(target.run.settings)
 
 
-def _list(record: SettingsRecord, as_json: bool) -> None:
+def _overridden(record: SettingsRecord) -> Answer:
     found = list(overrides(record))
-    if as_json:
-        emit({"settings": found})
-        return
-    if not found:
-        console().print("every setting is as in the config")
-        return
     grid = table("setting", "config", "now", "since", "by")
     for each in found:
         name, config = each["name"], value_text(each["name"], each["config"])
         row = (name, config, str(each["value"]), time_text(each["set_ms"]), each["by"] or "-")
         grid.add_row(*map(plain, row))
-    console().print(grid)
+    return Answer({"settings": found}, grid if found else "every setting is as in the config")
 
 
 def _who() -> str:

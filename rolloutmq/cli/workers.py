@@ -6,42 +6,25 @@ from dataclasses import asdict
 from typing import Annotated, Any, get_args
 
 import typer
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from buffer.control.worker_record import WorkerRecord
 from buffer.ledger.audits import AuditAccount, Verdict
+from buffer.run import Run
 from consumer.grpo.audit.audit_log import groups_of
 from rolloutmq.command_list import command
-from rolloutmq.options import (
-    AsJson,
-    RedisUrl,
-    RunDir,
-    RunName,
-    Target,
-    Yes,
-    open_target,
-    require_known,
-    require_yes,
-)
-from rolloutmq.output import (
-    age,
-    answer,
-    console,
-    count,
-    emit,
-    plain,
-    plural,
-    state,
-    table,
-    worker_state,
-)
+from rolloutmq.options import Answer, Target, Yes, on_run, require_known, require_yes
+from rolloutmq.output import age, count, known, plural, state, table, worker_state
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
 
 @command("Look", "workers", epilog="Example: rolloutmq workers --json | jq '.[].tokens_per_s'")
+@on_run
 def workers(
+    target: Target,
     groups: Annotated[
         str | None,
         typer.Option(
@@ -50,11 +33,7 @@ def workers(
             "`audit.jsonl` in the run's folder, those that were trained.",
         ),
     ] = None,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """List the workers of a run.
 
     Columns: engine, state, weights, time since the last heartbeat (seen), groups held of its
@@ -63,30 +42,32 @@ def workers(
     `rolloutmq resume --worker ID`. A second table has the groups that only wait for their judge,
     the times of judges, and their failures. A third one has the numbers of audited groups.
     """
-    with open_target(redis_url, run_dir, run) as target:
-        if groups is not None:
-            _show_groups(_groups_of(target, groups), groups, as_json=as_json)
-            return
-        audits = target.run.audits.read()
-        rows = target.run.fleet.workers()
-        lease_ms = target.run.limits.lease_ms
-        weights = str(target.run.control.state().weights)
-    if as_json:
-        emit([_as_json(row, lease_ms) for row in rows])
-    elif not rows:
-        console().print("No worker has registered. `rolloutmq worker CONFIG` starts one.")
-    else:
-        console().print(workers_table(rows, lease_ms, weights))
-        if judged := [row for row in rows if row.judged or row.judging]:
-            console().print(judges_table(judged))
-        if audits.groups:
-            console().print(audits_table(audits))
-        for row in rows:
-            if row.replaced:
-                console().print(
-                    f"{plain(row.id)}: {row.replaced} processes of your functions hung, crashed or "
-                    "ran out of memory, and were replaced; its log names them"
-                )
+    if groups is not None:
+        made = _groups_of(target, groups)
+        return Answer(made, _groups_table(made) if made else f"No group of {groups} is known.")
+    run = target.run
+    rows = run.fleet.workers()
+    shown = _shown(rows, run) if rows else [_NO_WORKER]
+    return Answer([_as_json(row, run.limits.lease_ms) for row in rows], shown)
+
+
+_NO_WORKER = "No worker has registered. `rolloutmq worker CONFIG` starts one."
+
+
+def _shown(rows: list[WorkerRecord], run: Run) -> list[RenderableType]:
+    audits = run.audits.read()
+    judged = [row for row in rows if row.judged or row.judging]
+    return [
+        workers_table(rows, run.limits.lease_ms, str(run.control.state().weights)),
+        *([judges_table(judged)] if judged else []),
+        *([audits_table(audits)] if audits.groups else []),
+        *(
+            f"{row.id}: {row.replaced} processes of your functions hung, crashed or ran out of "
+            "memory, and were replaced; its log names them"
+            for row in rows
+            if row.replaced
+        ),
+    ]
 
 
 def workers_table(rows: list[WorkerRecord], lease_ms: int, newest: str) -> Table:
@@ -95,16 +76,16 @@ def workers_table(rows: list[WorkerRecord], lease_ms: int, newest: str) -> Table
     for row in rows:
         is_live = row.is_live(lease_ms)
         grid.add_row(
-            plain(row.id),
-            plain(row.engine),
+            row.id,
+            row.engine,
             state(worker_state(row, is_live)),
-            Text(plain(row.weights) or "-", style="" if row.weights == newest else "yellow"),
+            Text(row.weights or "-", style="" if row.weights == newest else "yellow"),
             Text(age(row.silent_ms), style="" if is_live else "red"),
             f"{row.holds}/{row.concurrency}" if row.concurrency else str(row.holds),
-            "-" if row.requests is None else str(row.requests),
+            known(row.requests),
             count(row.tokens_per_s),
             str(row.done),
-            _bad(row),
+            _number(row.failed + row.quarantined),
         )
     return grid
 
@@ -113,9 +94,9 @@ def judges_table(rows: list[WorkerRecord]) -> Table:
     numbers = ["judging", "judged", "failed", "median", "99th percentile"]
     grid = table("worker", *numbers, right=numbers)
     for row in rows:
-        failed = Text(str(row.judge_failures), style="red" if row.judge_failures else "dim")
+        failed = _number(row.judge_failures)
         times = (age(1000 * row.judge_times.quantile_s(share)) for share in (0.5, 0.99))
-        grid.add_row(plain(row.id), str(row.judging), str(row.judged), failed, *times)
+        grid.add_row(row.id, str(row.judging), str(row.judged), failed, *times)
     return grid
 
 
@@ -124,7 +105,7 @@ def audits_table(audits: AuditAccount) -> Table:
     grid = table("audits of", *verdicts, "failed", right=verdicts)
     for worker, groups in sorted(audits.groups.items()):
         counts = (str(groups.get(verdict, 0)) for verdict in VERDICTS)
-        grid.add_row(plain(worker) or "(unknown)", *counts, plain(audits.failed.get(worker, "")))
+        grid.add_row(worker or "(unknown)", *counts, audits.failed.get(worker, ""))
     if audits.missed:
         grid.caption = f"{audits.missed} batches were freed before they were audited"
     return grid
@@ -150,24 +131,15 @@ def _groups_of(target: Target, worker: str) -> list[dict[str, Any]]:
     ]
 
 
-def _show_groups(rows: list[dict[str, Any]], worker: str, *, as_json: bool) -> None:
-    if as_json:
-        emit(rows)
-        return
-    if not rows:
-        console().print(f"No group of {plain(worker)} is known.")
-        return
+def _groups_table(rows: list[dict[str, Any]]) -> Table:
     grid = table("gid", "stage", "step", "weights", right=["step"])
     for row in rows:
-        step = "-" if row["step"] is None else str(row["step"])
-        grid.add_row(row["gid"], state(row["stage"], width=7), step, plain(row["weights"]))
-    console().print(grid)
+        grid.add_row(row["gid"], state(row["stage"], width=7), known(row["step"]), row["weights"])
+    return grid
 
 
-def _bad(row: WorkerRecord) -> Text:
-    """Count the groups that failed on a worker, or that the trainer could not use."""
-    bad = row.failed + row.quarantined
-    return Text(str(bad), style="red" if bad else "dim")
+def _number(faults: int) -> Text:
+    return Text(str(faults), style="red" if faults else "dim")
 
 
 def _as_json(row: WorkerRecord, lease_ms: int) -> dict[str, Any]:
@@ -184,31 +156,25 @@ def _as_json(row: WorkerRecord, lease_ms: int) -> dict[str, Any]:
 
 
 @command("Steer", "fence", epilog="Example: rolloutmq fence host7-1 --yes")
+@on_run
 def fence(
+    target: Target,
     worker: Annotated[
         str,
         typer.Argument(metavar="WORKER", help="Id of the worker; `rolloutmq workers` lists them."),
     ],
     yes: Yes = False,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Revoke all groups that a worker holds, and remove the worker.
 
     Its groups are queued again; if it still submits them, they are refused. A worker that is alive
     notices at its next heartbeat, drops its groups, and registers again.
     """
-    with open_target(redis_url, run_dir, run) as target:
-        known = {row.id: row for row in target.run.fleet.workers()}
-        require_known("worker", worker, sorted(known))
-        held = plural(known[worker].holds, "group")
-        seen = age(known[worker].silent_ms)
-        require_yes(yes, f"revoke {held} of {worker}, last seen {seen} ago")
-        revoked = target.run.fleet.fence(worker)
-    answer(
-        {"worker": worker, "revoked": revoked},
-        f"{worker} is fenced; {plural(revoked, 'group')} revoked",
-        as_json=as_json,
-    )
+    records = {row.id: row for row in target.run.fleet.workers()}
+    require_known("worker", worker, sorted(records))
+    held = plural(records[worker].holds, "group")
+    seen = age(records[worker].silent_ms)
+    require_yes(yes, f"revoke {held} of {worker}, last seen {seen} ago")
+    revoked = target.run.fleet.fence(worker)
+    said = f"{worker} is fenced; {plural(revoked, 'group')} revoked"
+    return Answer({"worker": worker, "revoked": revoked}, said)

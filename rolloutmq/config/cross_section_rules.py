@@ -19,7 +19,12 @@ from buffer.config.run_settings import (
 )
 from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig, LearnerConfig
-from consumer.config.trainer import MOST_PROBLEMS, EvaluationSection, TrainerSection
+from consumer.config.trainer import (
+    MOST_PROBLEMS,
+    WITHIN_A_GROUP,
+    EvaluationSection,
+    TrainerSection,
+)
 from producer_workers.config.engine import EngineConfig
 from producer_workers.config.strategy import StrategySection
 from producer_workers.config.task import TaskSection
@@ -28,9 +33,6 @@ from producer_workers.hub import is_id
 from rolloutmq.config.launch import LaunchSection
 
 TaskSections = Mapping[str, TaskSection]
-
-WITHIN_A_GROUP = ("grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp_baseline")
-"""Advantages that compare a rollout with the others of its prompt."""
 
 Check = Callable[..., Iterator[str]]
 
@@ -54,6 +56,17 @@ def training(tasks: TaskSections) -> dict[str, TaskSection]:
     return {name: task for name, task in tasks.items() if task.eval_of is None}
 
 
+def staleness(policy: PolicySection, task: TaskSection) -> int:
+    """Return the limit of a task, in publications."""
+    return policy.max_staleness if task.max_staleness is None else task.max_staleness
+
+
+def ahead(policy: PolicySection, task: TaskSection) -> int:
+    """Return how many publications ahead groups of a task are started."""
+    own = policy.max_ahead if task.max_ahead is None else task.max_ahead
+    return min(own, staleness(policy, task))
+
+
 def memory_problem(
     tasks: TaskSections,
     producer: ProducerSection,
@@ -69,15 +82,14 @@ def memory_problem(
     sizes = [task.group_bytes(producer.max_prompt_tokens) for task in training(tasks).values()]
     # a commit frees what is older than the oldest checkpoint that is kept
     kept = trainer.checkpoint_every_steps * trainer.keep_checkpoints
-    own = [task.max_staleness for task in training(tasks).values()]
-    oldest = max((policy.max_staleness if age is None else age for age in own), default=0)
-    threshold = stale_threshold(oldest, policy.sync_weights_interval)
-    ahead = threshold + strategy.over_sample_threshold
+    most = max((ahead(policy, task) for task in training(tasks).values()), default=0)
+    steps = stale_threshold(most, policy.sync_weights_interval)
+    batches = steps + strategy.over_sample_threshold
     need = MemoryNeed(
         group_bytes=memory.group_bytes or max(sizes, default=0),
         batches=kept + retention.batches,
         batch_size=plan.batch_size,
-        in_flight=ceil(ahead * plan.batch_size),
+        in_flight=ceil(batches * plan.batch_size),
     )
     if problem := need.problem(memory, budget or memory.budget_bytes or 0):
         yield problem

@@ -293,10 +293,7 @@ def _dry(task: TaskView, quiet_ms: int | None) -> Symptom:
     if account.aborted + account.expired:
         pools = f"{account.aborted} aborted and {account.expired} expired groups"
         what = f"{what}; {pools} are in their pools"
-        fix = (
-            "the producer must reissue them: read its log, and check [strategy] "
-            "tail_batch_trigger_size"
-        )
+        fix = "the producer must reissue them: read its log, and check [strategy] on_straggler"
     if quiet_ms is not None and quiet_ms < PATIENCE_MS:
         # right after a take, the producer has not seen the room yet
         return _note(what, since_ms=quiet_ms)

@@ -1,13 +1,13 @@
-"""Find one group of a run by its id, also after its end, and print it."""
+"""Find one group of a run by its id, also after its end, and show it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
-from rich.console import Console
+from rich.console import RenderableType
 from rich.text import Text
 
 from buffer.errors import AccountError, ConfigError
@@ -18,7 +18,7 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.group_json import group_json
 from buffer.wire.rollout import VersionSpan
 from consumer.grpo.reporting.sample_log import Sample, SampleLog
-from rolloutmq.output import count, facts, plain, state, version_style
+from rolloutmq.output import count, facts, known, state, version_style
 from rolloutmq.tracing import trace_id
 
 _WHY_GONE = {
@@ -157,96 +157,85 @@ _SHORT = ("task", "draw", "stage", "status", "lane", "owner", "batch", "tries", 
           "tokens", "version", "lineage", "reward", "payload", "chunks", "size", "crc")  # fmt: skip
 
 
-def print_group(screen: Console, document: Mapping[str, Any]) -> None:
-    """Print a group from its document (`FoundGroup.document`)."""
-    heading = Text.assemble((document["gid"], "bold"), "  ", state(_where(document)))
-    screen.print(heading.append(f" {document['gone']}" if document["gone"] else ""))
+def group_parts(document: Mapping[str, Any]) -> Iterator[RenderableType]:
+    """Yield what to print of a group, from its document (`FoundGroup.document`)."""
+    where = " + ".join(document["places"]) or ("trained" if document["sampled"] else "lost")
+    heading = Text.assemble((document["gid"], "bold"), "  ", state(where))
+    yield heading.append(f" {document['gone']}" if document["gone"] else "")
     record = document["record"] or {}
-    named = [(name, plain(record[name])) for name in _SHORT if record.get(name)]
-    if document["sampled"]:
-        sampled = document["sampled"]
+    named = [(name, record[name]) for name in _SHORT if record.get(name)]
+    if sampled := document["sampled"]:
         named.append(("step", f"{sampled['step']} (from the sample log: {sampled['why']})"))
-    screen.print(facts([*named, *([("trace", trace)] if (trace := document["trace_id"]) else [])]))
+    if trace := document["trace_id"]:
+        named.append(("trace", trace))
+    yield facts(named)
     if letter := document["dead_letter"]:
-        screen.print(Text(f"dead letter: {plain(orjson.dumps(letter).decode())}", style="red"))
+        yield Text(f"dead letter: {orjson.dumps(letter).decode()}", style="red")
     if document["members"]:
-        _show_texts(screen, document)
+        yield from _texts(document)
 
 
-def _where(document: Mapping[str, Any]) -> str:
-    return " + ".join(document["places"]) or ("trained" if document["sampled"] else "lost")
-
-
-def _show_texts(screen: Console, document: Mapping[str, Any]) -> None:
+def _texts(document: Mapping[str, Any]) -> Iterator[RenderableType]:
     if document.get("prompt"):
-        screen.print(Text(plain(document["prompt"])))
+        yield document["prompt"]
     for message in document.get("messages", []):
-        screen.print()
-        screen.print(Text(f"{message.get('role', '?')}:", style="bold"))
-        screen.print(Text(plain(str(message.get("content", "")))))
+        yield Text(f"\n{message.get('role', '?')}:", style="bold")
+        yield str(message.get("content", ""))
     if document.get("ground_truth") is not None:
-        screen.print(facts([("ground truth", plain(str(document.get("ground_truth"))))]))
+        yield facts([("ground truth", str(document["ground_truth"]))])
     members = document["members"]
-    if not any(member["tokens"] for member in members):
-        screen.print(
-            Text(f"\nnothing has been generated yet, of {len(members)} rollouts", style="dim")
-        )
-        return
-    for member in members:
-        _show_rollout(screen, member)
+    if any(member["tokens"] for member in members):
+        for member in members:
+            yield from _rollout(member)
+    else:
+        what = f"\nnothing has been generated yet, of {len(members)} rollouts"
+        yield Text(what, style="dim")
 
 
-def _show_rollout(screen: Console, member: Mapping[str, Any]) -> None:
+def _rollout(member: Mapping[str, Any]) -> Iterator[Text]:
     reward = member["reward"] or {}
-    score = reward.get("score")
-    screen.print()
-    screen.print(Text.assemble(
-        (f"#{member['index']} ", "bold"),
+    yield Text.assemble(
+        (f"\n#{member['index']} ", "bold"),
         state(member["status"]),
-        (" score ", "dim"), "-" if score is None else f"{score:g}",
+        (" score ", "dim"), known(reward.get("score"), "g"),
         (" · ", "dim"), f"{count(member['tokens'])} tokens",
-        (" · finish ", "dim"), plain(member["finish_reason"] or "-"),
-    ))  # fmt: skip
-    screen.print(_version_bar(member))
-    _show_response(screen, member)
-    others = {name: value for name, value in reward.items() if name != "score"}
-    if others:
+        (" · finish ", "dim"), member["finish_reason"] or "-",
+    )  # fmt: skip
+    yield _version_bar(member)
+    yield _response(member)
+    if others := {name: value for name, value in reward.items() if name != "score"}:
         text = ", ".join(f"{name} {value:g}" for name, value in others.items())
-        screen.print(Text(f"rewards {plain(text)}", style="dim"))
+        yield Text(f"rewards {text}", style="dim")
     if member["error"]:
-        screen.print(Text(plain(member["error"]), style="red"))
+        yield Text(member["error"], style="red")
     if "response_ids" in member:
         pairs = zip(member["response_ids"], member["logprobs"], strict=True)
-        screen.print(
-            Text(" ".join(f"{token}({logprob:.2f})" for token, logprob in pairs), style="dim")
-        )
+        yield Text(" ".join(f"{token}({logprob:.2f})" for token, logprob in pairs), style="dim")
 
 
-def _show_response(screen: Console, member: Mapping[str, Any]) -> None:
-    """Print the response, with text that was not sampled (a tool's, say) dimmed."""
+def _response(member: Mapping[str, Any]) -> Text:
+    """Return the response, with text that was not sampled (a tool's, say) dimmed."""
     versions = {span["version"] for span in member["spans"]}
     style = version_style(versions.pop()) if len(versions) == 1 else ""
     turns = member.get("turns") or [{"trained": True, "text": member["response"]}]
     text = Text()
     for turn in turns:
-        text.append(plain(turn["text"]), style=style if turn["trained"] else "dim")
-    screen.print(text if text.plain else Text("(no text)", style="dim"))
+        text.append(turn["text"], style=style if turn["trained"] else "dim")
+    return text if text.plain else Text("(no text)", style="dim")
 
 
 def _version_bar(member: Mapping[str, Any]) -> Text:
     """Draw each span as a coloured part, as long as its share of all tokens, sampled or not."""
     total = member["tokens"]
-    spans = [VersionSpan(**span) for span in member["spans"]]
-    text = Text()
     if not total:
         return Text("no tokens", style="dim")
+    spans = [VersionSpan(**span) for span in member["spans"]]
+    text = Text()
     for span in spans:
-        text.append(
-            "▇" * max(1, round(span.length / total * _BAR)), style=version_style(span.version)
-        )
+        width = max(1, round(span.length / total * _BAR))
+        text.append("▇" * width, style=version_style(span.version))
     for span in spans:
         where = f" {span.start}-{span.start + span.length - 1}" if len(spans) > 1 else ""
         text.append(f"  v{span.version}{where}", style=version_style(span.version))
-    lineages = sorted({span.lineage for span in spans})
-    text.append(f"  lineage {', '.join(lineages)}" if lineages else "", style="dim")
-    return text
+    lineages = ", ".join(sorted({span.lineage for span in spans}))
+    return text.append(f"  lineage {lineages}" if lineages else "", style="dim")

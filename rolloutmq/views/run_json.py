@@ -2,90 +2,74 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from buffer.control.role_holder import RoleHolder
 from buffer.control.worker_record import WorkerRecord
 from rolloutmq.views.run_view import RunView, TaskView
 
-
-def describe(snap: RunView) -> dict[str, Any]:
-    return {
-        "run": snap.run,
-        "nonce": snap.meta.get("nonce"),
-        "created_ms": int(snap.meta.get("created_ms", 0)),
-        "mode": snap.mode,
-        "paused_by": snap.paused_by,
-        "mode_age_ms": snap.paused_ms,
-        "epoch": int(snap.control.get("epoch", 0)),
-        "acknowledged": snap.acknowledged,
-        "open_lanes": snap.control.get("lanes", "").split(),
-        "weights": snap.weights._asdict() | {"path": snap.control.get("weights_path", "")},
-        "steps": {"taken": snap.taken, "committed": snap.committed, "freed": snap.freed},
-        "trainer": _role_json(snap.trainer),
-        "producer": _role_json(snap.producer),
-        "curriculum_error": snap.control.get("curriculum_error") or None,
-        "tasks": {task.account.task: _task_json(task, snap.now_ms) for task in snap.tasks},
-        "workers": [_worker_json(worker, snap) for worker in snap.workers],
-        "tokens_per_s": snap.tokens_per_s,
-        "leases": snap.leases,
-        "judging": snap.judging,
-        "overdue_leases": snap.overdue,
-        "dead_letters": snap.dead,
-        "garbage": snap.garbage,
-        "memory": {
-            "held_bytes": snap.memory.held,
-            "low_bytes": snap.memory.low,
-            "high_bytes": snap.memory.high,
-        },
-        "adds_up": not snap.faults,
-        "faults": list(snap.faults),
-    }
-
-
-def _task_json(task: TaskView, now_ms: int) -> dict[str, Any]:
-    return {
-        "places": task.account.stages,
-        "enqueued": task.account.enqueued,
-        "put": task.account.put,
-        "imported": task.account.imported,
-        "cursor": task.account.cursor,
-        "target": task.account.target,
-        "consumed": task.account.consumed,
-        "in_flight": task.in_flight,
-        "in_flight_limit": task.in_flight_limit,
-        "backlog": task.backlog,
-        "ready": task.ready,
-        "too_old": task.too_old,
-        "trouble": task.trouble(now_ms),
-        "stale_threshold": None if task.is_eval else task.stale_threshold,
-        "staleness": task.staleness,
-        "mean_reward": task.mean_reward,
-        **{name: int(task.number(name)) for name in _COUNTERS},
-    }
-
-
+_RUN = ("run", "mode", "paused_by", "created_ms", "acknowledged", "tokens_per_s", "leases",
+        "judging", "garbage")  # fmt: skip
+_ACCOUNT = ("enqueued", "put", "imported", "cursor", "target", "consumed")
+_TASK = ("in_flight", "in_flight_limit", "backlog", "ready", "too_old", "staleness", "mean_reward")
 _COUNTERS = (
     "produced_samples", "produced_tokens", "produced_groups", "produced_ms", "unparsed", "failed",
     "leases_lost", "expirations", "ended_early", "discarded_tokens", "unmade_tokens", "reasserted",
     "regenerated",
 )  # fmt: skip
+_WORKER = (
+    "id", "engine", "state", "weights", "silent_ms", "holds", "judging", "tokens_per_s",
+    "done", "failed", "quarantined", "concurrency", "requests", "judged", "judge_failures",
+    "replaced", "refusal", "bad_groups", "barred_for_ms",
+)  # fmt: skip
+
+
+def describe(view: RunView) -> dict[str, Any]:
+    control, memory = view.control, view.memory
+    return _named(view, _RUN) | {
+        "nonce": view.meta.get("nonce"),
+        "mode_age_ms": view.paused_ms,
+        "epoch": int(control.get("epoch", 0)),
+        "open_lanes": control.get("lanes", "").split(),
+        "weights": view.weights._asdict() | {"path": control.get("weights_path", "")},
+        "steps": {"taken": view.taken, "committed": view.committed, "freed": view.freed},
+        "trainer": _role_json(view.trainer),
+        "producer": _role_json(view.producer),
+        "curriculum_error": control.get("curriculum_error") or None,
+        "tasks": {task.account.task: _task_json(task, view.now_ms) for task in view.tasks},
+        "workers": [_worker_json(worker, view) for worker in view.workers],
+        "overdue_leases": view.overdue,
+        "dead_letters": view.dead,
+        "memory": {f"{name}_bytes": number for name, number in asdict(memory).items()},
+        "adds_up": not view.faults,
+        "faults": list(view.faults),
+    }
+
+
+def _named(thing: object, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(thing, name) for name in names}
 
 
 def _role_json(role: RoleHolder) -> dict[str, Any]:
     return {"state": role.word, "silent_ms": role.silent_ms}
 
 
-def _worker_json(worker: WorkerRecord, snap: RunView) -> dict[str, Any]:
-    names = (
-        "id", "engine", "state", "weights", "silent_ms", "holds", "judging", "tokens_per_s",
-        "done", "failed", "quarantined", "concurrency", "requests", "judged", "judge_failures",
-        "replaced", "refusal", "bad_groups", "barred_for_ms",
-    )  # fmt: skip
-    known = {name: getattr(worker, name) for name in names}
-    registered_ms = max(0, snap.now_ms - worker.joined_ms) if worker.joined_ms else None
-    return known | {
+def _task_json(task: TaskView, now_ms: int) -> dict[str, Any]:
+    return {
+        "places": task.account.stages,
+        **_named(task.account, _ACCOUNT),
+        **_named(task, _TASK),
+        "trouble": task.trouble(now_ms),
+        "stale_threshold": None if task.is_eval else task.stale_threshold,
+        **{name: int(task.number(name)) for name in _COUNTERS},
+    }
+
+
+def _worker_json(worker: WorkerRecord, view: RunView) -> dict[str, Any]:
+    registered_ms = max(0, view.now_ms - worker.joined_ms) if worker.joined_ms else None
+    return _named(worker, _WORKER) | {
         "registered_ms": registered_ms,
-        "failed_audit": snap.failed_audits.get(worker.id, ""),
+        "failed_audit": view.failed_audits.get(worker.id, ""),
         "facts": dict(worker.facts),
     }

@@ -22,7 +22,8 @@ from buffer.control.histogram import Histogram
 from buffer.control.worker_record import WorkerRecord, WorkerState
 from rolloutmq.views.run_view import RunView, TaskView
 
-Cells = Iterable[tuple[tuple[str, ...], float]]  # (values of the labels except `run`, number)
+# (values of the labels except `run`, number)
+Cells = Iterable[tuple[tuple[str, ...], float]] | Iterable[tuple[tuple[str, ...], Histogram]]
 KL = {"old": "policy/kl_old", "reference": "policy/kl_ref"}
 STALENESS = {"mean": "staleness/mean", "max": "staleness/max"}
 PARTS = {
@@ -33,9 +34,6 @@ PARTS = {
     "publish": "time/publish_s",
 }
 
-# (values of the labels except `run`, durations)
-Times = Iterable[tuple[tuple[str, ...], Histogram]]
-
 
 class _Family(NamedTuple):
     """One metric: its name without `rolloutmq_`, its help text, its labels except `run`."""
@@ -44,32 +42,18 @@ class _Family(NamedTuple):
     text: str
     labels: tuple[str, ...]
     read: Callable[[RunView], Cells]
-    make: type[GaugeMetricFamily | CounterMetricFamily] = GaugeMetricFamily
+    make: Any = GaugeMetricFamily
 
-    def metric(self, snaps: dict[str, RunView]) -> Metric:
+    def metric(self, views: dict[str, RunView]) -> Metric:
         family: Any = self.make(f"rolloutmq_{self.name}", self.text, labels=["run", *self.labels])
-        for run, snap in snaps.items():
-            for values, number in self.read(snap):
-                family.add_metric([run, *values], number)
-        return family  # type: ignore[no-any-return]
-
-
-class _HistogramFamily(NamedTuple):
-    """One histogram, described as in `_Family`."""
-
-    name: str
-    text: str
-    labels: tuple[str, ...]
-    read: Callable[[RunView], Times]
-
-    def metric(self, snaps: dict[str, RunView]) -> Metric:
-        name = f"rolloutmq_{self.name}"
-        family: Any = HistogramMetricFamily(name, self.text, labels=["run", *self.labels])
-        for run, snap in snaps.items():
-            for values, times in self.read(snap):
-                buckets = [(str(bound_s), count) for bound_s, count in times.at_most().items()]
-                buckets.append(("+Inf", times.count))
-                family.add_metric([run, *values], buckets, times.total_s)
+        for run, view in views.items():
+            for values, number in self.read(view):
+                if isinstance(number, Histogram):
+                    buckets = [(str(bound_s), n) for bound_s, n in number.at_most().items()]
+                    buckets.append(("+Inf", number.count))
+                    family.add_metric([run, *values], buckets, number.total_s)
+                else:
+                    family.add_metric([run, *values], number)
         return family  # type: ignore[no-any-return]
 
 
@@ -98,8 +82,18 @@ def _counter(family: _Family) -> _Family:
     return family._replace(make=CounterMetricFamily)
 
 
+def _times(
+    name: str, text: str, labels: tuple[str, ...], read: Callable[[RunView], Cells]
+) -> _Family:
+    return _Family(name, text, labels, read, HistogramMetricFamily)
+
+
 def _task_counter(name: str, text: str, field: str) -> _Family:
     return _counter(_of_task(name, text, lambda task: task.number(field)))
+
+
+def _held_s(task: TaskView) -> float:
+    return task.number("produced_ms") / 1000
 
 
 def _places(snap: RunView) -> Cells:
@@ -126,24 +120,16 @@ def _failures(snap: RunView) -> Cells:
             yield (task.account.task, cause), number
 
 
-def _of_step(name: str, text: str, metric: str) -> _Family:
-    """Return a metric of the last train step, if the trainer reports it."""
+def _of_step(name: str, text: str, metric: str | Mapping[str, str], label: str = "") -> _Family:
+    """Return a metric of the last train step, if the trainer reports it, or one by `label`."""
+    metrics = {"": metric} if isinstance(metric, str) else metric
 
-    def cells(snap: RunView) -> Cells:
-        found = _step_metrics(snap)
-        return [((), found[metric])] if metric in found else []
+    def cells(view: RunView) -> Cells:
+        known = _step_metrics(view)
+        found = [(value, known[each]) for value, each in metrics.items() if each in known]
+        return [((value,) if label else (), number) for value, number in found]
 
-    return _Family(name, text, (), cells)
-
-
-def _of_step_by(name: str, text: str, label: str, metrics: Mapping[str, str]) -> _Family:
-    """Return several metrics of the last train step as one; `metrics`: their names by label."""
-
-    def cells(snap: RunView) -> Cells:
-        found = _step_metrics(snap)
-        return [((value,), found[metric]) for value, metric in metrics.items() if metric in found]
-
-    return _Family(name, text, (label,), cells)
+    return _Family(name, text, (label,) if label else (), cells)
 
 
 def _step_metrics(snap: RunView) -> Mapping[str, float]:
@@ -209,12 +195,8 @@ def _workers(snap: RunView) -> Cells:
     return (((state,), number) for state, number in counts.items())
 
 
-def _judge_times(snap: RunView) -> Times:
+def _judge_times(snap: RunView) -> Cells:
     return (((worker.id,), worker.judge_times) for worker in snap.live_workers)
-
-
-def _pauses(snap: RunView) -> Times:
-    return [((), snap.pauses)]
 
 
 def _marks(snap: RunView) -> Cells:
@@ -222,7 +204,7 @@ def _marks(snap: RunView) -> Cells:
 
 
 # all metrics of runs but `rolloutmq_workers_wanted`, which needs several snapshots
-FAMILIES: tuple[_Family | _HistogramFamily, ...] = (
+FAMILIES: tuple[_Family, ...] = (
     _Family("groups", "Groups by place; each is in exactly one.", ("task", "place"), _places),
     _Family("jobs_waiting", "Groups that wait for a worker.", ("task", "lane"), _backlog),
     _Family("staleness_groups", "Ready groups by staleness.", ("task", "staleness"), _staleness),
@@ -239,13 +221,7 @@ FAMILIES: tuple[_Family | _HistogramFamily, ...] = (
     _task_counter("groups_consumed", "Groups that were handed out in batches.", "consumed"),
     _task_counter("samples_produced", "Rollouts in submitted groups.", "produced_samples"),
     _task_counter("groups_produced", "Groups that were completed or filtered.", "produced_groups"),
-    _counter(
-        _of_task(
-            "group_seconds",
-            "Time that workers held the produced groups.",
-            lambda task: task.number("produced_ms") / 1000,
-        )
-    ),
+    _counter(_of_task("group_seconds", "Time that workers held the produced groups.", _held_s)),
     _task_counter("tokens_produced", "Generated tokens; resumed ones once.", "produced_tokens"),
     _task_counter("answers_unparsed", "Rollouts in which no judge found an answer.", "unparsed"),
     _task_counter("tries_failed", "Tries that ended in an error.", "failed"),
@@ -266,13 +242,13 @@ FAMILIES: tuple[_Family | _HistogramFamily, ...] = (
     ),
     _Family("step_reward_mean", "Mean score of a task in its batch.", ("task",), _step_rewards),
     _of_step("step_loss", "Loss of the policy.", "loss/policy"),
-    _of_step_by("step_kl", "KL, by what the policy is compared with.", "against", KL),
+    _of_step("step_kl", "KL, by what the policy is compared with.", KL, "against"),
     _of_step("step_entropy", "Mean entropy of a token, nats.", "policy/entropy"),
     _of_step("step_clip_fraction", "Share of tokens that were clipped.", "policy/clip_fraction"),
     _of_step("step_gradient_norm", "Before it is clipped.", "optim/grad_norm"),
     _of_step("step_response_tokens_mean", "Mean length of a response.", "response_len/mean"),
-    _of_step_by("step_staleness", "In train steps, of the groups taken.", "stat", STALENESS),
-    _of_step_by("step_seconds", "By part; total: of the whole step.", "part", PARTS),
+    _of_step("step_staleness", "In train steps, of the groups taken.", STALENESS, "stat"),
+    _of_step("step_seconds", "By part; total: of the whole step.", PARTS, "part"),
     _Family("step_tokens_per_second", "Its tokens by its time.", (), _step_tokens_per_s),
     _Family("evaluation", "Last evaluation of a task.", ("task", "metric"), _evaluations),
     _Family("evaluation_step", "Train step whose weights it had.", ("task",), _evaluated_steps),
@@ -292,8 +268,8 @@ FAMILIES: tuple[_Family | _HistogramFamily, ...] = (
     _counter(
         _of_worker("worker_processes_replaced", "Users' code that hung.", lambda w: w.replaced)
     ),
-    _HistogramFamily("judge_seconds", "Judges' answers, with queue.", ("worker",), _judge_times),
-    _HistogramFamily("pause_seconds", "From a pause to the last receipt.", (), _pauses),
+    _times("judge_seconds", "Judges' answers, with queue.", ("worker",), _judge_times),
+    _times("pause_seconds", "From a pause to the last receipt.", (), lambda s: [((), s.pauses)]),
     _of_run("leases", "Groups that run.", lambda s: s.leases),
     _of_run("leases_overdue", "Leases that ran out and are not taken back.", lambda s: s.overdue),
     _of_run("dead_letters", "Failed groups that wait for an operator.", lambda s: s.dead),

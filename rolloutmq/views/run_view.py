@@ -11,12 +11,12 @@ from typing import Any
 from buffer.control.control import Event, parse_event
 from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram, parse_counts
 from buffer.control.role_holder import RoleHolder
+from buffer.control.trainer_report import TrainerReport
 from buffer.control.worker_record import WorkerRecord
 from buffer.ids import LANES
 from buffer.ledger.account import TaskAccount
 from buffer.ledger.ledger import LedgerSteps
 from buffer.ledger.memory import MemoryUse
-from buffer.model.trainer_report import TrainerReport
 from buffer.redis.key_fields import read_counts, require_fields, text_fields
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
@@ -134,6 +134,10 @@ class RunView:
         return self.control.get("mode", "run")
 
     @property
+    def created_ms(self) -> int:
+        return int(self.meta["created_ms"])
+
+    @property
     def paused_by(self) -> str | None:
         for who in ("operator", "trainer"):
             if self.control.get(f"{who}_mode", "run") != "run":
@@ -149,8 +153,7 @@ class RunView:
     @property
     def paused_ms(self) -> int:
         """Milliseconds since the last change of the mode."""
-        changed = self.control.get("changed_ms", self.meta["created_ms"])
-        return max(0, self.now_ms - int(changed))
+        return max(0, self.now_ms - int(self.control.get("changed_ms", self.created_ms)))
 
     @property
     def weights(self) -> PolicyVersion:

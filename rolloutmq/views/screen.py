@@ -23,7 +23,6 @@ from rolloutmq.output import (
     bar,
     count,
     facts,
-    plain,
     plural,
     sparkline,
     state,
@@ -76,8 +75,8 @@ def status_screen(view: RunView) -> RenderableType:
 def live_screen(view: RunView, history: History, notes: LiveNotes) -> RenderableType:
     """Return the same with curves, waits, workers and events."""
     parts: list[RenderableType] = [_title(view)]
-    parts += [Text(plain(line), style="cyan") for line in notes.lines]
-    parts += [Text(plain(notes.prompt), style="bold")] if notes.prompt else []
+    parts += [Text(line, style="cyan") for line in notes.lines]
+    parts += [Text(notes.prompt, style="bold")] if notes.prompt else []
     parts += [Text(notes.trouble, style="bold red")] if notes.trouble else []
     parts += ["", *_curves(history), "", *_groups(view), "", _waits(history), _facts(view)]
     parts += [_fit(Text(line, style="yellow")) for line in starting_lines(view, notes.started_s)]
@@ -107,7 +106,7 @@ def one_line(view: RunView, history: History, notes: LiveNotes) -> str:
     ]
     words += [view.mode] if view.mode != "run" else []
     words += [wait for wait, part in history.waits.items() if part and wait != PAUSED]
-    words += [plain(trouble)[:MOST_TROUBLE] for trouble in view.troubles]
+    words += [trouble[:MOST_TROUBLE] for trouble in view.troubles]
     words += ["THE ACCOUNT DOES NOT ADD UP"] if view.faults else []
     return " · ".join([*words, *notes.lines[:1]])
 
@@ -161,7 +160,7 @@ def _facts(view: RunView) -> Table:
         ("dead letters", dead),
     ]
     if reason:
-        text = Text(f"not followed: {plain(reason)}", style="yellow")
+        text = Text(f"not followed: {reason}", style="yellow")
         rows.append(("curriculum", text))
     return facts(rows)
 
@@ -203,7 +202,7 @@ def _groups(view: RunView) -> Iterator[RenderableType]:
     else:
         yield Text("the account adds up: enqueued = sum of all stages", style="green")
     for trouble in view.troubles:
-        yield _fit(Text(plain(trouble), style="red"))
+        yield _fit(Text(trouble, style="red"))
     for task in view.training:
         yield from _task(task)
 
@@ -221,7 +220,7 @@ def groups_table(accounts: Sequence[TaskAccount]) -> Table:
         total = sum(stages.values())
         wrong = total != account.total
         grid.add_row(
-            plain(account.task)[:12],
+            account.task[:12],
             *(Text(str(stages[stage]), style="" if stages[stage] else "dim") for stage in _COLUMNS),
             Text(
                 f"{total}!={account.total}" if wrong else str(total),
@@ -237,7 +236,7 @@ def _task(task: TaskView) -> Iterator[Text]:
     has_target = bool(task.account.target)
     reward = "none yet" if task.mean_reward is None else f"{task.mean_reward:.3f}"
     yield Text.assemble(
-        (f"{plain(task.account.task)[:12]:<13}", "bold"),
+        (f"{task.account.task[:12]:<13}", "bold"),
         ("ahead ", "dim"), (bar(task.in_flight, limit, 16), "cyan"),
         (f" {task.in_flight} of {limit if has_target else '(no target yet)'}",
          "yellow" if has_target and task.in_flight >= limit else ""),
@@ -326,10 +325,10 @@ def _worker(worker: WorkerRecord, is_live: bool, newest: str) -> Text:
     seen = f"seen {age(worker.silent_ms)} ago"
     return _fit(
         Text.assemble(
-            f"{plain(worker.id)[:16]:<16} ",
+            f"{worker.id[:16]:<16} ",
             state(worker_state(worker, is_live)),
             " ",
-            (f"{plain(weights):<12}", "" if weights == newest else "yellow"),
+            (f"{weights:<12}", "" if weights == newest else "yellow"),
             (f" {rate if is_live else seen:>13}", "" if is_live else "red"),
             f"  holds {worker.holds:>3}  done {worker.done:>5}",
         )
@@ -340,10 +339,10 @@ def event_text(event: Event) -> Text:
     """Return `16:43:05.123 completed     gid math-0000000042  version 3`."""
     ms, name, fields = event
     clock = time.strftime("%H:%M:%S", time.localtime(ms / 1000)) + f".{ms % 1000:03d}"
-    text = Text.assemble((f"{clock} ", "dim"), (f"{plain(name):<14}", _EVENT_STYLES.get(name, "")))
+    text = Text.assemble((f"{clock} ", "dim"), (f"{name:<14}", _EVENT_STYLES.get(name, "")))
     for key, value in fields.items():
-        text.append(f" {plain(key)} ", style="dim")
-        text.append(plain(value))
+        text.append(f" {key} ", style="dim")
+        text.append(value)
     return text
 
 
@@ -373,7 +372,7 @@ def _progress(task: TaskView) -> str:
     """Return the progress of a task towards its evaluation or the first batch."""
     places = task.account.stages
     left = places["waiting"] + places["running"]
-    name = plain(task.account.task)
+    name = task.account.task
     if task.is_eval:
         done = sum(places.values()) - left
         return f"{name} is evaluated: {count(done)} done, {count(left)} open"

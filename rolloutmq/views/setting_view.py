@@ -11,9 +11,8 @@ from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings
-from buffer.model.limits import RunLimits, TaskSettings
-from buffer.model.settings_record import SettingsRecord
-from buffer.wire.staleness import max_staleness
+from buffer.control.settings_record import THRESHOLDS, SettingsRecord, publications
+from buffer.limits import RunLimits, TaskLimits, TaskSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,8 @@ def live_settings(limits: RunLimits) -> Iterator[LiveSetting]:
     fields = {name: field for name, field in LiveSettings.model_fields.items() if name != "tasks"}
     for name in sorted(fields, key=TaskSettings.model_fields.__contains__):
         field = fields[name]
-        yield LiveSetting(name, _value(limits, name), _doc(field), _range(field))
+        value = _value(limits, name, limits.sync_weights_interval)
+        yield LiveSetting(name, value, _doc(field), _range(field))
     for task in limits.training_tasks:
         if not limits.tasks[task].is_gone:
             yield from _of_task(limits, task)
@@ -44,18 +44,18 @@ def _of_task(limits: RunLimits, task: str) -> Iterator[LiveSetting]:
         if name == "weight":
             value: Any = limits.newest_weights()[task]
             inherited = False
-        elif name == "max_staleness":
-            value = max_staleness(int(limits.threshold(task)), limits.sync_weights_interval)
-            inherited = own.stale_threshold is None
+        elif name in THRESHOLDS:
+            inherited = getattr(own, THRESHOLDS[name]) is None
+            value = _value(limits if inherited else own, name, limits.sync_weights_interval)
         else:
             value = getattr(limits.of(task), name)
             inherited = name in TaskSettings.model_fields and name not in own.model_fields_set
         yield LiveSetting(f"tasks.{task}.{name}", value, _doc(field), _range(field), inherited)
 
 
-def _value(limits: RunLimits, name: str) -> Any:
-    if name == "max_staleness":
-        return max_staleness(limits.stale_threshold, limits.sync_weights_interval)
+def _value(limits: RunLimits | TaskLimits, name: str, interval: int) -> Any:
+    if name in THRESHOLDS:
+        return publications(limits, interval).get(name)
     return getattr(limits, name)
 
 

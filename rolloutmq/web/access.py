@@ -35,26 +35,35 @@ class ReadOnly(Exception):
     """Raised when a request acts, and the page was started with --read-only."""
 
 
+_REFUSALS: dict[type[Exception], tuple[int, str, str]] = {
+    NoToken: (
+        401,
+        "this needs a token",
+        "open the address that `rolloutmq web` printed: it contains the token",
+    ),
+    ReadOnly: (403, "this page only reads", "`rolloutmq web` was started with --read-only"),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Access:
     token: str
     read_only: bool = False
 
     def reading(self, path: str, handler: Handler) -> Route:
-        def respond(request: Request) -> Response:
-            self.to_read(request)
-            return Response(encoded(handler(request)), media_type="application/json")
-
-        return Route(path, respond, methods=["GET"])
+        return self._route(path, handler, "GET")
 
     def acting(self, path: str, handler: Handler) -> Route:
+        return self._route(path, handler, "POST")
+
+    def _route(self, path: str, handler: Handler, method: str) -> Route:
         def respond(request: Request) -> Response:
             self.to_read(request)
-            if self.read_only:
+            if method == "POST" and self.read_only:
                 raise ReadOnly
             return Response(encoded(handler(request)), media_type="application/json")
 
-        return Route(path, respond, methods=["POST"])
+        return Route(path, respond, methods=[method])
 
     def to_read(self, request: Request) -> None:
         if not self._is_known(request):
@@ -97,13 +106,8 @@ def number_in(text: str, most: int) -> int:
 
 
 def _refuse(request: Request, error: Exception) -> Response:
-    hint = "open the address that `rolloutmq web` printed: it contains the token"
-    return JSONResponse({"error": "this needs a token", "hint": hint}, status_code=401)
-
-
-def _refuse_to_act(request: Request, error: Exception) -> Response:
-    hint = "`rolloutmq web` was started with --read-only"
-    return JSONResponse({"error": "this page only reads", "hint": hint}, status_code=403)
+    code, what, hint = _REFUSALS[type(error)]
+    return JSONResponse({"error": what, "hint": hint}, status_code=code)
 
 
 def _report(request: Request, error: RolloutMQError) -> Response:
@@ -112,4 +116,4 @@ def _report(request: Request, error: RolloutMQError) -> Response:
 
 
 # the handler of each error that a route raises
-ERRORS: dict[Any, Any] = {NoToken: _refuse, ReadOnly: _refuse_to_act, RolloutMQError: _report}
+ERRORS: dict[Any, Any] = {NoToken: _refuse, ReadOnly: _refuse, RolloutMQError: _report}

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import redis
 
 from buffer.redis.connection.bulk_io import Command
-from buffer.redis.script_calls import Upload
-from buffer.redis.scripts import Arg, KeysByName, Script, library
+from buffer.redis.scripts import Arg, KeysByName, Script, Upload, library
 from buffer.redis.store import Store
 from tests.buffer.keyspace import changed, dump
 
@@ -76,7 +75,9 @@ class FaultyStore(Store):
         if self.one_by_one:
             entry = library()[script]
             self.raw.script_load(entry.source)
-            self.look(entry, *entry.arrange(keys, args, tail_keys, tail_args))
+            sent: list[Any] = list(entry.command(keys, args, tail_keys, tail_args))
+            _, _, count, *rest = sent
+            self.look(entry, rest[:count], rest[count:])
         if script == self._dies_in or not self._dies_in:
             args = self._come_nearer_to_death(args)
         reply = super().call(script, keys, args, tail_keys, tail_args, durable=durable)

@@ -8,16 +8,12 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import orjson
-
-from tests.chaos.checker import Checker, Verdict
+from tests.chaos.checker import Verdict
 from tests.chaos.damage_run import all_trials, run_trials
-from tests.chaos.harness import SERVERS, ChaosRun, EmptyServerRun, Plan, new_folder, rules
+from tests.chaos.harness import SERVERS, ChaosRun, EmptyServerRun, Plan, new_folder
 from tests.chaos.history import read_history
 from tests.chaos.mutations import NAMES
-from tests.chaos.outage_run import OutageRun
 from tests.chaos.plan import LEASE_MS
-from tests.chaos.recovery_run import RecoveryRun, table
 from tests.chaos.report import lines, recoveries, soak_table, write_report, write_sum
 
 
@@ -28,17 +24,14 @@ def say(text: str) -> None:
 
 def run(plan: Plan, base: Path, kind: type[ChaosRun] = ChaosRun) -> Verdict:
     """One run with its report."""
-    what = {EmptyServerRun: "empty", OutageRun: "away", RecoveryRun: "deaths"}.get(kind, "")
+    what = "empty" if kind is EmptyServerRun else ""
     name = "-".join(filter(None, (*name_of(plan).split(), what)))
     say(f"seed {plan.seed}, {name_of(plan)}{what and ', '}{what}")
     chaos = kind(plan, new_folder(base, f"{name}-{plan.seed}"), say)
     verdict = chaos.run()
     events = read_history(chaos.folders.history)
     path = write_report(chaos.folders.root, asdict(plan), verdict, events)
-    for line in [
-        *lines(verdict, recoveries(events)),
-        *(table(events) if kind is RecoveryRun else ()),
-    ]:
+    for line in lines(verdict, recoveries(events)):
         say(line)
     say(f"{'clean' if verdict.clean else 'NOT CLEAN'}; report: {path}")
     return verdict
@@ -92,19 +85,6 @@ def run_soak(plan: Plan, base: Path) -> bool:
     return all(verdict.clean for *_, verdict in found)
 
 
-def judge_again(base: Path) -> bool:
-    """Judge the runs in `base` with the checker of today; whether they are clean."""
-    found = []
-    for report in sorted(base.glob("*/report.json"), key=lambda path: path.stat().st_mtime):
-        plan = Plan(**orjson.loads(report.read_bytes())["plan"])
-        asked = rules(durable=plan.wait_replicas > 0)
-        verdict = Checker(read_history(report.parent / "history"), asked).check()
-        found.append((name_of(plan), plan.seconds, verdict))
-    for line in soak_table(found):
-        say(line)
-    return all(verdict.clean for *_, verdict in found)
-
-
 def run_mutants(plan: Plan, base: Path) -> bool:
     """Every mutated build, by what it was caught; whether all were."""
     missed = []
@@ -132,89 +112,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.chaos", description="Faults against a whole run."
     )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=secrets.randbelow(1_000_000),
-        help="decides which faults, and when",
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=480.0, help="how long faults are dealt out"
-    )
-    parser.add_argument("--faults", type=int, default=260, help="how many")
-    parser.add_argument("--workers", type=int, default=3)
-    parser.add_argument("--fsync", choices=("always", "everysec"), default="always")
-    parser.add_argument(
-        "--loses", action="store_true", help="cut the end of the server's file off, now and then"
-    )
-    parser.add_argument("--servers", choices=tuple(SERVERS), default="single")
-    parser.add_argument("--wait-replicas", type=int, default=0)
-    parser.add_argument(
-        "--mutation", choices=("", *NAMES), default="", help="a build that must be caught"
-    )
-    parser.add_argument(
-        "--mutants",
-        action="store_true",
-        help="every build that must be caught, one after the other",
-    )
-    parser.add_argument("--folder", type=Path, default=Path("build/chaos"))
-    parser.add_argument(
-        "--empty", action="store_true", help="the server comes back empty, once; no other faults"
-    )
-    parser.add_argument(
-        "--outage", type=float, default=0.0, help="the server is away for so many seconds, once"
-    )
-    parser.add_argument(
-        "--deaths", action="store_true", help="how long work rests after deaths, one by one"
-    )
-    parser.add_argument(
-        "--damage",
-        nargs="?",
-        const="",
-        metavar="WORDS",
-        help="every key of a live run deleted or retyped, one by one; or those whose trial has WORDS",
-    )
-    parser.add_argument(
-        "--standard", action="store_true", help="all three kinds of run, one after the other"
-    )
-    parser.add_argument(
-        "--soak", action="store_true", help="with servers of every kind, one after the other"
-    )
-    parser.add_argument(
-        "--judge", action="store_true", help="run nothing: judge the runs in --folder again"
-    )
+    add = parser.add_argument
+    add("--seed", type=int, default=secrets.randbelow(1_000_000), help="decides which faults")
+    add("--seconds", type=float, default=480.0, help="how long faults are dealt out")
+    add("--faults", type=int, default=260, help="how many")
+    add("--workers", type=int, default=3)
+    add("--fsync", choices=("always", "everysec"), default="always")
+    add("--loses", action="store_true", help="cut the end of the server's file off, now and then")
+    add("--servers", choices=tuple(SERVERS), default="single")
+    add("--wait-replicas", type=int, default=0)
+    add("--mutation", choices=("", *NAMES), default="", help="a build that must be caught")
+    fields = [action.dest for action in parser._actions if action.dest != "help"]
+    add("--folder", type=Path, default=Path("build/chaos"))
+    kind = parser.add_mutually_exclusive_group()
+    add = kind.add_argument
+    add("--mutants", action="store_true", help="every build that must be caught, one by one")
+    add("--empty", action="store_true", help="the server comes back empty, once; no other faults")
+    add("--damage", nargs="?", const="", metavar="WORDS", help="every key of a live run deleted or "
+        "retyped, one by one; or those whose trial has WORDS")  # fmt: skip
+    add("--standard", action="store_true", help="all three kinds of run, one after the other")
+    add("--soak", action="store_true", help="with servers of every kind, one after the other")
     asked = parser.parse_args()
-    names = (
-        "seed",
-        "seconds",
-        "faults",
-        "workers",
-        "fsync",
-        "loses",
-        "mutation",
-        "servers",
-        "wait_replicas",
-    )
-    plan = Plan(**{name: getattr(asked, name) for name in names})
-    if asked.mutants:
-        return 0 if run_mutants(plan, asked.folder) else 1
+    plan = Plan(**{name: getattr(asked, name) for name in fields})
     if asked.damage is not None:
         return 1 if run_damage(plan, asked.folder, asked.damage) else 0
-    OutageRun.outage_s = asked.outage
-    if asked.judge:
-        clean = judge_again(asked.folder)
+    if asked.mutants:
+        clean = run_mutants(plan, asked.folder)
     elif asked.soak:
         clean = run_soak(plan, asked.folder)
     elif asked.standard:
         clean = run_standard(plan, asked.folder)
     else:
-        special = (
-            (asked.empty, EmptyServerRun),
-            (asked.outage, OutageRun),
-            (asked.deaths, RecoveryRun),
-        )
-        kind = next((kind for is_asked, kind in special if is_asked), ChaosRun)
-        clean = run(plan, asked.folder, kind).clean
+        clean = run(plan, asked.folder, EmptyServerRun if asked.empty else ChaosRun).clean
     return 0 if clean else 1
 
 

@@ -17,8 +17,8 @@ from typing import Any
 from buffer.errors import RolloutMQError
 from buffer.ids import new_nonce
 from buffer.ledger.position import Position
+from buffer.limits import RunLimits
 from buffer.maintenance.regeneration import Regeneration
-from buffer.model.limits import RunLimits
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS
@@ -204,8 +204,9 @@ class DamageRun(ChaosRun):
         for path, size in before.items():
             if path.suffix == ".log" and b"Traceback" in path.read_bytes()[size:]:
                 trial.problems.append(f"a traceback in {path.name}")
-        if trial.ended and not any(_mentions(said, trial.key) for said in trial.ended.values()):
-            trial.problems.append("no error names the key")
+        is_named = any(_mentions(said, trial.key) for said in trial.ended.values())
+        if trial.ended and not (trial.is_found or is_named):
+            trial.problems.append("neither fsck nor an error names the key")
 
     def _account(self) -> list[str]:
         """Return what the checker finds wrong that was not wrong before."""
@@ -281,24 +282,6 @@ def row(trial: Trial) -> str:
     return f"{trial}: " + "\n    ".join(parts)
 
 
-def table(trials: Sequence[Trial]) -> list[str]:
-    """Return lines of Markdown: a row for each kind of key."""
-    found: dict[str, dict[str, str]] = {}
-    for trial in trials:
-        found.setdefault(str(trial.target), {})[trial.way] = _cell(trial)
-    rows = [(f"`{name}`", *(cells.get(way, "") for way in WAYS)) for name, cells in found.items()]
-    head = ("key", *WAYS)
-    return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]
-
-
-def _cell(trial: Trial) -> str:
-    if not trial.key:
-        return "none in this run"
-    parts = [f"{', '.join(sorted(trial.ended))} end" if trial.ended else "all continue"]
-    parts += [f"made again: {trial.made_again}"] if trial.made_again else []
-    return "; ".join([*parts, *(f"PROBLEM {problem}" for problem in trial.problems)])
-
-
 def all_trials(words: str = "") -> list[Trial]:
     """Return a trial of every key in each way; with `words`, those whose name has them."""
     trials = [Trial(target, way) for target in TARGETS for way in WAYS]
@@ -325,8 +308,6 @@ def run_trials(
             ]
         problems += [f"{trial}: {problem}" for trial in done for problem in trial.problems]
         left = left[chaos.done :]
-        # after each: who ends it early has the rest
-        (base / "damage.md").write_text("\n".join(table(trials)) + "\n", encoding="utf-8")
         if not done:
             break
     return problems

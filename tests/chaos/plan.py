@@ -8,7 +8,7 @@ from pathlib import Path
 
 import orjson
 
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.wire.rollout import RolloutState
 from tests.truth.witness import score_of
 
@@ -86,7 +86,7 @@ def limits(wait_replicas: int = 0) -> RunLimits:
         batch_size=BATCH,
         sync_weights_interval=SYNC_INTERVAL,
         stale_threshold=2 * SYNC_INTERVAL,
-        tail_batch_trigger_size=0,
+        on_straggler="retry",
         over_sample_threshold=1.0,
         wait_replicas=wait_replicas,
         tasks={INLINE: TaskLimits(weight=7.0), BY_RQ: TaskLimits(weight=1.0)},

@@ -1,4 +1,4 @@
-"""What a chaos run leaves for people: figures as JSON and lines, and a timeline as a picture."""
+"""What a chaos run leaves for people: figures as JSON and lines."""
 
 from __future__ import annotations
 
@@ -17,17 +17,14 @@ TARGETS = {"faults": 200, "groups_acknowledged": 20_000}
 
 SUMMED = ("operations", *TARGETS, "groups_trained", "lost", "doubled", "fenced", "redelivered")
 
-COLOURS = {"wire": "#4c72b0", "server": "#c44e52", "SIG": "#dd8452", "replaced": "#8172b3"}
-
 
 def write_report(folder: Path, plan: Any, verdict: Verdict, events: Sequence[Event]) -> Path:
-    """`report.json` and `timeline.png` in `folder`; the former's path."""
+    """`report.json` in `folder`; its path."""
     problems = {kind: texts for kind, texts in verdict.problems.items() if texts}
     figures = verdict.figures | {"recovery_s_by_kind": recoveries(events)}
     report = {"plan": plan, "clean": verdict.clean, "figures": figures, "problems": problems}
     path = folder / "report.json"
     path.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2))
-    plot_timeline(folder / "timeline.png", events)
     return path
 
 
@@ -84,7 +81,7 @@ def recoveries(events: Sequence[Event]) -> dict[str, float]:
     """By kind of fault, the longest time in seconds until a result was taken or a batch delivered
     again.
     """
-    progress = sorted(time for times in _progress(events).values() for time in times)
+    progress = [e["t"] for e in events if e["op"] == "delivered" or _is_accepted(e)]
     found: dict[str, float] = {}
     for event in events:
         if event["op"] == "fault" and (place := bisect_right(progress, event["t"])) < len(progress):
@@ -105,46 +102,5 @@ def lines(verdict: Verdict, recovered: Mapping[str, float]) -> list[str]:
     ]
 
 
-def plot_timeline(path: Path, events: Sequence[Event]) -> None:
-    """Groups handed in and delivered in each second; every fault as a mark above them."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    start = events[0]["t"]
-    figure, (faults, groups) = pyplot.subplots(
-        2, 1, sharex=True, figsize=(12, 5), height_ratios=(1, 3), layout="constrained"
-    )
-    struck = [event for event in events if event["op"] == "fault"]
-    rows = sorted({_class(event["kind"]) for event in struck})
-    for event in struck:
-        kind = _class(event["kind"])
-        faults.plot(event["t"] - start, rows.index(kind), "|", markersize=12, color=COLOURS[kind])
-    faults.set_yticks(range(len(rows)), rows)
-    faults.set_title(f"{len(struck)} faults")
-    for name, times in _progress(events).items():
-        seconds = [int(t - start) for t in times]
-        groups.plot(
-            [seconds.count(second) for second in range(max(seconds, default=0) + 1)], label=name
-        )
-    groups.set(xlabel="seconds", ylabel="groups in a second", ylim=(0, None))
-    groups.legend()
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
-def _class(kind: str) -> str:
-    """Where it strikes: a wire, a process, or the server."""
-    return next((name for name in COLOURS if kind.startswith(name)), "server")
-
-
-def _progress(events: Sequence[Event]) -> dict[str, list[float]]:
-    """Times, one for each group."""
-    handed_in = [
-        e["t"]
-        for e in events
-        if e["op"] == "submit" and e["phase"] == "ok" and e["reply"][0] == "OK"
-    ]
-    delivered = [e["t"] for e in events if e["op"] == "delivered" for _ in e["groups"]]
-    return {"handed in": handed_in, "delivered to the trainer": delivered}
+def _is_accepted(event: Event) -> bool:
+    return bool(event["op"] == "submit" and event["phase"] == "ok" and event["reply"][0] == "OK")

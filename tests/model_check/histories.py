@@ -19,7 +19,7 @@ from tests.model_check.processes import (
 )
 from tests.model_check.world import Budget
 
-TAIL = {"tail_batch_trigger_size": 0}
+TAIL = {"on_straggler": "retry"}
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ HISTORIES = (
         (TRAINER._replace(steps=3), W0, ALL, PRODUCER._replace(groups=4)),
         Budget(aborts=1),
         ready=3,
-        limits={"tail_batch_trigger_size": 0},
+        limits={"on_straggler": "retry"},
     ),
     History(
         "weights of a dead trainer",

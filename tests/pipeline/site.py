@@ -39,7 +39,7 @@ heartbeat_ms = 200
 model = "{model}"
 max_staleness = 1
 [strategy]
-tail_batch_trigger_size = 0
+on_straggler = "retry"
 [tasks.sums]
 prompt_repeat_k = 4
 judge = "tests.pipeline.judges:by_chance"

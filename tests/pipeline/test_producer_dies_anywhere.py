@@ -19,6 +19,7 @@ from tests.pipeline.mixture import Mixture
 CHANGES = {
     "batch_size": 7,
     "stale_threshold": 2,
+    "on_straggler": "retry",
     "tail_batch_trigger_size": 2,
 }
 

@@ -19,8 +19,6 @@ import numpy as np
 import redis
 from redis.exceptions import ResponseError
 
-from buffer.redis.connection.retry import named
-
 log = logging.getLogger("rolloutmq.buffer")
 
 Pieces = list[bytes | memoryview]
@@ -32,7 +30,7 @@ Command = Sequence[Part]  # its name, a key, its arguments
 
 Parts = list[memoryview | bytes | None]
 
-ALIGNMENT = 8  # columns lie at multiples of it in a payload (`buffer.wire.columns`)
+ALIGNMENT = 8  # columns lie at multiples of it in a payload (`buffer.wire.document`)
 
 _PACKED_IN_C = frozenset({str, int, float})
 
@@ -64,10 +62,7 @@ def send(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
         raise
     finally:
         pool.release(connection)
-    for answer in answers:
-        if isinstance(answer, Exception):
-            raise answer
-    return answers
+    return _without_errors(answers)
 
 
 def receive(client: redis.Redis, entries: Sequence[tuple[Sequence[str], int]]) -> list[Parts]:
@@ -108,14 +103,16 @@ def pipelined(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
     Raises the first error. The library would put the command, with the whole payload, before it.
     """
     pipe: Any = client.pipeline(transaction=False)
-    sent = list(commands)
-    for command in sent:
+    for command in commands:
         pipe.execute_command(*[b"".join(p) if isinstance(p, list) else p for p in command])
-    answers = pipe.execute(raise_on_error=False)
-    for command, answer in zip(sent, answers, strict=True):
+    return _without_errors(pipe.execute(raise_on_error=False))
+
+
+def _without_errors(answers: list[Any]) -> list[Any]:
+    for answer in answers:
         if isinstance(answer, Exception):
-            raise named(answer, command)
-    return list(answers)
+            raise answer
+    return answers
 
 
 def _answer(connection: Any) -> Any:

@@ -18,7 +18,6 @@ from redis.retry import Retry
 
 from buffer.errors import ConfigError
 from buffer.imports import install_command
-from buffer.redis.connection.retry import NamingClient
 
 try:
     import lupa  # noqa: F401  without it, fakeredis can be imported but has no scripts
@@ -95,7 +94,7 @@ class _Connection(FakeRedisConnection):
         )
 
 
-class MemoryClient(NamingClient):
+class MemoryClient(redis.Redis):
     """A plain client that answers what `buffer.redis.server.check` asks for."""
 
     def info(self, section: str | None = None, *sections: str, **options: Any) -> dict[str, Any]:

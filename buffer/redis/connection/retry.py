@@ -6,11 +6,8 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import redis
 from redis.exceptions import (
     AskError,
     AuthenticationError,
@@ -26,32 +23,6 @@ from redis.exceptions import (
     TimeoutError,
     TryAgainError,
 )
-
-
-class WrongType(ResponseError):
-    def __init__(self, key: str) -> None:
-        super().__init__(f"WRONGTYPE {key} is of another type")
-        self.key = key
-
-
-class NamingClient(redis.Redis):
-    def execute_command(self, *args: Any, **options: Any) -> Any:
-        try:
-            return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
-        except ResponseError as error:
-            raise named(error, args) from error
-
-
-def named(error: Exception, command: Sequence[Any]) -> Exception:
-    """Return an error of a command with its key; a script has several, and names none."""
-    is_known = isinstance(error, WrongType) or str(command[0]).startswith("EVAL")
-    if is_known or not (isinstance(error, ResponseError) and str(error).startswith("WRONGTYPE")):
-        return error
-    words = [part.decode() if isinstance(part, bytes) else str(part) for part in command[1:3]]
-    # XREAD has options before its keys
-    words += [part for part in command[3:] if isinstance(part, str)]
-    return WrongType(next((word for word in words if word.startswith("rmq")), words[0]))
-
 
 log = logging.getLogger("rolloutmq.store")
 

@@ -25,7 +25,6 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from buffer.errors import ConfigError
-from buffer.redis.connection.retry import NamingClient
 
 _WORD = re.compile(r"[^\s'\"]+")
 # the "//" behind a scheme; a URL with a missing or misspelled scheme may hold a password as well
@@ -97,7 +96,7 @@ def open_client(
         client = (
             _primary(url, settings)
             if "+sentinel://" in url
-            else NamingClient.from_url(url, **settings)
+            else redis.Redis.from_url(url, **settings)
         )
         options = client.connection_pool.connection_kwargs
         # an unknown option raises TypeError here, not only at the first command
@@ -169,7 +168,7 @@ def _primary(url: str, settings: dict[str, Any]) -> redis.Redis:
     return primary
 
 
-class _Primary(NamingClient):
+class _Primary(redis.Redis):
     def close(self) -> None:
         """Close all connections; the library leaves those to Sentinels open."""
         super().close()

@@ -46,15 +46,25 @@ class ServerFinding:
         return f"{finding}. {self.fix}" if self.fix else finding
 
 
+_UNREADABLE = ServerFinding(
+    "warning",
+    "INFO is forbidden for this user",
+    "so the server's settings cannot be checked",
+    "Allow it (ACL: +info), or make sure that it has noeviction, appendonly yes, "
+    "appendfsync always",
+)
+
+
 def check_all(servers: Servers) -> list[ServerFinding]:
     """Return all findings, as `rolloutmq doctor` shows them; in a cluster, each names its node."""
     masters = servers.masters()
     if len(masters) == 1:
         return check_server(masters[0][1])
-    found = [
-        (mask_url(url), finding) for url, client in masters for finding in check_server(client)
+    return [
+        replace(finding, what=f"{mask_url(url)}: {finding.what}")
+        for url, client in masters
+        for finding in check_server(client)
     ]
-    return [replace(finding, what=f"{node}: {finding.what}") for node, finding in found]
 
 
 def require_all_safe(servers: Servers, allow_unsafe: bool = False) -> list[ServerFinding]:
@@ -70,7 +80,27 @@ def check_server(client: redis.Redis) -> list[ServerFinding]:
     info = _read_info(client)
     if info is None:
         return [_UNREADABLE]
-    return [*_check_usable(info), *_check_durable(info, client), *_check_room(info)]
+    return [*_usable(info), *_durable(info, client), *_room(info)]
+
+
+def require_safe(client: redis.Redis, allow_unsafe: bool = False) -> list[ServerFinding]:
+    """Return the warnings about a server. Raises StoreUnsafe if it cannot hold a run.
+
+    `allow_unsafe` only permits settings that could lose data. Raises BusyLoadingError while the
+    server loads its data, ClusterDownError while its cluster does not serve all slots.
+    """
+    info = _read_info(client)
+    if info is None:
+        return [_UNREADABLE]
+    if info.get("loading"):
+        raise BusyLoadingError
+    if info.get("cluster_state", "ok") != "ok":
+        raise ClusterDownError("CLUSTERDOWN")
+    findings = list(_durable(info, client))
+    decisive = [*_usable(info), *([] if allow_unsafe else findings)]
+    if refused := [f"  {found}" for found in decisive if found.level == "error"]:
+        raise StoreUnsafe("\n".join(["this server cannot hold a run:", *refused]))
+    return [found for found in findings if found.level != "ok"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,30 +119,6 @@ def read_memory(servers: Servers) -> dict[str, ServerMemory]:
     """Return the memory of each server that holds keys, by its URL without password."""
     infos = {mask_url(url): _read_info(client) for url, client in servers.masters()}
     return {url: ServerMemory.of(info) for url, info in infos.items() if info is not None}
-
-
-def require_safe(client: redis.Redis, allow_unsafe: bool = False) -> list[ServerFinding]:
-    """Return the warnings about a server. Raises StoreUnsafe if it cannot hold a run.
-
-    `allow_unsafe` only permits settings that could lose data. Raises BusyLoadingError while the
-    server loads its data, ClusterDownError while its cluster does not serve all slots.
-    """
-    info = _read_info(client)
-    if info is None:
-        return [_UNREADABLE]
-    if info.get("loading"):
-        raise BusyLoadingError
-    if info.get("cluster_state", "ok") != "ok":
-        raise ClusterDownError("CLUSTERDOWN")
-    refused = [found for found in _check_usable(info) if found.level == "error"]
-    findings = list(_check_durable(info, client))
-    if not allow_unsafe:
-        refused += [found for found in findings if found.level == "error"]
-    if refused:
-        raise StoreUnsafe(
-            "this server cannot hold a run:\n" + "\n".join(f"  {found}" for found in refused)
-        )
-    return [found for found in findings if found.level != "ok"]
 
 
 def _read_info(client: Any) -> dict[str, Any] | None:
@@ -139,52 +145,46 @@ def fsync_policy(client: redis.Redis) -> str | None:
     return policy.decode() if isinstance(policy, bytes) else str(policy)
 
 
-_UNREADABLE = ServerFinding(
-    "warning",
-    "INFO is forbidden for this user",
-    "so the server's settings cannot be checked",
-    "Allow it (ACL: +info), or make sure that it has noeviction, appendonly yes, "
-    "appendfsync always",
-)
+def _ok(what: str, why: str = "") -> ServerFinding:
+    return ServerFinding("ok", what, why)
 
 
-def _check_usable(info: Mapping[str, Any]) -> Iterator[ServerFinding]:
-    yield _check_version(info)
-    if info.get("redis_mode") == "sentinel":
-        yield ServerFinding(
-            "error",
-            "this is a Sentinel",
-            "it holds no data",
-            f"Use the server it watches, {EMBEDDED_HINT}",
-        )
-    if info.get("redis_mode") == "memory":
-        yield ServerFinding(
-            "error",
-            "this is the memory of one process",
-            "no other process can connect to it",
-            f"Use a server, {EMBEDDED_HINT}",
-        )
+def _warning(what: str, why: str, fix: str) -> ServerFinding:
+    return ServerFinding("warning", what, why, fix)
+
+
+def _error(what: str, why: str, fix: str) -> ServerFinding:
+    return ServerFinding("error", what, why, fix)
+
+
+def _set(setting: str) -> str:
+    return f"redis-cli CONFIG SET {setting} (and in its config file, to keep it)"
+
+
+def _usable(info: Mapping[str, Any]) -> Iterator[ServerFinding]:
+    """Yield what no setting can allow: the version, the role, and a server that is not ready."""
+    kind, text, version = _version_of(info)
+    if version >= (OLDEST_VALKEY if kind == "Valkey" else OLDEST_REDIS):
+        yield _ok(f"{kind} {text}")
+    else:
+        needed = "Redis 7.0 or newer or Valkey 7.2 or newer"
+        why = "the scripts need Redis 7.0 or Valkey 7.2"
+        yield _error(f"{kind} {text} is too old", why, f"Use {needed}, {EMBEDDED_HINT}")
+    mode = info.get("redis_mode")
+    if mode == "sentinel":
+        fix = f"Use the server it watches, {EMBEDDED_HINT}"
+        yield _error("this is a Sentinel", "it holds no data", fix)
+    if mode == "memory":
+        why = "no other process can connect to it"
+        yield _error("this is the memory of one process", why, f"Use a server, {EMBEDDED_HINT}")
     if info.get("cluster_state", "ok") != "ok":
-        yield ServerFinding(
-            "error",
-            "the cluster is down",
-            "it does not serve all slots",
-            "See redis-cli cluster info",
-        )
+        fix = "See redis-cli cluster info"
+        yield _error("the cluster is down", "it does not serve all slots", fix)
     if info.get("role") == "slave":
-        yield ServerFinding(
-            "error",
-            "the server is a replica",
-            "it refuses writes",
-            f"Use its primary, {info.get('master_host')}:{info.get('master_port')}",
-        )
+        primary = f"{info.get('master_host')}:{info.get('master_port')}"
+        yield _error("the server is a replica", "it refuses writes", f"Use its primary, {primary}")
     if info.get("loading"):
-        yield ServerFinding(
-            "error",
-            "the server is still loading its data",
-            "it answers no commands yet",
-            "Wait a moment",
-        )
+        yield _error("the server is still loading its data", "it answers no commands", "Wait")
 
 
 def _version_of(info: Mapping[str, Any]) -> tuple[str, str, tuple[int, ...]]:
@@ -196,110 +196,65 @@ def _version_of(info: Mapping[str, Any]) -> tuple[str, str, tuple[int, ...]]:
     return "Valkey" if is_valkey else "Redis", text, version
 
 
-def _check_version(info: Mapping[str, Any]) -> ServerFinding:
-    kind, text, version = _version_of(info)
-    if version >= (OLDEST_VALKEY if kind == "Valkey" else OLDEST_REDIS):
-        return ServerFinding("ok", f"{kind} {text}")
-    return ServerFinding(
-        "error",
-        f"{kind} {text} is too old",
-        "the scripts need Redis 7.0 or Valkey 7.2",
-        f"Use Redis 7.0 or newer or Valkey 7.2 or newer, {EMBEDDED_HINT}",
-    )
-
-
-def _check_durable(info: Mapping[str, Any], client: redis.Redis) -> Iterator[ServerFinding]:
-    yield _check_eviction(str(info.get("maxmemory_policy", "unknown")))
+def _durable(info: Mapping[str, Any], client: redis.Redis) -> Iterator[ServerFinding]:
+    """Yield what could lose acknowledged work."""
+    policy = str(info.get("maxmemory_policy", "unknown"))
+    if policy == "noeviction":
+        yield _ok("maxmemory-policy noeviction")
+    else:
+        why = "a full server would silently delete parts of the run"
+        yield _error(f"maxmemory-policy {policy}", why, _set("maxmemory-policy noeviction"))
     if evicted := int(info.get("evicted_keys", 0)):
-        yield ServerFinding(
-            "warning",
+        yield _warning(
             f"{evicted} keys were evicted since the server was started",
             "parts of a run may be gone",
             "`rolloutmq fsck` tells; `rolloutmq run CONFIG --regenerate` makes a run again from "
             "its newest checkpoint",
         )
     if not info.get("aof_enabled"):
-        yield ServerFinding(
-            "error",
-            "the append-only file is off",
-            "a restart of the server loses everything since its last snapshot, or everything",
-            "redis-cli CONFIG SET appendonly yes (and in its config file, to keep it)",
-        )
+        why = "a restart of the server loses everything since its last snapshot, or everything"
+        yield _error("the append-only file is off", why, _set("appendonly yes"))
         return
     if info.get("aof_last_write_status", "ok") != "ok":
-        yield ServerFinding(
-            "error",
-            "the last write to the append-only file failed",
-            "the disk may be full",
-            "See the server's log",
-        )
-    policy = fsync_policy(client)
-    yield _unknown_fsync(info) if policy is None else _check_fsync(policy)
+        what = "the last write to the append-only file failed"
+        yield _error(what, "the disk may be full", "See the server's log")
+    yield _fsync(info, fsync_policy(client))
 
 
-def _check_room(info: Mapping[str, Any]) -> Iterator[ServerFinding]:
+def _fsync(info: Mapping[str, Any], policy: str | None) -> ServerFinding:
+    fix = _set("appendfsync always")
+    what = f"appendfsync {policy}"
+    if policy == "always":
+        return _ok("appendonly yes, appendfsync always")
+    if policy == "everysec":
+        why = "a crash loses up to two seconds of acknowledged work: the checkpoint restores what "
+        return _warning(what, f"{why}was trained, the rest is generated again", fix)
+    if policy is not None:
+        why = "a power failure loses up to half a minute of acknowledged work"
+        return _error(what, why, fix)
+    what = "CONFIG GET is forbidden for this user"
+    kind, text, version = _version_of(info)
+    if kind == "Valkey" or version >= OLDEST_WAITAOF:
+        return _ok(what, "appendfsync is not known, so each durable call waits for the disk")
+    why = f"unless appendfsync is always, a crash of {kind} {text} loses acknowledged work"
+    return _warning(what, why, "Ask its administrator: redis-cli CONFIG GET appendfsync")
+
+
+def _room(info: Mapping[str, Any]) -> Iterator[ServerFinding]:
     """Yield what is nearly used up; not part of `require_safe`, as the run is safe."""
     memory = ServerMemory.of(info)
     if memory.limit and memory.used >= FULL * memory.limit:
-        yield ServerFinding(
-            "warning",
-            f"the server is full: {memory.used / 2**20:.0f} of {memory.limit / 2**20:.0f} MiB "
-            "maxmemory are used",
+        mebibytes = f"{memory.used / 2**20:.0f} of {memory.limit / 2**20:.0f} MiB"
+        yield _warning(
+            f"the server is full: {mebibytes} maxmemory are used",
             "nothing new is started; running groups can still be submitted, taken and committed",
             "Let the trainer write a checkpoint and commit, drop groups that are not needed, "
             "or raise maxmemory (CONFIG SET)",
         )
     most, used = int(info.get("maxclients", 0)), int(info.get("connected_clients", 0))
     if most and used >= MANY_CLIENTS * most:
-        yield ServerFinding(
-            "warning",
+        yield _warning(
             f"{used} of {most} connections (maxclients) are used",
             "the server refuses further ones; a worker keeps five",
             "Raise maxclients in the server's config, and the limit of open files (ulimit -n)",
         )
-
-
-def _check_eviction(policy: str) -> ServerFinding:
-    if policy == "noeviction":
-        return ServerFinding("ok", "maxmemory-policy noeviction")
-    return ServerFinding(
-        "error",
-        f"maxmemory-policy {policy}",
-        "a full server would silently delete parts of the run",
-        "redis-cli CONFIG SET maxmemory-policy noeviction (and in its config file, to keep it)",
-    )
-
-
-def _unknown_fsync(info: Mapping[str, Any]) -> ServerFinding:
-    what = "CONFIG GET is forbidden for this user"
-    kind, text, version = _version_of(info)
-    if kind == "Valkey" or version >= OLDEST_WAITAOF:
-        return ServerFinding(
-            "ok", what, "appendfsync is not known, so each durable call waits for the disk"
-        )
-    return ServerFinding(
-        "warning",
-        what,
-        f"unless appendfsync is always, a crash of {kind} {text} loses acknowledged work",
-        "Ask the server's administrator: redis-cli CONFIG GET appendfsync",
-    )
-
-
-def _check_fsync(policy: str) -> ServerFinding:
-    fix = "redis-cli CONFIG SET appendfsync always (and in its config file, to keep it)"
-    if policy == "always":
-        return ServerFinding("ok", "appendonly yes, appendfsync always")
-    if policy == "everysec":
-        return ServerFinding(
-            "warning",
-            "appendfsync everysec",
-            "a crash loses up to two seconds of acknowledged work: the checkpoint restores "
-            "what was trained, the rest is generated again",
-            fix,
-        )
-    return ServerFinding(
-        "error",
-        f"appendfsync {policy}",
-        "a power failure loses up to half a minute of acknowledged work",
-        fix,
-    )

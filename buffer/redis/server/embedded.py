@@ -14,6 +14,7 @@ import importlib.util
 import os
 import shlex
 import signal
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -48,6 +49,13 @@ def valkey_binary() -> Path:
     )
 
 
+class _Server(subprocess.Popen[bytes]):
+    """A server that outlives this object, without the warning of Popen."""
+
+    def __del__(self) -> None:
+        self.returncode = self.returncode or 0
+
+
 class EmbeddedServer:
     """Starts, adopts or stops the Valkey server of one folder; any process may.
 
@@ -60,7 +68,7 @@ class EmbeddedServer:
         self.folder = folder.resolve()
         self.port = port
         self.deadline_s = deadline_s
-        self._child: int | None = None
+        self._child: subprocess.Popen[bytes] | None = None
         self._log_start = 0
 
     def __enter__(self) -> EmbeddedServer:
@@ -169,17 +177,7 @@ class EmbeddedServer:
 
     def _reap(self) -> int | None:
         """Return the exit code of this process's server if it has ended; leave no zombie."""
-        if self._child is None:
-            return None
-        try:
-            pid, status = os.waitpid(self._child, os.WNOHANG)
-        except ChildProcessError:  # another thread has waited for it
-            pid = self._child
-            status = 0
-        if pid == 0:
-            return None
-        self._child = None
-        return os.waitstatus_to_exitcode(status)
+        return self._child.poll() if self._child else None
 
     @contextmanager
     def _lock(self) -> Iterator[int | None]:
@@ -219,26 +217,25 @@ class EmbeddedServer:
             self.socket_path.unlink(missing_ok=True)
             self._child = self._spawn(descriptor)
             # the server writes it, too, but a kill right after the start would not find it
-            (self.folder / "valkey.pid").write_text(f"{self._child}\n", encoding="ascii")
+            (self.folder / "valkey.pid").write_text(f"{self._child.pid}\n", encoding="ascii")
             return True
 
-    def _spawn(self, lock: int) -> int:
-        # posix_spawn, not subprocess: the server outlives this object, and Popen would warn
+    def _spawn(self, lock: int) -> subprocess.Popen[bytes]:
         config = self.folder / "valkey.conf"
         config.write_text(self._settings(), encoding="utf-8")
         self._log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
-        os.set_inheritable(lock, True)
         binary = str(valkey_binary())
-        append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        files = [
-            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-            (os.POSIX_SPAWN_OPEN, 1, str(self.log_path), append, 0o600),
-            (os.POSIX_SPAWN_DUP2, 1, 2),
-        ]
+        self.log_path.touch(mode=0o600)
         try:
-            return os.posix_spawn(
-                binary, [binary, str(config)], os.environ, file_actions=files, setsid=True
-            )
+            with self.log_path.open("ab") as log:
+                return _Server(
+                    [binary, str(config)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[lock],
+                    start_new_session=True,
+                )
         except OSError as error:
             raise StoreError(f"cannot start {binary}: {error.strerror}") from error
 

@@ -40,8 +40,7 @@ from consumer.grpo.model_state.learner_state import capture, restore, shard_rows
 from consumer.grpo.model_state.optimizers import gradient_step, make_optimizer, mean_metrics
 from consumer.grpo.model_state.saved_state import Rows
 from consumer.grpo.model_state.sharding import average_gradients, set_gradient_sync
-from consumer.grpo.model_state.weights_folder import snapshot_weights
-from consumer.grpo.model_state.weights_snapshot import HostBuffers, WeightsSnapshot
+from consumer.grpo.model_state.weights_folder import HostBuffers, WeightsSnapshot, snapshot_weights
 from consumer.grpo.models.device_choices import choose_bf16
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
 from consumer.grpo.policy.lora import Adapter
@@ -51,7 +50,7 @@ from consumer.grpo.policy.packing import Packer
 from consumer.grpo.policy.policy_loading import load_policy, vocabulary_of
 from consumer.grpo.policy.routing_replay import RoutingReplay
 from consumer.grpo.policy.vocabulary_projection import TokenLogprobs
-from consumer.handle.batch_table import BatchTable
+from consumer.handle.batch import BatchTable
 from consumer.handle.ranks import ALONE, Ranks
 
 log = logging.getLogger("rolloutmq.trainer")
@@ -147,7 +146,7 @@ class Learner:
     def compute_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Compute the log-probabilities under the weights before this batch.
 
-        Leaves the batch as it is unless `old_policy` is "current" and there are several updates.
+        Leaves the batch as it is unless the ratio is to them and there are several updates.
         """
         if self._needs_old_logprobs:
             for update in batch.updates:
@@ -183,7 +182,7 @@ class Learner:
 
     @property
     def _needs_old_logprobs(self) -> bool:
-        return self.config.old_policy == "current" and self.config.updates_per_batch > 1
+        return self.config.updates_per_batch > 1 and not self.config.is_against_rollout
 
     def learning_rate(self) -> float:
         """Return the learning rate at `step`; checkpoints hold no state of the schedule."""
@@ -315,6 +314,8 @@ class Learner:
             samples=samples,
             entropy=current.entropy,
             ref_logprobs=update.ref_logprobs[index] if self.reference else None,
+            optional=batch.optional,
+            old_is_rollout=self.config.is_against_rollout,
         )
         weights = token_weights(
             samples, loss_config, batch_tokens=update.tokens, batch_samples=update.samples
@@ -329,7 +330,7 @@ class Learner:
         return dict(zip(["loss/policy", "tokens", *metrics], values, strict=True))
 
     def _old_logprobs(self, update: Update, index: int, current: Tensor) -> Tensor:
-        if self.config.old_policy == "rollout":
+        if self.config.is_against_rollout:
             return update.batches[index].rollout_logprobs
         return update.old_logprobs[index] if update.old_logprobs else current.detach()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -23,9 +23,10 @@ MAX_LOG_PPL = 80.0  # e^80 still fits into a float32
 
 
 def kl_estimate(kind: KlKind, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Estimate KL(policy, reference) per token, float32[N], from logprobs of sampled tokens.
+    """Estimate KL(policy, reference) of each of the policy's tokens from logprobs, float32[N].
 
-    With d = logprob - reference (Schulman 2020, "Approximating KL divergence"):
+    The policy must be the one that sampled the tokens: with the arguments swapped, the mean is not
+    the KL. With d = logprob - reference (Schulman 2020, "Approximating KL divergence"):
         abs  |d|                not an estimate of KL; a robust distance
         k2   d^2 / 2            biased, but its mean gradient is that of the KL
         k3   exp(-d) - 1 + d    unbiased, never negative (GRPO, arXiv:2402.03300, equation 4)
@@ -51,6 +52,10 @@ class TokenColumns:
     samples: Samples  # which tokens are trained, and which belong to the same sample
     entropy: Tensor
     ref_logprobs: Tensor | None = None
+    # of the rollouts, such as "teacher_logprobs/NAME"; nan where a rollout has none
+    optional: Mapping[str, Tensor] = field(default_factory=dict)
+    # the old policy is the one that sampled: the ratio is the importance weight
+    old_is_rollout: bool = False
 
     @property
     def mask(self) -> Tensor:
@@ -66,15 +71,19 @@ class TokenColumns:
         def zeroed(column: Tensor) -> Tensor:
             return torch.where(trained, column, 0.0)
 
-        return TokenColumns(
+        return replace(
+            self,
             logprobs=zeroed(self.logprobs),
             old_logprobs=zeroed(self.old_logprobs),
             rollout_logprobs=zeroed(self.rollout_logprobs),
             advantages=zeroed(self.advantages),
-            samples=self.samples,
             entropy=zeroed(self.entropy),
             ref_logprobs=None if self.ref_logprobs is None else zeroed(self.ref_logprobs),
         )
+
+    def ratio(self) -> Tensor:
+        """Return policy / old policy of each token, with gradient, float32[N]."""
+        return clamped(self.logprobs - self.old_logprobs).exp()
 
 
 def policy_loss(
@@ -84,17 +93,35 @@ def policy_loss(
 
     Metrics are sums over trained tokens, detached. Loss per token: objective times correction
     (`importance.py`), plus kl_coef * KL, minus entropy_coef * entropy; dropped tokens have none.
-    `weights`: float32[N] from `token_weights`.
+    Where the old policy is the one that sampled, the correction only drops tokens: the ratio is the
+    weight. `weights`: float32[N] from `token_weights`.
     """
     columns = columns.without_masked()
     surrogate = _surrogate(columns, config)
-    correction = correct(columns.old_logprobs, columns.rollout_logprobs, columns.samples, config)
-    token_loss = correction.weights * surrogate.loss - config.entropy_coef * columns.entropy
+    old = columns.logprobs.detach() if columns.old_is_rollout else columns.old_logprobs
+    correction = correct(old, columns.rollout_logprobs, columns.samples, config)
+    factor = (~correction.dropped).float() if columns.old_is_rollout else correction.weights
+    if config.off_policy_mask is not None:
+        factor = factor * _near_or_praised(columns, config.off_policy_mask)
+    surrogate = replace(surrogate, loss=factor * surrogate.loss)
+    token_loss = surrogate.loss - config.entropy_coef * columns.entropy
     if columns.ref_logprobs is not None:
         kl = kl_estimate(config.kl_kind, columns.logprobs, columns.ref_logprobs)
         token_loss = token_loss + config.kl_coef * kl
     loss = (weights * torch.where(correction.dropped, 0.0, token_loss)).sum()
     return loss, _metrics(columns, surrogate, correction)
+
+
+@torch.no_grad()
+def _near_or_praised(columns: TokenColumns, bound: float) -> Tensor:
+    """Return 0 for the tokens of bad samples that the policy has left behind, else 1, float32[N].
+
+    The off-policy sequence mask: A < 0, and the mean of log(sampling / present policy) over the
+    sample is above `bound` (DeepSeek-V3.2, 2025, arXiv:2512.02556, section 3.1).
+    """
+    distance = columns.samples.mean(clamped(columns.rollout_logprobs - columns.logprobs))
+    is_far = distance[columns.samples.sample] > bound
+    return (~(is_far & (columns.advantages < 0))).float()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +138,9 @@ class Surrogate:
 Objective = Callable[[TokenColumns, LossConfig], Surrogate | Tensor]
 
 
-def clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate:
+def clipped(ratio: Tensor, columns: TokenColumns, config: LossConfig) -> Surrogate:
     """Return PPO's clipped loss: the smaller gain of the ratio and the clipped ratio, negated."""
+    advantages = columns.advantages
     bounded = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     gain = torch.minimum(ratio * advantages, bounded * advantages)
     is_clipped = ratio * advantages > bounded * advantages
@@ -121,7 +149,17 @@ def clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate:
         below = (advantages < 0) & (gain < floor)
         gain = torch.where(below, floor, gain)
         is_clipped = is_clipped | below
-    return Surrogate(-gain, ratio, is_clipped.float())
+    return Surrogate(capped(-gain, ratio, columns, config), ratio, is_clipped.float())
+
+
+def capped(loss: Tensor, ratio: Tensor, columns: TokenColumns, config: LossConfig) -> Tensor:
+    """Scale down the loss where a ratio to the sampling policy is above `importance_cap`.
+
+    The gradient of `ratio * A` is then that of `min(ratio, cap) * A * log ratio`.
+    """
+    if not columns.old_is_rollout or config.importance_cap is None:
+        return loss
+    return loss * (config.importance_cap / ratio.detach()).clamp(max=1.0)
 
 
 @cache
@@ -136,7 +174,7 @@ def _surrogate(columns: TokenColumns, config: LossConfig) -> Surrogate:
     """Call the objective. Raises ConfigError unless it returns one loss for each token."""
     found = load_objective(config.objective)(columns, config)
     if isinstance(found, Tensor):
-        ratio = clamped(columns.logprobs - columns.old_logprobs).exp().detach()
+        ratio = columns.ratio().detach()
         found = Surrogate(found, ratio, torch.zeros_like(ratio))
     if not isinstance(found, Surrogate):
         raise _unusable(config, repr(found), columns)
@@ -178,16 +216,16 @@ def _metrics(
 ) -> dict[str, Tensor]:
     logprobs = columns.logprobs
     values = {
-        "loss/surrogate": correction.weights * surrogate.loss,
+        "loss/surrogate": surrogate.loss,
         "policy/entropy": columns.entropy,
         "policy/ratio": surrogate.ratio,
-        "policy/kl_old": kl_estimate("k3", logprobs, columns.old_logprobs),
+        "policy/kl_old": kl_estimate("k3", columns.old_logprobs, logprobs),
         "policy/clip_fraction": surrogate.clipped,
         "mismatch/importance": correction.weights,
         "mismatch/importance_square": correction.weights.square(),
         "mismatch/dropped_fraction": correction.dropped.float(),
         "mismatch/abs_logprob": (logprobs - columns.rollout_logprobs).abs(),
-        "mismatch/kl": kl_estimate("k3", logprobs, columns.rollout_logprobs),
+        "mismatch/kl": kl_estimate("k3", columns.rollout_logprobs, logprobs),
         "mismatch/log_ppl": -logprobs,
         "mismatch/rollout_log_ppl": -columns.rollout_logprobs,
     }

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from consumer.config.learner import LossConfig
-from consumer.grpo.learner.importance import clamped
 from consumer.grpo.learner.losses import Surrogate, TokenColumns
 
 
@@ -10,7 +9,7 @@ def cispo(columns: TokenColumns, config: LossConfig) -> Surrogate:
 
     (CISPO, MiniMax-M1 2025, arXiv:2506.13585, equations 4 and 5; there clip_low = 1.)
     """
-    ratio = clamped(columns.logprobs - columns.old_logprobs).exp().detach()
+    ratio = columns.ratio().detach()
     weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     loss = -weight * columns.advantages * columns.logprobs
     return Surrogate(loss, ratio, (weight != ratio).float())

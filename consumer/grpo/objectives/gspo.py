@@ -12,4 +12,4 @@ def gspo(columns: TokenColumns, config: LossConfig) -> Surrogate:
     The paper's bounds are much closer to 1: 3e-4 and 4e-4.)
     """
     log_ratio = columns.samples.mean(columns.logprobs - columns.old_logprobs)
-    return clipped(clamped(log_ratio).exp()[columns.samples.sample], columns.advantages, config)
+    return clipped(clamped(log_ratio).exp()[columns.samples.sample], columns, config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from consumer.config.learner import LossConfig
-from consumer.grpo.learner.importance import clamped
 from consumer.grpo.learner.losses import Surrogate, TokenColumns, clipped
 
 
@@ -14,5 +13,4 @@ def ppo(columns: TokenColumns, config: LossConfig) -> Surrogate:
     Yu et al. 2025, arXiv:2503.14476.) With `dual_clip` c, it is at most `-c A` where A < 0 (Ye et
     al. 2020, arXiv:1912.09729, equation 5).
     """
-    ratio = clamped(columns.logprobs - columns.old_logprobs).exp()
-    return clipped(ratio, columns.advantages, config)
+    return clipped(columns.ratio(), columns, config)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from buffer.control.live_settings import LiveSettings
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from buffer.wire.staleness import AgeLimit
 from tests.buffer.scene import Scene
@@ -46,9 +47,7 @@ def test_a_group_expires_if_and_only_if_one_of_its_members_starts_again(
     make_scene: Callable[..., Scene], token_threshold: int | None
 ) -> None:
     """Else a group that nothing changes would expire again and again, or be dropped for nothing."""
-    scene = make_scene(
-        stale_threshold=3, token_threshold=token_threshold, tail_batch_trigger_size=0
-    )
+    scene = make_scene(stale_threshold=3, token_threshold=token_threshold, on_straggler="retry")
     scene.open_trainer(0, "l1")
     scene.raw.hset(scene.keys.ledger("train"), mapping={"taken": 9, "committed": 9})
     scene.open_trainer(6, "l2", take_over=True)  # versions of l1 count as 6 at most
@@ -82,7 +81,7 @@ def test_a_group_expires_if_and_only_if_one_of_its_members_starts_again(
 
 def test_a_member_that_was_found_too_old_stays_too_old(make_scene: Callable[..., Scene]) -> None:
     """Thresholds that change while its group waits, a worker that dies, and a result end it."""
-    scene = make_scene(stale_threshold=3, tail_batch_trigger_size=0)
+    scene = make_scene(stale_threshold=3, on_straggler="retry")
     scene.open_trainer()
     scene.enqueue(1)
     (job,) = scene.claim()
@@ -95,15 +94,16 @@ def test_a_member_that_was_found_too_old_stays_too_old(make_scene: Callable[...,
     made = type(group)(job.gid, "math", group.states)
     scene.run.buffer.submit("w0", job, made, 4)
     assert scene.pool("completed") == [(job.gid, 0.0)]
-    assert scene.run.buffer.refresh_staleness("math", thresholds={"math": 1}) == {"math": 0}
     scene.raw.hset(scene.keys.ledger("train"), "taken", 2)
-    assert scene.run.buffer.refresh_staleness("math", thresholds={"math": 1}) == {"math": 1}
+    scene.run.set(LiveSettings(max_staleness=0))
+    assert scene.run.buffer.refresh_staleness("math") == {"math": 1}
+    scene.run.set(LiveSettings(max_staleness=2))
 
     def old() -> list[bool]:
         limit = limit_of(scene, job.gid)
         return [limit.is_too_old(state) for state in made.states]
 
-    assert old() == [True, False]  # by the threshold of that call, not by the run's
+    assert old() == [True, False]  # by the threshold of that moment
     assert scene.run.jobs.reissue(scene.producer, "math", "expired", 1000) == 1
     scene.claim()
     scene.expire_leases()
@@ -122,7 +122,7 @@ def test_a_member_that_was_found_too_old_stays_too_old(make_scene: Callable[...,
 def test_a_group_that_expires_while_it_waits_keeps_members_that_are_not_too_old(
     make_scene: Callable[..., Scene],
 ) -> None:
-    scene = make_scene(stale_threshold=3, tail_batch_trigger_size=0)
+    scene = make_scene(stale_threshold=3, on_straggler="retry")
     scene.open_trainer()
     scene.enqueue(1)
     (job,) = scene.claim()

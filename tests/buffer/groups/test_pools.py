@@ -8,7 +8,7 @@ import pytest
 
 from buffer.errors import ConfigError, GroupHeld, LedgerError, PayloadMissing, QueryError
 from buffer.groups.pools import PoolSizes
-from buffer.model.manifest import NotReady
+from buffer.manifest import NotReady
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status
 from tests.buffer.scene import FIRST, Scene
@@ -26,7 +26,7 @@ def pass_steps(scene: Scene, taken: int) -> None:
 
 
 def test_counts_are_of_the_next_step_whether_or_not_anything_was_expired(make_scene: Make) -> None:
-    scene = make_scene(tail_batch_trigger_size=0)
+    scene = make_scene(on_straggler="retry")
     scene.ready(0, 0, 3)
     scene.ready(0, task="code")
     scene.enqueue(1)
@@ -50,13 +50,6 @@ def test_counts_are_of_the_next_step_whether_or_not_anything_was_expired(make_sc
         3,
     ]
     assert buffer.refresh_staleness() == {"math": 0, "code": 0}
-
-
-def test_evaluations_do_not_age(scene: Scene) -> None:
-    scene.ready(0, task="quiz")
-    pass_steps(scene, 99)
-    assert scene.run.buffer.count("quiz") == 1
-    assert len(scene.run.buffer.get(1, "quiz")) == 1
 
 
 def test_ready_is_what_the_next_step_can_take(make_scene: Make) -> None:
@@ -100,7 +93,7 @@ def test_get_reads_in_the_order_of_the_policy_and_takes_nothing(
 
 
 def test_get_reads_other_pools_and_small_numbers(make_scene: Make) -> None:
-    scene = make_scene(tail_batch_trigger_size=0)
+    scene = make_scene(on_straggler="retry")
     scene.enqueue(2)
     for job in scene.claim(2):
         scene.submit(job, FIRST, status=Status.ABORTED)

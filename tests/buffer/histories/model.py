@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 from buffer.control.control import Mode
 from buffer.ids import LANES
-from buffer.model.manifest import Manifest
+from buffer.limits import Straggler
+from buffer.manifest import Manifest
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.staleness import staleness
 from tests.buffer.scene import FIRST
@@ -84,8 +85,8 @@ class Task:
 class Model:
     """The groups of a run, its steps and forks, and the arithmetic of the rules."""
 
-    def __init__(self, tail_batch: int, order: str, tokens: int | None) -> None:
-        self.retried = tail_batch >= 0
+    def __init__(self, on_straggler: Straggler, order: str, tokens: int | None) -> None:
+        self.on_straggler = on_straggler
         self.order = order
         self.tokens = tokens
         self.groups: dict[str, Group] = {}
@@ -232,9 +233,20 @@ class Model:
         """Whether the next step may not use the tokens that a group already has."""
         return bool(group.made_by) and self.score(group) < self.taken + 1 - self.threshold
 
+    def awaits_stragglers(self, *tasks: str) -> bool:
+        """Whether a take waits for groups that could serve no later step."""
+        cut = self.taken + 1 - self.threshold
+        return self.on_straggler == "wait" and any(
+            group.made_by and self.score(group) == cut
+            for task in tasks
+            if self.at("running", task)
+            for place in ("waiting", "running")
+            for group in self.at(place, task)
+        )
+
     def _expire(self, old: list[Group]) -> int:
         for group in old:
-            group.place = "expired" if self.retried else "dropped"
+            group.place = "expired" if self.on_straggler == "retry" else "dropped"
             group.made_by, group.result = [], "init"
         return len(old)
 

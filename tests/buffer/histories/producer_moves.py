@@ -76,7 +76,10 @@ class ProducerMoves(World):
         self.outside[task] += 1
         group = self.groups[gid] = Group(gid, status, made_by=made_by)
         if self.score(group) < self.taken + 1 - self.threshold or status == "expired":
-            group.place, group.made_by = "expired" if self.retried else "dropped", []
+            group.place, group.made_by = (
+                "expired" if self.on_straggler == "retry" else "dropped",
+                [],
+            )
         if group.place != "dropped":
             self.arrive(group)
             group.result = self.newest(group).token

@@ -19,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from buffer.limits import Straggler
 from tests.buffer.faulty_store import FaultyStore
 from tests.buffer.histories.all_moves import AllMoves
 from tests.buffer.histories.model import TASKS, WORKERS
@@ -167,14 +168,14 @@ def test_random_histories_agree_with_the_model(server: Server) -> None:
         suppress_health_check=list(HealthCheck),
     )
     @given(
-        tail_batch=st.sampled_from([-1, 0, 2]),
+        on_straggler=st.sampled_from(["drop", "retry", "retry", "wait"]),
         order=orders,
         tokens=token_thresholds,
         history=histories,
     )
-    def live(tail_batch: int, order: str, tokens: int | None, history: History) -> None:
+    def live(on_straggler: Straggler, order: str, tokens: int | None, history: History) -> None:
         raw.flushall()
-        run = AllMoves(store, raw, f"history-{next(numbers)}", tail_batch, order, tokens)
+        run = AllMoves(store, raw, f"history-{next(numbers)}", on_straggler, order, tokens)
         for move, replies_are_lost in history:
             run.make(*move, replies_are_lost)
         run.check_everything()

@@ -9,7 +9,7 @@ import pytest
 
 from buffer.control.control import Mode
 from buffer.errors import Fenced, LedgerError
-from buffer.model.manifest import Manifest, NotReady
+from buffer.manifest import Manifest, NotReady
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.staleness import staleness
 from tests.buffer.histories.model import WORKERS
@@ -41,6 +41,10 @@ class TrainerMoves(World):
                 assert answer.checkpoint_now == waits_for_checkpoint
             else:
                 assert answer == Manifest(step, "", ())  # nothing is recorded
+            return
+        if strict and self.awaits_stragglers(*counts):
+            assert isinstance(answer, NotReady)
+            assert answer.awaits_stragglers
             return
         assert isinstance(answer, Manifest)
         assert answer.gids == [group.gid for group in groups]

@@ -9,7 +9,7 @@ from typing import Any
 import redis
 
 from buffer.ids import LANES, POOLS
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, Straggler, TaskLimits
 from tests.buffer.faulty_store import MUTATING, FaultyStore
 from tests.buffer.histories.model import (
     LEASE_MS,
@@ -35,11 +35,11 @@ class World(Model):
         store: FaultyStore,
         raw: redis.Redis,
         name: str,
-        tail_batch: int,
+        on_straggler: Straggler,
         order: str = "staleness",
         tokens: int | None = None,
     ) -> None:
-        super().__init__(tail_batch, order, tokens)
+        super().__init__(on_straggler, order, tokens)
         limits = RunLimits(
             stale_threshold=THRESHOLD,
             lease_ms=LEASE_MS,
@@ -47,7 +47,7 @@ class World(Model):
             role_timeout_ms=3 * LEASE_MS,
             token_threshold=tokens,
             max_tries=MAX_TRIES,
-            tail_batch_trigger_size=tail_batch,
+            on_straggler=on_straggler,
             tail_batch_max_tries=TAIL_TRIES,
             order=order,
             tasks={task: TaskLimits() for task in TASKS},

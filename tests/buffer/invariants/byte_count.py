@@ -6,7 +6,7 @@ from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.scene import FIRST, Scene, rollout
 
-RETRIED = {"tail_batch_trigger_size": 0}
+RETRIED = {"on_straggler": "retry"}
 
 
 def bytes_follow_the_groups_of_workers(scene: Scene) -> None:

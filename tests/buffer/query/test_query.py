@@ -9,15 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from buffer.errors import ConfigError, QueryError
-from buffer.query.language import FALSE, FIELDS, MAX_DEPTH, TRUE, Condition, matches, parse
-from buffer.query.plan import (
-    EVERY,
-    NOTHING,
-    VersionRange,
+from buffer.query.language import (
+    FALSE,
+    FIELDS,
+    MAX_DEPTH,
+    TRUE,
+    Condition,
     allowed_values,
-    is_exact,
+    matches,
     narrow,
-    version_range,
+    parse,
 )
 from buffer.query.record import RECORD_FIELDS, STAGES, GroupRecord, Moment
 from buffer.wire.rollout import Status
@@ -84,42 +85,9 @@ def test_plans_are_never_too_narrow(query: dict[str, Any], record: GroupRecord) 
     known = {"task": record.task, "stage": record.stage, "status": record.status}
     left = narrow(node, known)
     assert matches(left, record) == matches(node, record)
-    low, high = version_range(left, TAKEN)
-    inside = high == EVERY.high if record.version is None else low <= record.version <= high
-    assert inside or not matches(node, record)
-    if is_exact(left):
-        assert inside == matches(node, record)
     for name in ("gid", "draw"):
         values = allowed_values(node, name)
         assert values is None or facts(record)[name] in values or not matches(node, record)
-
-
-@pytest.mark.parametrize(
-    ("query", "expected"),
-    [
-        ({}, EVERY),
-        ({"version": {"$gt": 1, "$lte": 3}}, VersionRange(2, 3)),
-        ({"staleness": {"$gte": 2}}, VersionRange(TAKEN - 2**53, 2)),
-        ({"staleness": {"$between": [0, 1.5]}}, VersionRange(3, 4)),
-        ({"version": 1.5}, NOTHING),
-        ({"version": {"$gt": 3, "$lt": 2}}, VersionRange(4, 1)),
-        ({"version": {"$in": [2, 7]}}, VersionRange(2, 7)),
-        ({"version": {"$in": [2, None]}}, EVERY),
-        ({"version": {"$ne": 2}}, EVERY),
-        ({"version": None}, EVERY),
-        ({"$or": [{"version": 1}, {"version": 3}]}, VersionRange(1, 3)),
-        ({"$or": [{"version": 1}, {"tokens": 3}]}, EVERY),
-        ({"version": 1, "tokens": 3}, VersionRange(1, 1)),
-        ({"$or": []}, NOTHING),
-        ({"version": {"$gte": 10**30}}, NOTHING),
-        ({"staleness": {"$between": [-(10**400), 10**400]}}, VersionRange(-(2**53), 2**53)),
-    ],
-)
-def test_pools_are_read_from_the_range_that_can_fit(
-    query: dict[str, Any], expected: VersionRange
-) -> None:
-    found = version_range(parse(query), TAKEN)
-    assert found == expected or (found.is_empty and expected.is_empty)
 
 
 def test_edges_of_the_language() -> None:

@@ -28,13 +28,6 @@ def test_stores_that_name_the_same_memory_see_the_same_run(run_name: str) -> Non
             Run.open(other, run_name)
 
 
-def test_memory_outlives_the_stores_that_name_it(run_name: str) -> None:
-    with closing(Store("memory://")) as store:
-        nonce = Run.create(store, run_name, new_nonce(), LIMITS, FIRST, "/w").nonce
-    with closing(Store("memory://")) as store:
-        assert Run.open(store, run_name).nonce == nonce
-
-
 @given(st.binary(max_size=4), st.integers(0, 40), st.integers(0, 40))
 def test_bits_of_a_range_are_counted(bitmap: bytes, first: int, last: int) -> None:
     bits = "".join(f"{byte:08b}" for byte in bitmap)

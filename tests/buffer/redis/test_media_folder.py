@@ -198,25 +198,6 @@ def test_what_a_crash_left_is_found_by_a_later_sweep(
     assert illustrated(scene) == set()
 
 
-def test_sweep_looks_at_some_folders_at_a_time(
-    scene_with_media: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("buffer.janitor.LOOK", 2)
-    scene = scene_with_media()
-    illustrate(scene, 5)
-    scene.enqueue(5, samples=[0] * 5)
-    sweeps = [scene.run.janitor.sweep() for _ in range(4)]
-    assert [(s.media, s.has_more) for s in sweeps] == [(2, True), (2, True), (1, False), (0, False)]
-
-
-def test_heart_touches_no_disk(scene_with_media: Callable[..., Scene]) -> None:
-    scene = scene_with_media()
-    illustrate(scene, 1)
-    scene.enqueue(1, samples=[0])
-    assert scene.run.janitor.sweep(files=False).media == 0
-    assert scene.run.janitor.sweep().media == 1
-
-
 def test_nothing_is_deleted_that_is_held_or_not_ours(
     scene_with_media: Callable[..., Scene], tmp_path: Path
 ) -> None:

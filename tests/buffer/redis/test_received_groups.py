@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from buffer.job import PayloadRef
-from buffer.redis.payloads import Upload
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
@@ -52,9 +51,7 @@ class _Stored:
         for position, size in enumerate(SIZES * COPIES):
             group = _group(f"math-{position:010d}", size)
             self.columns[group.gid] = _bytes(group)
-            self.refs += scene.run.payloads.write_many(
-                [Upload(group.gid, "t", group_bytes.encode(group))]
-            )
+            self.refs.append(scene.run.payloads.write(group.gid, "t", group_bytes.encode(group)))
 
     def read_and_drop(
         self, steps: int, choose: Callable[[list[PayloadRef]], list[PayloadRef]]

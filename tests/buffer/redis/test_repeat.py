@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from tests.buffer.faulty_store import MUTATING, FaultyStore
 from tests.buffer.scene import LIMITS, Scene
 from tests.buffer.whole_story import tell_a_whole_story
@@ -28,11 +28,11 @@ def echo(server: Server, redis_client: redis.Redis, run_name: str) -> Iterator[F
 
 
 @pytest.mark.parametrize(
-    ("server", "tail_batch", "order"),
+    ("server", "on_straggler", "order"),
     [
-        ("valkey", -1, "staleness"),
-        ("valkey", 0, "staleness"),
-        *[(kind, 0, "length_fair") for kind in STORES],
+        ("valkey", "drop", "staleness"),
+        ("valkey", "retry", "staleness"),
+        *[(kind, "retry", "length_fair") for kind in STORES],
     ],
     indirect=["server"],
 )
@@ -40,7 +40,7 @@ def test_no_script_changes_anything_when_it_runs_again(
     echo: FaultyStore,
     redis_client: redis.Redis,
     run_name: str,
-    tail_batch: int,
+    on_straggler: str,
     order: str,
     tmp_path: Path,
 ) -> None:
@@ -48,7 +48,7 @@ def test_no_script_changes_anything_when_it_runs_again(
         **{
             **LIMITS.model_dump(),
             "max_tries": 2,
-            "tail_batch_trigger_size": tail_batch,
+            "on_straggler": on_straggler,
             "order": order,
         }
     )

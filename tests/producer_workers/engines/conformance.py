@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from numpy.typing import NDArray
 
 from buffer.wire.rollout import PolicyVersion, VersionSpan
@@ -432,7 +433,7 @@ class ModelContract(EngineContract):
             zip(allowed, allowed_logprobs(folders.first, PROMPT.tolist(), allowed), strict=True)
         )
         for seed in range(8):
-            made = run(generate(engine, params.model_copy(update={"seed": seed})))
+            made = run(generate(engine, structs.replace(params, seed=seed)))
             token, end = made.token_ids.tolist()
             assert (made.finish_reason, end) == ("stop", tokenizer.eos_token_id)
             assert made.logprobs == pytest.approx([expected[token], 0.0], abs=TOLERANCE)

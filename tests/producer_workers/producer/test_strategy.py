@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from buffer.control.control import ControlState, Mode
 from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
 from buffer.errors import ConfigError
-from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.task_mix import Reweighting, TaskMix, allocate, newest_parts
+from buffer.limits import Reweighting, RunLimits, TaskLimits, TaskMix, allocate, newest_parts
 from buffer.wire.rollout import PolicyVersion, RolloutState
 from producer_workers.producer.strategy import (
     AsyncProduceStrategy,
@@ -45,7 +44,7 @@ dataset = { kind = "jsonl", path = "x" }
 weight = 1.0
 judge = "exact_match"
 dataset = { kind = "jsonl", path = "x" }
-strategy = { tail_batch_trigger_size = 4, is_valid_sample_fn = "not_all_equal" }
+strategy = { on_straggler = "retry", tail_batch_trigger_size = 4, is_valid_sample_fn = "not_all_equal" }
 [tasks.idle]
 weight = 0.0
 judge = "exact_match"
@@ -116,27 +115,14 @@ def test_sync_starts_the_batches_of_the_newest_weights_and_no_other() -> None:
     assert strategy.plan(seen("math", strategy.limits)).pools == (("aborted", 1),)
 
 
-def test_oversampling_is_a_share_of_one_batch_until_the_last_step() -> None:
-    strategy = AsyncProduceStrategy("math", limits_of(steps=10, over_sample_threshold=1.0))
+def test_groups_are_started_less_far_ahead_than_they_may_be_late() -> None:
+    """Started for at most two steps, and trained up to four publications late (I8)."""
+    limits = limits_of(steps=10, stale_threshold=5, ahead_threshold=2)
+    strategy = AsyncProduceStrategy("math", limits)
     assert [strategy.target(version) for version in (0, 1, 9)] == [8, 12, 40]
-
-
-def test_a_tail_batch_starts_what_is_missing_and_nothing_beyond() -> None:
-    """Want 8 groups of weights 0 and 4 beyond; with 3 expired groups only the 8, these first."""
-    strategy = AsyncProduceStrategy(
-        "math", limits_of(steps=9, over_sample_threshold=1.0, tail_batch_trigger_size=3)
-    )
-    plans = [strategy.plan(seen("math", strategy.limits, version=1, expired=n)) for n in (2, 3)]
-    assert [plan.target for plan in plans] == [12, 8]
-    assert plans[0].pools == plans[1].pools == (("expired", 3), ("aborted", 1))
-
-
-@pytest.mark.parametrize("trigger", [-1, 0])
-def test_expired_groups_that_are_dropped_or_retried_at_once_are_no_tail_batch(trigger: int) -> None:
-    limits = limits_of(steps=9, over_sample_threshold=1.0, tail_batch_trigger_size=trigger)
-    plan = AsyncProduceStrategy("math", limits).plan(seen("math", limits, expired=5))
-    assert plan.target == 8
-    assert plan.pools == ((("aborted", 1),) if trigger < 0 else (("expired", 1), ("aborted", 1)))
+    assert (limits.threshold("math"), limits.horizon_of(1)) == (5, 2)
+    limits.tasks["math"].ahead_threshold = 9  # never further than what would be trained
+    assert strategy.target(0) == 20
 
 
 @pytest.mark.parametrize("kind", [SyncProduceStrategy, AsyncProduceStrategy])
@@ -164,11 +150,6 @@ def test_should_continue_gets_what_is_ready_and_wanted_and_may_answer_enough() -
     ]
     assert [plan.is_enough for plan in plans] == [False, False, True]
     assert asked == [(0, 4, 4), (2, 4, 4), (3, 4, 4)]
-
-
-def test_a_context_of_an_unknown_task_is_a_key_error() -> None:
-    with pytest.raises(KeyError):
-        contexts(limits_of(), seen("math", limits_of()).state, ProduceProgress(1, {}, {}))["math"]
 
 
 def test_new_weights_change_the_share_from_their_step_on_and_no_target_before() -> None:

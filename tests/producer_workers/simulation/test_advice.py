@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ def simulated(
 def test_advice_takes_the_least_staleness_that_is_near_the_fastest() -> None:
     advice = advise([simulated(0, 500), simulated(1, 980), simulated(2, 1000)])
     assert advice.chosen == 1
-    assert "98.0% of the fastest (max_staleness 2, keep)" in advice.reasons[0]
+    assert "98.0% of the fastest (max_ahead 1, max_staleness 2, keep)" in advice.reasons[0]
     assert "96.0% faster than the best with less staleness" in advice.reasons[2]
 
 
@@ -55,12 +56,21 @@ def test_advice_tells_workers_to_hold_more_groups_when_finished_rollouts_leave_p
 
 
 def test_candidates_leave_out_what_makes_no_difference() -> None:
-    settings = candidates(FLEET, [1, 0, 1], ["keep", "abort"])
-    assert [(s.max_staleness, s.interruption) for s in settings] == [
-        (0, "keep"),
-        (1, "keep"),
-        (1, "abort"),
+    settings = candidates(FLEET, [1, 0, 1], ["keep", "abort"], ahead=[1, 4])
+    assert [(s.max_ahead, s.max_staleness, s.interruption) for s in settings] == [
+        (0, 0, "keep"),
+        (1, 1, "keep"),
+        (1, 1, "abort"),
     ]
+
+
+def test_a_fast_setting_that_learns_to_be_short_is_not_advised() -> None:
+    setting, outcome = simulated(1, 1000)
+    biased = replace(outcome, trained_lengths=[10, 10], expired_lengths=[100])
+    assert biased.length_ratio == pytest.approx(10 / 40)
+    advice = advise([(setting, biased), simulated(2, 500)])
+    assert advice.chosen == 1
+    assert any("100.0% faster" in reason and "0.25" in reason for reason in advice.reasons)
 
 
 def test_config_of_a_partial_setting_aborts_and_keeps_tokens() -> None:

@@ -152,3 +152,36 @@ def test_setting_turns_seconds_into_the_tokens_they_came_from(tokens: int) -> No
     fleet = setting(token_s=0.25, first_token_s=1.5)
     assert fleet.tokens(fleet.seconds(tokens)) == tokens
     assert fleet.tokens(fleet.seconds(tokens) - 0.01) == tokens - 1
+
+
+def test_two_limits_train_long_responses_and_one_limit_does_not() -> None:
+    """Every fourth response takes four steps; groups are started for the next step only."""
+    fleet = setting(concurrency=4, sequences=4, step_s=10.0, max_ahead=1, max_staleness=1)
+
+    def lengths(draw: int) -> list[int]:
+        return [40 if draw % 4 == 0 else 5]
+
+    dropped, waited, late = (
+        simulate(fleet.model_copy(update=change), lengths, 60)
+        for change in ({}, {"on_straggler": "wait"}, {"max_staleness": 4})
+    )
+    assert dropped.length_ratio < 0.6
+    assert dropped.tail_ratio < 0.3
+    assert waited.length_ratio == late.length_ratio == 1.0
+    assert waited.wasted_tokens == late.wasted_tokens == 0
+    assert late.seconds < waited.seconds
+    assert max(late.staleness) <= 4
+
+
+def test_a_retried_group_draws_its_lengths_again() -> None:
+    fleet = setting(concurrency=2, sequences=2, step_s=10.0, max_ahead=1, max_staleness=1)
+    drawn: list[int] = []
+
+    def lengths(draw: int) -> list[int]:
+        drawn.append(draw)
+        return [60 if draw == 0 else 5]
+
+    outcome = simulate(fleet.model_copy(update={"on_straggler": "retry"}), lengths, 10)
+    assert 60 in outcome.expired_lengths
+    assert 60 not in outcome.trained_lengths
+    assert drawn == [*range(len(drawn))]

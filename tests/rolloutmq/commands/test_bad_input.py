@@ -10,7 +10,6 @@ import pytest
 
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.run import Run
 from tests.rolloutmq.conftest import Command, in_process
 from tests.rolloutmq.populate import Scene, populate
 
@@ -110,10 +109,6 @@ def test_a_mistake_is_named_with_what_to_do(
     check(command(*words), code, *said)
 
 
-def test_no_run_on_the_server(store: Store, command: Command) -> None:
-    check(command("ls"), 5, "no run on", "rolloutmq run")
-
-
 def test_several_runs_are_listed(scene: Scene, store: Store, command: Command) -> None:
     populate(store, "other")
     check(command("ls"), 2, "demo, other", "--run NAME")
@@ -127,19 +122,7 @@ def test_run_option_chooses_among_several(
     assert command(name, "--run", "other").returncode == 0
 
 
-def test_run_of_another_schema(scene: Scene, store: Store, command: Command) -> None:
-    store.control.hset(scene.run.keys.meta, "schema", "999")
-    check(command("status"), 1, "schema 999")
-
-
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     done = in_process("status", cwd=tmp_path, ROLLOUTMQ_DEBUG="1")
     assert done.returncode == 3
     assert "Traceback" in done.stderr
-
-
-def test_bad_input_leaves_the_run_as_it_was(scene: Scene, store: Store, command: Command) -> None:
-    before = scene.run.account.totals()
-    command("fence", "w0")
-    command("show", "math-0000000099")
-    assert Run.open(store, "demo").account.totals() == before

@@ -17,21 +17,6 @@ from rolloutmq.command_list import all_commands
 from tests.rolloutmq.conftest import ROOT, in_process
 
 COMMANDS: dict[str, Any] = all_commands()
-PROCESSES = {
-    "audit",
-    "run",
-    "create",
-    "train",
-    "warm-start",
-    "eval",
-    "export-model",
-    "gpu-check",
-    "worker",
-    "producer",
-    "judge",
-    "problems",
-}
-"""Take a config, and log as JSON lines."""
 ONE = ["math-0000000042"]
 ARGUMENTS = {
     "show": ONE,
@@ -105,29 +90,6 @@ def test_help_and_completion_import_no_command() -> None:
         )
         assert "workers" in done.stdout
         assert done.stdout.splitlines()[-1] == "[]"
-
-
-@pytest.mark.parametrize("name", sorted(COMMANDS.keys() - PROCESSES))
-def test_every_command_that_looks_or_steers_has_the_same_flags(name: str) -> None:
-    # a page has nothing to print; configs, models of a fleet, scripts and users ask no server; a
-    # server is not at an URL; logs and processes are in a folder
-    lacking = {
-        "web": {"--json"},
-        "runs": {"--run"},
-        "server": {"--redis-url", "--run"},
-        "logs": {"--redis-url", "--run"},
-        "report": {"--redis-url", "--run", "--run-dir", "--json"},
-        "stop": {"--redis-url", "--run"},
-        "acl": {"--redis-url", "--run-dir"},
-        "init": {"--json", "--redis-url", "--run-dir", "--run"},
-        "key": {"--json", "--redis-url", "--run-dir", "--run"},
-        "check": {"--redis-url", "--run-dir", "--run"},
-        "simulate": {"--redis-url", "--run-dir", "--run"},
-        "scripts": {"--redis-url", "--run-dir", "--run"},
-    }
-    assert {"--json", "--redis-url", "--run-dir", "--run"} - flags_of(name) == lacking.get(
-        name, set()
-    )
 
 
 @pytest.mark.parametrize("name", ASKING)

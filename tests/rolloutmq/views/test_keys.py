@@ -111,12 +111,16 @@ def test_keys_pause_and_continue_a_run_and_open_a_group(
             terminal.press(keys)
             terminal.until(words)
             assert control.state().mode is mode
-        terminal.press("omathx\x7f-2\r")
+        terminal.press("o")
+        terminal.until("group: ")
+        terminal.press("mathx\x7f-2\r")
         terminal.until("press any key to go back")
         assert group_id("math", 2) in terminal.seen
         terminal.press(" ")
         terminal.until("p pause")
-        terminal.press("onothing\r")
+        terminal.press("o")
+        terminal.until("group: ")
+        terminal.press("nothing\r")
         terminal.until("is not a group id")
         assert leave(terminal, process) == 0
         # the terminal is as it was: what is typed is seen again

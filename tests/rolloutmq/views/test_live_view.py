@@ -17,7 +17,7 @@ from rolloutmq.views.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
 from rolloutmq.views.live import watch
 from rolloutmq.views.run_json import describe
 from rolloutmq.views.run_view import RECENT_MS, RunView, read_run_view
-from rolloutmq.views.screen import LiveNotes, live_screen, one_line, starting_lines
+from rolloutmq.views.screen import LiveNotes, live_screen, one_line
 from tests.rolloutmq.populate import Scene, write_steps
 
 
@@ -50,17 +50,6 @@ def test_a_worker_that_has_not_joined_yet_loads_its_engine(scene: Scene) -> None
     for text in (drawn(snap, notes=notes), one_line(snap, History(), notes)):
         assert "worker-7 loads its engine, 12 s" in text
         assert "w0 loads" not in text
-    notes.started_s |= {"trainer": 3.0, "producer": 4.0, "worker-8": 15.2}
-    text = one_line(snap, History(), notes)
-    assert "worker-7 and 1 more load their engines, 15 s" in text
-    assert "trainer loads the model, 3.0 s" not in text
-    assert "ready for step 1" not in text
-    store = scene.run.store
-    store.control.hset(scene.run.keys.control, "trainer_seen_ms", 1)  # silent since 1970
-    before = dataclasses.replace(read_run_view(scene.run), taken=0)
-    lines = starting_lines(before, notes.started_s)
-    assert lines[0] == "trainer loads the model, 3.0 s"
-    assert any(line.startswith("math: ") and "ready for step 1" in line for line in lines)
 
 
 def test_view_is_red_when_the_account_does_not_add_up(scene: Scene, store: Store) -> None:

@@ -87,14 +87,6 @@ def test_metrics_say_what_status_says(scene: Scene, endpoint: MetricsEndpoint) -
     assert found["rolloutmq_up",] == 1
 
 
-def test_groups_that_only_wait_for_their_judge_are_told_by_worker(
-    scene: Scene, endpoint: MetricsEndpoint
-) -> None:
-    scene.beat("w0", ack=1, judging=1)
-    found = samples(fetch(f"{endpoint.url}/metrics"))
-    assert [found["rolloutmq_worker_groups_judging", worker] for worker in ("w0", "w1")] == [1, 0]
-
-
 def test_times_of_judges_and_pauses_are_histograms(scene: Scene, endpoint: MetricsEndpoint) -> None:
     pauses = Histogram(PAUSE_BOUNDS_S)
     pauses.add(0.02)
@@ -157,13 +149,6 @@ def test_failures_are_counted_by_eight_causes_and_other_ones_together(
     }
     kept = {"ValueError": 1, **{f"Odd{n}Error": 1 for n in range(7)}}
     assert counts == {**kept, "other": 4}
-
-
-def test_a_waiting_trainer_tells_how_long(scene: Scene, endpoint: MetricsEndpoint) -> None:
-    scene.run.control.renew_role("trainer", scene.trainer, waited_s=12.5)
-    assert (
-        samples(fetch(f"{endpoint.url}/metrics"))["rolloutmq_trainer_wait_seconds_total",] == 12.5
-    )
 
 
 def test_a_server_that_is_away_is_told_and_comes_back(tmp_path: Path) -> None:

@@ -177,28 +177,6 @@ def test_a_drag_zooms_all_charts_and_a_button_shows_all_again(
     assert not reset.is_displayed()
 
 
-TWO_AT_ONCE = """
-const Real = IntersectionObserver;
-window.IntersectionObserver = class extends Real {
-  constructor(callback, options) {
-    super((entries) => callback([{ isIntersecting: !entries[0].isIntersecting }, ...entries]), options);
-  }
-};
-"""
-
-
-def test_a_chart_is_drawn_where_a_busy_browser_reports_two_changes_of_view_at_once(
-    chromium: Chrome, address: str, steps: Path
-) -> None:
-    command = "Page.addScriptToEvaluateOnNewDocument"
-    added = chromium.execute_cdp_cmd(command, {"source": TWO_AT_ONCE})
-    try:
-        go(chromium, address, "run")
-        until_legend(chromium, "parts", "wait")  # out of view at first, then scrolled into view
-    finally:
-        chromium.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", added)
-
-
 COLOURS = """
 const probe = document.body.appendChild(document.createElement("span"));
 const colours = Object.fromEntries(arguments[0].map((name) => {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from selenium.common.exceptions import StaleElementReferenceException
@@ -12,7 +11,6 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from buffer.control.control import Mode
-from buffer.ledger.audits import AuditFinding, AuditPosition
 from buffer.redis.server.embedded import EmbeddedServer
 from tests.rolloutmq.populate import Scene
 from tests.rolloutmq.web.conftest import serving
@@ -140,35 +138,3 @@ def test_without_the_token_or_read_only_nothing_can_be_done(
         assert connection.getresponse().status == 403
         connection.close()
     assert scene.run.control.state().mode is Mode.RUN
-
-
-def test_a_public_page_asks_for_the_token(
-    chromium: Chrome, scene: Scene, server: EmbeddedServer
-) -> None:
-    with serving(server.folder, "--host", "0.0.0.0", "--name", "127.0.0.1") as where:
-        page, _, token = where.partition("#token=")
-        chromium.get(page)
-        chromium.execute_script("sessionStorage.clear()")
-        chromium.get("about:blank")
-        chromium.get(page)
-        until(chromium, "this needs a token")
-        assert "demo" not in chromium.find_element(By.TAG_NAME, "header").text
-        chromium.find_element(By.NAME, "token").send_keys(token, Keys.ENTER)
-        until(chromium, "every group is accounted for", "#account")
-        until(chromium, "Training")
-
-
-def test_the_reason_of_a_barred_worker_is_where_workers_are_listed(
-    chromium: Chrome, address: str, scene: Scene, shots: Path
-) -> None:
-    gid = "math-0000000002"
-    found = AuditFinding(
-        "differs", "w0", gid, "its logprobs are 0.42 nats from those of the weights"
-    )
-    assert scene.run.audits.record(AuditPosition(), AuditPosition(2, 1), [found])
-    go(chromium, address, "workers")
-    text = until(chromium, "w0 is barred")
-    assert f"it failed the audit of {gid}: its logprobs are 0.42 nats" in text
-    chromium.save_screenshot(str(shots / "barred.png"))
-    chromium.find_element(By.LINK_TEXT, "its groups in the queue").click()
-    until(chromium, scene.taken.gid)

@@ -117,16 +117,3 @@ def test_a_rollout_with_its_tokens(
             for t in chromium.find_elements(By.CSS_SELECTOR, ".tokens span")
         } == classes
     chromium.save_screenshot(str(shots / "rollout.png"))
-
-
-def test_what_a_model_wrote_is_only_text(chromium: Chrome, address: str, scene: Scene) -> None:
-    evil = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
-    (job,) = scene.claim("w0", 1)
-    group = scene.run.buffer.read(job.payload)
-    for state in group.states:
-        state.messages = [{"role": "<b>user</b>", "content": evil}]
-    scene.write_as("w0", job, group.states)
-    go(chromium, address, f"groups/{job.gid}")
-    assert evil in until(chromium, "onerror")
-    assert "owned" not in chromium.title
-    assert not chromium.find_elements(By.CSS_SELECTOR, "main img, main script")

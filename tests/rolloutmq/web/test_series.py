@@ -66,16 +66,6 @@ def test_what_is_added_makes_the_whole_also_after_a_restart_of_the_trainer(tmp_p
     assert (added["whole"], added["steps"]["x"]) == (True, [1])
 
 
-def test_a_long_run_is_thinned_and_its_window_is_not(tmp_path: Path) -> None:
-    log_steps(tmp_path, [0.5] * 4100)
-    series = RunSeries(tmp_path)
-    series.refresh()
-    added, _ = series.since(Mark())
-    assert added["thinned"]
-    assert len(added["steps"]["x"]) <= 2000
-    assert series.window(100, 140)["steps"]["x"] == list(range(100, 141))
-
-
 def test_the_live_record_is_bounded_and_spans_all_of_its_time() -> None:
     record = LiveRecord()
     for second in range(20_000):

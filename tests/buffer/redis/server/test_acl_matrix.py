@@ -194,7 +194,7 @@ def test_every_script_changes_a_run_for_no_role_but_the_declared(
     own_server: Server, raw: Any, run_name: str, tmp_path: Path
 ) -> None:
     store = MatrixStore(own_server.url, raw, run_name)
-    changes = {"max_tries": 2, "tail_batch_trigger_size": 0, "order": "length_fair"}
+    changes = {"max_tries": 2, "on_straggler": "retry", "order": "length_fair"}
     tell_a_whole_story(Scene(store, raw, run_name, LIMITS.model_copy(update=changes)), tmp_path)
     for client in store.clients.values():
         client.close()

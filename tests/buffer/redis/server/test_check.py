@@ -76,14 +76,6 @@ def test_a_setting_that_loses_data_is_found(
         assert [found.what for found in require_safe(client, allow_unsafe=True)] == [what]
 
 
-def test_all_errors_of_a_server_are_told_at_once(tmp_path: Path) -> None:
-    options = ("--appendonly", "no", "--maxmemory-policy", "allkeys-lru")
-    with client_of(tmp_path, *options) as client, pytest.raises(StoreUnsafe) as caught:
-        require_safe(client)
-    assert "maxmemory-policy" in str(caught.value)
-    assert "append-only" in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [

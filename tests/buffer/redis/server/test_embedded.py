@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-import shutil
 import socket
 import subprocess
 import sys
@@ -46,17 +44,6 @@ def test_server_passes_its_own_check_when_it_has_started(embedded: EmbeddedServe
     with embedded.connect() as client:
         assert [str(found) for found in check_server(client) if found.level != "ok"] == []
         assert client.info("server")["process_id"] == embedded.pid
-
-
-def test_data_survives_when_the_server_is_killed(embedded: EmbeddedServer) -> None:
-    embedded.start()
-    with embedded.connect() as client:
-        client.set("key", "value")
-    embedded.kill()
-    assert not embedded.is_running
-    embedded.start()
-    with embedded.connect() as client:
-        assert client.get("key") == b"value"
 
 
 def test_data_survives_when_the_server_is_stopped(embedded: EmbeddedServer) -> None:
@@ -147,21 +134,3 @@ def test_any_folder_will_do(tmp_path: Path, name: str) -> None:
         assert again.url == server.url
         with again.connect() as client:
             assert client.ping()
-
-
-def test_a_new_short_folder_is_made_when_the_old_one_was_cleaned_away(tmp_path: Path) -> None:
-    server = EmbeddedServer(tmp_path / ("x" * 120))
-    with server:
-        old = server.socket_path.parent
-    shutil.rmtree(old)
-    with server, server.connect() as client:
-        assert client.ping()
-
-
-def test_the_printed_command_opens_the_server(embedded: EmbeddedServer) -> None:
-    if shutil.which("redis-cli") is None:
-        pytest.skip("no redis-cli on this machine")
-    embedded.start()
-    command = [*shlex.split(embedded.cli), "ping"]
-    answered = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert answered.stdout == "PONG\n"

@@ -98,6 +98,7 @@ def theirs(trl: Any, table: dict[str, torch.Tensor]) -> tuple[float, torch.Tenso
         "old_per_token_logps": table["old"],
         "ref_per_token_logps": table["reference"],
         "importance_sampling_ratio": correction(trl, table),
+        "sampling_per_token_logps": table["rollout"],
         "num_items_in_batch": table["mask"].sum(),
     }
     loss = trl._compute_loss(trl.model, inputs)
@@ -150,6 +151,11 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"objective": "gspo", "aggregation": "sequence_mean", "clip_low": 0.1, "clip_high": 0.1},
     ),
+    "sapo": ({"loss_type": "sapo"}, {"objective": "sapo", "aggregation": "sequence_mean"}),
+    "off-policy mask": (
+        {"loss_type": "dapo", "off_policy_mask_threshold": 0.1, "beta": 0.1},
+        {"off_policy_mask": 0.1, "kl_coef": 0.1},
+    ),
     "dual clip": (
         {"loss_type": "grpo", "delta": 2.0},
         {"aggregation": "sequence_mean", "dual_clip": 2.0},
@@ -186,6 +192,7 @@ PLAIN = {
     "vllm_importance_sampling_correction": True,
     "vllm_importance_sampling_clip_min": None,
     "_entropy_bonus_enabled": False,
+    "off_policy_mask_threshold": None,
     "use_adaptive_entropy": False,
     "current_gradient_accumulation_steps": 1,
     "max_completion_length": LONGEST,

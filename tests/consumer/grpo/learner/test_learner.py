@@ -183,7 +183,9 @@ def test_one_update_is_weighted_by_importance_without_a_second_forward_pass(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gradient is that of min(w, cap) A logprob, with w = trainer's / rollout's probability."""
-    learner = make_learner(model_dir, loss={"importance_cap": 1.5}, max_grad_norm=1e9)
+    learner = make_learner(
+        model_dir, loss={"importance_cap": 1.5}, max_grad_norm=1e9, old_policy="current"
+    )
     groups, advantages = make_batch(0)
     (update,) = learner.pack(groups).updates
     (packed,) = update.batches
@@ -210,6 +212,21 @@ def test_one_update_is_weighted_by_importance_without_a_second_forward_pass(
     assert len(passes) == 1
 
 
+def test_a_logprob_that_an_engine_got_wrong_does_not_rule_the_step(model_dir: Path) -> None:
+    """It bounds the gradient of its token, for every objective, by the default settings."""
+    for objective in ("ppo", "gspo", "cispo", "dppo", "sapo"):
+        norms = []
+        for logprob in (-3.0, -12.0, -18.0):
+            learner = make_learner(model_dir, loss={"objective": objective})
+            groups, advantages = make_batch(0)
+            wrong = groups[0].logprobs.copy()
+            columns = np.repeat(advantages[:4], groups[0].lengths) * groups[0].mask
+            wrong[int(np.argmin(columns))] = logprob
+            groups[0].columns["logprobs"] = wrong
+            norms.append(train_step(learner, groups, advantages)["optim/grad_norm"])
+        assert max(norms[1:]) < 2 * norms[0], objective
+
+
 def test_importance_corrects_for_the_rollouts_in_every_update_of_a_batch(model_dir: Path) -> None:
     """The ratio moves with the updates, the weight of a token is that of the weights before."""
     learner = make_learner(model_dir, updates_per_batch=3, warmup_steps=0, decay_steps=None)
@@ -228,9 +245,13 @@ def test_importance_corrects_for_the_rollouts_in_every_update_of_a_batch(model_d
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"old_policy": "rollout", "loss": {"importance_cap": 3.0}}, "importance_cap .* always 1"),
-        ({"old_policy": "rollout", "loss": {"importance_veto": 1e-4}}, "importance_veto of"),
-        ({"loss": {"dual_clip": 3.0}}, "dual_clip .* the ratio that it bounds is always 1"),
+        ({"loss": {"importance_level": "geometric"}}, "importance_level = geometric .* cannot act"),
+        ({"loss": {"objective": "cispo", "importance_cap": 3.0}}, "importance_cap .* cannot act"),
+        ({"loss": {"objective": "sapo", "clip_low": 0.1}}, "clip_low cannot act"),
+        (
+            {"old_policy": "current", "loss": {"clip_low": 0.1, "dual_clip": 3.0}},
+            "clip_low and dual_clip .* the ratio is always 1",
+        ),
         ({"warmup_steps": 6}, "must be larger than warmup_steps = 6"),
         ({"decay_steps": None, "schedule": "cosine"}, "schedule needs decay_steps"),
     ],
@@ -264,7 +285,7 @@ def test_a_learner_trains_with_an_objective_of_the_user(model_dir: Path) -> None
     trained = []
     # REINFORCE has the gradient of PPO in the first update of a batch, where no ratio is clipped
     for objective in ("ppo", f"{OWN}:reinforce"):
-        learner = make_learner(model_dir, loss={"objective": objective})
+        learner = make_learner(model_dir, loss={"objective": objective}, old_policy="current")
         train_step(learner, groups, advantages)
         trained.append(weights(learner))
     before = weights(make_learner(model_dir))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -20,10 +21,15 @@ from consumer.grpo.learner.losses import (
 )
 
 LENGTHS = [3, 1, 5, 2]
+OBJECTIVES = ["ppo", "gspo", "cispo", "dppo", "sapo"]
 
 
 def make_columns(
-    seed: int = 0, *, with_reference: bool = True, spread: float = 2.0
+    seed: int = 0,
+    *,
+    with_reference: bool = True,
+    spread: float = 2.0,
+    old_is_rollout: bool = False,
 ) -> TokenColumns:
     """Columns of four samples, one of them of one token; some tokens are masked."""
     draw = np.random.default_rng(seed)
@@ -35,14 +41,16 @@ def make_columns(
 
     mask = torch.tensor((draw.random(tokens) > 0.3).astype(float))
     mask[0] = 1.0
+    new, old, rollout = logprobs(), logprobs(), logprobs()
     return TokenColumns(
-        logprobs=logprobs().requires_grad_(),
-        old_logprobs=logprobs(),
-        rollout_logprobs=logprobs(),
+        logprobs=new.requires_grad_(),
+        old_logprobs=rollout if old_is_rollout else old,
+        rollout_logprobs=rollout,
         advantages=torch.tensor(draw.normal(size=len(LENGTHS))[sample]),
         samples=make_samples(mask, torch.tensor(sample)),
         entropy=torch.tensor(draw.uniform(0, 2, tokens)),
         ref_logprobs=logprobs() if with_reference else None,
+        old_is_rollout=old_is_rollout,
     )
 
 
@@ -90,6 +98,12 @@ class Transcription:
         weight = self.importance(t, sample)
         if weight == 0.0:
             return 0.0
+        far = sum(self.rollout[u] - self.new[u] for u in sample) / len(sample)
+        bound = config.off_policy_mask
+        if self.c.old_is_rollout:
+            weight = 1.0
+        if bound is not None and far > bound and float(self.c.advantages[t]) < 0:
+            weight = 0.0
         loss = weight * self.objective(t, sample)
         if self.c.ref_logprobs is not None:
             d = self.new[t] - float(self.c.ref_logprobs[t])
@@ -105,17 +119,27 @@ class Transcription:
             ratio = math.exp(sum(self.new[u] - self.old[u] for u in sample) / len(sample))
         clipped = min(max(ratio, 1 - config.clip_low), 1 + config.clip_high)
         if config.objective == "cispo":
-            return -clipped * advantage * float(self.new[t])
+            return float(-clipped * advantage * self.new[t])
+        if config.objective == "sapo":
+            heat = 1.0 if advantage > 0 else 1.05
+            return -4 / heat / (1 + math.exp(-heat * (ratio - 1))) * advantage
         gain = min(ratio * advantage, clipped * advantage)
         if config.dual_clip is not None and advantage < 0:
             gain = max(gain, config.dual_clip * advantage)
-        return -gain
+        if config.objective == "dppo":
+            change = math.exp(self.new[t]) - math.exp(self.old[t])
+            is_too_far = change > config.clip_high if advantage > 0 else -change > config.clip_low
+            gain = 0.0 if is_too_far else ratio * advantage
+        if self.c.old_is_rollout and config.importance_cap is not None:
+            gain *= min(1.0, config.importance_cap / ratio)
+        return float(-gain)
 
     def importance(self, t: int, sample: list[int]) -> float:
         config = self.config
         if config.importance_cap is None:
             return 1.0
-        logs = {u: self.old[u] - self.rollout[u] for u in sample}
+        before = self.new if self.c.old_is_rollout else self.old
+        logs = {u: before[u] - self.rollout[u] for u in sample}
         if config.importance_veto is not None and min(logs.values()) < math.log(
             config.importance_veto
         ):
@@ -130,13 +154,13 @@ class Transcription:
         return min(weight, config.importance_cap)
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "fixed_length"])
-@pytest.mark.parametrize("objective", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("old_is_rollout", [False, True])
 @pytest.mark.parametrize(
     "options",
     [
         {},
-        {"clip_low": 0.05, "clip_high": 0.5},
+        {"clip_low": 0.05, "clip_high": 0.1},
         {"importance_cap": None},
         {"importance_cap": 0.7},
         {"importance_level": "sequence", "importance_cap": 1.5},
@@ -150,21 +174,25 @@ class Transcription:
         },
         {"importance_veto": 0.4, "kl_coef": 0.3, "entropy_coef": 0.1},
         {"kl_coef": 0.3, "entropy_coef": 0.1},
+        {"off_policy_mask": 0.2},
         {"kl_coef": 0.3, "kl_kind": "abs"},
         {"kl_coef": 0.3, "kl_kind": "k2"},
     ],
     ids=str,
 )
 def test_policy_loss_equals_its_transcription(
-    aggregation: str, objective: str, options: dict[str, Any]
+    objective: str, old_is_rollout: bool, options: dict[str, Any]
 ) -> None:
-    longest = 9 if aggregation == "fixed_length" else None
-    config = LossConfig(aggregation=aggregation, objective=objective, max_tokens=longest, **options)
-    for seed in range(4):
-        columns = make_columns(seed)
+    if objective == "sapo" and "clip_low" in options:
+        return
+    for seed, aggregation in enumerate(["token_mean", "sequence_mean", "fixed_length"] * 2):
+        longest = 9 if aggregation == "fixed_length" else None
+        names: dict[str, Any] = {"aggregation": aggregation, "objective": objective}
+        config = LossConfig(**names, max_tokens=longest, **options)
+        columns = make_columns(seed, old_is_rollout=old_is_rollout)
         loss, _ = policy_loss(columns, weigh(columns, config), config)
         assert loss.detach().item() == pytest.approx(
-            Transcription(columns, config).loss(), rel=1e-9, abs=1e-12
+            Transcription(columns, config).loss(), rel=1e-6, abs=1e-12
         )
 
 
@@ -182,7 +210,7 @@ def test_dual_clip_equals_its_transcription_and_bounds_negative_advantages() -> 
     assert differs
 
 
-@pytest.mark.parametrize("objective", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_gradient_is_reinforce_when_the_policy_has_not_moved(objective: str) -> None:
     columns = make_columns(with_reference=False)
     same = columns.logprobs.detach().clone()
@@ -230,6 +258,36 @@ def test_clipping_stops_the_gradient_only_outside_the_bound_that_helps(
     assert bool(metrics["policy/clip_fraction"] == 0) is gradient
 
 
+@pytest.mark.parametrize(
+    ("objective", "advantage", "sampled", "gradient"),
+    [
+        ("ppo", 1, 0.5, 0.0),  # above 1 + clip_high
+        ("ppo", 1, 0.72, 0.7 / 0.72),
+        ("ppo", -1, 0.95, 0.0),  # below 1 - clip_low
+        ("ppo", -1, 0.5, 1.4),
+        ("ppo", -1, 1e-6, 2.0),  # an engine that was wrong: the weight is capped
+        ("dppo", 1, 0.4, 0.0),
+        ("dppo", 1, 0.5, 1.4),
+        ("dppo", -1, 0.95, 0.0),
+        ("dppo", -1, 1e-6, 2.0),
+    ],
+)
+def test_the_ratio_to_the_sampling_policy_is_bounded_by_the_sign_of_the_advantage(
+    objective: str, advantage: float, sampled: float, gradient: float
+) -> None:
+    new = torch.tensor([math.log(0.7)], requires_grad=True)
+    rollout = torch.tensor([math.log(sampled)])
+    one = torch.ones(1)
+    columns = TokenColumns(
+        new, rollout, rollout, advantage * one, one_sample(one), one, old_is_rollout=True
+    )
+    config = LossConfig(objective=objective, clip_low=0.2, clip_high=0.28)
+    loss, metrics = policy_loss(columns, one, config)
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(new.grad, torch.tensor([-advantage * gradient]))
+    assert metrics["policy/clip_fraction"] == (gradient == 0)
+
+
 def test_cispo_keeps_the_gradient_of_a_clipped_token() -> None:
     new = torch.tensor([math.log(5.0) - 3], requires_grad=True)
     old = torch.tensor([-3.0])
@@ -241,7 +299,7 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token() -> None:
     assert metrics["policy/clip_fraction"] == 1
 
 
-@pytest.mark.parametrize("objective", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("kind", get_args(KlKind))
 def test_no_value_of_a_token_makes_a_gradient_that_is_not_finite(
@@ -313,6 +371,27 @@ def test_value_of_k3_and_gradient_of_k2_are_unbiased() -> None:
     torch.testing.assert_close(k2_slope, slope)
 
 
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+def test_kl_metrics_have_the_divergence_from_the_sampling_policy_as_mean(spread: float) -> None:
+    """The exact expectation over a vocabulary, for tokens that the sampling policy chose."""
+    draw = torch.Generator().manual_seed(3)
+    sampling, policy = (spread * torch.randn(2, 9, generator=draw)).double().log_softmax(1)
+    chances = sampling.exp()
+    samples = make_samples(torch.ones(9).double(), torch.arange(9))
+    columns = TokenColumns(
+        policy, sampling, sampling, torch.ones(9).double(), samples, torch.zeros(9).double()
+    )
+    found: dict[str, float] = {"mismatch/kl": 0.0, "policy/kl_old": 0.0}
+    for word in range(9):
+        mask = torch.zeros(9).double().index_fill(0, torch.tensor([word]), 1.0)
+        own = replace(columns, samples=make_samples(mask, torch.arange(9)))
+        _, metrics = policy_loss(own, mask, LossConfig())
+        for name in found:
+            found[name] += float(chances[word] * metrics[name])
+    exact = float((chances * (sampling - policy)).sum())
+    assert found == pytest.approx(dict.fromkeys(found, exact), rel=1e-9)
+
+
 def test_kl_estimates_are_zero_where_nothing_differs_and_never_negative() -> None:
     low = torch.tensor([-2.0])
     high = torch.tensor([-1.0])
@@ -338,7 +417,7 @@ def test_loss_config_refuses_what_does_not_fit(options: dict[str, Any], message:
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("objective", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("mask", [[0.0, 0.0, 0.0], []], ids=["fully masked", "empty"])
 def test_a_batch_without_a_trained_token_has_no_loss_and_no_gradient(
     objective: str, level: str, mask: list[float]

@@ -14,7 +14,6 @@ from buffer.ids import group_id
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
-from consumer.grpo.reporting.step_log import StepLog
 from rolloutmq.views.diagnosis import diagnose
 from rolloutmq.views.run_view import read_run_view
 from tests.rolloutmq.conftest import Command, in_process, json_of
@@ -92,31 +91,6 @@ def test_fsck_finds_the_runs_folder_by_its_nonce(
     assert other["trained_steps"] is None
 
 
-def test_step_log_reads_what_is_added_and_skips_a_torn_line(tmp_path: Path) -> None:
-    path = write_steps(tmp_path, [(1, "l1", [gid(0)])])
-    log = StepLog(path)
-    assert [step.step for step in log.read_new()] == [1]
-    with path.open("ab") as file:
-        file.write(b'{"step": 2, "li')
-    assert log.read_new() == []
-    with path.open("ab") as file:
-        file.write(b'\n{"step": 2, "lineage": "l2", "gids": ["math-0000000007"]}\n')
-    assert [step.step for step in log.read_new()] == [2]
-    assert (log.torn, len(log.steps)) == (1, 2)
-
-
-def test_step_log_replaces_from_the_repeated_step_on(tmp_path: Path) -> None:
-    log = StepLog(
-        write_steps(
-            tmp_path,
-            [(1, "a", [gid(0)]), (2, "a", [gid(1)]), (3, "a", [gid(2)]), (2, "b", [gid(1)])],
-        )
-    )
-    log.read_new()
-    assert [(step.step, step.lineage) for step in log.steps] == [(1, "a"), (2, "b")]
-    assert log.replaced == 2
-
-
 def test_doctor_of_a_sound_run(scene: Scene, command: Command) -> None:
     found = json_of(command("doctor", "--json"))
     assert {finding["level"] for finding in found["findings"]} == {"ok"}
@@ -163,13 +137,6 @@ def _found(scene: Scene) -> str:
     return " | ".join(
         symptom.what for symptom in diagnose(read_run_view(scene.run)) if symptom.level == "stuck"
     )
-
-
-def test_diagnosis_of_a_run_that_nobody_serves(store: Store) -> None:
-    scene = Scene(store, "demo")
-    assert "no trainer has been started" in _found(scene)
-    assert "no producer has been started" in _found(scene)
-    assert "no worker is alive" in _found(scene)
 
 
 def test_diagnosis_of_silent_roles(store: Store) -> None:

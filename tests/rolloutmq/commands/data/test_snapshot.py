@@ -23,14 +23,6 @@ def test_save_and_restore_under_another_name(
     assert json_of(command("fsck", "--run", "again", "--json"))["clean"]
 
 
-def test_json_of_both(scene: Scene, command: Command, tmp_path: Path) -> None:
-    saved = json_of(command("save", str(tmp_path / "s"), "--json"))
-    assert (saved["run"], saved["groups"], saved["was_running"]) == ("demo", 9, 1)
-    assert "meta" not in saved
-    restored = json_of(command("restore", str(tmp_path / "s"), "--run", "again", "--json"))
-    assert (restored["run"], restored["groups"], restored["mode"]) == ("again", 9, "run")
-
-
 def test_pause_ends_with_the_command_and_comes_back_with_the_run(
     scene: Scene, store: Store, command: Command, tmp_path: Path
 ) -> None:

@@ -76,14 +76,6 @@ def test_pause_that_nobody_confirms_names_the_silent(scene: Scene, command: Comm
     assert "rolloutmq fence" in done.stderr
 
 
-def test_fence_without_yes_only_says_what_it_would_do(scene: Scene, command: Command) -> None:
-    done = command("fence", "w0")
-    assert done.returncode == 2
-    assert "would revoke 1 group of w0" in done.stderr
-    assert "--yes" in done.stderr
-    assert {worker.id for worker in scene.run.fleet.workers()} == {"w0", "w1"}
-
-
 def test_fence_gives_the_groups_back(store: Store, command: Command) -> None:
     scene = Scene(store, "demo", max_tries=3)
     scene.enqueue(2)

@@ -12,24 +12,17 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from buffer.model.limits import RunLimits, TaskSettings
+from buffer.limits import LiveLimits, RunLimits, TaskLimits, TaskSettings
 from buffer.wire.staleness import max_staleness
 
 FIELD = "settings"
 """The field of the run's `meta` that holds the record as JSON."""
 
+THRESHOLDS = {"max_staleness": "stale_threshold", "max_ahead": "ahead_threshold"}
+"""Settings in publications, by the field of the limits that has the same in train steps."""
+
 TASK = "tasks."
 """Prefix of the name of a task's own setting."""
-
-_OF_A_RUN = (
-    "max_tries",
-    "pause_timeout_s",
-    "concurrency",
-    "low_bytes",
-    "high_bytes",
-    "steps",
-    *TaskSettings.model_fields,
-)
 
 
 class Override(BaseModel):
@@ -106,16 +99,20 @@ def task_of(name: str) -> str:
 
 def setting_values(limits: RunLimits) -> dict[str, Any]:
     """Return the value of every setting, except those that a task has from the run."""
-    values = {name: getattr(limits, name) for name in _OF_A_RUN}
+    values = {name: getattr(limits, name) for name in LiveLimits.model_fields}
     interval = limits.sync_weights_interval
-    values["max_staleness"] = max_staleness(limits.stale_threshold, interval)
+    values |= publications(limits, interval)
     for task, weight in limits.newest_weights().items():
         own = limits.tasks[task]
         if own.is_gone:
             continue
         found = own.model_dump(include=set(TaskSettings.model_fields))
-        if own.stale_threshold is not None:
-            found["max_staleness"] = max_staleness(own.stale_threshold, interval)
-        found["weight"] = weight
+        found |= publications(own, interval) | {"weight": weight}
         values |= {f"{TASK}{task}.{name}": value for name, value in found.items()}
     return values
+
+
+def publications(limits: RunLimits | TaskLimits, interval: int) -> dict[str, int]:
+    """Return the settings of THRESHOLDS that `limits` has itself."""
+    steps = {name: getattr(limits, field) for name, field in THRESHOLDS.items()}
+    return {name: max_staleness(n, interval) for name, n in steps.items() if n is not None}

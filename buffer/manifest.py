@@ -117,16 +117,20 @@ class NotReady:
     """Why a batch cannot be taken yet.
 
     `missing`: (ready, wanted) groups of each task; empty while recovering. `checkpoint_now`: no
-    group is started, because only a checkpoint frees memory (I12).
+    group is started, because only a checkpoint frees memory (I12). `awaits_stragglers`: all are
+    ready, and groups run that cannot serve a later step.
     """
 
     missing: Mapping[str, tuple[int, int]]
     recovering: bool = False
     checkpoint_now: bool = False
+    awaits_stragglers: bool = False
 
     def __str__(self) -> str:
         if self.recovering:
             return "recovering after a trainer was opened"
+        if self.awaits_stragglers:
+            return 'waiting for groups whose last train step this is (on_straggler = "wait")'
         short = [
             f"{task} {ready} of {wanted}"
             for task, (ready, wanted) in self.missing.items()

@@ -5,7 +5,7 @@ They are in the run's `meta`: processes follow the server, not a config that was
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import orjson
@@ -18,7 +18,6 @@ from pydantic import (
     model_validator,
 )
 
-from buffer.model.task_mix import Reweighting, TaskMix, allocate
 from buffer.readable import Bytes
 from buffer.wire.framing import Compression
 
@@ -35,6 +34,9 @@ REGENERATING = "regenerating"
 """Schema version of a run that is cleared, to be made again from a checkpoint."""
 
 
+ORDERS = ("staleness", "fifo", "freshest", "length_fair")
+"""Built-in orders in which completed groups are taken (buffer/groups/order_policy.py)."""
+
 LEAST_FAILURES = 8
 """Failures in a row that never stop a task: one bad row must not end a batch of one group."""
 
@@ -46,6 +48,9 @@ Steps = Annotated[int, Field(ge=1, le=2**53 - 1)]  # exact in a script
 Concurrency = Annotated[int, Field(ge=1, le=1024)] | Literal["auto"]
 """Groups that a worker runs at once; "auto": as many as keep its engine full."""
 
+
+Straggler = Literal["drop", "retry", "wait"]
+"""What happens to a group that is still being generated when its last train step is taken."""
 
 LimitsStamp = tuple[int, str]
 """Number and nonce of the limits' last change: a server that lost data repeats only numbers."""
@@ -59,6 +64,71 @@ def parse_stamp(version: bytes | str | None, operation: bytes | str | None) -> L
     return int(version or 0), text
 
 
+MOST_PARTS = 64
+"""Changes of weights that are kept: more than the steps that a kept checkpoint can repeat."""
+
+
+class Reweighting(BaseModel):
+    """Task weights from a train step on; `before`: groups of each task in all earlier batches."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    from_step: int = Field(ge=1)
+    weights: dict[str, float]
+    before: dict[str, int] = {}
+
+
+class TaskMix:
+    """How each batch is shared among the training tasks: producer and trainer compute the same.
+
+    Before the first change in `history`, only sums are known.
+    """
+
+    def __init__(self, batch_size: int, history: Sequence[Reweighting]) -> None:
+        self._history = history
+        self._shares = [allocate(batch_size, part.weights) for part in history]
+
+    def shares(self, step: int) -> dict[str, int]:
+        """Return the groups of each task in the batch of train step `step`."""
+        newest = max(
+            (n for n, part in enumerate(self._history) if part.from_step <= step), default=0
+        )
+        return self._shares[newest]
+
+    def groups_until(self, task: str, step: int) -> int:
+        """Return the groups of a task in the batches of steps 1 to `step` together."""
+        total = self._history[0].before.get(task, 0)
+        ends = [part.from_step - 1 for part in self._history[1:]] + [step]
+        for part, shares, end in zip(self._history, self._shares, ends, strict=True):
+            total += shares[task] * max(0, min(end, step) - part.from_step + 1)
+        return total
+
+
+def newest_parts(
+    history: Sequence[Reweighting], mix: TaskMix, most: int = MOST_PARTS
+) -> list[Reweighting]:
+    """Return the last `most` changes of `mix`, the first of them with the sums before it."""
+    # a curriculum may change weights at every step, and all processes read the list
+    first, *others = history[-most:]
+    if len(history) > most:
+        before = {task: mix.groups_until(task, first.from_step - 1) for task in first.weights}
+        first = first.model_copy(update={"before": before})
+    return [first, *others]
+
+
+def allocate(batch_size: int, weights: Mapping[str, float]) -> dict[str, int]:
+    """Share a batch by weight, then largest remainder, then order: 2:1:0 of 7 is 5, 2, 0."""
+    total = sum(weights.values())
+    if batch_size < 0 or total <= 0 or min(weights.values()) < 0:
+        raise ValueError(f"cannot share {batch_size} groups by weights {dict(weights)}")
+    exact = {task: batch_size * weight / total for task, weight in weights.items()}
+    shares = {task: int(share) for task, share in exact.items()}
+    by_remainder = sorted(exact, key=lambda task: shares[task] - exact[task])
+    for task in by_remainder[: batch_size - sum(shares.values())]:
+        shares[task] += 1
+    return shares
+
+
 class TaskSettings(BaseModel):
     """The settings of a task that `rolloutmq set` can change while the run continues.
 
@@ -70,10 +140,14 @@ class TaskSettings(BaseModel):
 
     over_sample_threshold: float = Field(0.0, ge=0, le=10_000, allow_inf_nan=False)
     """groups started beyond the batch, as a share of it: 0.5 starts half a batch more"""
-    tail_batch_trigger_size: int = Field(-1, ge=-1, le=1_000_000)
-    """what happens to expired groups. -1: they are dropped. 0: they are retried at once. N: once N
-    of them wait, they are retried first, and nothing beyond the batch is started until it is made.
-    Only rollouts whose tokens are too old are generated again
+    on_straggler: Straggler = "drop"
+    """what happens to a group that is not finished when its last train step is taken. drop: it
+    ends. retry: its rollouts that are too old are generated again, which favours short ones. wait:
+    the trainer waits for it
+    """
+    tail_batch_trigger_size: int = Field(0, ge=0, le=1_000_000)
+    """for on_straggler = "retry". 0: groups that became too old are retried at once. N: once N of
+    them wait, they are retried first, and nothing beyond the batch is started until it is made
     """
     tail_batch_max_tries: int | None = Field(None, ge=1, le=1_000_000)
     """interruptions after which a group without tokens waits with the expired groups, and is
@@ -123,6 +197,8 @@ class TaskLimits(TaskSettings):
     weight: float = Field(1.0, ge=0, le=1e6, allow_inf_nan=False)
     stale_threshold: Steps | None = None
     """None: that of the run"""
+    ahead_threshold: Steps | None = None
+    """None: that of the run"""
     eval_of: str | None = None
     strategy: Literal["async", "sync"] = "async"
 
@@ -150,6 +226,8 @@ class RunLimits(LiveLimits):
     role_timeout_ms: int = Field(15_000, ge=0, le=DAY_MS)
     stale_threshold: Steps = 1
     """staleness from which groups are expired, of tasks that set none of their own"""
+    ahead_threshold: Steps | None = None
+    """staleness of weights from which they start no group for a step; None: `stale_threshold`"""
     token_threshold: Steps | None = None
     """staleness from which a single token is not trained, at most `stale_threshold`; None: no limit
     """
@@ -159,7 +237,7 @@ class RunLimits(LiveLimits):
     reweighted: list[Reweighting] = []
     """changes of task weights since the run was created"""
     order: str = "staleness"
-    """order in which completed groups are taken (buffer/model/order_policy.py)"""
+    """order in which completed groups are taken (buffer/groups/order_policy.py)"""
     retain_batches: int = Field(0, ge=0, le=1_000_000)
     """archived batches whose payloads and manifests are kept"""
     retain_until_exported: bool = False
@@ -207,7 +285,12 @@ class RunLimits(LiveLimits):
         """Return whether expired groups of a task are tried again rather than dropped."""
         # sync never reissues them
         is_async = self.tasks[task].strategy == "async"
-        return is_async and self.of(task).tail_batch_trigger_size >= 0
+        return is_async and self.of(task).on_straggler == "retry"
+
+    def waits_for_stragglers(self, task: str) -> bool:
+        """Return whether a take waits for groups that it would be the last to use."""
+        is_training = self.tasks[task].eval_of is None
+        return is_training and self.of(task).on_straggler == "wait"
 
     def mix(self) -> TaskMix:
         if self.reweighted and self.reweighted[0].before:
@@ -262,16 +345,19 @@ class RunLimits(LiveLimits):
         return self.stale_threshold if own is None else own
 
     def horizon(self, task: str) -> int:
-        """Return how many train steps of a task one version of the weights may serve."""
+        """Return for how many train steps of a task one version of the weights starts groups."""
+        own = self.tasks[task].ahead_threshold
+        ahead = self.ahead_threshold if own is None else own
         # a group of one version expires with its tokens
-        return self.token_threshold or self._threshold(task)
+        most = self.token_threshold or self._threshold(task)
+        return most if ahead is None else min(most, ahead)
 
     def horizon_of(self, step: int) -> int:
         """Return the least `horizon` of the tasks in the batch of `step`."""
         return min(self.horizon(task) for task, share in self.mix().shares(step).items() if share)
 
-    def largest_threshold(self) -> int:
-        return max(self._threshold(task) for task in self.training_tasks)
+    def largest_horizon(self) -> int:
+        return max(self.horizon(task) for task in self.training_tasks)
 
     def token_lead(self, task: str) -> int | str:
         """Return how many steps earlier than its group a token expires; "" without such a limit."""
