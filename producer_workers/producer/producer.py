@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from buffer.control.continuation import record_origin
-from buffer.control.control import ControlState
+from buffer.control.control import ControlState, Work
 from buffer.control.origin import Origin
 from buffer.control.progress import Leftovers, TaskProgress
-from buffer.control.role_holder import Work
 from buffer.control.roles import HeldRole
 from buffer.control.task_status import ProduceBatchStatus, TaskStop, batch_status
 from buffer.errors import ConfigError, RoleHeld, StoreFull, TaskStopped
