@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from buffer.control.continuation import record_origin
-from buffer.control.control import ControlState
+from buffer.control.control import ControlState, Work
 from buffer.control.live_settings import LiveSettings
 from buffer.control.origin import Origin
 from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
-from buffer.control.role_holder import Work
 from buffer.control.roles import HeldRole
 from buffer.control.task_status import ProduceBatchStatus, TaskStop, batch_status
 from buffer.errors import ConfigError, RoleHeld, StoreFull, TaskStopped
