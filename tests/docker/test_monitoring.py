@@ -8,8 +8,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,12 +15,13 @@ import promql_parser
 import pytest
 import yaml
 
-from buffer.model.trainer_report import REPORTED
+from buffer.control.events import REPORTED
 from buffer.redis.server.check import check_server
 from buffer.redis.server.embedded import valkey_binary
 from rolloutmq.command_list import all_commands
 from rolloutmq.views.prometheus import RunCollector
 from tests.cluster import Node, free_ports
+from tests.programs import printed, python
 from tests.rolloutmq.populate import Scene
 from tests.servers import KINDS, find_redis, raw_client
 
@@ -105,10 +104,7 @@ def test_every_metric_in_dashboard_alerts_and_scaler_exists_with_those_labels(sc
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_alerts_fire_when_they_should_and_only_then() -> None:
     cases = DOCKER / "monitoring" / "alerts_test.yaml"
-    done = subprocess.run(
-        ["promtool", "test", "rules", cases], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed("promtool", "test", "rules", cases)
 
 
 @pytest.mark.parametrize("words", [*commands()], ids=" ".join)
@@ -122,16 +118,7 @@ def test_every_command_line_is_one(words: list[str]) -> None:
 
 def test_compose_files_are_valid() -> None:
     files = [str(DOCKER / name) for name in ("compose.yaml", "compose.gpu.yaml")]
-    check = [
-        sys.executable,
-        "-m",
-        "check_jsonschema",
-        "--builtin-schema",
-        "vendor.compose-spec",
-        *files,
-    ]
-    done = subprocess.run(check, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", *files)
 
 
 @pytest.mark.parametrize("kind", KINDS)
