@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from buffer.control.length_counts import LengthCounts
 from buffer.control.observers import all_of
 from buffer.errors import (
     Fenced,
@@ -74,6 +75,7 @@ class GroupRunner:
         self._failures = failures
         self._submitter = Submitter(run, worker)
         self.tokens = self.done = self.failed = 0
+        self.lengths = LengthCounts()
         self.submitting: set[Job] = set()
         self.expiring: set[Job] = set()
         self._outage = LogOnce(log, "waiting for the server with groups that are held")
@@ -255,7 +257,9 @@ class GroupRunner:
             new_tokens = max(0, len(group.response_ids) - known_tokens)
             await self._submitter.submit(Result(job, group, new_tokens, filtered))
             self.tokens += new_tokens
-            self.done += status is Status.COMPLETED
+            if status is Status.COMPLETED:
+                self.done += 1
+                self.lengths.add(job.task, group.lengths)
             self._failures.succeeded()
 
     def _keeps_members(self, group: RolloutGroup) -> bool:
@@ -265,6 +269,7 @@ class GroupRunner:
     async def _end_early(self, job: Job, known_tokens: int) -> None:
         self.submitting.add(job)
         members = self._members.get(job, ())
+        self.lengths.add(job.task, _figure(_lengths, members, list[int]()))
         count = partial(self._engine.ended_early, job.gid, known_tokens)
         ended = _figure(count, members, count(()))
         await self._release(job, "expired", "too old for every train step", ended)
@@ -306,6 +311,10 @@ def _figure(
         return compute(members)
     except Exception:  # any field of a member may be anything
         return fallback
+
+
+def _lengths(members: Sequence[RolloutState]) -> list[int]:
+    return [made for state in members if (made := len(state.response_ids))]
 
 
 def _open_share(members: Sequence[RolloutState]) -> float:
