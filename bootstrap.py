@@ -4,34 +4,30 @@
     python3 bootstrap.py --build cpu|cuda|none
 
 A finished set-up writes a stamp, so that the next call returns at once; it is repeated when
-pyproject.toml, a lock file or this file change. After an interruption it continues: installed
-packages are checked file by file. This file must be valid Python 3.8, so that an old interpreter
-can report that it is too old.
+pyproject.toml, a lock file or this file change. An interrupted one starts anew; pip keeps what it
+has downloaded. This file must be valid Python 3.8, so that an old interpreter can report that it is
+too old.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from typing import TextIO
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 LOG = VENV / "setup.log"
 STAMP = VENV / "setup.json"
-VENV_VERSION = VENV / "python-version.txt"
-"""of the Python that made .venv; written once .venv is whole"""
 LOCK = ROOT / "requirements" / "cpu.txt"
 CPU_HASHES = ROOT / "requirements" / "cpu.lock"
 """the same versions, without torch, with the hashes of their files"""
@@ -54,16 +50,11 @@ class SetupError(Exception):
 
 
 def main() -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    options = argparse.ArgumentParser(description="Set up .venv with everything that is needed.")
     options.add_argument(
         "--build", choices=sorted(BUILDS), default=os.environ.get("ROLLOUTMQ_BUILD")
     )
-    options.add_argument("--find-broken", action="store_true", help=argparse.SUPPRESS)
     chosen = options.parse_args()
-    if chosen.find_broken:
-        print("\n".join(find_broken(read_lock())))
-        return 0
     try:
         check_python()
         set_up(chosen.build or detect_build())
@@ -71,7 +62,7 @@ def main() -> int:
         print(f"\nset-up failed: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nset-up interrupted; the same command continues it", file=sys.stderr)
+        print("\nset-up interrupted; the same command starts it again", file=sys.stderr)
         return 130
     return 0
 
@@ -85,8 +76,8 @@ def set_up(build: str) -> None:
         f"setting up {VENV.name} with Python {platform.python_version()}: {BUILDS[build]}",
         flush=True,
     )
-    STAMP.unlink(missing_ok=True)
     make_venv()
+    STAMP.unlink(missing_ok=True)
     {"cpu": install_cpu, "cuda": install_cuda, "none": install_without_vllm}[build]()
     # After the dependencies and without them: pip must not resolve again.
     pip("rolloutmq itself", "--no-deps", "--no-build-isolation", "--editable", ".")
@@ -147,26 +138,38 @@ def fingerprint(build: str) -> str:
     return json.dumps(facts, sort_keys=True) + "\n"
 
 
-# the three ways
-# ---------------------------------------------------------------------------------------
+# steps
+# ------------------------------------------------------------------------------------------------
+
+
+def make_venv() -> None:
+    """Make .venv, unless a finished set-up left one of this Python."""
+    version = platform.python_version()
+    if STAMP.exists() and json.loads(STAMP.read_text(encoding="utf-8"))["python"] == version:
+        return
+    STAMP.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "venv", "--clear", str(VENV)]
+    made = subprocess.run(command, capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        output = (made.stdout + made.stderr).strip()
+        raise SetupError(
+            f"cannot create {VENV}; on Debian and Ubuntu: apt install python3-venv\n{output}"
+        )
 
 
 def install_cpu() -> None:
     """Install exactly the lock file, without resolving; its header gives the reasons."""
-    lock = read_lock()
-    install_cpu_torch(f"torch=={lock['torch']}")
-    pip(f"{len(lock) - 1} packages, vLLM among them", *LOCKED, str(CPU_HASHES))
-    broken = ask_broken()
-    if broken:
-        pip(f"{len(broken)} damaged or missing packages", "--no-deps", "--force-reinstall", *broken)
-        if left := ask_broken():
-            raise SetupError(f"still damaged: {' '.join(left)}; remove {VENV.name} and start again")
+    install_cpu_torch()
+    pip("packages, vLLM among them", *LOCKED, str(CPU_HASHES))
 
 
-def install_cpu_torch(torch: str) -> None:
+def install_cpu_torch() -> None:
+    found = re.search(r"^torch==.+", LOCK.read_text(encoding="utf-8"), re.MULTILINE)
+    assert found
+    torch = found[0].strip()
     try:
-        pip(f"{torch} (about 200 MB)", "--no-deps", torch, failure="not in pip's own sources")
-    except SetupError:
+        pip(f"{torch} (about 200 MB)", "--no-deps", torch)
+    except SetupError:  # not in pip's own sources
         pip(f"{torch} from PyTorch's CPU index", "--no-deps", "--extra-index-url", CPU_INDEX, torch)
 
 
@@ -179,164 +182,29 @@ def install_cuda() -> None:
 
 def install_without_vllm() -> None:
     if platform.system() == "Linux":
-        install_cpu_torch(f"torch=={read_lock()['torch']}")
+        install_cpu_torch()
     pip("packages", "rolloutmq[demo,dev] @ " + ROOT.as_uri())
 
 
-# steps
-# ------------------------------------------------------------------------------------------------
-
-
-def make_venv() -> None:
-    version = platform.python_version()
-    if (
-        PYTHON.exists()
-        and VENV_VERSION.exists()
-        and VENV_VERSION.read_text(encoding="utf-8") == version
-    ):
-        return
-    # Python in a .venv that is half made has no pip, or installs into the system's packages.
-    VENV_VERSION.unlink(missing_ok=True)
-    made = subprocess.run(
-        [sys.executable, "-m", "venv", "--clear", str(VENV)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if made.returncode != 0:
-        output = (made.stdout + made.stderr).strip()
-        raise SetupError(
-            f"cannot create {VENV}; on Debian and Ubuntu: apt install python3-venv\n{output}"
+def pip(what: str, *arguments: str) -> None:
+    """Run `pip install`; its output goes to the log. Raises SetupError."""
+    print(f"  {what} ...", flush=True)
+    options = ["--disable-pip-version-check", "--progress-bar", "off"]
+    command = [str(PYTHON), "-m", "pip", "install", *options, *arguments]
+    with LOG.open("a", encoding="utf-8") as log:
+        begin = log.tell()
+        done = subprocess.run(
+            command, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT, text=True, check=False
         )
-    VENV_VERSION.write_text(version, encoding="utf-8")
-
-
-def pip(what: str, *arguments: str, failure: str = "failed") -> None:
-    """Run `pip install` with a line of progress; its output goes to the log."""
-    command = [
-        str(PYTHON),
-        "-m",
-        "pip",
-        "install",
-        "--disable-pip-version-check",
-        "--progress-bar",
-        "off",
-    ]
-    command += arguments
-    lines: list[str] = []
-    with Progress(what, failure) as progress, LOG.open("a", encoding="utf-8") as log:
-        log.write(f"\n$ {' '.join(command)}\n")
-        if run(command, log, lines, progress) != 0:
-            errors = [line for line in lines if line.startswith("ERROR")] or lines[-5:]
-            raise SetupError(
-                f"pip could not install {what}:\n  "
-                + "\n  ".join(errors)
-                + f"\nThe output of pip is in {LOG}. "
-                + "Behind a proxy or a mirror, configure pip first, then run the same command."
-            )
-
-
-def run(command: list[str], log: TextIO, lines: list[str], progress: Progress) -> int:
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        for line in process.stdout or ():
-            log.write(line)
-            lines.append(line.rstrip())
-            progress.see(line)
-    return process.returncode
-
-
-class Progress:
-    """Prints one line per step: updated in place on a terminal, once at the end elsewhere."""
-
-    def __init__(self, what: str, failure: str) -> None:
-        self.what = what
-        self.failure = failure
-        self.packages = 0
-        self.phase = "resolving"
-        self.started = time.monotonic()
-        self.is_live = sys.stdout.isatty()
-        self.finished = threading.Event()
-        self.ticker = threading.Thread(target=self.tick, daemon=True)
-
-    def __enter__(self) -> Progress:
-        if not self.is_live:
-            print(f"  {self.what} ...", flush=True)
-        self.ticker.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self.finished.set()
-        self.ticker.join()
-        if kind is None:
-            self.phase = "done"
-        else:
-            self.phase = "interrupted" if kind is KeyboardInterrupt else self.failure
-        self.show("\n")
-
-    def see(self, line: str) -> None:
-        word = line.split(" ", 1)[0]
-        if word in ("Collecting", "Processing", "Obtaining"):
-            self.packages += 1
-            self.phase = f"package {self.packages}"
-        elif word == "Installing":
-            self.phase = "copying files"
-
-    def tick(self) -> None:
-        while not self.finished.wait(0.5):
-            if self.is_live:
-                self.show("")
-
-    def show(self, end: str) -> None:
-        seconds = time.monotonic() - self.started
-        start = "\r\033[K" if self.is_live else ""
-        print(f"{start}  {self.what}: {self.phase}, {seconds:.0f} s", end=end, flush=True)
-
-
-# what is there
-# ----------------------------------------------------------------------------------------
-
-
-def read_lock() -> dict[str, str]:
-    """Return the version of each package of the lock file."""
-    lines = [line.strip() for line in LOCK.read_text(encoding="utf-8").splitlines()]
-    pairs = [line.split("==", 1) for line in lines if line and not line.startswith("#")]
-    return {name: version for name, version in pairs}
-
-
-def ask_broken() -> list[str]:
-    asked = subprocess.run(
-        [str(PYTHON), str(ROOT / "bootstrap.py"), "--find-broken"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return asked.stdout.split()
-
-
-def find_broken(lock: dict[str, str]) -> list[str]:
-    """Return requirements that are missing or incompletely installed. Runs in the venv."""
-    return [f"{name}=={version}" for name, version in lock.items() if not is_whole(name, version)]
-
-
-def is_whole(name: str, version: str) -> bool:
-    try:
-        found = importlib.metadata.distribution(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    files = found.files or []
-    return found.version == version and bool(files) and all(is_there(file) for file in files)
-
-
-def is_there(file: importlib.metadata.PackagePath) -> bool:
-    path = Path(str(file.locate()))
-    # Bytecode may be missing: Python writes it again.
-    return (
-        file.suffix == ".pyc"
-        or file.size is None
-        or (path.is_file() and path.stat().st_size == file.size)
-    )
+    if done.returncode != 0:
+        lines = LOG.read_bytes()[begin:].decode("utf-8", "replace").splitlines()
+        errors = [line for line in lines if line.startswith("ERROR")] or lines[-5:]
+        raise SetupError(
+            f"pip could not install {what}:\n  "
+            + "\n  ".join(errors)
+            + f"\nThe output of pip is in {LOG}. "
+            + "Behind a proxy or a mirror, configure pip first, then run the same command."
+        )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from buffer.groups.job_queue import JobQueue
 from buffer.groups.pools import expire
 from buffer.ids import ENDS, split_group_id
 from buffer.ledger.ledger import BatchLedger
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.media_folder import MediaFolder
 from buffer.redis.payloads import PIN, PayloadStore, pin_listed

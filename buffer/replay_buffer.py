@@ -10,17 +10,17 @@ from buffer.control.observers import Observer
 from buffer.errors import ConfigError, GroupHeld, PayloadMissing, WireError
 from buffer.groups.claim import has_ended, never_started
 from buffer.groups.job_queue import JobQueue
+from buffer.groups.order_policy import OrderFunction
 from buffer.groups.pools import AGING, Pools, expire_all
 from buffer.groups.put_groups import GroupPut, described, stamped
 from buffer.groups.submit import Stored, Submission, SubmitOutcome
 from buffer.ids import IMPORTED_FROM, group_id, new_nonce, split_group_id
 from buffer.job import Job, PayloadRef, Result
 from buffer.ledger.ledger import BatchLedger
-from buffer.model.manifest import Manifest, NotReady
-from buffer.model.order_policy import OrderFunction
+from buffer.manifest import Manifest, NotReady
 from buffer.query.scan import GroupScan
 from buffer.redis.payloads import pin_listed
-from buffer.redis.script_calls import unknown_reply
+from buffer.redis.scripts import unknown_reply
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status

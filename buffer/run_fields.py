@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from buffer.control.continuation import Continuation, Start, begin_run, continue_run
+from buffer.control.origin import Origin
+from buffer.control.settings_record import SettingsRecord
 from buffer.errors import RunDamaged, RunNotFound, SchemaVersionError
-from buffer.model.limits import LOADING, REGENERATING, REMOVING, SCHEMA, RunLimits
-from buffer.model.origin import Origin
-from buffer.redis.key_fields import HINT, are_settings, limits_in, require_fields, text_fields
+from buffer.limits import LOADING, REGENERATING, REMOVING, SCHEMA, RunLimits
+from buffer.redis.key_fields import HINT, require_fields, text_fields
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 
@@ -31,6 +32,18 @@ def read_settings(store: Store, keys: Keys) -> tuple[dict[str, str], RunLimits]:
     return meta, limits_in(keys.meta, meta)
 
 
+def limits_in(key: str, meta: dict[str, str]) -> RunLimits:
+    """Return the limits in the fields of a meta hash. Raises RunDamaged."""
+    require_fields("meta", key, meta)
+    if missing := [name for name in RunLimits.model_fields if name not in meta]:
+        raise RunDamaged(f"{key} has no field {missing[0]}", hint=HINT)
+    try:
+        SettingsRecord.from_meta(meta)
+        return RunLimits.from_meta(meta)
+    except ValueError as error:
+        raise RunDamaged(f"{key} does not hold the limits of a run: {error}", hint=HINT) from error
+
+
 def settings_left(
     store: Store,
     keys: Keys,
@@ -43,9 +56,10 @@ def settings_left(
     """Return the settings of a run remade at `step`; those of a new run without a valid `meta`."""
     try:
         meta = read_hash(store, "create run", keys.meta)
+        limits_in(keys.meta, meta)
     except RunDamaged:
         meta = {}
-    if meta.get("nonce") == nonce and are_settings(meta):
+    if meta.get("nonce") == nonce:
         return continue_run(keys.run, meta, limits, origin, step, start)
     return begin_run(limits, origin, start)
 

@@ -32,7 +32,7 @@ from buffer.errors import ConfigError
 from buffer.ledger.position import Position
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
-from consumer.grpo.learner.advantages import session_advantages
+from consumer.grpo.learner.advantages import ESTIMATORS, GroupRewards
 from consumer.grpo.models.model_folder import load_tokenizer
 from consumer.grpo.reporting.step_log import StepWriter
 from consumer.handle.batch import Batch
@@ -100,13 +100,8 @@ class QueueRollouts:
 
     def _rollouts(self, batch: Batch) -> Iterator[RolloutSample]:
         groups = batch.groups
-        advantages = session_advantages(
-            "grpo",
-            [group.scores for group in groups],
-            [group.lengths for group in groups],
-            [group.sessions for group in groups],
-        )
-        each = iter(advantages.tolist())
+        advantages = ESTIMATORS["grpo"]([GroupRewards.of(group) for group in groups])
+        each = iter(np.concatenate(advantages).tolist())
         for number, group in enumerate(groups, batch.step * len(groups)):
             yield from self._members(group, number, each)
 

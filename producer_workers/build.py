@@ -6,17 +6,16 @@ import asyncio
 import inspect
 import os
 import socket
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from buffer.control.origin import Origin
 from buffer.errors import ConfigError, ModelError
+from buffer.groups.order_policy import load_order
 from buffer.imports import load_function
-from buffer.model.order_policy import load_order
-from buffer.model.origin import Origin
 from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.wire.rollout import FIRST_WEIGHTS
+from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.tokenizer import TaskTokenizer, Tokenizer, load_tokenizer
 from producer_workers.agent_loops.toolbox import tool_schemas
@@ -37,8 +36,7 @@ from producer_workers.engines.base import (
 )
 from producer_workers.engines.model_folder import eos_ids
 from producer_workers.images import ImageReader
-from producer_workers.judges.function_judge import call_here, function_rules
-from producer_workers.judges.judge import AnyJudge, GroupJudge
+from producer_workers.judges.judge import Judge, call_here, function_rules
 from producer_workers.judges.load import (
     HttpJudge,
     is_called_inline,
@@ -51,10 +49,11 @@ from producer_workers.producer.curriculum import Curriculum
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
+from producer_workers.user_code.border import BORDERS
 from producer_workers.user_code.decisions import continue_call, curriculum_call, order_call
-from producer_workers.user_code.process_function import Call, ProcessFunction
-from producer_workers.user_code.rollout_border import BORDERS
-from producer_workers.worker.task_runner import GroupFilter, TaskRunner, load_sample_filter
+from producer_workers.user_code.process_function import ProcessFunction
+from producer_workers.user_code.user_function import UserFunction
+from producer_workers.worker.task_runner import TaskRunner, load_sample_filter
 from producer_workers.worker.worker import Worker
 
 
@@ -266,24 +265,24 @@ def _make_runner(
     )
 
 
-def _make_filter(spec: str, judging: JudgingSection, judges: WatchedJudges) -> GroupFilter:
+def _make_filter(
+    spec: str, judging: JudgingSection, judges: WatchedJudges
+) -> Callable[[Sequence[RolloutState]], Awaitable[bool]]:
     what = f"is_valid_sample_fn {spec!r}"
     function = load_sample_filter(spec)
-    run = partial(judges.run, judging.grace_s)
-    call: Call
+    call: UserFunction | ProcessFunction
     if is_called_inline(function, judging, is_safe=spec in FILTERS):
         call = call_here(what, what, function, "filter", judging.timeout_s)
     else:
         is_coroutine = inspect.iscoroutinefunction(function)
         rules = function_rules(what, what, judging, is_coroutine=is_coroutine)
         call = ProcessFunction(spec, BORDERS["filter"], rules)
-        judges.close_at_end(call)
-    return GroupFilter(what, call, run)
+    return judges.watch_filter(what, call, judging.grace_s)
 
 
 def _make_judge(
     config: ProducingConfig, run: Run, name: str, judges: WatchedJudges
-) -> AnyJudge | None:
+) -> Judge | None:
     """Return the judge of a task; None if its environment or agent gives the reward."""
     task = config.tasks[name]
     if task.judge == NO_JUDGE:
@@ -295,18 +294,18 @@ def _make_judge(
                 load_worker_judge(judge, task.judging), task.judging.grace_s
             ),
         )
-    from producer_workers.judges.rq_judge import RqGroupJudge, RqJudge
+    from producer_workers.judges.rq_judge import RqJudge
     from producer_workers.judges.rq_worker import judge_url
 
     url = judge_url(config.judges.redis_url, run.store.servers)
     store = Store(url, name="rolloutmq-judge", deadline_s=config.redis.deadline_s)
 
-    def ask(judge: str) -> AnyJudge:
+    def ask(judge: str) -> Judge:
         # loaded here too: a mistake is reported at the start, and a service is called from here
-        here = load_judge(judge, task.judging)
-        kind = RqGroupJudge if isinstance(here, GroupJudge) else RqJudge
-        is_service = isinstance(here, HttpJudge)
-        asked = here if is_service else kind(judge, store, config.run.name, task.judging)
+        asked = load_judge(judge, task.judging)
+        if not isinstance(asked, HttpJudge):
+            sees_group = asked.sees_group
+            asked = RqJudge(judge, store, config.run.name, task.judging, sees_group=sees_group)
         return judges.watch(asked, task.judging.grace_s)
 
     return make_judge(task.judge, ask)

@@ -11,145 +11,95 @@ from rolloutmq import own_packages as own_packages
 # isort: split
 
 if TYPE_CHECKING:
-    from buffer.control.control import Mode
-    from buffer.errors import ConfigError, RolloutMQError
-    from buffer.ledger.position import Position
-    from buffer.model.limits import RunLimits, TaskLimits
-    from buffer.model.manifest import Manifest, NotReady
-    from buffer.redis.server.embedded import EmbeddedServer
-    from buffer.redis.store import Store
-    from buffer.replay_buffer import ReplayBuffer
-    from buffer.run import Run
-    from buffer.weights.shared_folder import FolderSender
-    from buffer.wire.group import RolloutGroup
-    from buffer.wire.rollout import (
-        MediaRef,
-        PolicyVersion,
-        RolloutState,
-        Status,
-        ToolCall,
-        VersionSpan,
-    )
-    from buffer.wire.sampling import SampleParams
-    from consumer.grpo.checkpoint import CheckpointFolder
-    from consumer.handle.async_consumer import AsyncRolloutConsumer
-    from consumer.handle.batch import Batch
-    from consumer.handle.publication import publish
-    from consumer.handle.rollout_consumer import RolloutConsumer
-    from consumer.handle.sharded_consumer import ShardedConsumer
-    from consumer.handle.torch_dataset import BatchDataset, padded_tensors
-    from producer_workers.agent_loops.agent_loop import AgentLoop
-    from producer_workers.agent_loops.environment import Answer, Environment
-    from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
-    from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop, run_all
-    from producer_workers.datasets.dataset import Dataset
-    from producer_workers.engines.base import Engine
-    from producer_workers.judges.judge import GroupJudge, Judge
-    from producer_workers.producer.producer import Producer as AgentLoopManager
-    from producer_workers.user_code.border import runs_inline
-    from producer_workers.worker.worker import Worker
-    from rolloutmq.testing import RehearsalError, rehearse
-else:
-    _MODULES = {
-        "AgentLoop": "producer_workers.agent_loops.agent_loop",
-        "AgentLoopManager": "producer_workers.producer.producer:Producer",
-        "Answer": "producer_workers.agent_loops.environment",
-        "AsyncRolloutConsumer": "consumer.handle.async_consumer",
-        "Batch": "consumer.handle.batch",
-        "BatchDataset": "consumer.handle.torch_dataset",
-        "CheckpointFolder": "consumer.grpo.checkpoint",
-        "ConfigError": "buffer.errors",
-        "Dataset": "producer_workers.datasets.dataset",
-        "EmbeddedServer": "buffer.redis.server.embedded",
-        "Engine": "producer_workers.engines.base",
-        "Environment": "producer_workers.agent_loops.environment",
-        "FolderSender": "buffer.weights.shared_folder",
-        "GroupJudge": "producer_workers.judges.judge",
-        "Judge": "producer_workers.judges.judge",
-        "Manifest": "buffer.model.manifest",
-        "MediaRef": "buffer.wire.rollout",
-        "Mode": "buffer.control.control",
-        "MultiTurnAgentLoop": "producer_workers.agent_loops.multi_turn",
-        "NotReady": "buffer.model.manifest",
-        "PolicyVersion": "buffer.wire.rollout",
-        "Position": "buffer.ledger.position",
-        "RehearsalError": "rolloutmq.testing",
-        "ReplayBuffer": "buffer.replay_buffer",
-        "RolloutConsumer": "consumer.handle.rollout_consumer",
-        "RolloutGroup": "buffer.wire.group",
-        "RolloutMQError": "buffer.errors",
-        "RolloutState": "buffer.wire.rollout",
-        "Run": "buffer.run",
-        "RunLimits": "buffer.model.limits",
-        "SampleParams": "buffer.wire.sampling",
-        "ShardedConsumer": "consumer.handle.sharded_consumer",
-        "SingleTurnAgentLoop": "producer_workers.agent_loops.single_turn",
-        "Status": "buffer.wire.rollout",
-        "Store": "buffer.redis.store",
-        "TaskLimits": "buffer.model.limits",
-        "ToolCall": "buffer.wire.rollout",
-        "VersionSpan": "buffer.wire.rollout",
-        "Worker": "producer_workers.worker.worker",
-        "runs_inline": "producer_workers.user_code.border",
-        "padded_tensors": "consumer.handle.torch_dataset",
-        "publish": "consumer.handle.publication",
-        "rehearse": "rolloutmq.testing",
-        "run_all": "producer_workers.agent_loops.single_turn",
-    }
+    from buffer.control.control import Mode as Mode
+    from buffer.errors import ConfigError as ConfigError
+    from buffer.errors import RolloutMQError as RolloutMQError
+    from buffer.ledger.position import Position as Position
+    from buffer.limits import RunLimits as RunLimits
+    from buffer.limits import TaskLimits as TaskLimits
+    from buffer.manifest import Manifest as Manifest
+    from buffer.manifest import NotReady as NotReady
+    from buffer.redis.server.embedded import EmbeddedServer as EmbeddedServer
+    from buffer.redis.store import Store as Store
+    from buffer.replay_buffer import ReplayBuffer as ReplayBuffer
+    from buffer.run import Run as Run
+    from buffer.weights.shared_folder import FolderSender as FolderSender
+    from buffer.wire.group import RolloutGroup as RolloutGroup
+    from buffer.wire.rollout import MediaRef as MediaRef
+    from buffer.wire.rollout import PolicyVersion as PolicyVersion
+    from buffer.wire.rollout import RolloutState as RolloutState
+    from buffer.wire.rollout import Status as Status
+    from buffer.wire.rollout import ToolCall as ToolCall
+    from buffer.wire.rollout import VersionSpan as VersionSpan
+    from buffer.wire.sampling import SampleParams as SampleParams
+    from consumer.grpo.checkpoint import CheckpointFolder as CheckpointFolder
+    from consumer.handle.async_consumer import AsyncRolloutConsumer as AsyncRolloutConsumer
+    from consumer.handle.batch import Batch as Batch
+    from consumer.handle.publication import publish as publish
+    from consumer.handle.rollout_consumer import RolloutConsumer as RolloutConsumer
+    from consumer.handle.sharded_consumer import ShardedConsumer as ShardedConsumer
+    from consumer.handle.torch_dataset import BatchDataset as BatchDataset
+    from consumer.handle.torch_dataset import padded_tensors as padded_tensors
+    from producer_workers.agent_loops.agent_loop import AgentLoop as AgentLoop
+    from producer_workers.agent_loops.environment import Answer as Answer
+    from producer_workers.agent_loops.environment import Environment as Environment
+    from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop as MultiTurnAgentLoop
+    from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop as SingleTurnAgentLoop
+    from producer_workers.agent_loops.single_turn import run_all as run_all
+    from producer_workers.datasets.dataset import Dataset as Dataset
+    from producer_workers.engines.base import Engine as Engine
+    from producer_workers.judges.judge import Judge as Judge
+    from producer_workers.producer.producer import Producer
+    from producer_workers.user_code.border import runs_inline as runs_inline
+    from producer_workers.worker.worker import Worker as Worker
+    from rolloutmq.testing import RehearsalError as RehearsalError
+    from rolloutmq.testing import rehearse as rehearse
 
-    # Type checkers must not see it: they would accept any name.
+    AgentLoopManager = Producer
+
+_NAMES = {
+    "buffer.control.control": "Mode",
+    "buffer.errors": "ConfigError RolloutMQError",
+    "buffer.ledger.position": "Position",
+    "buffer.limits": "RunLimits TaskLimits",
+    "buffer.manifest": "Manifest NotReady",
+    "buffer.redis.server.embedded": "EmbeddedServer",
+    "buffer.redis.store": "Store",
+    "buffer.replay_buffer": "ReplayBuffer",
+    "buffer.run": "Run",
+    "buffer.weights.shared_folder": "FolderSender",
+    "buffer.wire.group": "RolloutGroup",
+    "buffer.wire.rollout": "MediaRef PolicyVersion RolloutState Status ToolCall VersionSpan",
+    "buffer.wire.sampling": "SampleParams",
+    "consumer.grpo.checkpoint": "CheckpointFolder",
+    "consumer.handle.async_consumer": "AsyncRolloutConsumer",
+    "consumer.handle.batch": "Batch",
+    "consumer.handle.publication": "publish",
+    "consumer.handle.rollout_consumer": "RolloutConsumer",
+    "consumer.handle.sharded_consumer": "ShardedConsumer",
+    "consumer.handle.torch_dataset": "BatchDataset padded_tensors",
+    "producer_workers.agent_loops.agent_loop": "AgentLoop",
+    "producer_workers.agent_loops.environment": "Answer Environment",
+    "producer_workers.agent_loops.multi_turn": "MultiTurnAgentLoop",
+    "producer_workers.agent_loops.single_turn": "SingleTurnAgentLoop run_all",
+    "producer_workers.datasets.dataset": "Dataset",
+    "producer_workers.engines.base": "Engine",
+    "producer_workers.judges.judge": "Judge",
+    "producer_workers.producer.producer": "AgentLoopManager",
+    "producer_workers.user_code.border": "runs_inline",
+    "producer_workers.worker.worker": "Worker",
+    "rolloutmq.testing": "RehearsalError rehearse",
+}
+_ALIASES = {"AgentLoopManager": "Producer"}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+__all__ = list(_MODULES)
+
+if not TYPE_CHECKING:  # type checkers would accept any name
+
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module, _, alias_of = _MODULES[name].partition(":")
-        value = getattr(import_module(module), alias_of or name)
+        value = getattr(import_module(_MODULES[name]), _ALIASES.get(name, name))
         globals()[name] = value
         return value
-
-
-__all__ = [
-    "AgentLoop",
-    "AgentLoopManager",
-    "Answer",
-    "AsyncRolloutConsumer",
-    "Batch",
-    "BatchDataset",
-    "CheckpointFolder",
-    "ConfigError",
-    "Dataset",
-    "EmbeddedServer",
-    "Engine",
-    "Environment",
-    "FolderSender",
-    "GroupJudge",
-    "Judge",
-    "Manifest",
-    "MediaRef",
-    "Mode",
-    "MultiTurnAgentLoop",
-    "NotReady",
-    "PolicyVersion",
-    "Position",
-    "RehearsalError",
-    "ReplayBuffer",
-    "RolloutConsumer",
-    "RolloutGroup",
-    "RolloutMQError",
-    "RolloutState",
-    "Run",
-    "RunLimits",
-    "SampleParams",
-    "ShardedConsumer",
-    "SingleTurnAgentLoop",
-    "Status",
-    "Store",
-    "TaskLimits",
-    "ToolCall",
-    "VersionSpan",
-    "Worker",
-    "padded_tensors",
-    "publish",
-    "rehearse",
-    "run_all",
-    "runs_inline",
-]

@@ -1,10 +1,7 @@
 """`python -m rolloutmq` is the `rolloutmq` command."""
 
-import sys
-
 from rolloutmq.cli import main
+from rolloutmq.own_packages import search_current_folder_last
 
-if not sys.flags.safe_path:
-    # -m searches the current folder first, where a file of the user's could hide a package
-    sys.path.append(sys.path.pop(0))
+search_current_folder_last()
 main()

@@ -30,4 +30,10 @@ def load() -> None:
         sys.path.remove(str(HOME))
 
 
+def search_current_folder_last() -> None:
+    """Move the current folder, which `python -m` searches first, to the end of sys.path."""
+    if not sys.flags.safe_path:
+        sys.path.append(sys.path.pop(0))
+
+
 load()

@@ -13,8 +13,8 @@ from typing import Any
 
 from buffer.errors import RolloutMQError
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.manifest import Manifest
+from buffer.limits import RunLimits, TaskLimits
+from buffer.manifest import Manifest
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
@@ -27,7 +27,8 @@ from producer_workers.config.engine import SimulatedConfig
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine
 from producer_workers.engines.simulated import SimulatedEngine
-from producer_workers.judges.load import judge_from_function, load_judge
+from producer_workers.judges.judge import FunctionJudge
+from producer_workers.judges.load import load_judge
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
@@ -126,7 +127,7 @@ def _make_loop(
     scores = (
         load_judge(judge)
         if isinstance(judge, str)
-        else judge_from_function(getattr(judge, "__name__", "judge"), judge)
+        else FunctionJudge(getattr(judge, "__name__", "judge"), judge)
     )
     return load_agent_loop(
         agent_loop, judge=scores, tokenizer=tokenizer, eos_ids={END}, options=options

@@ -13,14 +13,16 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rolloutmq.check.contained import serve
 from rolloutmq.cli import main
 
-PYTHON = [sys.executable, "-m", "rolloutmq"]
+MAINS = {"rolloutmq": main, "rolloutmq.check": serve}
 
 OPEN_FILES = Path("/proc/self/fd")
 
@@ -35,21 +37,23 @@ gc.freeze()
 
 
 class ForkedProcess(subprocess.Popen[Any]):
-    """Fork `python -m rolloutmq …` from this process, if it has one thread; start all else."""
+    """Fork `python -m` of MAINS from this process, if it has one thread; start all else."""
 
     def __init__(self, args: Any, **options: Any) -> None:
-        if list(args)[:3] == PYTHON and threading.active_count() == 1:
+        python, *words = args
+        is_ours = python == sys.executable and words[:1] == ["-m"] and words[1] in MAINS
+        if is_ours and threading.active_count() == 1:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
             environment = options.get("env") or dict(os.environ)
-            options["preexec_fn"] = partial(_run_here, list(args)[3:], environment)
+            options["preexec_fn"] = partial(_run_here, words[1:], environment)
             # Python ignores SIGPIPE from its start on; Popen would undo that in the forked one
             options["restore_signals"] = False
         super().__init__(args, **options)
 
 
 def _run_here(words: list[str], environment: dict[str, str]) -> NoReturn:
-    """Run a command in this forked process, where Python would be started otherwise."""
+    """Run the main function of a module in this forked process, where Python would be started otherwise."""
     for file in OPEN_FILES.iterdir():
         if file.name not in _inherited:
             _close(int(file.name))
@@ -57,7 +61,8 @@ def _run_here(words: list[str], environment: dict[str, str]) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.enable()
-    os._exit(call_command(words, environment))
+    module, *arguments = words
+    os._exit(call_command(arguments, environment, MAINS[module]))
 
 
 def _close(descriptor: int) -> None:
@@ -83,7 +88,9 @@ def fork_commands() -> None:
     subprocess.Popen = ForkedProcess  # type: ignore[assignment,misc]
 
 
-def call_command(words: list[str], environment: dict[str, str]) -> int:
+def call_command(
+    words: list[str], environment: dict[str, str], start: Callable[[], None] = main
+) -> int:
     """Call a command as `python -m rolloutmq` does; return its exit code."""
     os.environ.clear()
     os.environ.update(environment)
@@ -97,7 +104,7 @@ def call_command(words: list[str], environment: dict[str, str]) -> int:
     sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
     code: object = 1
     try:
-        main()
+        start()
     except SystemExit as end:
         code = end.code
     except BaseException:

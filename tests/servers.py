@@ -12,7 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import count
@@ -29,13 +29,15 @@ from tests.cluster import start_cluster
 KINDS = ("valkey", "redis")
 STORES = (*KINDS, "cluster", "memory")
 SAFE = (
-    "--appendonly",
-    "yes",
-    "--appendfsync",
-    "always",
-    "--maxmemory-policy",
-    "noeviction",
-    "--save",
+    *[
+        "--appendonly",
+        "yes",
+        "--appendfsync",
+        "always",
+        "--maxmemory-policy",
+        "noeviction",
+        "--save",
+    ],
     "",
 )
 REPLY_S = 400.0
@@ -78,56 +80,58 @@ class Server:
         return raw_client(self.url)
 
 
+class OwnServer:
+    """A Redis or Valkey on a socket in `folder`, which a test may kill and start again."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.url = f"unix://{folder / 's'}"
+        self._binary = str(valkey_binary()) if kind == "valkey" else find_redis()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *options: str) -> None:
+        """Start it with these options, and wait until it answers, if only with a refusal."""
+        fixed = ["--port", "0", "--unixsocket", str(self.folder / "s"), "--dir", str(self.folder)]
+        words = [self._binary, *fixed, "--logfile", "log", *options]
+        self._process = subprocess.Popen(words, cwd=self.folder, start_new_session=True)
+        for _ in range(30_000):
+            if self._process.poll() is not None:
+                raise RuntimeError((self.folder / "log").read_text(encoding="utf-8"))
+            with suppress(redis.ConnectionError, redis.ResponseError), raw_client(self.url) as raw:
+                try:
+                    raw.ping()
+                except redis.AuthenticationError:
+                    return
+                return
+            time.sleep(0.01)
+        raise RuntimeError(f"no answer at {self.url}")
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+
+
 @contextmanager
 def start_redis(folder: Path, *options: str) -> Iterator[str]:
     """A Redis of its own in `folder`, with further options; the URL of its socket. Stopped at the
     end.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "redis.sock"
-    fixed = (
-        "--port",
-        "0",
-        "--unixsocket",
-        str(path),
-        "--dir",
-        str(folder),
-        "--logfile",
-        "redis.log",
-    )
-    process = subprocess.Popen(
-        [_find_redis(), *fixed, *options], cwd=folder, start_new_session=True
-    )
+    server = OwnServer("redis", folder)
     try:
-        _wait_for(path, process, folder / "redis.log")
-        yield f"unix://{path}"
+        server.start(*options)
+        yield server.url
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        server.kill()
 
 
-def _find_redis() -> str:
+def find_redis() -> str:
     if binary := shutil.which("redis-server"):
         return binary
     if os.environ.get("CI"):
         pytest.fail("no redis-server on this machine, and CI must test both servers")
     pytest.skip("no redis-server on this machine")
-
-
-def _wait_for(path: Path, process: subprocess.Popen[bytes], log: Path) -> None:
-    for _ in range(30_000):
-        if process.poll() is not None:
-            raise RuntimeError(log.read_text(encoding="utf-8"))
-        try:
-            with raw_client(f"unix://{path}") as client:
-                client.ping()
-        except (redis.ConnectionError, redis.ResponseError) as error:
-            if isinstance(error, redis.AuthenticationError):
-                return
-        else:
-            return
-        time.sleep(0.01)
-    raise RuntimeError(f"no answer at {path}")
 
 
 @contextmanager

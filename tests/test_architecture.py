@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
-import pytest
+from tests.programs import ROOT, printed, python
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("rolloutmq", "buffer", "producer_workers", "consumer")
 HEAVY = {"torch", "vllm", "rq", "transformers", "reasoning_gym", "matplotlib"}
 
@@ -18,17 +16,11 @@ HEAVY = {"torch", "vllm", "rq", "transformers", "reasoning_gym", "matplotlib"}
 def heavy_modules_after(code: str) -> set[str]:
     """Top-level heavy packages that a fresh interpreter has loaded after `code`."""
     report = "import sys; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
-    command = [sys.executable, "-c", f"{code}\n{report}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return HEAVY & set(done.stdout.splitlines()[-1].split())
+    return HEAVY & set(python("-c", f"{code}\n{report}").splitlines()[-1].split())
 
 
 def test_import_contracts_hold() -> None:
-    lint = Path(sysconfig.get_path("scripts")) / "lint-imports"
-    done = subprocess.run(
-        [str(lint), "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert printed(Path(sysconfig.get_path("scripts")) / "lint-imports", "--no-cache")
 
 
 def test_buffer_loads_nothing_heavy_when_all_of_it_is_imported() -> None:
@@ -46,15 +38,6 @@ with contextlib.suppress(SystemExit):
     rolloutmq.cli.main()
 """
     assert heavy_modules_after(code) == set()
-
-
-@pytest.mark.parametrize("package", ["buffer", "producer_workers", "consumer", "rolloutmq"])
-def test_packages_come_from_this_repository(package: str) -> None:
-    code = f"import {package}; print({package}.__file__)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert Path(done.stdout.strip()).is_relative_to(ROOT)
 
 
 def test_no_file_has_the_name_of_a_stdlib_module() -> None:
@@ -86,40 +69,3 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
             ):
                 found.append(f"{path}:{node.value.lineno} says {ast.unparse(node)}")
     assert found == []
-
-
-def test_who_loads_code_by_name_is_known() -> None:
-    """Each of these has the name from a config or a command; what a server says is only compared
-    (buffer/model/order_policy.py).
-    """
-    known = {
-        "buffer/imports.py",
-        "buffer/model/order_policy.py",
-        "consumer/grpo/learner/losses.py",
-        "producer_workers/agent_loops/agent_loop.py",
-        "producer_workers/agent_loops/environment.py",
-        "producer_workers/agent_loops/toolbox.py",
-        "producer_workers/build.py",
-        "producer_workers/datasets/contained_dataset.py",
-        "producer_workers/datasets/open.py",
-        "producer_workers/datasets/records.py",
-        "producer_workers/engines/__init__.py",
-        "producer_workers/gateway/agents.py",
-        "producer_workers/judges/load.py",
-        "producer_workers/user_code/border.py",
-        "producer_workers/user_functions.py",
-        "producer_workers/worker/task_runner.py",
-        "rolloutmq/launch/training.py",
-    }
-    found = set()
-    for path in [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
-                ("load_object", "load_function")
-            ):
-                found.add(str(path.relative_to(ROOT)))
-    assert found == known
-
-
-def test_docker_is_no_package() -> None:
-    assert not (ROOT / "docker" / "__init__.py").exists()

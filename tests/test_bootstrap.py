@@ -10,7 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.programs import ROOT, printed
+
 MAKE_VENV = "import bootstrap; bootstrap.make_venv()"
 INSTALLED = "import pip._internal.cli.main, sys; print(sys.prefix)"
 
@@ -26,7 +27,4 @@ def test_a_venv_that_was_half_made_is_made_again(tmp_path: Path) -> None:
             time.sleep(0.001)
         os.killpg(making.pid, signal.SIGKILL)
     subprocess.run(command, cwd=tmp_path, check=True)
-    asked = subprocess.run(
-        [python, "-c", INSTALLED], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert asked.stdout.strip() == str(python.parents[1])
+    assert printed(python, "-c", INSTALLED, cwd=tmp_path).strip() == str(python.parents[1])

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.programs import ROOT, files_of_git, printed, python
+
 PACKAGES = ("rolloutmq", "buffer", "consumer", "producer_workers")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def build(source: Path, target: Path) -> Path:
     """Build the wheel of a source folder as `make wheel` does."""
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(target)]
-    environment = os.environ | {"SOURCE_DATE_EPOCH": "1750000000"}
-    done = subprocess.run(
-        command, cwd=source, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    words = ("-m", "hatchling", "build", "-t", "wheel", "-d", target)
+    python(*words, cwd=source, SOURCE_DATE_EPOCH="1750000000")
     return next(target.glob("*.whl"))
 
 
@@ -45,35 +39,26 @@ def site(wheel: Path) -> Path:
 
 def run_installed(site: Path, *words: str) -> str:
     """Run Python far from the checkout, with the installed packages before all others."""
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "REDIS_URL")
-    }
     far = site.parent / "far"
     far.mkdir(exist_ok=True)
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=far, env=environment | {"PYTHONPATH": str(site)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return python(*words, cwd=far, PYTHONPATH=str(site))
 
 
 def test_the_same_sources_make_the_same_bytes(wheel: Path, tmp_path: Path) -> None:
     """In another folder, with other times and another umask."""
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True)  # fmt: skip
-    for name in listed.stdout.splitlines():
-        if (source := ROOT / name).is_file() and name.split("/")[0] not in ("tests", "benchmarks"):
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, tmp_path / name)
-            (tmp_path / name).chmod(0o600)
+    for source in files_of_git():
+        copy = tmp_path / source.relative_to(ROOT)
+        if copy.relative_to(tmp_path).parts[0] not in ("tests", "benchmarks"):
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, copy)
+            copy.chmod(0o600)
     assert build(tmp_path, tmp_path / "dist").read_bytes() == wheel.read_bytes()
 
 
 def test_nothing_is_missing_and_nothing_else_is_in_it(site: Path) -> None:
     shipped = {path.relative_to(site).as_posix() for path in site.rglob("*") if path.is_file()}
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", *PACKAGES], cwd=ROOT, capture_output=True, text=True, check=True)  # fmt: skip
     presets = {f"rolloutmq/{name}" for name in map(_relative, (ROOT / "configs").rglob("*.toml"))}
-    expected = {name for name in listed.stdout.splitlines() if (ROOT / name).is_file()}
+    expected = set(map(_relative, files_of_git(*PACKAGES)))
     assert expected <= shipped
     assert presets <= shipped
     others = {name for name in shipped - expected if not re.match(r"rolloutmq(-.*dist-info/|/configs/)", name)}  # fmt: skip
@@ -87,7 +72,7 @@ def _relative(path: Path) -> str:
 STRANGER = """
 import pathlib, buffer, consumer, producer_workers, rolloutmq
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.wire.rollout import FIRST_WEIGHTS
 from buffer.run import Run
 from buffer.redis.server.embedded import EmbeddedServer
@@ -130,7 +115,7 @@ def test_extras_are_in_the_metadata_and_all_has_every_one_but_the_engines(site: 
 CONSUMER = """
 import pathlib, sys
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.wire.rollout import FIRST_WEIGHTS
 from buffer.redis.server.embedded import EmbeddedServer
 from rolloutmq import RolloutConsumer, Run, Store
@@ -162,17 +147,10 @@ def test_the_wheel_installs_into_an_empty_environment_and_does_what_readme_says(
     wheel: Path, tmp_path: Path
 ) -> None:
     """Install it with its dependencies from the package index, and without torch."""
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    python = tmp_path / "venv/bin/python"
-    environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
+    python("-m", "venv", tmp_path / "venv")
 
     def run(*words: str) -> str:
-        done = subprocess.run(
-            [python, *words],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return printed(tmp_path / "venv/bin/python", *words, cwd=tmp_path, PYTHONPATH="")
 
     # without compiling: half of the time, and nothing here runs twice
     run("-m", "pip", "install", "--quiet", "--no-compile", f"{wheel}[testing]")

@@ -19,7 +19,7 @@ import typer
 from benchmarks.figure import Figure
 from benchmarks.gpu_day.parts import Part, parts
 from benchmarks.machine import machine_facts
-from rolloutmq.launch.placement import count_gpus
+from rolloutmq.check.machine import count_gpus
 
 BUDGET_S = 25 * 60
 """Seconds for all parts: those that do not begin within them are left out."""

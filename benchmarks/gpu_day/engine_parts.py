@@ -27,7 +27,7 @@ from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Stat
 from buffer.wire.sampling import SampleParams
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.learner import Learner
-from consumer.grpo.model_state.weights_snapshot import HostBuffers
+from consumer.grpo.model_state.weights_folder import HostBuffers
 from consumer.grpo.models.model_folder import load_model
 from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine

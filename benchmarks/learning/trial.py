@@ -15,7 +15,7 @@ from benchmarks.learning.fleet import TASK, Fleet
 from benchmarks.learning.sampler import Sampler
 from buffer.control.control import Mode
 from buffer.ids import group_id, new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender

@@ -17,14 +17,14 @@ from typing import Any, Literal, NamedTuple
 
 from buffer.control.histogram import Histogram, join_counts
 from buffer.control.role_holder import OF_A_HOLDER, Role, RoleHolder, Work
+from buffer.control.trainer_report import ReportedStep
 from buffer.errors import Fenced, LostRun, RunDamaged, RunError, RunNotFound
 from buffer.ids import LANES, new_nonce
-from buffer.model.limits import RunLimits
-from buffer.model.trainer_report import ReportedStep
+from buffer.limits import RunLimits
 from buffer.redis.eviction import EvictionWatch
 from buffer.redis.key_fields import HINT, key_gone, text_fields
 from buffer.redis.keys import Keys
-from buffer.redis.script_calls import opened, unfenced
+from buffer.redis.scripts import opened, unfenced
 from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
 

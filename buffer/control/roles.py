@@ -29,10 +29,6 @@ VACANCY_POLL_S = 0.5  # between two reads of who holds the role, while a process
 HUNG_S = 600.0  # a loop busy with one thing for longer hangs: its thread sends no heartbeats
 
 
-def _no_wait() -> float:
-    return 0.0
-
-
 class HeldRole:
     """One process's hold on a role of a run.
 
@@ -47,7 +43,7 @@ class HeldRole:
         role: Role,
         *,
         nonce: str | None = None,
-        waited_s: Callable[[], float] = _no_wait,
+        waited_s: Callable[[], float] = lambda: 0.0,
         pauses: Histogram | None = None,
         work: Work | None = None,
     ) -> None:

@@ -19,9 +19,9 @@ from typing import Literal, cast
 
 from buffer.control.control import ControlState, Mode, shorten_reason
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.keys import Keys
-from buffer.redis.script_calls import unfenced
+from buffer.redis.scripts import unfenced
 from buffer.redis.store import Store
 from buffer.wire.staleness import staleness
 

@@ -21,7 +21,7 @@ from buffer.query.language import Node, matches
 from buffer.query.record import GroupRecord, Moment
 from buffer.query.scan import moment_of
 from buffer.redis.keys import Keys
-from buffer.redis.script_calls import Advance, no_advance
+from buffer.redis.scripts import Advance, no_advance
 from buffer.redis.store import Store
 from buffer.replay_buffer import ReplayBuffer
 from buffer.wire.staleness import staleness

@@ -9,7 +9,7 @@ from typing import Literal
 from buffer.control.control import STATE_FIELDS, ControlState
 from buffer.errors import Fenced, GroupHeld, PayloadMissing
 from buffer.job import Job
-from buffer.redis.script_calls import unknown_reply
+from buffer.redis.scripts import unknown_reply
 
 Refusal = Literal["PAUSED", "STALE", "UNKNOWN", "FULL", "BARRED"]
 

@@ -18,12 +18,12 @@ from buffer.control.observers import Observer
 from buffer.groups.claim import Claim, Enqueued, Reaped, reissued, released, stage_before
 from buffer.ids import LANES, group_id, new_nonce, split_group_id
 from buffer.job import EndedEarly, Job, ReleaseKind
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.connection.retry import SYSTEM_RANDOM
 from buffer.redis.key_fields import read_counts
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import pin_listed
-from buffer.redis.script_calls import unfenced
+from buffer.redis.scripts import unfenced
 from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
 

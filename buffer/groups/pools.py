@@ -16,12 +16,11 @@ from typing import Literal
 from buffer.errors import ConfigError, PayloadMissing, WireError
 from buffer.ids import POOLS, split_group_id
 from buffer.job import PayloadRef
-from buffer.model.limits import RunLimits
-from buffer.model.manifest import ManifestEntry
+from buffer.limits import RunLimits
+from buffer.manifest import ManifestEntry
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore
-from buffer.redis.script_calls import unfenced, unknown_reply
-from buffer.redis.scripts import Arg
+from buffer.redis.scripts import Arg, unfenced, unknown_reply
 from buffer.redis.store import Store
 from buffer.wire import group_bytes
 from buffer.wire.framing import split_signed

@@ -13,15 +13,15 @@ from typing import Literal
 import numpy as np
 
 from buffer.errors import ConfigError, MemoryFull, PayloadMissing, RolloutMQError, WireError
+from buffer.groups.order_policy import OrderFunction
 from buffer.groups.submit import order_argument
 from buffer.ids import IMPORTED_FROM, group_id, new_nonce
 from buffer.job import PayloadRef
-from buffer.model.limits import RunLimits
-from buffer.model.order_policy import OrderFunction
+from buffer.limits import RunLimits
 from buffer.readable import format_size
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PROMPT, PayloadStore, pin_listed
-from buffer.redis.script_calls import unknown_reply
+from buffer.redis.scripts import unknown_reply
 from buffer.redis.store import Store
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup, prompt_of

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 from buffer.errors import PayloadMissing, WireError
 from buffer.groups.claim import fenced
+from buffer.groups.order_policy import OrderFunction, submit_argument
 from buffer.job import PayloadRef, Result
-from buffer.model.limits import RunLimits
-from buffer.model.order_policy import OrderFunction, submit_argument
+from buffer.limits import RunLimits
 from buffer.redis.keys import Keys, SlotKeys
 from buffer.redis.payloads import PayloadStore, pin_listed
-from buffer.redis.script_calls import ScriptCall, Upload, unknown_reply
+from buffer.redis.scripts import ScriptCall, Upload, unknown_reply
 from buffer.redis.store import Store
 from buffer.wire import group_bytes
 from buffer.wire.group import GROUP_TIME, RolloutGroup

@@ -19,9 +19,8 @@ from buffer.ledger.key_check import KeyCheck
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.memory import ByteCount, Memory
 from buffer.ledger.record_check import RecordCheck
-from buffer.model.damage import Damage
-from buffer.model.limits import RunLimits
-from buffer.redis.key_fields import text_fields, wrong_fields
+from buffer.limits import RunLimits
+from buffer.redis.key_fields import Damage, text_fields, wrong_fields
 from buffer.redis.keys import Keys, SlotKeys
 from buffer.redis.scripts import Arg
 from buffer.redis.store import Store

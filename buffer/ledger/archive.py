@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from buffer.errors import RunDamaged
-from buffer.model.limits import RunLimits
-from buffer.model.manifest import Manifest, ManifestEntry
+from buffer.limits import RunLimits
+from buffer.manifest import Manifest, ManifestEntry
 from buffer.redis.key_fields import HINT, read_counts
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store

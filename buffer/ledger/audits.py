@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, cast, get_args
 
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import Arg
 from buffer.redis.store import Store

@@ -12,9 +12,9 @@ import numpy as np
 from buffer.errors import LedgerError
 from buffer.ids import IMPORTED_FROM, split_group_id
 from buffer.ledger.position import Bools, DrawSet, Position
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.keys import Keys
-from buffer.redis.script_calls import unfenced
+from buffer.redis.scripts import unfenced
 from buffer.redis.store import Store
 
 SLICE = 128  # draws in one call of the script

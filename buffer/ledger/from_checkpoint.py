@@ -24,8 +24,8 @@ from buffer.job import PayloadRef
 from buffer.ledger.ended_draws import EndedDraws, expect_ok, numbers_of
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.position import Position
-from buffer.model.limits import RunLimits
-from buffer.model.manifest import Manifest
+from buffer.limits import RunLimits
+from buffer.manifest import Manifest
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import Arg

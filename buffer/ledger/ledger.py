@@ -18,12 +18,11 @@ from buffer.errors import ConfigError, LedgerError, RunDamaged
 from buffer.groups.pools import expire_all, fill_index
 from buffer.ids import split_group_id
 from buffer.ledger.archive import Archive, parse_manifest
-from buffer.model.limits import RunLimits
-from buffer.model.manifest import Manifest, ManifestEntry, NotReady
+from buffer.limits import RunLimits
+from buffer.manifest import Manifest, ManifestEntry, NotReady
 from buffer.redis.key_fields import HINT, read_counts
 from buffer.redis.keys import Keys, SlotKeys
-from buffer.redis.script_calls import unfenced, unknown_reply
-from buffer.redis.scripts import Arg
+from buffer.redis.scripts import Arg, unfenced, unknown_reply
 from buffer.redis.store import Store
 
 BAD_GROUPS = 8

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.readable import format_size
 from buffer.redis.key_fields import read_counts
 from buffer.redis.keys import Keys

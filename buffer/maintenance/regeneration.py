@@ -18,10 +18,10 @@ import redis
 
 from buffer.errors import RolloutMQError, RunExists
 from buffer.ledger.position import Position
+from buffer.limits import REGENERATING
 from buffer.maintenance.remove_run import clear_keys
-from buffer.model.limits import REGENERATING
 from buffer.redis.keys import Keys
-from buffer.redis.script_calls import opened
+from buffer.redis.scripts import opened
 from buffer.redis.store import Store
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from itertools import islice
 from typing import Any
 
-from buffer.model.limits import REMOVING
+from buffer.limits import REMOVING
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 

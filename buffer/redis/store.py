@@ -36,8 +36,17 @@ from buffer.redis.connection_errors import (
 from buffer.redis.eviction import Eviction
 from buffer.redis.key_fields import HINT
 from buffer.redis.keys import SlotKeys
-from buffer.redis.script_calls import Durability, Upload, decoded, in_order, load_missing
-from buffer.redis.scripts import Arg, KeysByName, Script, library
+from buffer.redis.scripts import (
+    Arg,
+    Durability,
+    KeysByName,
+    Script,
+    Upload,
+    decoded,
+    in_order,
+    library,
+    load_missing,
+)
 
 T = TypeVar("T")
 

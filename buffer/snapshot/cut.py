@@ -17,9 +17,9 @@ import redis
 
 from buffer.groups.record_walk import PAGE, PAGE_DRAWS, Record, RecordWalk
 from buffer.ids import ENDS, LANES, POOLS
-from buffer.model.limits import SCHEMA, RunLimits
+from buffer.limits import SCHEMA, RunLimits
 from buffer.redis.keys import Keys
-from buffer.redis.script_calls import Advance
+from buffer.redis.scripts import Advance
 from buffer.redis.store import Store
 from buffer.snapshot.folder import Item, Kind
 

@@ -302,8 +302,3 @@ class CriticConfig(Section):
     """GAE's lambda: 1 relies on rewards alone, 0 on the critic's values"""
     max_grad_norm: float = Field(1.0, gt=0, le=1e9)
     """norm to which larger gradients are scaled down"""
-
-
-AdvantageEstimator = Literal[
-    "grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp", "reinforce_pp_baseline"
-]

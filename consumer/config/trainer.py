@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from buffer.config.section import YEAR_S, Count, DottedPath, Section
+from buffer.imports import is_dotted_path
 from buffer.readable import Bytes
-from consumer.config.learner import AdvantageEstimator
+
+WITHIN_A_GROUP = (
+    *("grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp_baseline", "gdpo", "turns"),
+)
+"""Advantages that compare a rollout with the others of its prompt."""
+
+ADVANTAGES = (*WITHIN_A_GROUP, "reinforce_pp", "gae")
+
+
+def _check_advantages(text: str) -> str:
+    if text not in ADVANTAGES and not is_dotted_path(text):
+        raise ValueError(f"it is not one of {', '.join(ADVANTAGES)}, nor package.module:function")
+    return text
 
 
 class TrainerSection(Section):
@@ -24,10 +38,16 @@ class TrainerSection(Section):
     the take of a batch until the new weights are published ([policy] pause_mode abort or drain),
     and may sleep ([worker] sleep_when_paused)
     """
-    advantages: AdvantageEstimator | Literal["gae"] = "grpo"
+    advantages: Annotated[str, AfterValidator(_check_advantages)] = "grpo"
     """how a reward becomes an advantage: compared with the other rollouts of its prompt (grpo,
-    dr_grpo, rloo, opo, pass_at_k), with the batch (reinforce_pp, reinforce_pp_baseline), or with
-    the values of a critic (gae, see [critic])
+    dr_grpo, rloo, opo, pass_at_k; turns: also turn by turn, by their token_rewards; gdpo: each part
+    of the reward by itself), with the batch (reinforce_pp, reinforce_pp_baseline), with the values
+    of a critic (gae, see [critic]), or by a function of yours as package.module:function: see
+    docs/pages/loss.md
+    """
+    reward_weights: dict[str, float] = Field(default_factory=dict)
+    """for advantages = gdpo: the parts of the reward that count, and their weights, for example {
+    correct = 1.0, format = 0.2 }; the judge returns them beside "score"
     """
     overlong_buffer_tokens: Count | None = Field(None, ge=1)
     """scores fall linearly, by up to 1, over this many tokens before a response's max_tokens
@@ -61,6 +81,14 @@ class TrainerSection(Section):
     """destinations of config, metrics, evaluations and samples beside the run's folder: tensorboard
     (`pip install '.[tensorboard]'`), wandb (`pip install '.[wandb]'`)
     """
+
+    def problems(self) -> Iterator[str]:
+        """Yield each key that the others make impossible."""
+        if bool(self.reward_weights) != (self.advantages == "gdpo"):
+            yield (
+                "reward_weights names the parts of the reward for advantages = gdpo, which needs "
+                "them; no other estimator reads them"
+            )
 
     @property
     def is_gae(self) -> bool:

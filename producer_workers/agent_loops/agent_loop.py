@@ -11,7 +11,7 @@ from buffer.imports import load_object
 from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.engines.base import Engine
-from producer_workers.judges.judge import AnyJudge
+from producer_workers.judges.judge import Judge
 
 
 class AgentLoop(Protocol):
@@ -46,7 +46,7 @@ BUILT_IN = {
 def load_agent_loop(
     spec: str | AgentLoopFactory,
     *,
-    judge: AnyJudge | None,
+    judge: Judge | None,
     tokenizer: Tokenizer,
     eos_ids: Collection[int],
     partial_rollout: bool = False,

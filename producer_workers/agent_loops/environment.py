@@ -12,9 +12,8 @@ from typing import Any, Protocol
 from buffer.errors import UserCodeError
 from buffer.imports import load_object
 from buffer.wire.rollout import RolloutState, ToolCall
-from producer_workers.user_code.border import Border, Rules
+from producer_workers.user_code.border import ROLLOUT, Border, Rules, check_numbers
 from producer_workers.user_code.process_function import call_of
-from producer_workers.user_code.rollout_border import ROLLOUT, check_numbers
 
 
 @dataclass(frozen=True, slots=True)

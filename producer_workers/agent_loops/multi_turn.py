@@ -32,7 +32,7 @@ from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_threa
 from producer_workers.agent_loops.tool_parsers import ToolParser, tool_parser
 from producer_workers.agent_loops.toolbox import Toolbox
 from producer_workers.engines.base import Engine, context_length
-from producer_workers.judges.judge import AnyJudge
+from producer_workers.judges.judge import Judge
 
 
 class ToolEnvironment:
@@ -70,7 +70,7 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
     def __init__(
         self,
         *,
-        judge: AnyJudge | None,
+        judge: Judge | None,
         tokenizer: Tokenizer,
         eos_ids: Collection[int],
         partial_rollout: bool = False,
@@ -178,7 +178,7 @@ class ToolAgentLoop(MultiTurnAgentLoop):
     def __init__(
         self,
         *,
-        judge: AnyJudge | None,
+        judge: Judge | None,
         tokenizer: Tokenizer,
         eos_ids: Collection[int],
         partial_rollout: bool = False,

@@ -29,7 +29,7 @@ from buffer.errors import (
 from buffer.wire.rollout import RolloutState, Status, has_ended
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.engines.base import Engine, GenerationError
-from producer_workers.judges.judge import AnyJudge, GroupJudge
+from producer_workers.judges.judge import Judge
 
 
 class SingleTurnAgentLoop:
@@ -42,7 +42,7 @@ class SingleTurnAgentLoop:
     def __init__(
         self,
         *,
-        judge: AnyJudge | None,
+        judge: Judge | None,
         tokenizer: Tokenizer,
         eos_ids: Collection[int],
         partial_rollout: bool = False,
@@ -71,11 +71,11 @@ class SingleTurnAgentLoop:
             for state in states
             if state.status is not Status.COMPLETED
         )
-        if isinstance(self._judge, GroupJudge):
+        if self._judge and self._judge.sees_group:
             await self._judge_together(self._judge, states)
         return states
 
-    async def _judge_together(self, judge: GroupJudge, states: list[RolloutState]) -> None:
+    async def _judge_together(self, judge: Judge, states: list[RolloutState]) -> None:
         """Judge the group once all have ended; if one was interrupted, the others wait for it."""
         ended = [state for state in states if state.status is Status.INIT]
         if any(state.status in (Status.ABORTED, Status.FAILED) for state in states):
@@ -156,7 +156,7 @@ class SingleTurnAgentLoop:
             _fail(state, why)
             return
         state.response = await in_tokenizer_thread(self._text, state)
-        if isinstance(self._judge, GroupJudge):
+        if self._judge and self._judge.sees_group:
             state.status = Status.INIT  # until all of the group have ended
             return
         try:

@@ -1,30 +1,31 @@
-"""Parse function calls in a model's text, in the forms that chat templates use.
+"""Parse function calls in a model's text: in Hermes' form here, in any other by vLLM's parsers.
 
     hermes    any number of <tool_call>{"name": ..., "arguments": {...}}</tool_call>
               (Hermes 2, Qwen 2.5 and 3)
-    llama     {"name": ..., "parameters": {...}}, alone or after <|python_tag|>,
-              several with ; between (Llama 3)
-    mistral   [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...] (v3),
-              or [TOOL_CALLS]name[ARGS]{...} (from v11)
 
-Any other name is a parser of vLLM (`vllm_tool_parser.py`). A thought before the answer (up to
-</think> or [/THINK]) calls nothing. Marks within a call's arguments are text. A call that cannot be
-parsed has None as its `arguments`: the model gets an error and may try again.
+A thought before the answer (up to </think> or [/THINK]) calls nothing. Marks within a call's
+arguments are text. A call that cannot be parsed has None as its `arguments`: the model gets an
+error and may try again.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
 import orjson
 
-from buffer.errors import WireError
+from buffer.errors import ConfigError, WireError
 from buffer.wire.checks import check_nesting
 from buffer.wire.rollout import ToolCall
 from buffer.wire.sampling import StructuredOutput
+
+log = logging.getLogger("rolloutmq.worker")
 
 Tools = Sequence[dict[str, Any]] | None  # functions as JSON schemas in OpenAI's form
 
@@ -46,77 +47,44 @@ class ToolParser(Protocol):
         ...
 
 
+def tool_parser(name: str, tokenizer: Any) -> ToolParser:
+    """Return the parser "hermes", or vLLM's of that name. Raises ConfigError."""
+    return HermesParser() if name == "hermes" else VllmToolParser(name, tokenizer)
+
+
+# -- Hermes ------------------------------------------------------------------
+
 _THOUGHT_ENDS = re.compile(r"</think>|\[/THINK\]")
-
-# The text before the JSON of a call; it captures the name, if the JSON lacks it.
-_BEGINS = {
-    "hermes": re.compile(r"<tool_call>\s*"),
-    "llama": re.compile(r"(?:\A\s*(?:<\|python_tag\|>)?|<\|python_tag\|>|;)\s*(?=\{)"),
-    "mistral": re.compile(
-        r"\[TOOL_CALLS\]\s*(?:([\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?(?:\[ARGS\]\s*)?(?=\{))?"
-    ),
-}
-
-_HERMES_ENDS = re.compile(r"\s*(?:</tool_call>|\Z)")
-_MISTRAL_ENDS = re.compile(r"\s*(?=\[TOOL_CALLS\]|\Z)")
-
+_BEGINS = re.compile(r"<tool_call>\s*")
+_ENDS = re.compile(r"\s*(?:</tool_call>|\Z)")
 _DECODER = json.JSONDecoder(strict=False)
-
-Calls = Iterator[tuple[str, str]]  # names of calls, and their arguments as JSON
-
-
-def _hermes(text: str) -> Calls:
-    for _, raw in _marked(text, "hermes", _HERMES_ENDS, "</tool_call>"):
-        yield _call(raw)
+_FORM = '<tool_call>\\n\\{{"name": "({})", "arguments": \\{{[^\\n]*\\}}\\}}\\n</tool_call>'
 
 
-def _llama(text: str) -> Calls:
-    if begin := _BEGINS["llama"].match(text):
-        yield from map(_call, _objects(text[begin.end() :]))
+class HermesParser:
+    def parse(self, text: str, tools: Tools = None) -> ParsedTurn:
+        start = _end_of_thought(text)
+        calls = [_tool_call(number, *_call(raw)) for number, raw in enumerate(_calls(text, start))]
+        begin = _BEGINS.search(text, start)
+        return ParsedTurn(text[: begin.start()] if begin and calls else text, calls)
+
+    def structure(self, names: Sequence[str]) -> StructuredOutput | None:
+        return StructuredOutput(regex=_FORM.format("|".join(map(re.escape, names))))
 
 
-def _mistral(text: str) -> Calls:
-    for name, raw in _marked(text, "mistral", _MISTRAL_ENDS, "[TOOL_CALLS]"):
-        listed = None if name else _loads(raw)
-        if isinstance(listed, list):
-            yield from (_call(orjson.dumps(item).decode()) for item in listed)
-        else:
-            yield name, raw
-
-
-# Each finds the calls in the answer of one turn, in order.
-PARSERS: dict[str, Callable[[str], Calls]] = {
-    "hermes": _hermes,
-    "llama": _llama,
-    "mistral": _mistral,
-}
-
-
-def calls_in(text: str, parser: str) -> list[ToolCall]:
-    calls = PARSERS[parser](split_thought(text, parser)[1])
-    return [tool_call(number, *call) for number, call in enumerate(calls)]
-
-
-def split_thought(text: str, parser: str) -> tuple[str, str]:
-    """Split a turn into its thought, up to a mark outside of a call's JSON, and its answer."""
+def _end_of_thought(text: str) -> int:
+    """Return the end of a turn's thought, at a mark outside of a call's JSON; 0 without one."""
     position = 0
     while mark := _THOUGHT_ENDS.search(text, position):
-        call_end = _end_of_call_around(text, position, mark.start(), parser)
-        if call_end is None:
-            return text[: mark.end()], text[mark.end() :]
-        position = call_end
-    return "", text
+        position = _end_of_call_around(text, position, mark.start()) or 0
+        if not position:
+            return mark.end()
+    return 0
 
 
-def before_calls(text: str, parser: str) -> str:
-    thought, answer = split_thought(text, parser)
-    begin = _BEGINS[parser].search(answer)
-    return thought + (answer[: begin.start()] if begin else answer)
-
-
-def _end_of_call_around(text: str, start: int, position: int, parser: str) -> int | None:
+def _end_of_call_around(text: str, start: int, position: int) -> int | None:
     """Return the end of a call's JSON that begins after `start` and extends over `position`."""
-    while begin := _BEGINS[parser].search(text, start, position):
+    while begin := _BEGINS.search(text, start, position):
         end = _end_of_json(text, begin.end())
         if end is not None and end > position:
             return end
@@ -124,16 +92,15 @@ def _end_of_call_around(text: str, start: int, position: int, parser: str) -> in
     return None
 
 
-def _marked(text: str, parser: str, ends: re.Pattern[str], closes: str) -> Calls:
-    """Yield the name in each mark, and the following JSON and `ends`, or all up to `closes`."""
-    position = 0
-    while begin := _BEGINS[parser].search(text, position):
+def _calls(text: str, position: int) -> Iterator[str]:
+    """Yield the JSON of each call, or all up to its end mark."""
+    while begin := _BEGINS.search(text, position):
         start = begin.end()
         end = _end_of_json(text, start)
-        if end is None or not ends.match(text, end):
-            closed = text.find(closes, start)
+        if end is None or not _ENDS.match(text, end):
+            closed = text.find("</tool_call>", start)
             end = closed if closed >= 0 else len(text)
-        yield (begin[1] or "" if begin.re.groups else ""), text[start:end].strip()
+        yield text[start:end].strip()
         position = end
 
 
@@ -147,47 +114,6 @@ def _end_of_json(text: str, start: int) -> int | None:
         return None
 
 
-# Regular expressions of one call; Mistral's mark is a special token, which has no text.
-_FORMS = {
-    "hermes": '<tool_call>\\n\\{{"name": "({})", "arguments": \\{{[^\\n]*\\}}\\}}\\n</tool_call>',
-    "llama": '\\{{"name": "({})", "parameters": \\{{[^\\n]*\\}}\\}}',
-}
-
-
-class OwnToolParser:
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def parse(self, text: str, tools: Tools = None) -> ParsedTurn:
-        calls = calls_in(text, self._name)
-        return ParsedTurn(before_calls(text, self._name) if calls else text, calls)
-
-    def structure(self, names: Sequence[str]) -> StructuredOutput | None:
-        form = _FORMS.get(self._name)
-        return (
-            StructuredOutput(regex=form.format("|".join(map(re.escape, names)))) if form else None
-        )
-
-
-def tool_parser(name: str, tokenizer: Any) -> ToolParser:
-    """Return a parser by name: one of PARSERS or of vLLM's. Raises ConfigError."""
-    if name in PARSERS:
-        return OwnToolParser(name)
-    from producer_workers.agent_loops.vllm_tool_parser import VllmToolParser
-
-    return VllmToolParser(name, tokenizer)
-
-
-def tool_call(number: int, name: str, raw: str) -> ToolCall:
-    arguments = _loads(raw) if name else None
-    return ToolCall(
-        id=f"call_{number}",
-        name=name,
-        arguments=arguments if isinstance(arguments, dict) else None,
-        raw_arguments="" if isinstance(arguments, dict) else raw,
-    )
-
-
 def _call(text: str) -> tuple[str, str]:
     """Return (name, arguments as JSON) of a call object; for other JSON, the text as arguments."""
     call = _loads(text)
@@ -199,12 +125,14 @@ def _call(text: str) -> tuple[str, str]:
     return call["name"], orjson.dumps(arguments).decode()
 
 
-def _objects(text: str) -> Iterator[str]:
-    """Yield the JSON objects between `;`, and the rest from the first invalid one; no prose."""
-    while "{" in text:
-        end = _end_of_json(text, 0) if text.startswith("{") else None
-        yield text[:end].strip()
-        text = "" if end is None else text[end:].lstrip("; \n")
+def _tool_call(number: int, name: str, raw: str) -> ToolCall:
+    arguments = _loads(raw) if name else None
+    return ToolCall(
+        id=f"call_{number}",
+        name=name,
+        arguments=arguments if isinstance(arguments, dict) else None,
+        raw_arguments="" if isinstance(arguments, dict) else raw,
+    )
 
 
 def _loads(text: str) -> Any:
@@ -215,3 +143,64 @@ def _loads(text: str) -> Any:
     except (orjson.JSONDecodeError, WireError):
         return None
     return value
+
+
+# -- vLLM --------------------------------------------------------------------
+
+_THOUGHT = re.compile(r"\A.*?(?:</think>|\[/THINK\])", re.DOTALL)
+
+
+class VllmToolParser:
+    """A tool parser of vLLM, where it is installed. Raises ConfigError if it cannot be made."""
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        from producer_workers.engines.vllm.api import ALWAYS
+
+        for variable, value in ALWAYS.items():
+            os.environ.setdefault(variable, value)
+        try:
+            manager = import_module("vllm.tool_parsers").ToolParserManager
+            protocol = import_module("vllm.entrypoints.openai.chat_completion.protocol")
+        except ImportError as error:
+            hint = "known without vLLM: hermes; install vLLM for its parsers"
+            raise ConfigError(f"there is no tool parser {name!r}: {error}", hint=hint) from error
+        try:
+            self._kind = manager.get_tool_parser(name)
+            self._tokenizer = tokenizer
+            self._kind(tokenizer, None)
+        except KeyError as error:
+            known = ", ".join(sorted({*manager.lazy_parsers, "hermes"}))
+            raise ConfigError(
+                f"there is no tool parser {name!r}", hint=f"known: {known}"
+            ) from error
+        except Exception as error:  # a parser may need another package, or tokens of its model
+            raise ConfigError(
+                f"vLLM's tool parser {name!r} cannot be used: {error}",
+                hint="use the parser of this model; without vLLM there is hermes",
+            ) from error
+        self._request = protocol.ChatCompletionRequest
+
+    def parse(self, text: str, tools: Tools = None) -> ParsedTurn:
+        thought = _THOUGHT.match(text)
+        start = thought.end() if thought else 0
+        try:
+            found = self._extract(text[start:], tools)
+        except Exception as error:  # the model gets an error, as for any call that cannot be read
+            log.debug("vLLM's parser failed: %s", error)
+            return ParsedTurn(text[:start], [_tool_call(0, "", text[start:])])
+        if not found.tools_called:
+            return ParsedTurn(text, [])
+        calls = [
+            _tool_call(number, call.function.name, call.function.arguments)
+            for number, call in enumerate(found.tool_calls)
+        ]
+        return ParsedTurn(text[:start] + (found.content or ""), calls)
+
+    def structure(self, names: Sequence[str]) -> StructuredOutput | None:
+        return None
+
+    def _extract(self, text: str, tools: Tools) -> Any:
+        asked = {"role": "user", "content": ""}
+        request = self._request(model="policy", messages=[asked], tools=tools or None)
+        # one for each turn: a parser keeps state
+        return self._kind(self._tokenizer, request.tools).extract_tool_calls(text, request)

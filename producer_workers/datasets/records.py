@@ -20,7 +20,7 @@ from producer_workers.config.dataset import FieldName
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.row_values import HINT as STORABLE
 from producer_workers.datasets.row_values import Unstorable, is_plain, plain_problem, plain_record
-from producer_workers.user_code.user_frames import user_frames
+from producer_workers.user_code.border import user_frames
 
 EXPECTED = (
     '{"messages": [{"role": "user", "content": "..."}], "ground_truth": ...} '

@@ -24,9 +24,8 @@ import orjson
 
 from buffer.errors import ConfigError, RolloutMQError, UserCodeError
 from buffer.imports import load_object
-from producer_workers.user_code.border import Border, Rules
+from producer_workers.user_code.border import Border, Rules, check_reward
 from producer_workers.user_code.process_function import call_of
-from producer_workers.user_code.rollout_border import check_reward
 
 _THREADS = 256  # plain functions that run at the same time in a worker itself; more wait
 

@@ -38,7 +38,7 @@ from producer_workers.gateway.segment import (
 )
 from producer_workers.gateway.server import Endpoint
 from producer_workers.gateway.session import Session
-from producer_workers.judges.judge import AnyJudge, GroupJudge, judge_all
+from producer_workers.judges.judge import Judge
 
 # The rollouts of a session; the segment is None if the session was interrupted or failed.
 Rollouts = list[tuple[RolloutState, Segment | None]]
@@ -59,7 +59,7 @@ class GatewayAgentLoop:
     def __init__(
         self,
         *,
-        judge: AnyJudge | None,
+        judge: Judge | None,
         tokenizer: Tokenizer,
         eos_ids: Collection[int],
         partial_rollout: bool = False,
@@ -117,7 +117,7 @@ class GatewayAgentLoop:
         if endpoint.failure:  # agents cannot raise it: they got it as an HTTP status
             raise endpoint.failure
         sessions = [made[index] for index in sorted(made)]
-        if isinstance(self._judge, GroupJudge):
+        if self._judge and self._judge.sees_group:
             await self._judge_together(sessions)
         else:
             await asyncio.gather(*(self._reward([_ended(session)]) for session in resumed))
@@ -214,7 +214,7 @@ class GatewayAgentLoop:
         rollouts = [(state.model_copy(update={"reward": earned}), segment) for segment in segments]
         for rollout, segment in rollouts:
             segment.fill(rollout, 0)
-        if not isinstance(self._judge, GroupJudge):
+        if not (self._judge and self._judge.sees_group):
             await self._reward([rollouts])
         return list(rollouts)
 
@@ -222,7 +222,7 @@ class GatewayAgentLoop:
         """Add the judge's reward of each session's last turn to the agent's own reward."""
         lasts = [session[-1][0] for session in sessions]
         try:
-            rewards = await judge_all(self._judge, lasts) if self._judge else [{}] * len(lasts)
+            rewards = await self._judge.judge_group(lasts) if self._judge else [{}] * len(lasts)
         except JudgeInterrupted:
             _await_judge(sessions)
             return

@@ -36,7 +36,7 @@ class Ask:
         if structure is None:
             raise ConfigError(
                 "tool_choice: this task's tool parser has no form in which a call can be enforced; "
-                "ask with tool_choice auto, or use the parser hermes or llama"
+                "ask with tool_choice auto, or use the parser hermes"
             )
         if self.structured is not None:
             raise ConfigError("tool_choice: a call and response_format cannot both be enforced")

@@ -1,51 +1,131 @@
-"""Define a judge, which turns one completed rollout into a reward."""
+"""Judges, which turn completed rollouts into rewards: one function, the user's or a built-in one.
+
+`function(response=..., ground_truth=..., state=...)` returns a number, or a dict of numbers with
+"score" and perhaps token columns (`TOKEN_COLUMNS`). `function(states=[...])` gets whole groups, and
+returns one reward for each rollout, in order.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import JudgeError
 from buffer.wire.rollout import RolloutState
-from producer_workers.user_code.rollout_border import TOKEN_COLUMNS
+from producer_workers.config.task import JUDGES, RUNS_PROGRAMS, JudgingSection
+from producer_workers.user_code.border import BORDERS, TOKEN_COLUMNS, Rules, Shape, load_border
+from producer_workers.user_code.process_function import ProcessFunction
+from producer_workers.user_code.user_function import UserFunction
+
+LIMIT_S: float = JudgingSection().timeout_s
 
 
-class Judge(Protocol):
-    """Scores rollouts. Messages call it by its `name`."""
+class Judge(ABC):
+    """Scores rollouts, or groups of them if it `sees_group`. Messages call it by its `name`.
+
+    Its methods raise JudgeError; in a worker also JudgeInterrupted, which leaves rollouts ABORTED.
+    """
 
     name: str
+    sees_group = False
 
     async def judge(self, state: RolloutState) -> dict[str, float]:
-        """Return the reward of `state`, with "score" in it.
-
-        Raises JudgeError; in a worker also JudgeInterrupted, which leaves the rollout ABORTED.
-        """
-        ...
-
-
-@runtime_checkable
-class GroupJudge(Protocol):
-    """Scores the rollouts of a group together, once all of them have ended."""
-
-    name: str
+        """Return the reward of `state`, with "score" in it."""
+        return (await self.ask([state]))[0]
 
     async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
-        """Return the reward of each, in their order. Raises what `Judge.judge` raises."""
-        ...
+        """Return the reward of each rollout of a group, in their order."""
+        if self.sees_group:
+            return await self.ask(states)
+        return list(await asyncio.gather(*map(self.judge, states)))
+
+    @abstractmethod
+    async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
+        """Make one call, for one rollout or, if it `sees_group`, for a group."""
+
+    def close(self) -> None:  # noqa: B027 (most have nothing to end)
+        """End what the judge started."""
 
 
-AnyJudge = Judge | GroupJudge
+class FunctionJudge(Judge):
+    """Judges with `function`: in this process, or in those of `call`.
+
+    `limit_s` limits a call in this process.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        limit_s: float = LIMIT_S,
+        *,
+        call: ProcessFunction | None = None,
+    ) -> None:
+        self.name = name
+        self.sees_group = _sees_group(function)
+        shape: Shape = "group" if self.sees_group else "rollout"
+        self._call = call or call_here(f"judge {name!r}", name, function, shape, limit_s)
+
+    async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
+        return take_columns(self.name, states, await self._call(states))
+
+    def close(self) -> None:
+        self._call.close()
 
 
-async def judge_all(judge: AnyJudge, states: Sequence[RolloutState]) -> list[dict[str, float]]:
-    """Return the rewards of rollouts of a group, from a judge of either kind. Raises JudgeError."""
-    if isinstance(judge, GroupJudge):
-        return await judge.judge_group(states)
-    return list(await asyncio.gather(*(judge.judge(state) for state in states)))
+def process_judge(
+    name: str, function: Callable[..., Any], path: str, judging: JudgingSection
+) -> FunctionJudge:
+    """Return a judge with the function at `path`, in processes of its own."""
+    is_coroutine = inspect.iscoroutinefunction(function)
+    rules = function_rules(f"judge {name!r}", name, judging, is_coroutine=is_coroutine)
+    options = {"sandbox": judging.sandbox} if path == JUDGES[RUNS_PROGRAMS].path else {}
+    border = BORDERS["group" if _sees_group(function) else "rollout"]
+    return FunctionJudge(name, function, call=ProcessFunction(path, border, rules, options))
+
+
+def _sees_group(function: Callable[..., Any]) -> bool:
+    try:
+        return "states" in inspect.signature(function).parameters
+    except ValueError:  # a function in C, without a signature
+        return False
+
+
+def function_rules(
+    what: str, name: str, judging: JudgingSection, *, is_coroutine: bool = False
+) -> Rules:
+    """Return how a judge, or a filter of groups, is called."""
+    return Rules(
+        what=what,
+        name=name,
+        limit_s=judging.timeout_s,
+        limit_key="[tasks.<name>.judging] timeout_s",
+        memory_mb=judging.memory_mb,
+        memory_key="[tasks.<name>.judging] memory_mb",
+        processes=judging.processes,
+        mode="coroutines" if is_coroutine else "plain",
+        error=JudgeError,
+        hint="see the rollout that it got in the dead letter",
+    )
+
+
+def call_here(
+    what: str, name: str, function: Callable[..., Any], shape: Shape, limit_s: float
+) -> UserFunction:
+    """Return what calls a judge or a filter in this process; `limit_s` limits each call."""
+    judging = JudgingSection(timeout_s=limit_s)
+    is_coroutine = inspect.iscoroutinefunction(function)
+    rules = function_rules(what, name, judging, is_coroutine=is_coroutine)
+    return UserFunction(function, load_border(BORDERS[shape]), rules)
+
+
+# -- what a judge gets and answers -------------------------------------------
 
 
 def rollout_fields(state: RolloutState) -> dict[str, Any]:
@@ -72,20 +152,25 @@ def rollout_of(fields: dict[str, Any]) -> RolloutState:
     return RolloutState(**fields, logprobs=logprobs)
 
 
-def take_columns(name: str, state: RolloutState, answer: Mapping[str, Any]) -> dict[str, float]:
-    """Give a rollout the token columns of a judge's checked answer; return its reward.
+def take_columns(
+    name: str, states: Sequence[RolloutState], answers: Sequence[Mapping[str, Any]]
+) -> list[dict[str, float]]:
+    """Give rollouts the token columns of a judge's checked answers; return their rewards.
 
     Raises JudgeError for a column that has another length than the response.
     """
-    reward = dict(answer)
-    for column in TOKEN_COLUMNS:
-        given = reward.pop(column) if isinstance(reward.get(column), list | dict) else None
-        if isinstance(given, dict):
-            rows = {who: _values(name, column, row, state) for who, row in given.items()}
-            setattr(state, column, rows)
-        elif given is not None:
-            setattr(state, column, _values(name, column, given, state))
-    return reward
+    rewards = []
+    for state, answer in zip(states, answers, strict=True):
+        reward = dict(answer)
+        for column in TOKEN_COLUMNS:
+            given = reward.pop(column) if isinstance(reward.get(column), list | dict) else None
+            if isinstance(given, dict):
+                rows = {who: _values(name, column, row, state) for who, row in given.items()}
+                setattr(state, column, rows)
+            elif given is not None:
+                setattr(state, column, _values(name, column, given, state))
+        rewards.append(reward)
+    return rewards
 
 
 def columns_of(state: RolloutState) -> dict[str, Any]:

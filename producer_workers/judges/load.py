@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -15,27 +14,19 @@ from buffer.wire.group import UNPARSED
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.sandbox import is_url
 from producer_workers.config.task import JUDGES, RUNS_PROGRAMS, JudgeSpec, JudgingSection
-from producer_workers.judges.function_judge import (
-    LIMIT_S,
-    FunctionJudge,
-    GroupFunctionJudge,
-    GroupProcessJudge,
-    ProcessJudge,
-)
 from producer_workers.judges.judge import (
-    AnyJudge,
-    GroupJudge,
-    judge_all,
+    FunctionJudge,
+    Judge,
+    process_judge,
     rollout_fields,
     take_columns,
 )
-from producer_workers.user_code.border import is_marked_inline
+from producer_workers.user_code.border import check_answer, is_marked_inline
 from producer_workers.user_code.http_request import Service, check_aiohttp
-from producer_workers.user_code.rollout_border import check_answer
 from producer_workers.user_code.sandbox import check_sandbox
 
 
-def load_judge(spec: str, judging: JudgingSection | None = None) -> AnyJudge:
+def load_judge(spec: str, judging: JudgingSection | None = None) -> Judge:
     """Make a judge from a built-in name, a service's URL, or "module:function". Raises ConfigError.
 
     A function with a parameter `states` gets whole groups.
@@ -43,20 +34,18 @@ def load_judge(spec: str, judging: JudgingSection | None = None) -> AnyJudge:
     judging = judging or JudgingSection()
     if is_url(spec):
         return HttpJudge(spec, judging)
-    return judge_from_function(spec, _function(spec, judging), judging.timeout_s)
+    return FunctionJudge(spec, _function(spec, judging), judging.timeout_s)
 
 
-def load_worker_judge(spec: str, judging: JudgingSection) -> AnyJudge:
+def load_worker_judge(spec: str, judging: JudgingSection) -> Judge:
     """Make a judge of a rollout worker: in processes, unless marked inline. Raises ConfigError."""
     if is_url(spec):
         return HttpJudge(spec, judging)
     function = _function(spec, judging)
     is_safe = spec in JUDGES and not JUDGES[spec].is_unsafe
     if is_called_inline(function, judging, is_safe=is_safe):
-        return judge_from_function(spec, function, judging.timeout_s)
-    kind = GroupProcessJudge if _sees_group(function) else ProcessJudge
-    is_coroutine = inspect.iscoroutinefunction(function)
-    return kind(spec, _path(spec), judging, is_coroutine=is_coroutine)
+        return FunctionJudge(spec, function, judging.timeout_s)
+    return process_judge(spec, function, _path(spec), judging)
 
 
 def is_called_inline(
@@ -66,14 +55,6 @@ def is_called_inline(
     if judging.kind in ("inline", "process"):
         return judging.kind == "inline"
     return is_safe or is_marked_inline(function)
-
-
-def judge_from_function(
-    name: str, function: Callable[..., Any], limit_s: float = LIMIT_S
-) -> AnyJudge:
-    """Make a judge of this process from a function; `limit_s` limits each call."""
-    kind = GroupFunctionJudge if _sees_group(function) else FunctionJudge
-    return kind(name, function, limit_s)
 
 
 def _path(spec: str) -> str:
@@ -91,14 +72,7 @@ def _function(spec: str, judging: JudgingSection) -> Callable[..., Any]:
     return chosen
 
 
-def _sees_group(function: Callable[..., Any]) -> bool:
-    try:
-        return "states" in inspect.signature(function).parameters
-    except ValueError:  # a function in C, without a signature
-        return False
-
-
-def make_judge(spec: JudgeSpec, load: Callable[[str], AnyJudge]) -> AnyJudge:
+def make_judge(spec: JudgeSpec, load: Callable[[str], Judge]) -> Judge:
     """Make a task's judge; `load` makes each judge that it names. Raises ConfigError."""
     if isinstance(spec, str):
         return load(spec)
@@ -106,27 +80,26 @@ def make_judge(spec: JudgeSpec, load: Callable[[str], AnyJudge]) -> AnyJudge:
     for source, judges in spec.items():
         weights = {judges: 1.0} if isinstance(judges, str) else judges
         branches[source] = [(load(name), weight) for name, weight in weights.items()]
-    return compose(branches)
+    return ComposedJudge(branches)
 
 
-Weighted = Sequence[tuple[AnyJudge, float]]
+Weighted = Sequence[tuple[Judge, float]]
 
 
-class ComposedJudge:
-    """Judges groups by `branches`, from pattern to judges with weights."""
+class ComposedJudge(Judge):
+    """Judges by `branches`, from pattern of the data source to judges with weights."""
 
     name = "composed"
 
     def __init__(self, branches: Mapping[str, Weighted]) -> None:
         self._branches = branches
+        self.sees_group = any(
+            judge.sees_group for judges in branches.values() for judge, _ in judges
+        )
 
-    async def judge(self, state: RolloutState) -> dict[str, float]:
-        return (await self.judge_group([state]))[0]
-
-    async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
-        """Judge a group, whose rollouts share one data source."""
-        judges = self._judges_of(states[0].data_source)
-        columns = await asyncio.gather(*(judge_all(judge, states) for judge, _ in judges))
+    async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
+        judges = self._judges_of(states[0].data_source)  # a group has one data source
+        columns = await asyncio.gather(*(judge.judge_group(states) for judge, _ in judges))
         weights = [weight for _, weight in judges]
         names = [judge.name for judge, _ in judges]
         return [_sum(names, weights, rewards) for rewards in zip(*columns, strict=True)]
@@ -141,23 +114,6 @@ class ComposedJudge:
         )
 
 
-class ComposedSingleJudge:
-    """The same where no judge needs the group: a rollout is judged as soon as it ended."""
-
-    name = "composed"
-
-    def __init__(self, composed: ComposedJudge) -> None:
-        self.judge = composed.judge
-
-
-def compose(branches: Mapping[str, Weighted]) -> AnyJudge:
-    composed = ComposedJudge(branches)
-    sees_group = any(
-        isinstance(judge, GroupJudge) for judges in branches.values() for judge, _ in judges
-    )
-    return composed if sees_group else ComposedSingleJudge(composed)
-
-
 def _sum(
     names: Sequence[str], weights: Sequence[float], rewards: Sequence[dict[str, float]]
 ) -> dict[str, float]:
@@ -170,7 +126,7 @@ def _sum(
     return {**parts, "score": score} | ({UNPARSED: min(unparsed)} if unparsed else {})
 
 
-class HttpJudge:
+class HttpJudge(Judge):
     """Judges at one URL. `judging` limits the time of an answer and the number of retries."""
 
     def __init__(self, url: str, judging: JudgingSection) -> None:
@@ -180,7 +136,7 @@ class HttpJudge:
         hint = "check the service, or raise [tasks.<name>.judging] timeout_s"
         self._service = Service(what, url, judging.timeout_s, judging.retries, hint)
 
-    async def judge(self, state: RolloutState) -> dict[str, float]:
-        """Return the checked reward. Raises JudgeError after the last try."""
+    async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
+        (state,) = states
         answer = await self._service.ask(rollout_fields(state))
-        return take_columns(self.name, state, check_answer(self.name, answer))
+        return take_columns(self.name, states, [check_answer(self.name, answer)])

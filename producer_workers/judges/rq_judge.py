@@ -28,10 +28,9 @@ from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JudgingSection
-from producer_workers.judges.function_judge import function_rules
-from producer_workers.judges.judge import rollout_fields, take_columns
+from producer_workers.judges.judge import Judge, function_rules, rollout_fields, take_columns
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
-from producer_workers.user_code.rollout_border import check_answers
+from producer_workers.user_code.border import check_answers
 
 T = TypeVar("T")
 
@@ -49,21 +48,31 @@ FAILURE_S = 86_400  # how long a failed job is kept to be inspected
 _THREADS = 256
 
 
-class _RqAsking:
+class RqJudge(Judge):
     """Sends rollouts to the function at `name` through the judge queue of `run`.
 
-    `store` is a server of its own, not a cluster.
+    `store` is a server of its own, not a cluster. A group that is judged together is one job, with
+    the limits of one rollout.
     """
 
-    def __init__(self, name: str, store: Store, run: str, judging: JudgingSection) -> None:
+    def __init__(
+        self,
+        name: str,
+        store: Store,
+        run: str,
+        judging: JudgingSection,
+        *,
+        sees_group: bool = False,
+    ) -> None:
         self.name = name
+        self.sees_group = sees_group
         self._store = store
         self._judging = judging
         self._queue = open_queue(store.bulk, run)
         self._job_ids = Keys(run).judge_jobs
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"judge-{name}")
 
-    async def _rewards(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
+    async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         """Return the checked rewards. Cancelling withdraws a waiting job. Raises JudgeError."""
         stop = threading.Event()
         fields = [rollout_fields(state) for state in states]
@@ -72,7 +81,7 @@ class _RqAsking:
             answers = check_answers(self.name, await waiting, len(states))
         finally:
             stop.set()
-        return [take_columns(self.name, *pair) for pair in zip(states, answers, strict=True)]
+        return take_columns(self.name, states, answers)
 
     def _ask(self, fields: list[dict[str, Any]], stop: threading.Event) -> Any:
         for tries_left in reversed(range(self._judging.retries + 1)):
@@ -145,15 +154,3 @@ class _RqAsking:
 
     def _retrying(self, operation: Callable[[], T]) -> T:
         return self._store.retrying("judge", operation)
-
-
-class RqJudge(_RqAsking):
-    async def judge(self, state: RolloutState) -> dict[str, float]:
-        return (await self._rewards([state]))[0]
-
-
-class RqGroupJudge(_RqAsking):
-    """Judges groups: one job for each group, which has the limits of one rollout."""
-
-    async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
-        return await self._rewards(states)

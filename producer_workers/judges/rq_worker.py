@@ -39,7 +39,7 @@ from buffer.redis.store import Store
 from producer_workers.config.sandbox import BUBBLEWRAP
 from producer_workers.config.task import JudgingSection
 from producer_workers.follow_owner import OWNER, follow_owner
-from producer_workers.judges.judge import columns_of, judge_all, rollout_of
+from producer_workers.judges.judge import columns_of, rollout_of
 from producer_workers.judges.load import load_judge
 from producer_workers.user_code.function_server import limit_memory, lower
 
@@ -93,7 +93,7 @@ def score(
     chosen = load_judge(judge, JudgingSection(sandbox=JudgeJob.judges.get(judge, BUBBLEWRAP)))
     _limit(timeout_s, memory_mb)  # after the imports, which are not the judge's
     states = [rollout_of(fields) for fields in rollouts]
-    rewards = asyncio.run(judge_all(chosen, states))
+    rewards = asyncio.run(chosen.judge_group(states))
     return [columns_of(state) | reward for state, reward in zip(states, rewards, strict=True)]
 
 

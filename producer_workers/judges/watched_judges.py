@@ -11,14 +11,15 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 from buffer.control.histogram import JUDGE_BOUNDS_S, Histogram
 from buffer.control.observers import Observer, all_of
 from buffer.errors import JudgeError, JudgeInterrupted, RolloutMQError, describe
 from buffer.wire.rollout import RolloutState
-from producer_workers.judges.judge import AnyJudge, GroupJudge, Judge
-from producer_workers.user_code.user_function import outcome_of
+from producer_workers.judges.judge import Judge
+from producer_workers.user_code.process_function import ProcessFunction
+from producer_workers.user_code.user_function import UserFunction, outcome_of
 
 T = TypeVar("T")
 
@@ -26,7 +27,6 @@ T = TypeVar("T")
 Run = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
 
 
-@runtime_checkable
 class Closes(Protocol):
     """A judge or a filter that holds processes until `close`."""
 
@@ -58,14 +58,21 @@ class WatchedJudges:
         self._paused_s = 0.0
         self._is_ending = False
 
-    def watch(self, judge: AnyJudge, grace_s: float) -> AnyJudge:
+    def watch(self, judge: Judge, grace_s: float) -> Judge:
         """Return `judge`, watched. A pause waits `grace_s` seconds for it."""
-        if isinstance(judge, Closes):
-            self.close_at_end(judge)
-        run = partial(self._timed, f"judge {judge.name!r}", grace_s)
-        if isinstance(judge, GroupJudge):
-            return _WatchedGroupJudge(judge, run)
-        return _WatchedJudge(judge, run)
+        self.close_at_end(judge)
+        return _WatchedJudge(judge, partial(self._timed, f"judge {judge.name!r}", grace_s))
+
+    def watch_filter(
+        self, what: str, call: UserFunction | ProcessFunction, grace_s: float
+    ) -> Callable[[Sequence[RolloutState]], Awaitable[bool]]:
+        """Return what asks a filter of groups, watched, whether to train a completed group."""
+
+        async def keeps(states: Sequence[RolloutState]) -> bool:
+            return bool(await self.run(grace_s, what, partial(call, states)))
+
+        self.close_at_end(call)
+        return keeps
 
     def close_at_end(self, judge: Closes) -> None:
         self._closed_at_end.append(judge)
@@ -80,7 +87,7 @@ class WatchedJudges:
             raise JudgeInterrupted(f"the worker leaves: {what} is not called")
         running = _Call(what, grace_s)
         self._calls.add(running)
-        work = asyncio.ensure_future(outcome_of(what, call))
+        work = asyncio.ensure_future(outcome_of(call))
         try:
             both: set[asyncio.Future[Any]] = {work, running.interrupted}
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
@@ -124,25 +131,15 @@ def _judge_error(what: str, error: BaseException) -> JudgeError:
     return JudgeError(f"{what} raised {describe(error)}")
 
 
-class _WatchedJudge:
+class _WatchedJudge(Judge):
     def __init__(self, judge: Judge, run: Run) -> None:
         self.name = judge.name
+        self.sees_group = judge.sees_group
         self._judge = judge
         self._run = run
 
-    async def judge(self, state: RolloutState) -> dict[str, float]:
-        reward: dict[str, float] = await self._run(lambda: self._judge.judge(state))
-        return reward
-
-
-class _WatchedGroupJudge:
-    def __init__(self, judge: GroupJudge, run: Run) -> None:
-        self.name = judge.name
-        self._judge = judge
-        self._run = run
-
-    async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
-        rewards: list[dict[str, float]] = await self._run(lambda: self._judge.judge_group(states))
+    async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
+        rewards: list[dict[str, float]] = await self._run(lambda: self._judge.ask(states))
         return rewards
 
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 
 from buffer.control.continuation import record_origin
 from buffer.control.control import ControlState
+from buffer.control.origin import Origin
 from buffer.control.progress import Leftovers, TaskProgress
 from buffer.control.role_holder import Work
 from buffer.control.roles import HeldRole
 from buffer.control.task_status import ProduceBatchStatus, TaskStop, batch_status
 from buffer.errors import ConfigError, RoleHeld, StoreFull, TaskStopped
 from buffer.ledger.memory import MemoryUse
-from buffer.model.origin import Origin
 from buffer.redis.connection.retry import LogOnce
 from buffer.run import Run
 from producer_workers.producer.curriculum import Curriculum

@@ -97,7 +97,7 @@ class _Server:
                     threading.Thread(target=self._answer, args=given, daemon=True).start()
 
     def _answer(self, connection: socket.socket, number: int, data: bytes) -> None:
-        frame = _frame(number, self._border, attempt(self._name, partial(self._call, data)))
+        frame = _frame(number, self._border, attempt(partial(self._call, data)))
         with self._sending:
             connection.sendall(frame)
 
@@ -114,7 +114,7 @@ class _Server:
         calls: dict[int, asyncio.Task[None]] = {}
 
         async def answer(number: int, data: bytes) -> None:
-            outcome = await outcome_of(self._name, partial(self._call_async, data))
+            outcome = await outcome_of(partial(self._call_async, data))
             writer.write(_frame(number, self._border, outcome))
             calls.pop(number, None)
 

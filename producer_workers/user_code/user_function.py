@@ -10,13 +10,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from buffer.errors import ProcessUnavailable, RolloutMQError, describe
 from buffer.wire.own_copy import readers_copy
@@ -27,9 +25,6 @@ TURNS = 4  # calls of one function that run in threads at once, by default
 # Threads of one function over its limit that still run; with more, it is not called.
 MOST_ABANDONED = 64
 
-# The last calls in threads: name, begin and end by time.monotonic.
-LAST_CALLS = deque[tuple[str, float, float]](maxlen=256)
-
 
 class CallOutcome(NamedTuple):
     """How a call ended. As a value: a future cannot carry StopIteration, a task no SystemExit."""
@@ -38,22 +33,21 @@ class CallOutcome(NamedTuple):
     error: BaseException | None = None
 
 
-def attempt(what: str, call: Callable[[], Any]) -> CallOutcome:
-    began_s = time.monotonic()
+_Work = tuple[asyncio.AbstractEventLoop, Callable[[], Any], Callable[[CallOutcome], None]]
+
+
+def attempt(call: Callable[[], Any]) -> CallOutcome:
     try:
         return CallOutcome(call())
     except BaseException as error:  # also SystemExit: it is the user's, and ends this call only
         return CallOutcome(error=error)
-    finally:
-        LAST_CALLS.append((what, began_s, time.monotonic()))
 
 
 class _Caller:
     """A thread that makes one call after the other. It does not keep its process from ending."""
 
     def __init__(self, what: str) -> None:
-        self._what = what
-        self._work = SimpleQueue[Callable[[], None]]()
+        self._work = SimpleQueue[_Work]()
         threading.Thread(target=self._make_calls, name=what, daemon=True).start()
 
     def start(
@@ -68,20 +62,19 @@ class _Caller:
             if not future.done():
                 future.set_result(outcome)
 
-        self._work.put(lambda: _post(loop, partial(resolve, attempt(self._what, call))))
+        self._work.put((loop, call, resolve))
         return future
 
     def _make_calls(self) -> None:
         while True:
-            self._work.get()()
+            loop, call, resolve = self._work.get()
+            outcome = attempt(call)
+            with suppress(RuntimeError):  # the loop was closed, and the caller with it
+                loop.call_soon_threadsafe(resolve, outcome)
+            del call, resolve, outcome  # not kept until the next call
 
 
-def _post(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    with suppress(RuntimeError):  # the loop was closed, and the caller with it
-        loop.call_soon_threadsafe(callback)
-
-
-async def outcome_of(what: str, call: Callable[[], Awaitable[Any]]) -> CallOutcome:
+async def outcome_of(call: Callable[[], Awaitable[Any]]) -> CallOutcome:
     try:
         return CallOutcome(await call())
     except BaseException as error:  # also SystemExit, which would end the event loop
@@ -133,7 +126,7 @@ class UserFunction:
             made = call()
             return await made if inspect.isawaitable(made) else made
 
-        return await self._limited(asyncio.ensure_future(outcome_of(self._rules.what, settle)))
+        return await self._limited(asyncio.ensure_future(outcome_of(settle)))
 
     async def _in_turn(self, call: Callable[[], Any]) -> CallOutcome:
         await self._turns.acquire()
@@ -178,9 +171,13 @@ _ENDS = (SystemExit, KeyboardInterrupt)
 class UserExit(RolloutMQError):
     """The code of a loop, an environment or an agent called sys.exit."""
 
+    @classmethod
+    def of(cls, error: BaseException) -> UserExit:
+        return cls(describe(error), hint="raise another error: this one would end the worker")
 
-class Contained(Coroutine[Any, Any, Any]):
-    """A coroutine that raises UserExit where `inner` raises one of `_ENDS`."""
+
+class _Contained(Coroutine[Any, Any, Any]):
+    """A task's coroutine that raises UserExit where `inner` raises one of `_ENDS`."""
 
     def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
         self._inner = inner
@@ -188,26 +185,20 @@ class Contained(Coroutine[Any, Any, Any]):
     def send(self, value: Any) -> Any:
         try:
             return self._inner.send(value)
-        except (*_ENDS, GeneratorExit) as error:  # nobody has closed it: that is not a `send`
-            raise _refusal(error) from error
+        except _ENDS as exit:
+            raise UserExit.of(exit) from exit
 
     def throw(self, *error: Any) -> Any:
         try:
             return self._inner.throw(*error)
         except _ENDS as exit:
-            raise _refusal(exit) from exit
+            raise UserExit.of(exit) from exit
 
     def close(self) -> None:
         self._inner.close()
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        return cast("Generator[Any, Any, Any]", self)
-
-    def __iter__(self) -> Contained:
-        return self
-
-    def __next__(self) -> Any:
-        return self.send(None)
+        return self._inner.__await__()
 
 
 def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
@@ -219,8 +210,4 @@ def contain_exits(loop: asyncio.AbstractEventLoop) -> None:
 def _make_task(
     loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any
 ) -> asyncio.Task[Any]:
-    return asyncio.Task(Contained(coroutine), loop=loop, **options)
-
-
-def _refusal(error: BaseException) -> UserExit:
-    return UserExit(describe(error), hint="raise another error: this one would end the worker")
+    return asyncio.Task(_Contained(coroutine), loop=loop, **options)

@@ -20,7 +20,7 @@ from buffer.groups.claim import Claim
 from buffer.groups.job_queue import Serves
 from buffer.ids import new_nonce
 from buffer.job import Job
-from buffer.model.limits import Concurrency
+from buffer.limits import Concurrency
 from buffer.redis.connection.retry import LogOnce
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion

@@ -11,9 +11,10 @@ import asyncio
 import io
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -30,17 +31,18 @@ from buffer.errors import (
     WireError,
     describe,
 )
+from buffer.groups.submit import GROUPS_PER_TRIP, Stored, SubmitOutcome
 from buffer.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.redis.connection.retry import LogOnce
 from buffer.redis.media_folder import MediaFolder
 from buffer.run import Run
 from buffer.wire.group import GROUP_TIME, RolloutGroup
-from buffer.wire.rollout import PolicyVersion, RolloutState, Status, has_ended
+from buffer.wire.rollout import RolloutState, Status
 from producer_workers.engines.base import Engine, EngineDeadError, shown
 from producer_workers.worker.claims import FailureBackoff
+from producer_workers.worker.held_groups import HeldGroups
 from producer_workers.worker.loop_border import LoopInput, check_weights
 from producer_workers.worker.shared_engine import SharedEngine
-from producer_workers.worker.submitter import Submitter
 from producer_workers.worker.task_runner import TaskRunner, restart_too_old, restart_unfinished
 
 log = logging.getLogger("rolloutmq.worker")
@@ -49,63 +51,29 @@ T = TypeVar("T")
 # Smaller routed experts stay in their column: a file costs more than it saves.
 INLINE_BYTES = 64 << 10
 
-# Statuses of a sampled rollout whose judge has not answered yet.
-UNJUDGED = (Status.INIT, Status.ABORTED)
-
 
 class GroupRunner:
-    """Generates, judges and submits the groups of one worker.
-
-    `submitting`: jobs whose last call is under way; the server may have ended their leases because
-    that call arrived. `expiring`: jobs to release as expired once they are aborted or cancelled.
-    """
+    """Generates, judges and submits the groups of one worker."""
 
     def __init__(
         self,
         run: Run,
         engine: SharedEngine,
+        held: HeldGroups,
         runners: Mapping[str, TaskRunner],
         worker: str,
         failures: FailureBackoff,
     ) -> None:
         self._run = run
         self._engine = engine
+        self._held = held
         self._runners = runners
         self._worker = worker
         self._failures = failures
         self._submitter = Submitter(run, worker)
         self.tokens = self.done = self.failed = 0
         self.lengths = LengthCounts()
-        self.submitting: set[Job] = set()
-        self.expiring: set[Job] = set()
         self._outage = LogOnce(log, "waiting for the server with groups that are held")
-        self._members: dict[Job, list[RolloutState]] = {}
-
-    # -- figures of groups that agent loops work on ----------------------------
-
-    def shares(self, jobs: Iterable[Job]) -> dict[Job, float]:
-        """Return the share of members that may need the engine; 1 until the payload is read."""
-        return {job: _figure(_open_share, self._members.get(job, ()), 1.0) for job in jobs}
-
-    def judging(self) -> int:
-        """Return how many groups only wait for their judge. Any thread may call it."""
-        waiting = 0
-        for members in [*self._members.values()]:
-            waiting += _figure(_waits_for_judge, members, False)
-        return waiting
-
-    def oldest(self, jobs: Iterable[Job]) -> dict[Job, PolicyVersion]:
-        """Return the oldest weights of each group that has tokens. Any thread may call it."""
-        found = {}
-        for job in jobs:
-            sampled = self._engine.sampled.get(job.gid)
-            began = sampled.began if sampled else None
-            find = partial(_oldest_weights, began)
-            if weights := _figure(find, self._members.get(job, ()), began):
-                found[job] = weights
-        return found
-
-    # -- a group ---------------------------------------------------------------
 
     async def run(self, job: Job) -> None:
         """Generate, judge and submit one group.
@@ -133,11 +101,11 @@ class GroupRunner:
         # the code of a loop may raise anything, SystemExit too: counted, and kept with its reason
         except BaseException as error:
             is_cancelled = _is_cancellation(error)
-            if is_cancelled and job in self.expiring:
+            if is_cancelled and job in self._held.expiring:
                 await self._end_early(job, known_tokens)
                 return
             # a submission writes keys that all groups share; only a read concerns the group alone
-            is_shared = isinstance(error, RunDamaged) and job in self._members
+            is_shared = isinstance(error, RunDamaged) and job in self._held.members
             if isinstance(error, GeneratorExit | GroupChanged) or is_cancelled or is_shared:
                 raise
             if group:  # lengths that have changed fail a group in many ways
@@ -147,10 +115,7 @@ class GroupRunner:
             log.warning("group failed: %s", reason, extra={"gid": job.gid}, exc_info=is_unknown)
             await self._release(job, "failed", reason)
         finally:
-            self.submitting.discard(job)
-            self.expiring.discard(job)
-            self._members.pop(job, None)
-            self._engine.forget(job.gid)
+            self._held.forget(job)
 
     async def close(self) -> None:
         """Close the agent loops; log what they raise."""
@@ -201,7 +166,7 @@ class GroupRunner:
         claimed = group.states
         drawn = await self._drawn(job) if job.is_begun else []
         source = LoopInput(claimed, drawn, makes_prompts=runner.makes_prompts)
-        states = self._members[job] = list(claimed)
+        states = self._held.members[job] = list(claimed)
         engine = cast(Engine, self._engine)
         weights = engine.version()
         observed = all_of(
@@ -212,7 +177,7 @@ class GroupRunner:
             tries = max_tries - job.tries + 1
             made = await runner.generate_each(states, engine, job.gid, source, tries)
         check_weights(claimed, made, self._engine.sampled_with)
-        self._members[job] = made
+        self._held.members[job] = made
         if not runner.partial_rollout:
             restart_unfinished(made)
         if media := self._run.media:
@@ -241,15 +206,20 @@ class GroupRunner:
         status = group.status
         filtered = False
         if status is Status.COMPLETED:
+            is_valid = self._runners[job.task].is_valid_sample
             try:
-                filtered = not await self._runners[job.task].is_valid(group)
+                filtered = is_valid is not None and not await is_valid(group.states)
             except JudgeInterrupted:  # judged and filtered again at its next claim
                 status = Status.ABORTED
                 group.set_status(status)
-        self.submitting.add(job)
+        self._held.submitting.add(job)
         if status is Status.FAILED:
             await self._release(job, "failed", "; ".join(group.errors))
-        elif status is Status.ABORTED and job in self.expiring and not self._keeps_members(group):
+        elif (
+            status is Status.ABORTED
+            and job in self._held.expiring
+            and not self._keeps_members(group)
+        ):
             await self._end_early(job, known_tokens)
         elif status is Status.ABORTED and not len(group.response_ids) and not job.is_begun:
             await self._release(job, "aborted", "paused")
@@ -267,11 +237,10 @@ class GroupRunner:
         return self._run.limits.retries_expired(group.task) and bool(group.newest_by_lineage(False))
 
     async def _end_early(self, job: Job, known_tokens: int) -> None:
-        self.submitting.add(job)
-        members = self._members.get(job, ())
-        self.lengths.add(job.task, _figure(_lengths, members, list[int]()))
+        self._held.submitting.add(job)
+        self.lengths.add(job.task, self._held.figure(job, _lengths, list[int]()))
         count = partial(self._engine.ended_early, job.gid, known_tokens)
-        ended = _figure(count, members, count(()))
+        ended = self._held.figure(job, count, count(()))
         await self._release(job, "expired", "too old for every train step", ended)
 
     async def _release(
@@ -303,6 +272,7 @@ def _is_cancellation(error: BaseException) -> bool:
     return isinstance(error, asyncio.CancelledError) and bool(task and task.cancelling())
 
 
+<<<<<<< HEAD
 def _figure(
     compute: Callable[[Sequence[RolloutState]], T], members: Sequence[RolloutState], fallback: T
 ) -> T:
@@ -343,6 +313,8 @@ def _oldest_weights(
     return oldest
 
 
+=======
+>>>>>>> main
 def put_experts_into_files(
     states: Sequence[RolloutState], media: MediaFolder, gid: str, token: str
 ) -> None:
@@ -360,3 +332,73 @@ def put_experts_into_files(
             np.save(file, experts, allow_pickle=False)
             name = f"experts-{token}-{position}.npy"
             state.routed_experts = media.put(gid, name, file.getbuffer())
+
+
+class _Waiting(NamedTuple):
+    result: Result
+    submitted: asyncio.Future[Stored]
+
+
+class Submitter:
+    """Submits finished groups; those that pile up during a round trip travel in the next.
+
+    While the server is unreachable or full, the worker keeps results. A thread checks, encodes and
+    sends them, because the event loop feeds the engine. If the worker dies before the script of a
+    group runs, its bytes are dropped or expire, its lease runs out, and another worker generates it
+    again; after it, the group is in its pool.
+    """
+
+    def __init__(self, run: Run, worker: str) -> None:
+        self._run = run
+        self._worker = worker
+        self._waiting = deque[_Waiting]()
+        self._task: asyncio.Task[None] | None = None
+        self._outage = LogOnce(log, "keeping finished groups until the server takes them")
+
+    async def submit(self, result: Result) -> None:
+        """Submit one group, however long the server is unreachable. Raises Fenced, WireError."""
+        waiting = _Waiting(result, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiting)
+        if self._task is None:
+            self._task = asyncio.create_task(self._submit_all(), name="submitter")
+        await waiting.submitted
+
+    async def _submit_all(self) -> None:
+        try:
+            while batch := self._next_batch():
+                try:
+                    outcomes = await asyncio.to_thread(self._send, [each.result for each in batch])
+                except StoreUnavailable as error:
+                    self._outage.report(error.hint)
+                    self._waiting.extendleft(reversed(batch))
+                    continue
+                self._outage.report("")
+                for (_, submitted), outcome in zip(batch, outcomes, strict=True):
+                    if submitted.done():  # the group was cancelled
+                        continue
+                    if isinstance(outcome, Exception):
+                        submitted.set_exception(outcome)
+                    else:
+                        submitted.set_result(outcome)
+        finally:
+            self._task = None
+
+    def _send(self, results: Sequence[Result]) -> list[SubmitOutcome]:
+        try:
+            return self._run.buffer.submit_many(self._worker, results)
+        except StoreUnavailable:
+            raise
+        except Exception as error:
+            if len(results) == 1:
+                return [error]
+            # one group's error must not fail the others; submitting again is harmless (I13)
+            return [self._send([result])[0] for result in results]
+
+    def _next_batch(self) -> list[_Waiting]:
+        batch: list[_Waiting] = []
+        while self._waiting and len(batch) < GROUPS_PER_TRIP:
+            waiting = self._waiting.popleft()
+            # a group that was cancelled is not wanted any more
+            if not waiting.submitted.done():
+                batch.append(waiting)
+        return batch

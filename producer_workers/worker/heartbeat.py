@@ -12,9 +12,9 @@ import math
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 
 from buffer.control.control import ControlState
 from buffer.control.fleet import HeartbeatReply
@@ -24,7 +24,6 @@ from buffer.job import Job
 from buffer.redis.connection.retry import LogOnce
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
-from producer_workers.user_code.user_function import LAST_CALLS, attempt, outcome_of
 from producer_workers.worker.inbox import HeartbeatAnswered, Inbox, PartFailed
 
 log = logging.getLogger("rolloutmq.worker")
@@ -140,8 +139,6 @@ STUCK_S = 600.0  # time after which a blocked loop counts as stuck
 POLL_S = 0.5
 REPEAT_S = 60.0
 
-_USER_CALLS = {outcome_of.__code__, attempt.__code__}
-
 
 class LoopWatch:
     """Watches the running event loop from a thread, from `start` to `stop`."""
@@ -162,52 +159,20 @@ class LoopWatch:
         self._stopping.set()
 
     def _watch(self, loop: asyncio.AbstractEventLoop, thread: int) -> None:
-        while not loop.is_closed():
-            began_s = time.monotonic()
-            if self._stopping.wait(POLL_S):
-                return
+        while not self._stopping.wait(POLL_S):
             turned = threading.Event()
             self._awaited_s = time.monotonic()
             try:
                 loop.call_soon_threadsafe(turned.set)
             except RuntimeError:  # closed meanwhile
                 return
-            has_turned = turned.wait(BLOCKED_S)
-            while not self._stopping.is_set():
-                # with the interpreter's lock held, this thread wakes up late, too
-                seconds = time.monotonic() - began_s - POLL_S
-                if seconds >= BLOCKED_S:
-                    what = _culprit(thread, began_s)
-                    log.warning("the event loop was blocked for %.1f s: %s", seconds, what)
-                if has_turned:
-                    break
+            wait_s = BLOCKED_S
+            while not (turned.wait(wait_s) or self._stopping.is_set()):
+                stack = "".join(traceback.format_stack(sys._current_frames().get(thread)))
+                log.warning(
+                    "the event loop is blocked: let this await, or run in a process:\n%s", stack
+                )
                 if self.is_stuck():
                     log.error("the event loop is stuck: the groups of this worker go to others")
-                has_turned = turned.wait(REPEAT_S)
+                wait_s = REPEAT_S
             self._awaited_s = math.inf
-
-
-def _culprit(loop_thread: int, began_s: float) -> str:
-    """Return what runs in the loop, or ran in threads beside it since then, for people."""
-    frames = sys._current_frames()
-    frame = frames.pop(loop_thread, None)
-    if name := _user_call(frame):
-        return f"{name} blocks it at {_place(frame)}; let it await, or run in a process"
-    running = sorted({name for other in frames.values() if (name := _user_call(other))})
-    calls = list(LAST_CALLS)
-    ended = [what for what, began, end in calls if end - max(began, began_s) >= BLOCKED_S]
-    beside = ended or running
-    if beside:
-        return f"{', '.join(beside[:3])} may hold the interpreter's lock; let it run in a process"
-    return f"it is at {_place(frame)}"
-
-
-def _user_call(frame: FrameType | None) -> str | None:
-    """Return the name of the user's function that a stack is in."""
-    while frame and frame.f_code not in _USER_CALLS:
-        frame = frame.f_back
-    return str(frame.f_locals["what"]) if frame else None
-
-
-def _place(frame: FrameType | None) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else "its end"

@@ -5,33 +5,44 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Container, Coroutine, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from buffer.job import Job
-from buffer.model.limits import RunLimits
-from producer_workers.worker.group_runner import GroupRunner
+from buffer.limits import RunLimits
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, has_ended
 from producer_workers.worker.inbox import GroupFinished, Inbox
 from producer_workers.worker.shared_engine import SharedEngine
 
 log = logging.getLogger("rolloutmq.worker")
+T = TypeVar("T")
 
 CANCEL_S = 1.0  # seconds for an agent loop to return after its requests were aborted
+
+# Statuses of a sampled rollout whose judge has not answered yet.
+UNJUDGED = (Status.INIT, Status.ABORTED)
 
 
 class HeldGroups:
     """The running groups of one worker; each starts once and ends once, as a GroupFinished.
 
-    Only the event loop changes it; any thread may call `jobs`.
+    Only the event loop changes it; any thread may call `jobs`, `judging` and `oldest`. `members`:
+    as the agent loop has them now. `submitting`: jobs whose last call is under way; the server may
+    have ended their leases because that call arrived. `expiring`: jobs to release as expired once
+    they are aborted or cancelled.
     """
 
-    def __init__(self, inbox: Inbox) -> None:
+    def __init__(self, inbox: Inbox, engine: SharedEngine) -> None:
         self._inbox = inbox
+        self._engine = engine
         # by asyncio task, not by gid: a group that failed may be claimed again before its first
         # asyncio task has ended
         self._running: dict[asyncio.Task[None], Job] = {}
+        self.members: dict[Job, list[RolloutState]] = {}
+        self.submitting: set[Job] = set()
+        self.expiring: set[Job] = set()
+        self._cancel_at: dict[Job, float] = {}
 
     def __len__(self) -> int:
         return len(self._running)
@@ -47,6 +58,14 @@ class HeldGroups:
     def _end(self, job: Job, task: asyncio.Task[None]) -> None:
         del self._running[task]
         self._inbox.post(GroupFinished(job, None if task.cancelled() else task.exception()))
+
+    def forget(self, job: Job) -> None:
+        """Drop what is known of a group that ends now."""
+        self.submitting.discard(job)
+        self.expiring.discard(job)
+        self.members.pop(job, None)
+        self._engine.alone.discard(job.gid)
+        self._engine.sampled.pop(job.gid, None)
 
     def cancel(self, jobs: Container[Job]) -> list[Job]:
         """Cancel the given jobs and return those that were running."""
@@ -64,6 +83,100 @@ class HeldGroups:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         return [job for task, job in left.items() if task.cancelled()]
+
+    # -- figures -------------------------------------------------------------
+
+    def figure(self, job: Job, compute: Callable[[Sequence[RolloutState]], T], fallback: T) -> T:
+        """Return `compute(members)`, or `fallback` if a user's loop has put rubbish into them."""
+        try:
+            return compute(self.members.get(job, ()))
+        except Exception:  # any field of a member may be anything
+            return fallback
+
+    def shares(self) -> dict[Job, float]:
+        """Return the share of members that may need the engine; 1 until the payload is read."""
+        shares = {}
+        for job in self.jobs():
+            shares[job] = self.figure(job, _open_share, 1.0)
+        return shares
+
+    def judging(self) -> int:
+        """Return how many groups only wait for their judge."""
+        waiting = 0
+        for job in [*self.members]:
+            waiting += self.figure(job, _waits_for_judge, False)
+        return waiting
+
+    def oldest(self, jobs: Iterable[Job]) -> dict[Job, PolicyVersion]:
+        """Return the oldest weights of each group that has tokens."""
+        found = {}
+        for job in jobs:
+            sampled = self._engine.sampled.get(job.gid)
+            began = sampled.began if sampled else None
+            if weights := self.figure(job, partial(_oldest_weights, began), began):
+                found[job] = weights
+        return found
+
+    # -- groups that can serve no train step any more (I8) ---------------------
+
+    @property
+    def are_expiring(self) -> bool:
+        return bool(self._cancel_at)
+
+    def expire(self, jobs: Iterable[Job], now_s: float) -> bool:
+        """End these jobs from the next `end_expiring` on. Return whether any is new.
+
+        If the worker dies meanwhile, the leases run out, and the janitor expires the groups that
+        have tokens.
+        """
+        new = set(jobs).intersection(self.jobs()) - self._cancel_at.keys() - self.submitting
+        for job in new:
+            log.info("ending a group that is too old", extra={"gid": job.gid})
+            self.expiring.add(job)
+            self._cancel_at[job] = now_s + CANCEL_S
+        return bool(new)
+
+    async def end_expiring(self, now_s: float) -> None:
+        """Abort what these jobs sample, also in a frozen engine; cancel loops that do not return.
+
+        Called repeatedly. Then the groups release themselves as expired.
+        """
+        if not self._cancel_at:
+            return
+        held = set(self.jobs())
+        ending = self._cancel_at.keys() & held - self.submitting
+        self._cancel_at = {job: at for job, at in self._cancel_at.items() if job in ending}
+        if not ending:
+            return
+        can_abort = await self._engine.abort_groups_but({job.gid for job in held - ending})
+        late = [job for job, at in self._cancel_at.items() if at <= now_s or not can_abort]
+        # once: another cancellation would interrupt the release
+        self._cancel_at |= dict.fromkeys(late, math.inf)
+        self.cancel(late)
+
+
+def _open_share(members: Sequence[RolloutState]) -> float:
+    if not members:
+        return 1.0
+    return (len(members) - sum(map(has_ended, members))) / len(members)
+
+
+def _waits_for_judge(members: Sequence[RolloutState]) -> bool:
+    return all(map(has_ended, members)) and any(each.status in UNJUDGED for each in members)
+
+
+def _oldest_weights(
+    began: PolicyVersion | None, states: Iterable[RolloutState]
+) -> PolicyVersion | None:
+    """Return the oldest weights in the tokens of a group, an abandoned lineage before its fork."""
+    oldest: PolicyVersion | None = None
+    for state in states:
+        for span in state.spans[:1]:
+            if oldest is None or span.version < oldest.version:
+                oldest = PolicyVersion(span.lineage, span.version)
+    if began and (oldest is None or began.version < oldest.version):
+        return began
+    return oldest
 
 
 class Protection:
@@ -90,47 +203,3 @@ class Protection:
     def _is_protected(self, job: Job) -> bool:
         most = self._limits.tail_tries(job.task)
         return most is not None and job.aborts >= most
-
-
-@dataclass(eq=False)
-class ExpiringGroups:
-    """Ends the groups that can serve no train step any more (I8). Only the event loop calls it.
-
-    It aborts their requests, also in a frozen engine, and cancels loops that do not return; then
-    the worker releases the groups as expired. If the worker dies meanwhile, the leases run out, and
-    the janitor expires the groups that have tokens.
-    """
-
-    _engine: SharedEngine
-    _groups: HeldGroups
-    _runner: GroupRunner
-    _cancel_at: dict[Job, float] = field(default_factory=dict, init=False)
-
-    def __bool__(self) -> bool:
-        return bool(self._cancel_at)
-
-    def add(self, jobs: Iterable[Job], now_s: float) -> bool:
-        """Expire these jobs from the next `end` on. Return whether any is new."""
-        new = set(jobs).intersection(self._groups.jobs()) - self._cancel_at.keys()
-        new -= self._runner.submitting
-        for job in new:
-            log.info("ending a group that is too old", extra={"gid": job.gid})
-            self._runner.expiring.add(job)
-            self._cancel_at[job] = now_s + CANCEL_S
-        return bool(new)
-
-    async def end(self, now_s: float) -> None:
-        """Abort what these jobs sample, cancel late jobs. Called repeatedly."""
-        if not self._cancel_at:
-            return
-        held = set(self._groups.jobs())
-        ending = self._cancel_at.keys() & held - self._runner.submitting
-        self._cancel_at = {job: at for job, at in self._cancel_at.items() if job in ending}
-        if not self._cancel_at:
-            return
-        spared = {job.gid for job in held} - {job.gid for job in self._cancel_at}
-        can_abort = await self._engine.abort_groups_but(spared)
-        late = [job for job, at in self._cancel_at.items() if at <= now_s or not can_abort]
-        # once: another cancellation would interrupt the release
-        self._cancel_at |= dict.fromkeys(late, math.inf)
-        self._groups.cancel(late)

@@ -176,10 +176,6 @@ class SharedEngine:
         most = sum(state.sample_params.max_tokens for state in states if not has_ended(state))
         return EndedEarly(tokens, max(0, most - (tokens - in_ended)), oldest)
 
-    def forget(self, gid: str) -> None:
-        self.alone.discard(gid)
-        self.sampled.pop(gid, None)
-
     # -- pauses --------------------------------------------------------------
 
     def load(self) -> EngineLoad | None:

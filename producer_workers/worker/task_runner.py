@@ -11,44 +11,25 @@ import inspect
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from buffer.errors import GroupTimeout
 from buffer.imports import load_function
-from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, has_ended
 from buffer.wire.staleness import AgeLimit
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.config.strategy import FILTERS
 from producer_workers.engines.base import Engine, EngineDeadError
-from producer_workers.user_code.process_function import Call
-from producer_workers.user_code.user_function import Contained
+from producer_workers.user_code.user_function import UserExit
 from producer_workers.worker.loop_border import LoopInput
 
 log = logging.getLogger("rolloutmq.worker")
-
-# Runs the call of that name under the limits of a judge, and returns its result.
-RunWithLimits = Callable[[str, Callable[[], Awaitable[Any]]], Awaitable[Any]]
 
 SampleFilter = Callable[[Sequence[RolloutState]], bool]
 """Whether a whole, judged group is worth training on (the reference's `is_valid_sample_fn`).
 
 The producer replaces a group that is filtered out; its raw rewards count, its payload is freed.
 """
-
-
-class GroupFilter:
-    """Asks the filter `what` through `call`. `run`: as `WatchedJudges.run`."""
-
-    def __init__(self, what: str, call: Call, run: RunWithLimits) -> None:
-        self._what = what
-        self._call = call
-        self._run = run
-
-    async def keeps(self, states: Sequence[RolloutState]) -> bool:
-        """Return whether to train a completed group. Raises JudgeError, and what `run` raises."""
-        return bool(await self._run(self._what, partial(self._call, states)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +41,7 @@ class TaskRunner:
 
     agent_loop: AgentLoop
     partial_rollout: bool = False
-    is_valid_sample: GroupFilter | None = None
+    is_valid_sample: Callable[[Sequence[RolloutState]], Awaitable[bool]] | None = None
     group_time_limit_s: float | None = None
     on_failed_member: Literal["drop", "train"] = "drop"
 
@@ -79,8 +60,10 @@ class TaskRunner:
         states[:] = source.lend(given)
         try:
             async with asyncio.timeout(self.group_time_limit_s) as limit:
-                made = await Contained(self.agent_loop.generate_group(list(states), engine, gid))
+                made = await self.agent_loop.generate_group(list(states), engine, gid)
             return source.accept(given, made)
+        except GeneratorExit as error:  # of the loop: no running coroutine is closed
+            raise UserExit.of(error) from error
         except BaseExceptionGroup as errors:  # of a loop that has a TaskGroup
             raise _most_important(errors) from errors
         except TimeoutError as error:
@@ -120,9 +103,6 @@ class TaskRunner:
                     return others
             else:
                 return made
-
-    async def is_valid(self, group: RolloutGroup) -> bool:
-        return self.is_valid_sample is None or await self.is_valid_sample.keeps(group.states)
 
     async def close(self) -> None:
         """Close the agent loop, which may hold processes of tools."""

@@ -42,7 +42,7 @@ from buffer.errors import GroupChanged
 from buffer.groups.job_queue import Serves
 from buffer.ids import LANES, new_nonce
 from buffer.job import Job
-from buffer.model.limits import Concurrency
+from buffer.limits import Concurrency
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines.base import Engine, EngineDeadError
@@ -53,7 +53,7 @@ from producer_workers.worker.claims import Claims, Vacancy, WakeUp
 from producer_workers.worker.control_client import ControlClient, ControlView
 from producer_workers.worker.group_runner import GroupRunner
 from producer_workers.worker.heartbeat import Heartbeat, LoopWatch, TokenRate
-from producer_workers.worker.held_groups import ExpiringGroups, HeldGroups, Protection
+from producer_workers.worker.held_groups import HeldGroups, Protection
 from producer_workers.worker.inbox import (
     Event,
     GroupFinished,
@@ -111,13 +111,14 @@ class Worker:
         self._control = ControlView()
         self._engine = SharedEngine(engine, self._inbox, untruncated_tasks)
         self._weights = WeightUpdates(run, engine, self._inbox)
-        self._groups = HeldGroups(self._inbox)
+        self._groups = HeldGroups(self._inbox, self._engine)
         self._protection = Protection(run.limits)
         serves = Serves(frozenset(runners), frozenset(lanes))
         self._claims = Claims(run, worker_id, self._nonce, concurrency, serves)
         self._wake_up = WakeUp(run, self._inbox)
-        self._runner = GroupRunner(run, self._engine, runners, worker_id, self._claims.failures)
-        self._expiring = ExpiringGroups(self._engine, self._groups, self._runner)
+        self._runner = GroupRunner(
+            run, self._engine, self._groups, runners, worker_id, self._claims.failures
+        )
         self._judges = judges or WatchedJudges()
         self._token_rate = TokenRate()
         self._loop_watch = LoopWatch()
@@ -164,7 +165,7 @@ class Worker:
                 self._step = asyncio.create_task(self._take_step())
             aborting = control.mode is Mode.ABORT and not control.is_carried_out
             await self._handle_events(
-                ABORT_S if aborting or self._expiring else IDLE_S,
+                ABORT_S if aborting or self._groups.are_expiring else IDLE_S,
                 lambda: self._step is not None or not self._is_step_due,
             )
             if self._failure:
@@ -208,15 +209,14 @@ class Worker:
     def _handle_heartbeat(self, event: HeartbeatAnswered) -> bool:
         is_due = self._control.receive_receipt(event.report.ack)
         # the lease of a group that is being submitted may be gone because it arrived
-        for job in self._groups.cancel(set(event.beat.lost) - self._runner.submitting):
+        for job in self._groups.cancel(set(event.beat.lost) - self._groups.submitting):
             log.warning("lease lost", extra={"gid": job.gid})
-        is_due |= self._expiring.add(event.beat.expiring, time.monotonic())
+        is_due |= self._groups.expire(event.beat.expiring, time.monotonic())
         if event.beat.control:
             is_due |= self._control.receive_answer(event.beat.control, event.report.known_epoch)
         # only while the engine works as it does all the time
         if self._control.mode is Mode.RUN and not self._engine.is_paused:
-            shares = self._runner.shares(self._groups.jobs())
-            is_due |= self._claims.adapt(self._engine.load(), shares)
+            is_due |= self._claims.adapt(self._engine.load(), self._groups.shares())
         return is_due
 
     def _handle_step(self, event: StepFinished) -> bool:
@@ -252,7 +252,7 @@ class Worker:
             concurrency=self._claims.limit(),
             requests=load.running + load.waiting if load else None,
             failed=self._runner.failed,
-            judging=self._runner.judging(),
+            judging=self._groups.judging(),
             judged=times.histogram.count,
             judging_ms=round(1000 * times.histogram.total_s),
             judge_failures=times.failed,
@@ -261,7 +261,7 @@ class Worker:
             lengths=self._runner.lengths.text(),
         )
         jobs = self._groups.jobs()
-        return report, jobs, self._runner.oldest(jobs)
+        return report, jobs, self._groups.oldest(jobs)
 
     def _state(self) -> WorkerState:
         if self._is_stopping:
@@ -280,7 +280,7 @@ class Worker:
         finished = StepFinished()
         try:
             self._engine.check_health()
-            await self._expiring.end(time.monotonic())
+            await self._groups.end_expiring(time.monotonic())
             if state := self._control.state:
                 await self._follow(state)
             if vacancy := self._vacancy():
@@ -344,7 +344,7 @@ class Worker:
             return None
         if not self._weights.are_newest(state):
             return None
-        return self._claims.vacancy(self._runner.shares(self._groups.jobs()))
+        return self._claims.vacancy(self._groups.shares())
 
     # -- leaving -------------------------------------------------------------
 

@@ -5,30 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
 import typer
 from pydantic import TypeAdapter, ValidationError
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
 
 from buffer.errors import ConfigError, HubError, ModelError
-from buffer.readable import Bytes
-from rolloutmq.check.contained import run_stage
-from rolloutmq.check.finding import SECTIONS, STAGES, Finding, failure
+from buffer.readable import Bytes, format_size
+from rolloutmq.check.contained import STAGES, run_units
+from rolloutmq.check.finding import SECTIONS, Finding, Level, failure
+from rolloutmq.check.machine import count_gpus, gpu_bytes, machine_errors
 from rolloutmq.check.memory import memory_findings
 from rolloutmq.check.pace import PROMPT, time_findings
-from rolloutmq.check.report import show
-from rolloutmq.check.settings import config_findings, context_findings, machine_findings
-from rolloutmq.check.shape import shape_of
+from rolloutmq.check.shape import Shape, context_tokens, shape_of
 from rolloutmq.command_list import command
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import inspect_config
-from rolloutmq.launch.placement import count_gpus, gpu_bytes
 from rolloutmq.options import AsJson, ConfigPath, Overrides
 from rolloutmq.output import console as open_console
-from rolloutmq.output import emit
+from rolloutmq.output import emit, plural, table
 from rolloutmq.presets import find_config
 
 GpuMemory = Annotated[
@@ -38,6 +40,12 @@ GpuMemory = Annotated[
         help="Memory of a GPU, for example 80GB.  [default: that of this machine's]",
     ),
 ]
+
+
+MARKS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "error": ("BAD", "bold red")}
+
+PROMPT_LINES = 10
+PROMPT_CHARACTERS = 800  # of a prompt in the report
 
 
 @command("Run", "check", epilog="Example: rolloutmq check mine.toml --set plan.steps=20")
@@ -60,7 +68,7 @@ def check(
     if as_json:
         emit({"config": str(config), "findings": [asdict(each) for each in findings]})
     else:
-        show(screen, findings)
+        _show(screen, findings)
     if any(found.level == "error" for found in findings):
         raise typer.Exit(1)
 
@@ -72,21 +80,18 @@ def check_config(path: Path, overrides: Sequence[str], size: int | None = None) 
         config, problems = inspect_config(path, overrides)
     except ConfigError as error:
         return [failure("config", error)]
-    gpus = count_gpus()
     size = size or gpu_bytes()
-    found = [*config_findings(config, problems), *machine_findings(config, gpus, size)]
+    found = [*config_findings(config, problems), *machine_findings(config, size)]
     if config.training_tasks:
         command = [str(path), *overrides]
         with ThreadPoolExecutor(len(STAGES)) as pool:
-            stages = pool.map(lambda stage: list(run_stage(stage, command)), STAGES)
-            found += [finding for stage in stages for finding in stage]
-        found += _estimates(config, gpus, size, found)
+            for stage in pool.map(lambda stage: list(run_units([stage], command)), STAGES):
+                found += stage
+        found += _estimates(config, size, found)
     return sorted(found, key=lambda finding: SECTIONS.index(finding.section))
 
 
-def _estimates(
-    config: Config, gpus: int, size: int | None, found: Sequence[Finding]
-) -> Iterator[Finding]:
+def _estimates(config: Config, size: int | None, found: Sequence[Finding]) -> Iterator[Finding]:
     lengths = [each.tokens for each in found if each.tokens is not None]
     try:
         shape = shape_of(config)
@@ -94,7 +99,7 @@ def _estimates(
         return  # the stage of the model reports it
     yield from context_findings(config, shape)
     yield from memory_findings(config, shape, size)
-    yield from time_findings(config, shape, gpus, fmean(lengths or [PROMPT]))
+    yield from time_findings(config, shape, count_gpus(), fmean(lengths or [PROMPT]))
 
 
 def _parse_size(text: str | None) -> int | None:
@@ -106,3 +111,109 @@ def _parse_size(text: str | None) -> int | None:
         raise ConfigError(
             f"--gpu-memory {text}: expected a number of bytes, or text like 80GB"
         ) from error
+
+
+# -- the config and this machine ------------------------------------------------------------------
+
+
+def config_findings(config: Config, problems: Sequence[str]) -> Iterator[Finding]:
+    """Yield the mistakes of the file, and settings that are allowed but hardly meant."""
+    for problem in problems:
+        yield Finding("config", "error", problem)
+    for warning in config.warnings():
+        yield Finding("config", "warning", warning)
+    if not problems:
+        tasks = plural(len(config.training_tasks), "training task")
+        groups = plural(config.plan.batch_size, "group")
+        steps = plural(config.plan.steps, "step")
+        what = f"run {config.run.name}: {tasks}, {steps} of {groups}, engine {config.engine.kind}"
+        yield Finding("config", "ok", what)
+
+
+def machine_findings(config: Config, gpu_bytes: int | None) -> Iterator[Finding]:
+    """Yield what this machine lacks; only warn if it has no GPU, as the run may be elsewhere."""
+    gpus = count_gpus()
+    found = plural(gpus, "GPU") if gpus else "no GPU"
+    size = f"; memory is compared with {format_size(gpu_bytes)}" if gpu_bytes else ""
+    yield Finding("machine", "ok", f"{found}{size}")
+    for error in machine_errors(config):
+        level: Level = "error" if gpus else "warning"
+        yield Finding("machine", level, f"{error.message}, so a run cannot start here", error.hint)
+
+
+def context_findings(config: Config, shape: Shape) -> Iterator[Finding]:
+    """Yield why prompts and responses do not fit into the context of the model."""
+    asked = getattr(config.engine, "max_model_len", None)
+    if config.engine.loads_model and asked and shape.positions and asked > shape.positions:
+        yield Finding(
+            "model",
+            "error",
+            f"[engine] max_model_len = {asked:,} exceeds what the model reads, "
+            f"{shape.positions:,} tokens: the engine refuses to start",
+            f"lower it to {shape.positions}, or use a model with a longer context",
+        )
+    if asked is None and config.engine.loads_model:
+        # where the config names the limit, it was compared when the file was read
+        problem = config.context_problem(context_tokens(config), config.tasks)
+        if problem:
+            yield Finding("model", "error", problem)
+    yield from _vocabulary_findings(config, shape)
+
+
+def _vocabulary_findings(config: Config, shape: Shape) -> Iterator[Finding]:
+    """Yield why a trainer would refuse the tokens of an engine."""
+    for key, ids in config.engine.token_ids.items():
+        if ids > shape.vocabulary:
+            has = f"the model has {shape.vocabulary:,} token ids"
+            yield Finding(
+                "model",
+                "error",
+                f"[engine] {key} = {getattr(config.engine, key):,}, and {has}: "
+                "the trainer would refuse every group",
+                f"leave {key} out: the default is the model's",
+            )
+
+
+# -- the report -----------------------------------------------------------------------------------
+
+
+def _show(screen: Console, findings: Sequence[Finding]) -> None:
+    """Print a line for each finding, the prompts, and the verdict."""
+    grid = table("", "", "")
+    for section, group in groupby(_lines(findings), key=lambda found: found.section):
+        for number, found in enumerate(group):
+            mark, style = MARKS[found.level]
+            fix = Text(f"\n{found.fix}", style="dim") if found.fix else Text()
+            grid.add_row("" if number else section, Text(mark, style=style), Text(found.what) + fix)
+    grid.show_header = False
+    screen.print(grid)
+    for found in findings:
+        if found.text:
+            screen.print(Panel.fit(Text(_cut(found.text)), title=found.what, title_align="left"))
+    screen.print(_verdict(findings))
+
+
+def _lines(findings: Sequence[Finding]) -> list[Finding]:
+    """Return the findings that are lines; the importable functions share one."""
+    lines = [each for each in findings if not each.text]
+    fine = [each for each in lines if (each.section, each.level) == ("functions", "ok")]
+    if not fine:
+        return lines
+    joined = replace(fine[0], what=", ".join(each.what for each in fine))
+    return [joined if each is fine[0] else each for each in lines if each not in fine[1:]]
+
+
+def _cut(text: str) -> str:
+    lines = text[:PROMPT_CHARACTERS].splitlines()[:PROMPT_LINES]
+    shown = "\n".join(lines)
+    return shown if len(shown) == len(text) else f"{shown}…"
+
+
+def _verdict(findings: Sequence[Finding]) -> Text:
+    errors = sum(found.level == "error" for found in findings)
+    warnings = sum(found.level == "warning" for found in findings)
+    if errors:
+        return Text(f"{plural(errors, 'error')}, {plural(warnings, 'warning')}", style="bold red")
+    if warnings:
+        return Text(f"no errors, {plural(warnings, 'warning')}", style="yellow")
+    return Text("nothing is wrong", style="green")

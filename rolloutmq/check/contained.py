@@ -1,11 +1,12 @@
-"""Run the units of a stage in a process of its own, which may hang, crash or exit.
+"""The list of checks, and the process in which they run, which may hang, crash or exit.
 
-    parent ──▶ python -m rolloutmq.check STAGE SKIP CONFIG OVERRIDES…        (stdout: JSON lines)
+    parent ──▶ python -m rolloutmq.check STAGES quick|all SKIP CONFIG OVERRIDES…     (JSON lines)
        ▲            {"begins": 3, "section": …, "what": …, "waits_s": …}    before a unit
        ├──────────  {"section": …, "level": …, "what": …}                   a finding
        └──────────  {"done": true}                                          the end
 
 A unit that ends its process or exceeds its limit is an error; a new process runs the next units.
+`rolloutmq run` makes the quick ones, `rolloutmq check` all.
 """
 
 from __future__ import annotations
@@ -18,12 +19,22 @@ import tempfile
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import IO, Any
 
 import orjson
 
-from producer_workers.follow_owner import OWNER
-from rolloutmq.check.finding import Finding
+from buffer.imports import check_module
+from producer_workers.follow_owner import OWNER, follow_owner
+from producer_workers.user_functions import NamedFunction, named_functions
+from rolloutmq.check.finding import Finding, Unit
+from rolloutmq.config.config import Config
+from rolloutmq.config.load import inspect_config
+from rolloutmq.config.sources import fetch
+from rolloutmq.presets import find_config
 
 START_S = 120.0  # a process imports what its stage needs within this time
 LIMIT_S = 120.0  # for one unit, beside the time that it expects to wait
@@ -31,20 +42,79 @@ EXIT_S = 5.0  # a finished process exits within this time: threads of user code 
 Line = dict[str, Any]
 
 
-def run_stage(stage: str, command: Sequence[str]) -> Iterator[Finding]:
-    """Yield the findings of a stage; `command`: the config's path and the overrides."""
+# -- the list -------------------------------------------------------------------------------------
+
+STAGES = ("functions", "model", "data")
+
+
+def units_of(stage: str, config: Config, *, quick: bool = False) -> list[Unit]:
+    """Return the units of a stage, or its quick ones: the same ones in every process."""
+    if stage == "functions":
+        return [Unit(stage, each.key, partial(_import, each)) for each in _functions(config)]
+    # only here, because a stage imports what it needs
+    made: list[Unit] = import_module(f"rolloutmq.check.{stage}").units(config, quick=quick)
+    return made
+
+
+def _functions(config: Config) -> list[NamedFunction]:
+    """Return the functions and classes that any process of the run imports, each once."""
+    found = named_functions(config)
+    if loop := config.trainer.loop:
+        load = partial(check_module, loop, kind="trainer loop")
+        found.insert(0, NamedFunction(f"[trainer] loop = {loop}", load))
+    return found
+
+
+def _import(function: NamedFunction) -> Iterator[Finding]:
+    function.load()
+    yield Finding("functions", "ok", function.key)
+
+
+# -- the process ----------------------------------------------------------------------------------
+
+
+def serve() -> None:
+    """Run the units that the arguments of this process name."""
+    stages, extent, skip, path, *overrides = sys.argv[1:]
+    follow_owner()
+    # what the user's code prints must not get between the lines
+    out = os.dup(1)
+    os.dup2(2, 1)
+
+    def write(line: dict[str, Any]) -> None:
+        os.write(out, orjson.dumps(line) + b"\n")
+
+    quick = extent == "quick"
+    config, _ = inspect_config(find_config(Path(path)), overrides)
+    if quick and stages != "functions":
+        config = fetch(config)  # which the parent has downloaded
+    units = [u for stage in stages.split(",") for u in units_of(stage, config, quick=quick)]
+    for number, unit in list(enumerate(units))[int(skip) :]:
+        write({"begins": number, "section": unit.section, "what": unit.what,
+               "waits_s": unit.waits_s})  # fmt: skip
+        for finding in unit.findings():
+            write(asdict(finding))
+    write({"done": True})
+
+
+# -- its parent -----------------------------------------------------------------------------------
+
+
+def run_units(
+    stages: Sequence[str], command: Sequence[str], *, quick: bool = False
+) -> Iterator[Finding]:
+    """Yield the findings of stages; `command`: the config's path and the overrides."""
     skip: int | None = 0
     while skip is not None:
-        skip = yield from _run_from(skip, stage, command)
+        arguments = [",".join(stages), "quick" if quick else "all", str(skip), *command]
+        skip = yield from _run_process(stages[0], arguments)
 
 
-def _run_from(
-    skip: int, stage: str, command: Sequence[str]
-) -> Generator[Finding, None, int | None]:
-    """Yield findings of the units from `skip` on; return where to continue, or None at the end."""
-    start: Line = {"section": stage, "what": "its imports"}
+def _run_process(section: str, arguments: Sequence[str]) -> Generator[Finding, None, int | None]:
+    """Yield what a process finds; return the unit to continue with, or None at the end."""
+    start: Line = {"section": section, "what": "its imports"}
     unit = start
-    with tempfile.TemporaryFile() as errors, _start(stage, skip, command, errors) as process:
+    with tempfile.TemporaryFile() as errors, _start(arguments, errors) as process:
         try:
             while line := _next_line(process, _limit_s(unit)):
                 if "done" in line:
@@ -62,11 +132,9 @@ def _run_from(
     return None if unit is start else unit["begins"] + 1
 
 
-def _start(
-    stage: str, skip: int, command: Sequence[str], errors: IO[bytes]
-) -> subprocess.Popen[bytes]:
+def _start(arguments: Sequence[str], errors: IO[bytes]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "rolloutmq.check", stage, str(skip), *command],
+        [sys.executable, "-m", "rolloutmq.check", *arguments],
         env=os.environ | {OWNER: str(os.getpid())},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

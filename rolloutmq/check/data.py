@@ -7,12 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache, partial
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from buffer.errors import ConfigError, DatasetError, HubError, RolloutMQError
+from buffer.errors import DatasetError, HubError, RolloutMQError
 from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, load_tokenizer
 from producer_workers.build import problems_dir, task_sampler, task_tokenizer
@@ -21,24 +20,32 @@ from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.open import open_dataset
 from producer_workers.producer.sampler import Sampler, TooLong
 from rolloutmq.check.finding import Finding, Unit, absent, failure
-from rolloutmq.check.judge import READ_ROWS, judge_findings, truth_findings
+from rolloutmq.check.judge import judge_findings
 from rolloutmq.check.shape import context_tokens
 from rolloutmq.config.config import Config
 
 ROWS = 64  # rows of a data set that are made into prompts and encoded
 SHOWN = 3  # unusable rows in the report
+OPEN_S = 3600.0  # to open a large data set, or to generate one
 SCANNED = 4096  # rows of a data set whose sources are compared with the judges'
 
 
-def units(config: Config) -> list[Unit]:
+def units(config: Config, *, quick: bool) -> list[Unit]:
     found = []
     for name, task in config.tasks.items():
         what = f"task {name}"
-        found.append(Unit("data", what, partial(_check_data, config, name)))
-        if task.judge != NO_JUDGE and task.eval_of is None:
+        check_data = _open_for_run if quick else _check_data
+        found.append(Unit("data", what, partial(check_data, config, name), OPEN_S))
+        if not quick and task.judge != NO_JUDGE and task.eval_of is None:
             check = partial(_check_judge, config, name)
             found.append(Unit("judge", f"{what}: its judge", check, task.judging.timeout_s))
     return found
+
+
+def _open_for_run(config: Config, name: str) -> Iterator[Finding]:
+    """Open a data set; write generated problems into the folder of the run."""
+    rows = len(_open(config, name, problems_dir(config, name)))
+    yield Finding("data", "ok", f"task {name}: {rows:,} rows")
 
 
 def _check_data(config: Config, name: str) -> Iterator[Finding]:
@@ -70,13 +77,8 @@ def _check_data(config: Config, name: str) -> Iterator[Finding]:
     if not note:
         yield from _cut_off(config, name, first)
     yield from _without_text(name, task_tokenizer(tokenizer, task), first)
-    if task.eval_of is None:
-        yield from _repeated(config, name, len(dataset))
-        return
-    try:
-        config.evaluation_size(name)
-    except ConfigError as error:
-        yield failure("data", error)
+    if task.eval_of is not None:
+        config.evaluation_size(name)  # raises ConfigError
 
 
 def _draws(sampler: Sampler, count: int) -> Iterator[list[RolloutState] | TooLong | DatasetError]:
@@ -96,20 +98,19 @@ def _check_judge(config: Config, name: str) -> Iterator[Finding]:
     try:
         sampler = task_sampler(config, name, _open(config, name), tokenizer)
         drawn = (found[0] for found in _draws(sampler, ROWS) if isinstance(found, list))
-        prompts = list(islice(drawn, READ_ROWS))
+        prompt = next(drawn, None)
     except RolloutMQError:
         return  # the unit of the data set reports it
-    if prompts:
-        yield from truth_findings(name, config.tasks[name], prompts)
-        yield from judge_findings(name, config.tasks[name], prompts[0], tokenizer)
+    if prompt:
+        yield from judge_findings(name, config.tasks[name], prompt, tokenizer)
 
 
-def _open(config: Config, name: str) -> Dataset:
+def _open(config: Config, name: str, folder: Path | None = None) -> Dataset:
+    """Open a data set; without `folder`, problems are generated outside of the run's folder."""
     task = config.tasks[name]
-    folder = problems_dir(config, name)
-    if not folder.exists():
-        # a check leaves nothing in the folder of the run
-        folder = Path(_scratch().name) / folder.name
+    if folder is None:
+        kept = problems_dir(config, name)
+        folder = kept if kept.exists() else Path(_scratch().name) / kept.name
     return open_dataset(task.dataset, folder, task.split, seed=config.run.seed)
 
 
@@ -229,16 +230,3 @@ def _without_judge(task: TaskSection, dataset: Dataset) -> list[str]:
         for source in sources
         if not any(fnmatchcase(source, pattern) for pattern in task.sources)
     )
-
-
-def _repeated(config: Config, name: str, rows: int) -> Iterator[Finding]:
-    total = sum(config.tasks[task].weight for task in config.training_tasks)
-    share = round(config.plan.batch_size * config.tasks[name].weight / total)
-    if rows < share:
-        yield Finding(
-            "data",
-            "warning",
-            f"task {name}: a batch has {share} of its groups, and its data set {rows} rows: "
-            "prompts repeat within a batch",
-            "use more rows, or a smaller [plan] batch_size",
-        )

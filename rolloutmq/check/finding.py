@@ -1,28 +1,18 @@
-"""Findings of the check, and its units: parts that may run user code and never return."""
+"""Findings of the check, and the parts of it that may run user code and never return."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Literal
 
 from buffer.errors import RolloutMQError
+from buffer.imports import missing_extra
 from producer_workers.hub import Repository
-from rolloutmq.config.config import Config
 
 Level = Literal["ok", "warning", "error"]
 
-SECTIONS = (
-    "config",
-    "machine",
-    "functions",
-    "model",
-    "data",
-    "judge",
-    "memory",
-    "time",
-)
+SECTIONS = ("config", "machine", "functions", "model", "data", "judge", "memory", "time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +25,28 @@ class Finding:
     fix: str = ""
     text: str = ""  # a prompt, to be shown as it is
     tokens: float | None = None  # mean length of a task's prompts
+    exit_code: int = 1  # of a run that ends with this error
+
+    def error(self) -> RolloutMQError:
+        made = RolloutMQError(self.what, hint=self.fix)
+        made.exit_code = self.exit_code
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A part of the check; `what` is the part of the config that it checks."""
+
+    section: str
+    what: str
+    run: Callable[[], Iterator[Finding]]  # may raise anything
+    waits_s: float = 0.0  # further seconds that it may take
+
+    def findings(self) -> Iterator[Finding]:
+        try:
+            yield from self.run()
+        except (Exception, SystemExit) as error:  # code of the user may raise anything
+            yield failure(self.section, error, self.what)
 
 
 def absent(section: str, repository: Repository | None) -> Finding:
@@ -52,36 +64,9 @@ def absent(section: str, repository: Repository | None) -> Finding:
 def failure(section: str, error: BaseException, what: str = "") -> Finding:
     """Return an error as a finding; `what`: the part of the config that was checked."""
     before = f"{what}: " if what else ""
+    if isinstance(error, ImportError):
+        error = missing_extra(error) or error
     if isinstance(error, RolloutMQError):
-        return Finding(section, "error", before + error.message, error.command_hint)
+        text, hint, code = before + error.message, error.command_hint, error.exit_code
+        return Finding(section, "error", text, hint, exit_code=code)
     return Finding(section, "error", f"{before}{type(error).__name__}: {error}")
-
-
-# -- units ----------------------------------------------------------------------------------------
-
-# modules beside this one; a process runs the `units(config)` of each
-STAGES = ("functions", "model", "data")
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """A part of the check; `what` is the part of the config that it checks."""
-
-    section: str
-    what: str
-    run: Callable[[], Iterator[Finding]]  # may raise anything
-    waits_s: float = 0.0  # seconds that it may wait for user code that has a limit of its own
-
-
-def findings_of(unit: Unit) -> Iterator[Finding]:
-    try:
-        yield from unit.run()
-    except (Exception, SystemExit) as error:  # it runs code of the user, which may raise anything
-        yield failure(unit.section, error, unit.what)
-
-
-def units_of(stage: str, config: Config) -> list[Unit]:
-    """Return the units of a stage, the same ones in every process."""
-    # only here, because a stage imports what it needs
-    made: list[Unit] = import_module(f"rolloutmq.check.{stage}").units(config)
-    return made

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,18 +11,15 @@ import numpy as np
 from buffer.errors import JudgeError
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState, Status
 from producer_workers.agent_loops.tokenizer import Tokenizer
-from producer_workers.config.task import RUNS_PROGRAMS, TaskSection, judge_names
-from producer_workers.judges.built_in import final_number, number_span
-from producer_workers.judges.expressions import Truth
-from producer_workers.judges.judge import AnyJudge, judge_all
+from producer_workers.config.task import RUNS_PROGRAMS, TaskSection
+from producer_workers.judges.judge import Judge
 from producer_workers.judges.load import load_worker_judge, make_judge
 from producer_workers.judges.watched_judges import JudgeTimes, WatchedJudges
 from rolloutmq.check.finding import Finding
 
-NOTHING = "nothing"
 WRONG = "This answer is wrong on purpose."
 
-READ_ROWS = 10  # rows whose ground truth the report shows as a judge of answers reads it
+
 Scores = dict[str, dict[str, float] | BaseException]  # by kind of answer: its reward, or the error
 
 
@@ -43,40 +39,6 @@ def judge_findings(
         yield Finding("judge", "error", what, "[tasks.<name>.judging] has the limits of a judge")
     if not errors:
         yield from _compared(name, scores)
-
-
-def truth_findings(
-    name: str, task: TaskSection, prompts: Sequence[RolloutState]
-) -> Iterator[Finding]:
-    """Yield how judges of answers read the ground truths of some prompts."""
-    read = [(_reads(task, state), state) for state in prompts[:READ_ROWS]]
-    lines = [text for texts, _ in read for text in texts]
-    rows = [state.extra["row"] for texts, state in read if any(NOTHING in text for text in texts)]
-    if rows:
-        what = f"task {name}: its judge reads no answer in the ground truth of row {rows[0]}"
-        fix = f"so in {len(rows)} of {len(read)} rows: check the field that holds the ground truth"
-        yield Finding("judge", "error", what, fix)
-    if lines:
-        title = f"task {name}: what its judge reads in the ground truths of {len(read)} rows"
-        yield Finding("judge", "ok", title, text="\n".join(lines))
-
-
-def _reads(task: TaskSection, state: RolloutState) -> list[str]:
-    """Return, for each judge of answers that judges a rollout, what it reads and where."""
-    truth, lines = str(state.ground_truth), []
-    spec = task.judge if isinstance(task.judge, dict) else {"*": task.judge}
-    source = state.data_source or ""
-    names = judge_names({"": next((spec[each] for each in spec if fnmatchcase(source, each)), {})})
-    if "gsm8k" in names:
-        span = number_span(truth)
-        lines.append(
-            f"{final_number(truth) or NOTHING}  in  {(span.text if span else truth)!r:.60}"
-        )
-    if "math_verify" in names:
-        found = Truth.of(truth)
-        kind = found.number or found.words or (found.text and "an expression") or NOTHING
-        lines.append(f"{kind}  in  {found.text!r:.60}")
-    return lines
 
 
 def _right_answer(task: TaskSection, truth: Any) -> str | None:
@@ -113,12 +75,11 @@ async def _score(task: TaskSection, rollouts: Mapping[str, RolloutState]) -> Sco
         await asyncio.sleep(0)  # the connections of its processes are closed in the next round
 
 
-async def _ask(judge: AnyJudge, state: RolloutState) -> dict[str, float] | BaseException:
+async def _ask(judge: Judge, state: RolloutState) -> dict[str, float] | BaseException:
     try:
-        (reward,) = await judge_all(judge, [state])
+        return await judge.judge(state)
     except JudgeError as error:
         return error
-    return reward
 
 
 def _compared(name: str, scores: Scores) -> Iterator[Finding]:

@@ -25,7 +25,7 @@ SMALL = {
 }
 
 
-def units(config: Config) -> list[Unit]:
+def units(config: Config, *, quick: bool) -> list[Unit]:
     try:
         folder = config.model_folder
     except HubError:
@@ -33,7 +33,7 @@ def units(config: Config) -> list[Unit]:
     if config.policy.model is None and not folder.is_dir():
         return [Unit("model", "the model that the run builds", partial(_check_warm_start, config))]
     checks = {"its files": _check_files}
-    if (folder / "config.json").is_file():
+    if not quick and (folder / "config.json").is_file():
         checks["its tokenizer"] = _check_tokenizer
         if config.trainer.loop is None:
             checks["its architecture"] = _check_architecture

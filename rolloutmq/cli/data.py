@@ -16,10 +16,10 @@ from buffer.control.control import Mode
 from buffer.curation.group_export import Exported
 from buffer.curation.group_import import Imported
 from buffer.errors import ConfigError
+from buffer.groups.order_policy import load_order
 from buffer.ids import POOLS
-from buffer.model.order_policy import load_order
 from buffer.query.language import parse
-from buffer.redis.script_calls import Advance
+from buffer.redis.scripts import Advance
 from buffer.redis.signing import Key
 from buffer.run import Run
 from buffer.snapshot.folder import read_manifest

@@ -1,4 +1,4 @@
-"""The commands of the producing side: `worker`, `producer`, `judge` and `problems`."""
+"""The commands of the producing side: `worker`, `producer` and `judge`; and `audit`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from buffer.errors import INTERRUPTED, ConfigError, RoleHeld, RolloutMQError, raise_together
+from buffer.errors import INTERRUPTED, ConfigError, RoleHeld
 from buffer.redis.signing import PRODUCER, Key
 from producer_workers.config.sandbox import is_url
 from producer_workers.follow_owner import follow_owner
@@ -163,45 +163,6 @@ def _judges_of(tasks: Iterable[TaskSection]) -> dict[str, str]:
                     hint="set the same [tasks.<name>.judging] sandbox in all of them",
                 )
     return found
-
-
-@command("Data", "problems", epilog="Example: rolloutmq problems configs/demo.toml")
-def problems(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    no_data: Annotated[
-        bool,
-        typer.Option("--no-data", help="Only import functions: open and write no data set."),
-    ] = False,
-) -> None:
-    """Write generated problems to the run's folder, and check what the config names.
-
-    They are problems of reasoning-gym data sets, written once; later calls only print their number.
-    Judges, agent loops and other functions of the config are imported, and data sets opened.
-    """
-    from producer_workers.build import problems_dir
-    from producer_workers.datasets.open import open_dataset
-    from producer_workers.user_functions import check_functions
-    from rolloutmq.check.functions import all_functions
-
-    settings = open_config(config, overrides)
-    if no_data:
-        check_functions(all_functions(settings))
-        return
-    settings = fetch(settings)
-    errors: list[RolloutMQError] = []
-    try:
-        check_functions(all_functions(settings))
-    except ConfigError as error:
-        errors.append(error)
-    for name, task in settings.tasks.items():
-        try:
-            rows = len(open_dataset(task.dataset, problems_dir(settings, name), task.split))
-        except RolloutMQError as error:
-            errors.append(error)
-        else:
-            typer.echo(f"{name}: {rows} problems")
-    raise_together(errors)
 
 
 def _open(

@@ -17,7 +17,7 @@ import typer
 from buffer.errors import ConfigError, StoreUnavailable
 from buffer.ids import valid_name
 from buffer.janitor import Swept
-from buffer.model.limits import SCHEMA
+from buffer.limits import SCHEMA
 from buffer.redis.keys import Keys
 from buffer.redis.script_contract import Slot
 from buffer.redis.scripts import Script, library, sources

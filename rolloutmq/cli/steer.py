@@ -12,8 +12,8 @@ import typer
 
 from buffer.control.control import ControlState, Mode
 from buffer.control.live_settings import KeptSettings, LiveSettings, LiveTaskSettings, parse_change
+from buffer.control.settings_record import SettingsRecord
 from buffer.errors import ConfigError, PauseTimeout
-from buffer.model.settings_record import SettingsRecord
 from buffer.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.options import Answer, AsJson, Target, on_run, require_known

@@ -15,9 +15,9 @@ from buffer.config.run_settings import (
     RunSection,
 )
 from buffer.config.section import Section
+from buffer.control.settings_record import THRESHOLDS
 from buffer.errors import ConfigError
-from buffer.model.limits import RunLimits, TaskLimits, TaskSettings
-from buffer.model.settings_record import THRESHOLDS
+from buffer.limits import RunLimits, TaskLimits, TaskSettings
 from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig, LearnerConfig
 from consumer.config.trainer import (
@@ -31,15 +31,15 @@ from consumer.config.trainer import (
 from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
 from producer_workers.config.engine import EngineConfig, VllmConfig
 from producer_workers.config.strategy import StrategySection
-from producer_workers.config.task import Tasks
+from producer_workers.config.task import Tasks, TaskSection
 from producer_workers.config.worker import JudgesSection, ProducerSection, WorkerSection
 from producer_workers.hub import model_repository
-from rolloutmq.config.config_warnings import config_warnings
 from rolloutmq.config.cross_section_rules import (
     context_problems,
     memory_problem,
     rule_violations,
     run_checks,
+    staleness,
     too_many_problems,
     training,
 )
@@ -109,8 +109,57 @@ class Config(Section):
 
     def warnings(self) -> list[str]:
         """Return warnings about settings that have no effect, or waste work."""
-        strategies = {name: self.strategy_of(name) for name in self.tasks}
-        return list(config_warnings({**dict(self), "strategies": strategies}))
+        tasks = [warning for name in self.training_tasks for warning in self._task_warnings(name)]
+        return [*tasks, *self._late_intervals()]
+
+    def _task_warnings(self, name: str) -> Iterator[str]:
+        task = self.tasks[name]
+        strategy = self.strategy_of(name)
+        aborts = self.policy.pause_mode == "abort"
+        oldest = staleness(self.policy, task)
+        ahead = self.policy.max_ahead if task.max_ahead is None else task.max_ahead
+        has = f"task {name} has max_staleness = {oldest}"
+        if strategy.kind == "sync":
+            if oldest and self._is_set(task, "max_staleness"):
+                yield (
+                    f"{has}, which cannot act: [strategy] kind = sync makes only the batches that "
+                    "the newest weights serve; set kind = async, or max_staleness = 0"
+                )
+        elif oldest and aborts and not strategy.enable_partial_rollout:
+            yield (
+                f"{has}, but [policy] pause_mode = abort without [strategy] enable_partial_rollout "
+                "throws the tokens of unfinished rollouts away at every weight update; set "
+                "enable_partial_rollout = true, or pause_mode = keep"
+            )
+        if ahead > oldest and self._is_set(task, "max_ahead"):
+            yield (
+                f"task {name} has max_ahead = {ahead}, more than max_staleness = {oldest}, which "
+                "holds: what starts further ahead is too old"
+            )
+        if aborts and strategy.on_straggler == "wait":
+            yield (
+                f'task {name} has on_straggler = "wait", but [policy] pause_mode = abort '
+                "interrupts stragglers at every weight update, and those that do not run then are "
+                "not waited for; set pause_mode = keep"
+            )
+
+    def _is_set(self, task: TaskSection, field: str) -> bool:
+        return getattr(task, field) is not None or field in self.policy.model_fields_set
+
+    def _late_intervals(self) -> Iterator[str]:
+        steps = self.plan.steps
+        limits = (
+            ("[policy] sync_weights_interval", self.policy.sync_weights_interval, steps,
+             "the workers never get trained weights"),
+            ("[evaluation] every_steps", self.evaluation.every_steps or 0, steps,
+             "only the first and the last weights are evaluated"),
+            ("[learner] warmup_steps", self.learner.warmup_steps,
+             steps * self.learner.updates_per_batch,
+             "the learning rate never reaches learning_rate"),
+        )  # fmt: skip
+        for key, given, most, effect in limits:
+            if given > most:
+                yield f"{key} = {given} is more than the {most} steps of the run: {effect}"
 
     def context_problem(self, max_model_len: int | None, tasks: Iterable[str]) -> str:
         """Return which of `tasks` may ask for more tokens than the engine's context; "" for none.
@@ -183,7 +232,7 @@ class Config(Section):
         """Return what the file says, for settings that depend on more than one key or the server.
 
         As long as that is the same, a value of `rolloutmq set` holds
-        (`buffer/model/settings_record.py`).
+        (`buffer/control/settings_record.py`).
         """
         marks = {"low_bytes": self.memory.low_water, "high_bytes": self.memory.high_water}
         tasks = {f"tasks.{name}.weight": self.tasks[name].weight for name in self.training_tasks}

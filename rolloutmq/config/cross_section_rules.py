@@ -19,7 +19,12 @@ from buffer.config.run_settings import (
 )
 from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig, LearnerConfig
-from consumer.config.trainer import MOST_PROBLEMS, EvaluationSection, TrainerSection
+from consumer.config.trainer import (
+    MOST_PROBLEMS,
+    WITHIN_A_GROUP,
+    EvaluationSection,
+    TrainerSection,
+)
 from producer_workers.config.engine import EngineConfig
 from producer_workers.config.strategy import StrategySection
 from producer_workers.config.task import TaskSection
@@ -28,9 +33,6 @@ from producer_workers.hub import is_id
 from rolloutmq.config.launch import LaunchSection
 
 TaskSections = Mapping[str, TaskSection]
-
-WITHIN_A_GROUP = ("grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp_baseline")
-"""Advantages that compare a rollout with the others of its prompt."""
 
 Check = Callable[..., Iterator[str]]
 

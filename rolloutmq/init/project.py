@@ -50,7 +50,14 @@ class Choices:
 
 
 def write_project(folder: Path, choices: Choices) -> list[str]:
-    """Write the project and return its file names. Raises ConfigError for a folder with files."""
+    """Write the project and return its file names.
+
+    Raises ConfigError for an unknown template, or a folder with files.
+    """
+    if choices.template not in KINDS:
+        raise ConfigError(
+            f"there is no template {choices.template!r}", hint=f"known: {', '.join(KINDS)}"
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty", hint="give the path of a new folder")
     values = _values(folder, choices)

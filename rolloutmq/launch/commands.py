@@ -84,7 +84,7 @@ def run(
     them. The same command continues the run.
     """
     given = list(overrides or [])
-    settings = _load(config, given)
+    settings = open_config(config, given)
     if detach:
         _detach(settings, config, given, redis_url, regenerate=regenerate)
     from rolloutmq.launch.launcher import Launcher
@@ -95,8 +95,6 @@ def run(
 def _detach(
     settings: Config, config: Path, given: list[str], redis_url: str | None, **flags: bool
 ) -> NoReturn:
-    from rolloutmq.launch.commands import start_detached
-
     command = [str(config), *set_flags(given)]
     command += [f"--{name}" for name, is_set in flags.items() if is_set]
     command += ["--redis-url", redis_url] if redis_url else []
@@ -119,14 +117,13 @@ def create(
     next. If the run exists, it takes over the settings of the config.
     """
     given = list(overrides or [])
-    settings = _load(config, given)
-    from rolloutmq.launch import creation
+    settings = open_config(config, given)
+    from rolloutmq.launch.creation import create as create_run
 
-    command = [str(config), *set_flags(given)]
-    created = creation.create(settings, command, redis_url, quiet=as_json)
+    facts, lines = create_run(settings, config, given, redis_url, quiet=as_json)
     if as_json:
-        emit(created.facts())
-    for line in [] if as_json else created.lines(command):
+        emit(facts)
+    for line in [] if as_json else lines:
         typer.echo(line)
 
 
@@ -145,7 +142,7 @@ def train(
     exit. What the server lost since the checkpoint is restored from it; nothing is trained twice.
     With torchrun it is one of several ranks: torchrun --nproc-per-node 8 -m rolloutmq train CONFIG.
     """
-    settings = fetch(_load(config, overrides))
+    settings = fetch(open_config(config, overrides))
     from rolloutmq.launch import training
 
     rank = training.own_rank()
@@ -166,7 +163,7 @@ def warm_start(config: ConfigPath, overrides: Overrides = None) -> None:
     The warm start is a short supervised phase on separate problems; the model is kept in the run's
     folder.
     """
-    settings = _load(config, overrides)
+    settings = open_config(config, overrides)
     follow_owner()
     from rolloutmq.launch.warm_up import make_model
 
@@ -187,7 +184,7 @@ def export(
 
     Its number of ranks does not matter. With [learner.lora] the folder is an adapter.
     """
-    settings = fetch(_load(config, overrides))
+    settings = fetch(open_config(config, overrides))
     from consumer.grpo.export import export_model
 
     export_model(
@@ -202,8 +199,7 @@ def evaluate(
         str,
         typer.Argument(
             metavar="[CHECKPOINT]",
-            help="Step of a checkpoint of the run, its folder, or a model folder. Default: the "
-            "newest checkpoint.",
+            help="Step of a checkpoint, or a model folder. Default: the newest checkpoint.",
         ),
     ] = "",
     overrides: Overrides = None,
@@ -216,7 +212,7 @@ def evaluate(
     continue meanwhile if there is room for both.
     """
     given = list(overrides or [])
-    settings = fetch(_load(config, given))
+    settings = fetch(open_config(config, given))
     from rolloutmq.launch.evaluation import evaluate_model
 
     screen = console(stderr=as_json)
@@ -245,11 +241,6 @@ def gpu_check(
     from rolloutmq.launch.gpu_check import check_gpu
 
     check_gpu(steps, overrides or [])
-
-
-def _load(config: Path, overrides: list[str] | None) -> Config:
-
-    return open_config(config, overrides)
 
 
 EPILOG = """

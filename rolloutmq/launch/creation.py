@@ -5,104 +5,88 @@ from __future__ import annotations
 import shlex
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from buffer.model.settings_record import SettingsRecord
+from buffer.errors import raise_together
 from buffer.open_run import open_store
 from buffer.redis.connection.url import mask_url
 from buffer.redis.server.embedded import EmbeddedServer
 from rolloutmq.config.config import Config
 from rolloutmq.config.sources import fetch
 from rolloutmq.launch.create_run import make_run
-from rolloutmq.launch.preparation import is_done, prepare_model, prepare_problems, start_server
+from rolloutmq.launch.preparation import is_done, prepare_model, quick_errors, start_server
+from rolloutmq.options import set_flags
 from rolloutmq.views.setting_view import override_lines
 
 
-@dataclass(frozen=True, slots=True)
-class Creation:
-    """A new or found run. `taken`: its newest train step.
-
-    `server`: its own server, None with a URL; it is stopped unless it ran before.
-    """
-
-    name: str
-    nonce: str
-    taken: int
-    url: str
-    server: EmbeddedServer | None
-    folder: Path
-    model: Path
-    changes: list[str]
-    settings: SettingsRecord
-
-    def facts(self) -> dict[str, Any]:
-        return {
-            "run": self.name,
-            "nonce": self.nonce,
-            "taken": self.taken,
-            "url": mask_url(self.url),
-            "folder": str(self.folder),
-            "model": str(self.model),
-            "changes": self.changes,
-            "set": {name: each.value for name, each in self.settings.overrides.items()},
-        }
-
-    def lines(self, command: Sequence[str]) -> list[str]:
-        """Return what was made and what to start next; `command`: the config and overrides."""
-        config = shlex.join(command)
-        own = f"  rolloutmq server --run-dir {self.folder}"
-        where = "the run's own, only running while it is needed" if self.server else "shared"
-        state = f"is at step {self.taken}" if self.taken else "is ready to start"
-        return [
-            f"server   {mask_url(self.url)} ({where})",
-            f"model    {self.model}",
-            f"run      {self.name} {state}; its folder is {self.folder}",
-            *(f"changed  {change}" for change in self.changes),
-            *(f"set      {line}" for line in override_lines(self.settings)),
-            "",
-            "to start all of its processes on this machine:",
-            f"  rolloutmq run {config}",
-            "or one by one:",
-            *([own] if self.server else []),
-            f"  rolloutmq producer {config}",
-            f"  rolloutmq worker {config}",
-            f"  rolloutmq train {config}",
-            "or, in place of the last one, a trainer of your own:",
-            f'  RolloutConsumer(Run.open(Store("{mask_url(self.url)}"), "{self.name}"))',
-        ]
-
-
 def create(
-    config: Config, command: Sequence[str], redis_url: str | None, *, quiet: bool
-) -> Creation:
-    """Create the run of `config`, or open it again. Raises RunExists, LostRun, ConfigError."""
+    config: Config, path: Path, overrides: list[str], redis_url: str | None, *, quiet: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Create the run of `config`, or open it again; return facts and lines about it.
+
+    Raises RunExists, LostRun, ConfigError.
+    """
     config = fetch(config)
-    prepare_problems(command)
-    with _server(config, redis_url) as (url, server):
-        store = open_store(config, url, name="rolloutmq-create")
+    raise_together(quick_errors([str(path), *overrides]))
+    command = [str(path), *set_flags(overrides)]
+    with (
+        _server(config, redis_url) as (url, is_own),
+        closing(open_store(config, url, name="rolloutmq-create")) as store,
+    ):
         model = prepare_model(config, command, quiet=quiet)
         run = make_run(store, config, model, is_done=partial(is_done, config))
         taken = run.ledger.steps().taken
-        store.close()
-    folder = config.run.folder
-    return Creation(
-        run.name, run.nonce, taken, url, server, folder, model, run.changes, run.settings
-    )
+    facts = {
+        "run": run.name,
+        "nonce": run.nonce,
+        "taken": taken,
+        "url": mask_url(url),
+        "folder": str(config.run.folder),
+        "model": str(model),
+        "changes": run.changes,
+        "set": {name: each.value for name, each in run.settings.overrides.items()},
+    }
+    changes = [f"changed  {change}" for change in run.changes]
+    changes += [f"set      {line}" for line in override_lines(run.settings)]
+    return facts, _lines(facts, changes, command, is_own=is_own)
+
+
+def _lines(
+    facts: dict[str, Any], changes: list[str], command: Sequence[str], *, is_own: bool
+) -> list[str]:
+    """Return what was made and what to start next; `command`: the config and overrides."""
+    config = shlex.join(command)
+    run, url, folder, taken = (facts[name] for name in ("run", "url", "folder", "taken"))
+    where = "the run's own, only running while it is needed" if is_own else "shared"
+    state = f"is at step {taken}" if taken else "is ready to start"
+    return [
+        f"server   {url} ({where})",
+        f"model    {facts['model']}",
+        f"run      {run} {state}; its folder is {folder}",
+        *changes,
+        "",
+        "to start all of its processes on this machine:",
+        f"  rolloutmq run {config}",
+        "or one by one:",
+        *([f"  rolloutmq server --run-dir {folder}"] if is_own else []),
+        *(f"  rolloutmq {verb} {config}" for verb in ("producer", "worker", "train")),
+        "or, in place of the last one, a trainer of your own:",
+        f'  RolloutConsumer(Run.open(Store("{url}"), "{run}"))',
+    ]
 
 
 @contextmanager
-def _server(config: Config, redis_url: str | None) -> Iterator[tuple[str, EmbeddedServer | None]]:
-    """Yield the URL and the embedded server, which afterwards runs only if it did before."""
+def _server(config: Config, redis_url: str | None) -> Iterator[tuple[str, bool]]:
+    """Yield the URL, and whether the server is embedded: it then runs on only if it did before."""
     # a signal must not leave the server behind
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     was_running = EmbeddedServer(config.run.folder / "server").is_running
     url, server = start_server(config, redis_url)
     try:
-        yield url, server
+        yield url, server is not None
     finally:
         if server and not was_running:
             server.stop()

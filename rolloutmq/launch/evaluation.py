@@ -19,7 +19,7 @@ from buffer.ledger.position import Position
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
 from consumer.grpo.checkpoint import CheckpointFolder
-from consumer.grpo.evaluation import Evaluator, log_wait_reason
+from consumer.grpo.evaluation import log_wait_reason, measure
 from consumer.grpo.reporting.step_log import StepWriter, read_evaluations
 from consumer.handle.publication import open_sender, publish
 from consumer.handle.rollout_consumer import RolloutConsumer
@@ -55,7 +55,8 @@ def evaluate_model(
         raise ConfigError(
             f"{path} has no task for evaluation", hint='add [tasks.NAME] with eval_of = "TASK"'
         )
-    run_folder, step = _find(config, what)
+    step = _find(config, what)
+    run_folder = config.run.folder
     folder = config.run.folder.with_name(f"{config.run.folder.name}-eval")
     is_adapter = bool(step and config.learner.lora)
     target = folder / (ADAPTER if is_adapter else "exported")
@@ -94,28 +95,17 @@ def _make(folder: Path) -> None:
     (folder / LOCK_FILE).touch()
 
 
-def _find(config: Config, what: str) -> tuple[Path, int]:
-    """Return the run's folder and the step of a checkpoint; step 0 for a model folder."""
-    if not what or what.isdigit():
-        steps = CheckpointFolder(config.run.folder / "checkpoints").steps()
-        known = ", ".join(map(str, steps)) or "none"
-        if not steps or (what and int(what) not in steps):
-            raise ModelError(
-                f"{config.run.folder} has no checkpoint {f'of step {what}' if what else 'yet'}",
-                hint=f"its checkpoints: {known}; or give a model folder",
-            )
-        return config.run.folder, int(what or steps[-1])
-    path = Path(what)
-    if (path / "config.json").is_file():
-        return path, 0
-    steps = CheckpointFolder(path.parent).steps()
-    for step in steps:
-        if CheckpointFolder(path.parent).path(step) == path:
-            return path.parent.parent, step
+def _find(config: Config, what: str) -> int:
+    """Return the step of a checkpoint of the run; 0 for a model folder. Raises ModelError."""
+    if what and (Path(what) / "config.json").is_file():
+        return 0
+    steps = CheckpointFolder(config.run.folder / "checkpoints").steps()
+    if steps and (not what or what in map(str, steps)):
+        return int(what or steps[-1])
+    known = ", ".join(map(str, steps)) or "none"
     raise ModelError(
-        f"{path} is neither a checkpoint nor a model folder",
-        hint="give the step of a checkpoint, runs/NAME/checkpoints/step-…, or a folder with "
-        "config.json",
+        f"{config.run.folder} has no checkpoint {f'of step {what}' if what else 'yet'}",
+        hint=f"its checkpoints: {known}; or give a folder with config.json",
     )
 
 
@@ -138,7 +128,7 @@ def evaluate(run: Run, config: Config, model_dir: Path, *, take_over: bool = Fal
     log = StepWriter(config.run.folder)
     for task in _held_out(config):
         groups = consumer.evaluate(task, config.evaluation_size(task), waiting=log_wait_reason)
-        log.add_evaluation(0, task, Evaluator().evaluate(groups))
+        log.add_evaluation(0, task, measure(groups))
     consumer.finish()
     consumer.close()
 

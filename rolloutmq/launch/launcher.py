@@ -14,17 +14,16 @@ from pathlib import Path
 
 from rich.console import Console
 
-from buffer.control.control import Mode
-from buffer.errors import Fenced, RolloutMQError, StoreUnavailable
+from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.open_run import open_store, own_run
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
 from consumer.grpo.checkpoint import CheckpointFolder
+from rolloutmq.check.machine import placement_of
 from rolloutmq.config.config import Config
 from rolloutmq.hang_up import is_lost_terminal
 from rolloutmq.launch.child import Child
 from rolloutmq.launch.create_run import make_run
-from rolloutmq.launch.placement import placement_of
 from rolloutmq.launch.preparation import (
     await_roles,
     check_start,
@@ -72,13 +71,13 @@ class Launcher:
         self._regenerate = regenerate
         self._config = config
         self._redis_url = redis_url
+        self._source = [str(path), *overrides]
         self._command = [str(path), *set_flags(overrides)]
         self._folder = config.run.folder
         self._console = screen or open_console()
         self._children: list[Child] = []
         self._judges: list[Child] = []
         self._server: EmbeddedServer | None = None
-        self._has_other_trainer = False
         self._shared_env: dict[str, str] = {}
 
     def run(self) -> None:
@@ -131,7 +130,7 @@ class Launcher:
     def _prepare(self) -> Run:
         say = self._console.print
         say("checks   the config, its data sets and its model")
-        config = self._config = check_start(self._config, self._command)
+        config = self._config = check_start(self._config, self._source)
         url, self._server = start_server(config, self._redis_url)
         self._shared_env = {"REDIS_URL": url}
         store = open_store(config, url, name="rolloutmq-run")
@@ -228,64 +227,30 @@ class Launcher:
         def is_over() -> bool:
             # without a terminal, lines are rare, but processes are checked as often
             for _ in range(1 if self._console.is_terminal else POLLS_PER_LINE):
-                if self._is_over(run):
+                if self._trainer.succeeded:
                     return True
-                self._note_under_way(run)
-                self._note_steps(run)
-                self._report(notes, self._keep_alive(run))
+                self._note_progress(run)
+                self._report(notes, self._keep_alive())
                 time.sleep(POLL_S)
             notes.started_s = self._started_s()
-            return self._is_over(run)
+            return self._trainer.succeeded
 
         watch(run, History(self._folder), notes, self._console, is_over, every_s=0.01)
-
-    def _is_over(self, run: Run) -> bool:
-        if not self._has_other_trainer:
-            return self._trainer.succeeded
-        try:
-            is_finished = run.control.state().mode is Mode.FINISH
-            return is_finished and not run.control.holder("trainer").is_alive
-        except StoreUnavailable:
-            return False
-
-    def _notice_other_trainer(self, run: Run) -> str | None:
-        """Leave the role to a trainer that has fenced this run's own, until that one is gone.
-
-        The server, the producer and the workers continue for it.
-        """
-        if self._trainer.exit_code != Fenced.exit_code:
-            return None
-        try:
-            holder = run.control.holder("trainer")
-            is_finished = run.control.state().mode is Mode.FINISH
-        except StoreUnavailable:
-            return None
-        was_there = self._has_other_trainer
-        self._has_other_trainer = holder.is_alive or (was_there and is_finished)
-        if holder.is_alive and not was_there:
-            return f"another trainer took over ({holder}); the rest of the run continues for it"
-        if was_there and not self._has_other_trainer:
-            self._trainer.start("--take-over")
-            return "the other trainer is gone; trainer restarted"
-        return None
 
     def _started_s(self) -> dict[str, float]:
         shown = (self._trainer, self._producer, *self._workers)
         return {child.name: child.age_s for child in shown if child.pid}
 
-    def _note_under_way(self, run: Run) -> None:
-        if self._owned.record.stage is not Stage.STARTING:
-            return
-        try:
-            snap = read_run_view(run)
-        except StoreUnavailable:
-            return  # the view shows it, and the next poll is soon
-        if snap.trainer.is_alive and snap.producer.is_alive and snap.live_workers:
-            self._owned.note(Stage.RUNNING)
-
-    def _note_steps(self, run: Run) -> None:
-        """Record a changed number of steps; the view has read it."""
+    def _note_progress(self, run: Run) -> None:
+        """Record that all members have joined, and a changed number of steps."""
         record = self._owned.record
+        if record.stage is Stage.STARTING:
+            try:
+                view = read_run_view(run)
+            except StoreUnavailable:
+                return  # the view shows it, and the next poll is soon
+            if view.trainer.is_alive and view.producer.is_alive and view.live_workers:
+                self._owned.note(Stage.RUNNING)
         if run.limits.steps != record.steps:
             self._owned.note(record.stage, record.detail, steps=run.limits.steps)
 
@@ -296,12 +261,9 @@ class Launcher:
             for line in news:
                 self._console.print(line)
 
-    def _keep_alive(self, run: Run) -> list[str]:
-        news = [self._notice_other_trainer(run)]
+    def _keep_alive(self) -> list[str]:
         # this process saw them die, so there is no need to wait until their heartbeats are old
-        if not self._has_other_trainer:
-            news.append(self._trainer.keep_alive("--take-over"))
-        news.append(self._producer.keep_alive("--take-over"))
+        news = [child.keep_alive("--take-over") for child in (self._trainer, self._producer)]
         if self._server and not self._server.is_running:
             self._server.start()
             news.append("server restarted")

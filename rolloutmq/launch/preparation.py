@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from buffer.control.live_settings import KeptSettings
@@ -20,10 +19,11 @@ from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.models.model_folder import check_model_folder
 from consumer.grpo.reporting.step_log import read_evaluations
 from producer_workers.follow_owner import OWNER
+from rolloutmq.check.contained import STAGES, run_units
+from rolloutmq.check.machine import machine_errors
 from rolloutmq.config.config import Config
 from rolloutmq.config.sources import fetch, names_any
 from rolloutmq.launch.create_run import make_again
-from rolloutmq.launch.placement import machine_errors
 from rolloutmq.views.run_view import read_run_view
 
 
@@ -40,35 +40,20 @@ def check_start(config: Config, command: Sequence[str]) -> Config:
     """Raise any error that would end the run at its start, within seconds and without a model.
 
     Writes generated problems, and downloads from the Hub unless a mistake is known before; the
-    returned config has the commits. `rolloutmq check` finds more.
+    returned config has the commits. `command`: its path and overrides.
     """
-    errors = machine_errors(config)
+    errors: list[RolloutMQError] = machine_errors(config)
     if names_any(config):
-        errors += _errors_of(partial(run_command, ["problems", "--no-data", *command]))
-        raise_together(errors)
+        raise_together(errors + quick_errors(command, "functions"))
     config = fetch(config)
-    errors += _errors_of(partial(prepare_problems, command))
-    errors += _errors_of(partial(_check_model, config))
-    raise_together(errors)
+    raise_together(errors + quick_errors(command))
     return config
 
 
-def prepare_problems(command: Sequence[str]) -> None:
-    """Check what the config names, its data sets included, and write generated problems."""
-    run_command(["problems", *command])
-
-
-def _check_model(config: Config) -> None:
-    if config.policy.model is not None:
-        check_model_folder(config.model_folder)
-
-
-def _errors_of(check: Callable[[], object]) -> list[RolloutMQError]:
-    try:
-        check()
-    except RolloutMQError as error:
-        return [error]
-    return []
+def quick_errors(command: Sequence[str], *stages: str) -> list[RolloutMQError]:
+    """Make the quick checks of `rolloutmq check`; write generated problems."""
+    found = run_units(stages or STAGES, command, quick=True)
+    return [finding.error() for finding in found if finding.level == "error"]
 
 
 def prepare_model(config: Config, command: Sequence[str], *, quiet: bool = False) -> Path:

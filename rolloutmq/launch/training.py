@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from buffer.errors import ConfigError
 from buffer.imports import load_object
 from buffer.open_run import open_store, own_run, server_url, wait_for_run
-from buffer.redis.script_calls import role_held
+from buffer.redis.scripts import role_held
 from producer_workers.follow_owner import OWNER
 from rolloutmq.launch.create_run import make_again, make_run
 from rolloutmq.tracing import trace_run

@@ -6,9 +6,6 @@ import shutil
 import time
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
 from buffer.errors import ConfigError
 from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.grpo.models.warm_start import (
@@ -35,13 +32,12 @@ def make_model(config: Config) -> None:
     shutil.rmtree(random_model, ignore_errors=True)
     build_tiny_model(random_model, config.tiny_model, config.run.seed)
     started = time.monotonic()
-    if not console.is_terminal:  # where the bar appears only at its end
-        console.print(f"warm start: at most {config.warm_start.max_steps} steps")
-    with _progress(console) as bar:
-        task = bar.add_task("warm start", total=config.warm_start.max_steps, loss=0.0, accuracy=0.0)
+    what = f"warm start: at most {config.warm_start.max_steps} steps"
+    console.print(what)
+    with console.status(what) as status:
 
         def show(now: WarmStartProgress) -> None:
-            bar.update(task, completed=now.step, loss=now.loss, accuracy=now.accuracy)
+            status.update(f"step {now.step} · loss {now.loss:.3f} · accuracy {now.accuracy:.2f}")
 
         warm_start(random_model, folder, _problems(config), config.warm_start, show)
     shutil.rmtree(random_model)
@@ -65,19 +61,6 @@ def _problems(config: Config) -> list[Demonstration]:
 def _file(folder: Path, task: str) -> Path:
     file = folder / "problems" / task / "warm_start.jsonl"
     if not file.exists():
-        hint = "`rolloutmq problems CONFIG` writes it; warm_start_size must be set"
+        hint = "`rolloutmq create CONFIG` writes it; warm_start_size must be set"
         raise ConfigError(f"{file} is missing", hint=hint)
     return file
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn(
-            "step {task.completed} · loss {task.fields[loss]:.3f} · accuracy "
-            "{task.fields[accuracy]:.2f}"
-        ),
-        TimeElapsedColumn(),
-        console=console,
-    )

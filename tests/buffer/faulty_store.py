@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import redis
 
 from buffer.redis.connection.bulk_io import Command
-from buffer.redis.script_calls import Upload
-from buffer.redis.scripts import Arg, KeysByName, Script, library
+from buffer.redis.scripts import Arg, KeysByName, Script, Upload, library
 from buffer.redis.store import Store
 from tests.buffer.keyspace import changed, dump
 

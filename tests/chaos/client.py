@@ -29,8 +29,7 @@ from producer_workers.config.task import JudgingSection
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.follow_owner import follow_owner
-from producer_workers.judges.function_judge import FunctionJudge
-from producer_workers.judges.judge import Judge
+from producer_workers.judges.judge import FunctionJudge, Judge
 from producer_workers.judges.rq_judge import RqJudge
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler

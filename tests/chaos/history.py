@@ -21,8 +21,7 @@ from typing import Any
 import orjson
 
 from buffer.redis.connection.bulk_io import Command
-from buffer.redis.script_calls import Upload
-from buffer.redis.scripts import Arg, KeysByName
+from buffer.redis.scripts import Arg, KeysByName, Upload
 from buffer.redis.store import Store
 
 Event = dict[str, Any]

@@ -6,14 +6,14 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import ROOT, files_of_git, python
+
 DOCKER = ROOT / "docker"
 STAGE = re.compile(r"^FROM .*?(?=^FROM |\Z)", re.MULTILINE | re.DOTALL)
 
@@ -28,14 +28,9 @@ def instructions(stage: str) -> Iterator[tuple[str, str]]:
 
 def context() -> set[str]:
     """Return the files that `docker build` sees: those of git that are not ignored."""
-    command = ["git", "ls-files", "-co", "--exclude-standard"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
-    return {
-        name
-        for name in listed.stdout.splitlines()
-        if (ROOT / name).is_file() and name.split("/")[0] not in ignored and name not in ignored
-    }
+    names = [path.relative_to(ROOT).as_posix() for path in files_of_git()]
+    return {n for n in names if n.split("/")[0] not in ignored and n not in ignored}
 
 
 def copy(files: set[str], names: list[str], target: Path) -> None:
@@ -49,12 +44,7 @@ def copy(files: set[str], names: list[str], target: Path) -> None:
 
 
 def run(folder: Path, *words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=folder, env=os.environ | {"PYTHONPATH": ""}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return python(*words, cwd=folder, PYTHONPATH="")
 
 
 def test_each_layer_has_the_files_that_its_set_up_needs(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
+
+from tests.programs import printed
 
 DOCKER = Path(__file__).parents[2] / "docker"
 FILES = [*sorted((DOCKER / "kubernetes").rglob("*.yaml")), *(DOCKER / "monitoring").glob("k*.yaml")]
@@ -37,14 +38,7 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def build(docker: Path) -> list[dict[str, Any]]:
-    built = subprocess.run(
-        ["kubectl", "kustomize", docker / "kubernetes/my_run"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert built.returncode == 0, built.stderr
-    return documents(built.stdout)
+    return documents(printed("kubectl", "kustomize", docker / "kubernetes/my_run"))
 
 
 def templates(found: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -8,8 +8,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,14 +15,15 @@ import promql_parser
 import pytest
 import yaml
 
-from buffer.model.trainer_report import REPORTED
+from buffer.control.trainer_report import REPORTED
 from buffer.redis.server.check import check_server
 from buffer.redis.server.embedded import valkey_binary
 from rolloutmq.command_list import all_commands
 from rolloutmq.views.prometheus import RunCollector
 from tests.cluster import Node, free_ports
+from tests.programs import printed, python
 from tests.rolloutmq.populate import Scene
-from tests.servers import KINDS, _find_redis, raw_client
+from tests.servers import KINDS, find_redis, raw_client
 
 DOCKER = Path(__file__).parents[2] / "docker"
 DASHBOARD = json.loads((DOCKER / "monitoring/grafana/rolloutmq.json").read_text(encoding="utf-8"))
@@ -105,10 +104,7 @@ def test_every_metric_in_dashboard_alerts_and_scaler_exists_with_those_labels(sc
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
 def test_alerts_fire_when_they_should_and_only_then() -> None:
     cases = DOCKER / "monitoring" / "alerts_test.yaml"
-    done = subprocess.run(
-        ["promtool", "test", "rules", cases], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    printed("promtool", "test", "rules", cases)
 
 
 @pytest.mark.parametrize("words", [*commands()], ids=" ".join)
@@ -122,22 +118,13 @@ def test_every_command_line_is_one(words: list[str]) -> None:
 
 def test_compose_files_are_valid() -> None:
     files = [str(DOCKER / name) for name in ("compose.yaml", "compose.gpu.yaml")]
-    check = [
-        sys.executable,
-        "-m",
-        "check_jsonschema",
-        "--builtin-schema",
-        "vendor.compose-spec",
-        *files,
-    ]
-    done = subprocess.run(check, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python("-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", *files)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_settings_of_the_server_lose_nothing(kind: str, tmp_path: Path) -> None:
     """Both servers start with the file as it is, and `doctor` has nothing to say against it."""
-    binary = str(valkey_binary()) if kind == "valkey" else _find_redis()
+    binary = str(valkey_binary()) if kind == "valkey" else find_redis()
     node = Node(binary, tmp_path, free_ports(1)[0], ("--include", str(DOCKER / "redis.conf")))
     try:
         node.start()

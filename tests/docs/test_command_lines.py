@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
 import shlex
-import subprocess
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-
-import pytest
 
 from rolloutmq.cli import UsageError
 from rolloutmq.command_list import all_commands
@@ -77,27 +73,3 @@ def test_every_printed_command_can_be_typed() -> None:
     assert len(lines) > 200
     faults = [(file, line, why) for file, line in lines if (why := fault(line))]
     assert faults == []
-
-
-@pytest.mark.parametrize("page", ["README.md", "configs/README.md", "docs/pages/demo.md"])
-def test_the_command_is_on_the_path_where_a_page_first_prints_it(page: str, tmp_path: Path) -> None:
-    """Type the first block of the page with the command in a shell that knows only `make`."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    blocks = re.findall(r"^```(?:ba)?sh\n([^`]*)^```$|((?:^ {4}\S[^\n]*\n)+)", text, re.M)
-    first = next(block for pair in blocks if "rolloutmq " in (block := pair[0] or pair[1]))
-    tools = tmp_path / ".venv" / "bin"
-    tools.mkdir(parents=True)
-    (tools / "rolloutmq").write_text("#!/bin/sh\n", encoding="utf-8")
-    (tools / "rolloutmq").chmod(0o755)
-    (tools / "activate").write_text(f'PATH="{tools}:$PATH"\n', encoding="utf-8")
-    for folder in ("configs", "consumer"):
-        (tmp_path / folder).symlink_to(ROOT / folder)
-    done = subprocess.run(
-        ["bash", "-euc", f"make() {{ :; }}\n{first}"],
-        cwd=tmp_path,
-        env={"PATH": os.defpath},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 
 from rolloutmq.config.config import Config
+from tests.programs import ROOT, files_of_git
 
-ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     page
     for pattern in ("README.md", "[a-z]*/README.md", "docs/pages/*.md", "producer_workers/*.md")
@@ -46,11 +45,7 @@ NOT_CODE = {"[web]", "[row]", "consumer.py"}
 
 @cache
 def code_files() -> list[Path]:
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert not listed.returncode, listed.stderr
-    return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+    return files_of_git()
 
 
 @cache

@@ -27,7 +27,7 @@ with atheris.instrument_imports(include=["buffer", "producer_workers"]):
     from buffer.wire.group import RolloutGroup
     from buffer.wire.rollout import RolloutState, Status
     from producer_workers.datasets.records import problem_of
-    from producer_workers.user_code.rollout_border import check_reward
+    from producer_workers.user_code.border import check_reward
 
 GID = "math-0000000001"
 

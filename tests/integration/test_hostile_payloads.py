@@ -12,7 +12,7 @@ from buffer.config.run_settings import check_name
 from buffer.errors import RolloutMQError
 from buffer.groups.submit import Submission
 from buffer.job import Job, Result
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.wire import group_bytes
@@ -91,21 +91,6 @@ def test_groups_of_one_and_of_many_samples_with_and_without_tokens(
     assert len(group) == samples
     assert group.lengths.sum() == (2 * samples if tokens else 0)
     scene.check()
-
-
-def test_a_group_of_64_megabytes_comes_and_goes_whole(scene: Scene) -> None:
-    scene.open_trainer()
-    scene.enqueue(1)
-    (job,) = scene.claim(1)
-    group = extend(scene.run.buffer.read(job.payload), Status.COMPLETED, FIRST)
-    group.shared.extra = {"ballast": "x" * (64 * 2**20)}
-    scene.run.buffer.submit("w0", job, group, 4)
-    (back,) = scene.run.buffer.load(scene.take(1))
-    assert back.shared.extra == group.shared.extra
-    scene.run.ledger.commit(scene.trainer, 1, 1)
-    scene.run.janitor.sweep()
-    assert scene.run.memory.count().held == 0
-    assert not list(scene.raw.scan_iter(f"{scene.keys.prefix}payload:*"))
 
 
 STRANGE = (

@@ -19,10 +19,9 @@ From a sample of the states the run is finished without further faults: every gr
 once, or have ended in another way (`finish.py`).
 
 Not modelled: several tasks (I4), full servers and barred workers (I11, I12), receipts on a connection
-of their own, groups that no worker made, loss of server data, order policies, clusters. `mutations.jsonl`
-says which history finds each mutation of the scripts, or which other test does; `README.md` has the
-figures.
+of their own, groups that no worker made, loss of server data, order policies, clusters. `README.md` has
+the figures.
 
     python -m tests.model_check --minutes 5
-    python -m tests.model_check --mutations
+    python -m tests.model_check --stories
 """

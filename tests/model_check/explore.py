@@ -51,13 +51,12 @@ def explore(
     """
     with frozen(world.clock):
         first = checked(None, partial(world.start, processes, budget))
-        return explore_from(world, first, most_states, seconds, finish_each)
+        return _explore_from(world, first, most_states, seconds, finish_each)
 
 
-def explore_from(
+def _explore_from(
     world: World, first: State, most_states: int, seconds: float, finish_each: int
 ) -> Explored:
-    """Explore from any state, with the clock of the world frozen."""
     end = time.monotonic() + seconds
     first_key = world.key_of(first)
     seen = {first_key}

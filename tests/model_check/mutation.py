@@ -1,9 +1,8 @@
 """Lines of the scripts that enforce an invariant, in `mutations.jsonl`, each gone or changed.
 
 A mutation names its text exactly: whoever changes such a line changes it there, too, and is reminded
-of what it is for. Three proofs must notice it: the `story` of tests/buffer/invariants must fail, a
-`history` of the model check must break (unless `explained` says why none does), and a `chaos` run
-with that build must be judged.
+of what it is for. Two proofs must notice it: the `story` of tests/buffer/invariants must fail, and a
+`chaos` run with that build must be judged.
 """
 
 from __future__ import annotations
@@ -31,9 +30,6 @@ class Mutation:
     limits: Mapping[str, Any] = field(default_factory=dict)
     story: str = ""
     chaos: str = ""
-    history: str = ""
-    broken: str = ""
-    explained: str = ""
 
     def __str__(self) -> str:
         texts = (" ".join(text.split()) for text in (self.old, self.new) if text)
@@ -51,11 +47,3 @@ class Mutation:
 
 def read_mutations() -> list[Mutation]:
     return [Mutation(**orjson.loads(line)) for line in FILE.read_bytes().splitlines()]
-
-
-def write_mutations(mutations: list[Mutation]) -> None:
-    rows = []
-    for one in mutations:
-        values = {name: getattr(one, name) for name in Mutation.__slots__}
-        rows.append(orjson.dumps({name: value for name, value in values.items() if value}) + b"\n")
-    FILE.write_bytes(b"".join(rows))

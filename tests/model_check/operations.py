@@ -18,8 +18,8 @@ from buffer.errors import RolloutMQError
 from buffer.ids import group_id
 from buffer.job import Job
 from buffer.ledger.position import Position
-from buffer.model.manifest import Manifest, ManifestEntry, NotReady
-from buffer.redis.script_calls import Upload, unfenced
+from buffer.manifest import Manifest, ManifestEntry, NotReady
+from buffer.redis.scripts import Upload, unfenced
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire import group_bytes
@@ -88,7 +88,8 @@ def advance(run: Run, store: SteppedStore, pending: Pending) -> Called | Finishe
     store.replies = list(pending.replies)
     store.is_stepped = True
     try:
-        return Finished(OPERATIONS[pending.name](run, *pending.args))
+        # an operation is a function of this module
+        return Finished(globals()[pending.name](run, *pending.args))
     except Called as call:
         return call
     except RolloutMQError as error:
@@ -286,35 +287,3 @@ def _set_mode(run: Run, who: str, nonce: str, operation: str, mode: str, lanes: 
     open_lanes = ALL_LANES if mode == "run" else lanes
     further = {"lanes": open_lanes, "orphan_ms": ""}
     unfenced(run.store.call("control", run.keys.slots(), {**arguments, **further}), "trainer")
-
-
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        register,
-        claim,
-        heartbeat,
-        submit,
-        release,
-        open_producer,
-        enqueue,
-        reissue,
-        open_trainer,
-        take,
-        publish,
-        commit,
-        quarantine,
-        refill,
-        set_target,
-        hold,
-        halt,
-        beat,
-        reap,
-        refresh,
-        collect,
-        expire_waiting,
-        drop,
-        requeue,
-        pause,
-    )
-}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from buffer.groups.claim import Claim
 from buffer.job import Job, PayloadRef
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.connection import in_memory
 from buffer.redis.scripts import Script
 from buffer.run import Run
@@ -84,16 +84,6 @@ class Move(NamedTuple):
     happen: Callable[[], State | None]
 
 
-class Made(NamedTuple):
-    """A call of the server: of an operation in a state, the server after it, and the reply."""
-
-    what: str
-    state: State
-    pending: Pending
-    after: Image
-    reply: Any
-
-
 class World:
     """Carries out moves on one in-memory server."""
 
@@ -121,8 +111,6 @@ class World:
         self.calls = 0
         self._histories: dict[PayloadRef, tuple[PolicyVersion, ...]] = {}
         self._known: dict[Any, tuple[Image, Called | Finished, Finished | None]] = {}
-        self.made: list[Made] = []
-        """every call that was carried out, each once"""
 
     def close(self) -> None:
         self.store.close()
@@ -247,16 +235,14 @@ class World:
         """
         name = (state.image.numbers, state.now_s, pending)
         if name not in self._known:
-            image, came = self.call_server(state, pending)
+            image, came = self._call_server(state, pending)
             over = came if isinstance(came, Finished) else self._over(pending, came)
             if over is not None and isinstance(over.result, Claim):
                 self._read_histories(over.result.jobs)
             self._known[name] = (image, came, over)
-            if isinstance(came, Called):
-                self.made.append(Made(came.what, state, pending, image, came.reply))
         return self._known[name]
 
-    def call_server(self, state: State, pending: Pending) -> tuple[Image, Called | Finished]:
+    def _call_server(self, state: State, pending: Pending) -> tuple[Image, Called | Finished]:
         """Carry out the next call of an operation, and check what it did."""
         self.clock.now_s = state.now_s
         self.images.put_back(state.image)
@@ -267,12 +253,6 @@ class World:
             check_caller(came, pending.args, state.image, image, now_ms, self.limits)
         check_state(image, self.limits)
         return image, came
-
-    def use_scripts(self, scripts: Mapping[str, Script]) -> None:
-        """Call other scripts from now on."""
-        self.store.scripts = self.run.store.scripts = scripts
-        self._known.clear()
-        self.made.clear()
 
     def _over(self, pending: Pending, came: Called) -> Finished | None:
         further = pending._replace(replies=(*pending.replies, came.reply))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from buffer.ids import new_nonce
 from buffer.job import Job
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.sampling import SampleParams
 from consumer.handle.batch import Batch

@@ -26,14 +26,13 @@ from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.environment import Answer, Turn
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.agent_loops.toolbox import Toolbox
 from producer_workers.config.distributions import Fixed
 from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.base import Generation
 from producer_workers.gateway.loop import GatewayAgentLoop
-from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge, call_here
+from producer_workers.judges.judge import FunctionJudge, call_here
 from producer_workers.judges.watched_judges import WatchedJudges
-from producer_workers.worker.task_runner import GroupFilter, TaskRunner
+from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from rolloutmq.testing import END, Characters
 from tests.pipeline.yard import FIRST, SLOW_S, TASK, WatchedEngine, Yard
@@ -221,7 +220,7 @@ def ranking(vandal: Vandal) -> dict[str, Any]:
         vandal.fail_once(2)
         return [1.0] * len(LENGTHS)
 
-    return {"judge": GroupFunctionJudge("vandal", rank)}
+    return {"judge": FunctionJudge("vandal", rank)}
 
 
 def sample_filter(vandal: Vandal) -> dict[str, Any]:
@@ -321,7 +320,7 @@ def make_worker(yard: Yard, name: str, token_s: float, *, partial: bool, **parts
     judges = WatchedJudges()
     if function := parts.pop("is_valid_sample", None):
         call = call_here("filter", "filter", function, "filter", 60.0)
-        function = GroupFilter("filter", call, lambda what, call: judges.run(10.0, what, call))
+        function = judges.watch_filter("filter", call, 10.0)
     scorer = parts.pop("judge", FunctionJudge("one", lambda **_: 1.0))
     fills = fills_twice(parts)
     loop = parts.pop("loop", SingleTurnAgentLoop)(
@@ -392,23 +391,6 @@ def check_group(
         del values["prompt_ids"]
         assert values == expected(state.index, values)
         check_tokens(state, made)
-
-
-@pytest.mark.parametrize("coroutine", [True, False])
-def test_a_tool_that_ruins_its_arguments_ruins_no_call(coroutine: bool) -> None:
-    def add(numbers: list[Any], options: dict[str, Any]) -> int:
-        total = len(numbers)
-        ruin([numbers, options])
-        return total
-
-    async def add_later(numbers: list[Any], options: dict[str, Any]) -> int:
-        return add(numbers, options)
-
-    arguments = {"numbers": [[1], {"a": [2]}], "options": {"deep": {"er": [1]}}}
-    tool = add_later if coroutine else add
-    call = ToolCall(id="1", name=tool.__name__, arguments=copy.deepcopy(arguments))
-    assert asyncio.run(Toolbox([tool]).call_all([call, call])) == ["2", "2"]
-    assert call.arguments == arguments
 
 
 class RuinsItself(SingleTurnAgentLoop):

@@ -21,8 +21,8 @@ from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import ExpiredBatch, Fenced, NoBatch, ProducerGone
 from buffer.ids import group_id, new_nonce
 from buffer.ledger.account import FsckReport
-from buffer.model.limits import TaskLimits
-from consumer.handle.batch import Batch, Stopped
+from buffer.limits import TaskLimits
+from consumer.handle.batch import Batch
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.producer.producer import Producer
 from tests.pipeline.produce import make_producer
@@ -159,35 +159,6 @@ def test_a_last_batch_without_a_usable_group_is_made_again(
         assert not bad & set(batch.manifest.gids)
 
     with producing(make_producer(yard.run, dataset, SHARE, steps=2)):
-        play(yard, trainer)
-
-
-def test_a_trainer_waits_through_a_pause_and_leaves_when_the_run_is_finished(
-    yard: Yard, dataset: Path
-) -> None:
-    consumer = consumer_of(yard)
-    is_waiting = threading.Event()
-
-    def trainer() -> None:
-        yard.control(Mode.ABORT)
-        threading.Thread(target=lambda: (is_waiting.wait(400), yard.control(Mode.RUN))).start()
-        # no worker, nothing started, a step that is not even too old: that is what a pause is
-        reasons: list[str] = []
-
-        def note(reason: Any) -> None:
-            reasons.append(str(reason))
-            if len(reasons) == 4:
-                is_waiting.set()
-
-        assert (
-            len(consumer.take_batch(1, {TASK: SHARE}, deadline_s=400.0, waiting=note).groups)
-            == SHARE
-        )
-        yard.control(Mode.FINISH)
-        with pytest.raises(Stopped):
-            take(consumer, 2)
-
-    with producing(make_producer(yard.run, dataset, SHARE)):
         play(yard, trainer)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -13,10 +12,10 @@ from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.ids import new_nonce
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import rollout
-from tests.pipeline.yard import FIRST, LINEAGE, LONG, SLOW_S, TASK, WatchedEngine, Yard
+from tests.pipeline.yard import FIRST, LINEAGE, LONG, SLOW_S, TASK, Yard
 
 
 def train(yard: Yard, step: int) -> None:
@@ -142,37 +141,3 @@ async def test_pause_ends_a_protected_group_that_takes_too_long(
         assert engine.unfinished() == 0
     assert yard.run.record(gid)["aborts"] == "2"
     yard.check()
-
-
-async def test_an_engine_that_cannot_abort_some_continues_with_all_until_the_protected_one_is_done(
-    make_yard: Callable[..., Yard],
-) -> None:
-    yard = make_yard(tail_batch_max_tries=1)
-    protected = enqueue_tail(yard, (250, 250))
-    (other,) = yard.enqueue(1, LONG)
-    worker: Any = yard.worker(token_s=SLOW_S, partial_rollout=True)
-    worker._engine._engine = OnlyWhatIsAsked(worker.engine)
-    async with yard.working(worker) as engine:
-        await yard.until_generating(engine, 4)
-        await yard.receipts(yard.control(Mode.ABORT))
-        assert yard.places() == {"completed": 1, "aborted": 1}
-    assert yard.group(protected).lengths.tolist() == [250, 250]
-    assert (yard.group(other).lengths > 50).all()
-    yard.check()
-
-
-class OnlyWhatIsAsked:
-    """`Engine` and nothing else."""
-
-    def __init__(self, engine: WatchedEngine) -> None:
-        self.name = engine.name
-        self.start = engine.start
-        self.generate = engine.generate
-        self.pause = engine.pause
-        self.resume = engine.resume
-        self.load_weights = engine.load_weights
-        self.sleep = engine.sleep
-        self.wake = engine.wake
-        self.version = engine.version
-        self.check_health = engine.check_health
-        self.shutdown = engine.shutdown

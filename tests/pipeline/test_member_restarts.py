@@ -12,10 +12,11 @@ from buffer.control.control import Mode
 from buffer.errors import JudgeError
 from buffer.groups.claim import Claim
 from buffer.ids import new_nonce
-from buffer.model.limits import TaskLimits
-from buffer.model.manifest import NotReady
+from buffer.limits import TaskLimits
+from buffer.manifest import NotReady
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from producer_workers.judges.judge import Judge
 from tests.pipeline.yard import (
     FAST_S,
     FIRST,
@@ -77,18 +78,16 @@ async def test_an_abort_without_partial_rollout_restarts_only_unfinished_members
     yard.check()
 
 
-class Ranking:
+class Ranking(Judge):
     """Judges a group together, by length."""
 
     name = "ranking"
+    sees_group = True
 
     def __init__(self) -> None:
         self.judged: list[int] = []
 
-    async def judge(self, state: RolloutState) -> dict[str, float]:
-        raise NotImplementedError
-
-    async def judge_group(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
+    async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         self.judged.append(len(states))
         return [{"score": float(len(state.response_ids))} for state in states]
 
@@ -166,7 +165,7 @@ def claim(yard: Yard, worker: str, weights: PolicyVersion, limit: int) -> Claim:
     return yard.run.jobs.claim(worker, nonce, new_nonce(), weights, limit)
 
 
-class FailsFor:
+class FailsFor(Judge):
     """Judges every rollout with 1, but raises for one member, `times` times."""
 
     name = "fails for"
@@ -176,12 +175,13 @@ class FailsFor:
         self.left = times
         self.judged: list[int] = []
 
-    async def judge(self, state: RolloutState) -> dict[str, float]:
+    async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
+        (state,) = states
         self.judged.append(state.index)
         if state.index == self.index and self.left:
             self.left -= 1
             raise JudgeError("no verdict")
-        return {"score": 1.0}
+        return [{"score": 1.0}]
 
 
 def members_of(engine: WatchedEngine) -> list[str]:
@@ -236,19 +236,4 @@ async def test_a_group_is_trained_without_a_member_that_always_fails_if_two_are_
         assert not isinstance(taken, NotReady)
         (group,) = taken[TASK]
         assert group.scores.tolist() == [1.0, 1.0]
-    yard.check()
-
-
-async def test_a_group_judge_judges_the_members_that_are_left(
-    make_yard: Callable[..., Yard],
-) -> None:
-    yard = make_yard(max_tries=1)
-    (gid,) = yard.enqueue(1, (10, 11, 12))
-    judge = Ranking()
-    worker = yard.worker(judge=judge, on_failed_member="train")
-    async with yard.working(worker) as engine:
-        engine.refused.add("1")
-        await yard.until_places(completed=1)
-    assert judge.judged == [2]
-    assert yard.group(gid).scores.tolist() == [10.0, 12.0]
     yard.check()

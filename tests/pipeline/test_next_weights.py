@@ -12,14 +12,12 @@ import pytest
 
 from buffer.control.control import Mode
 from buffer.errors import WeightsRefused
-from buffer.ids import new_nonce
-from buffer.model.manifest import NotReady
+from buffer.manifest import NotReady
 from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import PublishedWeights
 from buffer.wire.rollout import PolicyVersion
 from consumer.handle import wait_rules
 from consumer.handle.rollout_consumer import RolloutConsumer
-from tests.consumer.handle.crew import wait_until
 from tests.pipeline.yard import FIRST, LINEAGE, SLOW_S, TASK, Yard, versions
 
 
@@ -112,58 +110,6 @@ async def test_a_pause_waits_for_no_fetch(
         await yard.until_places(completed=3)
         assert engine.version() == PolicyVersion(LINEAGE, 1)
     assert fetched == ["weights-1"]
-    yard.check()
-
-
-async def test_announced_weights_that_are_replaced_altered_or_never_published(
-    yard: Yard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Version 1 is replaced while it is fetched, 2 is altered, 4 announced by a trainer that dies.
-
-    A worker that dies before it has fetched anything is waited for no longer than its lease.
-    """
-    gate = threading.Event()
-    fetched = gated_fetches(monkeypatch, gate)
-    consumer = RolloutConsumer(yard.run, prefetch_bytes=0, nonce=yard.trainer)
-    consumer.lineage = LINEAGE
-    never = threading.Event()
-
-    def refusals() -> str:
-        return " ".join(worker.refusal for worker in yard.run.fleet.workers())
-
-    urgent = threading.Event()
-    urgent.set()
-
-    def train() -> None:
-        first = yard.announce(1)
-        wait_until(lambda: fetched == ["weights-1"], "a fetch")
-        consumer.wait_until_fetched(first, unless=urgent)
-        assert yard.run.receipts.silent(first.epoch) == ["w0"]
-        yard.run.fleet.register("dies", new_nonce(), {})
-        folder, checksum = yard.write_weights(2)
-        spoil(folder)
-        announced = consumer.announce_weights(2, str(folder), checksum)
-        assert "dies" in yard.run.receipts.silent(announced.epoch)
-        yard.expire_lease("dies")
-        gate.set()
-        consumer.wait_until_fetched(announced, unless=never)
-        wait_until(lambda: "weights-2" in refusals(), "a refusal")
-        assert yard.run.control.state().weights == FIRST
-        consumer.wait_until_fetched(yard.announce(3), unless=never)
-        assert "weights-3" in fetched
-        with consumer.paused("abort"):
-            consumer.publish_weights(3, *map(str, yard.located(3)))
-        yard.announce(4)
-        yard.run.trainers.open(new_nonce(), step=0, lineage="l2", take_over=True)
-        assert yard.run.control.state().announced is None
-
-    async with yard.working(yard.worker()) as engine:
-        await asyncio.to_thread(train)
-        yard.enqueue(1)
-        await yard.until_places(completed=1)
-        assert engine.version() == PolicyVersion(LINEAGE, 3)
-    assert fetched[:2] == ["weights-1", "weights-2"]
-    assert fetched.count("weights-3") == 1
     yard.check()
 
 

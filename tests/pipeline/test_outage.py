@@ -16,7 +16,7 @@ from buffer.errors import Fenced, ProducerGone, ScriptError
 from buffer.groups.submit import SubmitOutcome
 from buffer.ids import new_nonce
 from buffer.job import Job, Result
-from buffer.model.manifest import NotReady
+from buffer.manifest import NotReady
 from buffer.redis.connection import retry as outage_clock
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
@@ -24,7 +24,7 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from consumer.handle import wait_rules as batch_outlook
 from consumer.handle.wait_rules import BatchOutlook
-from producer_workers.worker.submitter import Submitter
+from producer_workers.worker.group_runner import Submitter
 from tests.pipeline.yard import FIRST, TASK, Yard
 
 OUTAGE_S = 300.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -28,6 +27,7 @@ from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.multi_turn import turns_of
 from rolloutmq.init.project import TINY, Choices, write_project
 from tests.pipeline.site import Site
+from tests.programs import python
 from tests.warm_process import run_to_end
 
 STEPS = 2
@@ -183,16 +183,9 @@ def check_logprobs(states: list[RolloutState], folder: Path) -> None:
 # -- own loop ------------------------------
 
 
-ROOT = Path(__file__).parents[2]
-
-
 def test_a_loop_of_ones_own_calls_the_parts_one_by_one(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "examples.own_loop", str(tmp_path)],
-        cwd=ROOT, capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert [line.split(",")[0] for line in done.stdout.splitlines()] == [
+    said = python("-m", "examples.own_loop", tmp_path)
+    assert [line.split(",")[0] for line in said.splitlines()] == [
         f"step {n}: 4 groups" for n in (1, 2, 3, 4)
     ]
     assert (tmp_path / "checkpoint.npy").exists()

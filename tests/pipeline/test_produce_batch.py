@@ -15,7 +15,7 @@ from buffer.control.progress import ProduceProgress, TaskProgress
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import Fenced, RoleHeld, TaskStopped
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.sampling import SampleParams
@@ -111,21 +111,6 @@ def test_a_broken_task_stops_alone_and_fails_the_trainer_that_waits_for_it(
     site.scene.check()
 
 
-def test_a_producer_that_starts_anew_tries_a_broken_task_again(
-    make_mixture: Callable[..., Mixture],
-) -> None:
-    first = make_mixture()
-    first.rows["math"].broken = OSError("disk")
-    with first.manager.opened():
-        first.rounds(1)
-    assert first.run.task_stops.of("math").kind == "broken"
-    first.rows["math"].broken = None
-    second = first.new_manager()
-    with second.opened():
-        assert second.round(first.run.control.state()) == 5
-    assert not first.run.task_stops.of("math").kind
-
-
 def test_a_slow_task_holds_up_no_other(make_mixture: Callable[..., Mixture]) -> None:
     """Submit nothing of math: code continues, step after step, as far as its weights allow."""
     site = make_mixture()
@@ -162,20 +147,6 @@ def test_enough_is_a_batch_of_what_there_is_and_is_not_made_up_for(
                 site.run.jobs.release("w0", job, "aborted")
     assert site.run.read_progress().tasks["math"].consumed == 6
     site.scene.check()
-
-
-def test_should_continue_that_raises_stops_its_task_with_its_words(
-    make_mixture: Callable[..., Mixture],
-) -> None:
-    def broken(*_: int, **__: object) -> bool:
-        raise KeyError("difficulty")
-
-    site = make_mixture(should_continue={"math": broken})
-    with site.manager.opened():
-        site.rounds()
-        assert site.ready() == {"math": 0, "code": 2, "idle": 0}
-        with pytest.raises(TaskStopped, match="should_continue_fn raised KeyError: 'difficulty'"):
-            site.take(1)
 
 
 def test_enough_of_nothing_is_an_error_and_no_empty_batch(

@@ -16,10 +16,9 @@ import orjson
 import pytest
 
 from buffer.control import role_holder, roles
-from buffer.control.control import Mode
 from buffer.errors import Fenced, RoleHeld, RolloutMQError
 from buffer.ids import group_id, new_nonce
-from buffer.model.manifest import Manifest, NotReady
+from buffer.manifest import Manifest, NotReady
 from buffer.wire.sampling import SampleParams
 from producer_workers.datasets.dataset import Problem
 from producer_workers.producer.producer import Producer
@@ -129,24 +128,6 @@ def test_prompts_that_no_worker_could_have_are_skipped_or_stop_their_task_alone(
     assert yard.places() == {"waiting": 7, "dropped": 1}
     assert f"task {TASK}: row 3 is skipped: its prompt has" in caplog.text
     yard.check()
-
-
-def test_nothing_is_started_while_the_run_is_paused(yard: Yard, dataset: Path) -> None:
-    producer = make_producer(yard.run, dataset, share=5)
-    take_the_role(producer, yard)
-    yard.control(Mode.KEEP)
-    play(producer, yard)
-    assert not yard.places()
-    yard.control(Mode.RUN)
-    play(producer, yard)
-    assert yard.places()["waiting"] == 5
-
-
-def test_a_second_producer_is_refused_while_the_first_is_alive(yard: Yard, dataset: Path) -> None:
-    second = make_producer(yard.run, dataset, share=5)
-    with pytest.raises(RoleHeld, match="producer"):
-        second.produce_loop(threading.Event())
-    assert not yard.places()
 
 
 @on_both

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import pytest
+
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.job import Job
-from buffer.model.limits import TaskLimits
+from buffer.limits import TaskLimits
 from buffer.wire.rollout import Status
 from tests.buffer.scene import rollout
 from tests.pipeline.mixture import Mixture
@@ -68,18 +70,42 @@ def test_what_is_available_does_not_fall_when_a_batch_is_taken_in_the_middle(
     mixture.scene.check()
 
 
-# -- SyncProduceStrategy -----------------------------------------------------
+TAIL_BATCH = {
+    "over_sample_threshold": 1.0,
+    "on_straggler": "retry",
+    "tail_batch_trigger_size": 3,
+}
+
+# -- strategies --------------------------------------------------------------
 
 
-def test_sync_starts_only_what_is_missing(make_mixture: Make) -> None:
-    """Differ from the reference, whose first launch ignores what the buffer holds.
-
-    So ours works with a disaggregated trainer, too.
-    """
-    mixture = make_mixture(one_task(strategy="sync"))
-    put(mixture, DONE, DONE, DONE)
+@pytest.mark.parametrize(
+    ("settings", "pools", "started", "resumed"),
+    [
+        # the reference's first launch ignores what the buffer holds; ours works with a
+        # disaggregated trainer, too
+        ({"strategy": "sync"}, [DONE, DONE, DONE], 1, 0),
+        # aborted groups of a synchronous run start again (there they are stored, and never sampled);
+        # expired ones are dropped in both
+        ({"strategy": "sync", "on_straggler": "retry"}, [CUT, OLD], 4, 1),
+        # over-sampling is a share of the batch, and not of what is missing
+        ({"over_sample_threshold": 1.0}, [DONE, DONE, DONE], 5, 0),
+        # expired groups are retried at once, with over-sampling
+        ({"over_sample_threshold": 1.0, "on_straggler": "retry"}, [OLD], 8, 1),
+        # pools first, then the data set
+        ({}, [CUT, CUT], 4, 2),
+        # three expired groups trigger a tail batch, which the data set fills, without a surplus
+        (TAIL_BATCH, [OLD, OLD, OLD], 4, 3),
+    ],
+)
+def test_a_round_starts_what_the_reference_starts(
+    make_mixture: Make, settings: dict[str, object], pools: list[Status], started: int, resumed: int
+) -> None:
+    mixture = make_mixture(one_task(**settings))
+    put(mixture, *pools)
     with mixture.manager.opened():
-        assert mixture.round() == 1
+        assert mixture.round() == started
+        assert len(mixture.scene.stream("resume")) == resumed
         assert mixture.round() == 0
 
 
@@ -98,42 +124,6 @@ def test_sync_makes_up_for_what_was_filtered_and_what_failed_for_good(make_mixtu
     assert mixture.places() == {"completed": 4, "filtered": 1, "dead": 1}
 
 
-def test_sync_starts_aborted_groups_again_and_never_expired_ones(make_mixture: Make) -> None:
-    """There, a group that was aborted in a synchronous run is stored and never sampled again.
-
-    Expired groups are dropped in both: they would wait for a retry that never comes.
-    """
-    mixture = make_mixture(one_task(strategy="sync", on_straggler="retry"))
-    cut, *_ = put(mixture, CUT, OLD)
-    with mixture.manager.opened():
-        mixture.round()
-    assert cut in mixture.scene.stream("resume")
-    assert len(mixture.scene.stream("resume")) == 1
-    assert mixture.places()["dropped"] == 1
-
-
-# -- AsyncProduceStrategy ----------------------------------------------------
-
-
-def test_over_sampling_is_a_share_of_the_batch_and_not_of_what_is_missing(
-    make_mixture: Make,
-) -> None:
-    """The same: batch 4, over-sampling 1.0, one group missing: 5 are started."""
-    mixture = make_mixture(one_task(over_sample_threshold=1.0))
-    put(mixture, DONE, DONE, DONE)
-    with mixture.manager.opened():
-        assert mixture.round() == 5
-
-
-def test_trigger_0_retries_expired_groups_at_once_with_over_sampling(make_mixture: Make) -> None:
-    """As in its newest version; the older one took 0 for off, which is -1 now, and the default."""
-    mixture = make_mixture(one_task(over_sample_threshold=1.0, on_straggler="retry"))
-    put(mixture, OLD)
-    with mixture.manager.opened():
-        assert mixture.round() == 8
-    assert len(mixture.scene.stream("resume")) == 1
-
-
 def test_what_was_started_beyond_the_batch_counts_in_the_next_round(make_mixture: Make) -> None:
     """Agree with the reference: pending groups survive the round.
 
@@ -148,35 +138,6 @@ def test_what_was_started_beyond_the_batch_counts_in_the_next_round(make_mixture
         mixture.publish(1)
         assert mixture.round() == 4
     assert mixture.places() == {"taken": 4, "running": 4, "waiting": 4}
-
-
-def test_aborted_groups_are_started_before_new_prompts(make_mixture: Make) -> None:
-    """The same order: pools first, then the data set."""
-    mixture = make_mixture(one_task())
-    cut = put(mixture, CUT, CUT)
-    with mixture.manager.opened():
-        assert mixture.round() == 4
-        assert [job.gid in cut for job in mixture.claim()] == [True, True, False, False]
-
-
-def test_tail_batch_takes_expired_groups_first_fills_the_gap_and_starts_no_more(
-    make_mixture: Make,
-) -> None:
-    """Agree with the reference: three expired groups trigger a tail batch.
-
-    The fourth group comes from the data set, and there is no surplus.
-    """
-    mixture = make_mixture(
-        one_task(
-            over_sample_threshold=1.0,
-            on_straggler="retry",
-            tail_batch_trigger_size=3,
-        )
-    )
-    old = put(mixture, OLD, OLD, OLD)
-    with mixture.manager.opened():
-        assert mixture.round() == 4
-        assert [job.gid in old for job in mixture.claim()] == [True, True, True, False]
 
 
 def test_a_tail_batch_lasts_until_it_is_made(make_mixture: Make) -> None:
@@ -278,6 +239,3 @@ def test_nothing_is_started_while_weights_are_updated(make_mixture: Make) -> Non
         assert mixture.round() == 0
         mixture.run.control.set_mode("operator", Mode.RUN)
         assert mixture.round() == 4
-
-
-# -- Producer --------------------------------------------------------

@@ -31,7 +31,8 @@ from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
 from rolloutmq.check import data as check_data
-from rolloutmq.check.finding import Finding, findings_of, units_of
+from rolloutmq.check.contained import units_of
+from rolloutmq.check.finding import Finding
 from rolloutmq.config.load import inspect_config
 from tests.pipeline.yard import TASK, Letters, Yard
 from tests.servers import KINDS
@@ -237,7 +238,7 @@ def test_what_a_check_accepts_is_enqueued_and_what_it_refuses_stops_the_task(
     found: list[Finding] = []
     for unit in units_of("data", loaded):
         if unit.section == "data":
-            found += findings_of(unit)
+            found += unit.findings()
     errors = [each.what for each in found if each.level == "error"]
     assert len(errors) == len(REFUSED)
     for number, what in enumerate(errors, start=len(KEPT)):

@@ -26,9 +26,8 @@ from buffer.redis.store import Store
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JudgingSection
 from producer_workers.judges import rq_judge
-from producer_workers.judges.judge import judge_all
 from producer_workers.judges.load import load_judge
-from producer_workers.judges.rq_judge import RqGroupJudge, RqJudge
+from producer_workers.judges.rq_judge import RqJudge
 from producer_workers.judges.rq_worker import FUNCTION, judge_url, open_queue
 from tests.pipeline.site import ROOT
 from tests.pipeline.yard import Yard
@@ -131,7 +130,7 @@ def test_reward_is_that_of_the_same_function_inline_and_no_pickle_is_stored(
         logprobs=np.zeros(3),
         finish_reason="length",
     )
-    inline = asyncio.run(judge_all(load_judge(MINE + "length"), [state]))[0]
+    inline = asyncio.run(load_judge(MINE + "length").judge_group([state]))[0]
     assert asyncio.run(make_judge("length").judge(state)) == inline == REWARD
     values = list(stored(pool.connect()))
     assert any(b'"four"' in value for value in values)
@@ -144,8 +143,8 @@ def test_groups_and_programs_are_judged_in_work_horses(pool: Server) -> None:
     with closing(Store(pool.url, name="judging")) as store:
         judging = JudgingSection(kind="rq", retries=0)
         group = [RolloutState(response=text) for text in ("ccc", "a", "bb")]
-        ranks = RqGroupJudge(MINE + "ranks", store, RUN, judging)
-        assert asyncio.run(judge_all(ranks, group)) == [
+        ranks = RqJudge(MINE + "ranks", store, RUN, judging, sees_group=True)
+        assert asyncio.run(ranks.judge_group(group)) == [
             {"score": 2.0},
             {"score": 0.0},
             {"score": 1.0},

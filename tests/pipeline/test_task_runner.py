@@ -19,7 +19,7 @@ from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.distributions import Fixed
 from producer_workers.config.engine import SimulatedConfig
-from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.judges.judge import FunctionJudge
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from tests.buffer.scene import FIRST
@@ -67,16 +67,6 @@ async def test_a_group_over_its_time_limit_fails_its_tries_and_frees_the_engine(
         assert engine.unfinished() == 0
     assert "took longer than 0.3 s" in str(yard.run.dead_letters.reason(slow[0]))
     yard.check()
-
-
-async def test_a_filter_that_raises_fails_the_group_with_its_words(yard: Yard) -> None:
-    def broken(states: Sequence[RolloutState]) -> bool:
-        raise ZeroDivisionError("no variance")
-
-    gids = yard.enqueue(1)
-    async with yard.working(yard.worker(is_valid_sample=broken)):
-        await yard.until_places(dead=1)
-    assert "ZeroDivisionError: no variance" in str(yard.run.dead_letters.reason(gids[0]))
 
 
 @on_both
@@ -230,4 +220,3 @@ async def test_the_time_that_groups_take_is_counted(make_yard: Callable[..., Yar
     groups = yard.run.buffer.get(3, TASK)
     spent_s = sum(group.shared.extra[GROUP_TIME] for group in groups)
     assert abs(progress.produced_ms / 1000 - spent_s) < 0.004
-    assert (progress.seconds_per_group or 0) * 3 == pytest.approx(spent_s, abs=0.004)

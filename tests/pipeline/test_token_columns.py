@@ -14,9 +14,9 @@ from buffer.curation.rollout_line import RolloutLine, group_of, lines_of
 from buffer.errors import JudgeError
 from buffer.wire.rollout import RolloutState
 from consumer.grpo.policy.packing import Packer
-from consumer.handle.batch_table import BatchTable
+from consumer.handle.batch import BatchTable
 from producer_workers.judges.judge import take_columns
-from producer_workers.user_code.rollout_border import check_answer
+from producer_workers.user_code.border import check_answer
 from rolloutmq.testing import rehearse
 
 PROBLEMS = [{"question": f"{n} + {n} = ?", "answer": str(2 * n)} for n in range(3)]
@@ -76,9 +76,9 @@ def test_columns_that_do_not_fit_the_response_fail_the_rollout(
 ) -> None:
     state = RolloutState(response_ids=np.arange(2), logprobs=[0, 0])
     with pytest.raises(JudgeError, match=said):
-        take_columns("mine", state, check_answer("mine", {"score": 1, **columns}))
+        take_columns("mine", [state], [check_answer("mine", {"score": 1, **columns})])
 
 
 def test_a_number_with_the_name_of_a_column_is_part_of_the_reward() -> None:
     answer = check_answer("mine", {"score": 1, "values": 0.5})
-    assert take_columns("mine", RolloutState(), answer) == {"score": 1.0, "values": 0.5}
+    assert take_columns("mine", [RolloutState()], [answer]) == [{"score": 1.0, "values": 0.5}]

@@ -134,16 +134,3 @@ def check_life(collector: Collector, trace: str, root: str) -> None:
     assert {span.parent_span_id.hex() for span in spans[1:]} == {root}
     judged = collector.named(trace, "rl.reward")
     assert [span.parent_span_id for span in judged] == [found["rl.sample"][0].span_id] * 4
-
-
-def test_without_the_switch_a_run_stays_as_it_is(
-    make_site: Callable[..., Site], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(SWITCH, raising=False)
-    site = make_site()
-    with site.server as server:
-        store = Store(server.url)
-        run = create_run(store, load_config(site.config, []), site.model)
-        assert trace_run(run, "worker") is None
-        assert not run.observers
-        store.close()

@@ -93,17 +93,6 @@ def moved(announced: Announcement, port: int = 0, token: str = "") -> Announceme
     return replace(announced, port=port or announced.port, token=token or announced.token)
 
 
-def test_many_workers_get_every_bit_at_the_same_time(
-    trainer: tuple[TensorServer, Announcement], tmp_path: Path
-) -> None:
-    receivers = [
-        TensorReceiver(trainer[1], limit_s=DEADLINE_S) for _ in range(12)
-    ]  # more than get them at once
-    for number, receiver in enumerate(receivers):
-        until(receiver.is_done)
-        assert_whole(dict(receiver.tensors()), tmp_path / str(number))
-
-
 @pytest.mark.parametrize("token", ["", "0" * 64], ids=["silent", "with another token"])
 def test_a_stranger_gets_32_random_bytes_and_the_door(
     trainer: tuple[TensorServer, Announcement], tmp_path: Path, token: str
@@ -291,14 +280,6 @@ async def test_who_comes_after_the_trainer_died_finds_the_folder_and_the_next_tr
     assert late.came[second] == tmp_path / "published" / "l1-000002"
     assert isinstance(late.came[PolicyVersion(LINEAGE, 4)], dict)
     weights_manifest.verify(tmp_path / "published" / "l1-000004", _announced(yard).checksum)
-
-
-async def test_an_engine_that_cannot_receive_reads_the_folder(
-    yard: Yard, transfer: TransferSender
-) -> None:
-    async with yard.working(yard.worker()) as engine:
-        weights = await asyncio.to_thread(publish, yard, transfer, 1)
-        await yard.until(lambda: engine.version() == weights)
 
 
 def test_an_announcement_that_is_not_the_published_one_is_refused(

@@ -136,28 +136,6 @@ def test_changes_reach_a_receiver_that_follows_and_one_that_is_late_or_missed_so
     sender.close()
 
 
-def test_processes_of_a_host_download_a_version_once(
-    yard: Yard, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store, keys = yard.run.store, yard.run.keys
-    published = RedisSender(store, keys, yard.folder).write(PolicyVersion(yard.run.name, 1), save)
-    reads: list[str] = []
-    read = VersionStore.read
-
-    def note(self: VersionStore, label: str, checksum: str, folder: Path) -> None:
-        reads.append(label)
-        read(self, label, checksum, folder)
-
-    monkeypatch.setattr(VersionStore, "read", note)
-    receivers = [WeightsReceiver(store, keys) for _ in range(3)]
-    folders = {receiver.fetch(published) for receiver in receivers}
-    assert len(reads) == len(folders) == 1
-    for receiver in receivers:
-        assert all(folder.exists() for folder in folders)
-        receiver.close()
-    assert not any(folder.exists() for folder in folders)
-
-
 @on_both
 async def test_a_worker_loads_the_newest_and_stays_with_them_when_the_next_are_torn(
     yard: Yard, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

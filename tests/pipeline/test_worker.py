@@ -23,7 +23,6 @@ from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.worker import group_runner
-from rolloutmq.views.run_view import read_run_view
 from tests.buffer.cutting_proxy import CuttingProxy
 from tests.pipeline.yard import FAST_S, FIRST, LONG, SLOW_S, TASK, WatchedEngine, Yard, versions
 from tests.producer_workers.engines.tiny_model import write_tiny_model
@@ -66,24 +65,6 @@ async def test_worker_submits_whole_groups_when_there_are_jobs(yard: Yard) -> No
 
 
 # -- failures ----------------------------------------------------------------
-
-
-@on_both
-async def test_a_group_is_a_dead_letter_when_its_judge_always_raises(yard: Yard) -> None:
-    poison = yard.enqueue(5)[2]
-
-    def judge(*, ground_truth: str, **_: Any) -> float:
-        if ground_truth == poison:
-            raise ValueError("cannot judge this")
-        return 1.0
-
-    async with yard.working(yard.worker(judge=judge)):
-        await yard.until_places(completed=4, dead=1)
-    letter = yard.store.control.get(f"{yard.run.keys.dead_letters}{poison}")
-    assert b"cannot judge this" in letter
-    assert yard.run.record(poison)["tries"] == "3"
-    assert yard.counters()["failed"] == 3
-    yard.check()
 
 
 async def test_no_group_is_lost_when_the_engine_dies(yard: Yard) -> None:
@@ -180,21 +161,6 @@ async def test_stop_hands_back_what_does_not_end_in_time(yard: Yard) -> None:
     async with yard.working(worker) as engine:
         await yard.until_generating(engine, 4)
     assert yard.places() == {"aborted": 2}
-    assert not yard.run.fleet.workers()
-    yard.check()
-
-
-async def test_stop_hands_back_what_hangs_in_its_judge(yard: Yard) -> None:
-    yard.enqueue(2)
-
-    async def hang(**_: Any) -> float:
-        await asyncio.Event().wait()
-        return 0.0
-
-    async with yard.working(yard.worker(judge=hang, drain_timeout_s=0.2)) as engine:
-        await yard.until(lambda: len(engine.requests) == 4)
-    assert yard.places() == {"aborted": 2}
-    assert {r["tries"] for r in yard.records()} == {"0"}
     assert not yard.run.fleet.workers()
     yard.check()
 
@@ -359,26 +325,6 @@ async def test_worker_reports_its_counts(yard: Yard) -> None:
         times_s = [record.judge_times.quantile_s(share) for share in (0.5, 0.99)]
         assert times_s == sorted(times_s)
         assert (record.judge_times.count, times_s[0] > 0.005) == (record.judged, True)
-
-
-async def test_a_group_that_only_waits_for_its_judge_is_counted_as_such(yard: Yard) -> None:
-    judged = yard.enqueue(1, (3, 3))[0]
-    sampled = asyncio.Event()
-
-    async def judge(*, ground_truth: str, **_: Any) -> float:
-        if ground_truth == judged:
-            await sampled.wait()
-        return 1.0
-
-    async with yard.working(yard.worker(judge=judge, token_s=SLOW_S)):
-        await yard.until(lambda: read_run_view(yard.run).judging == 1)
-        assert read_run_view(yard.run).leases == 1
-        yard.enqueue(1, (200, 200))  # sampled for two seconds: it runs, and is not judged
-        await yard.until(lambda: read_run_view(yard.run).leases == 2)
-        assert read_run_view(yard.run).judging == 1
-        sampled.set()
-        await yard.until_places(completed=2)
-        await yard.until(lambda: read_run_view(yard.run).judging == 0)
 
 
 @pytest.mark.parametrize("most", [0, 1 << 20], ids=["files", "columns"])

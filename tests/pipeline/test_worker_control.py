@@ -99,38 +99,6 @@ async def test_drain_ends_what_runs_and_claims_nothing_when_more_waits(yard: Yar
     yard.check()
 
 
-async def test_nothing_is_aborted_when_a_drain_is_taken_back_while_it_runs(yard: Yard) -> None:
-    yard.enqueue(4, (100, 100))
-    async with yard.working(yard.worker(token_s=SLOW_S, concurrency=2)) as engine:
-        await yard.until_generating(engine, 4)
-        yard.control(Mode.DRAIN)
-        await asyncio.sleep(0.2)
-        await yard.receipts(yard.control(Mode.RUN))
-        await yard.until_places(completed=4)
-        assert len(engine.requests) == 8
-    assert {record["aborts"] for record in yard.records()} == {"0"}
-    yard.check()
-
-
-async def test_the_newest_control_state_counts_when_pauses_follow_each_other(yard: Yard) -> None:
-    yard.enqueue(2, LONG)
-    async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=True)) as engine:
-        await yard.until_generating(engine, 4)
-        yard.control(Mode.KEEP)
-        yard.control(Mode.DRAIN)
-        state = yard.control(Mode.ABORT)
-        await yard.receipts(state)
-        assert yard.places() == {"aborted": 2}
-        for mode in (Mode.RUN, Mode.ABORT, Mode.RUN, Mode.KEEP):
-            state = yard.control(mode)
-        await yard.receipts(state)
-    yard.control(Mode.RUN)
-    assert yard.reissue() == 2
-    async with yard.working(yard.worker("w1", token_s=FAST_S, partial_rollout=True)):
-        await yard.until_places(completed=2)
-    yard.check()
-
-
 @pytest.mark.parametrize("heartbeat_ms", [100, 60_000], ids=["by heartbeat", "by claim"])
 async def test_disconnected_worker_learns_of_a_pause_with_its_next_call(
     make_yard: Callable[..., Yard], monkeypatch: pytest.MonkeyPatch, heartbeat_ms: int

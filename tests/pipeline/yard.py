@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from safetensors.numpy import save_file
 from buffer.control.control import ControlState, Mode
 from buffer.ids import group_id, new_nonce
 from buffer.job import PayloadRef
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.weights import folder_manifest as weights_manifest
@@ -29,9 +28,9 @@ from producer_workers.config.distributions import Fixed
 from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.base import Generation, GenerationError
 from producer_workers.engines.simulated import SimulatedEngine
-from producer_workers.judges.function_judge import FunctionJudge, call_here
+from producer_workers.judges.judge import FunctionJudge, call_here
 from producer_workers.judges.watched_judges import WatchedJudges
-from producer_workers.worker.task_runner import GroupFilter, TaskRunner
+from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from tests.pipeline.judges import by_chance
 
@@ -207,7 +206,6 @@ class Yard:
         is_partial = options.pop("partial_rollout", False)
         grace_s = options.pop("grace_s", 10.0)
         judges = options.setdefault("judges", WatchedJudges())
-        within = partial(judges.run, grace_s)
         judge = judge if hasattr(judge, "name") else FunctionJudge("test", judge)
         chosen = {
             key: options.pop(key)
@@ -217,7 +215,7 @@ class Yard:
         if function := chosen.get("is_valid_sample"):
             what = "is_valid_sample_fn 'test'"
             call = call_here(what, what, function, "filter", 60.0)
-            chosen["is_valid_sample"] = GroupFilter(what, call, within)
+            chosen["is_valid_sample"] = judges.watch_filter(what, call, grace_s)
         loop = SingleTurnAgentLoop(
             judge=judges.watch(judge, grace_s),
             tokenizer=Letters(),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.rolloutmq.conftest import ROOT
+from tests.programs import ROOT, run
 
 THEIRS = "OWNER = 'the user'\n\n\ndef score(*, response, ground_truth, state):\n    return 1.0\n"
 CONFIG = """
@@ -45,14 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def python(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *args],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run(sys.executable, *args, cwd=folder, PYTHONPATH=str(ROOT))
 
 
 def run_script(folder: Path, code: str) -> subprocess.CompletedProcess[str]:
@@ -67,8 +59,8 @@ def test_the_command_starts_beside_them(folder: Path) -> None:
 
 def test_a_config_finds_a_module_of_the_users_folder(folder: Path) -> None:
     (folder / "run.toml").write_text(CONFIG.format(judge="configs:score"), encoding="utf-8")
-    done = python(folder, "-m", "rolloutmq", "problems", "run.toml")
-    assert done.stdout == "sums: 1 problems\n", done.stderr
+    done = python(folder, "-m", "rolloutmq.check", "data", "all", "0", "run.toml")
+    assert "task sums: 1 rows" in done.stdout, done.stderr
 
 
 def test_the_users_folder_is_searched_last(folder: Path) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from contextlib import closing
 
@@ -15,7 +12,7 @@ import pytest
 from buffer.imports import EXTRAS, install_command
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from tests.rolloutmq.conftest import ROOT
+from tests.programs import ROOT, python
 from tests.rolloutmq.populate import populate
 
 ABSENT = f"""
@@ -37,7 +34,6 @@ FRESH = ["--set", "run.name=fresh"]
 
 ABSENT_FOR = {
     "run": (["run", DEMO], "gym"),
-    "problems": (["problems", DEMO], "gym"),
     "warm-start": (["warm-start", DEMO], "train"),
     "worker": (["worker", DEMO], "train"),
     "producer": (["producer", DEMO, "--take-over"], "train"),
@@ -76,14 +72,10 @@ def answers(
     with closing(Store(server.url, deadline_s=400.0)) as store:
         populate(store)
     words = COMPLETE | {name: given for name, (given, _) in ABSENT_FOR.items()}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, orjson.dumps(words)],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": f"{folder}:{ROOT}", "REDIS_URL": server.url},
-        capture_output=True,
-        check=True,
-    )
-    return dict(orjson.loads(done.stdout))
+    path = f"{folder}:{ROOT}"
+    given = orjson.dumps(words).decode()
+    printed = python("-c", PROGRAM, given, cwd=folder, PYTHONPATH=path, REDIS_URL=server.url)
+    return dict(orjson.loads(printed))
 
 
 def test_every_extra_is_one_of_the_distribution() -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import rolloutmq
-from tests.rolloutmq.conftest import ROOT
+from tests.programs import ROOT, python
 
 PUBLIC = """
     AgentLoop AgentLoopManager Answer AsyncRolloutConsumer Batch BatchDataset CheckpointFolder
-    ConfigError Dataset EmbeddedServer Engine Environment FolderSender GroupJudge Judge Manifest
+    ConfigError Dataset EmbeddedServer Engine Environment FolderSender Judge Manifest
     MediaRef Mode MultiTurnAgentLoop NotReady PolicyVersion Position RehearsalError ReplayBuffer
     RolloutConsumer RolloutGroup RolloutMQError RolloutState Run RunLimits SampleParams
     ShardedConsumer SingleTurnAgentLoop Status Store TaskLimits ToolCall VersionSpan Worker
@@ -42,10 +40,7 @@ def test_an_unknown_name_is_an_attribute_error(name: str) -> None:
 
 def test_importing_rolloutmq_loads_nothing_heavy() -> None:
     code = "import sys, rolloutmq; print(*{name.partition('.')[0] for name in sys.modules})"
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert not HEAVY & set(done.stdout.split())
+    assert not HEAVY & set(python("-c", code).split())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))

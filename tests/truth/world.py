@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from buffer.control.control import Mode
 from buffer.ids import new_nonce
 from buffer.job import PayloadRef
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.payloads import checksum
 from buffer.redis.store import Store
 from buffer.run import Run
@@ -28,7 +28,7 @@ from buffer.wire.sampling import SampleParams
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.judges.judge import FunctionJudge
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of

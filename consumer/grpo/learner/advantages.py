@@ -1,73 +1,156 @@
 """Advantages: the reward of each rollout compared with the other rollouts of its prompt.
 
-All functions take a batch's scores, one float32[k] per group (k may differ), return float32[sum k]
-in the order of the groups, and raise WireError where a score is not finite. A group of one rollout
-or of equal scores gets exactly 0: dividing by a tiny standard deviation would turn rounding errors
-into advantages.
+An estimator takes `GroupRewards` and returns an array for each group, float32[k] (one number per
+rollout) or float32[R] (one per response token): those of `ESTIMATORS`, or a function of the user.
+The formulas below take a batch's scores, one float32[k] per group (k may differ), return
+float32[sum k], and raise WireError where a score is not finite. A group of one rollout or of equal
+scores gets exactly 0: dividing by a tiny standard deviation would turn rounding errors into
+advantages.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from math import comb
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.errors import WireError
+from buffer.errors import ConfigError, WireError
+from buffer.imports import load_function
 from buffer.wire.group import RolloutGroup
-from consumer.config.learner import AdvantageEstimator
 
 Scores = Sequence[NDArray[np.float32]]
 Lengths = Sequence[NDArray[np.int32]]  # int32[k] per group: response tokens
 
 Floats = NDArray[np.float64]
 
-Sessions = Sequence[Sequence[str]]  # session ids of each group's rollouts
+
+@dataclass(frozen=True, slots=True)
+class GroupRewards:
+    """What advantages are computed from: a group of k rollouts with R response tokens in total."""
+
+    scores: NDArray[np.float32]  # float32[k], with the overlong penalty
+    lengths: NDArray[np.int32]  # int32[k]: response tokens
+    sessions: Sequence[str]  # of the k rollouts: one session may have several
+    rewards: Mapping[str, Floats]  # float64[k]: the numbers of the judge by name; nan: none
+    tokens: Mapping[str, NDArray[Any]]  # [R]: mask, logprobs and `RolloutGroup.optional_columns`
+
+    @classmethod
+    def of(cls, group: RolloutGroup, overlong_buffer_tokens: int | None = None) -> GroupRewards:
+        tokens: dict[str, NDArray[Any]] = {"mask": group.mask, "logprobs": group.logprobs}
+        return cls(
+            shaped_scores(group, overlong_buffer_tokens),
+            group.lengths,
+            group.sessions,
+            {name: group.columns["rewards"][:, n] for n, name in enumerate(group.head.rewards)},
+            tokens | group.optional_columns(),
+        )
+
+    def lists(self, *, with_tokens: bool) -> dict[str, Any]:
+        """Return a JSON value, for other ranks; nan becomes null."""
+        tokens = self.tokens if with_tokens else {}
+        return {
+            "scores": self.scores.tolist(),
+            "lengths": self.lengths.tolist(),
+            "sessions": self.sessions,
+            "rewards": {name: column.tolist() for name, column in self.rewards.items()},
+            "tokens": {name: column.tolist() for name, column in tokens.items()},
+        }
+
+    @classmethod
+    def of_lists(cls, lists: Mapping[str, Any]) -> GroupRewards:
+        return cls(
+            np.array(lists["scores"], np.float32),
+            np.array(lists["lengths"], np.int32),
+            lists["sessions"],
+            {name: np.array(column, np.float64) for name, column in lists["rewards"].items()},
+            {name: np.array(column, np.float32) for name, column in lists["tokens"].items()},
+        )
 
 
-def session_advantages(
-    estimator: AdvantageEstimator, scores: Scores, lengths: Lengths, sessions: Sessions
-) -> NDArray[np.float32]:
-    """Return `estimate_advantages`, where a session of an agent may have several rollouts.
+Estimator = Callable[[Sequence[GroupRewards]], Sequence[NDArray[Any]]]
 
-    A session's rollouts share one reward: it counts once, with the total length of its rollouts,
-    and all of them get its advantage.
-    """
-    if all(len(set(ids)) == len(ids) for ids in sessions):
-        return estimate_advantages(estimator, scores, lengths)
-    groups = [_session_order(ids) for ids in sessions]
-    advantages = estimate_advantages(
-        estimator,
-        [score[first] for score, (first, _) in zip(scores, groups, strict=True)],
-        [
-            np.bincount(session, length).astype("<i4")
-            for length, (_, session) in zip(lengths, groups, strict=True)
-        ],
+
+def load_estimator(name: str, reward_weights: Mapping[str, float] | None = None) -> Estimator:
+    """Return one of `ESTIMATORS`, or "module:function" of the user. Raises ConfigError."""
+    if name == "gdpo":
+        return _of_rollouts(partial(gdpo_advantages, weights=reward_weights or {}))
+    if name in ESTIMATORS:
+        return ESTIMATORS[name]
+    return load_function(name, kind="advantages of [trainer]")
+
+
+def estimate(
+    name: str, estimator: Estimator, groups: Sequence[GroupRewards]
+) -> list[NDArray[np.float32]]:
+    """Call an estimator. Raises ConfigError unless it returns finite numbers of a right length."""
+    found = list(estimator(groups))
+    if len(found) != len(groups):
+        raise _unusable(name, f"{len(found)} arrays for {len(groups)} groups")
+    advantages = []
+    for group, values in zip(groups, found, strict=True):
+        array = np.asarray(values, np.float32)
+        k, tokens = len(group.scores), int(group.lengths.sum())
+        if array.shape not in ((k,), (tokens,)):
+            shape = list(array.shape)
+            raise _unusable(name, f"shape {shape} for {k} rollouts with {tokens} tokens")
+        if not np.isfinite(array).all():
+            raise _unusable(name, "a number that is not finite")
+        advantages.append(array)
+    return advantages
+
+
+def _unusable(name: str, returned: str) -> ConfigError:
+    return ConfigError(
+        f"[trainer] advantages = {name} returned {returned}",
+        hint="return an array for each group: one number per rollout, or one per response token",
     )
-    per_rollout = []
-    start = 0
-    for first, session in groups:
-        per_rollout.append(advantages[start : start + len(first)][session])
-        start += len(first)
-    return np.concatenate(per_rollout)
 
 
-def _session_order(ids: Sequence[str]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Return the first rollout of each session, int[n], and the session of each rollout, int[k]."""
-    _, first, session = np.unique(np.array(ids), return_index=True, return_inverse=True)
+def per_token(advantages: NDArray[np.float32], lengths: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Return float32[R] from that, or from one number per rollout."""
+    is_per_rollout = len(advantages) == len(lengths)
+    return np.repeat(advantages, lengths) if is_per_rollout else advantages
+
+
+def _of_rollouts(formula: Callable[[Sequence[GroupRewards]], NDArray[np.float32]]) -> Estimator:
+    """Return the estimator of a formula that compares rollouts, float32[sum k].
+
+    The rollouts of a session share one reward: it counts once, with the total length of its
+    rollouts, and all of them get its advantage.
+    """
+
+    def estimator(groups: Sequence[GroupRewards]) -> list[NDArray[np.float32]]:
+        merged = [_by_session(group) for group in groups]
+        joined = formula([whole for whole, _ in merged])
+        found = []
+        start = 0
+        for whole, session in merged:
+            end = start + len(whole.scores)
+            found.append(joined[start:end][session])
+            start = end
+        return found
+
+    return estimator
+
+
+def _by_session(group: GroupRewards) -> tuple[GroupRewards, NDArray[np.intp]]:
+    """Return the group with a rollout per session, and the session of each rollout, int[k]."""
+    _, first, session = np.unique(np.array(group.sessions), return_index=True, return_inverse=True)
     # np.unique sorts by id
     order = np.argsort(first)
-    return first[order], np.argsort(order)[session]
-
-
-def estimate_advantages(
-    estimator: AdvantageEstimator, scores: Scores, lengths: Lengths
-) -> NDArray[np.float32]:
-    """Return the advantages of the named estimator; only opo reads `lengths`."""
-    if estimator == "opo":
-        return opo_advantages(scores, lengths)
-    return _OF_SCORES[estimator](scores)
+    first, session = first[order], np.argsort(order)[session]
+    whole = replace(
+        group,
+        scores=group.scores[first],
+        lengths=np.bincount(session, group.lengths).astype(np.int32),
+        rewards={name: column[first] for name, column in group.rewards.items()},
+    )
+    return whole, session
 
 
 def grpo_advantages(scores: Scores, *, eps: float = 1e-6) -> NDArray[np.float32]:
@@ -124,14 +207,74 @@ def reinforce_pp_baseline_advantages(scores: Scores, *, eps: float = 1e-8) -> ND
     return _over_batch([_center(group) for group in _checked(scores)], eps)
 
 
-_OF_SCORES: dict[str, Callable[[Scores], NDArray[np.float32]]] = {
-    "grpo": grpo_advantages,
-    "dr_grpo": dr_grpo_advantages,
-    "rloo": rloo_advantages,
-    "pass_at_k": pass_at_k_advantages,
-    "reinforce_pp": reinforce_pp_advantages,
-    "reinforce_pp_baseline": reinforce_pp_baseline_advantages,
+def gdpo_advantages(
+    groups: Sequence[GroupRewards], *, weights: Mapping[str, float], eps: float = 1e-4
+) -> NDArray[np.float32]:
+    """Return GDPO's advantages: each part of the reward is standardized in its group by itself.
+
+    Their weighted sum is then standardized over the batch: a part with small differences counts as
+    much as one with large ones. Rollouts without a part get 0 for it. (Liu et al. 2026,
+    arXiv:2601.05242, section 3.) `weights`: of the parts, by name.
+    """
+    joined = []
+    for group in groups:
+        total = np.zeros(len(group.scores))
+        for name, weight in weights.items():
+            part = group.rewards.get(name, np.full(len(total), np.nan))
+            has_part = np.isfinite(part)
+            total[has_part] += weight * _standardize(part[has_part], eps)
+        joined.append(total)
+    return _standardize(np.concatenate([np.zeros(0), *joined]), eps).astype(np.float32)
+
+
+def turn_advantages(groups: Sequence[GroupRewards]) -> list[NDArray[np.float32]]:
+    """Return GRPO's advantages with those of the turns' `token_rewards`, float32[R] per group.
+
+    A turn is a run of trained tokens and what answers it, up to the next run; its reward is the sum
+    of their token_rewards. It is standardized over the rollouts that have a turn of that number,
+    and counts for its turn and all before: process supervision (Shao et al. 2024, arXiv:2402.03300,
+    section 4.1.3) by turn. Without token rewards, it is grpo.
+    """
+    outcomes = ESTIMATORS["grpo"](groups)
+    return [_add_turns(group, own) for group, own in zip(groups, outcomes, strict=True)]
+
+
+def _add_turns(group: GroupRewards, outcome: NDArray[np.float32]) -> NDArray[np.float32]:
+    ends = np.cumsum(group.lengths)[:-1]
+    masks = np.split(group.tokens["mask"] > 0, ends)
+    # the turn of each token, counted from 0; -1: before the first one
+    turns = [np.cumsum(mask & ~np.append(False, mask[:-1])) - 1 for mask in masks]
+    counts = [int(turn.max(initial=-1)) + 1 for turn in turns]
+    rewards = np.full((len(turns), max(counts)), np.nan)
+    given = np.nan_to_num(group.tokens.get("token_rewards", np.zeros(len(group.tokens["mask"]))))
+    for row, turn, count, own in zip(rewards, turns, counts, np.split(given, ends), strict=True):
+        row[:count] = np.bincount(turn + 1, own, count + 1)[1:]
+    for column in rewards.T:
+        has_turn = np.isfinite(column)
+        column[has_turn] = _standardize(column[has_turn], 1e-6)
+    to_go = np.cumsum(np.nan_to_num(rewards)[:, ::-1], axis=1)[:, ::-1]
+    rows = zip(outcome, to_go, turns, strict=True)
+    # index -1 is the 0 at the end
+    return _join([base + np.append(row, 0.0)[turn] for base, row, turn in rows])
+
+
+def _of_scores(formula: Callable[[Scores], NDArray[np.float32]]) -> Estimator:
+    return _of_rollouts(lambda groups: formula([group.scores for group in groups]))
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "grpo": _of_scores(grpo_advantages),
+    "dr_grpo": _of_scores(dr_grpo_advantages),
+    "rloo": _of_scores(rloo_advantages),
+    "opo": _of_rollouts(
+        lambda groups: opo_advantages([g.scores for g in groups], [g.lengths for g in groups])
+    ),
+    "pass_at_k": _of_scores(pass_at_k_advantages),
+    "reinforce_pp": _of_scores(reinforce_pp_advantages),
+    "reinforce_pp_baseline": _of_scores(reinforce_pp_baseline_advantages),
+    "turns": turn_advantages,
 }
+"""Estimators by their name in [trainer] advantages; gdpo, which has weights, is beside them."""
 
 
 def _checked(scores: Scores) -> list[Floats]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,7 @@ REASONS = (
     "no_prompt",
     "multimodal",
     "routed_experts",
+    "unread_column",
     "overlong",
     "truncated",
 )
@@ -38,7 +39,7 @@ REASONS = (
 class Filtered:
     """What is left of a batch: the groups to train, in order.
 
-    `counts`: what was excluded, by reason: groups for the first six of `REASONS`, else rollouts.
+    `counts`: what was excluded, by reason: groups for the first seven of `REASONS`, else rollouts.
     """
 
     groups: list[RolloutGroup]
@@ -52,7 +53,8 @@ class BatchFilter:
     """Excludes the groups and rollouts of a batch that cannot be trained.
 
     `max_sequence_tokens`: of prompt and response; None: unbounded. `recorded`: the reader of
-    recorded experts, if routing is replayed.
+    recorded experts, if routing is replayed. `read_columns`: the optional token columns that the
+    loss reads; a group with another is excluded, as its author expects an effect; None: all.
     """
 
     def __init__(
@@ -61,20 +63,22 @@ class BatchFilter:
         *,
         mask_truncated: bool = False,
         recorded: RecordedExperts | None = None,
+        read_columns: Collection[str] | None = None,
     ) -> None:
         self._max_sequence_tokens = max_sequence_tokens
         self._mask_truncated = mask_truncated
         self._recorded = recorded
+        self._read_columns = read_columns
 
     def apply(self, groups: Sequence[RolloutGroup]) -> Filtered:
         """Return the groups to train. Masks rollouts in place; a second call changes nothing.
 
-        Raises ConfigError where routing is replayed and no group has usable experts.
+        Raises ConfigError where no group has usable experts, or all have a column that is not read.
         """
         kept: list[RolloutGroup] = []
         counts: Counter[str] = Counter()
         for group in groups:
-            problem = _problem(group) or self._routing_problem(group)
+            problem = _problem(group) or self._column_problem(group)
             if problem:
                 reason, detail = problem
                 counts[reason] += 1
@@ -88,9 +92,21 @@ class BatchFilter:
                 hint="set [engine] routed_experts = true for the workers, "
                 "or remove [learner] replay_routing",
             )
+        if groups and counts["unread_column"] == len(groups):
+            raise ConfigError(
+                "the groups of the batch have token columns that the loss does not read: the log "
+                "names them",
+                hint="read token_rewards by [trainer] advantages = turns or gae, others by an "
+                "advantages or objective function of yours (docs/pages/loss.md); or remove them "
+                "from the judge's answers",
+            )
         return Filtered(kept, dict(counts))
 
-    def _routing_problem(self, group: RolloutGroup) -> tuple[str, str] | None:
+    def _column_problem(self, group: RolloutGroup) -> tuple[str, str] | None:
+        if self._read_columns is not None:
+            for name in group.optional_columns():
+                if name.partition("/")[0] not in self._read_columns:
+                    return "unread_column", f"nothing reads its {name}"
         detail = self._recorded.problem(group) if self._recorded else ""
         return ("routed_experts", detail) if detail else None
 

@@ -168,14 +168,22 @@ def value_loss(
 
 
 def packed_gae(
-    rewards: Tensor, values: Tensor, batch: MicroBatch, *, gamma: float = 1.0, lam: float = 1.0
+    rewards: Tensor,
+    values: Tensor,
+    batch: MicroBatch,
+    *,
+    token_rewards: Tensor | None = None,
+    gamma: float = 1.0,
+    lam: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Return advantages and returns of the N tokens of a micro-batch, float32[N] each.
 
     (Schulman et al. 2016, arXiv:1506.02438, equation 16.) `rewards`: float32[S], received at the
-    last trained token of each sample. `values`: float32[N]. Untrained tokens are skipped and get 0.
+    last trained token of each sample. `values`, `token_rewards` (nan counts as 0): float32[N].
+    Untrained tokens are skipped and get 0; their rewards count for the trained token before them.
     """
-    trained = torch.nonzero(batch.mask > 0).squeeze(1)
+    is_trained = batch.mask > 0
+    trained = torch.nonzero(is_trained).squeeze(1)
     sample = batch.sample[trained]
     value = values[trained].double()
     has_next = sample[:-1] == sample[1:]
@@ -183,9 +191,15 @@ def packed_gae(
     is_last[:-1] = ~has_next
     delta = torch.where(is_last, rewards[sample], 0.0) - value
     delta[:-1] += gamma * torch.where(has_next, value[1:], 0.0)
+    if token_rewards is not None and len(trained):
+        receiver = (is_trained.cumsum(0) - 1).clamp(min=0)
+        is_own = (sample[receiver] == batch.sample) & (
+            trained[receiver] <= torch.arange(len(batch.sample), device=values.device)
+        )
+        delta.index_add_(0, receiver, torch.where(is_own, token_rewards, 0.0).nan_to_num().double())
     advantages = torch.zeros_like(values)
     advantages[trained] = _discounted_sums(delta, sample, gamma * lam).to(values.dtype)
-    return advantages, (advantages + values) * (batch.mask > 0)
+    return advantages, (advantages + values) * is_trained
 
 
 def _discounted_sums(terms: Tensor, sample: Tensor, discount: float) -> Tensor:

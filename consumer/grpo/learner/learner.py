@@ -40,8 +40,7 @@ from consumer.grpo.model_state.learner_state import capture, restore, shard_rows
 from consumer.grpo.model_state.optimizers import gradient_step, make_optimizer, mean_metrics
 from consumer.grpo.model_state.saved_state import Rows
 from consumer.grpo.model_state.sharding import average_gradients, set_gradient_sync
-from consumer.grpo.model_state.weights_folder import snapshot_weights
-from consumer.grpo.model_state.weights_snapshot import HostBuffers, WeightsSnapshot
+from consumer.grpo.model_state.weights_folder import HostBuffers, WeightsSnapshot, snapshot_weights
 from consumer.grpo.models.device_choices import choose_bf16
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
 from consumer.grpo.policy.lora import Adapter
@@ -51,7 +50,7 @@ from consumer.grpo.policy.packing import Packer
 from consumer.grpo.policy.policy_loading import load_policy, vocabulary_of
 from consumer.grpo.policy.routing_replay import RoutingReplay
 from consumer.grpo.policy.vocabulary_projection import TokenLogprobs
-from consumer.handle.batch_table import BatchTable
+from consumer.handle.batch import BatchTable
 from consumer.handle.ranks import ALONE, Ranks
 
 log = logging.getLogger("rolloutmq.trainer")
@@ -315,6 +314,7 @@ class Learner:
             samples=samples,
             entropy=current.entropy,
             ref_logprobs=update.ref_logprobs[index] if self.reference else None,
+            optional=batch.optional,
             old_is_rollout=self.config.is_against_rollout,
         )
         weights = token_weights(

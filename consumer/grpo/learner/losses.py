@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -52,6 +52,8 @@ class TokenColumns:
     samples: Samples  # which tokens are trained, and which belong to the same sample
     entropy: Tensor
     ref_logprobs: Tensor | None = None
+    # of the rollouts, such as "teacher_logprobs/NAME"; nan where a rollout has none
+    optional: Mapping[str, Tensor] = field(default_factory=dict)
     # the old policy is the one that sampled: the ratio is the importance weight
     old_is_rollout: bool = False
 

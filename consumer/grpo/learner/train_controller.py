@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -24,9 +23,15 @@ from torch import Tensor
 
 from buffer.errors import ConfigError
 from buffer.wire.group import RolloutGroup
-from consumer.config.learner import AdvantageEstimator
 from consumer.config.training import TrainingConfig
-from consumer.grpo.learner.advantages import session_advantages, shaped_scores
+from consumer.grpo.learner.advantages import (
+    ESTIMATORS,
+    GroupRewards,
+    estimate,
+    load_estimator,
+    per_token,
+    shaped_scores,
+)
 from consumer.grpo.learner.batch_filter import BatchFilter
 from consumer.grpo.learner.critic import Critic, packed_gae
 from consumer.grpo.learner.learner import Learner
@@ -39,17 +44,18 @@ from consumer.handle.ranks import Ranks
 class TrainController:
     """Trains a `Learner` on groups, by an advantage estimator or by a critic.
 
-    `advantages`: the estimator, or "gae" (generalized advantage estimation), which needs a
-    `critic`. `overlong_buffer_tokens`: see `advantages.py`. Raises ConfigError where these do not
-    fit together.
+    `advantages`: as in [trainer]; "gae" (generalized advantage estimation) needs a `critic`.
+    `overlong_buffer_tokens`, `reward_weights`: see `advantages.py`. Raises ConfigError where these
+    do not fit together.
     """
 
     def __init__(
         self,
         learner: Learner,
-        advantages: AdvantageEstimator | Literal["gae"] = "grpo",
+        advantages: str = "grpo",
         *,
         overlong_buffer_tokens: int | None = None,
+        reward_weights: Mapping[str, float] | None = None,
         critic: Critic | None = None,
         batch_filter: BatchFilter | None = None,
     ) -> None:
@@ -60,10 +66,11 @@ class TrainController:
             )
         self.learner = learner
         self.critic = critic
-        self._estimator = advantages
+        self._name = advantages
+        self._estimator = None if critic else load_estimator(advantages, reward_weights)
         self._overlong_buffer_tokens = overlong_buffer_tokens
         self._filter = batch_filter or BatchFilter(recorded=learner.recorded)
-        # Advantages of the newest batch, per rollout; with a critic per token, before scaling.
+        # Of the newest batch, per rollout or per token, as computed; a critic's before scaling.
         self.advantages: NDArray[np.float32] = np.zeros(0, np.float32)
 
     @classmethod
@@ -87,11 +94,13 @@ class TrainController:
             section.max_sequence_tokens,
             mask_truncated=section.mask_truncated,
             recorded=learner.recorded,
+            read_columns=read_columns(section.advantages, config.learner.loss.objective),
         )
         return cls(
             learner,
             section.advantages,
             overlong_buffer_tokens=section.overlong_buffer_tokens,
+            reward_weights=section.reward_weights,
             critic=critic,
             batch_filter=batch_filter,
         )
@@ -108,7 +117,14 @@ class TrainController:
 
     def pack_pad_dispatch(self, groups: Sequence[RolloutGroup]) -> TrainBatch:
         """Pack this rank's groups, without the rollouts that have no policy gradient."""
-        keep = None if self.critic else self.learner.keep(self.outcome_advantages(groups))
+        if self.critic:
+            return self.learner.pack(groups)
+        advantages = self.outcome_advantages(groups)
+        largest = [
+            _largest(per_token(own, group.lengths), group.lengths)
+            for own, group in zip(advantages, groups, strict=True)
+        ]
+        keep = self.learner.keep(np.concatenate([np.zeros(0, np.float32), *largest]))
         return self.learner.pack(groups, keep=keep)
 
     def compute_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
@@ -128,8 +144,11 @@ class TrainController:
         """Compute advantages by the estimator, or by GAE (scaled to mean 0, std 1)."""
         groups = batch.groups
         if self.critic is None:
-            self.advantages = self.outcome_advantages(groups)
-            batch.set_advantages(self.advantages)
+            found = self.outcome_advantages(groups)
+            self.advantages = np.concatenate([np.zeros(0, np.float32), *found])
+            batch.set_token_advantages(
+                [per_token(own, g.lengths) for own, g in zip(found, groups, strict=True)]
+            )
             return batch
         config = self.critic.config
         scores = np.concatenate([np.zeros(0, np.float32), *map(self._scores, groups)])
@@ -140,6 +159,7 @@ class TrainController:
                     rewards[part.rollout].to(values),
                     values,
                     part,
+                    token_rewards=part.optional.get("token_rewards"),
                     gamma=config.gamma,
                     lam=config.lam,
                 )
@@ -160,21 +180,19 @@ class TrainController:
         ]
         return metrics | mean_metrics(losses, "critic")
 
-    def outcome_advantages(self, groups: Sequence[RolloutGroup]) -> NDArray[np.float32]:
-        """Return one advantage per rollout of this rank, float32[sum k]; all ranks must call it."""
-        own = [[self._scores(g).tolist(), g.lengths.tolist(), g.sessions] for g in groups]
-        ranks = self.learner.ranks.gather(own)
-        everywhere = [group for rank in ranks for group in rank]
-        estimator = "grpo" if self._estimator == "gae" else self._estimator
-        advantages = session_advantages(
-            estimator,
-            scores=[np.array(scores, np.float32) for scores, _, _ in everywhere],
-            lengths=[np.array(lengths, np.int32) for _, lengths, _ in everywhere],
-            sessions=[sessions for _, _, sessions in everywhere],
-        )
-        before = ranks[: self.learner.ranks.rank]
-        first = sum(len(scores) for rank in before for scores, _, _ in rank)
-        return advantages[first : first + sum(len(group) for group in groups)]
+    def outcome_advantages(self, groups: Sequence[RolloutGroup]) -> list[NDArray[np.float32]]:
+        """Return the advantages of this rank's groups; all ranks must call it."""
+        assert self._estimator
+        own = [GroupRewards.of(group, self._overlong_buffer_tokens) for group in groups]
+        ranks = self.learner.ranks
+        if self._name == "turns" or ranks.size == 1:
+            return estimate(self._name, self._estimator, own)
+        with_tokens = self._name not in (*ESTIMATORS, "gdpo")
+        parts = ranks.gather([group.lists(with_tokens=with_tokens) for group in own])
+        everywhere = [GroupRewards.of_lists(lists) for part in parts for lists in part]
+        advantages = estimate(self._name, self._estimator, everywhere)
+        first = sum(map(len, parts[: ranks.rank]))
+        return advantages[first : first + len(groups)]
 
     def state_tensors(self) -> dict[str, Tensor]:
         critic = self.critic.state_tensors() if self.critic else {}
@@ -192,6 +210,19 @@ class TrainController:
 
     def _scores(self, group: RolloutGroup) -> NDArray[np.float32]:
         return shaped_scores(group, self._overlong_buffer_tokens)
+
+
+def read_columns(advantages: str, objective: str) -> frozenset[str] | None:
+    """Return the optional columns of rollouts that these read; None: all, by the user's code."""
+    if ":" in advantages or ":" in objective:
+        return None
+    return frozenset({"token_rewards"} if advantages in ("gae", "turns") else ())
+
+
+def _largest(advantages: NDArray[np.float32], lengths: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Return an advantage of each rollout, float32[k], that is 0 where all its tokens have 0."""
+    rollout = np.repeat(np.arange(len(lengths)), lengths)
+    return np.bincount(rollout, np.abs(advantages), len(lengths)).astype(np.float32)
 
 
 def _standardize(batch: TrainBatch, ranks: Ranks) -> NDArray[np.float32]:

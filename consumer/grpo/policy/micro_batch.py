@@ -16,7 +16,7 @@ from torch import Tensor
 
 from buffer.wire.group import RolloutGroup
 from consumer.grpo.policy.routing_replay import RecordedExperts
-from consumer.handle.batch_table import BatchTable, Ints
+from consumer.handle.batch import BatchTable, Ints
 
 
 @dataclass(slots=True)
@@ -45,9 +45,14 @@ class TrainBatch:
 
     def set_advantages(self, advantages: NDArray[np.float32]) -> None:
         """Give every token its rollout's advantage: float32[sum k], in the order of groups."""
-        column = torch.from_numpy(np.asarray(advantages, np.float32))
+        ends = np.cumsum([len(group) for group in self.groups])[:-1]
+        own = zip(np.split(np.asarray(advantages, np.float32), ends), self.groups, strict=True)
+        self.set_token_advantages([np.repeat(values, group.lengths) for values, group in own])
+
+    def set_token_advantages(self, columns: Sequence[NDArray[np.float32]]) -> None:
+        """Set the advantages of all response tokens, float32[R] of each group."""
         for update in self.updates:
-            update.advantages = update.batches.per_token(column)
+            update.advantages = update.batches.per_token(columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +139,10 @@ class MicroBatches:
     def pad(self, count: int) -> None:
         self._layouts += [EMPTY] * (count - len(self))
 
-    def per_token(self, column: Tensor) -> list[Tensor]:
-        """Return N values for every micro-batch, from one per rollout (float32[sum k])."""
-        column = column.to(self._device)
-        return [column[self._moved(self._owners(layout))] for layout in self._layouts]
+    def per_token(self, columns: Sequence[NDArray[np.float32]]) -> list[Tensor]:
+        """Return float32[N] for every micro-batch, from float32[R] of each group."""
+        parts = [self._table.parts(columns, layout.chosen) for layout in self._layouts]
+        return [self._moved(_joined(own, np.float32)) for own in parts]
 
     def _build(self, layout: Layout) -> MicroBatch:
         chosen = layout.chosen
@@ -161,10 +166,6 @@ class MicroBatches:
         """Return int[N]."""
         samples = np.arange(len(layout.chosen), dtype=self._integer)
         return np.repeat(samples, self._table.lengths[layout.chosen])
-
-    def _owners(self, layout: Layout) -> Ints:
-        """Return int64[N]."""
-        return np.repeat(layout.chosen, self._table.lengths[layout.chosen])
 
     def _ids(self, layout: Layout, responses: Sequence[NDArray[np.int32]]) -> NDArray[Any]:
         """Return int[R, W]."""

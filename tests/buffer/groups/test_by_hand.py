@@ -9,7 +9,7 @@ import pytest
 from buffer.errors import Fenced, GroupHeld, LedgerError
 from buffer.ids import group_id, new_nonce
 from buffer.job import Job
-from buffer.model.manifest import Manifest, ManifestEntry
+from buffer.manifest import Manifest, ManifestEntry
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import Scene

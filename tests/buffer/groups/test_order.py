@@ -7,10 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from buffer.errors import ConfigError
+from buffer.groups.order_policy import Finished
 from buffer.groups.pools import PoolSizes
 from buffer.ids import group_id
 from buffer.job import Job
-from buffer.model.order_policy import Finished
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import FIRST, Scene, extend

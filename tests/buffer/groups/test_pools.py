@@ -8,7 +8,7 @@ import pytest
 
 from buffer.errors import ConfigError, GroupHeld, LedgerError, PayloadMissing, QueryError
 from buffer.groups.pools import PoolSizes
-from buffer.model.manifest import NotReady
+from buffer.manifest import NotReady
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status
 from tests.buffer.scene import FIRST, Scene

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from buffer.errors import ConfigError, PayloadMissing, WireError
+from buffer.groups.order_policy import Finished
 from buffer.groups.put_groups import GroupPut
 from buffer.ids import IMPORTED_FROM, group_id
 from buffer.job import PayloadRef
-from buffer.model.order_policy import Finished
 from buffer.redis.store import Store
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan

@@ -9,7 +9,7 @@ import pytest
 
 from buffer.errors import ConfigError, RunExists, WireError
 from buffer.groups.pools import PoolSizes
-from buffer.model.manifest import NotReady
+from buffer.manifest import NotReady
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan, group_status
 from tests.buffer.scene import Scene, rollout

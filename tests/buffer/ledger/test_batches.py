@@ -8,7 +8,7 @@ import pytest
 
 from buffer.errors import ConfigError, LedgerError
 from buffer.ids import group_id
-from buffer.model.manifest import Manifest, NotReady
+from buffer.manifest import Manifest, NotReady
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import Scene
 

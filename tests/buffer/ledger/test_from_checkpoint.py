@@ -15,7 +15,7 @@ from buffer.errors import ConfigError, Fenced, LedgerError, LostRun
 from buffer.ids import IMPORTED_FROM, group_id, new_nonce
 from buffer.ledger.from_checkpoint import CheckpointRecovery
 from buffer.ledger.position import Position
-from buffer.model.manifest import Manifest, NotReady
+from buffer.manifest import Manifest, NotReady
 from buffer.redis.store import Store
 from buffer.wire.rollout import Status
 from tests.buffer.checkpointing import Trainer

@@ -11,9 +11,8 @@ import pytest
 from buffer.errors import StoreFull
 from buffer.redis.store import Store
 from tests.buffer.ledger.test_memory import large_group
-from tests.buffer.redis.test_store import Mortal
 from tests.buffer.scene import LIMITS, Scene
-from tests.servers import raw_client
+from tests.servers import SAFE, OwnServer, raw_client
 
 ROOM = 4 * 2**20
 """Bytes that the server has for payloads: about 24 groups of 165 KB."""
@@ -25,11 +24,11 @@ BATCH = 8
 @pytest.fixture(params=["valkey", "redis"])
 def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Scene]:
     """Return a run on a server of its own with little memory; 60 of its groups are claimed."""
-    server = Mortal(request.param, tmp_path)
-    server.start()
-    store = Store(f"unix://{server.socket}", deadline_s=30.0)
+    server = OwnServer(request.param, tmp_path)
+    server.start(*SAFE)
+    store = Store(server.url, deadline_s=30.0)
     store.retrying("start", store.control.ping)
-    raw: Any = raw_client(f"unix://{server.socket}")
+    raw: Any = raw_client(server.url)
     scene = Scene(store, raw, "full", LIMITS.model_copy(update={"stale_threshold": 1000}))
     scene.open_trainer()
     scene.enqueue(GROUPS)

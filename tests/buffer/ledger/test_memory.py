@@ -16,8 +16,8 @@ from buffer.errors import MemoryFull
 from buffer.groups.claim import Claim, Enqueued
 from buffer.ids import group_id, new_nonce
 from buffer.ledger.record_check import RecordCheck
-from buffer.model.damage import Damage
-from buffer.model.manifest import NotReady
+from buffer.manifest import NotReady
+from buffer.redis.key_fields import Damage
 from buffer.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from buffer.errors import ConfigError, LedgerError
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from buffer.wire.group import RolloutGroup
 from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import Scene

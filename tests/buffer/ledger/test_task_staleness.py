@@ -9,8 +9,8 @@ import pytest
 from buffer.config.assignments import parse_settings
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
-from buffer.model.limits import TaskLimits
-from buffer.model.manifest import NotReady
+from buffer.limits import TaskLimits
+from buffer.manifest import NotReady
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 from tests.buffer.checkpointing import Trainer

@@ -8,7 +8,7 @@ import pytest
 
 from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld
 from buffer.ids import new_nonce
-from buffer.model.manifest import NotReady
+from buffer.manifest import NotReady
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import Scene, extend
 

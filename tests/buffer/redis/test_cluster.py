@@ -22,7 +22,7 @@ from tests.buffer.groups.test_put import rollouts
 from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import Scene
 from tests.cluster import Cluster, Node, free_ports, start_cluster, until
-from tests.servers import SAFE, _find_redis, raw_cluster
+from tests.servers import SAFE, find_redis, raw_cluster
 
 
 @pytest.fixture(scope="module", params=["valkey", "redis"])
@@ -30,7 +30,7 @@ def cluster(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Cluster]:
     """One whose slots a test may move."""
-    binary = str(valkey_binary()) if request.param == "valkey" else _find_redis()
+    binary = str(valkey_binary()) if request.param == "valkey" else find_redis()
     with start_cluster(binary, tmp_path_factory.mktemp(request.param), *SAFE) as started:
         yield started
 

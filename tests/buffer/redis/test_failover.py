@@ -17,15 +17,15 @@ from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
 from buffer.errors import ConfigError, Fenced, StoreUnavailable
-from buffer.model.limits import RunLimits
-from buffer.model.manifest import Manifest
+from buffer.limits import RunLimits
+from buffer.manifest import Manifest
 from buffer.redis.connection.url import open_client
 from buffer.redis.server.embedded import valkey_binary
 from buffer.redis.store import Store
 from tests.buffer.scene import LIMITS, Scene
 from tests.cluster import MASTERS, Cluster, Node, start_cluster, until
 from tests.sentinels import Watched, start_watched
-from tests.servers import SAFE, _find_redis, raw_cluster
+from tests.servers import SAFE, find_redis, raw_cluster
 
 WAIT_ONE = RunLimits(**{**LIMITS.model_dump(), "wait_replicas": 1})
 WAIT_TWO = RunLimits(**{**LIMITS.model_dump(), "wait_replicas": 2})
@@ -45,7 +45,7 @@ def watched(tmp_path: Path) -> Iterator[Watched]:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     options = (*SAFE, "--cluster-replica-no-failover", "yes")
-    with start_cluster(_find_redis(), tmp_path, *options) as started:
+    with start_cluster(find_redis(), tmp_path, *options) as started:
         yield started
 
 
@@ -125,7 +125,7 @@ def come_back(cluster: Cluster, dead: Node, promoted: Node) -> None:
 def test_a_durable_call_is_not_answered_while_no_replica_has_it(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("buffer.redis.script_calls.WAIT_MS", 300)
+    monkeypatch.setattr("buffer.redis.scripts.WAIT_MS", 300)
     store = Store(watched.url, deadline_s=PATIENT_S)
     raw: Any = patient(watched.url)
     scene = Scene(store, raw, "demo", WAIT_ONE)

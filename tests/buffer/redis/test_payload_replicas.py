@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from buffer.errors import StoreUnavailable
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.payloads import pin_listed
 from buffer.redis.server.embedded import valkey_binary
 from buffer.redis.store import Store
@@ -61,7 +61,7 @@ def test_bytes_on_another_node_are_waited_for(
     )
     replica = replicas[cluster.master_of(scene.keys.payload(job.gid, job.token)).port]
 
-    monkeypatch.setattr("buffer.redis.script_calls.WAIT_MS", 300)
+    monkeypatch.setattr("buffer.redis.scripts.WAIT_MS", 300)
     with frozen(scene, replica):
         # the second one repeats a write that was made already, and that no replica has
         for _ in range(2):
@@ -69,7 +69,7 @@ def test_bytes_on_another_node_are_waited_for(
                 scene.submit(job)
         assert scene.record(job.gid)["stage"] == "running"
 
-    monkeypatch.setattr("buffer.redis.script_calls.WAIT_MS", 5000)
+    monkeypatch.setattr("buffer.redis.scripts.WAIT_MS", 5000)
     with monkeypatch.context() as dying:
         dying.setattr("buffer.groups.submit.pin_listed", lambda *_: 0)
         scene.submit(job)
@@ -77,7 +77,7 @@ def test_bytes_on_another_node_are_waited_for(
     listed = raw.smembers(scene.keys.unpinned)
     assert listed
 
-    monkeypatch.setattr("buffer.redis.script_calls.WAIT_MS", 300)
+    monkeypatch.setattr("buffer.redis.scripts.WAIT_MS", 300)
     with frozen(scene, replica):
         with pytest.raises(StoreUnavailable, match=TOO_FEW):
             pin_listed(scene.run.store, scene.keys)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,49 +15,17 @@ from buffer.ids import new_nonce
 from buffer.redis.connection.retry import is_transient
 from buffer.redis.connection.url import open_client
 from buffer.redis.scripts import library
-from buffer.redis.server.embedded import valkey_binary
 from buffer.redis.store import Store
 from buffer.run import Run
 from tests.buffer.cutting_proxy import CuttingProxy
 from tests.buffer.scene import FIRST, LIMITS, Scene
-from tests.servers import SAFE, Server, _find_redis, raw_client
-
-
-class Mortal:
-    """A server of the given kind that a test kills and starts again."""
-
-    def __init__(self, kind: str, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.binary = str(valkey_binary()) if kind == "valkey" else _find_redis()
-        self.folder = folder
-        self.socket = folder / "s"
-        self.process: subprocess.Popen[bytes] | None = None
-
-    def start(self, *options: str) -> None:
-        fixed = [
-            "--port",
-            "0",
-            "--unixsocket",
-            str(self.socket),
-            "--dir",
-            str(self.folder),
-            "--logfile",
-            "log",
-        ]
-        self.process = subprocess.Popen(
-            [self.binary, *fixed, *SAFE, *options], start_new_session=True
-        )
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.send_signal(signal.SIGKILL)
-            self.process.wait()
+from tests.servers import SAFE, OwnServer, Server, raw_client
 
 
 @pytest.fixture(params=["valkey", "redis"])
-def mortal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Mortal]:
-    server = Mortal(request.param, tmp_path)
-    server.start()
+def mortal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OwnServer]:
+    server = OwnServer(request.param, tmp_path)
+    server.start(*SAFE)
     yield server
     server.kill()
 
@@ -151,10 +116,9 @@ def test_durable_calls_wait_for_the_disk_where_the_server_can_say_so(
     store.close()
 
 
-def test_nothing_acknowledged_is_lost_when_the_server_is_killed(mortal: Mortal) -> None:
-    store = Store(f"unix://{mortal.socket}", deadline_s=30.0)
-    store.retrying("start", store.control.ping)
-    raw: Any = raw_client(f"unix://{mortal.socket}")
+def test_nothing_acknowledged_is_lost_when_the_server_is_killed(mortal: OwnServer) -> None:
+    store = Store(mortal.url, deadline_s=30.0)
+    raw: Any = raw_client(mortal.url)
     scene = Scene(store, raw, "mortal")
     scene.open_trainer()
     manifests = []
@@ -163,7 +127,7 @@ def test_nothing_acknowledged_is_lost_when_the_server_is_killed(mortal: Mortal) 
         manifests.append(scene.take(step))
         state = scene.dump()
         mortal.kill()
-        mortal.start()
+        mortal.start(*SAFE)
         store.retrying("restart", store.control.ping)
         raw.close()
         assert scene.dump() == state
@@ -175,9 +139,8 @@ def test_nothing_acknowledged_is_lost_when_the_server_is_killed(mortal: Mortal) 
     raw.close()
 
 
-def test_calls_wait_for_a_server_that_is_away_and_go_on_when_it_is_back(mortal: Mortal) -> None:
-    store = Store(f"unix://{mortal.socket}", deadline_s=30.0)
-    store.retrying("start", store.control.ping)
+def test_calls_wait_for_a_server_that_is_away_and_go_on_when_it_is_back(mortal: OwnServer) -> None:
+    store = Store(mortal.url, deadline_s=30.0)
     run = Run.create(store, "mortal", new_nonce(), LIMITS, FIRST, "/w")
     mortal.kill()
     opened: list[Run] = []
@@ -185,7 +148,7 @@ def test_calls_wait_for_a_server_that_is_away_and_go_on_when_it_is_back(mortal: 
     waiting.start()
     while not store.retries:
         pass
-    mortal.start()
+    mortal.start(*SAFE)
     waiting.join()
     assert [found.nonce for found in opened] == [run.nonce]
     store.close()
@@ -204,13 +167,9 @@ def test_deadline_ends_the_waiting(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    server = Mortal("valkey", tmp_path_factory.mktemp("guarded"))
-    server.start("--requirepass", "right-secret")
-    with contextlib.closing(
-        Store(f"unix://:right-secret@{server.socket}", deadline_s=30.0)
-    ) as store:
-        store.retrying("start", store.control.ping)
-    yield str(server.socket)
+    server = OwnServer("valkey", tmp_path_factory.mktemp("guarded"))
+    server.start(*SAFE, "--requirepass", "right-secret")
+    yield server.url.removeprefix("unix://")
     server.kill()
 
 
@@ -285,10 +244,9 @@ def test_only_transient_errors_are_retried(error: Exception, transient: bool) ->
     assert is_transient(error) is transient
 
 
-def test_full_server_refuses_new_work_but_still_takes_results(mortal: Mortal) -> None:
-    store = Store(f"unix://{mortal.socket}", deadline_s=10.0)
-    store.retrying("start", store.control.ping)
-    raw: Any = raw_client(f"unix://{mortal.socket}")
+def test_full_server_refuses_new_work_but_still_takes_results(mortal: OwnServer) -> None:
+    store = Store(mortal.url, deadline_s=10.0)
+    raw: Any = raw_client(mortal.url)
     scene = Scene(store, raw, "full")
     scene.enqueue(4)
     scene.open_trainer()

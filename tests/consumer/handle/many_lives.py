@@ -37,7 +37,7 @@ from buffer.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from consumer.grpo.checkpoint import CheckpointFolder
-from consumer.grpo.learner.advantages import estimate_advantages
+from consumer.grpo.learner.advantages import grpo_advantages
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.model_state.saved_state import SavedState
@@ -73,8 +73,8 @@ FILES = {
         "consumer/grpo/trainer.py",
         "consumer/grpo/trainer_rank.py",
         "consumer/grpo/model_state/saved_state.py",
-        "consumer/handle/shares.py",
-        "consumer/handle/rank_orders.py",
+        "consumer/handle/sharded_consumer.py",
+        "consumer/handle/ranks.py",
         "consumer/handle/reader.py",
         "consumer/grpo/checkpoint.py",
         "consumer/grpo/reporting/step_log.py",
@@ -83,7 +83,7 @@ FILES = {
         "consumer/handle/taker.py",
         "consumer/handle/publication.py",
         "consumer/grpo/model_state/weight_parts.py",
-        "consumer/grpo/model_state/weights_snapshot.py",
+        "consumer/grpo/model_state/weights_folder.py",
         "buffer/weights/checksums.py",
         "buffer/weights/checksums.py",
         "buffer/weights/new_folder.py",
@@ -287,9 +287,7 @@ class Lives:
         first = {name: tensor.clone() for name, tensor in learner.state_tensors().items()}
         for step in log.steps:
             groups = [group_bytes.decode((self.deliveries / gid).read_bytes()) for gid in step.gids]
-            scores = [group.scores for group in groups]
-            lengths = [group.lengths for group in groups]
-            train_step(learner, groups, estimate_advantages("grpo", scores, lengths))
+            train_step(learner, groups, grpo_advantages([group.scores for group in groups]))
         last = SavedState(self.checkpoints.path(STEPS))
         wanted = learner.state_tensors()
         assert last.keys() == wanted.keys()

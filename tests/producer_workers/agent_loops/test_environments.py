@@ -14,7 +14,6 @@ from buffer.errors import ConfigError, ProcessUnavailable
 from buffer.wire.rollout import Status, ToolCall
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.toolbox import Toolbox, tool_schemas
-from producer_workers.config.task import TaskSection
 from tests.producer_workers.agent_loops.test_multi_turn import (
     TalkingEngine,
     chat,
@@ -127,13 +126,6 @@ def test_a_model_runs_python_and_reads_what_it_prints(chat: Any) -> None:
     )
     assert "42\nerror: ZeroDivisionError: division by zero" in chat.decode(state.response_ids)
     assert state.status is Status.COMPLETED
-
-
-def test_a_task_may_leave_its_reward_to_the_environment() -> None:
-    task = TaskSection.model_validate(
-        {"judge": "environment", "dataset": {"kind": "jsonl", "path": "none"}}
-    )
-    assert task.judges == []
 
 
 # -- the README --------------------------------------------------------------

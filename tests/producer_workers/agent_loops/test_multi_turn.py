@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import sys
-import time
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,10 @@ from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.chat_delta import ChatDelta
-from producer_workers.agent_loops.environment import Answer, Turn
-from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop, ToolAgentLoop, turns_of
+from producer_workers.agent_loops.multi_turn import ToolAgentLoop, turns_of
 from producer_workers.agent_loops.toolbox import Toolbox, tool_schemas
 from producer_workers.engines.base import Generation
-from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.judges.judge import FunctionJudge
 from tests.producer_workers.letter_engine import LetterEngine
 
 PROMPT = np.arange(10, 15, dtype="<i4")
@@ -165,18 +163,6 @@ def test_what_is_trained_is_what_was_sampled_and_nothing_of_the_tools(chat: Any)
     ]
 
 
-def test_parallel_calls_run_at_the_same_time_and_answer_in_order(chat: Any) -> None:
-    waits = "".join(
-        '<tool_call>{"name": "slow", "arguments": {"seconds": 0.3}}</tool_call>' for _ in range(8)
-    )
-    engine = TalkingEngine(chat, [waits + CALL, "5"])
-    started = time.monotonic()
-    (state,) = run(loop_of(chat), engine, [rollout()])
-    text = chat.decode(state.response_ids)
-    assert time.monotonic() - started < 8 * 0.3
-    assert text.index("done") < text.index("\n5<|im_end|>")
-
-
 @pytest.mark.parametrize(
     ("call", "told"),
     [
@@ -237,21 +223,6 @@ def test_max_turns_ends_a_conversation_that_would_not(chat: Any) -> None:
     (state,) = run(loop_of(chat, max_turns=2), TalkingEngine(chat, [CALL] * 9), [rollout()])
     assert (len(turns_of(state)), state.status) == (2, Status.COMPLETED)
     assert len(called) == 2
-
-
-def test_an_environment_of_the_user_plays_and_pays(chat: Any) -> None:
-    class Guess:
-        async def answer(self, state: RolloutState, turn: Turn) -> Answer:
-            if turn.text == "5":
-                return Answer(reward={"score": 1.0 / (turn.number + 1)})
-            return Answer([{"role": "user", "content": f"not {turn.text}"}])
-
-    common: dict[str, Any] = {"tokenizer": chat, "eos_ids": [chat.eos_token_id]}
-    loop = MultiTurnAgentLoop(judge=None, environment=Guess(), **common)
-    (state,) = run(loop, TalkingEngine(chat, ["3", "4", "5"]), [rollout()])
-    assert state.reward is not None
-    assert state.reward["score"] == pytest.approx(1 / 3)
-    assert "not 4" in chat.decode(state.response_ids)
 
 
 def test_delta_ends_a_turn_that_a_stop_string_ended(chat: Any) -> None:

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from buffer.errors import ConfigError, WireError
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.wire.sampling import SampleParams, StructuredOutput
-from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.engines.base import EngineDeadError, GenerationError
-from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.engines.base import EngineDeadError
+from producer_workers.judges.judge import FunctionJudge
 from tests.producer_workers.letter_engine import ANSWER, LetterEngine
 
 PROMPT = np.arange(10, 15, dtype="<i4")
@@ -53,32 +50,6 @@ class Bench:
         self.engine.abort_at = abort_at
         self.engine.requests.clear()
         return asyncio.run(self.loop.generate_group(states, self.engine, "math-0000000001"))
-
-
-def test_group_is_generated_decoded_and_judged(tokenizer: Any) -> None:
-    bench = Bench(tokenizer)
-    states = bench.run(group())
-    assert [state.index for state in states] == [0, 1, 2]
-    for state in states:
-        assert (state.status, state.finish_reason, state.response) == (
-            Status.COMPLETED,
-            "stop",
-            ANSWER,
-        )
-        assert state.response_ids.tolist() == bench.engine.script
-        assert state.reward == {"score": 1.0}
-        assert state.spans == [(0, len(bench.engine.script), 0, "a")]
-    assert bench.judged == [ANSWER] * 3
-
-
-def test_rollout_completes_with_length_when_its_budget_ends(tokenizer: Any) -> None:
-    (state,) = Bench(tokenizer).run(group(1, max_tokens=6))
-    assert (state.status, state.finish_reason, state.response) == (
-        Status.COMPLETED,
-        "length",
-        "the an",
-    )
-    assert state.reward == {"score": 0.0}
 
 
 def test_aborted_rollout_keeps_its_tokens_and_goes_on_when_partial_rollout_is_on(
@@ -201,16 +172,6 @@ def test_request_ids_are_never_used_twice(tokenizer: Any) -> None:
     assert all(request.startswith("math-0000000001/") for request in seen)
 
 
-def test_judge_error_fails_one_rollout_and_says_why(tokenizer: Any) -> None:
-    def fails_for_one(*, state: RolloutState, **_: Any) -> float:
-        return float("nan") if state.index == 1 else 1.0
-
-    states = Bench(tokenizer, judge=fails_for_one).run(group())
-    assert [state.status for state in states] == [Status.COMPLETED, Status.FAILED, Status.COMPLETED]
-    assert "judge 'bench' returned 'score' = nan" in (states[1].error or "")
-    assert (states[1].reward, states[0].error) == (None, None)
-
-
 def test_rollout_without_a_token_fails(tokenizer: Any) -> None:
     bench = Bench(tokenizer)
     bench.engine.script = []
@@ -219,15 +180,6 @@ def test_rollout_without_a_token_fails(tokenizer: Any) -> None:
         Status.FAILED,
         "the engine finished (stop) without a token",
     )
-
-
-def test_a_request_that_is_refused_fails_its_rollout_alone(tokenizer: Any) -> None:
-    bench = Bench(tokenizer)
-    bench.engine.broken = {1: GenerationError("too long")}
-    states = bench.run(group())
-    done = Status.COMPLETED
-    assert [state.status for state in states] == [done, Status.FAILED, done]
-    assert states[1].error == "GenerationError: too long"
 
 
 def test_engine_error_is_passed_on_and_the_rest_is_cancelled(tokenizer: Any) -> None:
@@ -239,81 +191,3 @@ def test_engine_error_is_passed_on_and_the_rest_is_cancelled(tokenizer: Any) -> 
         bench.run(group())
     assert caught.value is error
     assert bench.engine.cancelled == 2
-
-
-def test_cancelling_the_group_cancels_its_requests(tokenizer: Any) -> None:
-    bench = Bench(tokenizer)
-    bench.engine.hangs = True
-
-    async def cancel() -> None:
-        running = asyncio.create_task(bench.loop.generate_group(group(), bench.engine, "g"))
-        while len(bench.engine.requests) < 3:
-            await asyncio.sleep(0)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-    asyncio.run(cancel())
-    assert bench.engine.cancelled == 3
-
-
-def test_rollout_cut_off_while_judged_is_judged_once_when_resumed(tokenizer: Any) -> None:
-    started = 0
-
-    async def never(**_: Any) -> float:
-        nonlocal started
-        started += 1
-        await asyncio.Event().wait()
-        return 0.0
-
-    bench = Bench(tokenizer, partial=True, judge=never)
-    states = group(1)
-
-    async def cut() -> None:
-        running = asyncio.create_task(bench.loop.generate_group(states, bench.engine, "g"))
-        while not started:
-            await asyncio.sleep(0)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-    asyncio.run(cut())
-    assert states[0].status is not Status.COMPLETED
-    (state,) = (other := Bench(tokenizer, partial=True)).run(states)
-    assert (state.status, other.engine.requests, other.judged) == (Status.COMPLETED, [], [ANSWER])
-
-
-def test_rollouts_complete_without_a_reward_when_there_is_no_judge(tokenizer: Any) -> None:
-    loop = load_agent_loop(
-        "single_turn", judge=None, tokenizer=tokenizer, eos_ids=[tokenizer.eos_token_id]
-    )
-    (state,) = asyncio.run(loop.generate_group(group(1), LetterEngine(tokenizer, PROMPT), "g"))
-    assert (state.status, state.reward) == (Status.COMPLETED, None)
-
-
-def test_rollout_without_prompt_ids_is_an_error(tokenizer: Any) -> None:
-    with pytest.raises(WireError, match="rollout 0 of math-0000000001 has no prompt_ids"):
-        Bench(tokenizer).run([RolloutState()])
-
-
-def test_load_agent_loop_makes_a_class_of_the_user(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "loop_of_a_user.py").write_text(
-        "class Loop:\n    def __init__(self, *, judge, tokenizer, eos_ids, partial_rollout):\n"
-        "        self.given = (judge, tuple(eos_ids), partial_rollout)\n"
-        "    async def generate_group(self, states, engine, gid):\n        return states\n"
-        "class Sync(Loop):\n    def generate_group(self, states, engine, gid):\n        return states\nLIMIT = 3\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    given: dict[str, Any] = {
-        "judge": None,
-        "tokenizer": tokenizer,
-        "eos_ids": [2],
-        "partial_rollout": True,
-    }
-    loop: Any = load_agent_loop("loop_of_a_user:Loop", **given)
-    assert loop.given == (None, (2,), True)
-    for spec in ("multi", "loop_of_a_user:LIMIT", "loop_of_a_user:Sync"):
-        with pytest.raises(ConfigError, match="agent loop"):
-            load_agent_loop(spec, **given)

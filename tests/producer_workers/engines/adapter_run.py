@@ -27,13 +27,13 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams
 from consumer.grpo.learner.learner import Learner
-from consumer.grpo.model_state.weights_snapshot import WeightsSnapshot
+from consumer.grpo.model_state.weights_folder import WeightsSnapshot
 from consumer.grpo.reporting.step_log import StepLog
 from consumer.grpo.trainer import Trainer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine
-from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.judges.judge import FunctionJudge
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of

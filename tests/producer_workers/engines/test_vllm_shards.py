@@ -32,7 +32,7 @@ from producer_workers.engines.base import (
 )
 from producer_workers.engines.vllm import engine as module
 from producer_workers.engines.vllm.api import is_cpu_build
-from rolloutmq.launch.placement import count_gpus
+from rolloutmq.check.machine import count_gpus
 from tests.producer_workers.engines.conformance import (
     NEXT,
     TOLERANCE,

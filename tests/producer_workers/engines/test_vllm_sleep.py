@@ -12,7 +12,7 @@ import pytest
 
 from producer_workers.engines.base import Generation
 from producer_workers.engines.vllm.api import is_cpu_build
-from rolloutmq.launch.placement import count_gpus
+from rolloutmq.check.machine import count_gpus
 from tests.producer_workers.engines.conformance import generate, sampling
 from tests.producer_workers.engines.conftest import CPU_ENGINE, Folders, Run, running
 

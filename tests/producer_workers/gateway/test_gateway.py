@@ -26,7 +26,7 @@ from producer_workers.agent_loops.tokenizer import TaskTokenizer
 from producer_workers.engines.base import EngineDeadError, Generation
 from producer_workers.gateway.agents import AgentTask
 from producer_workers.gateway.loop import GatewayAgentLoop
-from producer_workers.judges.function_judge import FunctionJudge, GroupFunctionJudge
+from producer_workers.judges.judge import FunctionJudge
 from rolloutmq.testing import RehearsalError, rehearse
 from tests.producer_workers.agents import PROGRAM, TOOL
 from tests.producer_workers.recorder import MINE, Recorder, loop_of, questions, run
@@ -77,8 +77,10 @@ def test_tool_calls_of_an_agent_stay_in_one_segment(chat: Any) -> None:
     assert text == f"\ufffdlet me see {CALL}{CALL}{between}\ufffdit is 5<|im_end|>"
 
 
-@pytest.mark.parametrize("kind", [FunctionJudge, GroupFunctionJudge])
-def test_a_group_that_only_waits_for_its_judge_has_its_finish_reasons(chat: Any, kind: Any) -> None:
+@pytest.mark.parametrize("sees_group", [False, True])
+def test_a_group_that_only_waits_for_its_judge_has_its_finish_reasons(
+    chat: Any, sees_group: bool
+) -> None:
     given = questions("one", "two", max_tokens=1000)
     seen: list[list[str | None]] = []
 
@@ -90,7 +92,7 @@ def test_a_group_that_only_waits_for_its_judge_has_its_finish_reasons(chat: Any,
     async def group(*, states: list[RolloutState]) -> list[float]:
         return [await single(response=state.response) for state in states]
 
-    judge = kind("slow", single if kind is FunctionJudge else group)
+    judge = FunctionJudge("slow", group if sees_group else single)
     run(loop_of(chat, judge=judge), Recorder(chat), given)
     assert seen == [["stop", "stop"]] * 2
 
@@ -213,9 +215,7 @@ async def counts_turns(task: AgentTask) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize(
-    "judge", [None, GroupFunctionJudge("j", lambda *, states: [1.0] * len(states))]
-)
+@pytest.mark.parametrize("judge", [None, FunctionJudge("j", lambda *, states: [1.0] * len(states))])
 def test_a_resumable_session_is_continued_behind_its_turns_by_another_worker(
     chat: Any, judge: Any
 ) -> None:
@@ -303,7 +303,7 @@ def test_a_call_that_an_agent_demands_is_enforced_or_refused(chat: Any, choice: 
     assert structures[0] is not None
     assert re.fullmatch(str(structures[0].regex), line)
     assert structures[1] is None
-    for parser, kind in (("mistral", Enforcing), ("hermes", Recorder)):
+    for parser, kind in (("", Enforcing), ("hermes", Recorder)):
         (state,) = run(loop_of(chat, agent=demands, parser=parser), kind(chat), questions("x"))
         assert state.status is Status.FAILED
         assert "tool_choice" in str(state.error)

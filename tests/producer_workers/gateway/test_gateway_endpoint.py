@@ -7,7 +7,7 @@ more than it has.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.agent_loops.chat_delta import ChatDelta
-from producer_workers.agent_loops.tool_parsers import OwnToolParser
+from producer_workers.agent_loops.tool_parsers import HermesParser
 from producer_workers.config.distributions import Fixed
 from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.simulated import SimulatedEngine
@@ -32,6 +32,7 @@ from producer_workers.gateway import server, session
 from producer_workers.gateway.agents import AgentTask
 from producer_workers.gateway.server import Endpoint
 from producer_workers.gateway.session import Session, TokenBudget
+from producer_workers.judges.judge import Judge
 from tests.producer_workers.recorder import Recorder, loop_of, questions
 
 USER = [{"role": "user", "content": "x"}]
@@ -78,9 +79,7 @@ def at_desk(
     async def open_desk() -> AsyncIterator[Desk]:
         delta = ChatDelta(chat, [chat.eos_token_id])
         sampling = SampleParams(**params)
-        made = Session(
-            "g/0", engine, chat, delta, [chat.eos_token_id], sampling, OwnToolParser("hermes")
-        )
+        made = Session("g/0", engine, chat, delta, [chat.eos_token_id], sampling, HermesParser())
         async with Endpoint(chat) as endpoint, aiohttp.ClientSession() as http:
             yield Desk(endpoint, made, http)
 
@@ -279,7 +278,7 @@ def test_what_an_ended_agent_left_behind_is_not_sampled(chat: Any) -> None:
     engine.check([state])
 
 
-class Slow:
+class Slow(Judge):
     """A judge that waits."""
 
     name = "slow"
@@ -287,9 +286,9 @@ class Slow:
     def __init__(self, true: Callable[[], bool]) -> None:
         self.true = true
 
-    async def judge(self, state: RolloutState) -> dict[str, float]:
+    async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         await until(self.true)
-        return {"score": 1.0}
+        return [{"score": 1.0}]
 
 
 def test_a_response_format_is_kept_to_where_the_engine_can_and_the_task_has_none(chat: Any) -> None:

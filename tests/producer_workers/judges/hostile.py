@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
-import signal
-import sys
 import time
 from typing import Any
 
 from buffer.wire.rollout import RolloutState
 
-
-def crash() -> None:
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-
 DEEDS: dict[str, Any] = {
     "pid": os.getpid,
     "hang": lambda: time.sleep(1000),
-    # sleeps in C, with the interpreter's lock
-    "lock": lambda: ctypes.PyDLL(None).usleep(10_000_000),
-    "exit": lambda: os._exit(3),
-    "crash": crash,
-    "sys.exit": lambda: sys.exit(2),
-    "StopIteration": lambda: next(iter(())),
     "memory": lambda: bytearray(1 << 40),
-    "nan": lambda: float("nan"),
     # which would outlive its process
     "child": lambda: os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000"),
 }
@@ -43,11 +28,6 @@ def score(*, response: str, ground_truth: Any, state: RolloutState) -> Any:
 def rank(states: list[RolloutState]) -> list[float]:
     """Rank by length."""
     return [float(len(state.response)) for state in states]
-
-
-def keep(states: list[RolloutState]) -> Any:
-    """Keep a group whose scores differ."""
-    return len({state.reward["score"] for state in states if state.reward}) > 1
 
 
 async def score_later(*, ground_truth: Any, **given: Any) -> Any:

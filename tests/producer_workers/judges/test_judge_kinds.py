@@ -22,8 +22,8 @@ from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.task import JudgingSection, TaskSection
 from producer_workers.judges import built_in as unsafe
 from producer_workers.judges.built_in import math_verify
-from producer_workers.judges.judge import AnyJudge, GroupJudge, judge_all
-from producer_workers.judges.load import HttpJudge, judge_from_function, load_judge, make_judge
+from producer_workers.judges.judge import FunctionJudge, Judge
+from producer_workers.judges.load import HttpJudge, load_judge, make_judge
 from tests.producer_workers.letter_engine import ANSWER, LetterEngine
 from tests.producer_workers.user_code.cage import needs_bubblewrap
 
@@ -77,8 +77,8 @@ def service(*answers: tuple[int, bytes]) -> Iterator[Service]:
         thread.join()
 
 
-def ask(judge: AnyJudge, *states: RolloutState) -> list[dict[str, float]]:
-    return asyncio.run(judge_all(judge, states))
+def ask(judge: Judge, *states: RolloutState) -> list[dict[str, float]]:
+    return asyncio.run(judge.judge_group(states))
 
 
 def test_a_judge_at_a_url_is_asked_again_until_it_answers() -> None:
@@ -148,7 +148,7 @@ class Group:
             return judge(states=states)
 
         self.loop = SingleTurnAgentLoop(
-            judge=judge_from_function("longest", noted), tokenizer=tokenizer, eos_ids=[tokenizer.eos_token_id],
+            judge=FunctionJudge("longest", noted), tokenizer=tokenizer, eos_ids=[tokenizer.eos_token_id],
             partial_rollout=partial,
         )  # fmt: skip
         self.states = [RolloutState(index=n, prompt_ids=self.prompt) for n in range(4)]
@@ -204,7 +204,7 @@ def test_judges_are_chosen_by_data_source_and_add_up_by_weight() -> None:
     task = TaskSection.model_validate({"judge": spec, "dataset": {"kind": "jsonl", "path": "none"}})
     assert task.judges == ["gsm8k", "exact_match", f"{__name__}:longest", "exact_match"]
     judge = make_judge(task.judge, load_judge)
-    assert isinstance(judge, GroupJudge), "one of its judges wants to see the group"
+    assert judge.sees_group, "one of its judges wants to see the group"
     assert ask(
         judge, RolloutState(response="it is 1,000", ground_truth="#### 1000", data_source="gsm8k")
     ) == [{"score": 1.0, "unparsed": 0.0}]
@@ -222,7 +222,7 @@ def test_judges_are_chosen_by_data_source_and_add_up_by_weight() -> None:
     ]
     with pytest.raises(JudgeError, match="no judge for data source 'poems'"):
         ask(judge, RolloutState(data_source="poems"))
-    assert not isinstance(both, GroupJudge)
+    assert not both.sees_group
 
 
 @pytest.mark.parametrize(
@@ -241,22 +241,6 @@ def test_a_judge_that_cannot_be_is_refused_with_the_config(judge: Any, said: str
 
 
 # -- mathematics -------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("response", "truth", "score"),
-    [
-        ("so the answer is 1/2", "\\frac{1}{2}", 1.0),
-        ("thus \\boxed{0.5}", "$\\frac12$", 1.0),
-        ("$\\{3, 2, 1\\}$", "\\{1,2,3\\}", 1.0),
-        ("(x+1)^2", "x^2+2x+1", 1.0),
-        ("3 and 4 are 7\n#### 7", "7", 1.0),
-        ("I make it 12", "13", 0.0),
-        ("", "13", 0.0),
-    ],
-)
-def test_mathematics_is_compared_as_such(response: str, truth: str, score: float) -> None:
-    assert math_verify(response=response, ground_truth=truth)["score"] == score
 
 
 def test_mathematics_is_never_evaluated_as_python(

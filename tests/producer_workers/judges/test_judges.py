@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 
 from buffer.errors import ConfigError, JudgeError
 from buffer.wire.rollout import RolloutState
-from producer_workers.judges.answers import answer_text
 from producer_workers.judges.built_in import (
     UNSAFE_TASKS,
     exact_match,
@@ -22,8 +20,7 @@ from producer_workers.judges.built_in import (
     score_entry,
     task_datasets,
 )
-from producer_workers.judges.function_judge import FunctionJudge
-from producer_workers.judges.judge import judge_all
+from producer_workers.judges.judge import FunctionJudge
 from producer_workers.judges.load import load_judge
 
 
@@ -72,57 +69,12 @@ def test_judge_error_names_the_judge_when_it_returns_no_reward(value: Any) -> No
         judged(returning(value))
 
 
-def test_judge_error_keeps_the_cause_when_a_judge_raises() -> None:
-    def broken(**_: Any) -> float:
-        return [][1]
-
-    with pytest.raises(JudgeError, match="judge 'mine' raised IndexError: list index") as caught:
-        judged(broken)
-    assert isinstance(caught.value.__cause__, IndexError)
-
-
-def test_judge_gets_response_truth_and_state() -> None:
-    def sees(*, response: str, ground_truth: Any, state: RolloutState) -> float:
-        return float((response, ground_truth) == ("a", [1]) and state.response == "a")
-
-    assert judged(sees, "a", [1]) == {"score": 1.0}
-
-
 def test_judge_awaits_coroutine_functions_and_what_functions_return() -> None:
     async def slow(**_: Any) -> float:
         await asyncio.sleep(0)
         return 0.5
 
     assert judged(slow) == judged(lambda **given: slow(**given)) == {"score": 0.5}
-
-
-def test_sync_judge_leaves_the_event_loop_free_while_it_works() -> None:
-    go_on = threading.Event()
-
-    def waits(**_: Any) -> float:
-        assert go_on.wait(400), "the event loop never ran while the judge worked"
-        return 1.0
-
-    async def both() -> dict[str, float]:
-        running = asyncio.create_task(FunctionJudge("slow", waits).judge(RolloutState()))
-        await asyncio.sleep(0)
-        go_on.set()
-        return await running
-
-    assert asyncio.run(both()) == {"score": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (" 4 \n", "4"),
-        ("4<|im_end|>", "4"),
-        ("4 <|im_end|>\n<|endoftext|>", "4"),
-        ("<b>4</b>", "<b>4</b>"),
-    ],
-)
-def test_answer_text_drops_only_what_ends_a_turn(text: str, answer: str) -> None:
-    assert answer_text(text) == answer
 
 
 @pytest.mark.parametrize(
@@ -178,14 +130,8 @@ def chain_sum_state(response: str) -> RolloutState:
     [("12", 1.0), (" 12 <|im_end|>", 1.0), ("+12.0", 1.0), ("13", 0.0), ("", 0.0)],
 )
 def test_reasoning_gym_judge_scores_as_the_package_does(response: str, score: float) -> None:
-    reward = asyncio.run(judge_all(load_judge("reasoning_gym"), [chain_sum_state(response)]))[0]
+    reward = asyncio.run(load_judge("reasoning_gym").judge_group([chain_sum_state(response)]))[0]
     assert reward == {"score": score}
-
-
-def test_reasoning_gym_judge_gives_part_of_the_score_when_the_answer_is_somewhere_in_it() -> None:
-    """The package's own rule, and the reason why accuracy counts scores of 1.0 only."""
-    reward = asyncio.run(judge_all(load_judge("reasoning_gym"), [chain_sum_state("it is 12")]))[0]
-    assert 0.0 < reward["score"] < 1.0
 
 
 @pytest.mark.parametrize(
@@ -194,7 +140,7 @@ def test_reasoning_gym_judge_gives_part_of_the_score_when_the_answer_is_somewher
 def test_reasoning_gym_judge_refuses_other_sources(source: str | None, message: str) -> None:
     state = chain_sum_state("12").model_copy(update={"data_source": source})
     with pytest.raises(JudgeError, match=message):
-        asyncio.run(judge_all(load_judge("reasoning_gym"), [state]))[0]
+        asyncio.run(load_judge("reasoning_gym").judge_group([state]))[0]
 
 
 def test_reasoning_gym_judge_uses_the_config_of_the_problem() -> None:
@@ -249,7 +195,7 @@ def test_load_judge_finds_a_function_beside_the_config(
     monkeypatch.setattr("sys.path", ["/"])
     judge = load_judge("judge_of_a_user:length")
     assert judge.name == "judge_of_a_user:length"
-    assert asyncio.run(judge_all(judge, [RolloutState(response="abc")])) == [{"score": 3.0}]
+    assert asyncio.run(judge.judge_group([RolloutState(response="abc")])) == [{"score": 3.0}]
     with pytest.raises(ConfigError, match="is not a function"):
         load_judge("judge_of_a_user:LIMIT")
 

@@ -14,20 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.errors import JudgeError
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.config.task import JudgingSection
-from producer_workers.judges.function_judge import (
+from producer_workers.judges.judge import (
     FunctionJudge,
-    GroupProcessJudge,
-    ProcessJudge,
-    function_rules,
+    Judge,
 )
-from producer_workers.judges.judge import AnyJudge, judge_all
 from producer_workers.judges.load import load_worker_judge
 from producer_workers.user_code import border
 from producer_workers.user_code.process_function import ProcessFunction
-from producer_workers.user_code.rollout_border import BORDERS
 
 HOSTILE = "tests.producer_workers.judges.hostile"
 
@@ -52,67 +47,25 @@ async def judging(name: str = "score", **section: Any) -> AsyncIterator[Any]:
     try:
         yield chosen
     finally:
-        chosen.close()  # type: ignore[union-attr]
+        chosen.close()
 
 
-async def ask(judge: AnyJudge, *truths: str) -> list[Any]:
+async def ask(judge: Judge, *truths: str) -> list[Any]:
     """Ask for several rollouts at once; errors in their place."""
     states = [rollout(truth) for truth in truths]
-    asked = (judge_all(judge, [state]) for state in states)
+    asked = (judge.judge_group([state]) for state in states)
     answers = await asyncio.gather(*asked, return_exceptions=True)
     return [each if isinstance(each, BaseException) else each[0]["score"] for each in answers]
 
 
 async def test_a_process_sees_what_a_judge_in_the_worker_sees() -> None:
     async with judging() as one, judging("rank") as group:
-        assert isinstance(one, ProcessJudge)
-        assert isinstance(group, GroupProcessJudge)
+        assert not one.sees_group
+        assert group.sees_group
         assert await ask(one, "tokens") == [31.0]
         states = [rollout("", index) for index in range(3)]
         rewards = await group.judge_group(states)
         assert [reward["score"] for reward in rewards] == [1.0, 2.0, 3.0]
-
-
-def test_a_filter_runs_in_a_process_too() -> None:
-    async def scenario() -> list[Any]:
-        section = JudgingSection(processes=1)
-        call = ProcessFunction(
-            f"{HOSTILE}:keep", BORDERS["filter"], function_rules("f", "f", section)
-        )
-        states = [rollout("", index) for index in range(2)]
-        for state in states:
-            state.reward = {"score": float(state.index)}
-        try:
-            return [await call(states), await call(states[:1])]
-        finally:
-            call.close()
-
-    assert asyncio.run(scenario()) == [True, False]
-
-
-REASONS = {
-    "hang": "exceeded its limit of 4 s .*timeout_s",
-    "sys.exit": "raised SystemExit: 2",
-    "exit": "ended its process: exit code 3",
-    "lock": "exceeded its limit of 4 s",
-    "crash": "ended its process: SIGSEGV",
-    "StopIteration": "StopIteration",
-    "memory": "raised MemoryError .*memory_mb",
-    "nan": "returned 'score' = nan",
-}
-
-
-@pytest.mark.parametrize(("name", "faults"), [("score", 8), ("score_later", 3)])
-async def test_whatever_a_judge_does_in_its_process_fails_its_own_call_only(
-    name: str, faults: int
-) -> None:
-    reasons = dict(list(REASONS.items())[:faults])
-    async with judging(name, processes=2, timeout_s=4.0) as judge:
-        answers = await ask(judge, *[word for bad in reasons for word in (bad, "good")])
-        for answer, reason in zip(answers[::2], reasons.values(), strict=True):
-            with pytest.raises(JudgeError, match=f"judge '{HOSTILE}:{name}' .*{reason}"):
-                raise answer
-        assert answers[1::2] == [1.0] * len(reasons)
 
 
 async def test_a_coroutine_over_its_limit_is_cancelled_and_leaves_its_siblings_alone() -> None:
@@ -146,22 +99,23 @@ async def test_a_process_that_ran_out_of_memory_is_replaced(name: str) -> None:
 
 
 def test_functions_are_called_in_processes_unless_they_are_marked_inline() -> None:
-    auto = JudgingSection()
-    assert isinstance(load_worker_judge("gsm8k", auto), FunctionJudge)
-    assert isinstance(
-        load_worker_judge("python_tests", JudgingSection(sandbox="weak")), ProcessJudge
-    )
-    assert isinstance(load_worker_judge("gsm8k", JudgingSection(kind="process")), ProcessJudge)
-    path = f"{HOSTILE}:score"
-    assert isinstance(load_worker_judge(path, JudgingSection(kind="inline")), FunctionJudge)
-    assert isinstance(load_worker_judge(f"{__name__}:declared", auto), FunctionJudge)
+    def has_processes(spec: str, **section: Any) -> bool:
+        judge = load_worker_judge(spec, JudgingSection(**section))
+        assert isinstance(judge, FunctionJudge)
+        return isinstance(judge._call, ProcessFunction)
+
+    assert has_processes("python_tests", sandbox="weak")
+    assert has_processes("gsm8k", kind="process")
+    assert not has_processes("gsm8k")
+    assert not has_processes(f"{HOSTILE}:score", kind="inline")
+    assert not has_processes(f"{__name__}:declared")
 
 
 async def test_a_process_runs_programs_in_the_sandbox_of_its_judge() -> None:
     nowhere = "http://127.0.0.1:1"
     judge = load_worker_judge("python_tests", JudgingSection(sandbox=nowhere))
     (error,) = await ask(judge, "assert True")
-    judge.close()  # type: ignore[union-attr]
+    judge.close()
     assert nowhere in str(error)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orjson
 import pytest
 
@@ -81,15 +80,6 @@ def test_draw_has_the_system_prompt_of_the_task_and_its_template_arguments(
     assert text.count("be brief") == 1
 
 
-def test_draw_uses_the_chat_template_up_to_the_turn_of_the_model(
-    rows: JsonlDataset, tokenizer: Any
-) -> None:
-    ids = drawn(make(rows, tokenizer, shuffle=False), 2)[0].prompt_ids
-    assert ids is not None
-    assert ids.dtype == np.int32
-    assert tokenizer.decode(ids) == "<|im_start|>user\n77?<|im_end|>\n<|im_start|>assistant\n"
-
-
 def test_draws_of_an_epoch_visit_every_row_and_the_next_epoch_follows(
     rows: JsonlDataset, tokenizer: Any
 ) -> None:
@@ -110,22 +100,6 @@ def test_draw_is_the_same_when_made_by_another_sampler(rows: JsonlDataset, token
         assert dumped(first, number) == dumped(second, number)
 
 
-def test_rollouts_do_not_share_what_an_agent_loop_changes(
-    rows: JsonlDataset, tokenizer: Any
-) -> None:
-    one, other, *_ = drawn(make(rows, tokenizer), 0)
-    one.append(np.array([5], "<i4"), np.array([-1.0], "<f4"), [])
-    one.extra["note"] = "mine"
-    one.messages.append({"role": "assistant", "content": "x"})
-    assert len(other.response_ids) == 0
-    assert "note" not in other.extra
-    assert len(other.messages) == 1
-
-
-def test_gid_names_task_and_draw(rows: JsonlDataset, tokenizer: Any) -> None:
-    assert make(rows, tokenizer).gid(1042) == "math-0000001042"
-
-
 def test_every_rollout_has_a_seed_of_its_own_when_the_task_has_one(
     rows: JsonlDataset, tokenizer: Any
 ) -> None:
@@ -140,10 +114,6 @@ def test_every_rollout_has_a_seed_of_its_own_when_the_task_has_one(
     assert all(seed is not None and 0 <= seed < 2**31 for seed in made)
     assert seeds(make(rows, tokenizer, params, seed=4)) != made
     assert drawn(make(rows, tokenizer, params), 0)[0].sample_params.temperature == 0.7
-
-
-def test_rollouts_have_no_seed_when_the_task_has_none(rows: JsonlDataset, tokenizer: Any) -> None:
-    assert [state.sample_params.seed for state in drawn(make(rows, tokenizer), 0)] == [None] * 4
 
 
 def test_draw_is_too_long_when_its_prompt_is(rows: JsonlDataset, tokenizer: Any) -> None:

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from buffer.control.control import ControlState, Mode
 from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
 from buffer.errors import ConfigError
-from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.task_mix import Reweighting, TaskMix, allocate, newest_parts
+from buffer.limits import Reweighting, RunLimits, TaskLimits, TaskMix, allocate, newest_parts
 from buffer.wire.rollout import PolicyVersion, RolloutState
 from producer_workers.producer.strategy import (
     AsyncProduceStrategy,
@@ -126,39 +125,6 @@ def test_groups_are_started_less_far_ahead_than_they_may_be_late() -> None:
     assert strategy.target(0) == 20
 
 
-def test_oversampling_is_a_share_of_one_batch_until_the_last_step() -> None:
-    strategy = AsyncProduceStrategy("math", limits_of(steps=10, over_sample_threshold=1.0))
-    assert [strategy.target(version) for version in (0, 1, 9)] == [8, 12, 40]
-
-
-def test_a_tail_batch_starts_what_is_missing_and_nothing_beyond() -> None:
-    """Want 8 groups of weights 0 and 4 beyond; with 3 expired groups only the 8, these first."""
-    strategy = AsyncProduceStrategy(
-        "math",
-        limits_of(
-            steps=9,
-            over_sample_threshold=1.0,
-            on_straggler="retry",
-            tail_batch_trigger_size=3,
-        ),
-    )
-    plans = [strategy.plan(seen("math", strategy.limits, version=1, expired=n)) for n in (2, 3)]
-    assert [plan.target for plan in plans] == [12, 8]
-    assert plans[0].pools == plans[1].pools == (("expired", 3), ("aborted", 1))
-
-
-@pytest.mark.parametrize("on_straggler", ["drop", "retry"])
-def test_expired_groups_that_are_dropped_or_retried_at_once_are_no_tail_batch(
-    on_straggler: str,
-) -> None:
-    limits = limits_of(steps=9, over_sample_threshold=1.0, on_straggler=on_straggler)
-    plan = AsyncProduceStrategy("math", limits).plan(seen("math", limits, expired=5))
-    assert plan.target == 8
-    assert plan.pools == (
-        (("aborted", 1),) if on_straggler == "drop" else (("expired", 1), ("aborted", 1))
-    )
-
-
 @pytest.mark.parametrize("kind", [SyncProduceStrategy, AsyncProduceStrategy])
 def test_what_a_batch_was_short_of_is_not_made_later(
     kind: type[SyncProduceStrategy | AsyncProduceStrategy],
@@ -184,11 +150,6 @@ def test_should_continue_gets_what_is_ready_and_wanted_and_may_answer_enough() -
     ]
     assert [plan.is_enough for plan in plans] == [False, False, True]
     assert asked == [(0, 4, 4), (2, 4, 4), (3, 4, 4)]
-
-
-def test_a_context_of_an_unknown_task_is_a_key_error() -> None:
-    with pytest.raises(KeyError):
-        contexts(limits_of(), seen("math", limits_of()).state, ProduceProgress(1, {}, {}))["math"]
 
 
 def test_new_weights_change_the_share_from_their_step_on_and_no_target_before() -> None:

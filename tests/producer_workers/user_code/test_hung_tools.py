@@ -6,19 +6,13 @@ import asyncio
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from buffer.errors import ProcessUnavailable
-from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion, ToolCall, VersionSpan
-from buffer.wire.sampling import SampleParams
+from buffer.wire.rollout import ToolCall
 from producer_workers.agent_loops.toolbox import Toolbox, python_tool
-from producer_workers.engines.base import Generation
-from producer_workers.user_code.user_process import REPLACED
 from rolloutmq import rehearse
-from rolloutmq.testing import END, Characters, RehearsalError
-from tests.producer_workers.letter_engine import LetterEngine
+from rolloutmq.testing import RehearsalError
 from tests.producer_workers.user_code import deeds
 from tests.producer_workers.user_code.test_containment import MINE
 
@@ -61,49 +55,6 @@ async def test_a_tool_that_cannot_be_called_is_no_answer_to_a_model(
     for toolbox, call in ((given, asked("fine")), (named, asked("fine")), (service, program)):
         with pytest.raises(ProcessUnavailable):
             await toolbox.call_all([call])
-
-
-class Caller(LetterEngine):
-    """Calls the tool with the problem's text first, then repeats what it was told."""
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    async def generate(
-        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
-    ) -> Generation:
-        await asyncio.sleep(0)
-        asked, _, told = Characters().decode(prompt_ids.tolist()).strip().partition("<tool_call>")
-        text = "ok"
-        if told:
-            self.told.append(told.partition("</tool_call>")[2].strip()[:5])
-        else:
-            text = f'<tool_call>{{"name":"tool","arguments":{{"deed":"{asked}"}}}}</tool_call>'
-        ids = np.array([*Characters().encode(text), END], "<i4")
-        spans = (VersionSpan(0, len(ids), FIRST_WEIGHTS.version, FIRST_WEIGHTS.lineage),)
-        return Generation(ids, np.full(len(ids), -0.5, "<f4"), spans, "stop")
-
-    def version(self) -> PolicyVersion:
-        return FIRST_WEIGHTS
-
-
-def test_a_run_goes_on_beside_and_after_hung_tools() -> None:
-    engine = Caller()
-    problems = [{"question": deed, "answer": ""} for deed in ["waits"] * 16 + ["fine"] * 4]
-    options = {"tools": [f"{MINE}:tool"], "call_timeout_s": LIMIT_S, "processes": 4}
-    REPLACED.clear()
-    groups = rehearse(
-        problems,
-        judge=lambda **_: 1.0,
-        agent_loop="tools",
-        agent_loop_options=options,
-        engine=engine,
-        samples=1,
-        timeout_s=400.0,
-    )
-    assert len(groups) == 20
-    assert sorted(engine.told) == ["error"] * 16 + ["well "] * 4
-    assert REPLACED["tool 'tool'"] == 16
 
 
 @pytest.mark.parametrize("is_task", [False, True])

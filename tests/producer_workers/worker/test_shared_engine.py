@@ -17,7 +17,7 @@ from producer_workers.agent_loops.environment import Answer
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import Generation, GenerationError
-from producer_workers.judges.function_judge import FunctionJudge
+from producer_workers.judges.judge import FunctionJudge
 from producer_workers.worker.inbox import Inbox
 from producer_workers.worker.shared_engine import SharedEngine
 from tests.producer_workers.letter_engine import LetterEngine

@@ -97,14 +97,6 @@ def test_the_evaluation_of_a_preset_is_greedy_and_asks_other_problems(path: Path
             assert config.evaluation_size(name) == config.evaluation.groups
 
 
-def test_a_trainer_computes_with_the_temperature_that_was_sampled_with() -> None:
-    warm = "tasks.chain_sum.sample.temperature=0.7"
-    path = CONFIGS / "demo.toml"
-    assert "task chain_sum is sampled with temperature 0.7" in _problem(path, warm)
-    load_config(path, [warm, "learner.temperature=0.7"])
-    load_config(path, [warm, "trainer.loop=mine:train"])
-
-
 def test_evaluation_asks_every_line_of_a_jsonl_file(tmp_path: Path) -> None:
     file = tmp_path / "test.jsonl"
     file.write_text('{"question": "1"}\n\n{"question": "2"}', encoding="utf-8")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from buffer.errors import ConfigError
-from producer_workers.config.engine import SimulatedConfig, VllmConfig
+from rolloutmq.check.machine import Placement, count_gpus, place
 from rolloutmq.config.launch import LaunchSection
-from rolloutmq.launch.placement import Placement, count_gpus, place
 
 CASES = [
     # machine without GPUs: nobody gets any
@@ -72,17 +71,6 @@ def test_place_says_why_it_cannot(
 def test_every_rank_of_the_trainer_gets_a_gpu() -> None:
     placement = place(LaunchSection(workers=2), 8, 2, ranks=4)
     assert placement == Placement([0, 1, 2, 3], [[4, 5], [6, 7]])
-
-
-def test_a_worker_needs_a_gpu_for_each_shard_of_its_engine() -> None:
-    assert VllmConfig(tensor_parallel_size=2, data_parallel_size=3).shards == 6
-    assert VllmConfig(pipeline_parallel_size=2).shards == 2
-    assert VllmConfig().shards == SimulatedConfig().shards == 1
-
-
-def test_environment_names_gpus_only_where_there_are_any() -> None:
-    assert Placement.environment([]) == {}
-    assert Placement.environment([2, 3]) == {"CUDA_VISIBLE_DEVICES": "2,3"}
 
 
 def test_only_the_gpus_that_this_process_was_given_are_dealt_out(

@@ -1,11 +1,16 @@
-"""Objectives of a user, for `[learner.loss] objective`."""
+"""Objectives and advantages of a user, for `[learner.loss] objective`, `[trainer] advantages`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from consumer.config.learner import LossConfig
+from consumer.grpo.learner.advantages import GroupRewards
 from consumer.grpo.learner.losses import Surrogate, TokenColumns
 
 
@@ -24,3 +29,16 @@ def nothing(columns: TokenColumns, config: LossConfig) -> None:
 def counts(columns: TokenColumns, config: LossConfig) -> Surrogate:
     column = torch.ones_like(columns.logprobs, dtype=torch.long)
     return Surrogate(columns.logprobs, column, column)
+
+
+def by_token(groups: Sequence[GroupRewards]) -> list[Any]:
+    """Return the token rewards as advantages."""
+    return [np.nan_to_num(group.tokens["token_rewards"]) for group in groups]
+
+
+def best_of(groups: Sequence[GroupRewards]) -> list[Any]:
+    return [group.scores - group.scores.max() for group in groups]
+
+
+def too_few(groups: Sequence[GroupRewards]) -> list[Any]:
+    return [group.scores[1:] for group in groups]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import combinations
-from typing import get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.errors import WireError
-from consumer.config.learner import AdvantageEstimator
 from consumer.grpo.learner.advantages import (
+    ESTIMATORS,
+    GroupRewards,
     dr_grpo_advantages,
-    estimate_advantages,
+    gdpo_advantages,
     grpo_advantages,
     opo_advantages,
     overlong_penalty,
@@ -22,7 +23,6 @@ from consumer.grpo.learner.advantages import (
     reinforce_pp_advantages,
     reinforce_pp_baseline_advantages,
     rloo_advantages,
-    session_advantages,
 )
 
 SCORE = st.floats(-10, 10, width=32)
@@ -31,6 +31,24 @@ GROUPS = st.lists(st.lists(SCORE, min_size=1, max_size=9), min_size=1, max_size=
 
 def column(*scores: float) -> np.ndarray:
     return np.array(scores, np.float32)
+
+
+def make_rewards(
+    scores: Any,
+    lengths: Any = None,
+    sessions: list[str] | None = None,
+    *,
+    rewards: dict[str, Any] | None = None,
+    tokens: dict[str, Any] | None = None,
+) -> GroupRewards:
+    lengths = np.ones(len(scores)) if lengths is None else lengths
+    return GroupRewards(
+        scores=np.array(scores, np.float32),
+        lengths=np.array(lengths, np.int32),
+        sessions=sessions or [str(n) for n in range(len(scores))],
+        rewards={name: np.array(part, np.float64) for name, part in (rewards or {}).items()},
+        tokens={"mask": np.ones(int(sum(lengths)))} | (tokens or {}),
+    )
 
 
 @given(GROUPS)
@@ -53,12 +71,12 @@ def test_dr_grpo_equals_the_paper_for_ragged_groups(groups: list[list[float]]) -
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("estimator", get_args(AdvantageEstimator))
+@pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("scores", [[0.1] * 7, [1.0], [-3.3] * 3])
 def test_advantages_are_exactly_zero_where_scores_are_equal(
-    estimator: AdvantageEstimator, scores: list[float]
+    estimator: str, scores: list[float]
 ) -> None:
-    got = estimate_advantages(estimator, [column(*scores)], [np.arange(len(scores), dtype="<i4")])
+    (got,) = ESTIMATORS[estimator]([make_rewards(scores, np.arange(len(scores)))])
     assert got.dtype == np.float32
     assert (got == 0).all()
 
@@ -145,8 +163,8 @@ def test_advantages_are_empty_for_an_empty_batch() -> None:
     assert grpo_advantages([]).shape == (0,)
 
 
-@pytest.mark.parametrize("estimator", get_args(AdvantageEstimator))
-def test_a_session_counts_once_however_many_segments_it_has(estimator: AdvantageEstimator) -> None:
+@pytest.mark.parametrize("estimator", [name for name in ESTIMATORS if name != "turns"])
+def test_a_session_counts_once_however_many_segments_it_has(estimator: str) -> None:
     """Compare sessions that have segments with whole rollouts: segments share the advantage."""
     dice = np.random.default_rng(5)
     whole, cut = [], []
@@ -163,10 +181,75 @@ def test_a_session_counts_once_however_many_segments_it_has(estimator: Advantage
             "<i4",
         )
         assert (np.bincount(order, parts) == tokens).all()
-        whole.append((reward, tokens))
-        cut.append((reward[order], parts, [f"s{number}" for number in order]))
-    once = estimate_advantages(estimator, [s for s, _ in whole], [n for _, n in whole])
-    scores, lengths, sessions = zip(*cut, strict=True)
-    found = session_advantages(estimator, scores, lengths, sessions)
-    expected = [once[4 * g + int(name[1:])] for g, (*_, names) in enumerate(cut) for name in names]
-    assert found == pytest.approx(np.array(expected), abs=1e-6)
+        whole.append(make_rewards(reward, tokens))
+        cut.append(make_rewards(reward[order], parts, [f"s{number}" for number in order]))
+    once = ESTIMATORS[estimator](whole)
+    found = ESTIMATORS[estimator](cut)
+    for group, expected, got in zip(cut, once, found, strict=True):
+        assert got == pytest.approx([expected[int(name[1:])] for name in group.sessions], abs=1e-6)
+
+
+def test_gdpo_standardizes_each_part_in_its_group_and_their_sum_over_the_batch() -> None:
+    dice = np.random.default_rng(2)
+    names = {"right": 1.0, "format": 0.3}
+    groups = [
+        make_rewards(dice.random(k), rewards={name: dice.random(k) for name in names})
+        for k in (4, 2, 7)
+    ]
+    sums = []
+    for group in groups:
+        for n in range(len(group.scores)):
+            total = 0.0
+            for name, weight in names.items():
+                part = group.rewards[name].tolist()
+                mean = sum(part) / len(part)
+                spread = (sum((r - mean) ** 2 for r in part) / (len(part) - 1)) ** 0.5
+                total += weight * (part[n] - mean) / (spread + 1e-4)
+            sums.append(total)
+    mean = sum(sums) / len(sums)
+    spread = (sum((a - mean) ** 2 for a in sums) / (len(sums) - 1)) ** 0.5
+    expected = [(a - mean) / (spread + 1e-4) for a in sums]
+    np.testing.assert_allclose(gdpo_advantages(groups, weights=names), expected, rtol=1e-6)
+
+
+def test_gdpo_gives_nothing_for_a_part_that_a_rollout_or_a_group_lacks() -> None:
+    groups = [make_rewards([0, 1, 1], rewards={"a": [0, 1, np.nan]}), make_rewards([0, 1])]
+    got = gdpo_advantages(groups, weights={"a": 1.0})
+    assert got.tolist() == pytest.approx([-np.sqrt(2), np.sqrt(2), 0, 0, 0], abs=1e-3)
+
+
+def test_turns_add_the_standardized_rewards_of_this_and_the_later_turns_to_grpo() -> None:
+    dice = np.random.default_rng(4)
+    for _ in range(20):
+        lengths = dice.integers(0, 9, 5)
+        mask = (dice.random(lengths.sum()) > 0.4).astype("u1")
+        given = dice.normal(size=len(mask)).astype("<f4")
+        given[dice.random(len(mask)) > 0.7] = np.nan
+        scores = dice.random(5)
+        tokens = {"mask": mask, "token_rewards": given}
+        (got,) = ESTIMATORS["turns"]([make_rewards(scores, lengths, tokens=tokens)])
+        outcome = grpo_advantages([column(*scores)]).tolist()
+        # turn by turn, as a loop over tokens
+        turns: list[list[float]] = []
+        owners: list[tuple[int, int]] = []
+        token = 0
+        for rollout, length in enumerate(lengths):
+            turns.append([])
+            for place in range(length):
+                if mask[token] and (place == 0 or not mask[token - 1]):
+                    turns[-1].append(0.0)
+                if turns[-1] and np.isfinite(given[token]):
+                    turns[-1][-1] += float(given[token])
+                owners.append((rollout, len(turns[-1]) - 1))
+                token += 1
+        expected = []
+        for rollout, turn in owners:
+            advantage = outcome[rollout]
+            for later in range(turn, len(turns[rollout])) if turn >= 0 else ():
+                others = [own[later] for own in turns if len(own) > later]
+                if len(others) > 1:
+                    mean = sum(others) / len(others)
+                    std = (sum((r - mean) ** 2 for r in others) / (len(others) - 1)) ** 0.5
+                    advantage += (turns[rollout][later] - mean) / (std + 1e-6)
+            expected.append(advantage)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 import torch
 from hypothesis import given
@@ -14,11 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from buffer.errors import ConfigError
 from consumer.config.learner import CriticConfig, LearnerConfig, LossConfig
+from consumer.grpo.learner.advantages import GroupRewards
+from consumer.grpo.learner.batch_filter import BatchFilter
 from consumer.grpo.learner.critic import Critic, packed_gae, value_loss
 from consumer.grpo.learner.learner import Learner
-from consumer.grpo.learner.train_controller import TrainController
+from consumer.grpo.learner.train_controller import TrainController, read_columns
 from consumer.grpo.policy.packing import Packer
-from consumer.handle.batch_table import BatchTable
+from consumer.handle.batch import BatchTable
 from tests.consumer.grpo.models.tiny import build_model, make_group
 
 
@@ -134,14 +137,22 @@ def test_packed_gae_is_that_of_each_rollout_alone(
     rewards = torch.from_numpy(draw.normal(size=sum(map(len, shapes))).astype("<f4"))
     for batch in Packer(60).pack_pad_dispatch(BatchTable.of(groups)):
         values = torch.from_numpy(draw.normal(size=len(batch.targets)).astype("<f4"))
+        given = torch.from_numpy(draw.normal(size=len(batch.targets)).astype("<f4"))
+        given[torch.from_numpy(draw.random(len(given)) > 0.5)] = torch.nan
         advantages, returns = packed_gae(
-            rewards[batch.rollout], values, batch, gamma=gamma, lam=lam
+            rewards[batch.rollout], values, batch, token_rewards=given, gamma=gamma, lam=lam
         )
         for number in range(len(batch.rollout)):
             trained = (batch.sample == number) & (batch.mask > 0)
             own = values[trained].double().numpy()
             reward = np.zeros(len(own))
             reward[-1:] = float(rewards[batch.rollout[number]])
+            # rewards of a tool's tokens are those of the last token of the model before them
+            last = -1
+            for token in torch.nonzero(batch.sample == number).squeeze(1).tolist():
+                last += int(batch.mask[token] > 0)
+                if last >= 0:
+                    reward[last] += float(given[token].nan_to_num())
             deltas = reward + gamma * np.append(own[1:], 0.0)[: len(own)] - own
             expected = [
                 sum((gamma * lam) ** (later - t) * deltas[later] for later in range(t, len(own)))
@@ -189,6 +200,76 @@ def test_dispatch_gives_every_rollout_to_one_rank_and_all_ranks_as_many_passes(
     assert sorted(numbers) == [n for n in trained if lengths[n]]
     loads = [sum(len(batch.targets) + 6 * len(batch.rollout) for batch in part) for part in parts]
     assert max(loads) - min(loads) <= 6 + max(lengths)
+
+
+OWN = "tests.consumer.grpo.learner.own_objective"
+
+
+def with_token_rewards(groups: list[Any]) -> list[Any]:
+    for group in groups:
+        group.columns["token_rewards"] = np.linspace(-1, 1, len(group.mask), dtype="<f4")
+    return groups
+
+
+def test_advantages_of_the_user_are_per_rollout_or_per_token(model_dir: Path) -> None:
+    learner = make_controller(model_dir).learner
+    groups = with_token_rewards(make_batch())
+    for name in ("by_token", "best_of"):
+        controller = TrainController(learner, f"{OWN}:{name}")
+        batch = controller.compute_advantages(controller.pack_pad_dispatch(groups))
+        for update in batch.updates:
+            for part, advantages in zip(update.batches, update.advantages, strict=True):
+                expected = part.optional["token_rewards"]
+                if name == "best_of":
+                    scores = np.concatenate([g.scores - g.scores.max() for g in groups])
+                    expected = torch.from_numpy(scores)[part.rollout][part.sample]
+                assert torch.equal(advantages, expected)
+
+
+def test_advantages_that_do_not_fit_the_groups_are_named(model_dir: Path) -> None:
+    learner = make_controller(model_dir).learner
+    with pytest.raises(ConfigError, match="missing"):
+        TrainController(learner, f"{OWN}:missing")
+    controller = TrainController(learner, f"{OWN}:too_few")
+    with pytest.raises(ConfigError, match=f"{OWN}:too_few returned shape"):
+        controller.fit(make_batch())
+
+
+def test_other_ranks_get_the_same_rewards() -> None:
+    group = with_token_rewards(make_batch())[0]
+    group.columns["token_rewards"][2] = np.nan
+    sent = GroupRewards.of(group)
+    got = GroupRewards.of_lists(orjson.loads(orjson.dumps(sent.lists(with_tokens=True))))
+    np.testing.assert_equal(dict(got.tokens), dict(sent.tokens))
+    np.testing.assert_equal(dict(got.rewards), dict(sent.rewards))
+    assert got.scores.tolist() == sent.scores.tolist()
+    assert (list(got.sessions), got.lengths.tolist()) == (list(sent.sessions), [*sent.lengths])
+
+
+@pytest.mark.parametrize(
+    ("advantages", "objective", "column", "is_read"),
+    [
+        ("grpo", "ppo", "token_rewards", False),
+        ("turns", "ppo", "token_rewards", True),
+        ("gae", "ppo", "token_rewards", True),
+        ("gae", "ppo", "values", False),
+        ("turns", "ppo", "ref_logprobs", False),
+        ("grpo", f"{OWN}:reinforce", "ref_logprobs", True),
+        (f"{OWN}:by_token", "ppo", "values", True),
+    ],
+)
+def test_a_column_that_nothing_reads_is_refused(
+    advantages: str, objective: str, column: str, is_read: bool
+) -> None:
+    groups = make_batch()
+    groups[0].columns[column] = np.zeros(len(groups[0].mask), "<f4")
+    chosen = BatchFilter(read_columns=read_columns(advantages, objective))
+    filtered = chosen.apply(groups)
+    assert len(filtered.groups) == 2 + is_read
+    if not is_read:
+        assert filtered.counts == {"unread_column": 1}
+        with pytest.raises(ConfigError, match="token columns that the loss does not read"):
+            chosen.apply(groups[:1])
 
 
 def test_gae_without_a_critic_is_refused(model_dir: Path) -> None:

@@ -23,7 +23,7 @@ from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
 from consumer.grpo.policy.micro_batch import MicroBatch
 from consumer.grpo.policy.model_checks import keeps_samples_apart
 from consumer.grpo.policy.packing import Packer
-from consumer.handle.batch_table import BatchTable
+from consumer.handle.batch import BatchTable
 from tests.consumer.grpo.models.tiny import build_model, make_group
 
 SHAPES = st.lists(

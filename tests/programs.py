@@ -1,0 +1,36 @@
+"""Programs that a test starts and waits for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(
+    *words: str | Path, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, with this process's environment and `environment`."""
+    env = os.environ | environment
+    return subprocess.run(words, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+def printed(*words: str | Path, cwd: Path = ROOT, **environment: str) -> str:
+    """Return the output of a program; assert that it succeeds."""
+    done = run(*words, cwd=cwd, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def python(*words: str | Path, cwd: Path = ROOT, **environment: str) -> str:
+    """Return the output of a Python program; assert that it succeeds."""
+    return printed(sys.executable, *words, cwd=cwd, **environment)
+
+
+def files_of_git(*folders: str) -> list[Path]:
+    """Return the files of the checkout that git does not ignore."""
+    listed = printed("git", "ls-files", "-co", "--exclude-standard", *folders).splitlines()
+    return [ROOT / name for name in listed if (ROOT / name).is_file()]
