@@ -272,49 +272,10 @@ def _is_cancellation(error: BaseException) -> bool:
     return isinstance(error, asyncio.CancelledError) and bool(task and task.cancelling())
 
 
-<<<<<<< HEAD
-def _figure(
-    compute: Callable[[Sequence[RolloutState]], T], members: Sequence[RolloutState], fallback: T
-) -> T:
-    """Return `compute(members)`, or `fallback` if a user's loop has put rubbish into them."""
-    try:
-        return compute(members)
-    except Exception:  # any field of a member may be anything
-        return fallback
-
-
 def _lengths(members: Sequence[RolloutState]) -> list[int]:
     return [made for state in members if (made := len(state.response_ids))]
 
 
-def _open_share(members: Sequence[RolloutState]) -> float:
-    if not members:
-        return 1.0
-    return (len(members) - sum(map(has_ended, members))) / len(members)
-
-
-def _waits_for_judge(members: Sequence[RolloutState]) -> bool:
-    if not all(map(has_ended, members)):
-        return False
-    return any(each.status in UNJUDGED for each in members)
-
-
-def _oldest_weights(
-    began: PolicyVersion | None, states: Iterable[RolloutState]
-) -> PolicyVersion | None:
-    """Return the oldest weights in the tokens of a group, an abandoned lineage before its fork."""
-    oldest: PolicyVersion | None = None
-    for state in states:
-        for span in state.spans[:1]:
-            if oldest is None or span.version < oldest.version:
-                oldest = PolicyVersion(span.lineage, span.version)
-    if began and (oldest is None or began.version < oldest.version):
-        return began
-    return oldest
-
-
-=======
->>>>>>> main
 def put_experts_into_files(
     states: Sequence[RolloutState], media: MediaFolder, gid: str, token: str
 ) -> None:
