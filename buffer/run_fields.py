@@ -16,14 +16,14 @@ from buffer.redis.store import Store
 
 def read_hash(store: Store, what: str, key: str) -> dict[str, str]:
     """Return the fields of a hash of the run; {} without it. Raises RunDamaged."""
-    raw: Any = store.retrying(what, lambda: store.control.hgetall(key))
+    raw: Any = store.ask(what, "HGETALL", key)
     return text_fields(raw)
 
 
 def read_settings(store: Store, keys: Keys) -> tuple[dict[str, str], RunLimits]:
     """Return `meta` and its limits. Raises RunNotFound, SchemaVersionError, RunDamaged."""
     meta = read_hash(store, "open run", keys.meta)
-    if not meta and store.retrying("open run", lambda: store.control.exists(keys.control)):
+    if not meta and store.ask("open run", "EXISTS", keys.control):
         # a run that was created between these two reads has both
         meta = read_hash(store, "open run", keys.meta)
         if not meta:
@@ -71,6 +71,19 @@ def without_meta(keys: Keys) -> RunDamaged:
     )
 
 
+_UNFINISHED = {
+    LOADING: (
+        "restored from a snapshot",
+        "wait until it is done; `rolloutmq restore` deletes what an interrupted one left",
+    ),
+    REMOVING: ("removed", "`rolloutmq runs --delete {} --yes` completes it"),
+    REGENERATING: (
+        "made again from a checkpoint",
+        "repeat the command with --regenerate, which completes it",
+    ),
+}
+
+
 def require_schema(name: str, meta: dict[str, str]) -> None:
     """Raise RunNotFound or SchemaVersionError for a run that cannot be opened."""
     if not meta:
@@ -83,20 +96,10 @@ def require_schema(name: str, meta: dict[str, str]) -> None:
     schema = meta.get("schema")
     if schema is None:
         raise RunDamaged(f"{Keys(name).meta} has no field schema", hint=HINT)
-    if schema == LOADING:
+    if schema in _UNFINISHED:
+        what, hint = _UNFINISHED[schema]
         raise RunNotFound(
-            f"run {name!r} is being restored from a snapshot, or that was interrupted",
-            hint="wait until it is done; `rolloutmq restore` deletes what an interrupted one left",
-        )
-    if schema == REMOVING:
-        raise RunNotFound(
-            f"run {name!r} is being removed, or its removal was interrupted",
-            hint=f"`rolloutmq runs --delete {name} --yes` completes it",
-        )
-    if schema == REGENERATING:
-        raise RunNotFound(
-            f"run {name!r} is being made again from a checkpoint, or that was interrupted",
-            hint="repeat the command with --regenerate, which completes it",
+            f"run {name!r} is being {what}, or that was interrupted", hint=hint.format(name)
         )
     if schema != SCHEMA:
         raise SchemaVersionError(f"run {name!r} has schema {schema}; this version knows {SCHEMA}")

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from benchmarks.engine import engine as through_the_queue
 from benchmarks.figure import Figure
@@ -119,7 +120,7 @@ async def _sample(model: Path, prompts: Sequence[np.ndarray]) -> list[Generation
 
 
 def _seeded(params: SampleParams, number: int, member: int) -> SampleParams:
-    return params.model_copy(update={"seed": number * MEMBERS + member})
+    return structs.replace(params, seed=number * MEMBERS + member)
 
 
 def _agreement(

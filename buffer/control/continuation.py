@@ -184,7 +184,7 @@ def _resized_from(store: Store, keys: Keys, known: Origin | None, origin: Origin
 
 
 def _read(store: Store, key: str) -> dict[str, str]:
-    raw: Any = store.retrying("config", lambda: store.control.hgetall(key))
+    raw: Any = store.ask("config", "HGETALL", key)
     return {name.decode(): value.decode() for name, value in raw.items()}
 
 

@@ -91,7 +91,7 @@ class Audits:
         return bool(reply[0] != "MOVED")
 
     def read(self) -> AuditAccount:
-        raw = self._store.retrying("audits", lambda: self._store.control.hgetall(self._keys.audits))
+        raw = self._store.ask("audits", "HGETALL", self._keys.audits)
         fields = {
             name.decode(errors="replace"): value.decode(errors="replace")
             for name, value in raw.items()

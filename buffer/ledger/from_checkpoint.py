@@ -84,7 +84,7 @@ class CheckpointRecovery:
     def _end_commit(self) -> None:
         """Archive the rest of a partly archived batch, which cannot be delivered."""
         ledger = self._keys.ledger("train")
-        value = self._store.retrying("keep", lambda: self._store.control.hget(ledger, "keep"))
+        value = self._store.ask("keep", "HGET", ledger, "keep")
         keep = int(value or 0)
         if keep > self._ledger.steps().freed:
             self._ledger.commit(self._nonce, keep, keep)

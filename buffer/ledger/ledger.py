@@ -268,9 +268,7 @@ class BatchLedger:
 
     def steps(self) -> LedgerSteps:
         ledger = self._keys.ledger(self.name)
-        values = self._store.retrying(
-            "steps", lambda: self._store.control.hmget(ledger, *LedgerSteps._fields)
-        )
+        values = self._store.ask("steps", "HMGET", ledger, *LedgerSteps._fields)
         return LedgerSteps(*read_counts("ledger", ledger, LedgerSteps._fields, values))
 
     def manifest(self, step: int) -> Manifest | None:

@@ -34,15 +34,6 @@ def payloads(scene: Scene) -> int:
     return len(payload_keys(scene.raw, scene.name))
 
 
-def test_nothing_is_left_of_archived_batches_when_none_are_retained(scene: Scene) -> None:
-    scene.open_trainer()
-    train(scene, range(1, 4))
-    assert scene.run.ledger.archive.steps() == range(4, 4)
-    assert scene.run.ledger.manifest(3) is None
-    assert payloads(scene) == 0
-    scene.check()
-
-
 def test_the_last_batches_stay_readable_until_they_fall_out(
     make_scene: Callable[..., Scene],
 ) -> None:
