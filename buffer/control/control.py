@@ -20,12 +20,11 @@ from buffer.control.role_holder import OF_A_HOLDER, Role, RoleHolder, Work
 from buffer.control.trainer_report import ReportedStep
 from buffer.errors import Fenced, LostRun, RunDamaged, RunError, RunNotFound
 from buffer.ids import LANES, new_nonce
-from buffer.limits import RunLimits
 from buffer.redis.eviction import EvictionWatch
 from buffer.redis.key_fields import HINT, key_gone, text_fields
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import opened, unfenced
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext, Store
 from buffer.wire.rollout import PolicyVersion
 
 Event = tuple[int, str, dict[str, str]]  # milliseconds since 1970, name, fields
@@ -167,10 +166,8 @@ def shorten_reason(reason: str) -> str:
 
 
 class RunControl:
-    def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
-        self._store = store
-        self._keys = keys
-        self._limits = limits
+    def __init__(self, context: RunContext) -> None:
+        self._store, self._keys, self._limits = context
 
     def state(self) -> ControlState:
         """Return the control state. Raises RunNotFound."""
