@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from buffer.control.continuation import BY_HAND, Start
-from buffer.control.control import EventLog, RunControl
+from buffer.control.control import RunControl
+from buffer.control.events import EventLog
 from buffer.control.fleet import Fleet
 from buffer.control.live_settings import LiveSettings, change_settings, write_settings
 from buffer.control.observers import Observer

@@ -14,9 +14,8 @@ import logging
 import threading
 from collections.abc import Callable
 
-from buffer.control.control import ControlState, Mode, RunControl
-from buffer.control.histogram import Histogram
-from buffer.control.role_holder import Role, Work
+from buffer.control.control import ControlState, Mode, Role, RunControl, Work
+from buffer.control.worker_record import Histogram
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.ids import new_nonce
 from buffer.redis.connection.retry import LogOnce, OutageClock

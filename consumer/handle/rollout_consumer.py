@@ -28,9 +28,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
-from buffer.control.control import START, ControlState, Event, Mode
-from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram
+from buffer.control.control import ControlState, Mode
+from buffer.control.events import START, Event
 from buffer.control.roles import HeldRole
+from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram
 from buffer.errors import ModelError, WireError
 from buffer.ledger.position import Position
 from buffer.ledger.trainer_opening import Opening
@@ -340,7 +341,7 @@ class RolloutConsumer:
     def report(self, step: int, metrics: Mapping[str, float], *, task: str = "") -> None:
         """Report metrics of train step `step`, or of an evaluation of `task` after it.
 
-        Raises Fenced. Only metrics in `buffer.control.trainer_report.REPORTED` are passed on.
+        Raises Fenced. Only metrics in `buffer.control.events.REPORTED` are passed on.
         """
         self._run.control.report(self.nonce, step, metrics, task=task)
 

@@ -28,9 +28,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from buffer.control.control import ControlState, Mode
+from buffer.control.control import ControlState, Mode, RoleHolder
 from buffer.control.fleet import Refusals
-from buffer.control.role_holder import RoleHolder
 from buffer.control.task_status import ProduceBatchStatus, batch_status
 from buffer.errors import ExpiredBatch, NoBatch, ProducerGone, TaskStopped, WeightsRefused
 from buffer.ledger.account import TaskAccount

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.control.trainer_report import TrainerReport
+from buffer.control.events import TrainerReport
 from buffer.errors import ConfigError
 from buffer.ledger.position import Position
 from buffer.manifest import Manifest

@@ -18,8 +18,7 @@ from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState, Status, VersionSpan
 from producer_workers.agent_loops.environment import Answer, Turn
 from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.config.distributions import Fixed
-from producer_workers.config.engine import SimulatedConfig
+from producer_workers.config.engine import Fixed, SimulatedConfig
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.gateway.agents import AgentTask

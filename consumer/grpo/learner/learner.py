@@ -37,7 +37,12 @@ from consumer.grpo.learner.losses import (
     token_weights,
 )
 from consumer.grpo.model_state.learner_state import capture, restore, shard_rows
-from consumer.grpo.model_state.optimizers import gradient_step, make_optimizer, mean_metrics
+from consumer.grpo.model_state.optimizers import (
+    gradient_step,
+    make_optimizer,
+    mean_metrics,
+    set_rate,
+)
 from consumer.grpo.model_state.saved_state import Rows
 from consumer.grpo.model_state.sharding import average_gradients, set_gradient_sync
 from consumer.grpo.model_state.weights_folder import HostBuffers, WeightsSnapshot, snapshot_weights
@@ -96,6 +101,8 @@ class Learner:
         )
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        fp32 = config.fp32_logits
+        self._policy.fp32_logits = self.device.type == "cuda" if fp32 == "auto" else fp32
         replay = RoutingReplay(self.model) if config.replay_routing else None
         self._policy.replay = replay
         # None: experts are not replayed
@@ -272,6 +279,7 @@ class Learner:
             model_dir, self.config, self.device, self.ranks, bf16=self.bf16
         ).eval()
         reference.transform = self._policy.transform
+        reference.fp32_logits = self._policy.fp32_logits
         return reference
 
     def _pack_update(
@@ -340,7 +348,7 @@ class Learner:
         if not update.batches:
             # no gradient: a step would still move the weights by the decaying moments
             return {"optim/grad_norm": 0.0, "optim/learning_rate": rate}
-        self._optimizer.param_groups[0]["lr"] = rate
+        set_rate(self._optimizer, rate)
         if self._adapter:
             average_gradients(self.parameters.values(), self.ranks)
         norm = gradient_step(self._optimizer, self.config.max_grad_norm)

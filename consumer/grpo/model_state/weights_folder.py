@@ -84,12 +84,13 @@ def snapshot_weights(
 ) -> WeightsSnapshot:
     """Copy config.json and this rank's share of the weights; all ranks must call it.
 
-    `dtype`: round the weights to it. Tied weights are copied once. `buffers` need host memory for
-    this rank's share of the model.
+    `dtype`: round the weights to it, except those that transformers keeps in float32. Tied weights
+    are copied once. `buffers` need host memory for this rank's share of the model.
     """
     tied = getattr(model, "all_tied_weights_keys", {})
     tensors = {name: value for name, value in model.state_dict().items() if name not in tied}
     groups = _groups(tensors)
+    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     sizes = [sum(tensors[name].numel() for name in group) for group in groups]
     own: dict[str, Tensor] = {}
     share = set(balanced_shares(sizes, ranks.size)[ranks.rank])
@@ -97,7 +98,9 @@ def snapshot_weights(
         whole = {name: gather(tensors[name].detach()) for name in group}
         if index in share:
             converted = revert_weight_conversion(model, whole)
-            own |= {name: buffers.copy(name, part, dtype) for name, part in converted.items()}
+            for name, part in converted.items():
+                is_kept = any(module in name for module in kept)
+                own[name] = buffers.copy(name, part, None if is_kept else dtype)
     buffers.wait()
     return WeightsSnapshot(
         _file_name(ranks.rank, ranks.size), own, {"format": "pt"}, _others(model, own, ranks, dtype)

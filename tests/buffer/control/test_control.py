@@ -13,10 +13,9 @@ import redis
 
 from buffer import run_fields
 from buffer.control.continuation import Start
-from buffer.control.control import Mode
+from buffer.control.control import Mode, Role
 from buffer.control.control_line import ControlConnection
 from buffer.control.live_settings import LiveSettings
-from buffer.control.role_holder import Role
 from buffer.errors import RoleHeld, RunExists, RunNotFound, SchemaVersionError
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from buffer.control.histogram import Histogram, parse_counts
+from buffer.control.worker_record import Histogram, parse_counts
 
 BOUNDS_S = (0.1, 1.0, 10.0)
 

@@ -98,6 +98,17 @@ def test_critic_learns_what_a_group_is_worth(model_dir: Path) -> None:
     assert errors[-1] < errors[0]
 
 
+def test_the_learning_rate_of_a_critic_has_a_warm_up_of_its_own(model_dir: Path) -> None:
+    moves = []
+    for warmup_steps in (0, 4):
+        critic = Critic(model_dir, CriticConfig(learning_rate=1e-2, warmup_steps=warmup_steps))
+        controller = TrainController(make_controller(model_dir).learner, "gae", critic=critic)
+        before = critic.parameters["head.bias"].detach().clone()
+        controller.fit(make_batch())
+        moves.append(float((critic.parameters["head.bias"] - before).detach().abs()))
+    assert moves[1] == pytest.approx(moves[0] / 4, rel=1e-3)
+
+
 def test_gradient_checkpointing_changes_no_number(model_dir: Path) -> None:
     plain = make_controller(model_dir, critic=True)
     again = make_controller(model_dir, critic=True, gradient_checkpointing=True)
