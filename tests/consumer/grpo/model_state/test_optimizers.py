@@ -18,7 +18,7 @@ from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.model_state.optimizers import make_optimizer
 from consumer.grpo.models.tiny_model import build_tiny_model
-from rolloutmq.config.cross_section_rules import rule_violations
+from rolloutmq.config.cross_section_rules import Sections, rule_violations
 from rolloutmq.config.launch import LaunchSection
 from tests.consumer.grpo.models.tiny import SPEC, build_model, make_group
 
@@ -99,4 +99,4 @@ def test_a_config_with_several_ranks_refuses_eight_bit_states() -> None:
         "launch": LaunchSection(trainer_gpus=[0, 1]),
         "trainer": TrainerSection(),
     }
-    assert [each for each in rule_violations(sections) if "adamw_8bit" in each]
+    assert [each for each in rule_violations(Sections(sections)) if "adamw_8bit" in each]
