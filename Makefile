@@ -37,7 +37,7 @@ model-check: setup ## every story fails without its line of a script; then every
 chaos-damage: setup ## every kind of key of a live run deleted, and given another type: made again, and continued; 25 minutes
 	@$(PY) -m tests.chaos --damage --faults 0 --seed $(or $(SEED),1)
 
-soak: setup ## an hour with servers of every kind, then 10 minutes of `make truth`; SOAK_S=36000 for ten; the tables: build/chaos/soak.md, build/truth/truth.md
+soak: setup ## an hour with servers of every kind, then 10 minutes of `make truth`; SOAK_S=36000 for ten; the table: build/chaos/soak.md
 	@$(PY) -m tests.chaos --soak --seconds $(SOAK_S) --faults $$(($(SOAK_S) / 4)) $(if $(SEED),--seed $(SEED))
 	@$(MAKE) -s truth
 
@@ -72,7 +72,7 @@ bench: setup ## measure against raw Redis, naive ways and ideal fleets; 12 minut
 	@$(PY) -m benchmarks
 
 .PHONY: bench-learning
-bench-learning: setup ## reward by step and wall time for several staleness bounds; about 25 minutes, goes on where it was stopped
+bench-learning: setup ## reward by step and wall time for several staleness bounds and losses; about 30 minutes, goes on where it was stopped
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.learning
 
 fuzz: setup ## coverage-guided fuzz of the decoder, then of all other entrances, FUZZ_S seconds each (300); see build/fuzz

@@ -8,7 +8,7 @@ from benchmarks import sample
 from benchmarks.server import BenchServer
 from buffer.ids import group_id, new_nonce
 from buffer.job import Job, Result
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.keys import Keys
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup

@@ -13,7 +13,7 @@ from benchmarks.server import BenchServer
 from buffer.wire import group_bytes
 from consumer.grpo.policy.micro_batch import MicroBatches
 from consumer.grpo.policy.packing import Packer
-from consumer.handle.batch_table import BatchTable
+from consumer.handle.batch import BatchTable
 from consumer.handle.rollout_consumer import RolloutConsumer
 
 REPEATS = 200

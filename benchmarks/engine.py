@@ -23,7 +23,7 @@ from benchmarks.figure import Figure, ratio
 from benchmarks.server import BenchServer
 from benchmarks.updates import WatchedUpdates, figures_of
 from buffer.ids import group_id, new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup

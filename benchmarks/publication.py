@@ -28,8 +28,7 @@ from buffer.weights.safetensors_files import weight_files
 from buffer.weights.shared_folder import FolderSender
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 from consumer.config.warm_start import TinyModelConfig
-from consumer.grpo.model_state.weights_folder import snapshot_weights
-from consumer.grpo.model_state.weights_snapshot import HostBuffers
+from consumer.grpo.model_state.weights_folder import HostBuffers, snapshot_weights
 from consumer.grpo.models.model_folder import copy_tokenizer, load_model
 from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.handle.ranks import ALONE

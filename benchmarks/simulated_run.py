@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.fleet import FleetPlan, working
 from benchmarks.server import BenchServer
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import RolloutState

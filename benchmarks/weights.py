@@ -22,7 +22,7 @@ from benchmarks.figure import Figure, ratio
 from benchmarks.server import BenchServer
 from buffer.control.control import ControlState, Mode
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.run import Run
 from buffer.weights.redis_chunks import RedisSender
 from buffer.weights.shared_folder import FolderSender

@@ -11,14 +11,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 from buffer.errors import LostRun
 from buffer.groups.job_queue import JobQueue
 from buffer.groups.pools import expire
 from buffer.ids import ENDS, split_group_id
 from buffer.ledger.ledger import BatchLedger
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.media_folder import MediaFolder
 from buffer.redis.payloads import PIN, PayloadStore, pin_listed
@@ -65,7 +64,7 @@ class MediaSweep:
             self._pass = None
         ended = self._ended(gids)
         # read after the choice: a group that ended before a snapshot's hold is not in the snapshot
-        if not ended or self._ask("exists", self._keys.snapshot_lock):
+        if not ended or self._store.ask("media", "EXISTS", self._keys.snapshot_lock):
             return 0, self._pass is not None
         for gid in ended:
             self._media.free(gid)
@@ -115,9 +114,6 @@ class MediaSweep:
     def _gids(self, ledger: BatchLedger, step: int) -> frozenset[str]:
         manifest = ledger.manifest(step)
         return frozenset(manifest.gids if manifest else ())
-
-    def _ask(self, command: str, key: str) -> Any:
-        return self._store.retrying("media", lambda: getattr(self._store.control, command)(key))
 
 
 REAP = 200  # leases that one sweep takes back at most
@@ -204,9 +200,7 @@ class Janitor:
 
     def sweep_in_turn(self) -> Swept:
         """Sweep leases and bytes, unless another process just did: 1,000 workers take turns."""
-        fields = self._store.retrying(
-            "janitor", lambda: self._store.control.hmget(self._keys.clock, "seen_ms", "swept_ms")
-        )
+        fields = self._store.ask("janitor", "HMGET", self._keys.clock, "seen_ms", "swept_ms")
         seen_ms, swept_ms = (int(field or 0) for field in fields)
         if 0 <= seen_ms - swept_ms < self._limits.lease_ms / IN_TURN:
             return Swept()
@@ -215,9 +209,7 @@ class Janitor:
 
     def _is_there(self) -> bool:
         """Return whether the server holds the run: the trainer restores one that is lost."""
-        found = self._store.retrying(
-            "janitor", lambda: self._store.control.hget(self._keys.meta, "nonce")
-        )
+        found = self._store.ask("janitor", "HGET", self._keys.meta, "nonce")
         if found is not None and found.decode() != self._nonce:
             raise LostRun(
                 f"the server holds another run named {self._keys.run!r} now",

@@ -54,16 +54,8 @@ class Job:
 
 def digest_of(jobs: Iterable[Job]) -> int:
     """Return the number by which a worker and `lua/include/leased.lua` compare held groups."""
-    return digest_of_pairs((job.gid, job.token) for job in jobs)
-
-
-def digest_of_pairs(held: Iterable[tuple[str, str]]) -> int:
-    """Return the digest of groups as (gid, token)."""
-    return sum(_mark(f"{gid} {token}") for gid, token in held)
-
-
-def _mark(job: str) -> int:
-    return int(sha1(job.encode(), usedforsecurity=False).hexdigest()[:10], 16)
+    marks = (sha1(f"{job.gid} {job.token}".encode(), usedforsecurity=False) for job in jobs)
+    return sum(int(mark.hexdigest()[:10], 16) for mark in marks)
 
 
 @dataclass(frozen=True, slots=True)

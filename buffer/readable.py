@@ -5,6 +5,8 @@ from typing import Annotated
 from pydantic import ByteSize, GetPydanticSchema
 from pydantic_core.core_schema import no_info_after_validator_function
 
+REASON_BYTES = 2000
+
 
 def visible(text: str) -> str:
     r"""Return JSON of the same value, with each unprintable character of a string as \uXXXX.
@@ -34,3 +36,8 @@ Bytes = Annotated[
 def format_size(number: float) -> str:
     """Return a number of bytes with a unit: 512 B, 1.5 MiB."""
     return ByteSize(number).human_readable(separator=" ")
+
+
+def shorten_reason(reason: str) -> str:
+    """Cut a reason to what scripts accept: valid UTF-8 of REASON_BYTES at most."""
+    return reason.encode(errors="replace")[:REASON_BYTES].decode(errors="ignore")

@@ -2,22 +2,22 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from buffer.control.observers import Observer
-from buffer.errors import ConfigError, GroupHeld, PayloadMissing, WireError
+from buffer.errors import GroupHeld, PayloadMissing, WireError
 from buffer.groups.claim import has_ended, never_started
 from buffer.groups.job_queue import JobQueue
+from buffer.groups.order_policy import OrderFunction
 from buffer.groups.pools import AGING, Pools, expire_all
-from buffer.groups.put_groups import GroupPut, described, stamped
+from buffer.groups.put_groups import GroupPut, arguments_of, stamped
 from buffer.groups.submit import Stored, Submission, SubmitOutcome
 from buffer.ids import IMPORTED_FROM, group_id, new_nonce, split_group_id
 from buffer.job import Job, PayloadRef, Result
 from buffer.ledger.ledger import BatchLedger
-from buffer.model.manifest import Manifest, NotReady
-from buffer.model.order_policy import OrderFunction
+from buffer.manifest import Manifest, NotReady
 from buffer.query.scan import GroupScan
 from buffer.redis.payloads import pin_listed
 from buffer.redis.scripts import unknown_reply
@@ -123,9 +123,7 @@ class ReplayBuffer(Pools):
                 raise unknown_reply("update", reply)
 
     def _payload_token(self, gid: str) -> str:
-        found = self._store.retrying(
-            "update", lambda: self._store.control.hget(self._keys.group(gid), "payload")
-        )
+        found = self._store.ask("update", "HGET", self._keys.group(gid), "payload")
         return found.decode() if found else "init"
 
     def _update(self, group: RolloutGroup, ref: PayloadRef, replaces: str) -> list[str]:
@@ -140,7 +138,7 @@ class ReplayBuffer(Pools):
                 "draw": split_group_id(gid)[1],
                 "replaces": replaces,
                 "token": ref.token,
-                **described(group, ref, self._limits, self.order_function),
+                **arguments_of(group, ref, self._limits, self.order_function),
             },
             keys.in_slot(keys.payload_chunks(gid, ref.token, ref.chunks)),
             group.made_by(self._limits.token_lead(task) != ""),
@@ -214,41 +212,19 @@ class ReplayBuffer(Pools):
 
     # -- for all processes ---------------------------------------------------
 
-    def refresh_staleness(
-        self,
-        *tasks: str,
-        thresholds: Mapping[str, int] | None = None,
-        statuses: Collection[str] = AGING,
-        limit: int = 250,
-    ) -> dict[str, int]:
+    def refresh_staleness(self, *tasks: str) -> dict[str, int]:
         """Expire the groups of these tasks (default: all that train) that became too stale.
 
-        `thresholds`: by task, in train steps; default: the run's. Returns how many groups of each
-        task were moved, in slices of `limit`; O(log N + moved). The step is the server's. Takes
-        check staleness themselves (I8). Raises ConfigError for an unknown task, a status other
-        than completed and aborted, or a threshold below 1.
+        Returns how many groups of each task were moved; O(log N + moved). Takes check staleness
+        themselves (I8). Raises ConfigError for an unknown task.
         """
         names = [self._known(task) for task in (tasks or self._limits.training_tasks)]
-        own = {self._known(task): threshold for task, threshold in (thresholds or {}).items()}
-        if wrong := [threshold for threshold in own.values() if threshold < 1]:
-            raise ConfigError(f"a threshold of {wrong[0]} train steps", hint="give at least 1")
-        if unknown := set(statuses) - set(AGING):
-            raise ConfigError(
-                f"{', '.join(sorted(unknown))} groups do not expire",
-                hint=f"statuses that do: {', '.join(AGING)}",
-            )
+        parts = (self._store, self._keys, self._limits)
         return {
-            task: sum(
-                self._expire(task, status, own.get(task, self._limits.threshold(task)), limit)
-                for status in statuses
-            )
+            task: sum(expire_all(*parts, task, status) for status in AGING)
             for task in names
+            if self._limits.threshold(task) != ""
         }
-
-    def _expire(self, task: str, status: str, threshold: int | str, limit: int) -> int:
-        if threshold == "":
-            return 0
-        return expire_all(self._store, self._keys, self._limits, task, status, limit, threshold)
 
     def delete(self, which: str | Mapping[str, Any]) -> int:
         """Drop a group by its gid, or all groups in pools that match a query; return how many.

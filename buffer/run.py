@@ -7,16 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from buffer.control.continuation import BY_HAND, Start
-from buffer.control.control import EventLog, RunControl
+from buffer.control.control import RunControl
+from buffer.control.events import EventLog
 from buffer.control.fleet import Fleet
-from buffer.control.live_settings import LiveSettings, change_settings
+from buffer.control.live_settings import LiveSettings, change_settings, write_settings
 from buffer.control.observers import Observer
+from buffer.control.origin import Origin
 from buffer.control.progress import ProduceProgress, read_progress
 from buffer.control.receipts import Receipts
+from buffer.control.settings_record import SettingsRecord
 from buffer.control.task_status import TaskStops
 from buffer.curation.group_export import Exported, GroupExport
 from buffer.curation.group_import import GroupImport, Imported
-from buffer.errors import RunExists, RunNotFound
+from buffer.errors import RunExists
 from buffer.groups.dead_letters import DeadLetters
 from buffer.groups.job_queue import JobQueue
 from buffer.ids import new_nonce
@@ -26,8 +29,7 @@ from buffer.ledger.account import Account
 from buffer.ledger.audits import Audits
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.trainer_opening import TrainerOpening
-from buffer.maintenance.regeneration import Regeneration
-from buffer.model.limits import (
+from buffer.limits import (
     REGENERATING,
     SCHEMA,
     STAMP_FIELDS,
@@ -35,19 +37,18 @@ from buffer.model.limits import (
     RunLimits,
     parse_stamp,
 )
-from buffer.model.origin import Origin
-from buffer.model.settings_record import SettingsRecord
+from buffer.maintenance.regeneration import Regeneration
 from buffer.query.language import TRUE, AllOf, parse
 from buffer.query.scan import GroupScan
-from buffer.redis.key_fields import limits_in
 from buffer.redis.keys import EVERY_CONTROL, EVERY_META, Keys, run_of_key
 from buffer.redis.media_folder import MediaFolder
 from buffer.redis.payloads import PayloadStore
-from buffer.redis.scripts import Advance, no_advance, unfenced, unknown_reply
+from buffer.redis.scripts import Advance, no_advance
 from buffer.redis.signing import Key, Keyring, Signer
 from buffer.redis.store import Store
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_fields import (
+    limits_in,
     read_hash,
     read_settings,
     require_schema,
@@ -331,7 +332,7 @@ class Run:
     ) -> dict[str, tuple[Any, Any]]:
         """Change settings while the run continues; return (before, after) of each by its name.
 
-        They belong to the run from then on (`buffer/model/settings_record.py`). `restored`:
+        They belong to the run from then on (`buffer/control/settings_record.py`). `restored`:
         settings that get the value of the config again. `by`: who makes the change. `producer`: the
         nonce of a producer that makes it by itself. Raises ConfigError, or Fenced when another
         producer was opened.
@@ -340,28 +341,13 @@ class Run:
         while True:
             self.refresh_limits()
             taken = self.ledger.steps().taken
-            change = change_settings(self.limits, self.settings, settings, restored, taken, by)
-            match self._set(operation, change.to_meta(), producer):
-                case ["OK", _]:
-                    self.refresh_limits()
-                    return dict(change.changed)
-                case ["CONFLICT", _]:
-                    continue  # changed since they were read: apply to the new ones
-                case ["NO_RUN"]:
-                    raise RunNotFound(f"there is no run {self.name!r} any more")
-                case reply:
-                    raise unknown_reply("set_limits", reply)
-
-    def _set(self, operation: str, fields: list[str], producer: str) -> list[str]:
-        version, _ = self._limits_stamp
-        reply = self.store.call(
-            "set_limits",
-            self.keys.slots(),
-            {"operation": operation, "version": version, "producer": producer},
-            tail_args=fields,
-            durable=True,
-        )
-        return unfenced(reply, "producer")
+            fields, changed = change_settings(
+                self.limits, self.settings, settings, restored, taken, by
+            )
+            version, _ = self._limits_stamp
+            if write_settings(self.store, self.keys, operation, version, producer, fields):
+                self.refresh_limits()
+                return changed
 
     def read_progress(self, tasks: Iterable[str] | None = None) -> ProduceProgress:
         """Return the progress of these tasks (default: those of training). Raises KeyError."""

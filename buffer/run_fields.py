@@ -5,30 +5,43 @@ from __future__ import annotations
 from typing import Any
 
 from buffer.control.continuation import Continuation, Start, begin_run, continue_run
+from buffer.control.origin import Origin
+from buffer.control.settings_record import SettingsRecord
 from buffer.errors import RunDamaged, RunNotFound, SchemaVersionError
-from buffer.model.limits import LOADING, REGENERATING, REMOVING, SCHEMA, RunLimits
-from buffer.model.origin import Origin
-from buffer.redis.key_fields import HINT, are_settings, limits_in, require_fields, text_fields
+from buffer.limits import LOADING, REGENERATING, REMOVING, SCHEMA, RunLimits
+from buffer.redis.key_fields import HINT, require_fields, text_fields
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 
 
 def read_hash(store: Store, what: str, key: str) -> dict[str, str]:
     """Return the fields of a hash of the run; {} without it. Raises RunDamaged."""
-    raw: Any = store.retrying(what, lambda: store.control.hgetall(key))
+    raw: Any = store.ask(what, "HGETALL", key)
     return text_fields(raw)
 
 
 def read_settings(store: Store, keys: Keys) -> tuple[dict[str, str], RunLimits]:
     """Return `meta` and its limits. Raises RunNotFound, SchemaVersionError, RunDamaged."""
     meta = read_hash(store, "open run", keys.meta)
-    if not meta and store.retrying("open run", lambda: store.control.exists(keys.control)):
+    if not meta and store.ask("open run", "EXISTS", keys.control):
         # a run that was created between these two reads has both
         meta = read_hash(store, "open run", keys.meta)
         if not meta:
             raise without_meta(keys)
     require_schema(keys.run, meta)
     return meta, limits_in(keys.meta, meta)
+
+
+def limits_in(key: str, meta: dict[str, str]) -> RunLimits:
+    """Return the limits in the fields of a meta hash. Raises RunDamaged."""
+    require_fields("meta", key, meta)
+    if missing := [name for name in RunLimits.model_fields if name not in meta]:
+        raise RunDamaged(f"{key} has no field {missing[0]}", hint=HINT)
+    try:
+        SettingsRecord.from_meta(meta)
+        return RunLimits.from_meta(meta)
+    except ValueError as error:
+        raise RunDamaged(f"{key} does not hold the limits of a run: {error}", hint=HINT) from error
 
 
 def settings_left(
@@ -43,9 +56,10 @@ def settings_left(
     """Return the settings of a run remade at `step`; those of a new run without a valid `meta`."""
     try:
         meta = read_hash(store, "create run", keys.meta)
+        limits_in(keys.meta, meta)
     except RunDamaged:
         meta = {}
-    if meta.get("nonce") == nonce and are_settings(meta):
+    if meta.get("nonce") == nonce:
         return continue_run(keys.run, meta, limits, origin, step, start)
     return begin_run(limits, origin, start)
 
@@ -55,6 +69,19 @@ def without_meta(keys: Keys) -> RunDamaged:
         f"{keys.meta} is gone, and other keys of run {keys.run!r} are there",
         hint="`rolloutmq run CONFIG --regenerate` makes the run again from its newest checkpoint",
     )
+
+
+_UNFINISHED = {
+    LOADING: (
+        "restored from a snapshot",
+        "wait until it is done; `rolloutmq restore` deletes what an interrupted one left",
+    ),
+    REMOVING: ("removed", "`rolloutmq runs --delete {} --yes` completes it"),
+    REGENERATING: (
+        "made again from a checkpoint",
+        "repeat the command with --regenerate, which completes it",
+    ),
+}
 
 
 def require_schema(name: str, meta: dict[str, str]) -> None:
@@ -69,20 +96,10 @@ def require_schema(name: str, meta: dict[str, str]) -> None:
     schema = meta.get("schema")
     if schema is None:
         raise RunDamaged(f"{Keys(name).meta} has no field schema", hint=HINT)
-    if schema == LOADING:
+    if schema in _UNFINISHED:
+        what, hint = _UNFINISHED[schema]
         raise RunNotFound(
-            f"run {name!r} is being restored from a snapshot, or that was interrupted",
-            hint="wait until it is done; `rolloutmq restore` deletes what an interrupted one left",
-        )
-    if schema == REMOVING:
-        raise RunNotFound(
-            f"run {name!r} is being removed, or its removal was interrupted",
-            hint=f"`rolloutmq runs --delete {name} --yes` completes it",
-        )
-    if schema == REGENERATING:
-        raise RunNotFound(
-            f"run {name!r} is being made again from a checkpoint, or that was interrupted",
-            hint="repeat the command with --regenerate, which completes it",
+            f"run {name!r} is being {what}, or that was interrupted", hint=hint.format(name)
         )
     if schema != SCHEMA:
         raise SchemaVersionError(f"run {name!r} has schema {schema}; this version knows {SCHEMA}")

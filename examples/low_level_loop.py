@@ -17,12 +17,12 @@ from buffer.ledger.position import Position
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.grpo.checkpoint import CheckpointFolder
-from consumer.grpo.device_share import DeviceShare
-from consumer.grpo.evaluation import Evaluator
+from consumer.grpo.evaluation import measure
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.models.model_folder import copy_tokenizer
 from consumer.grpo.reporting.step_log import StepWriter
+from consumer.grpo.trainer_rank import DeviceShare
 from consumer.handle.publication import open_sender, published
 from consumer.handle.ranks import ALONE, select_device
 from consumer.handle.rollout_consumer import RolloutConsumer
@@ -96,6 +96,6 @@ def train_on(controller: TrainController, groups: Sequence[RolloutGroup]) -> dic
 def evaluate(consumer: RolloutConsumer, config: Config, log: StepWriter) -> None:
     """Evaluate the newest weights on every evaluation task."""
     for name in (name for name, task in config.tasks.items() if task.eval_of):
-        metrics = Evaluator().evaluate(consumer.evaluate(name, config.evaluation_size(name)))
+        metrics = measure(consumer.evaluate(name, config.evaluation_size(name)))
         log.add_evaluation(config.plan.steps, name, metrics)
         consumer.report(config.plan.steps, metrics, task=name)

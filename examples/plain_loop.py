@@ -20,7 +20,7 @@ from buffer.ledger.position import Position
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
 from consumer.grpo.checkpoint import CheckpointFolder
-from consumer.grpo.evaluation import Evaluator
+from consumer.grpo.evaluation import measure
 from consumer.grpo.model_state.learner_state import capture, restore
 from consumer.grpo.models.model_folder import copy_tokenizer, load_model, save_model
 from consumer.grpo.reporting.step_log import StepWriter
@@ -105,7 +105,7 @@ def fit(
     for name, task in config.tasks.items():
         if task.eval_of:
             groups = consumer.evaluate(name, config.evaluation_size(name))
-            metrics = Evaluator().evaluate(groups)
+            metrics = measure(groups)
             log.add_evaluation(last, name, metrics)
             consumer.report(last, metrics, task=name)
     consumer.finish()

@@ -9,10 +9,10 @@ import socket
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
+from buffer.control.origin import Origin
 from buffer.errors import ConfigError, ModelError
+from buffer.groups.order_policy import load_order
 from buffer.imports import load_function
-from buffer.model.order_policy import load_order
-from buffer.model.origin import Origin
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState
@@ -45,8 +45,7 @@ from producer_workers.judges.load import (
     make_judge,
 )
 from producer_workers.judges.watched_judges import JudgeTimes, WatchedJudges
-from producer_workers.producer.curriculum import Curriculum
-from producer_workers.producer.producer import Producer
+from producer_workers.producer.producer import Curriculum, Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
 from producer_workers.user_code.border import BORDERS

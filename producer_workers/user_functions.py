@@ -7,8 +7,8 @@ from functools import partial
 from typing import NamedTuple
 
 from buffer.errors import ConfigError, raise_together
+from buffer.groups.order_policy import load_order
 from buffer.imports import is_dotted_path, load_function, load_object
-from buffer.model.order_policy import load_order
 from producer_workers.agent_loops.agent_loop import BUILT_IN
 from producer_workers.config.producing import ProducingConfig
 from producer_workers.config.sandbox import BUBBLEWRAP, is_url

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from buffer.errors import ConfigError as ConfigError
     from buffer.errors import RolloutMQError as RolloutMQError
     from buffer.ledger.position import Position as Position
-    from buffer.model.limits import RunLimits as RunLimits
-    from buffer.model.limits import TaskLimits as TaskLimits
-    from buffer.model.manifest import Manifest as Manifest
-    from buffer.model.manifest import NotReady as NotReady
+    from buffer.limits import RunLimits as RunLimits
+    from buffer.limits import TaskLimits as TaskLimits
+    from buffer.manifest import Manifest as Manifest
+    from buffer.manifest import NotReady as NotReady
     from buffer.redis.server.embedded import EmbeddedServer as EmbeddedServer
     from buffer.redis.store import Store as Store
     from buffer.replay_buffer import ReplayBuffer as ReplayBuffer
@@ -61,8 +61,8 @@ _NAMES = {
     "buffer.control.control": "Mode",
     "buffer.errors": "ConfigError RolloutMQError",
     "buffer.ledger.position": "Position",
-    "buffer.model.limits": "RunLimits TaskLimits",
-    "buffer.model.manifest": "Manifest NotReady",
+    "buffer.limits": "RunLimits TaskLimits",
+    "buffer.manifest": "Manifest NotReady",
     "buffer.redis.server.embedded": "EmbeddedServer",
     "buffer.redis.store": "Store",
     "buffer.replay_buffer": "ReplayBuffer",

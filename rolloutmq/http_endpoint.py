@@ -10,13 +10,13 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from socketserver import ThreadingMixIn
 from typing import Any
 from urllib.parse import urlsplit
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import orjson
 from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from buffer.errors import ConfigError
 
@@ -58,10 +58,6 @@ CLOSE_S = 0.1  # the longest that `close` waits for a server without requests
 Answer = Callable[[str, list[tuple[str, str]]], Any]
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-
 class _Quiet(WSGIRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: Prometheus asks every few seconds."""
@@ -91,7 +87,7 @@ class MetricsEndpoint:
         self._pages = pages or {}
         self._metrics = make_wsgi_app(registry)
         try:
-            self._server = make_server(host, port, self._answer, _Server, _Quiet)
+            self._server = make_server(host, port, self._answer, ThreadingWSGIServer, _Quiet)
         except OSError as error:
             raise cannot_listen(host, port, error) from error
         self.url = f"http://{host}:{self._server.server_port}"

@@ -13,8 +13,8 @@ from typing import Any
 
 from buffer.errors import RolloutMQError
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.manifest import Manifest
+from buffer.limits import RunLimits, TaskLimits
+from buffer.manifest import Manifest
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
@@ -22,8 +22,7 @@ from buffer.wire.rollout import FIRST_WEIGHTS
 from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.agent_loop import AgentLoop, AgentLoopFactory, load_agent_loop
 from producer_workers.agent_loops.tokenizer import Tokenizer
-from producer_workers.config.distributions import Fixed
-from producer_workers.config.engine import SimulatedConfig
+from producer_workers.config.engine import Fixed, SimulatedConfig
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine
 from producer_workers.engines.simulated import SimulatedEngine

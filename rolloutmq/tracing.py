@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from buffer.control.observers import Observer
 from buffer.job import Job, ReleaseKind, Result
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 

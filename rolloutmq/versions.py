@@ -9,7 +9,6 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 # packages whose version can change what a run does
 PACKAGES = (
@@ -46,22 +45,6 @@ def all_versions() -> dict[str, str]:
     found |= {"embedded server": _embedded_server(), "cuda of torch": _cuda_of_torch()}
     found["nvidia driver"] = _nvidia_driver()
     return {name: text for name, text in found.items() if text}
-
-
-def server_version(url: str) -> str:
-    """Return the kind and version of the server at a URL, or why it does not answer."""
-    import redis  # here, because it takes 0.2 s
-
-    from buffer.errors import ConfigError
-    from buffer.redis.connection.url import open_client
-
-    try:
-        with open_client(url, timeout_s=_DEADLINE_S) as client:
-            facts: Any = client.info("server")
-    except (redis.RedisError, ConfigError) as error:
-        return f"does not answer: {type(error).__name__}"
-    kind = "Valkey" if "valkey_version" in facts else "Redis"
-    return f"{kind} {facts.get('valkey_version', facts.get('redis_version', '?'))}"
 
 
 def _commit() -> str:

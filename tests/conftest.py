@@ -68,7 +68,6 @@ gc.disable()
 
 TESTS = Path(__file__).parent
 SHORT = (
-    "buffer/model",
     "rolloutmq/config",
     "buffer/weights",
     "producer_workers/datasets",

@@ -72,7 +72,7 @@ def _relative(path: Path) -> str:
 STRANGER = """
 import pathlib, buffer, consumer, producer_workers, rolloutmq
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.wire.rollout import FIRST_WEIGHTS
 from buffer.run import Run
 from buffer.redis.server.embedded import EmbeddedServer
@@ -115,7 +115,7 @@ def test_extras_are_in_the_metadata_and_all_has_every_one_but_the_engines(site: 
 CONSUMER = """
 import pathlib, sys
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.wire.rollout import FIRST_WEIGHTS
 from buffer.redis.server.embedded import EmbeddedServer
 from rolloutmq import RolloutConsumer, Run, Store

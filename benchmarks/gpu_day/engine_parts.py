@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+from msgspec import structs
 
 from benchmarks.engine import engine as through_the_queue
 from benchmarks.figure import Figure
@@ -27,7 +28,7 @@ from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Stat
 from buffer.wire.sampling import SampleParams
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.learner import Learner
-from consumer.grpo.model_state.weights_snapshot import HostBuffers
+from consumer.grpo.model_state.weights_folder import HostBuffers
 from consumer.grpo.models.model_folder import load_model
 from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine
@@ -119,7 +120,7 @@ async def _sample(model: Path, prompts: Sequence[np.ndarray]) -> list[Generation
 
 
 def _seeded(params: SampleParams, number: int, member: int) -> SampleParams:
-    return params.model_copy(update={"seed": number * MEMBERS + member})
+    return structs.replace(params, seed=number * MEMBERS + member)
 
 
 def _agreement(

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.learning`: measure staleness by step and by time, in 25 minutes of a core.
+"""`python -m benchmarks.learning`: measure staleness by step and by time.
 
-Every bound with and without correction and with every seed, at its bound (reward by step); then,
-overlapping, every bound with correction (reward by wall time). A finished trial is one line of
-`learning.jsonl`, and is not run again: stop it when you like. The plot is made of what is there.
-`--quick`: two bounds, one seed, few steps, elsewhere.
+Every bound with every loss, rate and seed, at its bound (reward by step); then, overlapping, every
+bound with the default loss (reward by wall time). A trial takes half a minute of a core; a finished
+one is one line of `learning.jsonl`, and is not run again: stop it when you like. The plot is made
+of the lines. `--quick`: two bounds, one seed, few steps, elsewhere.
 """
 
 from __future__ import annotations
@@ -21,22 +21,31 @@ import typer
 
 from benchmarks.learning.plot import plot
 from benchmarks.learning.sums import make_model
-from benchmarks.learning.trial import Setting, run_trial
+from benchmarks.learning.trial import LOSSES, Setting, run_trial
 from buffer.redis.server.embedded import EmbeddedServer
 
 RESULTS = Path(__file__).parents[1] / "results"
 
 
-def grid(bounds: list[int], seeds: int, steps: int) -> list[Setting]:
-    """Seed by seed, so that whoever stops early has all bounds."""
-    at_bound = [(bound, corrected, False) for bound in bounds for corrected in (True, False)]
-    overlapping = [(bound, True, True) for bound in bounds]
-    return [
-        Setting(bound, corrected, seed, steps, overlaps=overlaps)
-        for kind in (at_bound, overlapping)
+def grid(
+    bounds: list[int], losses: list[str], rates: list[float], seeds: int, steps: int
+) -> list[Setting]:
+    """Return the settings seed by seed: who stops early has all bounds and losses."""
+    at_bound = [
+        Setting(bound, loss, rate, seed, steps)
         for seed in range(seeds)
-        for bound, corrected, overlaps in kind
+        for bound in bounds
+        for rate in rates
+        for loss in losses
     ]
+    overlapping = [
+        Setting(bound, "default", rate, seed, steps, overlaps=True)
+        for seed in range(seeds)
+        for bound in bounds
+        for rate in rates
+        if "default" in losses
+    ]
+    return at_bound + overlapping
 
 
 def missing(settings: list[Setting], file: Path) -> list[Setting]:
@@ -66,6 +75,8 @@ def measure(url: str, model: Path, setting: Setting, folder: Path) -> bytes:
 
 def main(
     bounds: Annotated[str, typer.Option(help="staleness bounds, with commas")] = "0,1,2,4,8",
+    losses: Annotated[str, typer.Option(help="names in LOSSES, with commas")] = ",".join(LOSSES),
+    rates: Annotated[str, typer.Option(help="learning rates, with commas")] = "1e-3",
     seeds: Annotated[int, typer.Option(min=1)] = 3,
     steps: Annotated[int, typer.Option(min=1)] = 100,
     results: Annotated[
@@ -88,9 +99,14 @@ def main(
         file = results / "learning.jsonl"
         with EmbeddedServer(folder / "server") as server:
             model = make_model(folder)
-            for setting in missing(
-                grid([int(bound) for bound in bounds.split(",")], seeds, steps), file
-            ):
+            settings = grid(
+                [int(bound) for bound in bounds.split(",")],
+                losses.split(","),
+                [float(rate) for rate in rates.split(",")],
+                seeds,
+                steps,
+            )
+            for setting in missing(settings, file):
                 line = measure(server.url, model, setting, folder)
                 with file.open("ab") as lines:
                     lines.write(line + b"\n")

@@ -14,18 +14,20 @@ WINDOW = 8
 """Steps that a reward is averaged over."""
 
 PANELS = {
-    "corrected, staleness at its bound": ("train step", True, False),
-    "not corrected, staleness at its bound": ("train step", False, False),
-    "corrected, a core for sampling and one for training": (
+    "default loss, staleness at its bound": ("train step", "default", False),
+    "weighted, not bounded (old_policy = current)": ("train step", "current", False),
+    "not corrected": ("train step", "plain", False),
+    "default loss, a core for sampling and one for training": (
         "seconds, from processor times",
-        True,
+        "default",
         False,
     ),
-    "corrected, overlapping, as measured": ("seconds", True, True),
+    "default loss, overlapping, as measured": ("seconds", "default", True),
 }
-"""Title: unit of the x axis, `corrected` and `overlaps` of the trials. One without trials is left
-out.
-"""
+"""Title: unit of the x axis, `loss` and `overlaps` of the trials. It is left out without trials."""
+
+RATE = 1e-3
+"""Learning rate of the trials that are drawn."""
 
 
 def plot(lines: Path, file: Path) -> None:
@@ -35,7 +37,8 @@ def plot(lines: Path, file: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    trials = [orjson.loads(line) for line in lines.read_bytes().splitlines()]
+    found = [orjson.loads(line) for line in lines.read_bytes().splitlines()]
+    trials = [trial for trial in found if trial["setting"]["rate"] == RATE]
     bounds = sorted({trial["setting"]["staleness"] for trial in trials})
     colors = dict(
         zip(bounds, plt.get_cmap("viridis_r")(np.linspace(0.1, 1, len(bounds))), strict=True)
@@ -63,9 +66,9 @@ def plot(lines: Path, file: Path) -> None:
     plt.close(figure)
 
 
-def _kind(trial: dict[str, Any]) -> tuple[bool, bool, int]:
+def _kind(trial: dict[str, Any]) -> tuple[str, bool, int]:
     setting = trial["setting"]
-    return setting["corrected"], setting["overlaps"], setting["staleness"]
+    return setting["loss"], setting["overlaps"], setting["staleness"]
 
 
 def _draw(axis: Any, seeds: Sequence[dict[str, Any]], unit: str, color: Any, label: str) -> None:

@@ -1,4 +1,4 @@
-"""One trial: a run of some steps at one staleness, with or without correction, from one seed."""
+"""One trial: a run of some steps at one staleness, with one loss, from one seed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.learning.fleet import TASK, Fleet
 from benchmarks.learning.sampler import Sampler
 from buffer.control.control import Mode
 from buffer.ids import group_id, new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
@@ -31,9 +32,17 @@ PATIENCE_S = 600.0
 """Give up a trial whose fleet makes nothing for so long."""
 
 
+LOSSES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "current": {"old_policy": "current"},  # weighted, but nothing is clipped
+    "plain": {"old_policy": "current", "loss": LossConfig(importance_cap=None)},
+}
+"""Settings of [learner] whose learning is compared."""
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The setting of a trial; `corrected` weights the loss by importance.
+    """The setting of a trial: staleness, a loss of `LOSSES`, learning rate and seed.
 
     `overlaps`: sampling, in a process of its own, and training go on at once, and staleness is what
     comes of their speeds, up to the bound: what wall times are about. Else the trainer waits until
@@ -42,7 +51,8 @@ class Setting:
     """
 
     staleness: int = 0
-    corrected: bool = True
+    loss: str = "default"
+    rate: float = 1e-3
     seed: int = 0
     steps: int = 100
     batch: int = 32
@@ -51,9 +61,8 @@ class Setting:
 
     @property
     def name(self) -> str:
-        correction = "corrected" if self.corrected else "plain"
         timing = "overlapping" if self.overlaps else "at-bound"
-        return f"s{self.staleness}-{correction}-{self.seed}-{timing}"
+        return f"s{self.staleness}-{self.loss}-{self.rate:g}-{self.seed}-{timing}"
 
 
 Point = dict[str, float]
@@ -63,8 +72,7 @@ staleness, loss.
 
 
 def make_controller(model: Path, setting: Setting) -> TrainController:
-    loss = LossConfig(importance_cap=2.0 if setting.corrected else None)
-    config = LearnerConfig(learning_rate=1e-3, warmup_steps=5, old_policy="current", loss=loss)
+    config = LearnerConfig(learning_rate=setting.rate, warmup_steps=5, **LOSSES[setting.loss])
     return TrainController(Learner(model, config, seed=setting.seed))
 
 

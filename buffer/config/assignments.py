@@ -5,18 +5,31 @@ A TOML string is not a number, and one error names every mistake.
 
 from __future__ import annotations
 
+import difflib
+import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import to_json
+from pydantic_core import ErrorDetails, to_json
 
-from buffer.config.problems import describe_problems
 from buffer.errors import ConfigError
 from buffer.redis.connection.url import mask_url
 
 M = TypeVar("M", bound=BaseModel)
+
+FIXED = "x-fixed"
+"""Key of a section's JSON schema: the names of what cannot change while a run continues, and why.
+"""
+
+_SIZE = 'expected a number of bytes, or text like "8GiB" or "500MB"'
+_MESSAGES = {"byte_size": _SIZE, "byte_size_unit": _SIZE}
+"""By type of pydantic's error, where its own message says too little."""
+
+Location = Sequence[str | int]
 
 MOST_DEPTH = 64
 """Levels of tables and arrays in a config; parsers and checks recurse into them."""
@@ -126,3 +139,175 @@ def _parse_value(text: str) -> Any:
     except tomllib.TOMLDecodeError:
         return text
     return document["value"] if len(document) == 1 else text
+
+
+# -- mistakes, by dotted path, value and what was expected -----------------------------
+
+
+def describe_problems(
+    model: type[BaseModel], tree: Mapping[str, Any], error: ValidationError
+) -> list[str]:
+    """Return one line per mistake, in the order of the model. `tree`: the file as it was read.
+
+    pydantic locates an error in the model: a location may contain members of unions, and values
+    that were copied from another section, which the file does not have. Locations are translated
+    back to the file; the known keys are read from the model's JSON schema.
+    """
+    found = [
+        _locate(tree, details)
+        for details in error.errors(include_url=False)
+        if details["type"] != "default_factory_not_called"  # follows from another mistake
+    ]
+    # a section that was completed from another one repeats the mistakes of that one
+    written = [problem for problem in found if problem.is_written] or found
+    return list(dict.fromkeys(_describe(model, problem) for problem in written))
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    details: ErrorDetails
+    path: list[str | int]
+    got: Any
+    is_written: bool
+
+
+def _locate(tree: Mapping[str, Any], details: ErrorDetails) -> _Problem:
+    node: Any = tree
+    path: list[str | int] = []
+    *parents, last = details["loc"] or ("",)
+    for part in parents:
+        if _has(node, part):
+            node = node[part]
+            path.append(part)
+        elif isinstance(node, dict) and part not in node.values():
+            # a value among the siblings would be the tag of a union's member
+            return _Problem(details, [*path, part], details["input"], is_written=False)
+    if details["type"] == "missing":
+        return _Problem(details, [*path, last], None, is_written=True)
+    if _has(node, last):
+        return _Problem(details, [*path, last], node[last], is_written=True)
+    is_here = last in ("[key]", "") or not isinstance(node, dict) or last in node.values()
+    return _Problem(details, path if is_here else [*path, last], details["input"], is_here)
+
+
+def _has(node: Any, part: str | int) -> bool:
+    if isinstance(node, list):
+        return isinstance(part, int) and part < len(node)
+    return isinstance(node, dict) and part in node
+
+
+def _describe(model: type[BaseModel], problem: _Problem) -> str:
+    where = _dotted(problem.path) or "the file"
+    context = problem.details.get("ctx", {})
+    tag = f"{where}.{context.get('discriminator', '')}".replace("'", "")
+    match problem.details["type"]:
+        case "missing":
+            return f"{where}: missing; this key is required"
+        case "extra_forbidden":
+            return f"{where}: {_suggest(model, problem.details['loc'])}"
+        case "union_tag_invalid":
+            return f"{tag} = {_shorten(context['tag'])}: expected {context['expected_tags']}"
+        case "union_tag_not_found":
+            return f"{tag}: missing; this key is required"
+    got = "" if isinstance(problem.got, dict) else f" = {_shorten(problem.got)}"
+    return f"{where}{got}: {mask_url(_expectation(problem.details))}"
+
+
+def _dotted(path: Location) -> str:
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            quoted = part if re.fullmatch(r"[\w-]+", part) else to_json(part).decode()
+            text += f".{quoted}" if text else quoted
+    return text
+
+
+def _shorten(value: Any, limit: int = 80) -> str:
+    text = mask_url(to_json(value, inf_nan_mode="constants", fallback=str).decode())
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+
+
+def _expectation(details: ErrorDetails) -> str:
+    """Return "expected a valid integer" for pydantic's "Input should be a valid integer"."""
+    message = _MESSAGES.get(details["type"], details["msg"]).removeprefix("Value error, ")
+    return re.sub(r"^Input should be ", "expected ", message)
+
+
+@cache
+def _schema(model: type[BaseModel]) -> dict[str, Any]:
+    return model.model_json_schema()
+
+
+def _suggest(model: type[BaseModel], location: Location) -> str:
+    schema = _schema(model)
+    *parents, last = location
+    node = _descend(schema, parents)
+    key = str(last)
+    if why := node.get(FIXED, {}).get(key):
+        return f"cannot change while a run continues: {why}"
+    kind = _suggest_kind(schema, parents, key)
+    return f"unknown key{kind or _suggest_known(schema, node, key)}"
+
+
+def _suggest_kind(schema: Mapping[str, Any], parents: Location, key: str) -> str:
+    """Return which other kind of the same section has the key; "" if none has."""
+    if not parents:
+        return ""
+    *section, kind = parents
+    union = _descend(schema, section).get("discriminator", {})
+    for other, reference in union.get("mapping", {}).items():
+        if key in _resolve(schema, {"$ref": reference}).get("properties", {}):
+            field = union["propertyName"]
+            where = _dotted(section)
+            return (
+                f'; it belongs to {field} = "{other}", and {where} has {field} = "{kind}": '
+                f"remove it, or replace the section: --set '{where}={{{field}=\"{kind}\"}}'"
+            )
+    return ""
+
+
+def _suggest_known(schema: Mapping[str, Any], node: Mapping[str, Any], key: str) -> str:
+    known = list(node.get("properties", {}))
+    if close := difflib.get_close_matches(key, known, n=1, cutoff=0.5):
+        return f"; did you mean `{close[0]}`?"
+    if homes := [
+        name for name, section in _sections(schema) if key in section.get("properties", {})
+    ]:
+        return f"; it belongs in [{homes[0]}]"
+    return f"; known here: {', '.join(known)}" if known else ""
+
+
+def _sections(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name in schema.get("properties", {}):
+        yield name, _descend(schema, (name,))
+
+
+def _descend(schema: Mapping[str, Any], location: Location) -> dict[str, Any]:
+    """Return the schema at a pydantic location; {} where it has no names."""
+    node = _resolve(schema, dict(schema))
+    for part in location:
+        node = _resolve(schema, _child(node, part))
+    return node
+
+
+def _child(node: Mapping[str, Any], part: str | int) -> dict[str, Any]:
+    tags: dict[str, str] = node.get("discriminator", {}).get("mapping", {})
+    if isinstance(part, str) and part in tags:
+        return {"$ref": tags[part]}
+    if part in node.get("properties", {}):
+        return dict(node["properties"][part])
+    inner = node.get("items" if isinstance(part, int) else "additionalProperties")
+    return dict(inner) if isinstance(inner, dict) else {}
+
+
+def _resolve(schema: Mapping[str, Any], node: dict[str, Any]) -> dict[str, Any]:
+    while True:
+        members = [member for member in node.get("anyOf", []) if member.get("type") != "null"]
+        if reference := node.get("$ref"):
+            node = schema["$defs"][reference.rpartition("/")[2]]
+        elif len(members) == 1:
+            node = members[0]
+        else:
+            return node

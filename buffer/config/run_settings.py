@@ -18,8 +18,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from buffer.config.section import YEAR_S, Count, DottedPath, Section
 from buffer.imports import is_dotted_path
-from buffer.model.limits import DAY_MS
-from buffer.model.order_policy import BUILT_IN as ORDERS
+from buffer.limits import DAY_MS, ORDERS
 from buffer.redis.connection.url import SCHEMES, mask_url
 from buffer.weights.transport import TransportName
 from buffer.wire.staleness import stale_threshold

@@ -17,16 +17,20 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from buffer.control.live_settings import LiveSettings, differences
-from buffer.errors import ConfigError, RunNotFound
+from buffer.control.live_settings import LiveSettings, write_settings
+from buffer.control.origin import FIELD, Origin
+from buffer.control.settings_record import FIELD as RECORD
+from buffer.control.settings_record import (
+    TASK,
+    THRESHOLDS,
+    SettingsRecord,
+    setting_values,
+    task_of,
+)
+from buffer.errors import ConfigError
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.origin import FIELD, Origin
-from buffer.model.settings_record import FIELD as RECORD
-from buffer.model.settings_record import TASK, SettingsRecord, setting_values, task_of
-from buffer.model.task_mix import Reweighting
+from buffer.limits import Reweighting, RunLimits
 from buffer.redis.keys import Keys
-from buffer.redis.scripts import unfenced, unknown_reply
 from buffer.redis.store import Store
 
 
@@ -163,26 +167,10 @@ def record_origin(store: Store, keys: Keys, origin: Origin, producer: str) -> li
         updated = known.adopting(origin, draws=True) if known else origin
         if updated == known:
             return []
-        reply: Any = store.call(
-            "set_limits",
-            keys.slots(),
-            {
-                "operation": operation,
-                "version": int(meta.get("limits_version", 0)),
-                "producer": producer,
-            },
-            tail_args=[FIELD, updated.model_dump_json()],
-            durable=True,
-        )
-        match unfenced(reply, "producer"):
-            case ["OK", _]:
-                return _resized_from(store, keys, known, origin)
-            case ["CONFLICT", _]:
-                continue
-            case ["NO_RUN"]:
-                raise RunNotFound(f"there is no run {keys.run!r} any more")
-            case other:
-                raise unknown_reply("set_limits", other)
+        version = int(meta.get("limits_version", 0))
+        fields = [FIELD, updated.model_dump_json()]
+        if write_settings(store, keys, operation, version, producer, fields):
+            return _resized_from(store, keys, known, origin)
 
 
 def _resized_from(store: Store, keys: Keys, known: Origin | None, origin: Origin) -> list[str]:
@@ -196,7 +184,7 @@ def _resized_from(store: Store, keys: Keys, known: Origin | None, origin: Origin
 
 
 def _read(store: Store, key: str) -> dict[str, str]:
-    raw: Any = store.retrying("config", lambda: store.control.hgetall(key))
+    raw: Any = store.ask("config", "HGETALL", key)
     return {name.decode(): value.decode() for name, value in raw.items()}
 
 
@@ -221,48 +209,38 @@ def _limit_contradictions(before: RunLimits, after: RunLimits) -> Iterator[str]:
         yield f"[run] media is {now}, but groups refer to files in {before.media}"
 
 
-_NOT_TOLD = ("tasks", "reweighted", "stale_threshold")
-"""Fields of the limits that are reported by the names of settings."""
-
-
 def _changes(before: RunLimits, after: RunLimits) -> Iterator[str]:
-    was, now = setting_values(before), setting_values(after)
-    for name, value in now.items():
-        if not task_of(name) and was[name] != value:
-            yield f"{name}: {was[name]} → {value}"
-    for name, (old, new) in differences(before, after).items():
-        if name not in now and name not in _NOT_TOLD:
-            shown = "max_token_staleness" if name == "token_threshold" else name
-            yield f"{shown}: {old} → {new}"
-    for name, task in after.tasks.items():
+    was, now = _values(before), _values(after)
+    gone = [name for name, task in (*before.tasks.items(), *after.tasks.items()) if task.is_gone]
+    for name in dict.fromkeys([*was, *now]):
+        task = task_of(name)
+        is_told = not task or (task in before.tasks and task not in gone)
+        if is_told and was.get(name) != now.get(name):
+            yield f"{name}: {_word(name, was.get(name))} → {_word(name, now.get(name))}"
+    for name, limits in after.tasks.items():
         former = before.tasks.get(name)
-        if former is None or (former.is_gone and not task.is_gone):
+        if former is None or (former.is_gone and not limits.is_gone):
             yield f"task {name} is {'new' if former is None else 'back'}"
-        elif task.is_gone and not former.is_gone:
+        elif limits.is_gone and not former.is_gone:
             yield (
                 f"task {name} is gone (its groups are kept until it is back; `rolloutmq drop "
                 f"--task {name} --yes` drops them)"
             )
-        elif not task.is_gone:
-            yield from _task_changes(
-                name, {**was, **_fixed(name, former)}, {**now, **_fixed(name, task)}
-            )
 
 
-def _fixed(name: str, task: TaskLimits) -> dict[str, object]:
-    """Return all values of a task that are no settings, by dotted names: all, for an evaluation."""
-    values = task.model_dump() if task.eval_of else {"strategy": task.strategy, "eval_of": None}
-    return {f"{TASK}{name}.{key}": value for key, value in values.items()}
+def _values(limits: RunLimits) -> dict[str, object]:
+    """Return all values of the limits, by the names of settings where they have one."""
+    others = {"tasks", "reweighted", "token_threshold", *THRESHOLDS.values()}
+    values = {**limits.model_dump(exclude=others), **setting_values(limits)}
+    values["max_token_staleness"] = limits.token_threshold
+    for name, task in limits.tasks.items():
+        fixed = task.model_dump() if task.eval_of else {"strategy": task.strategy, "eval_of": None}
+        values |= {f"{TASK}{name}.{key}": value for key, value in fixed.items()}
+    return values
 
 
-def _task_changes(task: str, was: Mapping[str, object], now: Mapping[str, object]) -> Iterator[str]:
-    for name in dict.fromkeys([*was, *now]):
-        if task_of(name) == task and was.get(name) != now.get(name):
-            yield f"{name}: {_word(was.get(name))} → {_word(now.get(name))}"
-
-
-def _word(value: object) -> str:
-    return "the run's" if value is None else str(value)
+def _word(name: str, value: object) -> str:
+    return "the run's" if value is None and task_of(name) else str(value)
 
 
 def _resized(known: Origin, origin: Origin) -> list[str]:

@@ -9,65 +9,25 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, NamedTuple
 
-from buffer.control.histogram import Histogram, join_counts
-from buffer.control.role_holder import OF_A_HOLDER, Role, RoleHolder, Work
+from buffer.control.events import ReportedStep
+from buffer.control.worker_record import Histogram, join_counts
 from buffer.errors import Fenced, LostRun, RunDamaged, RunError, RunNotFound
 from buffer.ids import LANES, new_nonce
-from buffer.model.limits import RunLimits
-from buffer.model.trainer_report import ReportedStep
+from buffer.limits import RunLimits
+from buffer.readable import shorten_reason
 from buffer.redis.eviction import EvictionWatch
-from buffer.redis.key_fields import HINT, key_gone, text_fields
+from buffer.redis.key_fields import HINT, key_gone
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import opened, unfenced
 from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
-
-Event = tuple[int, str, dict[str, str]]  # milliseconds since 1970, name, fields
-
-START = "0"  # the position before the oldest event that is kept
-
-
-class EventLog:
-    """Reads the events of one run; continue after the id of an event."""
-
-    def __init__(self, store: Store, keys: Keys) -> None:
-        self._store = store
-        self._keys = keys
-
-    def newest(self) -> str:
-        """Return the id of the newest event; START without events."""
-        found: Any = self._store.retrying(
-            "events", lambda: self._store.control.xrevrange(self._keys.events, count=1)
-        )
-        return found[0][0].decode() if found else START
-
-    def read(
-        self, after: str = START, *, limit: int = 500, block_ms: int | None = None
-    ) -> list[tuple[str, Event]]:
-        """Return (id, event) of events after an id, oldest first; wait `block_ms` for one."""
-        key = self._keys.events
-        reply: Any = self._store.retrying(
-            "events", lambda: self._store.control.xread({key: after}, count=limit, block=block_ms)
-        )
-        if not reply:
-            return []
-        entries = next(iter(reply.values())) if isinstance(reply, dict) else reply[0][1]
-        # RESP3 wraps the entries of a stream in one more list
-        entries = entries[0] if entries and isinstance(entries[0], list) else entries
-        return [(entry[0].decode(), parse_event(entry)) for entry in entries]
-
-
-def parse_event(entry: tuple[bytes, dict[bytes, bytes]]) -> Event:
-    identity = entry[0].decode()
-    fields = text_fields(entry[1])
-    return int(identity.partition("-")[0]), fields.pop("event", "?"), fields
-
 
 Who = Literal["trainer", "operator"]
 
@@ -77,7 +37,6 @@ STATE_FIELDS = (
     *("next_weights", "next_weights_path", "next_weights_checksum"),
 )
 """The fields that `control_state` of lua/include puts into replies, in this order."""
-REASON_BYTES = 2000
 
 
 class Mode(StrEnum):
@@ -117,17 +76,6 @@ class ControlState:
         return LocatedWeights(self.weights, self.weights_path, self.weights_checksum)
 
     @classmethod
-    def parse_hint(cls, message: bytes) -> ControlState:
-        """Return the state in a message of the control channel. Raises RunDamaged."""
-        try:
-            fields = message.decode().split("\0")
-        except UnicodeDecodeError:
-            raise _unreadable([repr(message)]) from None
-        if len(fields) != len(STATE_FIELDS):
-            raise _unreadable(fields)
-        return cls.parse(fields)
-
-    @classmethod
     def parse(cls, fields: Sequence[str]) -> ControlState:
         """Return the state in the first nine of `fields`. Raises RunDamaged if it is invalid."""
         try:
@@ -161,9 +109,99 @@ def _unreadable(fields: Sequence[str]) -> RunDamaged:
     )
 
 
-def shorten_reason(reason: str) -> str:
-    """Cut a reason to what scripts accept: valid UTF-8 of REASON_BYTES at most."""
-    return reason.encode(errors="replace")[:REASON_BYTES].decode(errors="ignore")
+SHORT_S = 1.0  # work that takes less is not reported
+
+
+class Work:
+    """What the loop of a process does, read by its heartbeat thread. `turns` stops if it hangs."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self._current: tuple[str, float] | None = None
+
+    @contextmanager
+    def on(self, what: str) -> Iterator[None]:
+        self._current = (what, time.monotonic())
+        try:
+            yield
+        finally:
+            self._current = None
+
+    def now(self) -> tuple[str, float]:
+        """Return what the loop does, and for how many seconds; ("", 0) if that is short."""
+        what, since_s = self._current or ("", 0.0)
+        busy_s = time.monotonic() - since_s
+        return (what, busy_s) if what and busy_s >= SHORT_S else ("", 0.0)
+
+
+Role = Literal["trainer", "producer"]
+
+OF_A_HOLDER = ("seen_ms", "name", "turns", "doing", "doing_ms")
+"""Fields of the control hash about a holder, after "trainer_" or "producer_"."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleHolder:
+    """The newest holder of a role; times are in milliseconds of the server's clock."""
+
+    role: Role
+    nonce: str  # empty if the role was given up, or never opened
+    seen_ms: int  # its last heartbeat; 0 if the role was never opened
+    now_ms: int
+    timeout_ms: int
+    name: str = ""  # where a producer runs
+    turns: int = 0  # of the loop of the process
+    doing: str = ""  # what its loop is busy with; empty if with nothing for long
+    doing_ms: int = 0  # for how long, at its last heartbeat
+
+    @classmethod
+    def parse(
+        cls, role: Role, control: Mapping[str, str], now_ms: int, timeout_ms: int
+    ) -> RoleHolder:
+        return cls(
+            role,
+            nonce=control.get(role, ""),
+            seen_ms=int(control.get(f"{role}_seen_ms", 0)),
+            now_ms=now_ms,
+            timeout_ms=timeout_ms,
+            name=control.get(f"{role}_name", ""),
+            turns=int(control.get(f"{role}_turns", 0)),
+            doing=control.get(f"{role}_doing", ""),
+            doing_ms=int(control.get(f"{role}_doing_ms", 0)),
+        )
+
+    @property
+    def silent_ms(self) -> int | None:
+        """The time since its last heartbeat, as in role_silence.lua; None if it was never opened.
+
+        A heartbeat in the future counts as equally long ago: the clock was stepped back, and a live
+        holder has sent heartbeats since.
+        """
+        return abs(self.now_ms - self.seen_ms) if self.seen_ms else None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the holder's last heartbeat is younger than the timeout."""
+        return bool(self.nonce) and self.silent_ms is not None and self.silent_ms < self.timeout_ms
+
+    @property
+    def word(self) -> str:
+        """The state for screens and programs: never opened, closed, alive or silent."""
+        if self.silent_ms is None:
+            return "never opened"
+        if not self.nonce:
+            return "closed"
+        return "alive" if self.is_alive else "silent"
+
+    def __str__(self) -> str:
+        if self.silent_ms is None:
+            return f"no {self.role} was ever opened"
+        silent_s = f"{self.silent_ms / 1000:.0f} s ago"
+        if not self.nonce:
+            return f"the last {self.role} gave its role up {silent_s}"
+        where = f" ({self.name})" if self.name else ""
+        state = "is alive" if self.is_alive else f"sent its last heartbeat {silent_s}"
+        return f"the {self.role} {self.nonce[:8]}…{where} {state}"
 
 
 class RunControl:
@@ -174,9 +212,7 @@ class RunControl:
 
     def state(self) -> ControlState:
         """Return the control state. Raises RunNotFound."""
-        fields: list[Any] = self._store.retrying(
-            "control", lambda: self._store.control.hmget(self._keys.control, *STATE_FIELDS)
-        )
+        fields: list[Any] = self._store.ask("control", "HMGET", self._keys.control, *STATE_FIELDS)
         if fields[0] is None:
             raise self._no_run()
         return ControlState.parse([(field or b"").decode(errors="replace") for field in fields])

@@ -17,7 +17,7 @@ from typing import Any
 import hiredis
 import redis
 
-from buffer.control.control import ControlState
+from buffer.control.control import STATE_FIELDS, ControlState
 from buffer.errors import RunDamaged
 from buffer.redis.connection.url import open_client
 from buffer.redis.keys import Keys, SlotKeys
@@ -42,10 +42,12 @@ def _socket_of(connection: Any) -> Any:
     return found
 
 
-def _read_hint(message: bytes) -> ControlState | None:
+def read_hint(message: bytes) -> ControlState | None:
+    """Return the state in a message of the control channel; None for an invalid one."""
     try:
-        return ControlState.parse_hint(message)
-    except RunDamaged as error:
+        fields = message.decode().split("\0")
+        return ControlState.parse(fields if len(fields) == len(STATE_FIELDS) else [])
+    except (RunDamaged, UnicodeDecodeError) as error:
         log.warning("ignoring an invalid message of the control channel: %s", error)
         return None
 
@@ -112,7 +114,7 @@ class ControlConnection:
             if isinstance(item, hiredis.ReplyError):
                 raise redis.ResponseError(str(item))
             if isinstance(item, hiredis.PushNotification):
-                if item[0] == b"message" and (state := _read_hint(item[2])):
+                if item[0] == b"message" and (state := read_hint(item[2])):
                     hint(state)
             elif isinstance(item, list):
                 answer(_parse_reply(item), *self._asked.popleft())

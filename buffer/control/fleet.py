@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from buffer.control.control import STATE_FIELDS, ControlState
-from buffer.control.control_line import ControlConnection
 from buffer.control.worker_record import HeartbeatReport, WorkerRecord, read_record
 from buffer.errors import Fenced, RunNotFound, ScriptError
 from buffer.ids import valid_name
 from buffer.job import Job, digest_of
-from buffer.model.limits import STAMP_FIELDS, LimitsStamp, RunLimits, parse_stamp
+from buffer.limits import STAMP_FIELDS, LimitsStamp, RunLimits, parse_stamp
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
@@ -190,10 +189,6 @@ class Fleet:
             case _:
                 return None
 
-    def open_control_connection(self, worker: str, nonce: str) -> ControlConnection:
-        """Open a connection for a worker's hints and receipts. Raises redis.RedisError."""
-        return ControlConnection(self._store, self._keys, worker, nonce)
-
     def deregister(self, worker: str, nonce: str) -> bool:
         """Leave the run; return False if the worker still holds leases, which must run out."""
         code, *_ = self._store.call(
@@ -206,18 +201,14 @@ class Fleet:
         revoked = 0
         left = 1
         while left:
-            counts = self._fence_slice(worker)
-            revoked += counts[0]
-            left = counts[1]
+            _, count, left = self._store.call(
+                "fence_worker",
+                self._keys.slots(worker=worker),
+                {"worker": worker, "max_tries": self._limits.max_tries, "limit": LOST_SLICE},
+            )
+            revoked += int(count)
+            left = int(left)
         return revoked
-
-    def _fence_slice(self, worker: str) -> tuple[int, int]:
-        _, revoked, left = self._store.call(
-            "fence_worker",
-            self._keys.slots(worker=worker),
-            {"worker": worker, "max_tries": self._limits.max_tries, "limit": LOST_SLICE},
-        )
-        return int(revoked), int(left)
 
     def unbar(self, worker: str) -> int:
         """Let a barred worker claim again; return its number of bad groups, 0 if not barred."""

@@ -2,7 +2,7 @@
 
 One script stores a checked change under a new version of the run's limits. Every process adopts it
 at its next heartbeat, round or batch. The change belongs to the run
-(buffer/model/settings_record.py). The run's folder keeps a copy (`KeptSettings`), since a server
+(buffer/control/settings_record.py). The run's folder keeps a copy (`KeptSettings`), since a server
 may lose everything.
 """
 
@@ -11,20 +11,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import orjson
 from pydantic import ConfigDict, Field, ValidationError
 
-from buffer.config.assignments import key_path, parse_settings
-from buffer.config.problems import FIXED
+from buffer.config.assignments import FIXED, key_path, parse_settings
 from buffer.config.section import Section
-from buffer.errors import ConfigError
-from buffer.ids import new_nonce
-from buffer.model.limits import LiveLimits, RunLimits, TaskLimits, TaskSettings
-from buffer.model.settings_record import (
+from buffer.control.settings_record import (
     FIELD,
     TASK,
     THRESHOLDS,
@@ -32,24 +27,15 @@ from buffer.model.settings_record import (
     setting_values,
     task_of,
 )
-from buffer.model.task_mix import Reweighting, newest_parts
+from buffer.errors import ConfigError, RunNotFound
+from buffer.ids import new_nonce
+from buffer.limits import LiveLimits, Reweighting, RunLimits, TaskLimits, TaskSettings, newest_parts
+from buffer.redis.keys import Keys
+from buffer.redis.scripts import unfenced, unknown_reply
+from buffer.redis.store import Store
 from buffer.wire.staleness import stale_threshold
 
 CONFIG = "config"  # in place of a value: that of the config
-
-
-@dataclass(frozen=True, slots=True)
-class SettingChange:
-    """`changed`: (before, after) by setting; None for a task without a value of its own."""
-
-    limits: RunLimits
-    record: SettingsRecord
-    fields: Collection[str]  # the limits that differ
-    changed: Mapping[str, tuple[Any, Any]]
-
-    def to_meta(self) -> list[str]:
-        """Return field, value, field, value, … for the meta hash."""
-        return [*self.limits.to_meta(self.fields), FIELD, self.record.model_dump_json()]
 
 
 def change_settings(
@@ -59,20 +45,51 @@ def change_settings(
     restored: Collection[str],
     taken: int,
     by: str,
-) -> SettingChange:
-    """Change `limits` and `record` after train step `taken`; see `Run.set`. Raises ConfigError."""
+) -> tuple[list[str], dict[str, tuple[Any, Any]]]:
+    """Change `limits` and `record` after train step `taken`; see `Run.set`. Raises ConfigError.
+
+    Returns field, value, field, value, … for the meta hash, and (before, after) by setting; None
+    for a task without a value of its own.
+    """
     inherited, values = _restore(limits, record, restored)
     values |= wanted.values()
     after = LiveSettings.of(values).applied(inherited, taken)
     now_ms = time.time_ns() // 1_000_000
     new_record = record.without(restored).after(wanted.values(), now_ms, by)
+    before = limits.model_dump()
+    fields = [name for name, value in after.model_dump().items() if value != before[name]]
     old, new = setting_values(limits), setting_values(after)
     changed = {
         name: (old.get(name), new.get(name))
         for name in {**old, **new}
         if old.get(name) != new.get(name)
     }
-    return SettingChange(after, new_record, list(differences(limits, after)), changed)
+    return [*after.to_meta(fields), FIELD, new_record.model_dump_json()], changed
+
+
+def write_settings(
+    store: Store, keys: Keys, operation: str, version: int, producer: str, fields: Sequence[str]
+) -> bool:
+    """Store fields of the meta hash; return False if they changed since `version` was read.
+
+    `producer`: the nonce of the producer that does it, if one does. Raises Fenced, RunNotFound.
+    """
+    reply: Any = store.call(
+        "set_limits",
+        keys.slots(),
+        {"operation": operation, "version": version, "producer": producer},
+        tail_args=fields,
+        durable=True,
+    )
+    match unfenced(reply, "producer"):
+        case ["OK", _]:
+            return True
+        case ["CONFLICT", _]:
+            return False
+        case ["NO_RUN"]:
+            raise RunNotFound(f"there is no run {keys.run!r} any more")
+        case other:
+            raise unknown_reply("set_limits", other)
 
 
 def parse_change(assignments: Sequence[str]) -> tuple[LiveSettings, list[str]]:
@@ -272,10 +289,3 @@ def _set_thresholds(
 ) -> None:
     for name in change.model_fields_set & THRESHOLDS.keys():
         setattr(limits, THRESHOLDS[name], stale_threshold(getattr(change, name), interval))
-
-
-def differences(before: RunLimits, after: RunLimits) -> dict[str, tuple[Any, Any]]:
-    """Return the values that differ, by name: (before, after)."""
-    old = before.model_dump()
-    new = after.model_dump()
-    return {name: (old[name], new[name]) for name in new if old[name] != new[name]}

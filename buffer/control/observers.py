@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 from buffer.job import Job, ReleaseKind, Result
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from buffer.wire.rollout import PolicyVersion
 
 

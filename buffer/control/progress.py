@@ -66,11 +66,6 @@ class TaskProgress:
     awaited_step: int = 0
     stopped: str = ""  # why the scripts start nothing more of the task; empty while they do
 
-    @property
-    def seconds_per_group(self) -> float | None:
-        """Return how long a worker takes for a group on average; None before the first."""
-        return self.produced_ms / 1000 / self.produced_groups if self.produced_groups else None
-
     @classmethod
     def parse(cls, counters: Mapping[str, str]) -> TaskProgress:
         """Return the counts in the fields of `progress:<task>`; missing ones are 0."""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from buffer.control.control import ControlState
 from buffer.control.fleet import Fleet
 from buffer.errors import PauseTimeout
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.connection.retry import OutageClock
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
@@ -38,10 +38,6 @@ def _timeout(silent: list[str], seconds: float) -> PauseTimeout:
         hint="run.fleet.fence(WORKER) takes a worker's groups back",
         command_hint="`rolloutmq fence WORKER --yes` takes a worker's groups back",
     )
-
-
-def _ignore(_: list[str]) -> None:
-    """Ignore who is still silent."""
 
 
 class Receipts:
@@ -70,7 +66,7 @@ class Receipts:
         *,
         timeout_s: float | None = None,
         fences: bool = False,
-        watch: Callable[[list[str]], object] = _ignore,
+        watch: Callable[[list[str]], object] = lambda silent: None,
     ) -> float:
         """Wait until every live worker has carried out `state`; return the seconds that took.
 
@@ -91,13 +87,10 @@ class Receipts:
             if answered.poll() > limit_s:
                 if not fences:
                     raise _timeout(silent, time.monotonic() - started)
-                self._fence(silent)
+                for worker in silent:
+                    log.warning("no receipt in time; fencing the worker", extra={"worker": worker})
+                    self._fleet.fence(worker)
             self._wait_for_more(len(silent), fences)
-
-    def _fence(self, silent: list[str]) -> None:
-        for worker in silent:
-            log.warning("no receipt in time; fencing the worker", extra={"worker": worker})
-            self._fleet.fence(worker)
 
     def _wait_for_more(self, silent: int, is_trainer: bool) -> None:
         # a wake-up reaches one waiter only: an operator who took it would delay the trainer's pause

@@ -14,9 +14,8 @@ import logging
 import threading
 from collections.abc import Callable
 
-from buffer.control.control import ControlState, Mode, RunControl
-from buffer.control.histogram import Histogram
-from buffer.control.role_holder import Role, Work
+from buffer.control.control import ControlState, Mode, Role, RunControl, Work
+from buffer.control.worker_record import Histogram
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.ids import new_nonce
 from buffer.redis.connection.retry import LogOnce, OutageClock
@@ -27,10 +26,6 @@ log = logging.getLogger("rolloutmq.control")
 VACANCY_POLL_S = 0.5  # between two reads of who holds the role, while a process stands by
 
 HUNG_S = 600.0  # a loop busy with one thing for longer hangs: its thread sends no heartbeats
-
-
-def _no_wait() -> float:
-    return 0.0
 
 
 class HeldRole:
@@ -47,7 +42,7 @@ class HeldRole:
         role: Role,
         *,
         nonce: str | None = None,
-        waited_s: Callable[[], float] = _no_wait,
+        waited_s: Callable[[], float] = lambda: 0.0,
         pauses: Histogram | None = None,
         work: Work | None = None,
     ) -> None:

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, cast
 
-from buffer.control.control import ControlState, Mode, shorten_reason
+from buffer.control.control import ControlState, Mode
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
+from buffer.readable import shorten_reason
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import unfenced
 from buffer.redis.store import Store

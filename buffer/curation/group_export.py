@@ -115,9 +115,7 @@ class GroupExport:
 
     def _unexported(self) -> range:
         ledger = self._keys.ledger(self._ledger.name)
-        exported = self._store.retrying(
-            "exported", lambda: self._store.control.hget(ledger, "exported")
-        )
+        exported = self._store.ask("exported", "HGET", ledger, "exported")
         archived = self._ledger.archive.steps()
         return range(max(archived.start, int(exported or 0) + 1), archived.stop)
 
@@ -128,9 +126,7 @@ class GroupExport:
             return _Found(ref.gid, [], error.message)
 
     def _record(self, gid: str) -> Record:
-        raw = self._store.retrying(
-            "record", lambda: self._store.control.hgetall(self._keys.group(gid))
-        )
+        raw = self._store.ask("record", "HGETALL", self._keys.group(gid))
         return {name.decode(): value.decode() for name, value in raw.items()}
 
 

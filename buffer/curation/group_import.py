@@ -14,10 +14,10 @@ from pathlib import Path
 from buffer.curation.line_file import FIX_HINT, read_lines
 from buffer.curation.rollout_line import RolloutLine, group_of
 from buffer.errors import DatasetError, RolloutMQError, StoreUnavailable, WireError
+from buffer.groups.order_policy import OrderFunction
 from buffer.groups.put_groups import GroupPut
 from buffer.ids import IMPORTED_FROM, group_id
-from buffer.model.limits import RunLimits
-from buffer.model.order_policy import OrderFunction
+from buffer.limits import RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import Advance, no_advance

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from buffer.errors import WireError
 from buffer.wire import group_bytes
+from buffer.wire.document import plain_structure, read_structure
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from buffer.wire.sampling import SampleParams
@@ -48,7 +50,7 @@ class RolloutLine(BaseModel):
     reward: dict[str, Finite]
     finish_reason: str | None = "stop"
     error: str | None = None
-    sample_params: SampleParams = SampleParams()
+    sample_params: dict[str, Any] = {}
     data_source: str | None = None
     ground_truth: Any = None
     extra: dict[str, Any] = {}
@@ -65,6 +67,8 @@ class RolloutLine(BaseModel):
             first = error.errors(include_url=False, include_input=False)[0]
             field = ".".join(str(part) for part in first["loc"])
             raise ValueError(f"{field}: {first['msg']}" if field else first["msg"]) from error
+        except msgspec.ValidationError as error:
+            raise ValueError(f"sample_params: {error}") from error
         if line.status is not Status.COMPLETED:
             raise ValueError(f"status: {line.status}; only completed rollouts can be imported")
         if "score" not in line.reward:
@@ -79,7 +83,8 @@ class RolloutLine(BaseModel):
             exclude={"gid", "task", "index", "samples", "stage", "staleness", "sample_params"}
         )
         spans = [VersionSpan(*span) for span in fields.pop("spans")]
-        return RolloutState(**fields, index=index, sample_params=self.sample_params, spans=spans)
+        params = msgspec.convert(self.sample_params, SampleParams, dec_hook=read_structure)
+        return RolloutState(**fields, index=index, sample_params=params, spans=spans)
 
 
 FIELDS = tuple(RolloutLine.model_fields)
@@ -122,6 +127,8 @@ def lines_of(group: RolloutGroup, stage: str, staleness: int | None) -> Iterator
         line["prompt_ids"] = group.prompt_ids
         line["status"] = state.status.value
         line["spans"] = [list(span) for span in state.spans]
-        line["sample_params"] = state.sample_params.model_dump(exclude_defaults=True)
+        line["sample_params"] = msgspec.to_builtins(
+            state.sample_params.given(), enc_hook=plain_structure
+        )
         line["logprobs"] = np.asarray(state.logprobs, np.float32)
         yield {name: line[name] for name in FIELDS}

@@ -93,26 +93,6 @@ class Reaped:
         raise unknown_reply("reap", reply)
 
 
-def reissued(reply: Sequence[str]) -> int:
-    """Return how many groups `reissue.lua` put back, from a reply that is not FENCED."""
-    match reply:
-        case ["OK", count, _]:
-            return int(count)
-        case ["CLOSED" | "FULL" | "STOPPED", *_]:
-            return 0
-    raise unknown_reply("reissue", reply)
-
-
-def released(reply: Sequence[str], job: Job) -> str:
-    """Return the stage of a group after `release.lua`. Raises Fenced."""
-    match reply:
-        case ["OK", stage]:
-            return str(stage)
-        case ["FENCED"]:
-            raise fenced(job)
-    raise unknown_reply("release", reply)
-
-
 def fenced(job: Job) -> Fenced:
     return Fenced(f"group {job.gid}: the lease of token {job.token[:8]}… is gone")
 

@@ -52,15 +52,11 @@ class DeadLetters:
         self._keys = keys
 
     def __len__(self) -> int:
-        return int(
-            self._store.retrying("dead letters", lambda: self._store.control.zcard(self._keys.dead))
-        )
+        return int(self._store.ask("dead letters", "ZCARD", self._keys.dead))
 
     def reason(self, gid: str) -> Any:
         """Return the letter of a group (JSON with reason and worker); None if it is not dead."""
-        letter = self._store.retrying(
-            "dead letter", lambda: self._store.control.get(self._keys.dead_letter(gid))
-        )
+        letter = self._store.ask("dead letter", "GET", self._keys.dead_letter(gid))
         return _parse(gid, letter) if letter else None
 
     def newest(self) -> Iterator[DeadLetter]:

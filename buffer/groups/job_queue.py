@@ -15,15 +15,15 @@ from itertools import zip_longest
 import orjson
 
 from buffer.control.observers import Observer
-from buffer.groups.claim import Claim, Enqueued, Reaped, reissued, released, stage_before
+from buffer.groups.claim import Claim, Enqueued, Reaped, fenced, stage_before
 from buffer.ids import LANES, group_id, new_nonce, split_group_id
 from buffer.job import EndedEarly, Job, ReleaseKind
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.connection.retry import SYSTEM_RANDOM
 from buffer.redis.key_fields import read_counts
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import pin_listed
-from buffer.redis.scripts import unfenced
+from buffer.redis.scripts import unfenced, unknown_reply
 from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
 
@@ -87,9 +87,7 @@ class JobQueue:
 
     def cursor(self, task: str) -> int:
         """Return the next draw of a task (I3)."""
-        cursor = self._store.retrying(
-            "cursor", lambda: self._store.control.hget(self._keys.cursors, task)
-        )
+        cursor = self._store.ask("cursor", "HGET", self._keys.cursors, task)
         return read_counts("cursors", self._keys.cursors, [task], [cursor])[0]
 
     def next_draw(self, nonce: str, task: str) -> int:
@@ -185,7 +183,12 @@ class JobQueue:
                 "max_in_flight": self._limits.of(task).max_in_flight or "",
             },
         )
-        return reissued(unfenced(reply, "producer"))
+        match unfenced(reply, "producer"):
+            case ["OK", count, _]:
+                return int(count)
+            case ["CLOSED" | "FULL" | "STOPPED", *_]:
+                return 0
+        raise unknown_reply("reissue", reply)
 
     def resume_task(self, task: str) -> None:
         self._store.call("resume_task", self._keys.slots(task=task), {"task": task})
@@ -274,10 +277,14 @@ class JobQueue:
             },
             tail_args=made_by,
         )
-        stage = released(reply, job)
-        for observer in self._observers:
-            observer.released(worker, job, kind, reason, began_ns)
-        return stage
+        match reply:
+            case ["OK", stage]:
+                for observer in self._observers:
+                    observer.released(worker, job, kind, reason, began_ns)
+                return str(stage)
+            case ["FENCED"]:
+                raise fenced(job)
+        raise unknown_reply("release", reply)
 
     # -- for operators -------------------------------------------------------
 

@@ -16,8 +16,8 @@ from typing import Literal
 from buffer.errors import ConfigError, PayloadMissing, WireError
 from buffer.ids import POOLS, split_group_id
 from buffer.job import PayloadRef
-from buffer.model.limits import RunLimits
-from buffer.model.manifest import ManifestEntry
+from buffer.limits import RunLimits
+from buffer.manifest import ManifestEntry
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import Arg, unfenced, unknown_reply
@@ -33,41 +33,22 @@ _SLICE = 250  # groups that one call moves or adds: the server answers other cli
 AGING = ("completed", "aborted")  # the pools whose groups become too stale
 
 
-def expire_all(
-    store: Store,
-    keys: Keys,
-    limits: RunLimits,
-    task: str,
-    status: str,
-    limit: int = _SLICE,
-    threshold: int | str | None = None,
-) -> int:
-    """Expire all stale groups of a pool, in slices; return how many. `threshold`: train steps."""
+def expire_all(store: Store, keys: Keys, limits: RunLimits, task: str, status: str) -> int:
+    """Expire all stale groups of a pool, in slices; return how many."""
     moved = 0
-    while (some := expire(store, keys, limits, task, status, limit, threshold)) == limit:
+    while (some := expire(store, keys, limits, task, status, _SLICE)) == _SLICE:
         moved += some
     return moved + some
 
 
-def expire(
-    store: Store,
-    keys: Keys,
-    limits: RunLimits,
-    task: str,
-    status: str,
-    limit: int,
-    threshold: int | str | None = None,
-) -> int:
+def expire(store: Store, keys: Keys, limits: RunLimits, task: str, status: str, limit: int) -> int:
     """Expire up to `limit` groups that are too stale for the next train step; return how many."""
-    _, moved = store.call(
-        "refresh",
-        keys.slots(task=task, status=status),
-        {
-            "threshold": limits.threshold(task) if threshold is None else threshold,
-            "limit": limit,
-            "retryable": int(limits.retries_expired(task)),
-        },
-    )
+    arguments = {
+        "threshold": limits.threshold(task),
+        "limit": limit,
+        "retryable": int(limits.retries_expired(task)),
+    }
+    _, moved = store.call("refresh", keys.slots(task=task, status=status), arguments)
     return int(moved)
 
 
@@ -111,17 +92,10 @@ class Pools:
         self._limits = limits
         self._payloads = payloads
 
-    def count(self, task: str, status: PoolStatus | Literal["filtered"] = "completed") -> int:
-        """Return the size of a pool, or how many were filtered. O(log N). Raises ConfigError."""
-        if status == "filtered":
-            progress = self._keys.progress(self._known(task))
-            found = self._store.retrying(
-                "counts", lambda: self._store.control.hget(progress, "filtered")
-            )
-            return int(found or 0)
+    def count(self, task: str, status: PoolStatus = "completed") -> int:
+        """Return the size of a pool. O(log N). Raises ConfigError."""
         if status not in POOLS:
-            known = ", ".join((*POOLS, "filtered"))
-            raise ConfigError(f"no pool of {status!r} groups", hint=f"known: {known}")
+            raise ConfigError(f"no pool of {status!r} groups", hint=f"known: {', '.join(POOLS)}")
         count: int = getattr(self.count_statuses(task)[task], status)
         return count
 
@@ -171,27 +145,18 @@ class Pools:
         is_trained = status == "completed" and self._limits.tasks[task].eval_of is None
         policy = self._limits.order if is_trained else "staleness"
         threshold = "" if status == "expired" else self._limits.threshold(task)
+        keys = self._keys.slots(task=task, status=status)
         while True:
-            match self._call_peek(count, task, status, policy, threshold):
+            arguments = {"policy": policy, "threshold": threshold, "limit": count}
+            match self._store.call("peek", keys, arguments):
                 case ["OK", *entries]:
                     return [ManifestEntry.parse(entry) for entry in entries]
                 case ["BLOCKED"]:  # too many stale groups stand before the fresh ones
                     expire_all(self._store, self._keys, self._limits, task, status)
-                case [
-                    "UNORDERED"
-                ]:  # the policy was changed: no index until the trainer's next take
+                case ["UNORDERED"]:  # a changed policy has no index until the trainer's next take
                     policy = "staleness"
                 case reply:
                     raise unknown_reply("peek", reply)
-
-    def _call_peek(
-        self, count: int, task: str, status: str, policy: str, threshold: int | str
-    ) -> list[str]:
-        return self._store.call(
-            "peek",
-            self._keys.slots(task=task, status=status),
-            {"policy": policy, "threshold": threshold, "limit": count},
-        )
 
     def age_limit(self, gid: str) -> AgeLimit | None:
         """Return the limit by which members of a group start again; None for an evaluation.
@@ -230,7 +195,7 @@ class Pools:
             return self.read(ref)
         except PayloadMissing:
             record = self._keys.group(ref.gid)
-            token = self._store.retrying("get", lambda: self._store.control.hget(record, "payload"))
+            token = self._store.ask("get", "HGET", record, "payload")
             if token == ref.token.encode():
                 raise  # the group is still in the pool, and its bytes are lost
             return None

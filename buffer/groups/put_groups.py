@@ -13,11 +13,11 @@ from typing import Literal
 import numpy as np
 
 from buffer.errors import ConfigError, MemoryFull, PayloadMissing, RolloutMQError, WireError
-from buffer.groups.submit import order_argument
+from buffer.groups.order_policy import OrderFunction
+from buffer.groups.submit import described
 from buffer.ids import IMPORTED_FROM, group_id, new_nonce
 from buffer.job import PayloadRef
-from buffer.model.limits import RunLimits
-from buffer.model.order_policy import OrderFunction
+from buffer.limits import RunLimits
 from buffer.readable import format_size
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PROMPT, PayloadStore, pin_listed
@@ -58,23 +58,15 @@ def stamped(
     return copies
 
 
-def described(
+def arguments_of(
     group: RolloutGroup, ref: PayloadRef, limits: RunLimits, function: OrderFunction | None
 ) -> dict[str, int | str]:
     """Return the arguments of `put` and `update` that describe a group and its bytes."""
     finite = group.scores[np.isfinite(group.scores)]
     reward = float(finite.sum()) if group.status is Status.COMPLETED else 0.0
-    return {
-        "status": group.status.value,
-        "samples": len(group),
-        "tokens": int(group.lengths.sum(dtype=np.int64)),
-        "size": ref.size,
-        "crc": ref.crc,
-        "reward": f"{reward:.6g}",
-        "order": order_argument(group, limits, function),
-        "token_lead": limits.token_lead(group.task),
-        "chunks": ref.chunks,
-    }
+    tokens = int(group.lengths.sum(dtype=np.int64))
+    described_group = described(group, group.status, ref, limits, function)
+    return described_group | {"tokens": tokens, "reward": f"{reward:.6g}"}
 
 
 class GroupPut:
@@ -116,8 +108,8 @@ class GroupPut:
             )
         if hint := _REFUSED.get(group.status):
             raise WireError(f"a group of {group.task} is {group.status}", hint=hint)
-        order_argument(group, self._limits, self._order_function)
         group_bytes.encode_checked(group)
+        arguments_of(group, PayloadRef("", "", 0, 0, ""), self._limits, self._order_function)
 
     def put(
         self, task: str, make: Callable[[str], RolloutGroup], *, retryable: bool
@@ -144,9 +136,7 @@ class GroupPut:
 
     def _next_draw(self, task: str) -> int:
         progress = self._keys.progress(task)
-        counts = self._store.retrying(
-            "put", lambda: self._store.control.hmget(progress, "put", "imported")
-        )
+        counts = self._store.ask("put", "HMGET", progress, "put", "imported")
         return IMPORTED_FROM + sum(int(count or 0) for count in counts)
 
     def _call(self, group: RolloutGroup, draw: int, retryable: bool) -> list[str]:
@@ -173,7 +163,7 @@ class GroupPut:
                 "threshold": self._limits.threshold(task),
                 "retryable": int(retryable),
                 "byte_limit": self._limits.high_bytes,
-                **described(group, ref, self._limits, self._order_function),
+                **arguments_of(group, ref, self._limits, self._order_function),
                 "prompt": len(prompt),
             },
             keys.in_slot(payloads + keys.payload_chunks(gid, token, ref.chunks)),

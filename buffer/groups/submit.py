@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from buffer.errors import PayloadMissing, WireError
 from buffer.groups.claim import fenced
+from buffer.groups.order_policy import OrderFunction, submit_argument
 from buffer.job import PayloadRef, Result
-from buffer.model.limits import RunLimits
-from buffer.model.order_policy import OrderFunction, submit_argument
-from buffer.redis.keys import Keys, SlotKeys
+from buffer.limits import RunLimits
+from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore, pin_listed
 from buffer.redis.scripts import ScriptCall, Upload, unknown_reply
 from buffer.redis.store import Store
@@ -60,13 +59,6 @@ an error of the order policy.
 """
 
 
-class _OfTask(NamedTuple):
-    """What the calls of the script for one task have in common."""
-
-    keys: SlotKeys
-    arguments: dict[str, str | int]
-
-
 class Submission:
     """Submits results of one worker; see `ReplayBuffer.submit_many`."""
 
@@ -83,7 +75,6 @@ class Submission:
         self._limits = limits
         self._payloads = payloads
         self._order_function = order_function
-        self._tasks: dict[tuple[str, str], _OfTask] = {}
 
     def submit(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
         """Submit results; return their outcomes. After StoreUnavailable, submit again (I13)."""
@@ -109,7 +100,11 @@ class Submission:
         were damaged on their way.
         """
         try:
-            _require_result(result.group)
+            if result.group.status not in (Status.COMPLETED, Status.ABORTED):
+                raise WireError(
+                    f"group {result.group.gid} is {result.group.status}",
+                    hint="only completed or aborted groups are submitted",
+                )
             data = group_bytes.pieces_checked(result.group)
             ref, commands = self._payloads.commands(
                 result.job.gid, result.job.token, data, result.group.signatures
@@ -124,73 +119,56 @@ class Submission:
         """Return the call of `submit.lua` for a result whose bytes are stored at `ref`."""
         keys = self._keys
         group = result.group
-        shared = self._tasks.get((group.task, worker)) or self._of_task(group.task, worker)
-        return ScriptCall(
-            shared.keys,
-            self._arguments(result, ref) | shared.arguments,
-            keys.in_slot(keys.payload_chunks(ref.gid, ref.token, ref.chunks)),
-            group.made_by(shared.arguments["token_lead"] != ""),
-        )
-
-    def _of_task(self, task: str, worker: str) -> _OfTask:
-        arguments = {
-            "task": task,
-            "token_lead": self._limits.token_lead(task),
-            "patience": self._limits.of(task).max_consecutive_filtered or "",
-        }
-        shared = _OfTask(self._keys.slots(task=task, worker=worker), arguments)
-        self._tasks[task, worker] = shared
-        return shared
-
-    def _arguments(self, result: Result, ref: PayloadRef) -> dict[str, str | int]:
-        group = result.group
+        task = group.task
         status = _final_status(result)
         scores = group.scores.tolist() if status is not Status.ABORTED else ()
         counted = [score for score in scores if math.isfinite(score)]
-        order = ""
-        if status is not Status.FILTERED:
-            order = order_argument(group, self._limits, self._order_function)
-        return {
+        arguments = described(group, status, ref, self._limits, self._order_function) | {
             "gid": group.gid,
+            "task": task,
             "token": ref.token,
-            "status": status.value,
-            "samples": len(group),
             "tokens": result.new_tokens,
             "length": sum(group.lengths.tolist()),
-            "size": ref.size,
-            "crc": ref.crc,
             "reward_sum": f"{math.fsum(counted):.6g}",
             "reward_count": len(counted),
             "unparsed": group.unparsed,
-            "order": order,
             "ms": int(1000 * float(group.shared.extra.get(GROUP_TIME) or 0.0)),
-            "chunks": ref.chunks,
+            "patience": self._limits.of(task).max_consecutive_filtered or "",
         }
+        return ScriptCall(
+            keys.slots(task=task, worker=worker),
+            arguments,
+            keys.in_slot(keys.payload_chunks(ref.gid, ref.token, ref.chunks)),
+            group.made_by(arguments["token_lead"] != ""),
+        )
 
 
-def order_argument(
-    group: RolloutGroup, limits: RunLimits, order_function: OrderFunction | None
-) -> str:
-    """Return the place of a group in the order index, as scripts get it; "" for no place."""
-    # evaluations are taken whole: their order does not matter
-    is_eval = limits.tasks[group.task].eval_of is not None
-    if is_eval or group.status is not Status.COMPLETED:
-        return ""
-    return submit_argument(limits.order, group, order_function)
+def described(
+    group: RolloutGroup,
+    status: Status,
+    ref: PayloadRef,
+    limits: RunLimits,
+    order_function: OrderFunction | None,
+) -> dict[str, str | int]:
+    """Return the arguments that describe a group of this status and its bytes to a script."""
+    order = ""  # no place in the index: evaluations are taken whole
+    if status is Status.COMPLETED and limits.tasks[group.task].eval_of is None:
+        order = submit_argument(limits.order, group, order_function)
+    return {
+        "status": status.value,
+        "samples": len(group),
+        "size": ref.size,
+        "crc": ref.crc,
+        "chunks": ref.chunks,
+        "order": order,
+        "token_lead": limits.token_lead(group.task),
+    }
 
 
 def _final_status(result: Result) -> Status:
     if result.group.status is Status.COMPLETED and result.filtered:
         return Status.FILTERED
     return result.group.status
-
-
-def _require_result(group: RolloutGroup) -> None:
-    if group.status not in (Status.COMPLETED, Status.ABORTED):
-        raise WireError(
-            f"group {group.gid} is {group.status}",
-            hint="only completed or aborted groups are submitted",
-        )
 
 
 def _outcome(result: Result, reply: Sequence[str]) -> SubmitOutcome:

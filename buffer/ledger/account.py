@@ -19,40 +19,19 @@ from buffer.ledger.key_check import KeyCheck
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.memory import ByteCount, Memory
 from buffer.ledger.record_check import RecordCheck
-from buffer.model.damage import Damage
-from buffer.model.limits import RunLimits
-from buffer.redis.key_fields import text_fields, wrong_fields
+from buffer.limits import RunLimits
+from buffer.redis.key_fields import Damage, text_fields, wrong_fields
 from buffer.redis.keys import Keys, SlotKeys
 from buffer.redis.scripts import Arg
 from buffer.redis.store import Store
 
 _COUNTERS = (
-    "cursor",
-    "enqueued",
-    "target",
-    "consumed",
-    "running",
-    "taken",
-    "archived",
-    "dead",
-    "filtered",
-    "dropped",
-    "put",
-    "imported",
-    "reentered",
-    "highest_draw",
+    *("cursor", "enqueued", "target", "consumed", "running", "taken", "archived", "dead"),
+    *("filtered", "dropped", "put", "imported", "reentered", "highest_draw"),
 )
 STAGES = (
-    "waiting",
-    "running",
-    "completed",
-    "aborted",
-    "expired",
-    "taken",
-    "archived",
-    "dead",
-    "filtered",
-    "dropped",
+    *("waiting", "running", "completed", "aborted", "expired", "taken", "archived", "dead"),
+    *("filtered", "dropped"),
 )
 """Where a group can be: in exactly one of these. A group in a pool is named by its status."""
 
@@ -225,7 +204,7 @@ class Account:
         """Check the ledger of training and the newest draws of each task, at a constant cost."""
         report = FsckReport([], leases=0, bytes=ByteCount(0, 0))
         key = self._keys.ledger("train")
-        fields: Any = self._store.retrying("ledger", lambda: self._store.control.hgetall(key))
+        fields: Any = self._store.ask("ledger", "HGETALL", key)
         report.collect("the ledger", wrong_fields("ledger", key, text_fields(fields)))
         for task in self.totals().tasks:
             newest = range(max(0, task.drawn - SLICE), task.drawn)

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from buffer.errors import RunDamaged
-from buffer.model.limits import RunLimits
-from buffer.model.manifest import Manifest, ManifestEntry
+from buffer.limits import RunLimits
+from buffer.manifest import Manifest, ManifestEntry
 from buffer.redis.key_fields import HINT, read_counts
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
@@ -83,7 +83,7 @@ class Archive:
     def manifest(self, step: int) -> Manifest | None:
         """Return the recorded manifest of a step, or None if it was freed or never taken."""
         key = self._keys.batch(self._name, step)
-        raw = self._store.retrying("manifest", lambda: self._store.control.lrange(key, 0, -1))
+        raw = self._store.ask("manifest", "LRANGE", key, 0, -1)
         lines = [line.decode() for line in raw]
         return parse_manifest(key, step, lines) if lines else None
 
@@ -91,6 +91,6 @@ class Archive:
         """Return the newest forgotten and archived steps, and the groups archived after them."""
         names = ("forgotten", "freed", "slice")
         ledger = self._keys.ledger(self._name)
-        values = self._store.retrying("archived", lambda: self._store.control.hmget(ledger, *names))
+        values = self._store.ask("archived", "HMGET", ledger, *names)
         forgotten, freed, done = read_counts("ledger", ledger, names, values)
         return forgotten, freed, done

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, cast, get_args
 
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import Arg
 from buffer.redis.store import Store
@@ -91,7 +91,7 @@ class Audits:
         return bool(reply[0] != "MOVED")
 
     def read(self) -> AuditAccount:
-        raw = self._store.retrying("audits", lambda: self._store.control.hgetall(self._keys.audits))
+        raw = self._store.ask("audits", "HGETALL", self._keys.audits)
         fields = {
             name.decode(errors="replace"): value.decode(errors="replace")
             for name, value in raw.items()

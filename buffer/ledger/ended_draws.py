@@ -12,7 +12,7 @@ import numpy as np
 from buffer.errors import LedgerError
 from buffer.ids import IMPORTED_FROM, split_group_id
 from buffer.ledger.position import Bools, DrawSet, Position
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import unfenced
 from buffer.redis.store import Store

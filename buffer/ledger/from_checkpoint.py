@@ -24,8 +24,8 @@ from buffer.job import PayloadRef
 from buffer.ledger.ended_draws import EndedDraws, expect_ok, numbers_of
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.position import Position
-from buffer.model.limits import RunLimits
-from buffer.model.manifest import Manifest
+from buffer.limits import RunLimits
+from buffer.manifest import Manifest
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import Arg
@@ -84,7 +84,7 @@ class CheckpointRecovery:
     def _end_commit(self) -> None:
         """Archive the rest of a partly archived batch, which cannot be delivered."""
         ledger = self._keys.ledger("train")
-        value = self._store.retrying("keep", lambda: self._store.control.hget(ledger, "keep"))
+        value = self._store.ask("keep", "HGET", ledger, "keep")
         keep = int(value or 0)
         if keep > self._ledger.steps().freed:
             self._ledger.commit(self._nonce, keep, keep)

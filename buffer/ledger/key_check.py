@@ -9,9 +9,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from buffer.model.damage import Damage
-from buffer.model.limits import RunLimits
-from buffer.redis.key_fields import text_fields, wrong_fields
+from buffer.limits import RunLimits
+from buffer.redis.key_fields import Damage, text_fields, wrong_fields
 from buffer.redis.keys import CLUSTER_TABLE, TABLE, Keys
 from buffer.redis.store import Store
 

@@ -18,8 +18,8 @@ from buffer.errors import ConfigError, LedgerError, RunDamaged
 from buffer.groups.pools import expire_all, fill_index
 from buffer.ids import split_group_id
 from buffer.ledger.archive import Archive, parse_manifest
-from buffer.model.limits import RunLimits
-from buffer.model.manifest import Manifest, ManifestEntry, NotReady
+from buffer.limits import RunLimits
+from buffer.manifest import Manifest, ManifestEntry, NotReady
 from buffer.redis.key_fields import HINT, read_counts
 from buffer.redis.keys import Keys, SlotKeys
 from buffer.redis.scripts import Arg, unfenced, unknown_reply
@@ -268,9 +268,7 @@ class BatchLedger:
 
     def steps(self) -> LedgerSteps:
         ledger = self._keys.ledger(self.name)
-        values = self._store.retrying(
-            "steps", lambda: self._store.control.hmget(ledger, *LedgerSteps._fields)
-        )
+        values = self._store.ask("steps", "HMGET", ledger, *LedgerSteps._fields)
         return LedgerSteps(*read_counts("ledger", ledger, LedgerSteps._fields, values))
 
     def manifest(self, step: int) -> Manifest | None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.readable import format_size
 from buffer.redis.key_fields import read_counts
 from buffer.redis.keys import Keys
@@ -71,9 +71,7 @@ class Memory:
 
     def count(self) -> ByteCount:
         bytes_key = self._keys.bytes
-        values = self._store.retrying(
-            "bytes", lambda: self._store.control.hmget(bytes_key, *FIELDS)
-        )
+        values = self._store.ask("bytes", "HMGET", bytes_key, *FIELDS)
         return ByteCount.parse(bytes_key, values)
 
     def use(self, count: ByteCount | None = None) -> MemoryUse:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer
 
 from buffer.errors import AccountError
 from buffer.ids import IMPORTED_FROM, split_group_id
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 
 Bools = NDArray[np.bool_]
 

@@ -17,9 +17,8 @@ from buffer.groups.record_walk import PAGE, Record, RecordWalk
 from buffer.ids import GID
 from buffer.job import PayloadRef
 from buffer.ledger.archive import Archive
-from buffer.model.damage import Damage
-from buffer.model.limits import RunLimits
-from buffer.redis.key_fields import text_fields, wrong_fields
+from buffer.limits import RunLimits
+from buffer.redis.key_fields import Damage, text_fields, wrong_fields
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 

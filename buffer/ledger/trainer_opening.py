@@ -11,7 +11,7 @@ from buffer.ids import POOLS
 from buffer.ledger.from_checkpoint import CheckpointRecovery, Recovery
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.position import Position
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import opened, unfenced, unknown_reply

@@ -7,7 +7,7 @@
 -- ARGV closing       0|1               1 = close the role
 -- ARGV waited_ms     0..               time that it has waited for groups since it opened, by its own clock
 -- ARGV pause_ms      0..               total time of its pauses, from the call to the last receipt
--- ARGV pause_buckets ''|text..256      number of pauses by time: counts by PAUSE_BOUNDS_S of buffer/control/histogram.py
+-- ARGV pause_buckets ''|text..256      number of pauses by time: counts by PAUSE_BOUNDS_S of buffer/control/worker_record.py
 -- ARGV turns         0..               turns of its own loop; a heartbeat of its thread adds none
 -- ARGV doing         ''|text..256      what its loop is busy with; '' = nothing for long
 -- ARGV doing_ms      0..               for how long

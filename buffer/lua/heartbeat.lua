@@ -29,7 +29,7 @@
 -- ARGV judged         0..            answers of its judges since it started
 -- ARGV judging_ms     0..            total time of all of them
 -- ARGV judge_failures 0..            those of them without a valid reward
--- ARGV judge_buckets  ''|text..256   number of answers by time: counts by JUDGE_BOUNDS_S of buffer/control/histogram.py
+-- ARGV judge_buckets  ''|text..256   number of answers by time: counts by JUDGE_BOUNDS_S of buffer/control/worker_record.py
 -- ARGV judging        0..            held groups that only wait for their judge
 -- ARGV replaced       0..            processes of its user's functions that hung, crashed or had no memory
 -- ARGV held           0..            groups that it holds

@@ -18,8 +18,8 @@ import redis
 
 from buffer.errors import RolloutMQError, RunExists
 from buffer.ledger.position import Position
+from buffer.limits import REGENERATING
 from buffer.maintenance.remove_run import clear_keys
-from buffer.model.limits import REGENERATING
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import opened
 from buffer.redis.store import Store
@@ -117,7 +117,7 @@ def _tasks(position: Position) -> set[str]:
 def _number(store: Store, key: str, field: str) -> int | None:
     """Return a count of a hash that may be damaged; None where it cannot be read."""
     try:
-        value: Any = store.retrying("leftovers", lambda: store.control.hget(key, field))
+        value: Any = store.ask("leftovers", "HGET", key, field)
         return int(value or 0)
     except (RolloutMQError, redis.RedisError, ValueError):
         return None

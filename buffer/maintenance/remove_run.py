@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from itertools import islice
 from typing import Any
 
-from buffer.model.limits import REMOVING
+from buffer.limits import REMOVING
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 
@@ -28,10 +28,10 @@ def remove_run(store: Store, keys: Keys, advance: Advance = lambda count: None) 
 
     `advance` gets the number of keys removed in each slice. O(keys of the server), without a stall.
     """
-    store.retrying("remove", lambda: store.control.hset(keys.meta, "schema", REMOVING))
-    removed: int = store.retrying("remove", lambda: store.control.unlink(keys.control))
+    store.ask("remove", "HSET", keys.meta, "schema", REMOVING)
+    removed: int = store.ask("remove", "UNLINK", keys.control)
     removed += clear_keys(store, keys, (keys.meta,), advance)
-    return removed + int(store.retrying("remove", lambda: store.control.unlink(keys.meta)))
+    return removed + int(store.ask("remove", "UNLINK", keys.meta))
 
 
 def clear_keys(

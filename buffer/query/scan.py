@@ -16,7 +16,7 @@ from typing import Any
 from buffer.errors import QueryError
 from buffer.ids import GID, LANES, POOLS, group_id, split_group_id
 from buffer.ledger.ledger import BatchLedger
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.query.language import (
     FALSE,
     TRUE,

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from buffer.errors import RunDamaged
 from buffer.ids import GID
-from buffer.model.damage import Damage
-from buffer.model.limits import RunLimits
-from buffer.model.settings_record import SettingsRecord
 
 HINT = (
     "something else wrote to the keys of this run, or the server evicts keys (see `rolloutmq "
@@ -111,6 +108,21 @@ _REQUIRED: Mapping[str, Forms] = {
 }
 
 
+class Damage(NamedTuple):
+    """One fault that `fsck` found, with the whole Redis key and the group if known.
+
+    `kind`: "lost" is a group in no stage, "doubled" one in two stages or batches.
+    """
+
+    text: str
+    key: str = ""
+    gid: str = ""
+    kind: Literal["fault", "lost", "doubled"] = "fault"
+
+    def __str__(self) -> str:
+        return self.text
+
+
 def wrong_fields(kind: str, key: str, fields: Mapping[str, str]) -> Iterator[Damage]:
     """Yield what is wrong with the fields of a hash; `kind` is the first word of its name."""
     required = _REQUIRED.get(kind, {})
@@ -167,23 +179,3 @@ def read_counts(kind: str, key: str, names: Sequence[str], values: Sequence[Any]
             text = f"{key}: the field {name} is {shown[:60]!r}"
             raise RunDamaged(text, hint=HINT) from None
     return counts
-
-
-def limits_in(key: str, meta: dict[str, str]) -> RunLimits:
-    """Return the limits in the fields of a meta hash. Raises RunDamaged."""
-    require_fields("meta", key, meta)
-    if missing := [name for name in RunLimits.model_fields if name not in meta]:
-        raise RunDamaged(f"{key} has no field {missing[0]}", hint=HINT)
-    try:
-        SettingsRecord.from_meta(meta)
-        return RunLimits.from_meta(meta)
-    except ValueError as error:
-        raise RunDamaged(f"{key} does not hold the limits of a run: {error}", hint=HINT) from error
-
-
-def are_settings(fields: dict[str, str]) -> bool:
-    try:
-        limits_in("", fields)
-    except RunDamaged:
-        return False
-    return True

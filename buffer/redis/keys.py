@@ -52,7 +52,7 @@ TABLE: Mapping[str, KeyRow] = {
     "order:<task>:completed": KeyRow(
         "ZSET",
         "the members of that pool in the order of the run's policy, "
-        "if that is neither staleness nor freshest (`buffer/model/order_policy.py`)",
+        "if that is neither staleness nor freshest (`buffer/groups/order_policy.py`)",
     ),
     "age:<task>": KeyRow(
         "ZSET", "gid by oldest policy version, of groups that wait or run and have tokens"

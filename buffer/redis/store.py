@@ -313,6 +313,10 @@ class Store:
 
         return self.retrying("bell", block)
 
+    def ask(self, what: str, *command: Arg) -> Any:
+        """Return the answer to one small command; see `retrying`."""
+        return self.retrying(what, lambda: self.control.execute_command(*command))
+
     def retrying(
         self,
         what: str,

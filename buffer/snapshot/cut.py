@@ -17,7 +17,7 @@ import redis
 
 from buffer.groups.record_walk import PAGE, PAGE_DRAWS, Record, RecordWalk
 from buffer.ids import ENDS, LANES, POOLS
-from buffer.model.limits import SCHEMA, RunLimits
+from buffer.limits import SCHEMA, RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import Advance
 from buffer.redis.store import Store

@@ -21,8 +21,8 @@ import redis
 
 from buffer.errors import Fenced, RolloutMQError, RunExists, SchemaVersionError, SnapshotError
 from buffer.ledger.account import Account
+from buffer.limits import LOADING, SCHEMA, RunLimits
 from buffer.maintenance.remove_run import clear_keys
-from buffer.model.limits import LOADING, SCHEMA, RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.media_folder import SCHEME, MediaFolder
 from buffer.redis.scripts import Advance

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 from buffer.errors import SnapshotError
 from buffer.job import PayloadRef
-from buffer.model.limits import RunLimits
-from buffer.model.manifest import ManifestEntry
+from buffer.limits import RunLimits
+from buffer.manifest import ManifestEntry
 from buffer.redis.keys import Keys, payload_name
 from buffer.redis.media_folder import MediaFolder
 from buffer.redis.payloads import PayloadStore, join

@@ -16,8 +16,7 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.wire.columns import OPTIONAL, Columns
-from buffer.wire.document import Head, Own, Shared
+from buffer.wire.document import OPTIONAL, Columns, Head, Own, Shared
 from buffer.wire.rollout import expert_rows
 from buffer.wire.table import NO_FINISH, STATUSES
 
@@ -241,23 +240,12 @@ def _check_spans(head: Head, columns: Columns) -> None:
             and 0 <= version <= BIGGEST
             and 0 <= lineage < len(head.lineages)
         ):
-            raise _wrong_span(f"at columns.spans.{n}: {span}", span, lengths, last, head)
+            raise WireError(
+                f"at columns.spans.{n}: {span} is not [rollout, start, length, version, lineage] "
+                f"within {len(lengths)} rollouts in order, the tokens of this one, versions from 0 "
+                f"to 2^53 - 1, and {len(head.lineages)} lineages"
+            )
         last = rollout
-
-
-def _wrong_span(
-    where: str, span: Sequence[int], lengths: Sequence[int], last: int, head: Head
-) -> WireError:
-    """Return what is wrong with a span; `last`: the rollout of the span before."""
-    if min(span) < 0 or max(span) > BIGGEST:
-        return WireError(f"{where} has a value below 0 or from 2^53 on")
-    if span[0] >= len(lengths):
-        return WireError(f"{where} names rollout {span[0]}, but the group has {len(lengths)}")
-    if span[4] >= len(head.lineages):
-        return WireError(f"{where} names lineage {span[4]}, but the group has {len(head.lineages)}")
-    if span[0] < last:
-        return WireError(f"{where}: rollouts are not in order")
-    return WireError(f"{where} is outside of {lengths[span[0]]} tokens")
 
 
 def _check_whole(name: str, column: NDArray[Any], lengths: Sequence[int]) -> None:

@@ -1,73 +1,41 @@
-"""Types of the document that `group_bytes` specifies; `msgspec` checks them while it reads."""
+"""The document that `group_bytes` specifies: its types, which msgspec checks, and its columns.
+
+Columns are raw little-endian arrays, one after another in one buffer, each at a multiple of eight
+bytes, so that readers use it in place. `LAYOUT` has all of them in order. A directory names those
+of a group: {name: [offset in bytes, *shape]}.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import reprlib
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Mapping
+from operator import lt
+from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
+from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from buffer.errors import SchemaVersionError, WireError
+from buffer.wire.framing import ALIGNMENT
+from buffer.wire.rollout import MediaRef, ToolCall
+from buffer.wire.sampling import Count, SampleParams, StructuredOutput
 
 SCHEMA = 2
 
 MAX_MEMBERS = 4096
 """Rollouts of one group; the scripts accept no more."""
 
-Count = Annotated[int, Meta(ge=0)]
 Name = Annotated[str, Meta(min_length=1)]
 
 
 class _Map(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """A map without unknown keys, which the garbage collector need not track."""
-
-
-class _Value(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False, frozen=True):
-    """A `_Map` that is never changed, so that groups can share it."""
-
-
-class Structure(_Value, frozen=True):
-    json_schema: dict[str, Any] | None = None
-    regex: Name | None = None
-    choice: Annotated[list[str], Meta(min_length=1)] | None = None
-
-    def __post_init__(self) -> None:
-        if sum(value is not None for value in (self.json_schema, self.regex, self.choice)) != 1:
-            raise ValueError("structured output is one of json_schema, regex and choice")
-
-
-class Sample(_Value, frozen=True):
-    temperature: Annotated[float, Meta(ge=0)] = 1.0
-    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    top_k: Count = 0
-    max_tokens: Annotated[int, Meta(ge=1)] = 2048
-    min_tokens: Count = 0
-    stops: list[str] = []
-    stop_token_ids: list[int] = []
-    seed: int | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    structured: Structure | None = None
-
-
-class Call(_Value, frozen=True):
-    id: str
-    name: str
-    arguments: dict[str, Any] | None = None
-    raw_arguments: str = ""
-
-
-class Media(_Value, frozen=True):
-    kind: Literal["image", "video", "audio"]
-    uri: Name
-    tokens: Count = 0
-    grid_thw: (
-        Annotated[list[Annotated[int, Meta(ge=1)]], Meta(min_length=3, max_length=3)] | None
-    ) = None
 
 
 class Shared(_Map):
@@ -77,8 +45,8 @@ class Shared(_Map):
     extra: dict[str, Any] = {}
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    multimodal: list[Media] = []
-    sample: Sample = Sample()
+    multimodal: list[MediaRef] = []
+    sample: SampleParams = SampleParams()
 
 
 class Own(_Map):
@@ -90,11 +58,11 @@ class Own(_Map):
     extra: dict[str, Any] | UnsetType = UNSET
     tools: list[dict[str, Any]] | UnsetType | None = UNSET
     tool_choice: str | dict[str, Any] | UnsetType | None = UNSET
-    multimodal: list[Media] | UnsetType = UNSET
-    sample: Sample | UnsetType = UNSET
+    multimodal: list[MediaRef] | UnsetType = UNSET
+    sample: SampleParams | UnsetType = UNSET
     session_id: str | None = None
     error: str | None = None
-    tool_calls: list[Call] = []
+    tool_calls: list[ToolCall] = []
     routed_experts: str | None = None
 
 
@@ -129,8 +97,25 @@ def _refuse_extension(code: int, _: memoryview) -> Any:
     raise WireError(f"msgpack extension type {code} is not part of the format")
 
 
+def read_structure(_: type, value: Any) -> StructuredOutput:
+    """Return the only value that is no type of msgspec. Raises ValueError."""
+    try:
+        return StructuredOutput.model_validate(value, strict=True)
+    except ValidationError as error:
+        raise ValueError(error.errors()[0]["msg"]) from error
+
+
+def plain_structure(value: Any) -> dict[str, Any]:
+    """Return a structure as the document has it. Raises TypeError for other values."""
+    if isinstance(value, StructuredOutput):
+        return value.model_dump(exclude_none=True)
+    raise TypeError(f"Encoding objects of type {type(value).__name__} is unsupported")
+
+
+encode_value = msgspec.msgpack.Encoder(enc_hook=plain_structure).encode
+
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-_DECODER = msgspec.msgpack.Decoder(Document, ext_hook=_refuse_extension)
+_DECODER = msgspec.msgpack.Decoder(Document, dec_hook=read_structure, ext_hook=_refuse_extension)
 
 
 def read(data: bytes | memoryview) -> Document:
@@ -178,3 +163,102 @@ def _describe(error: msgspec.ValidationError) -> str:
 # during an import there is only one thread
 with contextlib.suppress(WireError):
     read(b"\x80")
+
+
+# -- columns -------------------------------------------------------------
+
+Columns = dict[str, NDArray[Any]]
+
+LAYOUT = {
+    "spans": ("<i8", 2),
+    "rewards": ("<f8", 2),
+    "indices": ("<i4", 1),
+    "lengths": ("<i4", 1),
+    "prompt_ids": ("<i4", 1),
+    "response_ids": ("<i4", 1),
+    "logprobs": ("<f4", 1),
+    "ref_logprobs": ("<f4", 1),
+    "values": ("<f4", 1),
+    "token_rewards": ("<f4", 1),
+    "teacher_logprobs": ("<f4", 2),
+    "routed_experts": ("<i2", 3),
+    "statuses": ("|u1", 1),
+    "finishes": ("|u1", 1),
+    "mask": ("|u1", 1),
+    "has_experts": ("|u1", 1),
+}
+
+OPTIONAL = ("ref_logprobs", "values", "token_rewards")
+"""Columns over all tokens, with NaN for a rollout without."""
+
+NEEDED = ("indices", "lengths", "prompt_ids", "response_ids", "logprobs", "statuses")
+
+_DTYPES = {
+    name: (np.dtype(dtype), ndim, np.dtype(dtype).itemsize)
+    for name, (dtype, ndim) in LAYOUT.items()
+}
+_COPIED_BYTES = 4096
+_PADDING = [bytes(count) for count in range(ALIGNMENT)]
+
+
+def pack(columns: Columns) -> tuple[dict[str, list[int]], list[bytes | memoryview], int]:
+    """Return the directory of the columns, the pieces of the buffer to join, and its size in bytes.
+
+    `columns` are in the order of `LAYOUT`; large ones are not copied. Raises WireError.
+    """
+    directory = {}
+    pieces: list[bytes | memoryview] = []
+    small = b""
+    size = 0
+    for name, column in columns.items():
+        dtype, ndim, _ = _DTYPES[name]
+        if column.dtype != dtype or column.ndim != ndim:
+            raise WireError(f"column {name} is {column.dtype}{list(column.shape)}, not {dtype}")
+        directory[name] = [size, *column.shape]
+        count = column.nbytes
+        padding = _PADDING[-count % ALIGNMENT]
+        size += count + len(padding)
+        if count < _COPIED_BYTES:
+            small += column.tobytes() + padding
+        else:
+            pieces += [small, np.ascontiguousarray(column).data.cast("B")]
+            small = padding
+    return directory, [*pieces, small], size
+
+
+def unpack(directory: Mapping[str, list[int]], data: memoryview) -> Columns:
+    """Return the columns as views of `data`. Raises WireError for another layout."""
+    columns = {}
+    end = 0
+    for name, entry in _by_offset(directory):
+        if name not in _DTYPES:
+            raise WireError(f"at columns: unknown column {reprlib.repr(name)}")
+        dtype, ndim, size = _DTYPES[name]
+        offset = entry[0]
+        if len(entry) != 1 + ndim:
+            raise WireError(f"at columns.{name}: {len(entry) - 1} dimensions, expected {ndim}")
+        if offset < end or offset % ALIGNMENT:
+            raise WireError(
+                f"at columns.{name}: offset {offset}, expected a multiple of {ALIGNMENT} that is "
+                f"not below {end}"
+            )
+        count = entry[1] if ndim == 1 else math.prod(entry[1:])
+        end = offset + count * size
+        if end > len(data):
+            raise WireError(f"at columns.{name}: it ends at {end}, the data has {len(data)} bytes")
+        try:
+            columns[name] = np.ndarray(entry[1:], dtype, data, offset)
+        except ValueError as error:  # no values, but dimensions that numpy does not have
+            raise WireError(f"at columns.{name}: shape {entry[1:]}: {error}") from error
+    for name in NEEDED:
+        if name not in columns:
+            raise WireError(f"at columns: {name} is missing")
+    return columns
+
+
+def _by_offset(directory: Mapping[str, list[int]]) -> Iterable[tuple[str, list[int]]]:
+    """Return the entries in the order of their columns: maps have none in some languages."""
+    offsets = [entry[0] for entry in directory.values()]
+    if all(map(lt, offsets, offsets[1:])):
+        return directory.items()
+    return sorted(directory.items(), key=lambda item: (item[1][0], math.prod(item[1][1:])))

@@ -11,14 +11,14 @@ from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
-from msgspec.structs import asdict
+from isal import isal_zlib
 from numpy.typing import NDArray
 
 from buffer.errors import GroupChanged, WireError
 from buffer.wire.checks import Bounds, bounds_of
-from buffer.wire.columns import OPTIONAL, Columns, Seal
-from buffer.wire.document import Head, Own, Sample, Shared
+from buffer.wire.document import OPTIONAL, Columns, Document, Own, Shared
 from buffer.wire.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
+from buffer.wire.sampling import SampleParams
 from buffer.wire.staleness import last_trained, living_version, token_mask
 from buffer.wire.table import STATUSES, Experts, experts_of, rollouts, spans_of, tabulate
 
@@ -49,6 +49,29 @@ SESSIONS_RESTARTED = "sessions_restarted"
 """Keys of `extra`: the gateway's record of interrupted sessions."""
 
 
+_REPLACED = frozenset(("mask", "statuses"))
+"""Columns that a group may replace (`RolloutGroup.mask`, `set_status`)."""
+
+
+class Seal:
+    """The checksum of the received bytes of a group, and which arrays were its columns."""
+
+    def __init__(self, columns: Columns, data: memoryview) -> None:
+        self._columns = columns  # may be added to later
+        self._received = [item for item in columns.items() if item[0] not in _REPLACED]
+        self._data = data
+        self._sum = isal_zlib.crc32(data)
+
+    def changed(self) -> str:
+        """Return what has changed; "" for nothing."""
+        if isal_zlib.crc32(self._data) != self._sum:
+            return "its columns"
+        replaced = [
+            name for name, column in self._received if self._columns.get(name) is not column
+        ]
+        return ", ".join(replaced)
+
+
 class RolloutGroup:
     """The k rollouts of one prompt, as columns over all of them.
 
@@ -61,7 +84,7 @@ class RolloutGroup:
 
     signatures: Sequence[str] = ()  # lines of `buffer.wire.framing`
 
-    seal: Seal | None = None  # of the received columns that this group has
+    seal: Seal | None = None  # of the received bytes that this group was made of
 
     def __init__(self, gid: str, task: str, states: Sequence[RolloutState]) -> None:
         if not states:
@@ -74,12 +97,12 @@ class RolloutGroup:
         self._bounds: Bounds | None = None
 
     @classmethod
-    def received(cls, head: Head, columns: Columns, bounds: Bounds) -> RolloutGroup:
+    def received(cls, document: Document, columns: Columns, bounds: Bounds) -> RolloutGroup:
         """Return a group of parts that `buffer.wire.group_bytes` has checked."""
         group = cls.__new__(cls)
-        group.head = head
+        group.head = document
         group.columns = columns
-        group.seal = Seal(columns)
+        group.seal = Seal(columns, document.data)
         group._states = None
         group._bounds = bounds
         return group
@@ -124,9 +147,9 @@ class RolloutGroup:
 
         Call it before you store or publish a result of these columns.
         """
-        if self.seal and (changed := list(self.seal.changed())):
+        if self.seal and (changed := self.seal.changed()):
             raise GroupChanged(
-                f"group {self.gid}: {', '.join(changed)} changed in memory after it was received",
+                f"group {self.gid}: {changed} changed in memory after it was received",
                 hint="trust nothing that was made of it. If your code replaces columns or changes "
                 "them in place, let it work on copies (only `mask` may be replaced); if not, test "
                 "this machine's memory and report this as a bug. Then start again: a trainer "
@@ -206,7 +229,7 @@ class RolloutGroup:
         """Return `max_tokens` of each rollout, int32[k]."""
         limits = np.full(len(self), self.shared.sample.max_tokens, "<i4")
         for n, own in self.head.own:
-            if isinstance(own.sample, Sample):
+            if isinstance(own.sample, SampleParams):
                 limits[n] = own.sample.max_tokens
         return limits
 
@@ -217,7 +240,7 @@ class RolloutGroup:
     @property
     def multimodal(self) -> list[MediaRef]:
         """Return the prompt's images in token order; read them with `run.media.read(uri, …)`."""
-        return [MediaRef(**asdict(media)) for media in self.shared.multimodal]
+        return list(self.shared.multimodal)
 
     @property
     def sessions(self) -> list[str]:

@@ -47,16 +47,12 @@ from __future__ import annotations
 import struct
 
 import msgpack
-import msgspec
 
 from buffer.errors import WireError
 from buffer.wire.checks import check_containers, check_group
-from buffer.wire.columns import ALIGNMENT, LAYOUT, Columns, pack, unpack
-from buffer.wire.document import SCHEMA, Head, read
-from buffer.wire.framing import MAX_BYTES, expand
+from buffer.wire.document import LAYOUT, SCHEMA, Columns, Head, encode_value, pack, read, unpack
+from buffer.wire.framing import ALIGNMENT, MAX_BYTES, expand
 from buffer.wire.group import RolloutGroup
-
-_encode_head = msgspec.msgpack.Encoder().encode
 
 _SCHEMA_ENTRY = msgpack.packb("schema") + msgpack.packb(SCHEMA)
 _DATA_KEY = msgpack.packb("data")
@@ -118,7 +114,7 @@ def _head(group: RolloutGroup, directory: dict[str, list[int]]) -> bytes:
     fields = {name: getattr(group.head, name) for name in Head.__struct_fields__}
     head = Head(**fields | {"columns": directory})
     try:
-        packed: bytes = _encode_head(head)
+        packed = encode_value(head)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise WireError(
             f"group {group.gid} has a value that msgpack cannot encode: {error}",

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from msgspec import to_builtins
+from msgspec.structs import asdict
 
+from buffer.wire.document import plain_structure
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 
 
 def group_json(group: RolloutGroup, tokens: bool) -> dict[str, Any]:
     """Return a group as `show --json` prints it; `tokens` adds ids, logprobs and masks."""
-    shared: dict[str, Any] = to_builtins(group.shared)
+    shared: dict[str, Any] = to_builtins(group.shared, enc_hook=plain_structure)
     shared.pop("sample", None)
     if tokens:
         shared["prompt_ids"] = group.prompt_ids.tolist()
@@ -33,9 +35,9 @@ def _member_json(rollout: RolloutState, tokens: bool) -> dict[str, Any]:
         "finish_reason": rollout.finish_reason,
         "error": rollout.error,
         "session_id": rollout.session_id,
-        "tool_calls": [call.model_dump() for call in rollout.tool_calls],
+        "tool_calls": [asdict(call) for call in rollout.tool_calls],
         "spans": [span._asdict() for span in rollout.spans],
-        "sample_params": rollout.sample_params.model_dump(),
+        "sample_params": to_builtins(asdict(rollout.sample_params), enc_hook=plain_structure),
     }
     if tokens:
         member |= {

@@ -5,13 +5,14 @@ What it gets is never what a group is stored from, or what its siblings or the n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from copy import copy
 from dataclasses import fields, is_dataclass
 from types import NoneType
 from typing import Any, TypeVar, cast
 
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import astuple
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
@@ -20,45 +21,45 @@ from buffer.wire.rollout import RolloutState
 T = TypeVar("T")
 
 _IMMUTABLE = frozenset((str, int, float, bool, NoneType, bytes))
+_COPIED = (np.ndarray, bytearray, set, dict, list, BaseModel)
 
 
 def own_copy(value: T) -> T:
     """Return a copy that shares no container and no array with `value`, at any depth.
 
-    Containers are lists, dicts, sets, tuples, dataclasses and pydantic models. Other objects (an
-    image, a tensor, a client) stay the same, since not all of them can be copied.
+    Containers are lists, dicts, sets, tuples, structs, dataclasses and pydantic models. Other
+    objects (an image, a tensor, a client) stay the same, since not all of them can be copied.
     """
     given = cast(Any, value)
     kind = type(given)
-    made: Any = given
+    made: Any
     if kind in _IMMUTABLE:
         return value
     if kind is dict:
         made = {key: own_copy(item) for key, item in given.items()}
     elif kind is list:
         made = [own_copy(item) for item in given]
-    elif isinstance(given, np.ndarray | bytearray | set):
-        made = copy(given)
-    elif isinstance(given, dict):  # of a class of its own; lists in the same way
-        made = copy(given)
-        made.update({key: own_copy(item) for key, item in given.items()})
-    elif isinstance(given, list):
-        made = copy(given)
-        made[:] = [own_copy(item) for item in given]
-    elif isinstance(given, tuple):
-        items = [own_copy(item) for item in given]
-        made = given._make(items) if hasattr(given, "_make") else tuple(items)
-    elif isinstance(given, BaseModel):
-        made = _with_own(given, vars(given))
-    elif is_dataclass(given) and not isinstance(given, type):
-        made = _with_own(given, [field.name for field in fields(given)])
+    elif isinstance(given, tuple | Struct):
+        items = [own_copy(item) for item in (given if isinstance(given, tuple) else astuple(given))]
+        made = kind(*items) if hasattr(kind, "_make") or isinstance(given, Struct) else tuple(items)
+    else:
+        made = _own_object(given)
     return cast(T, made)
 
 
-def _with_own(value: Any, names: Iterable[str]) -> Any:
-    made = copy(value)
-    for name in names:
-        object.__setattr__(made, name, own_copy(getattr(value, name)))
+def _own_object(given: Any) -> Any:
+    is_record = is_dataclass(given) and not isinstance(given, type)
+    if not is_record and not isinstance(given, _COPIED):
+        return given
+    made = copy(given)
+    if isinstance(given, dict):  # of a class of its own; lists in the same way
+        made.update({key: own_copy(item) for key, item in given.items()})
+    elif isinstance(given, list):
+        made[:] = [own_copy(item) for item in given]
+    elif is_record or isinstance(given, BaseModel):
+        names = [field.name for field in fields(given)] if is_record else vars(given)
+        for name in names:
+            object.__setattr__(made, name, own_copy(getattr(given, name)))
     return made
 
 

@@ -11,11 +11,12 @@ from enum import StrEnum
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
+from msgspec import Meta, Struct
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from buffer.errors import WireError
-from buffer.wire.sampling import SampleParams
+from buffer.wire.sampling import Count, SampleParams
 
 
 class Status(StrEnum):
@@ -92,10 +93,8 @@ def no_logprobs() -> NDArray[np.float32]:
     return np.empty(0, dtype="<f4")
 
 
-class ToolCall(BaseModel):
+class ToolCall(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """A function call that the model requested; `arguments` is None for invalid JSON."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     id: str
     name: str
@@ -103,7 +102,7 @@ class ToolCall(BaseModel):
     raw_arguments: str = ""
 
 
-class MediaRef(BaseModel):
+class MediaRef(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """An image, video or sound of the prompt, by the `uri` of its features.
 
     `tokens`: its number of prompt tokens. `grid_thw`: patches in time, height and width, for 3-D
@@ -111,13 +110,11 @@ class MediaRef(BaseModel):
     (buffer/redis/media_folder.py).
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
     kind: Literal["image", "video", "audio"]
-    uri: str = Field(min_length=1)
-    tokens: int = Field(0, ge=0)
+    uri: Annotated[str, Meta(min_length=1)]
+    tokens: Count = 0
     grid_thw: (
-        Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=3, max_length=3)] | None
+        Annotated[list[Annotated[int, Meta(ge=1)]], Meta(min_length=3, max_length=3)] | None
     ) = None
 
 
@@ -161,7 +158,7 @@ class RolloutState(BaseModel):
     finish_reason: str | None = None
     status: Status = Status.INIT
     error: str | None = None
-    sample_params: SampleParams = SampleParams()
+    sample_params: SampleParams = Field(default_factory=SampleParams)
     data_source: str | None = None
     ground_truth: Any = None
     extra: dict[str, Any] = {}
@@ -213,10 +210,8 @@ class RolloutState(BaseModel):
         """
         done = len(self.response_ids)
         if len(token_ids):
-            self.ref_logprobs = None
-            self.values = None
-            self.token_rewards = None
-            self.teacher_logprobs = None
+            for name in _COMPUTED:
+                setattr(self, name, None)
             self.routed_experts = with_known_rows(self.routed_experts, routed_experts)
         self.response_ids = np.concatenate([self.response_ids, as_column(token_ids, "<i4")])
         self.logprobs = np.concatenate([self.logprobs, logprobs]).astype("<f4", copy=False)
@@ -245,22 +240,18 @@ class RolloutState(BaseModel):
 
     def reset_response(self) -> None:
         """Discard the response; the prompt, its ids, the ground truth and the session stay."""
-        self.response = ""
-        self.response_ids = no_tokens()
-        self.logprobs = no_logprobs()
-        self.tool_calls = []
-        self.response_mask = None
-        self.ref_logprobs = None
-        self.values = None
-        self.token_rewards = None
-        self.teacher_logprobs = None
-        self.routed_experts = None
-        self.spans = []
-        self.reward = None
-        self.finish_reason = None
-        self.error = None
-        self.status = Status.INIT
+        for name in _OF_RESPONSE:
+            field = RolloutState.model_fields[name]
+            setattr(self, name, field.get_default(call_default_factory=True))
 
+
+_COMPUTED = ("ref_logprobs", "values", "token_rewards", "teacher_logprobs")
+"""Columns that are computed after a response, for all its tokens."""
+
+_OF_RESPONSE = (
+    *("response", "response_ids", "logprobs", "tool_calls", "response_mask", *_COMPUTED),
+    *("routed_experts", "spans", "reward", "finish_reason", "error", "status"),
+)
 
 ENDED = ("stop", "length")
 """Finish reasons after which a rollout needs no engine, unless it starts again."""

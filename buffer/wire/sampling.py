@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import Any
+from typing import Annotated, Any
 
+from msgspec import Meta, Struct
+from msgspec.structs import asdict, replace
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Meta(ge=0)]
 
 
 class StructuredOutput(BaseModel):
@@ -42,55 +46,62 @@ CUTS = (
 )
 
 
-class SampleParams(BaseModel):
-    """How a response is sampled. Defaults are those of XTuner; 0 turns `top_k` off."""
+class SampleParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """How a response is sampled. Defaults are those of XTuner; 0 turns `top_k` off.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    Values are checked when a group is written and read, not here.
+    """
 
-    temperature: float = Field(1.0, ge=0)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    max_tokens: int = Field(2048, ge=1)
-    min_tokens: int = Field(0, ge=0)
-    # by a factory, because copying other defaults costs pydantic four times the whole validation
-    stops: list[str] = Field(default_factory=list)
-    stop_token_ids: list[int] = Field(default_factory=list)
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Count = 0
+    max_tokens: Annotated[int, Meta(ge=1)] = 2048
+    min_tokens: Count = 0
+    stops: list[str] = []
+    stop_token_ids: list[int] = []
     seed: int | None = None
-    repetition_penalty: float = Field(1.0, gt=0)
+    repetition_penalty: Annotated[float, Meta(gt=0)] = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     structured: StructuredOutput | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Return the settings that differ from their defaults."""
+        values = {name: getattr(self, name) for name in self.__struct_fields__}
+        return {name: value for name, value in values.items() if value != _DEFAULTS[name]}
 
     def cuts(self) -> str:
         """Return the settings that make the engine sample from another distribution; "" for none.
 
         The trainer computes logprobs of the model's own one, at the same temperature.
         """
-        given = self.model_dump(include=set(CUTS), exclude_defaults=True)
+        given = self.given()
         return ", ".join(name for name in CUTS if name in given)
 
     def after(self, done: int) -> SampleParams:
         """Return the parameters after `done` tokens, with a new seed, which repeats no draws."""
         if not done:
             return self
-        left = {
-            "max_tokens": self.max_tokens - done,
-            "min_tokens": max(0, self.min_tokens - done),
-            "seed": None if self.seed is None else derived_seed(self.seed, done),
-        }
-        return self.model_copy(update=left)
+        return replace(
+            self,
+            max_tokens=self.max_tokens - done,
+            min_tokens=max(0, self.min_tokens - done),
+            seed=None if self.seed is None else derived_seed(self.seed, done),
+        )
 
     def attempt(self, number: int) -> SampleParams:
         """Return the parameters of a further response or turn, each number with its own seed."""
         if not number or self.seed is None:
             return self
-        return self.model_copy(update={"seed": derived_seed(self.seed, "attempt", number)})
+        return replace(self, seed=derived_seed(self.seed, "attempt", number))
 
     def within(self, tokens: int) -> SampleParams:
         if tokens >= self.max_tokens:
             return self
-        limits = {"max_tokens": tokens, "min_tokens": min(self.min_tokens, tokens)}
-        return self.model_copy(update=limits)
+        return replace(self, max_tokens=tokens, min_tokens=min(self.min_tokens, tokens))
+
+
+_DEFAULTS = asdict(SampleParams())
 
 
 def derived_seed(*origin: object) -> int:

@@ -8,16 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 from msgspec import UNSET
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.wire.columns import OPTIONAL, Columns
-from buffer.wire.document import Call, Head, Media, Own, Sample, Shared, Structure
+from buffer.wire.document import OPTIONAL, Columns, Head, Own, Shared, encode_value
 from buffer.wire.own_copy import own_copy, read_only
-from buffer.wire.rollout import MediaRef, RolloutState, Status, ToolCall, VersionSpan, expert_rows
+from buffer.wire.rollout import RolloutState, Status, VersionSpan, expert_rows
 from buffer.wire.sampling import SampleParams
 
 STATUSES = tuple(Status)
@@ -28,8 +26,6 @@ NO_FINISH = 255  # in column `finishes`: no finish reason
 Experts = NDArray[np.int16] | str | None
 
 _CODES = {status: code for code, status in enumerate(STATUSES)}
-_SAMPLE_DEFAULTS = dict(SampleParams())
-_encode = msgspec.msgpack.Encoder().encode
 
 
 def tabulate(gid: str, task: str, states: Sequence[RolloutState]) -> tuple[Head, Columns]:
@@ -149,6 +145,9 @@ def _experts(
 # -- texts ---------------------------------------------------------------
 
 
+_SHARED = ("messages", "data_source", "ground_truth", "extra", "tools", "tool_choice", "multimodal")
+
+
 def _texts(states: Sequence[RolloutState]) -> tuple[Shared, list[tuple[int, Own]]]:
     """Return what the rollouts share, and what single ones have instead or besides."""
     first = _shared_values(states[0])
@@ -158,55 +157,28 @@ def _texts(states: Sequence[RolloutState]) -> tuple[Shared, list[tuple[int, Own]
         fields = _own_values(state)
         values = _shared_values(state) if n else first
         if n and (common is None or _encoded(values) != common):
-            fields |= _on_the_wire(
-                {
-                    name: value
-                    for name, value in values.items()
-                    if (known := _encoded(first[name])) is None or _encoded(value) != known
-                }
-            )
+            for name, value in values.items():
+                known = _encoded(first[name])
+                if known is None or _encoded(value) != known:
+                    fields[name] = own_copy(value)
         if fields:
             own.append((n, Own(**fields)))
-    return Shared(**_on_the_wire(first)), own
+    return Shared(**own_copy(first)), own
 
 
 def _shared_values(state: RolloutState) -> dict[str, Any]:
-    params = state.sample_params
-    return {
-        "messages": state.messages,
-        "data_source": state.data_source,
-        "ground_truth": state.ground_truth,
-        "extra": state.extra,
-        "tools": state.tools,
-        "tool_choice": state.tool_choice,
-        "multimodal": [dict(media) for media in state.multimodal],
-        "sample": params.__dict__ if params.structured is None else params.model_dump(),
-    }
+    values = {name: getattr(state, name) for name in _SHARED}
+    # what has its default is left out of the document
+    values["sample"] = SampleParams(**state.sample_params.given())
+    return values
 
 
 def _encoded(value: Any) -> bytes | None:
     """Return a value as bytes, in which 1 and True differ; None for what `encode` will refuse."""
     try:
-        return _encode(value)
+        return encode_value(value)
     except (TypeError, ValueError, OverflowError, RecursionError):
         return None
-
-
-def _on_the_wire(values: dict[str, Any]) -> dict[str, Any]:
-    fields = own_copy(values)
-    if "multimodal" in fields:
-        fields["multimodal"] = [Media(**media) for media in fields["multimodal"]]
-    if "sample" in fields:
-        # what has its default is left out of the document
-        given = {
-            name: value
-            for name, value in fields["sample"].items()
-            if value != _SAMPLE_DEFAULTS[name]
-        }
-        if "structured" in given:
-            given["structured"] = Structure(**given["structured"])
-        fields["sample"] = Sample(**given)
-    return fields
 
 
 def _own_values(state: RolloutState) -> dict[str, Any]:
@@ -216,7 +188,7 @@ def _own_values(state: RolloutState) -> dict[str, Any]:
     if state.error is not None:
         fields["error"] = state.error
     if state.tool_calls:
-        fields["tool_calls"] = [Call(**call.model_dump()) for call in state.tool_calls]
+        fields["tool_calls"] = own_copy(state.tool_calls)
     if isinstance(state.routed_experts, str):
         fields["routed_experts"] = state.routed_experts
     return fields
@@ -295,7 +267,9 @@ def _own_part(column: NDArray[np.float32] | None, part: slice) -> NDArray[np.flo
 def _own_teachers(
     teachers: Sequence[str], columns: Columns, part: slice
 ) -> dict[str, NDArray[np.float32]] | None:
-    rows = zip(teachers, columns.get("teacher_logprobs", ()), strict=True)
+    if not teachers:
+        return None
+    rows = zip(teachers, columns["teacher_logprobs"], strict=True)
     parts = {name: _own_part(row, part) for name, row in rows}
     return {name: own for name, own in parts.items() if own is not None} or None
 
@@ -306,10 +280,5 @@ def _state_fields(texts: Shared | Own) -> dict[str, Any]:
     fields = {name: value for name, value in values.items() if value is not UNSET}
     fields.pop("routed_experts", None)
     if "sample" in fields:
-        sample = msgspec.to_builtins(fields.pop("sample"), builtin_types=(bytes,))
-        fields["sample_params"] = SampleParams(**sample)
-    if fields.get("multimodal"):
-        fields["multimodal"] = [MediaRef(**msgspec.structs.asdict(m)) for m in fields["multimodal"]]
-    if fields.get("tool_calls"):
-        fields["tool_calls"] = [ToolCall(**msgspec.structs.asdict(c)) for c in fields["tool_calls"]]
+        fields["sample_params"] = fields.pop("sample")
     return fields

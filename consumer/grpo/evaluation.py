@@ -16,7 +16,7 @@ from math import comb
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.model.manifest import NotReady
+from buffer.manifest import NotReady
 from buffer.wire.group import RolloutGroup
 from consumer.config.training import TrainingConfig
 from consumer.grpo.reporting.reporter import Reporter
@@ -28,38 +28,25 @@ log = logging.getLogger("rolloutmq.trainer")
 
 FULL_SCORE = 1.0 - 1e-6  # verifiers may give partial credit
 
-Metric = Callable[[Sequence[RolloutGroup]], dict[str, float]]
 
+def measure(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Return the metrics of the groups, in total and by data source if there are several.
 
-class Evaluator:
-    """Computes accuracy, mean score and pass@k, in total and by data source if there are several.
-
-    `metric`: a function of the groups that returns further metrics, prefixed `eval/`.
+    `eval/accuracy`: share of rollouts with a full score. `eval/score`: mean score; a missing one
+    counts as 0. `eval/pass@1`, `@2`, `@4` … up to the size of the smallest group, where it has
+    several rollouts: the probability that at least one of k is right (unbiased, Chen et al. 2021,
+    arXiv:2107.03374, equation 1). `eval/avg_pass@k`: the mean of these.
     """
-
-    def __init__(self, metric: Metric | None = None) -> None:
-        self._metric = metric
-
-    def evaluate(self, groups: Sequence[RolloutGroup]) -> dict[str, float]:
-        """Return the metrics of the groups.
-
-        `eval/accuracy`: share of rollouts with a full score. `eval/score`: mean score; a missing
-        one counts as 0. `eval/pass@1`, `@2`, `@4` … up to the size of the smallest group, where it
-        has several rollouts: the probability that at least one of k is right (unbiased, Chen et al.
-        2021, arXiv:2107.03374, equation 1). `eval/avg_pass@k`: the mean of these.
-        """
-        metrics = _measure(groups)
-        if self._metric:
-            metrics |= self._metric(groups)
-        metrics["rollouts"] = float(sum(len(group) for group in groups))
-        metrics["groups"] = float(len(groups))
-        by_source: dict[str, list[RolloutGroup]] = defaultdict(list)
-        for group in groups:
-            by_source[group.shared.data_source or "all"].append(group)
-        if len(by_source) > 1:
-            for source, part in by_source.items():
-                metrics |= {f"{name}/{source}": value for name, value in _measure(part).items()}
-        return {f"eval/{name}": value for name, value in metrics.items()}
+    metrics = _measure(groups)
+    metrics["rollouts"] = float(sum(len(group) for group in groups))
+    metrics["groups"] = float(len(groups))
+    by_source: dict[str, list[RolloutGroup]] = defaultdict(list)
+    for group in groups:
+        by_source[group.shared.data_source or "all"].append(group)
+    if len(by_source) > 1:
+        for source, part in by_source.items():
+            metrics |= {f"{name}/{source}": value for name, value in _measure(part).items()}
+    return {f"eval/{name}": value for name, value in metrics.items()}
 
 
 def _measure(groups: Sequence[RolloutGroup]) -> dict[str, float]:
@@ -112,7 +99,6 @@ class EvaluationPlan:
         self._reporter = reporter
         self._start = start
         self._free_memory = free_memory
-        self._evaluator = Evaluator()
         self._pending: list[tuple[int, EvaluationRound]] = []
         self._started: set[tuple[str, int]] = set()
 
@@ -166,7 +152,7 @@ class EvaluationPlan:
     def _record(self, step: int, task: str, groups: list[RolloutGroup]) -> None:
         columns = [group.columns.get("spans") for group in groups]
         newest = max((spans[:, 3].max() for spans in columns if spans is not None), default=step)
-        metrics = self._evaluator.evaluate(groups)
+        metrics = measure(groups)
         metrics["eval/newest_version"] = float(newest)
         for group in groups:
             group.check_unchanged()

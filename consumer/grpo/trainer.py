@@ -16,14 +16,20 @@ from pathlib import Path
 from buffer.control.live_settings import KeptSettings
 from buffer.errors import ExpiredBatch
 from buffer.ledger.position import Position
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from buffer.run import Run
 from buffer.weights.transport import Save
 from buffer.wire.staleness import staleness
 from consumer.config.training import TrainingConfig
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.evaluation import EvaluationPlan, log_wait_reason
-from consumer.grpo.reporting.metric_writers import MetricWriter, ProgressBar, open_writers
+from consumer.grpo.reporting.metric_writers import (
+    MetricWriter,
+    ProgressBar,
+    SampleWriter,
+    choose,
+    open_writers,
+)
 from consumer.grpo.reporting.metrics import (
     BatchColumns,
     Throughput,
@@ -32,9 +38,8 @@ from consumer.grpo.reporting.metrics import (
     staleness_metrics,
 )
 from consumer.grpo.reporting.reporter import ChosenGroup, Reporter
-from consumer.grpo.reporting.sample_writer import SampleWriter, choose
+from consumer.grpo.reporting.sample_log import TokenTexts
 from consumer.grpo.reporting.step_log import StepWriter
-from consumer.grpo.reporting.token_texts import TokenTexts
 from consumer.grpo.trainer_rank import TrainerRank
 from consumer.handle.batch import Batch, Stopped
 from consumer.handle.publication import Publisher, open_sender, published
@@ -270,7 +275,7 @@ class Trainer:
             **produced,
             **self._throughput.metrics(len(batch.lengths), batch.tokens, timing, produced),
             **timing.metrics(),
-            **self.consumer.pauses.metrics(),
+            **self.consumer.pause_metrics(),
         }
 
     def _publish(self, timing: Timing, *, is_paused: bool = False) -> None:

@@ -3,7 +3,7 @@
 rank 0      Trainer           decides, holds the role, talks to Redis, and gives orders
 every rank  TrainerRank       executes an order with the same arguments, in the same order
 
-Each order ends with an exchange of all ranks (`rank_orders.py`), after which rank 0 makes its
+Each order ends with an exchange of all ranks (`handle/ranks.py`), after which rank 0 makes its
 result visible: a checkpoint, published weights, a commit. So it is complete.
 """
 
@@ -14,22 +14,63 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+from torch import nn
+
 from buffer.run import Run
 from buffer.weights.checksums import WrittenFiles
 from buffer.weights.transport import Save
 from buffer.wire.group import RolloutGroup
 from consumer.config.training import TrainingConfig
 from consumer.grpo.checkpoint import CheckpointFolder
-from consumer.grpo.device_share import DeviceShare
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.model_state.saved_state import SavedState, write_state
 from consumer.grpo.model_state.weight_parts import WeightParts
 from consumer.grpo.models.model_folder import copy_tokenizer
 from consumer.grpo.reporting.metrics import BatchColumns
-from consumer.handle.rank_orders import RankOrders, on_all_ranks
-from consumer.handle.ranks import ALONE, Ranks, select_device
-from consumer.handle.shares import ShareReader, check_unchanged
+from consumer.handle.ranks import ALONE, RankOrders, Ranks, on_all_ranks, select_device
+from consumer.handle.sharded_consumer import ShareReader, check_unchanged
+
+Part = tuple[Sequence[nn.Module], torch.optim.Optimizer]  # as `Learner.on_device` returns them
+
+
+class DeviceShare:
+    """Moves the weights, gradients and optimizer state of `parts` to `device` and away from it.
+
+    engines   awake ──pause: confirmed as asleep──▶ asleep ───────────── continue ──▶ awake
+    trainer   asleep ────────────────────────────▶ awake: train, save, publish ──▶ asleep
+
+    The side that sleeps keeps its weights in host memory, so the device never holds both.
+    """
+
+    def __init__(self, device: torch.device, parts: Sequence[Part]) -> None:
+        self._device = device
+        self._parts = parts
+        self.is_asleep = False
+
+    def sleep(self) -> None:
+        """Free the device. Parts that sleep can be saved, but not trained."""
+        for _, optimizer in self._parts:
+            optimizer.zero_grad(set_to_none=True)
+        self._move(torch.device("cpu"))
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.is_asleep = True
+
+    def wake(self) -> None:
+        self._move(self._device)
+        self.is_asleep = False
+
+    def _move(self, device: torch.device) -> None:
+        for modules, optimizer in self._parts:
+            for module in modules:
+                # in place: the optimizer holds the same parameter objects
+                module.to(device)
+            for state in optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        state[name] = value.to(device)
 
 
 class TrainerRank:

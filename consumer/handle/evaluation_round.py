@@ -12,7 +12,7 @@ Evaluations have their own ledger, manifests and tasks, and move no training cou
 from __future__ import annotations
 
 from buffer.ids import split_group_id
-from buffer.model.manifest import Manifest, NotReady
+from buffer.manifest import Manifest, NotReady
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.handle.reader import BatchReader

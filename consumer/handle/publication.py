@@ -15,7 +15,7 @@ the trainer dies                       what stays, until the next trainer publis
   after it, in the pause               the version is published, the run paused
 a rank dies                            as the trainer: all ranks end
 a worker dies                          nothing: it is not waited for (receipts.py)
-a worker cannot fetch the version      nothing: it is not waited for, and says so (outlook.py)
+a worker cannot fetch the version      nothing: it is not waited for, and says so (wait_rules.py)
 the server is away                     the publication waits for it, training does not
 """
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol, TypeVar
+from functools import partial
 
 import numpy as np
 
 from buffer.errors import PayloadMissing, WireError
 from buffer.job import PayloadRef
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 
@@ -65,54 +65,45 @@ NOTHING: Known = {}
 Problems = dict[str, str]  # why groups cannot be used, by gid
 
 
-class GroupReader(Protocol):
-    vocabulary: int | None  # token ids of the model; None: ids are not compared with it
-
-    def read(
-        self, manifest: Manifest, known: Known = NOTHING
-    ) -> tuple[list[RolloutGroup], Problems]:
-        """Return the groups, or why some of the batch cannot be used; they are then replaced."""
-
-
 class BatchReader:
     """Reads all groups of a batch; `trains`: also finds untrainable ones (`check_content`)."""
 
     def __init__(self, run: Run, *, trains: bool = True) -> None:
         self._buffer = run.buffer
         self._trains = trains
-        self.vocabulary: int | None = None
+        self.vocabulary: int | None = None  # token ids of the model; None: ids are not compared
 
     def read(
         self, manifest: Manifest, known: Known = NOTHING
     ) -> tuple[list[RolloutGroup], Problems]:
-        """Return the groups, or why some are unusable; those in `known` are not read."""
+        """Return the groups, or why some are unusable and to be replaced.
+
+        Groups in `known` are not read.
+        """
         if not manifest.entries:
             return [], {}
         try:
             groups = self._buffer.load(manifest, known)
         except (WireError, PayloadMissing):
-            problems = _collect(manifest.entries, lambda entry: self._buffer.read(entry.payload))
+            problems = _collect(
+                (entry.gid, partial(self._buffer.read, entry.payload)) for entry in manifest.entries
+            )
             if problems:
                 return [], problems
             # it was read ahead
             groups = self._buffer.load(manifest)
         checked = groups if self._trains else []
-        return groups, _collect(checked, lambda group: check_content(group, self.vocabulary))
+        return groups, _collect(
+            (group.gid, partial(check_content, group, self.vocabulary)) for group in checked
+        )
 
 
-class _HasId(Protocol):
-    @property
-    def gid(self) -> str: ...
-
-
-G = TypeVar("G", bound=_HasId)
-
-
-def _collect(groups: Iterable[G], check: Callable[[G], object]) -> Problems:
+def _collect(checks: Iterable[tuple[str, Callable[[], object]]]) -> Problems:
+    """Return by gid what the checks of groups raise."""
     problems = {}
-    for group in groups:
+    for gid, check in checks:
         try:
-            check(group)
+            check()
         except (WireError, PayloadMissing) as error:
-            problems[group.gid] = f"{type(error).__name__}: {error}"
+            problems[gid] = f"{type(error).__name__}: {error}"
     return problems

@@ -23,12 +23,15 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
-from buffer.control.control import START, ControlState, Event, Mode
+from buffer.control.control import ControlState, Mode
+from buffer.control.events import START, Event
 from buffer.control.roles import HeldRole
+from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram
 from buffer.errors import ModelError, WireError
 from buffer.ledger.position import Position
 from buffer.ledger.trainer_opening import Opening
@@ -40,9 +43,8 @@ from buffer.wire.rollout import PolicyVersion
 from consumer.handle.batch import Batch, DeliveredGroups, Stopped, check_not_abandoned
 from consumer.handle.evaluation_round import EvaluationRound
 from consumer.handle.prefetch import Prefetcher
-from consumer.handle.reader import BatchReader, GroupReader
-from consumer.handle.taker import BatchTaker, Checkpoint, Waiting, WaitOptions
-from consumer.handle.timing import PauseTimes, TakeTimes, WaitClock
+from consumer.handle.reader import BatchReader
+from consumer.handle.taker import BatchTaker, Checkpoint, WaitClock, Waiting, WaitOptions
 from consumer.handle.wait_rules import status_of_taken
 
 PauseMode = Literal["abort", "drain", "keep"]
@@ -71,22 +73,23 @@ class RolloutConsumer:
         *,
         prefetch_bytes: int = PREFETCH_BYTES,
         nonce: str | None = None,
-        reader: GroupReader | None = None,
+        reader: BatchReader | None = None,
     ) -> None:
         self._run = run
         self._reader = reader or BatchReader(run)
         self.lineage = secrets.token_hex(4)
-        self.pauses = PauseTimes()
+        self.pauses = Histogram(PAUSE_BOUNDS_S)
         self.waits = WaitClock()
         self.role = HeldRole(
             run.control,
             "trainer",
             nonce=nonce,
             waited_s=lambda: self.waits.seconds,
-            pauses=self.pauses.histogram,
+            pauses=self.pauses,
         )
         self._receiver = WeightsReceiver(run.store, run.keys)
-        self._takes = TakeTimes()
+        self._takes = Counter[str]()
+        self._last_waited_s = 0.0
         self._stop = threading.Event()
         self._taker = BatchTaker(run, self.role.nonce, self._check)
         self._prefetcher = Prefetcher(run, prefetch_bytes, self.role.ended)
@@ -200,7 +203,10 @@ class RolloutConsumer:
             self._run.ledger, manifest, self._reader, known, options, strict=strict
         )
         batch = Batch(step, groups, manifest, waited_s, status_of_taken(self._run, step))
-        self._takes.add(batch)
+        self._takes["groups"] += len(groups)
+        self._takes["bytes"] += sum(entry.payload.size for entry in manifest.entries)
+        self._takes["batches"] += 1
+        self._last_waited_s = waited_s
         self._prefetcher.begin(counts)
         return batch
 
@@ -335,19 +341,31 @@ class RolloutConsumer:
     def report(self, step: int, metrics: Mapping[str, float], *, task: str = "") -> None:
         """Report metrics of train step `step`, or of an evaluation of `task` after it.
 
-        Raises Fenced. Metrics that are not in `buffer.model.trainer_report.REPORTED` are left out.
+        Raises Fenced. Only metrics in `buffer.control.events.REPORTED` are passed on.
         """
         self._run.control.report(self.nonce, step, metrics, task=task)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics take/*, prefetch/* and pause/* (consumer/README.md)."""
         return {
-            **self._takes.metrics(),
+            **{f"take/{name}": float(self._takes[name]) for name in ("batches", "groups", "bytes")},
+            "take/waited_s": self.waits.seconds,
+            "take/last_waited_s": self._last_waited_s,
             "take/quarantined_groups": float(self._taker.quarantined),
             "prefetch/used_groups": float(self._prefetcher.used),
             "prefetch/read_groups": float(self._prefetcher.read),
             "prefetch/held_bytes": float(self._prefetcher.held_bytes),
-            **self.pauses.metrics(),
+            **self.pause_metrics(),
+        }
+
+    def pause_metrics(self) -> dict[str, float]:
+        """Return the number of pauses and two quantiles of their seconds, if there were any."""
+        if not self.pauses.count:
+            return {}
+        return {
+            "pause/count": float(self.pauses.count),
+            "pause/p50_s": self.pauses.quantile_s(0.5),
+            "pause/p99_s": self.pauses.quantile_s(0.99),
         }
 
     def events(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from buffer.errors import (
@@ -16,11 +17,11 @@ from buffer.errors import (
     TaskStopped,
 )
 from buffer.ledger.ledger import BatchLedger
-from buffer.model.manifest import Manifest, ManifestEntry
+from buffer.manifest import Manifest
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.handle.batch import DeliveredGroups
-from consumer.handle.reader import NOTHING, GroupReader, Known
+from consumer.handle.reader import NOTHING, BatchReader, Known
 from consumer.handle.wait_rules import BatchOutlook, WaitReason, explain
 
 log = logging.getLogger("rolloutmq.consumer")
@@ -32,6 +33,35 @@ POLL_S = 1.0  # longest wait for a wake-up before the ledger is asked again
 
 # Shortest time between two reports: every group wakes the trainer, and a report costs requests.
 EXPLAIN_S = 1.0
+
+
+class WaitClock:
+    """Adds up the time that one thread waits; any thread may read it.
+
+    Heartbeats report it, and an autoscaler sizes the fleet by it.
+    """
+
+    def __init__(self) -> None:
+        self._ended_s = 0.0
+        self._since: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds waited so far, including a wait that is not over."""
+        ended_s = self._ended_s
+        # read once: the waiting thread may reset it at any time
+        since = self._since
+        return ended_s + (0.0 if since is None else time.monotonic() - since)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        started = time.monotonic()
+        self._since = started
+        try:
+            yield
+        finally:
+            self._since = None
+            self._ended_s += time.monotonic() - started
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +166,7 @@ class BatchTaker:
             self._check()
 
     def read(
-        self, ledger: BatchLedger, manifest: Manifest, reader: GroupReader, known: Known = NOTHING
+        self, ledger: BatchLedger, manifest: Manifest, reader: BatchReader, known: Known = NOTHING
     ) -> tuple[Manifest, list[RolloutGroup]]:
         """Read the groups of a batch, and return its manifest as it is then.
 
@@ -155,7 +185,7 @@ class BatchTaker:
         self,
         ledger: BatchLedger,
         manifest: Manifest,
-        reader: GroupReader,
+        reader: BatchReader,
         known: Known,
         options: WaitOptions,
         *,
@@ -180,19 +210,17 @@ class BatchTaker:
         self, ledger: BatchLedger, manifest: Manifest, reasons: Mapping[str, str]
     ) -> Manifest:
         """Quarantine groups by gid, each with its reason; return what is left."""
-        for entry in manifest.entries:
-            if entry.gid in reasons:
-                manifest = self._quarantine(ledger, manifest.step, entry, reasons[entry.gid])
+        step = manifest.step
+        for entry in [entry for entry in manifest.entries if entry.gid in reasons]:
+            reason = reasons[entry.gid]
+            log.error("group quarantined in step %s: %s", step, reason, extra={"gid": entry.gid})
+            self.quarantined += 1
+            # bytes that the server lost, in a failover for example, would bar every honest worker
+            is_fault = not reason.startswith(PayloadMissing.__name__)
+            manifest = ledger.quarantine(
+                self._nonce, step, entry, reason, is_workers_fault=is_fault
+            )
         return manifest
-
-    def _quarantine(
-        self, ledger: BatchLedger, step: int, entry: ManifestEntry, reason: str
-    ) -> Manifest:
-        log.error("group quarantined in step %s: %s", step, reason, extra={"gid": entry.gid})
-        self.quarantined += 1
-        # bytes that the server lost, in a failover for example, would bar every honest worker
-        is_fault = not reason.startswith(PayloadMissing.__name__)
-        return ledger.quarantine(self._nonce, step, entry, reason, is_workers_fault=is_fault)
 
 
 def _free_memory(step: int, options: WaitOptions) -> None:

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from buffer.errors import ConfigError
-from consumer.handle.batch import Batch
-from consumer.handle.batch_table import ranges
+from consumer.handle.batch import Batch, ranges
 
 # Groups of each task, or a function of the step that returns them,
 # such as `lambda step: run.limits.mix().shares(step)`.

@@ -27,65 +27,22 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from buffer.control.control import ControlState, Mode
+from buffer.control.control import ControlState, Mode, RoleHolder
 from buffer.control.fleet import Refusals
-from buffer.control.role_holder import RoleHolder
 from buffer.control.task_status import ProduceBatchStatus, batch_status
 from buffer.errors import ExpiredBatch, NoBatch, ProducerGone, TaskStopped, WeightsRefused
-from buffer.ids import LANES
 from buffer.ledger.account import TaskAccount
-from buffer.model.manifest import NotReady
+from buffer.manifest import NotReady
 from buffer.redis.connection.retry import OutageClock
 from buffer.run import Run
+from buffer.wire.rollout import PolicyVersion
 from buffer.wire.staleness import staleness
 from consumer.handle.batch import Stopped
 
-REFUSAL_S = 60.0  # a shared folder may show new files late, and workers try again
-
-
-class RefusalWatch:
-    """Logs refusals of the newest weights once, and ends a wait that only better weights end."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._logged = ""
-        self._since_s: float | None = None
-
-    def check(self, state: ControlState) -> None:
-        """Raise WeightsRefused if no live worker could load the weights for REFUSAL_S."""
-        found = self._run.fleet.refusals(state.weights)
-        if not found.reasons:
-            self._since_s = None
-            return
-        if self._logged != str(state.weights):
-            self._logged = str(state.weights)
-            log.error("%s; %s", found, _hint(state))
-        if not found.are_all:
-            self._since_s = None
-            return
-        self._since_s = time.monotonic() if self._since_s is None else self._since_s
-        if time.monotonic() - self._since_s >= REFUSAL_S:
-            raise _refused(state, found)
-
-
-def _hint(state: ControlState) -> str:
-    return (
-        "publish a complete folder of the model that the workers were started with, at a path that "
-        f"they can read ({state.weights_path})"
-    )
-
-
-def _refused(state: ControlState, found: Refusals) -> WeightsRefused:
-    return WeightsRefused(
-        f"no worker can generate groups: {found}",
-        hint=f"{_hint(state)}; `publish` writes and announces one",
-        command_hint=_hint(state),
-    )
-
-
 log = logging.getLogger("rolloutmq.consumer")
+
+REFUSAL_S = 60.0  # a shared folder may show new files late, and workers try again
 
 POLL_S = 0.5  # seconds; every submitted group wakes the trainer
 
@@ -133,39 +90,23 @@ class WaitReason(NotReady):
 
 def explain(run: Run, step: int, answer: NotReady) -> WaitReason:
     """Return why step `step` is not ready. Four round trips; changes nothing."""
-    short = _short_tasks(answer)
     state = run.control.state()
     refusals = run.fleet.refusals(state.weights)
-    numbers = run.store.retrying("wait reason", lambda: _read_progress(run, short))
-    width = len(LANES) + 1
-    rows = [numbers[i * width : (i + 1) * width] for i in range(len(short))]
-    started = {
-        task: (sum(waiting), int(running or 0))
-        for task, (*waiting, running) in zip(short, rows, strict=True)
-    }
     return WaitReason(
         answer.missing,
         answer.recovering,
         answer.checkpoint_now,
-        started=started,
+        answer.awaits_stragglers,
+        started={each.task: (each.waiting, each.running) for each in _short_accounts(run, answer)},
         workers=refusals.live,
         refusals=refusals,
         status=batch_status(state, step, run.limits),
     )
 
 
-def _short_tasks(answer: NotReady) -> list[str]:
-    return [task for task, (ready, wanted) in answer.missing.items() if ready < wanted]
-
-
-def _read_progress(run: Run, tasks: list[str]) -> list[Any]:
-    client: Any = run.store.control
-    with client.pipeline(transaction=False) as pipe:
-        for task in tasks:
-            for lane in LANES:
-                pipe.xlen(run.keys.jobs(task, lane))
-            pipe.hget(run.keys.progress(task), "running")
-        return list(pipe.execute())
+def _short_accounts(run: Run, answer: NotReady) -> list[TaskAccount]:
+    short = [task for task, (ready, wanted) in answer.missing.items() if ready < wanted]
+    return [account for account in run.account.totals().tasks if account.task in short]
 
 
 class BatchOutlook:
@@ -182,7 +123,8 @@ class BatchOutlook:
         self._step = step
         self._trains = trains
         self._timeout_s = producer_timeout_s
-        self._refusals = RefusalWatch(run)
+        self._refused_since_s: float | None = None
+        self._refused: PolicyVersion | None = None  # weights whose refusal is logged
         self._clock = OutageClock()
         self._waited_s = 0.0
         self._next_check_s = time.monotonic() + POLL_S
@@ -223,7 +165,7 @@ class BatchOutlook:
             return
         holder = self._run.control.holder("producer")
         self._raise_if_gone(holder)
-        self._refusals.check(state)
+        self._raise_if_refused(state)
         if self._trains and not answer.awaits_stragglers:
             self._raise_if_expired(state, answer)
             self._raise_if_exhausted(state, answer, holder)
@@ -249,6 +191,28 @@ class BatchOutlook:
             )
             self._has_warned = True
 
+    def _raise_if_refused(self, state: ControlState) -> None:
+        """Log refusals of the newest weights once; raise if no worker loads them for REFUSAL_S."""
+        found = self._run.fleet.refusals(state.weights)
+        hint = (
+            "publish a complete folder of the model that the workers were started with, at a path "
+            f"that they can read ({state.weights_path})"
+        )
+        if found.reasons and self._refused != state.weights:
+            self._refused = state.weights
+            log.error("%s; %s", found, hint)
+        if not found.reasons or not found.are_all:
+            self._refused_since_s = None
+            return
+        now = time.monotonic()
+        self._refused_since_s = self._refused_since_s or now
+        if now - self._refused_since_s >= REFUSAL_S:
+            raise WeightsRefused(
+                f"no worker can generate groups: {found}",
+                hint=f"{hint}; `publish` writes and announces one",
+                command_hint=hint,
+            )
+
     def _raise_if_expired(self, state: ControlState, answer: NotReady) -> None:
         if batch_status(state, self._step, self._run.limits) is ProduceBatchStatus.EXPIRED_BATCH:
             limit = self._run.limits.horizon_of(self._step)
@@ -258,8 +222,7 @@ class BatchOutlook:
     def _raise_if_exhausted(
         self, state: ControlState, answer: NotReady, holder: RoleHolder
     ) -> None:
-        short = _short_tasks(answer)
-        accounts = [task for task in self._run.account.totals().tasks if task.task in short]
+        accounts = _short_accounts(self._run, answer)
         started = sum(task.waiting + task.running for task in accounts)
         if (
             started
@@ -296,7 +259,6 @@ def _counters(tasks: list[TaskAccount]) -> str:
     rows = []
     for task in tasks:
         numbers = {"target": task.target, "consumed": task.consumed, "cursor": task.cursor}
-        numbers.update(task.stages)
-        counts = ", ".join(f"{name} {count}" for name, count in numbers.items() if count)
+        counts = ", ".join(f"{name} {n}" for name, n in (numbers | task.stages).items() if n)
         rows.append(f"{task.task}: {counts}")
     return "; ".join(rows)

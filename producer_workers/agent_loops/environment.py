@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from msgspec import convert, structs
+
 from buffer.errors import UserCodeError
 from buffer.imports import load_object
 from buffer.wire.rollout import RolloutState, ToolCall
@@ -77,12 +79,12 @@ class EnvironmentBorder(Border):
             )
         return {
             "messages": messages,
-            "calls": [call.model_dump() for call in result.calls],
+            "calls": [structs.asdict(call) for call in result.calls],
             "reward": check_numbers(f"environment {name!r}", result.reward),
         }
 
     def result(self, plain: Any) -> Answer:
-        calls = [ToolCall.model_validate(call) for call in plain["calls"]]
+        calls = [convert(call, ToolCall) for call in plain["calls"]]
         return Answer(plain["messages"], calls, plain["reward"])
 
 

@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from buffer.errors import ConfigError
 from buffer.wire.own_copy import own_copy
@@ -49,7 +50,7 @@ class ToolEnvironment:
         if state.tool_choice == "none":
             return Answer()
         calls = [
-            call.model_copy(update={"id": f"call_{turn.number}_{number}"})
+            structs.replace(call, id=f"call_{turn.number}_{number}")
             for number, call in enumerate(self._parser.parse(turn.text, state.tools).calls)
         ]
         results = await self._toolbox.call_all(calls)

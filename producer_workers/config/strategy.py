@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 
 from buffer.config.section import YEAR_S, DottedPath, Section
 from buffer.imports import is_dotted_path
-from buffer.model.limits import TaskSettings
+from buffer.limits import TaskSettings
 
 FILTERS = {"not_all_equal": "producer_workers.worker.task_runner:not_all_equal"}
 """The filters with a name, and their functions. To add one, write its function and add it here."""

@@ -125,7 +125,7 @@ class SampleParamsSection(Section):
 
     def to_params(self) -> SampleParams:
         """Return these settings as a rollout carries them."""
-        return SampleParams(**self.model_dump())
+        return SampleParams(**dict(self))
 
 
 class JudgingSection(Section):

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from buffer.config.section import YEAR_S, Count, Section
-from buffer.model.limits import Concurrency
+from buffer.limits import Concurrency
 
 
 class WorkerSection(Section):

@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import numpy as np
 import orjson
+from msgspec import structs
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError, RolloutMQError
@@ -272,7 +273,7 @@ class Session:
         raw = self._text(made, skip_special_tokens=False)
         parsed = self._parser.parse(raw, tools) if self._parser and tools else ParsedTurn(raw, [])
         calls = [
-            call.model_copy(update={"id": f"call_{number}_{position}"})
+            structs.replace(call, id=f"call_{number}_{position}")
             for position, call in enumerate(parsed.calls)
         ]
         text = self._text(made, skip_special_tokens=True)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from msgspec import structs
+
 from buffer.errors import ConfigError
 from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.agent_loops.tool_parsers import ToolParser
@@ -56,13 +58,12 @@ class Ask:
 
     def applied_to(self, params: SampleParams, number: int, allowed: int) -> SampleParams:
         """Return the parameters of a session's request `number`, limited to `allowed` tokens."""
-        return params.attempt(number).model_copy(
-            update={
-                "max_tokens": allowed,
-                "min_tokens": 0,
-                "stops": [*params.stops, *self.stops],
-                "structured": self.structured or params.structured,
-            }
+        return structs.replace(
+            params.attempt(number),
+            max_tokens=allowed,
+            min_tokens=0,
+            stops=[*params.stops, *self.stops],
+            structured=self.structured or params.structured,
         )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from buffer.errors import JudgeError
@@ -138,7 +139,7 @@ def rollout_fields(state: RolloutState) -> dict[str, Any]:
         "ground_truth": state.ground_truth,
         "data_source": state.data_source,
         "messages": state.messages,
-        "tool_calls": [call.model_dump() for call in state.tool_calls],
+        "tool_calls": [structs.asdict(call) for call in state.tool_calls],
         "reward": state.reward,
         "extra": state.extra,
         "response_ids": state.response_ids.tolist(),

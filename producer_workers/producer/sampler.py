@@ -9,6 +9,7 @@ from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 
 from buffer.errors import DatasetError, MediaError, WireError, describe
 from buffer.ids import group_id
@@ -17,7 +18,6 @@ from buffer.wire.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED, Rol
 from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams, derived_seed
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, with_system_prompt
-from producer_workers.datasets.contained_dataset import AHEAD, ContainedDataset
 from producer_workers.datasets.dataset import Dataset, Problem, RowPlace, place_of
 from producer_workers.datasets.image_records import ImagePrompt, ImagePrompts
 
@@ -68,7 +68,7 @@ class Sampler:
     def draw(self, draw: int) -> list[RolloutState] | TooLong:
         """Return the `prompt_repeat_k` INIT rollouts of draw 0, 1, 2, ... Raises DatasetError."""
         place = self.place(draw)
-        problem = self._read(draw, place)
+        problem = self._read(place)
         self._check_source(problem.data_source or "", place)
         prompt = self._encode(problem, place)
         if self.max_prompt_tokens is not None and len(prompt.ids) > self.max_prompt_tokens:
@@ -99,13 +99,9 @@ class Sampler:
             message = f"{self.task}: row {self.place(draw).row}: {error.message}"
             raise DatasetError(message, hint=error.hint) from error
 
-    def _read(self, draw: int, place: RowPlace) -> Problem:
+    def _read(self, place: RowPlace) -> Problem:
         try:
-            if isinstance(self.dataset, ContainedDataset):
-                coming = (self.place(number) for number in range(draw, draw + AHEAD))
-                problem = self.dataset.row_of(coming)
-            else:
-                problem = self.dataset.row(place.row, place.epoch)
+            problem = self.dataset.row(place.row, place.epoch)
             messages = with_system_prompt(problem.messages, self.system_prompt)
             return problem.model_copy(update={"messages": messages})
         except DatasetError:
@@ -145,4 +141,4 @@ class Sampler:
         changes: dict[str, Any] = {"structured": problem.structured} if problem.structured else {}
         if self.sample.seed is not None:
             changes["seed"] = derived_seed(self.seed, self.sample.seed, self.task, draw, index)
-        return self.sample.model_copy(update=changes) if changes else self.sample
+        return structs.replace(self.sample, **changes)

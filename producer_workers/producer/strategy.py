@@ -17,7 +17,7 @@ from typing import Protocol
 from buffer.control.control import ControlState
 from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
 from buffer.errors import ConfigError
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.wire.staleness import last_step_for
 
 

@@ -6,8 +6,8 @@ import logging
 import time
 from itertools import islice
 
+from buffer.control.control import Work
 from buffer.control.progress import TaskProgress
-from buffer.control.role_holder import Work
 from buffer.errors import ConfigError, PayloadMissing
 from buffer.ids import new_nonce
 from buffer.ledger.memory import MemoryUse

@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from buffer.model.limits import Straggler
+from buffer.limits import Straggler
 from buffer.wire.staleness import last_step_for, stale_threshold
 
 # The effect of a weight update on running groups: [policy] pause_mode, or "partial" for abort with

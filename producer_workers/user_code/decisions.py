@@ -12,7 +12,7 @@ from typing import Any
 
 from buffer.control.progress import ProduceProgress, TaskProgress
 from buffer.errors import UserCodeError
-from buffer.model.order_policy import Finished, OrderFunction
+from buffer.groups.order_policy import Finished, OrderFunction
 from producer_workers.user_code.border import Border, Rules
 from producer_workers.user_code.process_function import BlockingCall, call_of
 

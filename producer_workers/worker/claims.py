@@ -20,7 +20,7 @@ from buffer.groups.claim import Claim
 from buffer.groups.job_queue import Serves
 from buffer.ids import new_nonce
 from buffer.job import Job
-from buffer.model.limits import Concurrency
+from buffer.limits import Concurrency
 from buffer.redis.connection.retry import LogOnce
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
@@ -142,8 +142,9 @@ class Claims:
             else:
                 behind[job.task] += 1
         serves = self._serves
-        if slow := {task for task, groups in behind.items() if groups > limit}:
-            serves = replace(serves, tasks=serves.tasks - slow)
+        for task, groups in behind.items():
+            if groups > limit:
+                serves = replace(serves, tasks=serves.tasks - {task})
         if free <= 0 or not serves.tasks:
             return None
         # leaves some jobs for other workers

@@ -111,7 +111,7 @@ class ControlClient:
     async def _hold(self) -> None:
         try:
             line = await asyncio.to_thread(
-                self._run.fleet.open_control_connection, self._worker, self._nonce
+                ControlConnection, self._run.store, self._run.keys, self._worker, self._nonce
             )
         except redis.RedisError as error:
             log.debug("no control line for now, heartbeats carry the control state: %s", error)

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from buffer.job import Job
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, has_ended
 from producer_workers.worker.inbox import GroupFinished, Inbox
 from producer_workers.worker.shared_engine import SharedEngine

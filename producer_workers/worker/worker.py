@@ -42,7 +42,7 @@ from buffer.errors import GroupChanged
 from buffer.groups.job_queue import Serves
 from buffer.ids import LANES, new_nonce
 from buffer.job import Job
-from buffer.model.limits import Concurrency
+from buffer.limits import Concurrency
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines.base import Engine, EngineDeadError

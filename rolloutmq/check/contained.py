@@ -27,7 +27,7 @@ from typing import IO, Any
 
 import orjson
 
-from buffer.imports import check_module
+from buffer.imports import check_module, is_dotted_path
 from producer_workers.follow_owner import OWNER, follow_owner
 from producer_workers.user_functions import NamedFunction, named_functions
 from rolloutmq.check.finding import Finding, Unit
@@ -59,9 +59,14 @@ def units_of(stage: str, config: Config, *, quick: bool = False) -> list[Unit]:
 def _functions(config: Config) -> list[NamedFunction]:
     """Return the functions and classes that any process of the run imports, each once."""
     found = named_functions(config)
-    if loop := config.trainer.loop:
-        load = partial(check_module, loop, kind="trainer loop")
-        found.insert(0, NamedFunction(f"[trainer] loop = {loop}", load))
+    of_the_trainer = {
+        "[trainer] loop": config.trainer.loop or "",
+        "[trainer] advantages": config.trainer.advantages,
+        "[learner.loss] objective": config.learner.loss.objective,
+    }
+    for key, spec in of_the_trainer.items():
+        if is_dotted_path(spec):
+            found.append(NamedFunction(f"{key} = {spec}", partial(check_module, spec, kind=key)))
     return found
 
 

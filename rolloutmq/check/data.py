@@ -29,6 +29,8 @@ SHOWN = 3  # unusable rows in the report
 OPEN_S = 3600.0  # to open a large data set, or to generate one
 SCANNED = 4096  # rows of a data set whose sources are compared with the judges'
 
+COMPARED = 200_000  # rows of a data set whose texts are compared with those of an evaluation
+
 
 def units(config: Config, *, quick: bool) -> list[Unit]:
     found = []
@@ -79,6 +81,7 @@ def _check_data(config: Config, name: str) -> Iterator[Finding]:
     yield from _without_text(name, task_tokenizer(tokenizer, task), first)
     if task.eval_of is not None:
         config.evaluation_size(name)  # raises ConfigError
+        yield from _seen_in_training(config, name, dataset)
 
 
 def _draws(sampler: Sampler, count: int) -> Iterator[list[RolloutState] | TooLong | DatasetError]:
@@ -217,6 +220,39 @@ def _without_text(
 
 def _is_asked(message: dict[str, Any]) -> bool:
     return message["role"] == "user" and isinstance(message["content"], str)
+
+
+def _seen_in_training(config: Config, name: str, dataset: Dataset) -> Iterator[Finding]:
+    """Yield a warning for each training task that has problems of this evaluation."""
+    asked = {_text_of(dataset, row): row for row in range(min(COMPARED, len(dataset)))}
+    for other in config.training_tasks:
+        with suppress(HubError):
+            trained = _open(config, other)
+            rows = range(min(COMPARED, len(trained)))
+            found = sorted(
+                {asked[t] for t in (_text_of(trained, r) for r in rows) if t and t in asked}
+            )
+            if found:
+                shown = ", ".join(map(str, found[:SHOWN])) + ", …" * (len(found) > SHOWN)
+                yield Finding(
+                    "data",
+                    "warning",
+                    f"task {name}: {len(found):,} of its {len(asked):,} problems are in the "
+                    f"training set of task {other}, too (rows {shown}): its accuracy is that of "
+                    "answers that were trained",
+                    "remove them from one of the two data sets",
+                )
+
+
+def _text_of(dataset: Dataset, row: int) -> str | None:
+    """Return the text that a user asks in a row, without spacing; None for an unusable row."""
+    try:
+        messages = dataset.row(row).messages
+    except DatasetError:
+        return None
+    return " ".join(
+        word for each in messages if _is_asked(each) for word in each["content"].split()
+    )
 
 
 def _without_judge(task: TaskSection, dataset: Dataset) -> list[str]:

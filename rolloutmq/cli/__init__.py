@@ -72,34 +72,19 @@ app = typer.Typer(
 )
 
 
-def _show_version(ctx: typer.Context, wanted: bool) -> None:
-    if not wanted:
-        return
-    # here, because importlib.metadata would add a fifth to the time of --help
-    from rolloutmq.versions import all_versions, own_version, server_version
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        # here, because importlib.metadata would add a fifth to the time of --help
+        from rolloutmq.versions import own_version
 
-    if not ctx.params.get("show_all"):
         typer.echo(f"rolloutmq {own_version()}")
         raise typer.Exit
-    found = all_versions()
-    if url := os.environ.get("REDIS_URL"):
-        found["server"] = server_version(url)
-    for name, text in found.items():
-        typer.echo(f"{name:<16} {text}")
-    raise typer.Exit
 
 
 @app.callback()
 def _options(
     show_version: Annotated[
         bool, typer.Option("--version", callback=_show_version, help="Show the version.")
-    ] = False,
-    # eager: it is known when the callback of --version is called
-    show_all: Annotated[
-        bool,
-        typer.Option(
-            "--all", is_eager=True, help="With --version: those of all that runs depend on, too."
-        ),
     ] = False,
 ) -> None:
     pass
@@ -172,11 +157,9 @@ def _describe_file_error(error: OSError) -> RolloutMQError:
         sys.exit(1)
     if error.filename is None and error.errno != errno.ENOSPC:
         raise error
-    where = "the output, or a file" if error.filename is None else error.filename
-    return RolloutMQError(
-        f"{where}: {error.strerror}",
-        hint="check the path, its permissions and the space on its disk",
-    )
+    where = error.filename or "the output, or a file"
+    hint = "check the path, its permissions and the space on its disk"
+    return RolloutMQError(f"{where}: {error.strerror}", hint=hint)
 
 
 def _drop_output() -> None:
@@ -201,13 +184,9 @@ def _format(error: RolloutMQError, mask: Callable[[str], str], *, as_json: bool)
     message = mask(error.message)
     hint = mask(error.command_hint)
     if as_json:
-        document = {
-            "error": message,
-            "hint": hint,
-            "kind": type(error).__name__,
-            "exit_code": error.exit_code,
-        }
-        return visible(json.dumps(document, ensure_ascii=False))
+        document = {"error": message, "hint": hint, "kind": type(error).__name__}
+        code = {"exit_code": error.exit_code}
+        return visible(json.dumps(document | code, ensure_ascii=False))
     return plain(f"error: {message}" + (f"\nhint:  {hint}" if hint else ""))
 
 

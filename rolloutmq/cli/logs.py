@@ -17,7 +17,8 @@ import orjson
 import typer
 from rich.text import Text
 
-from buffer.control.control import START, Event, Mode
+from buffer.control.control import Mode
+from buffer.control.events import START, Event
 from buffer.errors import ConfigError
 from buffer.run import Run
 from rolloutmq.command_list import command

@@ -12,7 +12,7 @@ from rich.text import Text
 from buffer.errors import ConfigError
 from buffer.ids import split_group_id
 from buffer.ledger.ledger import BatchLedger
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from buffer.readable import format_size
 from buffer.run import Run
 from buffer.wire.staleness import staleness

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from buffer.control.worker_record import WorkerRecord
 from buffer.ledger.audits import AuditAccount, Verdict
-from buffer.run import Run
 from consumer.grpo.audit.audit_log import groups_of
 from rolloutmq.command_list import command
 from rolloutmq.options import Answer, Target, Yes, on_run, require_known, require_yes
-from rolloutmq.output import age, count, known, plural, state, table, worker_state
+from rolloutmq.output import age, faults_text, known, plural, state, table
+from rolloutmq.views.run_json import worker_json
+from rolloutmq.views.run_view import RunView, read_run_view
+from rolloutmq.views.screen import workers_table
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 
@@ -36,7 +36,7 @@ def workers(
 ) -> Answer:
     """List the workers of a run.
 
-    Columns: engine, state, weights, time since the last heartbeat (seen), groups held of its
+    Columns: state, weights, time since the last heartbeat (seen), groups held of its
     capacity (holds), requests in the engine (load), tokens per second, groups done, and groups that
     failed or that the trainer could not use (bad). A barred worker claims nothing until
     `rolloutmq resume --worker ID`. A second table has the groups that only wait for their judge,
@@ -45,20 +45,19 @@ def workers(
     if groups is not None:
         made = _groups_of(target, groups)
         return Answer(made, _groups_table(made) if made else f"No group of {groups} is known.")
-    run = target.run
-    rows = run.fleet.workers()
-    shown = _shown(rows, run) if rows else [_NO_WORKER]
-    return Answer([_as_json(row, run.limits.lease_ms) for row in rows], shown)
+    view = read_run_view(target.run)
+    shown = _shown(view, target.run.audits.read()) if view.workers else [_NO_WORKER]
+    return Answer([worker_json(row, view) for row in view.workers], shown)
 
 
 _NO_WORKER = "No worker has registered. `rolloutmq worker CONFIG` starts one."
 
 
-def _shown(rows: list[WorkerRecord], run: Run) -> list[RenderableType]:
-    audits = run.audits.read()
+def _shown(view: RunView, audits: AuditAccount) -> list[RenderableType]:
+    rows = view.workers
     judged = [row for row in rows if row.judged or row.judging]
     return [
-        workers_table(rows, run.limits.lease_ms, str(run.control.state().weights)),
+        workers_table(rows, view.lease_ms, str(view.weights)),
         *([judges_table(judged)] if judged else []),
         *([audits_table(audits)] if audits.groups else []),
         *(
@@ -70,31 +69,11 @@ def _shown(rows: list[WorkerRecord], run: Run) -> list[RenderableType]:
     ]
 
 
-def workers_table(rows: list[WorkerRecord], lease_ms: int, newest: str) -> Table:
-    numbers = ["seen", "holds", "load", "tok/s", "done", "bad"]
-    grid = table("worker", "engine", "state", "weights", *numbers, right=numbers)
-    for row in rows:
-        is_live = row.is_live(lease_ms)
-        grid.add_row(
-            row.id,
-            row.engine,
-            state(worker_state(row, is_live)),
-            Text(row.weights or "-", style="" if row.weights == newest else "yellow"),
-            Text(age(row.silent_ms), style="" if is_live else "red"),
-            f"{row.holds}/{row.concurrency}" if row.concurrency else str(row.holds),
-            known(row.requests),
-            count(row.tokens_per_s),
-            str(row.done),
-            _number(row.failed + row.quarantined),
-        )
-    return grid
-
-
 def judges_table(rows: list[WorkerRecord]) -> Table:
     numbers = ["judging", "judged", "failed", "median", "99th percentile"]
     grid = table("worker", *numbers, right=numbers)
     for row in rows:
-        failed = _number(row.judge_failures)
+        failed = faults_text(row.judge_failures)
         times = (age(1000 * row.judge_times.quantile_s(share)) for share in (0.5, 0.99))
         grid.add_row(row.id, str(row.judging), str(row.judged), failed, *times)
     return grid
@@ -136,23 +115,6 @@ def _groups_table(rows: list[dict[str, Any]]) -> Table:
     for row in rows:
         grid.add_row(row["gid"], state(row["stage"], width=7), known(row["step"]), row["weights"])
     return grid
-
-
-def _number(faults: int) -> Text:
-    return Text(str(faults), style="red" if faults else "dim")
-
-
-def _as_json(row: WorkerRecord, lease_ms: int) -> dict[str, Any]:
-    known = {
-        name: value for name, value in asdict(row).items() if name != "facts" and value is not None
-    }
-    times = row.judge_times
-    judges = {
-        "judge_s": row.judging_ms / 1000 / row.judged if row.judged else None,
-        "judge_p50_s": times.quantile_s(0.5),
-        "judge_p99_s": times.quantile_s(0.99),
-    }
-    return {**row.facts, **known, **judges, "alive": row.is_live(lease_ms)}
 
 
 @command("Steer", "fence", epilog="Example: rolloutmq fence host7-1 --yes")

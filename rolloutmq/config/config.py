@@ -14,9 +14,9 @@ from buffer.config.run_settings import (
     RunSection,
 )
 from buffer.config.section import Section
+from buffer.control.settings_record import THRESHOLDS
 from buffer.errors import ConfigError
-from buffer.model.limits import RunLimits, TaskLimits, TaskSettings
-from buffer.model.settings_record import THRESHOLDS
+from buffer.limits import RunLimits, TaskLimits, TaskSettings
 from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig, LearnerConfig
 from consumer.config.trainer import (
@@ -226,7 +226,7 @@ class Config(Section):
         """Return what the file says, for settings that depend on more than one key or the server.
 
         As long as that is the same, a value of `rolloutmq set` holds
-        (`buffer/model/settings_record.py`).
+        (`buffer/control/settings_record.py`).
         """
         marks = {"low_bytes": self.memory.low_water, "high_bytes": self.memory.high_water}
         tasks = {f"tasks.{name}.weight": self.tasks[name].weight for name in self.training_tasks}

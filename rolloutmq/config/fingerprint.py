@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from buffer.model.origin import Origin, TaskOrigin
+from buffer.control.origin import Origin, TaskOrigin
 from producer_workers.config.dataset import (
     DatasetSection,
 )

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import orjson
 
+from buffer.control.origin import Origin
 from buffer.errors import ConfigError
-from buffer.model.origin import Origin
 from producer_workers.config.task import TaskSection
 from producer_workers.hub import Repository, model_repository
 from rolloutmq.config.config import Config

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from buffer.control.role_holder import RoleHolder
+from buffer.control.control import RoleHolder
 from buffer.control.task_status import TaskStop
 from buffer.control.worker_record import WorkerRecord
 from rolloutmq.output import age, plural
@@ -36,6 +36,11 @@ _stuck = partial(Symptom, "stuck")
 _note = partial(Symptom, "note")
 
 
+def _waiting(what: str, fix: str, since_ms: int) -> Symptom:
+    """Return a wait, which is normal at first."""
+    return Symptom("stuck" if since_ms > PATIENCE_MS else "note", what, fix, since_ms)
+
+
 def diagnose(snap: RunView) -> list[Symptom]:
     """Return what stops the run, or soon will, the worst first.
 
@@ -44,25 +49,10 @@ def diagnose(snap: RunView) -> list[Symptom]:
     if snap.mode == "finish":
         over = _note("the run is finished: its last step is done", since_ms=snap.paused_ms)
         return [*_account(snap), over, *_dead(snap)]
-    found = [
-        *_account(snap),
-        *_pauses(snap),
-        *_role(snap, snap.trainer, "train"),
-        *_role(snap, snap.producer, "producer"),
-        *_slow_data_set(snap),
-        *_workers(snap),
-        *_failed_audits(snap),
-        *(() if snap.paused_by else _weights(snap)),
-        *_unclaimed(snap),
-        *_leases(snap),
-        *_memory(snap),
-        *(symptom for task in snap.tasks for symptom in _task(task, snap)),
-        *_curriculum(snap),
-        *(() if snap.paused_by else _supply(snap)),
-        *_recovery(snap),
-        *_dead(snap),
-    ]
-    return worst_first(found)
+    parts = [_account, _pauses, _roles, _slow_data_set, _workers, _failed_audits, _unclaimed,
+             _leases, _memory, _tasks, _curriculum, _recovery, _dead]  # fmt: skip
+    parts += [] if snap.paused_by else [_weights, _supply]
+    return worst_first(symptom for part in parts for symptom in part(snap))
 
 
 def worst_first(symptoms: Iterable[Symptom]) -> list[Symptom]:
@@ -96,7 +86,6 @@ def _pauses(snap: RunView) -> Iterator[Symptom]:
 
 def _trainer_pause(snap: RunView) -> Symptom:
     late = sorted({worker.id for worker in snap.live_workers} - set(snap.acknowledged))
-    level: Level = "stuck" if snap.paused_ms > PATIENCE_MS else "note"
     what = f"paused by the trainer ({snap.mode}), for a weight update"
     if snap.is_orphaned:
         fix = "start the trainer again, and it continues by itself; or end the pause: "
@@ -104,34 +93,36 @@ def _trainer_pause(snap: RunView) -> Symptom:
         return _stuck(what, f"{fix}`rolloutmq resume`", snap.paused_ms)
     if not late:
         what = f"{what}; every live worker has confirmed"
-        return Symptom(level, what, "read the trainer's log", snap.paused_ms)
+        return _waiting(what, "read the trainer's log", snap.paused_ms)
     fix = f"read the log of {late[0]}; `rolloutmq fence {late[0]} --yes` continues without it"
-    return Symptom(level, f"{what}; it waits for {', '.join(late)}", fix, snap.paused_ms)
+    return _waiting(f"{what}; it waits for {', '.join(late)}", fix, snap.paused_ms)
 
 
-def _role(snap: RunView, role: RoleHolder, verb: str) -> Iterator[Symptom]:
-    if role.is_alive:
-        return
+def _roles(snap: RunView) -> Iterator[Symptom]:
+    for role, verb in ((snap.trainer, "train"), (snap.producer, "producer")):
+        if not role.is_alive:
+            yield _absent(snap, role, verb)
+
+
+def _absent(snap: RunView, role: RoleHolder, verb: str) -> Symptom:
     name = role.role
     start = f"`rolloutmq {verb} CONFIG` or `rolloutmq run CONFIG`"
     if role.silent_ms is None:
-        yield _stuck(f"no {name} has been started", f"start one: {start}", _age_ms(snap))
-        return
+        return _stuck(f"no {name} has been started", f"start one: {start}", _age_ms(snap))
     what = f"the {name} is silent" if role.word == "silent" else f"the {name} has left"
     fix = f"start it again, and it continues where it was: {start}"
     standby = "; a standby takes over by itself" if name == "producer" else ""
-    yield _stuck(what, fix + standby, role.silent_ms)
+    return _stuck(what, fix + standby, role.silent_ms)
 
 
 def _slow_data_set(snap: RunView) -> Iterator[Symptom]:
     producer = snap.producer
     if producer.is_alive and producer.doing:
-        level: Level = "stuck" if producer.doing_ms > PATIENCE_MS else "note"
         fix = (
             "the data set of that task is slow: make its rows cheaper to read, or prepare them in "
             "a file; see the producer's log"
         )
-        yield Symptom(level, f"the producer {producer.doing}", fix, producer.doing_ms)
+        yield _waiting(f"the producer {producer.doing}", fix, producer.doing_ms)
 
 
 def _age_ms(snap: RunView) -> int:
@@ -230,6 +221,11 @@ def _memory(snap: RunView) -> Iterator[Symptom]:
     stops = "nothing is" if memory.refuses_all else "no new prompt is"
     what = f"the run holds {memory}: {stops} started"
     yield _note(f"{what}; {left} taken batches are not committed", fix)
+
+
+def _tasks(snap: RunView) -> Iterator[Symptom]:
+    for task in snap.tasks:
+        yield from _task(task, snap)
 
 
 def _task(task: TaskView, snap: RunView) -> Iterator[Symptom]:

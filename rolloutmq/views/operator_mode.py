@@ -28,9 +28,7 @@ def set_operator_mode(run: Run, mode: Mode, report: Report) -> tuple[ControlStat
 
 
 def _operator_mode(run: Run) -> Mode:
-    field: Any = run.store.retrying(
-        "mode", lambda: run.store.control.hget(run.keys.control, "operator_mode")
-    )
+    field: Any = run.store.ask("mode", "HGET", run.keys.control, "operator_mode")
     return Mode(field.decode()) if field else Mode.RUN
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from buffer.control.role_holder import RoleHolder
+from buffer.control.control import RoleHolder
 from buffer.control.worker_record import WorkerRecord
 from rolloutmq.views.run_view import RunView, TaskView
 
@@ -21,7 +21,7 @@ _COUNTERS = (
 _WORKER = (
     "id", "engine", "state", "weights", "silent_ms", "holds", "judging", "tokens_per_s",
     "done", "failed", "quarantined", "concurrency", "requests", "judged", "judge_failures",
-    "replaced", "refusal", "bad_groups", "barred_for_ms",
+    "judge_buckets", "replaced", "refusal", "bad_groups", "barred_for_ms",
 )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def describe(view: RunView) -> dict[str, Any]:
         "producer": _role_json(view.producer),
         "curriculum_error": control.get("curriculum_error") or None,
         "tasks": {task.account.task: _task_json(task, view.now_ms) for task in view.tasks},
-        "workers": [_worker_json(worker, view) for worker in view.workers],
+        "workers": [worker_json(worker, view) for worker in view.workers],
         "overdue_leases": view.overdue,
         "dead_letters": view.dead,
         "memory": {f"{name}_bytes": number for name, number in asdict(memory).items()},
@@ -66,10 +66,14 @@ def _task_json(task: TaskView, now_ms: int) -> dict[str, Any]:
     }
 
 
-def _worker_json(worker: WorkerRecord, view: RunView) -> dict[str, Any]:
+def worker_json(worker: WorkerRecord, view: RunView) -> dict[str, Any]:
     registered_ms = max(0, view.now_ms - worker.joined_ms) if worker.joined_ms else None
     return _named(worker, _WORKER) | {
         "registered_ms": registered_ms,
         "failed_audit": view.failed_audits.get(worker.id, ""),
+        "judge_s": worker.judging_ms / 1000 / worker.judged if worker.judged else None,
+        "judge_p50_s": worker.judge_times.quantile_s(0.5),
+        "judge_p99_s": worker.judge_times.quantile_s(0.99),
+        "alive": worker.is_live(view.lease_ms),
         "facts": dict(worker.facts),
     }

@@ -18,8 +18,7 @@ from prometheus_client.core import (
 )
 
 from buffer.control.control import Mode
-from buffer.control.histogram import Histogram
-from buffer.control.worker_record import WorkerRecord, WorkerState
+from buffer.control.worker_record import Histogram, WorkerRecord, WorkerState
 from rolloutmq.views.run_view import RunView, TaskView
 
 # (values of the labels except `run`, number)

@@ -8,15 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from buffer.control.control import Event, parse_event
-from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram, parse_counts
-from buffer.control.role_holder import RoleHolder
-from buffer.control.worker_record import WorkerRecord
+from buffer.control.control import RoleHolder
+from buffer.control.events import Event, TrainerReport, parse_event
+from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram, WorkerRecord, parse_counts
 from buffer.ids import LANES
 from buffer.ledger.account import TaskAccount
 from buffer.ledger.ledger import LedgerSteps
 from buffer.ledger.memory import MemoryUse
-from buffer.model.trainer_report import TrainerReport
 from buffer.redis.key_fields import read_counts, require_fields, text_fields
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion

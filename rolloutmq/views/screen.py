@@ -14,8 +14,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from buffer.control.control import Event
-from buffer.control.role_holder import RoleHolder
+from buffer.control.control import RoleHolder
+from buffer.control.events import Event
 from buffer.control.worker_record import WorkerRecord
 from buffer.ledger.account import TaskAccount
 from rolloutmq.output import (
@@ -23,6 +23,8 @@ from rolloutmq.output import (
     bar,
     count,
     facts,
+    faults_text,
+    known,
     plural,
     sparkline,
     state,
@@ -121,14 +123,10 @@ def _fit(text: Text) -> Text:
 
 
 def _title(view: RunView) -> Text:
-    created = age(view.now_ms - int(view.meta.get("created_ms", view.now_ms)))
-    text = Text(" · ", style="dim").join([
-        Text(f"run {view.run}", style="bold"),
-        Text(f"step {view.taken} of {view.last_step}", style="bold"),
-        Text(f"weights {view.weights}"),
-        Text(f"created {created} ago"),
-    ])  # fmt: skip
-    return Text("\n").join([text, _mode(view)])
+    run = (f"run {view.run} · step {view.taken} of {view.last_step}", "bold")
+    created = age(view.now_ms - view.created_ms)
+    rest = f" · weights {view.weights} · created {created} ago\n"
+    return Text.assemble(run, rest, _mode(view))
 
 
 def _mode(view: RunView) -> Text:
@@ -308,31 +306,34 @@ def _waits(history: History) -> Text:
     return _fit(Text("\n").join(rows))
 
 
-def _workers(view: RunView) -> Iterator[Text]:
+def _workers(view: RunView) -> Iterator[RenderableType]:
     if not view.workers:
         yield Text("no workers", style="dim" if view.mode == "finish" else "yellow")
-    live = {worker.id for worker in view.live_workers}
-    for worker in view.workers[:MOST_WORKERS]:
-        yield _worker(worker, worker.id in live, str(view.weights))
+        return
+    yield workers_table(view.workers[:MOST_WORKERS], view.lease_ms, str(view.weights))
     if len(view.workers) > MOST_WORKERS:
         more = len(view.workers) - MOST_WORKERS
         yield Text(f"and {more} more: rolloutmq workers", style="dim")
 
 
-def _worker(worker: WorkerRecord, is_live: bool, newest: str) -> Text:
-    weights = worker.weights or "-"
-    rate = f"{count(worker.tokens_per_s):>7} tok/s"
-    seen = f"seen {age(worker.silent_ms)} ago"
-    return _fit(
-        Text.assemble(
-            f"{worker.id[:16]:<16} ",
-            state(worker_state(worker, is_live)),
-            " ",
-            (f"{weights:<12}", "" if weights == newest else "yellow"),
-            (f" {rate if is_live else seen:>13}", "" if is_live else "red"),
-            f"  holds {worker.holds:>3}  done {worker.done:>5}",
+def workers_table(rows: Sequence[WorkerRecord], lease_ms: int, newest: str) -> Table:
+    """Return a row per worker; its weights are yellow unless they are the `newest`."""
+    numbers = ["seen", "holds", "load", "tok/s", "done", "bad"]
+    grid = table("worker", "state", "weights", *numbers, right=numbers)
+    for row in rows:
+        is_live = row.is_live(lease_ms)
+        grid.add_row(
+            row.id,
+            state(worker_state(row, is_live)),
+            Text(row.weights or "-", style="" if row.weights == newest else "yellow"),
+            Text(age(row.silent_ms), style="" if is_live else "red"),
+            f"{row.holds}/{row.concurrency}" if row.concurrency else str(row.holds),
+            known(row.requests),
+            count(row.tokens_per_s),
+            str(row.done),
+            faults_text(row.failed + row.quarantined),
         )
-    )
+    return grid
 
 
 def event_text(event: Event) -> Text:

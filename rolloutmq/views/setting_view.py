@@ -11,8 +11,8 @@ from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings
-from buffer.model.limits import RunLimits, TaskLimits, TaskSettings
-from buffer.model.settings_record import THRESHOLDS, SettingsRecord, publications
+from buffer.control.settings_record import THRESHOLDS, SettingsRecord, publications
+from buffer.limits import RunLimits, TaskLimits, TaskSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from buffer.run import Run
-from consumer.grpo.reporting.sample_log import SampleLog
-from consumer.grpo.reporting.token_texts import TokenTexts, model_folders
+from consumer.grpo.reporting.sample_log import SampleLog, TokenTexts, model_folders
 from rolloutmq.views.history import History
 from rolloutmq.web.access import ERRORS, Access
 from rolloutmq.web.control_routes import ControlRoutes

@@ -21,7 +21,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.routing import Route
 
-from buffer.control.control import Mode, parse_event
+from buffer.control.control import Mode
+from buffer.control.events import parse_event
 from buffer.control.live_settings import parse_change
 from buffer.errors import AccountError, ConfigError
 from buffer.groups.dead_letters import DeadLetter

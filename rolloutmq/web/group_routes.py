@@ -20,8 +20,7 @@ from buffer.errors import AccountError, ConfigError, PayloadMissing, WireError
 from buffer.query.record import GroupRecord
 from buffer.run import Run
 from buffer.wire.group_json import group_json
-from consumer.grpo.reporting.sample_log import Sample, SampleLog, add_texts, contains
-from consumer.grpo.reporting.token_texts import TokenTexts
+from consumer.grpo.reporting.sample_log import Sample, SampleLog, TokenTexts, add_texts, contains
 from rolloutmq.options import read_where
 from rolloutmq.views.found_group import FoundGroup, find_group, locate, payload_of
 from rolloutmq.web.access import Access, number_in

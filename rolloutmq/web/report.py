@@ -1,8 +1,13 @@
-"""A run's folder as one HTML file, which needs neither a server nor a network."""
+"""A run's folder as one HTML file: the page of `rolloutmq web` with the data inside.
+
+Stylesheets, scripts and modules are inlined, so it needs neither a server nor a network.
+"""
 
 from __future__ import annotations
 
+import re
 import time
+from base64 import b64encode
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,19 +17,19 @@ import orjson
 from buffer.errors import RolloutMQError
 from buffer.redis.connection.url import mask_url
 from consumer.grpo.reporting.sample_log import SampleLog
-from consumer.grpo.reporting.step_log import StepLog, read_evaluations
+from consumer.grpo.reporting.step_log import StepLog
 from rolloutmq.config.load import load_config
 from rolloutmq.output import age
 from rolloutmq.presets import find_config
 from rolloutmq.run_owner import LaunchRecord, read_record
 from rolloutmq.versions import all_versions
-from rolloutmq.web.series import step_table
+from rolloutmq.web.series import Mark, RunSeries
 
 SAMPLED_STEPS = 6  # steps whose samples are shown: the first, the last, and some between
-LONGEST = 4000  # characters that are shown of one text
-
-
-_HERE = Path(__file__).parent
+STATIC = Path(__file__).resolve().parent / "static"
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline' data:; img-src data:"
+)
 
 
 def write_report(folder: Path, file: Path, account: str = "") -> int:
@@ -32,48 +37,74 @@ def write_report(folder: Path, file: Path, account: str = "") -> int:
 
     `account`: that of a run which is about to end; its record has it later.
     """
-    contents = read_contents(folder)
-    if not (contents["curves"]["step"] or contents["evaluations"]):
+    saved = read_contents(folder, account)
+    series = saved["series"]
+    if not (series["steps"]["x"] or series["evaluations"]["x"]):
         return 0
-    if account:
-        contents["facts"]["account"] = account
-    page = _render(contents).encode()
+    page = _page(saved).encode()
     file.write_bytes(page)
     return len(page)
 
 
-def _render(contents: dict[str, Any]) -> str:
-    """Return the page; its script reads the contents from a block of JSON."""
+def _page(saved: dict[str, Any]) -> str:
     # < as an escape: no text can end the block
-    data = orjson.dumps(contents).decode().replace("<", "\\u003c")
-    parts = {
-        "UPLOT_CSS": (_HERE / "static/uplot/uPlot.min.css").read_text(encoding="utf-8"),
-        "UPLOT_JS": (_HERE / "static/uplot/uPlot.iife.min.js").read_text(encoding="utf-8"),
-        "PAGE_JS": (_HERE / "report.js").read_text(encoding="utf-8"),
-        "DATA": data,
-    }
-    page = (_HERE / "report.html").read_text(encoding="utf-8")
-    before, *pieces = page.split("{{")
-    for piece in pieces:
-        name, _, rest = piece.partition("}}")
-        before += parts[name] + rest
-    return before
+    data = orjson.dumps(saved, option=orjson.OPT_NON_STR_KEYS).decode().replace("<", "\\u003c")
+    modules = orjson.dumps({"imports": _modules()}).decode()
+    page = (STATIC / "page.html").read_text(encoding="utf-8")
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+    page = re.sub(r'<link rel="icon".*?>', policy, page)
+    page = re.sub(r'<link rel="stylesheet" href="/static/(.*?)">', _style, page)
+    page = re.sub(r'<script src="/static/(.*?)".*?></script>', _script, page)
+    start, end = page.split('<script type="module" src="/static/frame/frame.js"></script>')
+    return (
+        f'{start}<script type="importmap">{modules}</script>\n'
+        f'<script type="application/json" id="saved">{data}</script>\n'
+        f'<script type="module">import "frame/frame.js";</script>{end}'
+    )
 
 
-def read_contents(folder: Path) -> dict[str, Any]:
+def _style(found: re.Match[str]) -> str:
+    return f"<style>{(STATIC / found[1]).read_text(encoding='utf-8')}</style>"
+
+
+def _script(found: re.Match[str]) -> str:
+    return f"<script>{(STATIC / found[1]).read_text(encoding='utf-8')}</script>"
+
+
+def _modules() -> dict[str, str]:
+    """Return an import map of all modules as data URLs, by their paths.
+
+    A module in a data URL cannot import by a relative path.
+    """
+    found = {}
+    for file in sorted(STATIC.rglob("*.js")):
+        parts = re.split(r'"(\.\.?/[\w./]+\.js)"', file.read_text(encoding="utf-8"))
+        for place in range(1, len(parts), 2):
+            parts[place] = f'"{_name((file.parent / parts[place]).resolve())}"'
+        code = b64encode("".join(parts).encode()).decode()
+        found[_name(file)] = f"data:text/javascript;base64,{code}"
+    return found
+
+
+def _name(file: Path) -> str:
+    return file.relative_to(STATIC).as_posix()
+
+
+def read_contents(folder: Path, account: str = "") -> dict[str, Any]:
     record = read_record(folder)
     log = StepLog(folder / "steps.jsonl")
     log.read_new()
-    table = step_table(log.steps)
+    series = RunSeries(folder)
+    series.refresh()
+    curves, _ = series.since(Mark())
+    samples = SampleLog(folder)
+    facts = _facts(folder, record, log)
     return {
         "run": record.run if record else folder.name,
-        "facts": _facts(folder, record, log),
-        "curves": {"step": table["x"], **table["columns"]},
-        "evaluations": [
-            {"task": task, "step": step, "metrics": metrics}
-            for (task, step), metrics in sorted(read_evaluations(folder).items())
-        ],
-        "samples": _samples(folder),
+        "facts": facts | ({"account": account} if account else {}),
+        "series": curves | {"thinned": False},
+        "steps": samples.steps(),
+        "samples": [sample for step in _sampled(samples) for sample in samples.read(step)],
         "settings": _settings(record),
         "versions": record.versions if record and record.versions else all_versions(),
     }
@@ -98,37 +129,14 @@ def _facts(folder: Path, record: LaunchRecord | None, log: StepLog) -> dict[str,
     return facts
 
 
-def _samples(folder: Path) -> list[dict[str, Any]]:
-    log = SampleLog(folder)
-    span = log.steps()
+def _sampled(samples: SampleLog) -> list[int]:
+    """Return the steps whose samples are shown."""
+    span = samples.steps()
     if span is None:
         return []
     first, last = span
     count = min(SAMPLED_STEPS, last - first + 1)
-    steps = {round(first + (last - first) * i / max(count - 1, 1)) for i in range(count)}
-    return [_sample(line) for step in sorted(steps) for line in log.read(step)]
-
-
-def _sample(line: dict[str, Any]) -> dict[str, Any]:
-    messages = line.get("messages") or []
-    prompt = "\n\n".join(f"{each.get('role')}: {each.get('content')}" for each in messages)
-    return {
-        "step": line["step"],
-        "why": line.get("why", ""),
-        "gid": line["gid"],
-        "task": line.get("task", ""),
-        "prompt": (prompt or str(line.get("prompt", "")))[:LONGEST],
-        "truth": str(line.get("ground_truth") or "")[:LONGEST],
-        "members": [
-            {
-                "score": (member.get("reward") or {}).get("score"),
-                "tokens": member.get("tokens"),
-                "end": member.get("finish_reason") or member.get("status"),
-                "text": str(member.get("response") or "")[:LONGEST],
-            }
-            for member in line.get("members") or []
-        ],
-    }
+    return sorted({round(first + (last - first) * i / max(count - 1, 1)) for i in range(count)})
 
 
 def _settings(record: LaunchRecord | None) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class RunSeries:
         self._log = StepLog(folder / STEPS_FILE)
         self._replaced = 0
         self._history = 0
-        self._evaluations: Table = {}
+        self._evaluations: Table = {"x": [], "columns": {}}
         self._evaluations_size = 0
 
     def refresh(self) -> None:

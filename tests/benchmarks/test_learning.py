@@ -98,7 +98,7 @@ def test_a_trial_that_has_a_line_is_not_run_again_and_the_plot_shows_what_is_the
     tmp_path: Path,
 ) -> None:
     file = tmp_path / "learning.jsonl"
-    settings = grid([0, 4], seeds=2, steps=3)
+    settings = grid([0, 4], ["default", "plain"], [1e-3], seeds=2, steps=3)
     assert len({setting.name for setting in settings}) == 2 * 2 * 2 + 2 * 2
     assert missing(settings, file) == settings
     file.write_bytes(b"\n".join(map(line, settings[:5])) + b"\n")

@@ -8,8 +8,8 @@ from typing import Any
 
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.ids import group_id, new_nonce
-from buffer.model.limits import RunLimits
-from buffer.model.manifest import Manifest
+from buffer.limits import RunLimits
+from buffer.manifest import Manifest
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion, Status

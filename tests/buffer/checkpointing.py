@@ -7,7 +7,7 @@ from typing import Any
 from buffer.ids import new_nonce
 from buffer.ledger.position import Position
 from buffer.ledger.trainer_opening import Opening
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from tests.buffer.scene import Scene
 from tests.buffer.time_machine import Moment, put_back, remember
 

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import redis
 
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.connection.nodes import Servers
 from buffer.redis.store import Store
 from tests.buffer.scene import LIMITS, Scene

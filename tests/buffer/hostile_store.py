@@ -15,7 +15,7 @@ from typing import Any
 import redis
 
 from buffer.ledger.account import Account
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.script_contract import Slot
 from buffer.redis.scripts import Arg, Script, library

@@ -15,8 +15,8 @@ from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.groups.claim import Enqueued
 from buffer.ids import group_id, new_nonce
 from buffer.job import Job, PayloadRef
-from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.manifest import Manifest, NotReady
+from buffer.limits import RunLimits, TaskLimits
+from buffer.manifest import Manifest, NotReady
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire import group_bytes

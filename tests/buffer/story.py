@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from buffer.errors import WireError
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.scene import Scene

@@ -16,7 +16,7 @@ from buffer.ledger import audits
 from buffer.ledger.audits import AuditFinding
 from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import FIRST, Scene, rollout

@@ -17,8 +17,8 @@ from typing import Any
 from buffer.errors import RolloutMQError
 from buffer.ids import new_nonce
 from buffer.ledger.position import Position
+from buffer.limits import RunLimits
 from buffer.maintenance.regeneration import Regeneration
-from buffer.model.limits import RunLimits
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS

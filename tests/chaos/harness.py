@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.store import Store
 from buffer.run import Run
 from tests.chaos.checker import Checker, Rules, Verdict

@@ -18,7 +18,7 @@ import orjson
 from safetensors.numpy import save_file
 
 from buffer.ledger.position import Position
-from buffer.model.manifest import ManifestEntry
+from buffer.manifest import ManifestEntry
 from buffer.run import Run
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.wire.group import RolloutGroup

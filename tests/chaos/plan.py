@@ -8,7 +8,7 @@ from pathlib import Path
 
 import orjson
 
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.wire.rollout import RolloutState
 from tests.truth.witness import score_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion

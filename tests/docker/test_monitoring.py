@@ -15,7 +15,7 @@ import promql_parser
 import pytest
 import yaml
 
-from buffer.model.trainer_report import REPORTED
+from buffer.control.events import REPORTED
 from buffer.redis.server.check import check_server
 from buffer.redis.server.embedded import valkey_binary
 from rolloutmq.command_list import all_commands

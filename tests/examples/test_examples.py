@@ -16,10 +16,10 @@ from typing import Any
 import orjson
 import pytest
 
+from buffer.control.events import TrainerReport
 from buffer.errors import ConfigError
 from buffer.ledger.position import Position
-from buffer.model.manifest import Manifest
-from buffer.model.trainer_report import TrainerReport
+from buffer.manifest import Manifest
 from buffer.redis.store import Store
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.reporting.step_log import StepLog, read_evaluations

@@ -18,9 +18,9 @@ import atheris
 with atheris.instrument_imports(include=["buffer", "producer_workers"]):
     import orjson
 
-    from buffer.control.control import ControlState
+    from buffer.control.control_line import read_hint
     from buffer.curation.rollout_line import RolloutLine, group_of
-    from buffer.errors import ConfigError, JudgeError, QueryError, RunDamaged, WireError
+    from buffer.errors import ConfigError, JudgeError, QueryError, WireError
     from buffer.query.language import parse
     from buffer.redis.connection.url import open_client, seeds
     from buffer.wire import group_bytes
@@ -33,12 +33,9 @@ GID = "math-0000000001"
 
 
 def control(data: bytes) -> None:
-    try:
-        state = ControlState.parse_hint(data)
-    except RunDamaged:
-        return
-    assert state.epoch >= 0
-    assert state.weights.version >= 0
+    if state := read_hint(data):
+        assert state.epoch >= 0
+        assert state.weights.version >= 0
 
 
 def reward(data: bytes) -> None:

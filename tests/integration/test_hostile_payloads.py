@@ -12,7 +12,7 @@ from buffer.config.run_settings import check_name
 from buffer.errors import RolloutMQError
 from buffer.groups.submit import Submission
 from buffer.job import Job, Result
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.wire import group_bytes

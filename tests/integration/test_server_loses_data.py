@@ -23,8 +23,8 @@ from buffer.errors import LedgerError, LostRun
 from buffer.ids import new_nonce
 from buffer.ledger.position import Position
 from buffer.ledger.trainer_opening import Opening
-from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.manifest import Manifest
+from buffer.limits import RunLimits, TaskLimits
+from buffer.manifest import Manifest
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion

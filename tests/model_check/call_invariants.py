@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from tests.model_check.canonical import LEASE_MS
 from tests.model_check.operations import Called
 from tests.model_check.server_image import Image

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from tests.model_check.operations import Pending
 from tests.model_check.processes import Janitor, Operator, Process, Producer, Trainer, Worker
 from tests.model_check.state_invariants import find_places, plain

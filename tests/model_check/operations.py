@@ -18,7 +18,7 @@ from buffer.errors import RolloutMQError
 from buffer.ids import group_id
 from buffer.job import Job
 from buffer.ledger.position import Position
-from buffer.model.manifest import Manifest, ManifestEntry, NotReady
+from buffer.manifest import Manifest, ManifestEntry, NotReady
 from buffer.redis.scripts import Upload, unfenced
 from buffer.redis.store import Store
 from buffer.run import Run

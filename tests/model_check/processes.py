@@ -14,7 +14,7 @@ from buffer.groups.claim import Claim
 from buffer.ids import group_id
 from buffer.job import Job
 from buffer.ledger.position import Position
-from buffer.model.manifest import Manifest, NotReady
+from buffer.manifest import Manifest, NotReady
 from buffer.wire.rollout import PolicyVersion
 from tests.model_check.operations import TASK, Finished, Pending
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from tests.model_check.operations import TASK
 from tests.model_check.server_image import Image
 

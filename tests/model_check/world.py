@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from buffer.groups.claim import Claim
 from buffer.job import Job, PayloadRef
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.connection import in_memory
 from buffer.redis.scripts import Script
 from buffer.run import Run

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+from msgspec import structs
 from pydantic import BaseModel
 
 from buffer.control.control import Mode
@@ -26,8 +27,7 @@ from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.environment import Answer, Turn
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.config.distributions import Fixed
-from producer_workers.config.engine import SimulatedConfig
+from producer_workers.config.engine import Fixed, SimulatedConfig
 from producer_workers.engines.base import Generation
 from producer_workers.gateway.loop import GatewayAgentLoop
 from producer_workers.judges.judge import FunctionJudge, call_here
@@ -167,7 +167,7 @@ class NotingEngine(WatchedEngine):
     async def generate(self, request_id: str, prompt_ids: Any, params: SampleParams) -> Generation:
         read = prompt_ids.tolist()
         if self.fills:
-            params = params.model_copy(update={"min_tokens": params.max_tokens})
+            params = structs.replace(params, min_tokens=params.max_tokens)
         made = await super().generate(request_id, prompt_ids, params)
         self.made.append((read, made.token_ids.tolist(), made.logprobs.tolist()))
         return made
@@ -239,7 +239,7 @@ def agent_loop(vandal: Vandal) -> dict[str, Any]:
             begins = [s for s in states if not len(s.response_ids)]
             for state in begins:
                 vandal.saw.append((state.index, values_of(state)))
-            params = {state.index: state.sample_params.model_copy(deep=True) for state in states}
+            params = {state.index: copy.deepcopy(state.sample_params) for state in states}
             prompts = {state.index: state.prompt_ids for state in states}
             done = [state for state in states if state.status is Status.COMPLETED]
             vandal.kept += [state.response_ids for state in done]

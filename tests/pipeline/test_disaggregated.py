@@ -21,7 +21,7 @@ from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import ExpiredBatch, Fenced, NoBatch, ProducerGone
 from buffer.ids import group_id, new_nonce
 from buffer.ledger.account import FsckReport
-from buffer.model.limits import TaskLimits
+from buffer.limits import TaskLimits
 from consumer.handle.batch import Batch
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.producer.producer import Producer

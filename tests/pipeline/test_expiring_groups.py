@@ -12,7 +12,7 @@ from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.ids import new_nonce
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import rollout
 from tests.pipeline.yard import FIRST, LINEAGE, LONG, SLOW_S, TASK, Yard

@@ -12,8 +12,8 @@ from buffer.control.control import Mode
 from buffer.errors import JudgeError
 from buffer.groups.claim import Claim
 from buffer.ids import new_nonce
-from buffer.model.limits import TaskLimits
-from buffer.model.manifest import NotReady
+from buffer.limits import TaskLimits
+from buffer.manifest import NotReady
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from producer_workers.judges.judge import Judge

@@ -12,7 +12,7 @@ import pytest
 
 from buffer.control.control import Mode
 from buffer.errors import WeightsRefused
-from buffer.model.manifest import NotReady
+from buffer.manifest import NotReady
 from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import PublishedWeights
 from buffer.wire.rollout import PolicyVersion

@@ -16,7 +16,7 @@ from buffer.errors import Fenced, ProducerGone, ScriptError
 from buffer.groups.submit import SubmitOutcome
 from buffer.ids import new_nonce
 from buffer.job import Job, Result
-from buffer.model.manifest import NotReady
+from buffer.manifest import NotReady
 from buffer.redis.connection import retry as outage_clock
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store

@@ -15,7 +15,7 @@ from buffer.control.progress import ProduceProgress, TaskProgress
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import Fenced, RoleHeld, TaskStopped
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.sampling import SampleParams

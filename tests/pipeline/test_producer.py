@@ -15,10 +15,10 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.control import role_holder, roles
+from buffer.control import roles
 from buffer.errors import Fenced, RoleHeld, RolloutMQError
 from buffer.ids import group_id, new_nonce
-from buffer.model.manifest import Manifest, NotReady
+from buffer.manifest import Manifest, NotReady
 from buffer.wire.sampling import SampleParams
 from producer_workers.datasets.dataset import Problem
 from producer_workers.producer.producer import Producer
@@ -254,7 +254,7 @@ def wait_for(fact: Callable[[], object]) -> None:
 def test_a_producer_whose_data_set_is_slow_is_alive_until_it_hangs(
     yard: Yard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(role_holder, "SHORT_S", 0.0)
+    monkeypatch.setattr("buffer.control.control.SHORT_S", 0.0)
     data = SlowRow()
     sampler = Sampler(TASK, data, Letters(), SampleParams())
     strategies = {TASK: AsyncProduceStrategy(TASK, yard.run.limits)}

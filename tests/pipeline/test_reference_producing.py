@@ -16,7 +16,7 @@ from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.job import Job
-from buffer.model.limits import TaskLimits
+from buffer.limits import TaskLimits
 from buffer.wire.rollout import Status
 from tests.buffer.scene import rollout
 from tests.pipeline.mixture import Mixture

@@ -12,16 +12,15 @@ import orjson
 from buffer.control.worker_record import HeartbeatReport, WorkerRecord, WorkerState
 from buffer.ids import group_id, new_nonce
 from buffer.job import Job, PayloadRef
-from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.manifest import Manifest
+from buffer.limits import RunLimits, TaskLimits
+from buffer.manifest import Manifest
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
-from consumer.grpo.reporting.sample_log import describe_sample
-from consumer.grpo.reporting.sample_writer import SampleWriter
-from consumer.grpo.reporting.token_texts import TokenTexts
+from consumer.grpo.reporting.metric_writers import SampleWriter
+from consumer.grpo.reporting.sample_log import TokenTexts, describe_sample
 
 WEIGHTS = PolicyVersion("l0", 0)
 ESCAPE = "\x1b[31mred\x1b[0m"

@@ -22,7 +22,7 @@ from consumer.grpo.policy.logprobs import TargetLogits
 from consumer.grpo.policy.micro_batch import MicroBatch, TrainBatch, Update
 from consumer.grpo.policy.packing import Packer
 from consumer.grpo.policy.vocabulary_projection import TokenLogprobs
-from consumer.handle.batch_table import BatchTable
+from consumer.handle.batch import BatchTable
 from consumer.handle.ranks import ALONE, Ranks
 from tests.truth.witness import Content, Note, content
 

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from buffer.control.control import Mode
 from buffer.ids import new_nonce
 from buffer.job import PayloadRef
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.payloads import checksum
 from buffer.redis.store import Store
 from buffer.run import Run

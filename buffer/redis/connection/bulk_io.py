@@ -30,7 +30,7 @@ Command = Sequence[Part]  # its name, a key, its arguments
 
 Parts = list[memoryview | bytes | None]
 
-ALIGNMENT = 8  # columns lie at multiples of it in a payload (`buffer.wire.columns`)
+ALIGNMENT = 8  # columns lie at multiples of it in a payload (`buffer.wire.document`)
 
 _PACKED_IN_C = frozenset({str, int, float})
 

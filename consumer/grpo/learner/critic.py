@@ -12,7 +12,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from consumer.config.learner import CriticConfig, OptimizerKind, ShardingConfig
 from consumer.grpo.model_state.learner_state import capture, restore, shard_rows
-from consumer.grpo.model_state.optimizers import gradient_step, make_optimizer
+from consumer.grpo.model_state.optimizers import gradient_step, make_optimizer, set_rate
 from consumer.grpo.model_state.saved_state import Rows
 from consumer.grpo.model_state.sharding import place, set_gradient_sync, shard
 from consumer.grpo.models.model_folder import load_model
@@ -125,6 +125,8 @@ class Critic:
             total += float(loss.detach())
             abs_error += float(((returns[index] - old[index]) * batch.mask).abs().sum()) / tokens
         total, abs_error = self._ranks.sum([total, abs_error])
+        warmup = min(1.0, (self.step + 1) / max(1, self.config.warmup_steps))
+        set_rate(self._optimizer, self.config.learning_rate * warmup)
         norm = gradient_step(self._optimizer, self.config.max_grad_norm)
         self.step += 1
         if norm is None:

@@ -37,11 +37,15 @@ from consumer.grpo.learner.losses import (
     token_weights,
 )
 from consumer.grpo.model_state.learner_state import capture, restore, shard_rows
-from consumer.grpo.model_state.optimizers import gradient_step, make_optimizer, mean_metrics
+from consumer.grpo.model_state.optimizers import (
+    gradient_step,
+    make_optimizer,
+    mean_metrics,
+    set_rate,
+)
 from consumer.grpo.model_state.saved_state import Rows
 from consumer.grpo.model_state.sharding import average_gradients, set_gradient_sync
-from consumer.grpo.model_state.weights_folder import snapshot_weights
-from consumer.grpo.model_state.weights_snapshot import HostBuffers, WeightsSnapshot
+from consumer.grpo.model_state.weights_folder import HostBuffers, WeightsSnapshot, snapshot_weights
 from consumer.grpo.models.device_choices import choose_bf16
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
 from consumer.grpo.policy.lora import Adapter
@@ -51,7 +55,7 @@ from consumer.grpo.policy.packing import Packer
 from consumer.grpo.policy.policy_loading import load_policy, vocabulary_of
 from consumer.grpo.policy.routing_replay import RoutingReplay
 from consumer.grpo.policy.vocabulary_projection import TokenLogprobs
-from consumer.handle.batch_table import BatchTable
+from consumer.handle.batch import BatchTable
 from consumer.handle.ranks import ALONE, Ranks
 
 log = logging.getLogger("rolloutmq.trainer")
@@ -97,6 +101,8 @@ class Learner:
         )
         if config.gradient_checkpointing:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        fp32 = config.fp32_logits
+        self._policy.fp32_logits = self.device.type == "cuda" if fp32 == "auto" else fp32
         replay = RoutingReplay(self.model) if config.replay_routing else None
         self._policy.replay = replay
         # None: experts are not replayed
@@ -273,6 +279,7 @@ class Learner:
             model_dir, self.config, self.device, self.ranks, bf16=self.bf16
         ).eval()
         reference.transform = self._policy.transform
+        reference.fp32_logits = self._policy.fp32_logits
         return reference
 
     def _pack_update(
@@ -341,7 +348,7 @@ class Learner:
         if not update.batches:
             # no gradient: a step would still move the weights by the decaying moments
             return {"optim/grad_norm": 0.0, "optim/learning_rate": rate}
-        self._optimizer.param_groups[0]["lr"] = rate
+        set_rate(self._optimizer, rate)
         if self._adapter:
             average_gradients(self.parameters.values(), self.ranks)
         norm = gradient_step(self._optimizer, self.config.max_grad_norm)

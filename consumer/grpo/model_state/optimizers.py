@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -56,10 +57,13 @@ def make_optimizer(
     weight_decay: float = 0.0,
     ranks: int = 1,
 ) -> torch.optim.Optimizer:
+    """Return an optimizer whose weight decay leaves norms and biases, as all vectors, alone."""
+    every = list(parameters)
+    matrices = {"params": [each for each in every if each.ndim > 1], "weight_decay": weight_decay}
+    vectors = {"params": [each for each in every if each.ndim < 2], "weight_decay": 0.0}
+    groups: list[dict[str, Any]] = [group for group in (matrices, vectors) if group["params"]]
     if kind == "adamw":
-        return torch.optim.AdamW(
-            parameters, lr=rate, betas=betas, weight_decay=weight_decay, fused=True
-        )
+        return torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True)
     if ranks > 1:
         raise ConfigError(
             f"[learner] optimizer = adamw_8bit cannot run on {ranks} ranks: bitsandbytes cannot "
@@ -70,10 +74,13 @@ def make_optimizer(
         from bitsandbytes.optim import AdamW8bit
     except ImportError as error:
         raise missing_extra(error) or error from error
-    optimizer: torch.optim.Optimizer = AdamW8bit(
-        parameters, lr=rate, betas=betas, weight_decay=weight_decay
-    )
+    optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=rate, betas=betas)
     return optimizer
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> OptimizerKind:

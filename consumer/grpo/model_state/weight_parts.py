@@ -18,7 +18,7 @@ from typing import Any
 
 from buffer.errors import PublicationFailed, RankLost
 from buffer.weights.checksums import FileChecksums, WrittenFiles
-from consumer.grpo.model_state.weights_snapshot import WeightsSnapshot
+from consumer.grpo.model_state.weights_folder import WeightsSnapshot
 from consumer.handle.ranks import Ranks
 
 POLL_S = 0.02

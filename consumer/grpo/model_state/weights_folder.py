@@ -1,5 +1,7 @@
 """Weights as `save_pretrained` writes them, by any number of ranks, none of which holds all.
 
+They are copied to host memory after a step, and written to files during the next one.
+
 transformers fuses and renames parameters: all ranks gather one layer after the other, and the rank
 that writes it copies it under the names of the folder.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import orjson
@@ -16,11 +19,64 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from buffer.weights.checksums import RawTensor, WrittenFiles, write_tensors
+from buffer.weights.safetensors_files import DTYPES
 from consumer.grpo.model_state.sharding import gather
-from consumer.grpo.model_state.weights_snapshot import HostBuffers, WeightsSnapshot
 from consumer.handle.ranks import Ranks, balanced_shares
 
 INDEX = "model.safetensors.index.json"
+
+_NAMES = {getattr(torch, name): code for code, name in DTYPES.items()}
+
+
+class HostBuffers:
+    """Host memory for copies of tensors, pinned for those of a GPU, and reused by each copy.
+
+    Invariant: a copy stays as it is until the next copy of a tensor of that name.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def copy(self, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a copy, floats rounded to `dtype`; from a GPU, complete only after `wait`."""
+        kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != kind:
+            buffer = torch.empty(tensor.shape, dtype=kind, pin_memory=tensor.is_cuda)
+            self._buffers[name] = buffer
+        return buffer.copy_(tensor, non_blocking=True)
+
+    def wait(self) -> None:
+        if any(buffer.is_pinned() for buffer in self._buffers.values()):
+            torch.cuda.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSnapshot:
+    """The files of one version that this rank writes.
+
+    file: the name of its safetensors file; "": it has none. write_others: writes the small files.
+    """
+
+    file: str
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+    write_others: Callable[[Path], None]
+
+    def write(self, folder: Path) -> WrittenFiles:
+        """Write the files into an existing folder; return the checksums of the tensors' file."""
+        self.write_others(folder)
+        if not self.file:
+            return WrittenFiles()
+        raw = {name: _raw(tensor) for name, tensor in self.tensors.items()}
+        facts = write_tensors(folder / self.file, raw, self.metadata)
+        return WrittenFiles({self.file: facts})
+
+
+def _raw(tensor: Tensor) -> RawTensor:
+    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return RawTensor(_NAMES[tensor.dtype], tuple(tensor.shape), data.data)
 
 
 def snapshot_weights(
@@ -28,12 +84,13 @@ def snapshot_weights(
 ) -> WeightsSnapshot:
     """Copy config.json and this rank's share of the weights; all ranks must call it.
 
-    `dtype`: round the weights to it. Tied weights are copied once. `buffers` need host memory for
-    this rank's share of the model.
+    `dtype`: round the weights to it, except those that transformers keeps in float32. Tied weights
+    are copied once. `buffers` need host memory for this rank's share of the model.
     """
     tied = getattr(model, "all_tied_weights_keys", {})
     tensors = {name: value for name, value in model.state_dict().items() if name not in tied}
     groups = _groups(tensors)
+    kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     sizes = [sum(tensors[name].numel() for name in group) for group in groups]
     own: dict[str, Tensor] = {}
     share = set(balanced_shares(sizes, ranks.size)[ranks.rank])
@@ -41,7 +98,9 @@ def snapshot_weights(
         whole = {name: gather(tensors[name].detach()) for name in group}
         if index in share:
             converted = revert_weight_conversion(model, whole)
-            own |= {name: buffers.copy(name, part, dtype) for name, part in converted.items()}
+            for name, part in converted.items():
+                is_kept = any(module in name for module in kept)
+                own[name] = buffers.copy(name, part, None if is_kept else dtype)
     buffers.wait()
     return WeightsSnapshot(
         _file_name(ranks.rank, ranks.size), own, {"format": "pt"}, _others(model, own, ranks, dtype)

@@ -25,7 +25,7 @@ from buffer.weights.safetensors_files import (
     PEFT_PREFIX,
 )
 from consumer.config.learner import LoraConfig
-from consumer.grpo.model_state.weights_snapshot import WeightsSnapshot
+from consumer.grpo.model_state.weights_folder import WeightsSnapshot
 
 BASE = "adapter/base"
 ALPHA = "adapter/alpha"  # beside the adapter's own tensors in a learner's state

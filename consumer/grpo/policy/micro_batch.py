@@ -16,7 +16,7 @@ from torch import Tensor
 
 from buffer.wire.group import RolloutGroup
 from consumer.grpo.policy.routing_replay import RecordedExperts
-from consumer.handle.batch_table import BatchTable, Ints
+from consumer.handle.batch import BatchTable, Ints
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from buffer.errors import ConfigError, WireError
 from consumer.grpo.policy.micro_batch import Layout, MicroBatches
 from consumer.grpo.policy.routing_replay import RecordedExperts
-from consumer.handle.batch_table import BatchTable, Ints
+from consumer.handle.batch import BatchTable, Ints
 from consumer.handle.ranks import balanced_shares
 
 

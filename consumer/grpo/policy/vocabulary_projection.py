@@ -51,12 +51,14 @@ def project(
     targets: Tensor,
     transform: LogitTransform,
     *,
+    fp32_logits: bool = False,
     entropy_gradient: bool = True,
 ) -> TokenLogprobs:
     """Return log-probability of each target and entropy of its distribution, in nats.
 
     `states`: [N, width]. `head`: linear, with a `weight` of [vocabulary, width]. `targets`:
     int64[N]. Under autocast, only the products are computed in its type, the rest in float32.
+    `fp32_logits`: factors are rounded to that type, their products are not.
     """
     weight: Any = head.weight
     bias: Any = getattr(head, "bias", None)
@@ -65,7 +67,8 @@ def project(
     dtype = torch.get_autocast_dtype(device) if is_cast else weight.dtype
     with torch.autocast(device, enabled=False):
         apply: Any = _Projection.apply
-        logprobs, entropy = apply(states, weight, bias, targets, transform, dtype, entropy_gradient)
+        options = _Options(transform, dtype, fp32_logits, entropy_gradient)
+        logprobs, entropy = apply(states, weight, bias, targets, options)
     return TokenLogprobs(logprobs, entropy)
 
 
@@ -74,18 +77,35 @@ def _chunks(count: int, vocabulary: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, count, size))
 
 
-@dataclass(frozen=True, slots=True)
+class _Options(NamedTuple):
+    transform: LogitTransform
+    dtype: torch.dtype
+    fp32_logits: bool
+    entropy_gradient: bool
+
+
 class _Table:
     """The output embedding in the type of the products, [vocabulary, width]."""
 
-    weight: Tensor
-    bias: Tensor | None
-    transform: LogitTransform
+    def __init__(self, weight: Tensor, bias: Tensor | None, options: _Options) -> None:
+        self.weight = weight.to(options.dtype)
+        self._bias = None if bias is None else bias.to(options.dtype)
+        self._transform = options.transform
+        self._is_exact = options.fp32_logits and options.dtype != torch.float32
 
     def logits(self, states: Tensor) -> Tensor:
         """Return float32[n, vocabulary] in memory of their own."""
-        products = nn.functional.linear(states.to(self.weight.dtype), self.weight, self.bias)
-        return self.transform.apply_(products.float())
+        states = states.to(self.weight.dtype)
+        if not self._is_exact:
+            products = nn.functional.linear(states, self.weight, self._bias).float()
+        else:
+            if states.is_cuda:
+                products = torch.mm(states, self.weight.T, out_dtype=torch.float32)
+            else:
+                products = states.float() @ self.weight.float().T
+            if self._bias is not None:
+                products += self._bias
+        return self._transform.apply_(products)
 
 
 class _Projection(torch.autograd.Function):
@@ -98,11 +118,9 @@ class _Projection(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        transform: LogitTransform,
-        dtype: torch.dtype,
-        entropy_gradient: bool,
+        options: _Options,
     ) -> tuple[Tensor, Tensor]:
-        table = _table(weight, bias, transform, dtype)
+        table = _Table(weight, bias, options)
         logprobs = states.new_empty(len(states), dtype=torch.float32)
         entropy = torch.empty_like(logprobs)
         total = torch.empty_like(logprobs)
@@ -113,16 +131,16 @@ class _Projection(torch.autograd.Function):
             logprobs[rows] = distribution.gather(1, targets[rows, None]).squeeze(1)
             entropy[rows] = -distribution.exp().mul_(distribution).sum(-1)
         ctx.save_for_backward(states, weight, bias, targets, total, entropy)
-        ctx.options = (transform, dtype, entropy_gradient)
-        if not entropy_gradient:
+        ctx.options = options
+        if not options.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, by_logprob: Tensor, by_entropy: Tensor) -> Any:
         states, weight, bias, targets, total, entropy = ctx.saved_tensors
-        transform, dtype, entropy_gradient = ctx.options
-        table = _table(weight, bias, transform, dtype)
+        options = ctx.options
+        table = _Table(weight, bias, options)
         by_state, by_weight, by_bias = _zeros(ctx.needs_input_grad, states, weight, bias)
         for rows in _chunks(len(states), len(weight)):
             logits = table.logits(states[rows])
@@ -131,23 +149,17 @@ class _Projection(torch.autograd.Function):
                 targets[rows, None],
                 total[rows, None],
                 by_logprob[rows, None],
-                (entropy[rows, None], by_entropy[rows, None]) if entropy_gradient else None,
+                (entropy[rows, None], by_entropy[rows, None]) if options.entropy_gradient else None,
             )
-            by_product = transform.gradient_(by_logit, logits)
+            by_product = options.transform.gradient_(by_logit, logits)
             if by_bias is not None:
                 by_bias += by_product.sum(0)
-            by_product = by_product.to(dtype)
+            by_product = by_product.to(options.dtype)
             if by_state is not None:
                 by_state[rows] = by_product @ table.weight
             if by_weight is not None:
-                _add_product(by_weight, by_product.T, states[rows].to(dtype))
-        return by_state, by_weight, by_bias, None, None, None, None
-
-
-def _table(
-    weight: Tensor, bias: Tensor | None, transform: LogitTransform, dtype: torch.dtype
-) -> _Table:
-    return _Table(weight.to(dtype), None if bias is None else bias.to(dtype), transform)
+                _add_product(by_weight, by_product.T, states[rows].to(options.dtype))
+        return by_state, by_weight, by_bias, None, None
 
 
 def _zeros(needed: Sequence[bool], *inputs: Tensor | None) -> list[Tensor | None]:

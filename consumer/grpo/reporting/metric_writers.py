@@ -1,15 +1,20 @@
-"""Where the trainer reports, beside its files: TensorBoard, Weights & Biases, a progress bar."""
+"""Where the trainer reports: sample log, TensorBoard, Weights & Biases, a progress bar."""
 
 from __future__ import annotations
 
+import errno
+import os
+import random
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
 
 import orjson
+from isal import igzip
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -23,14 +28,12 @@ from rich.progress import (
 from buffer.errors import ConfigError
 from buffer.imports import install_command
 from consumer.config.training import TrainingConfig
-from consumer.grpo.reporting.sample_log import Sample
-from consumer.grpo.reporting.sample_text import (
-    COLUMNS,
-    code_block,
-    indented_json,
-    sample_rows,
-    sample_text,
-)
+from consumer.grpo.reporting.sample_log import Sample, SampleFile, sample_files
+
+STEPS_PER_FILE = 100
+FILES = 16  # a file has at most this part of `max_bytes`, so little is deleted at once
+
+_FAST = 1  # higher levels save 5 % and cost twice the time
 
 WriterName = Literal["tensorboard", "wandb"]
 
@@ -200,3 +203,143 @@ class ProgressBar(MetricWriter):
 
     def close(self) -> None:
         self._bar.stop()
+
+
+def choose(scores: Mapping[str, float], count: int, seed: int, step: int) -> dict[str, str]:
+    """Return which groups of a step are logged, and why: gid to best, worst or random.
+
+    `scores`: each group's mean. A step that is trained again logs the same groups. Of equal scores,
+    the first is best and the last is worst.
+    """
+    gids = list(scores)
+    best = sorted(gids, key=lambda gid: -scores[gid])
+    chosen = {gid: "best" for gid in best[: min(count, 1)]}
+    if count > 1:
+        chosen |= {gid: "worst" for gid in best[1:][-1:]}
+    others = [gid for gid in gids if gid not in chosen]
+    drawn = random.Random(f"{seed} {step}").sample(others, min(count - len(chosen), len(others)))
+    return chosen | dict.fromkeys(drawn, "random")
+
+
+class SampleWriter(MetricWriter):
+    """Appends samples to files of the log that this writer creates.
+
+    Replaces the log from step `first` on. Above `max_bytes`, the oldest files are deleted.
+    """
+
+    def __init__(self, run_dir: Path, max_bytes: int, first: int) -> None:
+        self._run_dir = run_dir
+        self._max_bytes = max_bytes
+        self._file: FileIO | None = None
+        self._next = first
+        self._steps = 0
+
+    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Append one step, whole or not at all. Raises OSError."""
+        lines = b"".join(orjson.dumps(sample) + b"\n" for sample in samples)
+        file = self._file or self._create()
+        self._file = None
+        start = file.tell()
+        try:
+            _write(file, igzip.compress(lines, compresslevel=_FAST))
+        except OSError:
+            # half a member would hide those after it; if this fails, a new file follows
+            file.truncate(start)
+            file.seek(start)
+            self._file = file
+            raise
+        self._next = step + 1
+        self._steps += 1
+        if self._steps < STEPS_PER_FILE and file.tell() < self._max_bytes // FILES:
+            self._file = file
+        else:
+            file.close()
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
+
+    def _create(self) -> FileIO:
+        files = sample_files(self._run_dir)
+        self._delete_oldest(files)
+        new = SampleFile.named(self._run_dir, files[-1].number + 1 if files else 1, self._next)
+        new.path.parent.mkdir(exist_ok=True)
+        self._steps = 0
+        return new.path.open("xb", buffering=0)
+
+    def _delete_oldest(self, files: Sequence[SampleFile]) -> None:
+        sizes = [file.path.stat().st_size for file in files]
+        # room for the next file
+        excess = sum(sizes) + self._max_bytes // FILES - self._max_bytes
+        for file, size in zip(files, sizes, strict=True):
+            if excess <= 0:
+                return
+            file.path.unlink()
+            excess -= size
+
+
+def _write(file: FileIO, data: bytes) -> None:
+    if file.write(data) < len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file.name))
+
+
+# -- samples as text ---------------------------------------------------------------
+
+COLUMNS = (
+    *("step", "why", "gid", "task", "rollout", "score", "rewards", "prompt", "response"),
+    *("ground_truth", "tokens", "finish_reason", "versions", "staleness"),
+)  # one row per rollout
+
+
+def sample_rows(sample: Sample) -> Iterator[list[Any]]:
+    truth = sample.get("ground_truth")
+    for member in sample["members"]:
+        reward = member["reward"] or {}
+        yield [
+            *(sample["step"], sample["why"], sample["gid"], sample["task"]),
+            *(member["index"], reward.get("score"), _json(reward)),
+            *(prompt_text(sample), response_text(member)),
+            *(None if truth is None else _text(truth), member["tokens"], member["finish_reason"]),
+            *(_versions(member), sample["staleness"]),
+        ]
+
+
+def sample_text(sample: Sample) -> str:
+    """Return a group as Markdown in which all that a model wrote is a code block."""
+    parts = [f"**{sample['gid']}** ({sample['why']})", code_block(prompt_text(sample))]
+    for member in sample["members"]:
+        reward = _json(member["reward"] or {})
+        facts = (f"#{member['index']} {reward}", f"{member['tokens']} tokens", _versions(member))
+        parts += [code_block(", ".join(facts)), code_block(response_text(member))]
+    return "\n\n".join(parts)
+
+
+def prompt_text(sample: Sample) -> str:
+    messages = [f"{m.get('role')}: {_text(m.get('content'))}" for m in sample.get("messages", [])]
+    return "\n\n".join(messages) or sample.get("prompt") or ""
+
+
+def response_text(member: dict[str, Any]) -> str:
+    turns = member.get("turns")
+    return "".join(turn["text"] for turn in turns) if turns else member["response"]
+
+
+def code_block(text: str) -> str:
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def indented_json(value: Any) -> str:
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
+
+
+def _versions(member: dict[str, Any]) -> str:
+    versions = sorted({span["version"] for span in member["spans"] if span["length"]})
+    return "weights " + ", ".join(str(version) for version in versions) if versions else "-"
+
+
+def _json(value: Any) -> str:
+    return orjson.dumps(value).decode()
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else _json(value)

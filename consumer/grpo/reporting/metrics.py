@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from buffer.control.events import REWARD_OF_TASK
 from buffer.control.progress import ProduceProgress, TaskProgress
-from buffer.model.manifest import Manifest
-from buffer.model.trainer_report import REWARD_OF_TASK
+from buffer.manifest import Manifest
 from buffer.wire.group import GROUP_TIME, RolloutGroup
 from buffer.wire.staleness import staleness
 

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from buffer.errors import RolloutMQError
-from buffer.model.manifest import ManifestEntry
+from buffer.manifest import ManifestEntry
 from buffer.redis.connection.retry import LogOnce
 from buffer.replay_buffer import ReplayBuffer
 from buffer.wire.group import RolloutGroup
 from buffer.wire.staleness import staleness
 from consumer.grpo.reporting.metric_writers import MetricWriter
-from consumer.grpo.reporting.sample_log import Sample, describe_sample
-from consumer.grpo.reporting.token_texts import TokenTexts
+from consumer.grpo.reporting.sample_log import Sample, TokenTexts, describe_sample
 
 log = logging.getLogger("rolloutmq.trainer")
 

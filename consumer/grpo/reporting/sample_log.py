@@ -15,16 +15,17 @@ import logging
 import math
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
 
+from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_json import group_json
 from consumer.grpo.reporting.step_log import StepLog
-from consumer.grpo.reporting.token_texts import TokenTexts
 
 log = logging.getLogger("rolloutmq.samples")
 
@@ -172,3 +173,37 @@ def _turns(ids: list[int], mask: list[int], texts: TokenTexts) -> list[dict[str,
         {"trained": bool(mask[start]), "tokens": end - start, "text": texts.joined(ids[start:end])}
         for start, end in zip(starts, ends, strict=True)
     ]
+
+
+class TokenTexts:
+    """Decodes tokens with the first tokenizer that is found in `folders`."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._files = [folder / "tokenizer.json" for folder in folders]
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        file = next((path for path in self._files if path.is_file()), None)
+        if file is None:
+            return None
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:  # installed with an extra
+            return None
+        return Tokenizer.from_file(str(file))
+
+    def of(self, ids: Sequence[int]) -> list[str] | None:
+        """Return the text of each token; None without a tokenizer."""
+        if self._tokenizer is None:
+            return None
+        return [str(self._tokenizer.decode([token], skip_special_tokens=False)) for token in ids]
+
+    def joined(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str | None:
+        if self._tokenizer is None:
+            return None
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+
+def model_folders(run: Run, run_dir: Path | None) -> list[Path]:
+    newest = run.control.state().weights_path
+    return [*([run_dir / "model"] if run_dir else []), *([Path(newest)] if newest else [])]

@@ -11,10 +11,10 @@ import pytest
 
 from buffer.control.continuation import check_origin, record_origin
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings
+from buffer.control.origin import FIELD, Origin
 from buffer.errors import ConfigError, Fenced
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.origin import FIELD, Origin
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.run import Run
 from rolloutmq.config.config import Config
@@ -161,14 +161,6 @@ def test_group_sizes_are_those_of_the_producer_that_draws(site: Site) -> None:
     run.control.open_producer(new_nonce(), take_over=True)
     with pytest.raises(Fenced):
         record_origin(run.store, run.keys, old, producer)
-
-
-def test_a_value_that_was_set_is_replaced_by_that_of_an_edited_config(site: Site) -> None:
-    run = site.start()
-    run.set(LiveSettings(max_tries=7, tasks={"math": LiveTaskSettings(weight=2.0)}))
-    assert site.start().changes == []
-    site.sections = "[lease]\nmax_tries = 4"
-    assert site.start().changes == ["max_tries: 7 → 4, from step 1 on"]
 
 
 def test_a_run_without_a_record_gets_one(site: Site) -> None:

@@ -13,12 +13,12 @@ import redis
 
 from buffer import run_fields
 from buffer.control.continuation import Start
-from buffer.control.control import ControlState, Mode
+from buffer.control.control import Mode, Role
+from buffer.control.control_line import ControlConnection
 from buffer.control.live_settings import LiveSettings
-from buffer.control.role_holder import Role
-from buffer.errors import Fenced, RoleHeld, RunExists, RunNotFound, SchemaVersionError
+from buffer.errors import RoleHeld, RunExists, RunNotFound, SchemaVersionError
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
@@ -95,15 +95,6 @@ def test_a_finished_run_is_not_continued_by_an_operator(scene: Scene) -> None:
     assert scene.run.control.set_mode("operator", Mode.RUN, orphan=True).mode is Mode.FINISH
 
 
-def test_trainer_that_was_replaced_changes_nothing(scene: Scene) -> None:
-    old = scene.open_trainer()
-    scene.open_trainer(lineage="l2", take_over=True)
-    before = scene.dump()
-    with pytest.raises(Fenced):
-        scene.run.control.set_mode("trainer", Mode.ABORT, nonce=old)
-    assert scene.dump() == before
-
-
 @pytest.mark.parametrize("role", ["trainer", "producer"])
 def test_role_of_a_dead_holder_is_free_although_the_clock_was_stepped_back(
     scene: Scene, role: Role
@@ -137,17 +128,6 @@ def test_a_run_that_is_created_while_another_process_opens_it_is_not_damaged(
     assert Run.open(store, run_name).name == run_name
 
 
-def test_change_is_announced_on_the_channel(scene: Scene) -> None:
-    listener = scene.raw.pubsub()
-    listener.subscribe(scene.keys.control)
-    listener.get_message(timeout=400)
-    epoch = scene.pause()
-    message = listener.get_message(timeout=400)
-    assert ControlState.parse_hint(message["data"]) == scene.run.control.state()
-    assert scene.run.control.state().epoch == epoch
-    listener.close()
-
-
 def test_a_line_hears_of_a_pause_and_its_receipt_counts_once_nothing_is_held(scene: Scene) -> None:
     if scene.run.store.url.startswith("memory:"):
         pytest.skip("a server in memory has no socket")
@@ -164,7 +144,7 @@ def test_a_line_hears_of_a_pause_and_its_receipt_counts_once_nothing_is_held(sce
                 lambda *what: answered.append((what[0].mode, *what[1:])),
             )
 
-    with closing(scene.run.fleet.open_control_connection("w0", scene.worker())) as line:
+    with closing(ControlConnection(scene.store, scene.keys, "w0", scene.worker())) as line:
         line.send_receipt(0, known_epoch=1)
         hear(1)
         epoch = scene.pause(Mode.ABORT)
@@ -189,7 +169,7 @@ def test_a_line_of_a_worker_that_was_replaced_or_cut_off_says_so(scene: Scene) -
         pytest.skip("a server in memory has no socket")
     scene.worker()
     answers: list[object] = []
-    with closing(scene.run.fleet.open_control_connection("w0", new_nonce())) as line:
+    with closing(ControlConnection(scene.store, scene.keys, "w0", new_nonce())) as line:
         line.send_receipt(1, known_epoch=1)
         while not answers:
             assert select.select([line], [], [], 60)[0]
@@ -255,19 +235,6 @@ def test_control_is_never_made_on_a_server_without_the_run(scene: Scene) -> None
     with pytest.raises(RunNotFound):
         scene.run.control.state()
     assert scene.raw.exists(scene.keys.control) == 0
-
-
-def test_create_run_lets_a_finished_run_go_on(scene: Scene) -> None:
-    scene.open_trainer()
-    scene.run.control.set_mode("trainer", Mode.FINISH, nonce=scene.trainer)
-    assert scene.run.control.state().lanes == ()
-    epoch = scene.run.control.state().epoch
-    Run.create(scene.store, scene.name, scene.run.nonce, LIMITS, FIRST, "/w")
-    state = scene.run.control.state()
-    assert (state.mode, set(state.lanes)) == (Mode.RUN, {"eval", "resume", "fresh"})
-    assert state.epoch > epoch
-    Run.create(scene.store, scene.name, scene.run.nonce, LIMITS, FIRST, "/w")
-    assert scene.run.control.state() == state
 
 
 def test_create_run_leaves_a_run_finished_that_has_nothing_left_to_do(scene: Scene) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from buffer.control.roles import HeldRole
-from buffer.errors import Fenced, RolloutMQError, StoreUnsafe
+from buffer.errors import RolloutMQError, StoreUnsafe
 from buffer.ids import new_nonce
 from buffer.redis import eviction
 from buffer.redis.server.check import check_server
@@ -99,14 +99,6 @@ def test_who_is_refused_by_an_evicted_run_is_told_why(scene: Scene) -> None:
         with pytest.raises(StoreUnsafe) as caught:
             move()
         assert names_the_policy(caught.value)
-
-
-def test_who_was_replaced_is_still_told_that(scene: Scene) -> None:
-    evict(scene.raw, "volatile-random")
-    old = scene.trainer
-    scene.open_trainer(take_over=True)
-    with pytest.raises(Fenced, match="another one was opened"):
-        scene.run.ledger.commit(old, 0, 0)
 
 
 def test_views_and_checks_of_the_server_name_it(scene: Scene) -> None:

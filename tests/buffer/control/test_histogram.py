@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from buffer.control.histogram import Histogram, join_counts, parse_counts
+from buffer.control.worker_record import Histogram, parse_counts
 
 BOUNDS_S = (0.1, 1.0, 10.0)
 
@@ -44,8 +44,3 @@ def test_counts_by_other_bounds_are_ignored() -> None:
 @pytest.mark.parametrize("text", ["1 x", "-1", "1.5", "²", "1" * 16])
 def test_text_that_is_no_list_of_counts_is_none(text: str) -> None:
     assert parse_counts(text) is None
-
-
-def test_counts_survive_a_heartbeat() -> None:
-    assert parse_counts(join_counts((0, 12, 3))) == (0, 12, 3)
-    assert parse_counts("") == ()

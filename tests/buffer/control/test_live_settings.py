@@ -41,15 +41,6 @@ def test_a_change_is_heard_by_every_part_of_another_handle(scene: Scene) -> None
     assert [e for e in scene.raw.xrevrange(scene.keys.events) if e[1][b"event"] == b"set"]
 
 
-def test_a_heartbeat_reports_that_limits_have_changed(scene: Scene) -> None:
-    other = Run.open(scene.store, scene.name)
-    assert not other.adopt_limits(scene.beat([]).limits)
-    scene.run.set(wanted("max_tries=9"))
-    assert other.adopt_limits(scene.beat([]).limits)
-    assert other.limits.max_tries == 9
-    assert not other.adopt_limits(scene.beat([]).limits)
-
-
 def test_two_who_change_at_once_do_not_undo_each_other(scene: Scene) -> None:
     other = Run.open(scene.store, scene.name)
     scene.run.set(wanted("max_tries=7"))

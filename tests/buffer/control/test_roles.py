@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram
 from buffer.control.roles import HeldRole
+from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram
 from buffer.errors import Fenced
 from rolloutmq.views.run_view import read_run_view
 from tests.buffer.scene import Scene

@@ -15,10 +15,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 
 from buffer.config.assignments import parse_settings
 from buffer.control.live_settings import FILE, KeptSettings, LiveSettings, parse_change
+from buffer.control.settings_record import FIELD, SettingsRecord, setting_values
 from buffer.errors import ConfigError, RunDamaged
 from buffer.ids import new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.settings_record import FIELD, SettingsRecord, setting_values
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.run import Run
 from rolloutmq.config.config import Config
@@ -284,17 +284,6 @@ def test_a_setting_is_known_with_its_time_and_who_set_it(site: Site) -> None:
     assert (first.value, first.by) == (7, "ann@host")
     site.set("max_tries=7", "steps=60")
     assert site.open().settings.overrides["max_tries"] == first
-
-
-def test_changes_are_told_by_the_names_that_set_them(site: Site) -> None:
-    site.start()
-    assert site.set("max_staleness=2", f"{IN_FLIGHT}=50", "tasks.code.max_staleness=1") == {
-        "max_staleness": (0, 2),
-        IN_FLIGHT: (None, 50),
-        "tasks.code.max_staleness": (None, 1),
-    }
-    assert site.set("tasks.code.max_staleness=config") == {"tasks.code.max_staleness": (1, None)}
-    assert site.open().limits.threshold("code") == 3
 
 
 @pytest.mark.parametrize("name", ["nonsense", "tasks.none.weight", "tasks.math.nonsense", "tasks"])

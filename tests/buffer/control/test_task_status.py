@@ -8,7 +8,7 @@ import pytest
 
 from buffer.control.control import ControlState, Mode
 from buffer.control.task_status import ProduceBatchStatus, batch_status
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.wire.rollout import PolicyVersion
 
 STATUS = ProduceBatchStatus

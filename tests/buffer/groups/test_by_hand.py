@@ -9,8 +9,8 @@ import pytest
 from buffer.errors import Fenced, GroupHeld, LedgerError
 from buffer.ids import group_id, new_nonce
 from buffer.job import Job
-from buffer.model.manifest import Manifest, ManifestEntry
-from buffer.wire.rollout import PolicyVersion, Status
+from buffer.manifest import Manifest, ManifestEntry
+from buffer.wire.rollout import Status
 from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import Scene
 
@@ -54,29 +54,6 @@ def test_requeue_lets_a_dead_group_wait_again_from_its_prompt_with_all_its_tries
     scene.check()
 
 
-@pytest.mark.parametrize("status", ["completed", "aborted"])
-def test_requeue_of_a_pooled_group_keeps_tokens_only_of_an_aborted_one(
-    scene: Scene, status: str
-) -> None:
-    scene.enqueue(1)
-    (job,) = scene.claim()
-    scene.submit(job, status=Status(status))
-    assert scene.run.jobs.requeue(job.gid) == status
-    assert scene.pool(status) == []
-    scene.check()
-    scene.run.janitor.sweep()
-    (again,) = scene.claim()
-    assert again.payload.token == (job.token if status == "aborted" else "init")
-    assert scene.run.buffer.read(again.payload).gid == job.gid
-
-
-def test_requeue_of_an_evaluation_group_stays_in_its_lane(scene: Scene) -> None:
-    (gid,) = scene.ready(0, task="quiz")
-    scene.run.jobs.requeue(gid)
-    assert (scene.stream("eval", "quiz"), scene.stream("resume", "quiz")) == ([gid], [])
-    scene.check()
-
-
 def test_requeue_repeated_after_a_lost_reply_does_not_throw_away_what_was_made_since(
     scene: Scene,
 ) -> None:
@@ -89,16 +66,6 @@ def test_requeue_repeated_after_a_lost_reply_does_not_throw_away_what_was_made_s
     scene.run.jobs.requeue(gid, operation=operation)
     assert scene.dump() == before
     assert scene.run.jobs.requeue(gid) == "completed"
-
-
-def test_a_worker_that_repeats_its_submit_after_a_requeue_is_fenced(scene: Scene) -> None:
-    scene.enqueue(1)
-    (job,) = scene.claim()
-    scene.submit(job)
-    scene.run.jobs.requeue(job.gid)
-    with pytest.raises(Fenced):
-        scene.submit(job)
-    scene.check()
 
 
 @pytest.mark.parametrize("operation", ["requeue", "drop"])
@@ -196,49 +163,6 @@ def test_quarantine_swaps_a_group_for_the_next_ready_one_in_its_slot(scene: Scen
     scene.check()
 
 
-def test_quarantine_makes_the_batch_smaller_when_nothing_else_is_ready(scene: Scene) -> None:
-    scene.open_trainer()
-    gids = scene.ready(0, 0)
-    scene.ready(0, task="code")
-    first = scene.take(1, math=2)
-    assert quarantine(scene, 1, first.entries[0]).gids == [gids[1]]
-    again = quarantine(scene, 1, first.entries[1])
-    assert (again.gids, again.revision) == ([], 2)
-    scene.check()
-    scene.run.ledger.commit(scene.trainer, 1, 1)
-    assert scene.run.ledger.steps() == (1, 1, 1)
-    scene.check()
-
-
-def test_quarantine_never_brings_in_what_is_too_stale_for_its_step(scene: Scene) -> None:
-    scene.open_trainer(lineage="l0")
-    scene.ready(0, 0, 0)
-    scene.take(1), scene.take(2)
-    fresh = scene.ready(1, 2)
-    third = scene.take(3)
-    assert third.gids == [fresh[0]]
-    assert quarantine(scene, 3, third.entries[0]).gids == [fresh[1]]
-    assert [version for _, version in scene.pool("completed")] == [0.0]
-    scene.check()
-
-
-def test_quarantine_repeated_changes_nothing_even_when_the_group_comes_back(scene: Scene) -> None:
-    scene.open_trainer()
-    scene.ready(0, 0)
-    entry = scene.take(1).entries[0]
-    revised = quarantine(scene, 1, entry)
-    before = scene.dump()
-    assert quarantine(scene, 1, entry) == revised
-    assert scene.dump() == before
-    scene.run.jobs.requeue(entry.gid)
-    (job,) = scene.claim()
-    scene.submit(job)
-    back = quarantine(scene, 1, revised.entries[0])
-    assert back.gids == [entry.gid]
-    assert quarantine(scene, 1, entry) == back
-    scene.check()
-
-
 def test_quarantine_is_refused_to_a_zombie_after_commit_and_outside_of_the_batch(
     scene: Scene,
 ) -> None:
@@ -272,17 +196,3 @@ def test_dead_letters_are_listed_newest_first_with_strange_reasons(scene: Scene)
         "w0",
     )
     assert all(letter.age_ms >= 0 and letter.task == "math" for letter in letters.values())
-
-
-def test_quarantine_of_versions_of_a_dead_lineage_keeps_the_cut(scene: Scene) -> None:
-    scene.open_trainer(lineage="l0")
-    scene.ready(0, 0, 0)
-    scene.enqueue(1)
-    (job,) = scene.claim()
-    scene.take(1), scene.take(2)
-    scene.open_trainer(step=0, lineage="l2", take_over=True)
-    scene.submit(job, PolicyVersion("l0", 2))
-    manifest = scene.take(2)
-    substitute = quarantine(scene, 2, manifest.entries[0])
-    assert [entry.version for entry in substitute.entries] == [0]
-    scene.check()

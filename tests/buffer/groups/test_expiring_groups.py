@@ -8,9 +8,8 @@ from buffer.config.assignments import parse_settings
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import Fenced
 from buffer.job import EndedEarly, Job
-from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, Status
-from tests.buffer.scene import FIRST, Scene, rollout
+from tests.buffer.scene import FIRST, Scene
 
 SECOND = PolicyVersion("l1", 1)
 TOKENS = EndedEarly(tokens=7, unmade_tokens=30, oldest={FIRST.lineage: FIRST.version})
@@ -133,23 +132,6 @@ def test_groups_that_became_too_old_in_the_queue_leave_it(trained: Scene) -> Non
     scene.check()
 
 
-def test_members_that_are_not_too_old_keep_their_tokens_in_the_queue(trained: Scene) -> None:
-    """As in a pool; the worker that claims the group restarts the others."""
-    scene = trained
-    scene.run.set(parse_settings(LiveSettings, ["on_straggler=retry"]))
-    (job,) = running(scene)
-    states = [rollout(Status.ABORTED, FIRST), rollout(Status.ABORTED, PolicyVersion("l1", 2), 1)]
-    scene.run.buffer.submit("w0", job, RolloutGroup(job.gid, job.task, states), 4)
-    scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000)
-    scene.raw.hset(scene.keys.ledger("train"), "taken", 2)
-    assert scene.run.jobs.expire_waiting("math") == 1
-    record = scene.record(job.gid)
-    assert (record["status"], record["cut"], record["version"]) == ("expired", "1", "")
-    assert record["payload"] == job.token
-    scene.raw.hset(scene.keys.ledger("train"), "taken", 0)
-    scene.check()
-
-
 def test_many_that_run_do_not_hide_those_that_wait(trained: Scene) -> None:
     scene = trained
     jobs = running(scene, 6)
@@ -157,34 +139,6 @@ def test_many_that_run_do_not_hide_those_that_wait(trained: Scene) -> None:
     scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000)
     scene.raw.hset(scene.keys.ledger("train"), "taken", 2)
     assert scene.run.jobs.expire_waiting("math", 2) == 1
-
-
-def test_a_fork_to_an_older_step_ends_groups_too(trained: Scene) -> None:
-    scene = trained
-    train(scene, 1, 2, 3)
-    scene.run.control.publish_weights(scene.trainer, PolicyVersion("l1", 3), "/w/3", "")
-    (job,) = running(scene, weights=PolicyVersion("l1", 3))
-    (resumed,) = running(scene, weights=PolicyVersion("l1", 3))
-    scene.submit(resumed, PolicyVersion("l1", 3), status=Status.ABORTED)
-    scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000)
-    train(scene, 4)
-    assert scene.beat([job], oldest=PolicyVersion("l1", 3)).expiring == ()
-    scene.open_trainer(step=1, lineage="l2", take_over=True)
-    assert set(scene.ages().values()) == {1.0}
-    # the next step is 5 all the same: its weights of version 3 count as those of the fork
-    assert scene.beat([job], oldest=PolicyVersion("l1", 3)).expiring == (job,)
-    scene.check()
-
-
-def test_a_lower_staleness_ends_groups_too(trained: Scene) -> None:
-    scene = trained
-    (job,) = running(scene)
-    train(scene, 1)
-    assert scene.beat([job], oldest=FIRST).expiring == ()
-    scene.run.set(parse_settings(LiveSettings, ["max_staleness=0"]))
-    assert scene.beat([job], oldest=FIRST).expiring == (job,)
-    assert scene.run.jobs.release("w0", job, "expired", "", TOKENS) == "dropped"
-    scene.check()
 
 
 def test_groups_of_evaluations_do_not_age(trained: Scene) -> None:

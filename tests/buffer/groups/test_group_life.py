@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import orjson
 import pytest
 
-from buffer.errors import Fenced, PayloadMissing, WireError
-from buffer.groups.submit import Submission
-from buffer.ids import group_id, new_nonce
-from buffer.job import ReleaseKind, Result
-from buffer.wire import group_bytes
+from buffer.errors import PayloadMissing, WireError
+from buffer.ids import group_id
 from buffer.wire.group import RolloutGroup
-from buffer.wire.rollout import PolicyVersion, Status
+from buffer.wire.rollout import Status
 from rolloutmq.views.run_view import read_run_view
 from tests.buffer.scene import FIRST, Scene, extend
 
@@ -91,42 +86,6 @@ def test_group_is_where_it_should_be_after_each_step_of_its_life(scene: Scene) -
     scene.check()
 
 
-def test_partial_group_keeps_its_tokens_when_it_is_resumed(scene: Scene) -> None:
-    scene.enqueue(1)
-    (job,) = scene.claim()
-    scene.submit(job, status=Status.ABORTED)
-    assert scene.pool("aborted") == [(GID, 0.0)]
-    assert scene.record(GID)["tries"] == "0"
-    assert scene.counters()["raw_rewards_count"] == "0"
-    scene.check()
-
-    assert scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000) == 1
-    assert scene.pool("aborted") == []
-    assert scene.stream("resume") == [GID]
-    (again,) = scene.claim()
-    assert (again.lane, again.payload.token, again.token != job.token) == (
-        "resume",
-        job.token,
-        True,
-    )
-    scene.submit(again)
-    group = scene.run.buffer.read(scene.payload(GID))
-    assert [len(s.response_ids) for s in group.states] == [4, 4]
-    assert scene.garbage() == {f"{GID} {job.token} 1"}
-    scene.check()
-
-
-def test_filtered_group_leaves_only_a_bit(scene: Scene) -> None:
-    scene.enqueue(1)
-    (job,) = scene.claim()
-    scene.submit(job, filtered=True)
-    assert scene.record(GID) == {}
-    assert scene.bit("filtered", 0) == 1
-    assert scene.garbage() == {f"{GID} init 1", f"{GID} {job.token} 1"}
-    assert (scene.counters()["filtered"], scene.counters()["raw_rewards_count"]) == ("1", "2")
-    scene.check()
-
-
 def test_rollouts_in_which_no_judge_found_an_answer_are_counted(scene: Scene) -> None:
     scene.enqueue(3)
     for filtered, job in zip((False, True, False), scene.claim(3), strict=True):
@@ -143,23 +102,6 @@ def test_rollouts_in_which_no_judge_found_an_answer_are_counted(scene: Scene) ->
     scene.check()
 
 
-@pytest.mark.parametrize(
-    ("kind", "stage", "tries"), [("handback", "waiting", "0"), ("aborted", "pool", "0")]
-)
-def test_clean_release_gives_the_try_back(
-    scene: Scene, kind: ReleaseKind, stage: str, tries: str
-) -> None:
-    scene.enqueue(1)
-    (job,) = scene.claim()
-    assert scene.run.jobs.release("w0", job, kind) == stage
-    record = scene.record(GID)
-    assert (record["stage"], record["tries"], record["token"]) == (stage, tries, "")
-    assert scene.stream("resume") == ([GID] if kind == "handback" else [])
-    assert scene.pool("aborted") == ([(GID, float("inf"))] if kind == "aborted" else [])
-    assert scene.raw.zcard(scene.keys.leases) == 0
-    scene.check()
-
-
 def test_failing_group_becomes_a_dead_letter_after_max_tries(scene: Scene) -> None:
     scene.enqueue(1)
     stages = []
@@ -172,49 +114,6 @@ def test_failing_group_becomes_a_dead_letter_after_max_tries(scene: Scene) -> No
     assert (letter["reason"], letter["worker"], letter["try"]) == ("the judge ? fell over", "w0", 3)
     assert (scene.counters()["failed"], scene.counters()["dead"]) == ("3", "1")
     assert scene.claim() == []
-    scene.check()
-
-
-def test_result_gives_the_try_back_when_the_group_is_made_again(
-    make_scene: Callable[..., Scene],
-) -> None:
-    scene = make_scene(on_straggler="retry")
-    scene.open_trainer()
-    for round_ in range(5):
-        if round_ == 0:
-            scene.enqueue(1)
-        (job,) = scene.claim()
-        scene.submit(job)
-        scene.raw.hset(scene.keys.ledger("train"), "taken", 5)
-        assert scene.run.buffer.refresh_staleness("math") == {"math": 1}
-        assert scene.run.jobs.reissue(scene.producer, "math", "expired", 1000) == 1
-    assert scene.record(GID)["tries"] == "0"
-    assert scene.counters()["expirations"] == "5"
-    assert scene.run.account.totals().clean
-
-
-def test_zombie_changes_nothing_when_its_lease_was_given_away(scene: Scene) -> None:
-    scene.enqueue(1)
-    (old,) = scene.claim(worker="w0")
-    scene.expire_leases()
-    assert scene.run.jobs.reap().groups == 1
-    (new,) = scene.claim(worker="w1")
-    group = extend(scene.run.buffer.read(old.payload), Status.COMPLETED, FIRST)
-    before = scene.dump()
-    for filtered in (False, True):
-        with pytest.raises(Fenced):
-            scene.run.buffer.submit("w0", old, group, 4, filtered=filtered)
-    kinds: tuple[ReleaseKind, ...] = ("handback", "aborted", "failed", "lost")
-    for kind in kinds:
-        with pytest.raises(Fenced):
-            scene.run.jobs.release("w0", old, kind)
-    assert scene.beat([old], worker="w0").lost == (old,)
-    scene.raw.unlink(scene.keys.payload(GID, old.token))
-    after = scene.dump()
-    before["worker:w0"] = after["worker:w0"]
-    assert after == before
-    scene.submit(new, worker="w1")
-    assert scene.record(GID)["payload"] == new.token
     scene.check()
 
 
@@ -235,22 +134,6 @@ def test_submit_takes_only_results(scene: Scene, status: Status) -> None:
     (job,) = scene.claim()
     with pytest.raises(WireError, match=status.value):
         scene.submit(job, status=status)
-
-
-@pytest.mark.without("cluster", reason="no script sees the bytes there; who reads them misses them")
-def test_submit_uploads_again_when_the_bytes_vanished(scene: Scene) -> None:
-    scene.enqueue(1)
-    (job,) = scene.claim()
-    group = extend(scene.run.buffer.read(job.payload), Status.COMPLETED, FIRST)
-    data = group_bytes.encode(group)
-    ref = scene.run.payloads.write(job.gid, job.token, data)
-    scene.raw.unlink(scene.keys.payload(GID, job.token))
-    submission = Submission(scene.store, scene.keys, scene.run.limits, scene.run.payloads, None)
-    call = submission.call("w0", Result(job, group, 4), ref)
-    assert scene.store.call("submit", *call) == ["MISSING", "0"]
-    assert scene.record(GID)["stage"] == "running"
-    scene.run.buffer.submit("w0", job, group, 4)
-    assert scene.pool("completed") == [(GID, 0.0)]
 
 
 def test_large_group_is_stored_in_chunks_and_all_of_them_are_freed(scene: Scene) -> None:
@@ -296,25 +179,3 @@ def test_claim_serves_eval_before_resume_before_fresh(scene: Scene) -> None:
     scene.enqueue(1, task="quiz")
     assert [job.lane for job in scene.claim(3)] == ["eval", "resume", "fresh"]
     scene.check()
-
-
-def test_claim_gives_no_more_than_asked_for(scene: Scene) -> None:
-    scene.enqueue(5)
-    assert len(scene.claim(2)) == 2
-    assert len(scene.claim(9)) == 3
-    assert scene.claim(9) == []
-    assert scene.counters()["running"] == "5"
-
-
-def test_claim_is_refused_when_weights_are_old_or_the_worker_unknown(scene: Scene) -> None:
-    scene.enqueue(1)
-    nonce = scene.worker()
-    stale = scene.run.jobs.claim("w0", nonce, new_nonce(), PolicyVersion("l9", 4), 1)
-    assert (stale.refusal, stale.jobs) == ("STALE", [])
-    assert stale.control is not None
-    assert stale.control.weights == FIRST
-    unknown = scene.run.jobs.claim("w0", new_nonce(), new_nonce(), FIRST, 1)
-    assert (unknown.refusal, unknown.control) == ("UNKNOWN", None)
-    scene.pause()
-    assert scene.run.jobs.claim("w0", nonce, new_nonce(), FIRST, 1).refusal == "PAUSED"
-    assert scene.stream("fresh") == [GID]

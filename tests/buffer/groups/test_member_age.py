@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from buffer.control.live_settings import LiveSettings
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from buffer.wire.staleness import AgeLimit
 from tests.buffer.scene import Scene
@@ -93,15 +94,16 @@ def test_a_member_that_was_found_too_old_stays_too_old(make_scene: Callable[...,
     made = type(group)(job.gid, "math", group.states)
     scene.run.buffer.submit("w0", job, made, 4)
     assert scene.pool("completed") == [(job.gid, 0.0)]
-    assert scene.run.buffer.refresh_staleness("math", thresholds={"math": 1}) == {"math": 0}
     scene.raw.hset(scene.keys.ledger("train"), "taken", 2)
-    assert scene.run.buffer.refresh_staleness("math", thresholds={"math": 1}) == {"math": 1}
+    scene.run.set(LiveSettings(max_staleness=0))
+    assert scene.run.buffer.refresh_staleness("math") == {"math": 1}
+    scene.run.set(LiveSettings(max_staleness=2))
 
     def old() -> list[bool]:
         limit = limit_of(scene, job.gid)
         return [limit.is_too_old(state) for state in made.states]
 
-    assert old() == [True, False]  # by the threshold of that call, not by the run's
+    assert old() == [True, False]  # by the threshold of that moment
     assert scene.run.jobs.reissue(scene.producer, "math", "expired", 1000) == 1
     scene.claim()
     scene.expire_leases()

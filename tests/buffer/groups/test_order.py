@@ -7,12 +7,12 @@ from collections.abc import Callable
 import pytest
 
 from buffer.errors import ConfigError
+from buffer.groups.order_policy import Finished
 from buffer.groups.pools import PoolSizes
 from buffer.ids import group_id
 from buffer.job import Job
-from buffer.model.order_policy import Finished
 from buffer.run import Run
-from buffer.wire.rollout import PolicyVersion, Status
+from buffer.wire.rollout import Status
 from tests.buffer.scene import FIRST, Scene, extend
 
 Make = Callable[..., Scene]
@@ -48,21 +48,6 @@ def index(scene: Scene) -> list[str]:
 
 
 # -- each policy ----
-
-
-def test_fifo_takes_by_arrival_whatever_made_the_groups(make_scene: Make) -> None:
-    scene = with_order(make_scene, "fifo")
-    gids = scene.ready(1, 0, 1, 0)
-    assert scene.take(1, math=3).gids == gids[:3]
-    assert "order=fifo" in scene.take(1).header
-    scene.check()
-
-
-def test_freshest_takes_the_newest_weights_first(make_scene: Make) -> None:
-    scene = with_order(make_scene, "freshest")
-    gids = scene.ready(1, 0, 1, 0)
-    assert scene.take(1, math=3).gids == [gids[2], gids[0], gids[3]]
-    assert index(scene) == []
 
 
 def test_length_fair_lets_short_and_long_responses_take_turns(make_scene: Make) -> None:
@@ -116,14 +101,6 @@ def test_a_policy_that_gives_no_score_is_an_error_of_that_group(
     assert scene.record(job.gid)["stage"] == "running"
 
 
-def test_evaluations_have_no_index(make_scene: Make) -> None:
-    scene = with_order(make_scene, "fifo")
-    scene.ready(0, task="quiz")
-    assert scene.raw.exists(scene.keys.order("quiz")) == 0
-    scene.run.evaluations.take(scene.trainer, 1, {"quiz": 1})
-    assert scene.counters("quiz")["taken"] == "1"
-
-
 # -- what every policy keeps ----
 
 
@@ -138,36 +115,6 @@ def test_no_policy_takes_groups_that_are_too_stale(make_scene: Make, order: str)
     manifest = scene.take(3, math=2)
     assert sorted(manifest.gids) == young
     assert scene.run.buffer.count_statuses("math") == {"math": PoolSizes(0, 0, 0, 2)}
-    scene.check()
-
-
-@pytest.mark.parametrize("order", INDEXED)
-def test_order_survives_refresh_and_a_trainer_that_starts_again(
-    make_scene: Make, order: str
-) -> None:
-    scene = with_order(make_scene, order, on_straggler="retry")
-    scene.ready(0, 0, 2, 0, 1, 2, 2, 0)
-    scene.take(1), scene.take(2)
-    before = index(scene)
-    assert scene.run.buffer.refresh_staleness("math")["math"] > 0
-    left = [gid for gid, _ in scene.pool("completed")]
-    assert index(scene) == [gid for gid in before if gid in left]
-    scene.open_trainer(step=1, lineage="l9", take_over=True)
-    assert scene.take(3, math=len(left)).gids == [gid for gid in before if gid in left]
-    scene.check()
-
-
-@pytest.mark.parametrize("order", INDEXED)
-def test_groups_moved_by_hand_leave_the_index(make_scene: Make, order: str) -> None:
-    scene = with_order(make_scene, order)
-    gids = scene.ready(0, 0, 0, 0, 0)
-    scene.run.jobs.requeue(gids[0])
-    scene.run.jobs.drop(gids[1])
-    first = scene.take(1)
-    left = index(scene)
-    assert sorted([*left, *first.gids]) == gids[2:]
-    assert scene.run.ledger.quarantine(scene.trainer, 1, first.entries[0], "bad").gids == left[:1]
-    assert index(scene) == left[1:]
     scene.check()
 
 
@@ -203,22 +150,3 @@ def test_a_crowd_of_stale_groups_in_front_is_cleared_away(make_scene: Make) -> N
     pipe.execute()
     assert scene.take(3).gids == [young]
     assert scene.run.buffer.count("math") == 0
-
-
-def test_a_group_without_tokens_is_taken_by_every_policy(make_scene: Make) -> None:
-    scene = with_order(make_scene, "fifo")
-    scene.enqueue(1)
-    (job,) = scene.claim()
-    scene.submit(job, None)
-    assert scene.take(1).gids == [job.gid]
-
-
-def test_versions_of_a_dead_lineage_are_cut_by_every_policy(make_scene: Make) -> None:
-    scene = with_order(make_scene, "fifo")
-    scene.ready(0, 0)
-    scene.take(1), scene.take(2)
-    scene.enqueue(1)
-    (job,) = scene.claim()
-    scene.open_trainer(step=0, lineage="l2", take_over=True)
-    scene.submit(job, PolicyVersion("l0", 2))
-    assert scene.try_take(3).missing == {"math": (0, 1)}

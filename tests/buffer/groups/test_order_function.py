@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from buffer.errors import ConfigError
-from buffer.model.order_policy import BUILT_IN, Finished, load_order
+from buffer.groups.order_policy import Finished, load_order
+from buffer.limits import ORDERS
 
 
 def test_a_function_is_loaded_from_the_folder_of_the_run(
@@ -23,7 +24,7 @@ def test_a_function_is_loaded_from_the_folder_of_the_run(
     assert function(Finished("math-0000000001", "math", 1, 2, 30, 20, 0.5, None)) == -20
 
 
-@pytest.mark.parametrize("order", BUILT_IN)
+@pytest.mark.parametrize("order", ORDERS)
 def test_policies_of_the_buffer_need_no_function(order: str) -> None:
     assert load_order(order, "staleness") is None
 

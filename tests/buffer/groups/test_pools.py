@@ -8,7 +8,7 @@ import pytest
 
 from buffer.errors import ConfigError, GroupHeld, LedgerError, PayloadMissing, QueryError
 from buffer.groups.pools import PoolSizes
-from buffer.model.manifest import NotReady
+from buffer.manifest import NotReady
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status
 from tests.buffer.scene import FIRST, Scene
@@ -50,13 +50,6 @@ def test_counts_are_of_the_next_step_whether_or_not_anything_was_expired(make_sc
         3,
     ]
     assert buffer.refresh_staleness() == {"math": 0, "code": 0}
-
-
-def test_evaluations_do_not_age(scene: Scene) -> None:
-    scene.ready(0, task="quiz")
-    pass_steps(scene, 99)
-    assert scene.run.buffer.count("quiz") == 1
-    assert len(scene.run.buffer.get(1, "quiz")) == 1
 
 
 def test_ready_is_what_the_next_step_can_take(make_scene: Make) -> None:

@@ -11,7 +11,6 @@ from buffer.errors import ConfigError, PayloadMissing, WireError
 from buffer.groups.put_groups import GroupPut
 from buffer.ids import IMPORTED_FROM, group_id
 from buffer.job import PayloadRef
-from buffer.model.order_policy import Finished
 from buffer.redis.store import Store
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
@@ -52,33 +51,6 @@ def test_put_groups_are_taken_like_others_and_take_no_draw(make_scene: Make) -> 
     )
     scene.run.ledger.commit(scene.trainer, 1, 1)
     assert scene.bit("archived", IMPORTED_FROM) == 1
-    scene.check()
-
-
-@pytest.mark.parametrize(
-    ("statuses", "pool"),
-    [
-        ((Status.COMPLETED, Status.COMPLETED), "completed"),
-        ((Status.COMPLETED, Status.ABORTED), "aborted"),
-        ((Status.ABORTED, Status.EXPIRED), "aborted"),
-        ((Status.COMPLETED, Status.EXPIRED), "expired"),
-    ],
-)
-def test_put_goes_by_the_worst_status_of_a_group(
-    make_scene: Make, statuses: tuple[Status, ...], pool: str
-) -> None:
-    scene = make_scene(on_straggler="retry")
-    pools = scene.run.buffer.put("math", [rollouts(*statuses)])
-    assert pools == {FIRST_GID: pool}
-    assert [gid for gid, _ in scene.pool(pool)] == [FIRST_GID]
-    scene.open_producer()
-    if pool != "completed":
-        assert scene.run.jobs.reissue(scene.producer, "math", pool, 10) == 1
-        (job,) = scene.claim()
-        # the worker restarts the members that are expired
-        states = scene.run.buffer.read(job.payload).states
-        assert [(s.status, len(s.response_ids)) for s in states] == [(s, 2) for s in statuses]
-        scene.submit(job)
     scene.check()
 
 
@@ -166,31 +138,6 @@ def test_what_is_too_old_expires_when_it_is_put(
     left = {key for key in payload_keys(scene.raw, scene.name) if first in key}
     assert left == ({scene.keys.payload(first, "init")} if pool == "expired" else set())
     scene.check()
-
-
-def test_versions_of_weights_that_a_trainer_forked_away_from_count_as_the_fork(
-    make_scene: Make,
-) -> None:
-    scene = make_scene()
-    scene.open_trainer()
-    scene.run.buffer.put("math", [rollouts(version=7)])
-    assert scene.pool("completed") == [(FIRST_GID, 0.0)]  # l0 ended at step 0
-
-
-@pytest.mark.parametrize(
-    "order", ["fifo", "freshest", "length_fair", "tests.buffer.groups.test_put:latest_draw"]
-)
-def test_put_groups_are_taken_in_the_order_of_the_policy(make_scene: Make, order: str) -> None:
-    scene = make_scene(order=order)
-    scene.open_trainer()
-    scene.run.buffer.order_function = latest_draw if ":" in order else None
-    first, second = scene.run.buffer.put("math", [rollouts(version=0), rollouts(version=0)])
-    reverse = order in ("freshest", "tests.buffer.groups.test_put:latest_draw")
-    assert scene.take(1, math=2).gids == ([second, first] if reverse else [first, second])
-
-
-def latest_draw(group: Finished) -> float:
-    return -group.draw
 
 
 def test_put_whose_reply_was_lost_is_made_once_whatever_happened_since(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from buffer.groups.job_queue import Serves, serving_order
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 
 LIMITS = RunLimits(
     tasks={"sums": TaskLimits(), "code": TaskLimits(), "exam": TaskLimits(eval_of="sums")}

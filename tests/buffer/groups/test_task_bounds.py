@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.job import Job
-from buffer.model.limits import TaskLimits
+from buffer.limits import TaskLimits
 from tests.buffer.scene import Scene
 
 MakeScene = Callable[..., Scene]

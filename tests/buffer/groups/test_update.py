@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from buffer.errors import GroupHeld, PayloadMissing, WireError
-from buffer.groups.pools import PoolSizes
 from buffer.job import PayloadRef
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import FIRST, Scene, rollout
@@ -33,25 +32,6 @@ def test_update_replaces_the_bytes_and_keeps_the_arrival(scene: Scene) -> None:
     scene.check()
 
 
-def test_update_moves_between_pools_by_status_and_version(make_scene: Make) -> None:
-    scene = make_scene(on_straggler="retry")
-    scene.open_trainer()
-    (gid,) = scene.run.buffer.put("math", [[rollout(Status.EXPIRED, FIRST)]])
-    update = scene.run.buffer.update
-
-    def sizes() -> PoolSizes:
-        return scene.run.buffer.count_statuses("math")["math"]
-
-    assert sizes() == PoolSizes(0, 0, 1, 0)
-    update(gid, [rollout(Status.ABORTED, FIRST)])
-    assert sizes() == PoolSizes(0, 1, 0, 0)
-    update(gid, [rollout(DONE, PolicyVersion("l1", 3))])
-    assert (sizes(), scene.pool("completed")) == (PoolSizes(1, 0, 0, 0), [(gid, 3.0)])
-    update(gid, [rollout(DONE, None)], weights=PolicyVersion("l1", 5))
-    assert scene.pool("completed") == [(gid, 5.0)]
-    scene.check()
-
-
 @pytest.mark.parametrize("order", ["fifo", "length_fair"])
 def test_update_keeps_its_turn(make_scene: Make, order: str) -> None:
     scene = make_scene(order=order)
@@ -64,17 +44,6 @@ def test_update_keeps_its_turn(make_scene: Make, order: str) -> None:
     scene.run.buffer.update(gids[1], [rollout(DONE, PolicyVersion("l1", 2))])
     assert scene.take(3, math=1).gids == gids[1:2]
     scene.check()
-
-
-def test_update_gives_a_function_of_yours_another_score(make_scene: Make) -> None:
-    scene = make_scene(order="tests.buffer.groups.test_update:best_first")
-    scene.open_trainer()
-    scene.run.buffer.order_function = lambda group: -(group.reward or 0.0)
-    first, second = scene.run.buffer.put("math", [[rollout(DONE, FIRST)], [rollout(DONE, FIRST)]])
-    better = rollout(DONE, FIRST)
-    better.reward = {"score": 9.0}
-    scene.run.buffer.update(second, [better])
-    assert scene.take(1, math=2).gids == [second, first]
 
 
 def test_update_is_refused_where_the_group_is_not_as_it_was_seen(scene: Scene) -> None:

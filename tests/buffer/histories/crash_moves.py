@@ -5,7 +5,7 @@ I8, I12, I13).
 from __future__ import annotations
 
 from buffer.ids import group_id, new_nonce
-from buffer.model.manifest import NotReady
+from buffer.manifest import NotReady
 from buffer.wire import group_bytes
 from buffer.wire.rollout import Status
 from tests.buffer.histories.server_moves import ServerMoves

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 from tests.buffer.histories.model import LEASE_MS, TASKS, WORKERS
 from tests.buffer.histories.worker_moves import WorkerMoves
 
 
 class JanitorMoves(WorkerMoves):
     def refresh(self, task: str, limit: int) -> None:
-        assert self.scene.run.buffer.refresh_staleness(task, limit=limit) == {
-            task: self.expire(task)
-        }
+        with patch("buffer.groups.pools._SLICE", limit):
+            moved = self.scene.run.buffer.refresh_staleness(task)
+        assert moved == {task: self.expire(task)}
 
     def sweep(self, worker: str, is_silent: bool) -> None:
         """All of it at once: leases of a silent worker, age, garbage."""

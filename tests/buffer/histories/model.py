@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from buffer.control.control import Mode
 from buffer.ids import LANES
-from buffer.model.limits import Straggler
-from buffer.model.manifest import Manifest
+from buffer.limits import Straggler
+from buffer.manifest import Manifest
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.staleness import staleness
 from tests.buffer.scene import FIRST

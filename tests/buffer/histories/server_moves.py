@@ -12,7 +12,7 @@ from buffer.ids import IMPORTED_FROM, group_id, split_group_id
 from buffer.job import PayloadRef
 from buffer.ledger.position import Position
 from buffer.ledger.trainer_opening import Opening
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from buffer.wire.rollout import PolicyVersion
 from tests.buffer.histories.control_moves import ControlMoves
 from tests.buffer.histories.model import TASKS, Group

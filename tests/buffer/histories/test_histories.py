@@ -19,7 +19,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from buffer.model.limits import Straggler
+from buffer.limits import Straggler
 from tests.buffer.faulty_store import FaultyStore
 from tests.buffer.histories.all_moves import AllMoves
 from tests.buffer.histories.model import TASKS, WORKERS

@@ -9,7 +9,7 @@ import pytest
 
 from buffer.control.control import Mode
 from buffer.errors import Fenced, LedgerError
-from buffer.model.manifest import Manifest, NotReady
+from buffer.manifest import Manifest, NotReady
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.staleness import staleness
 from tests.buffer.histories.model import WORKERS

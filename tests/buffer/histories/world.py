@@ -9,7 +9,7 @@ from typing import Any
 import redis
 
 from buffer.ids import LANES, POOLS
-from buffer.model.limits import RunLimits, Straggler, TaskLimits
+from buffer.limits import RunLimits, Straggler, TaskLimits
 from tests.buffer.faulty_store import MUTATING, FaultyStore
 from tests.buffer.histories.model import (
     LEASE_MS,

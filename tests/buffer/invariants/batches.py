@@ -13,7 +13,7 @@ from buffer.control.control import Mode
 from buffer.control.task_status import TaskStop
 from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld
 from buffer.ids import new_nonce
-from buffer.model.manifest import Manifest, NotReady
+from buffer.manifest import Manifest, NotReady
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.scene import Scene, extend

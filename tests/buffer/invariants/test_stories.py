@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.scripts import assemble, sources
 from buffer.redis.store import Store
 from tests.buffer.invariants import batches, byte_count, one_place, running

@@ -66,17 +66,6 @@ def test_account_names_every_place(busy: Scene) -> None:
     assert (task.enqueued, task.cursor, task.consumed) == (9, 9, 2)
 
 
-def test_fsck_finds_a_lost_waiting_job(busy: Scene) -> None:
-    stream = busy.keys.jobs("math", "resume")
-    busy.raw.xdel(stream, busy.raw.xrange(stream)[0][0])
-    found = audit(busy)
-    assert found.lost == [WAITING]
-    assert found.faults == [
-        "math: 9 enqueued, but 8 in all stages",
-        f"{stream} lacks {WAITING}, which is waiting",
-    ]
-
-
 def test_fsck_separates_entries_of_two_lanes_that_have_the_same_id(scene: Scene) -> None:
     """Streams number entries by the millisecond, each for itself."""
     scene.enqueue(2)
@@ -92,73 +81,6 @@ def test_fsck_separates_entries_of_two_lanes_that_have_the_same_id(scene: Scene)
     scene.check()
     scene.raw.xdel(line, entry)
     assert scene.run.account.fsck().lost == [resumed]
-
-
-def test_fsck_finds_a_lost_result(busy: Scene) -> None:
-    busy.raw.zrem(busy.keys.pool("math", "completed"), member(busy, READY))
-    assert audit(busy).lost == [READY]
-
-
-def test_fsck_finds_a_lost_lease(busy: Scene) -> None:
-    busy.raw.zrem(busy.keys.leases, "w0")
-    found = audit(busy)
-    assert found.lost == [RUNNING]
-    assert found.faults == [
-        "1 groups counted as running, workers hold 0",
-        "w0 holds groups without a lease",
-    ]
-
-
-def test_fsck_finds_a_digest_that_does_not_fit_and_the_next_heartbeat_corrects_it(
-    busy: Scene,
-) -> None:
-    busy.raw.hincrby(busy.keys.leased("w0"), "digest", 1)
-    assert audit(busy).faults == ["the digest of what w0 holds does not fit"]
-    busy.take_back()
-    busy.check()
-
-
-def test_fsck_finds_a_group_of_another_token_or_owner(busy: Scene) -> None:
-    busy.raw.hset(busy.keys.group(RUNNING), "token", "t9")
-    found = audit(busy)
-    assert found.lost == [RUNNING]
-    assert found.faults == [f"w0 holds {RUNNING}, and its record does not say so"]
-
-
-def test_fsck_finds_a_lost_record(busy: Scene) -> None:
-    busy.raw.unlink(busy.keys.group(READY))
-    assert audit(busy).lost == [READY]
-
-
-def test_fsck_finds_a_lost_dead_letter(busy: Scene) -> None:
-    busy.raw.zrem(busy.keys.dead, DEAD)
-    assert audit(busy).lost == [DEAD]
-
-
-def test_fsck_finds_a_lost_manifest(busy: Scene) -> None:
-    busy.raw.unlink(busy.keys.batch("train", 2))
-    found = audit(busy)
-    assert found.lost == [TAKEN]
-    assert found.faults == ["the manifest of train step 2 is gone"]
-
-
-def test_fsck_finds_a_step_that_was_not_taken_and_lacks_groups(busy: Scene) -> None:
-    busy.raw.hset(busy.keys.ledger("train"), "awaits", 3)
-    (text,) = audit(busy).faults
-    assert text.endswith("awaits 3, and the last step that was taken is 2")
-
-
-@pytest.mark.parametrize("stage", ["archived", "filtered", "dropped"])
-def test_fsck_finds_a_bit_too_few_and_too_many(busy: Scene, stage: str) -> None:
-    key = busy.keys.ended("math", stage)
-    draw = {"archived": 5, "filtered": 6, "dropped": 8}[stage]
-    busy.raw.setbit(key, draw, 0)
-    found = audit(busy)
-    assert found.lost == [group_id("math", draw)]
-    assert found.faults == [f"math: 1 counted as {stage}, 0 in the bitmap"]
-    busy.raw.setbit(key, draw, 1)
-    busy.raw.setbit(key, 0, 1)
-    assert audit(busy).doubled == [f"{WAITING} (waiting, {stage})"]
 
 
 @pytest.mark.parametrize("pool", ["aborted", "expired"])

@@ -2,51 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from buffer.errors import ConfigError, LedgerError
-from buffer.ids import group_id
-from buffer.model.manifest import Manifest, NotReady
-from buffer.wire.rollout import PolicyVersion, Status
+from buffer.manifest import Manifest
 from tests.buffer.scene import Scene
-
-
-def test_take_hands_out_the_most_stale_first_then_by_arrival(scene: Scene) -> None:
-    scene.open_trainer(lineage="l0")
-    gids = scene.ready(1, 0, 1, 0)
-    assert scene.take(1, math=3).gids == [gids[1], gids[3], gids[0]]
-    assert scene.pool("completed") == [(gids[2], 1.0)]
-    assert scene.counters()["consumed"] == "3"
-    scene.check()
-
-
-def test_take_is_all_or_nothing_when_strict(scene: Scene) -> None:
-    scene.open_trainer()
-    scene.ready(0, 0)
-    scene.ready(0, task="code")
-    before = scene.dump()
-    answer = scene.try_take(1, math=2, code=2)
-    assert answer.missing == {"math": (2, 2), "code": (1, 2)}
-    assert str(answer) == "waiting for groups: code 1 of 2"
-    assert scene.dump() == before
-    manifest = scene.take(1, math=2, code=1)
-    assert [gid[:4] for gid in manifest.gids] == ["math", "math", "code"]
-    assert "asked=math=2,code=1 strict=1" in manifest.header
-    scene.check()
-
-
-def test_take_brings_what_there_is_when_best_effort(scene: Scene) -> None:
-    scene.open_trainer()
-    before = scene.dump()
-    assert isinstance(scene.try_take(1, strict=False, math=4), NotReady)
-    assert scene.dump() == before
-    (gid,) = scene.ready(0)
-    manifest = scene.take(1, strict=False, math=4, code=1)
-    assert manifest.gids == [gid]
-    assert "strict=0" in manifest.header
-    scene.check()
 
 
 def test_take_of_no_groups_answers_at_once_and_leaves_the_step_open(scene: Scene) -> None:
@@ -71,20 +31,6 @@ def test_take_refuses_what_a_training_batch_cannot_have(
         scene.run.ledger.take(scene.trainer, 1, counts)
 
 
-def test_take_of_a_taken_step_is_the_same_record_before_any_other_check(scene: Scene) -> None:
-    scene.open_trainer()
-    gids = scene.ready(0, 0, 0)
-    first = scene.take(1, math=2)
-    scene.run.ledger.commit(scene.trainer, 1, 0)
-    before = scene.dump()
-    assert scene.take(1, math=1) == first
-    assert scene.take(1, code=7) == first
-    assert scene.run.ledger.manifest(1) == first
-    assert scene.dump() == before
-    assert scene.take(2, math=1).gids == [gids[2]]
-    scene.check()
-
-
 def test_take_refuses_gaps_and_freed_steps(scene: Scene) -> None:
     scene.open_trainer()
     scene.ready(0, 0, 0)
@@ -96,22 +42,6 @@ def test_take_refuses_gaps_and_freed_steps(scene: Scene) -> None:
         scene.take(1)
     with pytest.raises(LedgerError, match="at most 1024"):
         scene.take(2, math=1025)
-    scene.check()
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_take_never_hands_out_what_is_too_stale_even_without_refresh(
-    scene: Scene, strict: bool
-) -> None:
-    scene.open_trainer()
-    gids = scene.ready(0, 0, 0)
-    scene.take(1), scene.take(2)
-    assert scene.pool("completed") == [(gids[2], 0.0)]
-    # threshold 2: staleness 3 - 0 - 1 is not below it
-    assert isinstance(scene.try_take(3, strict=strict), NotReady)
-    assert scene.pool("completed") == [(gids[2], 0.0)]
-    fresh = scene.ready(1, lineage="l1")
-    assert scene.take(3, strict=strict).gids == fresh
     scene.check()
 
 
@@ -127,75 +57,6 @@ def test_groups_without_tokens_never_age(scene: Scene) -> None:
     )
     assert scene.run.buffer.refresh_staleness("math") == {"math": 0}
     assert scene.take(51).entries[0].version is None
-    scene.check()
-
-
-@pytest.mark.parametrize("status", ["completed", "aborted"])
-def test_refresh_drops_what_is_too_old(scene: Scene, status: str) -> None:
-    scene.open_trainer(lineage="l0")
-    scene.enqueue(2)
-    for job, version in zip(scene.claim(2), (0, 1), strict=True):
-        scene.submit(job, PolicyVersion("l0", version), status=Status(status))
-    old = group_id("math", 0)
-    young = group_id("math", 1)
-    scene.ready(0, 0, task="code")
-    scene.take(1, code=1), scene.take(2, code=1)
-    token = scene.record(old)["payload"]
-    assert scene.run.buffer.refresh_staleness("math") == {"math": 1}
-    assert scene.pool(status) == [(young, 1.0)]
-    assert (scene.record(old), scene.bit("dropped", 0), scene.counters()["dropped"]) == ({}, 1, "1")
-    assert scene.garbage() == {f"{old} init 1", f"{old} {token} 1"}
-    scene.check()
-
-
-def test_refresh_keeps_prompts_for_another_try_when_expired_groups_are_retried(
-    make_scene: Callable[..., Scene],
-) -> None:
-    scene = make_scene(on_straggler="retry", tail_batch_trigger_size=1)
-    scene.open_trainer()
-    gids = scene.ready(0, 0, 0)
-    scene.take(1), scene.take(2)
-    token = scene.record(gids[2])["payload"]
-    assert scene.run.buffer.refresh_staleness("math", limit=1) == {"math": 1}
-    assert scene.pool("expired") == [(gids[2], float("inf"))]
-    assert scene.garbage() == {f"{gids[2]} {token} 1"}
-    record = scene.record(gids[2])
-    assert (record["payload"], record["status"], record["version"]) == ("init", "expired", "")
-    scene.check()
-    scene.run.janitor.sweep()
-    assert scene.run.jobs.reissue(scene.producer, "math", "expired", 1000) == 1
-    (job,) = scene.claim()
-    assert [s.status for s in scene.run.buffer.read(job.payload).states] == [
-        Status.INIT,
-        Status.INIT,
-    ]
-    scene.check()
-
-
-def test_refresh_continues_until_nothing_is_left_when_slices_are_small(scene: Scene) -> None:
-    scene.open_trainer()
-    scene.ready(*[0] * 7)
-    scene.take(1), scene.take(2)
-    assert scene.run.buffer.refresh_staleness("math", limit=2) == {"math": 5}
-    assert scene.run.buffer.count("math") == 0
-    scene.check()
-
-
-def test_commit_frees_only_up_to_the_oldest_kept_checkpoint(scene: Scene) -> None:
-    scene.open_trainer()
-    gids = scene.ready(0, 0, 0, 0)
-    first = scene.take(1, math=2)
-    second = scene.take(2, math=2)
-    scene.run.ledger.commit(scene.trainer, 2, 1)
-    assert scene.run.ledger.steps() == (2, 2, 1)
-    assert (scene.run.ledger.manifest(1), scene.run.ledger.manifest(2)) == (None, second)
-    assert [scene.bit("archived", i) for i in range(4)] == [int(gid in first.gids) for gid in gids]
-    assert (scene.counters()["taken"], scene.counters()["archived"]) == ("2", "2")
-    scene.check()
-    scene.run.ledger.commit(scene.trainer, 1, 0)
-    assert scene.run.ledger.steps() == (2, 2, 1)
-    with pytest.raises(LedgerError, match="GAP 2"):
-        scene.run.ledger.commit(scene.trainer, 3, 2)
     scene.check()
 
 

@@ -13,14 +13,13 @@ import pytest
 
 from buffer.errors import ConfigError, Fenced, LedgerError, LostRun
 from buffer.ids import IMPORTED_FROM, group_id, new_nonce
-from buffer.ledger.from_checkpoint import CheckpointRecovery
 from buffer.ledger.position import Position
-from buffer.model.manifest import Manifest, NotReady
+from buffer.manifest import Manifest, NotReady
 from buffer.redis.store import Store
 from buffer.wire.rollout import Status
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.keyspace import payload_keys
-from tests.buffer.scene import FIRST, Scene, extend
+from tests.buffer.scene import FIRST, Scene
 
 
 @pytest.fixture
@@ -235,19 +234,6 @@ def test_an_empty_server_with_the_nonce_of_the_run_is_refused_too(
     scene.check()
 
 
-def test_another_run_of_the_name_never_gets_what_this_one_trained(
-    scene: Scene, trainer: Trainer
-) -> None:
-    scene.ready(0)
-    trainer.train(1)
-    position = trainer.save()
-    trainer.lose_all_since({})
-    other = Scene(scene.store, scene.raw, scene.name, scene.run.limits)
-    other.open_trainer()
-    with pytest.raises(LostRun, match="this server holds run"):
-        trainer.open(position, regenerate=True)
-
-
 def test_going_back_below_what_is_freed_generates_what_came_after(
     scene: Scene, trainer: Trainer
 ) -> None:
@@ -321,26 +307,6 @@ def test_imported_groups_that_the_server_forgot_are_dropped_unless_they_were_tra
     scene.check()
 
 
-def test_a_batch_of_another_history_is_dissolved(scene: Scene, trainer: Trainer) -> None:
-    scene.ready(0, 0, 0, 0)
-    moment = trainer.now()
-    trainer.train(1, math=2)
-    trained = trainer.save(keep=0)
-    trainer.lose_all_since(moment)
-    # an operator went back to the start, and somebody took another first batch, then the checkpoint
-    # was found again
-    trainer.open(Position())
-    scene.take(1, math=3)
-    scene.take(2)
-    opening = trainer.open(trained)
-    assert (opening.recovery.dissolved, opening.recovery.restored) == (2, 1)
-    assert (scene.counters()["consumed"], scene.counters()["taken"]) == ("2", "2")
-    assert scene.run.ledger.manifest(1) == trained.manifest(1)
-    assert [gid for gid, _ in scene.pool("completed")] == gids(2, 3)
-    scene.check()
-    assert trainer.train(2, math=2).gids == gids(2, 3)
-
-
 class Died(Exception):
     """Stands for SIGKILL between two calls."""
 
@@ -395,22 +361,6 @@ def test_a_trainer_that_dies_anywhere_in_it_leaves_what_the_next_one_can_go_on_w
     assert outcomes == [[["archived"]] * 8 + [["waiting"]] * 4] * len(outcomes)
 
 
-def test_a_fenced_trainer_asserts_nothing(scene: Scene, trainer: Trainer) -> None:
-    scene.ready(0, 0)
-    trainer.train(1)
-    position = trainer.save()
-    run = scene.run
-    old = scene.trainer
-    trainer.lose_all_since({})
-    again = Scene(scene.store, scene.raw, scene.name, scene.run.limits)
-    again.open_trainer()
-    before = again.dump()
-    parts = (run.store, run.keys, run.limits, run.payloads, run.ledger, old)
-    with pytest.raises(Fenced):
-        CheckpointRecovery(*parts).run(position)
-    assert again.dump() == before
-
-
 def test_a_live_trainer_learns_of_a_loss_when_it_takes_or_commits(
     scene: Scene, trainer: Trainer
 ) -> None:
@@ -425,19 +375,6 @@ def test_a_live_trainer_learns_of_a_loss_when_it_takes_or_commits(
         trainer.save()
     trainer.open(trainer.checkpoints[2])
     assert trainer.train(3).gids == gids(2)
-    scene.check()
-
-
-def test_results_of_before_the_loss_are_worth_nothing(scene: Scene, trainer: Trainer) -> None:
-    scene.enqueue(2)
-    moment = trainer.now()
-    (job,) = scene.claim()
-    result = extend(scene.run.buffer.read(job.payload), Status.COMPLETED, FIRST)
-    trainer.lose_all_since(moment)
-    trainer.open()
-    with pytest.raises(Fenced):
-        scene.run.buffer.submit("w0", job, result, 4)
-    assert scene.stream("fresh") == gids(0, 1)
     scene.check()
 
 

@@ -13,11 +13,11 @@ import orjson
 import pytest
 
 from buffer.errors import MemoryFull
-from buffer.groups.claim import Claim, Enqueued
+from buffer.groups.claim import Claim
 from buffer.ids import group_id, new_nonce
 from buffer.ledger.record_check import RecordCheck
-from buffer.model.damage import Damage
-from buffer.model.manifest import NotReady
+from buffer.manifest import NotReady
+from buffer.redis.key_fields import Damage
 from buffer.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
@@ -80,25 +80,6 @@ def test_bytes_are_those_of_prompts_and_results_and_none_are_left_at_the_end(sce
     scene.check()
 
 
-def test_retained_batches_still_count(make_scene: Callable[..., Scene]) -> None:
-    scene = make_scene(retain_batches=1)
-    scene.open_trainer()
-    (gid,) = scene.ready(0)
-    size = scene.payload(gid).size
-    scene.take(1)
-    scene.run.ledger.commit(scene.trainer, 1, 1)
-    assert scene.run.memory.count().held == size
-    scene.check()
-
-
-@pytest.mark.parametrize("by", [1, -1])
-def test_fsck_finds_a_byte_that_is_counted_wrong(scene: Scene, by: int) -> None:
-    scene.ready(0)
-    scene.check()
-    scene.raw.hincrby(scene.keys.bytes, "came", by)
-    assert any("payload bytes are counted" in fault for fault in scene.run.account.fsck().faults)
-
-
 def test_fsck_of_the_bytes_holds_while_groups_move(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,28 +140,6 @@ def claim_all(scene: Scene) -> Claim:
     return scene.run.jobs.claim("w0", scene.worker(), new_nonce(), FIRST, 9)
 
 
-def test_below_the_low_mark_everything_is_started(bounded: Callable[[int, int], Scene]) -> None:
-    scene = bounded(10_000, 20_000)
-    assert scene.enqueue(1).count == 1
-    assert scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000) == 1
-    assert lanes(claim_all(scene)) == ["resume", "resume", "fresh", "fresh"]
-
-
-def test_from_the_low_mark_on_only_begun_groups_are_started(
-    bounded: Callable[[int, int], Scene],
-) -> None:
-    scene = bounded(0, 10_000)
-    before = scene.counters()
-    assert scene.enqueue(1) == Enqueued(0, 4, refusal="FULL")
-    assert scene.counters() == before
-    assert scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000) == 1
-    claimed = claim_all(scene)
-    assert (lanes(claimed), claimed.refusal) == (["resume", "resume"], None)
-    again = claim_all(scene)
-    assert (again.jobs, again.refusal) == ([], "FULL")
-    scene.check()
-
-
 def test_from_the_high_mark_on_nothing_is_started_but_results_are_taken(
     bounded: Callable[[int, int], Scene],
 ) -> None:
@@ -195,13 +154,6 @@ def test_from_the_high_mark_on_nothing_is_started_but_results_are_taken(
     scene.submit(job)
     assert scene.run.memory.count().held > high
     scene.check()
-
-
-def test_empty_line_is_not_called_full(bounded: Callable[[int, int], Scene]) -> None:
-    scene = bounded(0, 10_000)
-    scene.raw.unlink(scene.keys.jobs("math", "fresh"))
-    claim_all(scene)
-    assert claim_all(scene).refusal is None
 
 
 def test_who_was_refused_is_rung_when_bytes_are_freed(bounded: Callable[[int, int], Scene]) -> None:
@@ -264,32 +216,6 @@ def test_take_asks_for_a_checkpoint_where_only_that_can_make_room(taken: Scene) 
     assert not taken.try_take(2).checkpoint_now
     taken.ready(1)
     assert taken.take(2).gids
-
-
-def test_take_waits_for_what_still_runs_below_the_high_mark(taken: Scene) -> None:
-    taken.enqueue(1)
-    (job,) = taken.claim()
-    limit(taken, 0, 10_000)
-    assert not taken.try_take(2).checkpoint_now
-    limit(taken, 0, 0)
-    assert taken.try_take(2).checkpoint_now
-    taken.submit(job)
-    assert taken.take(2).gids == [job.gid], "what is ready is taken, however full it is"
-    taken.check()
-
-
-def test_take_does_not_ask_for_a_checkpoint_that_would_free_nothing(taken: Scene) -> None:
-    taken.run.ledger.commit(taken.trainer, 1, 1)
-    taken.enqueue(1)
-    limit(taken, 0, 0)
-    assert not taken.try_take(2).checkpoint_now
-
-
-def test_evaluation_is_not_waited_for_behind_batches_either(taken: Scene) -> None:
-    limit(taken, 0, 0)
-    answer = taken.run.evaluations.take(taken.trainer, 1, {"quiz": 1})
-    assert isinstance(answer, NotReady)
-    assert answer.checkpoint_now
 
 
 # -- never for ever ----------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from buffer.errors import ConfigError, LedgerError
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from buffer.wire.group import RolloutGroup
 from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import Scene
@@ -32,15 +32,6 @@ def payloads(scene: Scene) -> int:
     while scene.run.payloads.collect():
         pass
     return len(payload_keys(scene.raw, scene.name))
-
-
-def test_nothing_is_left_of_archived_batches_when_none_are_retained(scene: Scene) -> None:
-    scene.open_trainer()
-    train(scene, range(1, 4))
-    assert scene.run.ledger.archive.steps() == range(4, 4)
-    assert scene.run.ledger.manifest(3) is None
-    assert payloads(scene) == 0
-    scene.check()
 
 
 def test_the_last_batches_stay_readable_until_they_fall_out(

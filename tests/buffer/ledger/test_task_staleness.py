@@ -9,8 +9,8 @@ import pytest
 from buffer.config.assignments import parse_settings
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
-from buffer.model.limits import TaskLimits
-from buffer.model.manifest import NotReady
+from buffer.limits import TaskLimits
+from buffer.manifest import NotReady
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 from tests.buffer.checkpointing import Trainer
@@ -90,21 +90,3 @@ def test_a_dissolved_batch_returns_to_the_ages_of_its_task(make_scene: Make) -> 
     swap_out_and_forget_it(scene, trainer)
     assert scene.pool("completed") == [(bad, -3)]
     scene.check()
-
-
-def test_refresh_takes_tasks_thresholds_and_statuses(make_scene: Make) -> None:
-    scene = make_scene(stale_threshold=9, tasks=TASKS, on_straggler="retry")
-    scene.open_trainer()
-    scene.ready(0, 1, lineage="l1")
-    scene.ready(0, task="code")
-    scene.raw.hset(scene.keys.ledger("train"), "taken", 1)
-    refresh = scene.run.buffer.refresh_staleness
-    assert refresh(thresholds={"math": 1}, statuses=["aborted"]) == {"math": 0, "code": 0}
-    assert refresh("code", thresholds={"math": 1}) == {"code": 0}
-    assert refresh(thresholds={"math": 1}) == {"math": 1, "code": 0}
-    for wrong in ({"thresholds": {"math": 0}}, {"thresholds": {"x": 1}}, {"statuses": ["expired"]}):
-        with pytest.raises(ConfigError):
-            refresh(**wrong)
-    scene.enqueue(1)
-    scene.submit(scene.claim()[0], filtered=True)
-    assert scene.run.buffer.count("math", "filtered") == 1

@@ -9,9 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from buffer.groups.pools import PoolSizes
 from buffer.wire.group import RolloutGroup
-from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from buffer.wire.staleness import living_version
 from tests.buffer.scene import Scene
 
@@ -91,19 +90,6 @@ def test_versions_count_no_later_than_any_fork_after_their_lineage() -> None:
     assert living_version([], "a", 7) == 7
 
 
-def test_group_with_a_rollout_that_has_nothing_left_is_not_handed_out(scene: Scene) -> None:
-    buffer = scene.run.buffer
-    whole, mixed = buffer.put("math", [old_and_new(0, 0), old_and_new(0, 1)])
-    assert (buffer.count("math"), buffer.is_ready({"math": 2})) == (2, True)
-    pass_steps(scene, 1)  # step 2: tokens of version 0 are too old, groups are not
-    assert buffer.count_statuses("math") == {"math": PoolSizes(1, 0, 0, 1)}
-    assert scene.try_take(2, math=2).missing == {"math": (1, 2)}
-    assert scene.take(2).gids == [mixed]
-    assert buffer.refresh_staleness("math") == {"math": 1}
-    assert scene.pool("expired")[0][0] == whole
-    assert scene.run.account.totals().clean
-
-
 def test_old_tokens_are_masked_in_the_batch_and_stay_so_whenever_it_is_delivered(
     scene: Scene,
 ) -> None:
@@ -120,38 +106,6 @@ def test_old_tokens_are_masked_in_the_batch_and_stay_so_whenever_it_is_delivered
     again = buffer.load(scene.take(2))
     assert masks(again) == masks(taken["math"])
     assert masks([buffer.read(scene.payload(again[0].gid))]) == [[1] * 8]
-
-
-def test_forks_make_tokens_older(scene: Scene) -> None:
-    buffer = scene.run.buffer
-    pass_steps(scene, 3)
-    (gid,) = buffer.put("math", [old_and_new(2, 3)])
-    assert scene.pool("completed") == [(gid, 1.0)]  # runs out together with a group of version 1
-    scene.open_trainer(step=2, lineage="l2", take_over=True)
-    assert scene.pool("completed") == [(gid, 0.0)]
-    assert scene.record(gid)["version"] == "2"
-    assert buffer.count("math") == 0
-
-
-def test_released_group_keeps_the_age_of_its_tokens(scene: Scene) -> None:
-    scene.enqueue(1)
-    (job,) = scene.claim()
-    scene.submit(job, PolicyVersion("l1", 4), status=Status.ABORTED)
-    assert scene.pool("aborted") == [(job.gid, 2.0)]
-    scene.run.jobs.reissue(scene.producer, "math", "aborted", 10)
-    (again,) = scene.claim()
-    pass_steps(scene, 3)
-    scene.open_trainer(step=3, lineage="l2", take_over=True)
-    scene.run.jobs.release("w0", again, "aborted")
-    assert scene.pool("aborted") == [(job.gid, 1.0)]
-
-
-def test_questions_about_versions_look_at_versions(scene: Scene) -> None:
-    scene.run.buffer.put("math", [old_and_new(0, 0), old_and_new(0, 1)])
-    groups = scene.run.groups
-    assert groups.count({"stage": "pool", "version": 0}) == 2
-    assert groups.count({"stage": "pool", "staleness": {"$gte": 1}}) == 0
-    assert len(list(groups.find({"version": {"$lt": 0}}))) == 0
 
 
 def test_evaluations_are_not_masked(scene: Scene) -> None:

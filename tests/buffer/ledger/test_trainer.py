@@ -8,9 +8,9 @@ import pytest
 
 from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld
 from buffer.ids import new_nonce
-from buffer.model.manifest import NotReady
-from buffer.wire.rollout import PolicyVersion, Status
-from tests.buffer.scene import Scene, extend
+from buffer.manifest import NotReady
+from buffer.wire.rollout import PolicyVersion
+from tests.buffer.scene import Scene
 
 
 def test_trainer_gets_the_same_batches_again_when_it_restarts_from_a_checkpoint(
@@ -80,71 +80,6 @@ def test_trainer_is_refused_when_the_server_holds_another_run(scene: Scene) -> N
     with pytest.raises(LostRun, match="no run of that name"):
         scene.open_trainer()
     assert scene.raw.hget(scene.keys.control, "trainer") is None
-
-
-def test_fork_clamps_versions_of_dead_weights_in_the_pools(scene: Scene) -> None:
-    scene.open_trainer(lineage="l1")
-    gids = scene.ready(1, 5, 9, lineage="l1")
-    scene.enqueue(1)
-    (partial,) = scene.claim()
-    scene.submit(partial, PolicyVersion("l1", 7), status=Status.ABORTED)
-    scene.raw.hset(scene.keys.ledger("train"), "taken", 10)
-    scene.open_trainer(step=4, lineage="l2", take_over=True)
-    assert scene.pool("completed") == [(gids[0], 1.0), (gids[1], 4.0), (gids[2], 4.0)]
-    assert scene.pool("aborted") == [(partial.gid, 4.0)]
-    assert scene.record(gids[2])["version"] == "4"
-    assert scene.raw.hget(scene.keys.control, "recovering") is None
-    assert scene.run.account.totals().clean
-
-
-def test_take_waits_until_the_pools_are_clamped(scene: Scene) -> None:
-    scene.open_trainer()
-    scene.ready(0)
-    scene.raw.hset(scene.keys.control, "recovering", 1)
-    assert scene.try_take(1).recovering
-    scene.run.trainers.rescore(scene.trainer, 0)
-    scene.take(1)
-
-
-@pytest.mark.parametrize(
-    ("spans", "version"),
-    [
-        ([("l1", 9)], "4"),
-        ([("l0", 9)], "3"),
-        ([("l2", 9)], "9"),
-        ([("l1", 2)], "2"),
-        ([("unknown", 9)], "0"),
-        # the oldest by number is of living weights; the other one counts as the fork, which is
-        # older
-        ([("l1", 9), ("l2", 6)], "4"),
-        ([("l2", 6), ("l2", 5)], "5"),
-    ],
-)
-def test_submit_counts_dead_weights_as_the_fork(
-    scene: Scene, spans: list[tuple[str, int]], version: str
-) -> None:
-    scene.raw.rpush(scene.keys.lineages, "l0:0", "l1:3", "l2:4")
-    scene.enqueue(1)
-    (job,) = scene.claim()
-    group = scene.run.buffer.read(job.payload)
-    for lineage, number in spans:
-        group = extend(group, Status.COMPLETED, PolicyVersion(lineage, number))
-    scene.run.buffer.submit("w0", job, group, 4)
-    assert scene.pool("completed") == [(job.gid, float(version))]
-    assert scene.record(job.gid)["version"] == version
-
-
-def test_release_counts_dead_weights_as_the_fork(scene: Scene) -> None:
-    scene.open_trainer()
-    scene.enqueue(1)
-    (job,) = scene.claim()
-    scene.submit(job, PolicyVersion("l1", 8), status=Status.ABORTED)
-    scene.run.jobs.reissue(scene.producer, "math", "aborted", None)
-    (job,) = scene.claim()
-    scene.raw.hset(scene.keys.ledger("train"), "taken", 10)
-    scene.open_trainer(step=4, lineage="l2", take_over=True)
-    scene.run.jobs.release("w0", job, "aborted")
-    assert scene.pool("aborted") == [(job.gid, 4.0)]
 
 
 def test_evaluation_has_batches_of_its_own_and_touches_no_training_counter(scene: Scene) -> None:

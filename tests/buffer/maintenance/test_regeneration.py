@@ -11,10 +11,10 @@ import pytest
 from buffer.errors import Fenced, LostRun, RoleHeld, RunExists, RunNotFound
 from buffer.ids import new_nonce
 from buffer.ledger.position import Position
+from buffer.limits import REGENERATING
 from buffer.maintenance import regeneration
 from buffer.maintenance.regeneration import Regeneration
 from buffer.maintenance.remove_run import clear_keys
-from buffer.model.limits import REGENERATING
 from buffer.run import Run
 from buffer.wire.rollout import Status
 from tests.buffer.damage import every_harm

@@ -17,8 +17,8 @@ from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
 from buffer.errors import ConfigError, Fenced, StoreUnavailable
-from buffer.model.limits import RunLimits
-from buffer.model.manifest import Manifest
+from buffer.limits import RunLimits
+from buffer.manifest import Manifest
 from buffer.redis.connection.url import open_client
 from buffer.redis.server.embedded import valkey_binary
 from buffer.redis.store import Store

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from buffer.errors import StoreUnavailable
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.payloads import pin_listed
 from buffer.redis.server.embedded import valkey_binary
 from buffer.redis.store import Store

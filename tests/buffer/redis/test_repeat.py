@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from tests.buffer.faulty_store import MUTATING, FaultyStore
 from tests.buffer.scene import LIMITS, Scene
 from tests.buffer.whole_story import tell_a_whole_story

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.scripts import library
 from tests.buffer.hostile_store import HostileStore, bad_values, fits
 from tests.buffer.scene import LIMITS, Scene

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from buffer import limits
 from buffer.errors import GroupHeld, PayloadMissing, SnapshotError, WireError
+from buffer.groups.order_policy import Finished
 from buffer.job import Job
-from buffer.model.manifest import Manifest
-from buffer.model.order_policy import BUILT_IN, Finished
+from buffer.manifest import Manifest
 from buffer.run import Run
 from buffer.wire.rollout import Status
 from tests.buffer.scene import FIRST, Scene, extend
@@ -18,7 +19,7 @@ from tests.buffer.snapshot.test_snapshot import resumed
 
 Make = Callable[..., Scene]
 CUSTOM = "tests:policy"
-ORDERS = (*BUILT_IN, CUSTOM)
+ORDERS = (*limits.ORDERS, CUSTOM)
 
 
 def longest_first(group: Finished) -> float:

@@ -146,12 +146,3 @@ def test_damage_is_refused_and_the_chain_is_read_again_once_it_is_whole(
     shutil.copytree(saved, changes)
     assert np.array_equal(words_of(receiver.fetch(published)), publisher.contents[2])
     receiver.close()
-
-
-def test_a_trainer_that_starts_again_publishes_a_whole_version_first(tmp_path: Path) -> None:
-    first = Publisher(tmp_path / "shared")
-    first.publish()
-    again = Publisher(tmp_path / "shared")
-    again._sender.clear()
-    assert not list((tmp_path / "shared").glob(".base-*"))
-    assert not delta.is_delta(Path(again.publish().address))

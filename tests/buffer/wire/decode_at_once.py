@@ -1,6 +1,6 @@
 """Threads of a fresh process that encode and decode their first group at the same moment.
 
-usage: python -m tests.buffer.model.decode_at_once
+usage: python -m tests.buffer.wire.decode_at_once
 """
 
 from __future__ import annotations

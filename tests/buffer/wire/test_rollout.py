@@ -12,13 +12,15 @@ from buffer.errors import WireError
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import (
+    MediaRef,
     PolicyVersion,
     RolloutState,
     Status,
+    ToolCall,
     VersionSpan,
     group_status,
 )
-from buffer.wire.sampling import SampleParams
+from buffer.wire.sampling import SampleParams, StructuredOutput
 
 
 def state(tokens: int = 3, **fields: Any) -> RolloutState:
@@ -111,11 +113,11 @@ def test_stamp_names_the_weights_of_new_tokens_only() -> None:
 
 OF_THE_PROMPT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "?"}], "tools": [{"name": "add"}], "tool_choice": "auto",
-    "multimodal": [{"kind": "image", "uri": "x"}], "data_source": "sums", "ground_truth": "4", "extra": {"row": 1},
-    "index": 3, "session_id": "s", "sample_params": {"top_k": 5}, "prompt_ids": [1],
+    "multimodal": [MediaRef("image", "x")], "data_source": "sums", "ground_truth": "4", "extra": {"row": 1},
+    "index": 3, "session_id": "s", "sample_params": SampleParams(top_k=5), "prompt_ids": [1],
 }  # fmt: skip
 OF_THE_RESPONSE: dict[str, Any] = {
-    "response": "r", "tool_calls": [{"id": "c", "name": "add"}], "response_mask": [1, 0, 1], "values": [0, 0, 0],
+    "response": "r", "tool_calls": [ToolCall("c", "add")], "response_mask": [1, 0, 1], "values": [0, 0, 0],
     "ref_logprobs": [0, 0, 0], "token_rewards": [0, 0, 1], "teacher_logprobs": {"t": [0, 0, 0]}, "routed_experts": "file:///e", "spans": [VersionSpan(0, 3, 1, "a")],
     "reward": {"score": 1}, "finish_reason": "abort", "status": Status.ABORTED, "error": "e",
 }  # fmt: skip
@@ -188,11 +190,16 @@ def test_policy_version_reads_what_it_writes() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1}, {"top_p": 0}, {"max_tokens": 0}, {"best_of": 2}]
+    "wrong",
+    [
+        *({"temperature": -1}, {"top_p": 0}, {"max_tokens": 0}, {"stops": "a"}),
+        {"structured": StructuredOutput.model_construct(regex="a", choice=["b"])},
+    ],
 )
-def test_sample_params_are_checked(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        SampleParams(**wrong)
+def test_wrong_sample_params_are_refused_when_a_group_is_written(wrong: dict[str, Any]) -> None:
+    state = RolloutState(sample_params=SampleParams(**wrong))
+    with pytest.raises(WireError, match=f"at shared.sample.{next(iter(wrong))}"):
+        group_bytes.encode_checked(RolloutGroup("math-0000000001", "math", [state]))
 
 
 @pytest.mark.parametrize(

@@ -23,27 +23,6 @@ def test_weights_of_step_4_serve_steps_5_to_8_at_interval_4() -> None:
     assert staleness(4, 4) == -1
 
 
-@pytest.mark.parametrize(
-    ("mask", "step", "threshold", "expected"),
-    [
-        (None, 4, 4, [1, 1, 1]),
-        (None, 5, 4, [0, 0, 1]),
-        ([1, 1, 0], 4, 4, [1, 1, 0]),
-        ([1, 1, 0], 5, 4, [0, 0, 0]),
-        (None, 9, 4, [0, 0, 0]),
-        (None, 9, None, None),
-        ([0, 0, 0], 9, 4, None),
-    ],
-)
-def test_tokens_are_masked_when_their_own_weights_are_too_old(
-    mask: list[int] | None, step: int, threshold: int | None, expected: list[int] | None
-) -> None:
-    before = None if mask is None else np.array(mask, "u1")
-    fresh = token_mask(before, 3, TWO, step, threshold)
-    assert (None if fresh is None else fresh.tolist()) == expected
-    assert before is None or before.tolist() == mask
-
-
 def test_masks_do_not_apply_without_tokens_and_tools_do_not_age() -> None:
     assert token_mask(None, 0, [], 9, 1) is None
     fresh = token_mask(None, 3, [VersionSpan(0, 1, 0, "a")], 9, 1)

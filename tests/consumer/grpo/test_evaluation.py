@@ -8,7 +8,7 @@ import pytest
 
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
-from consumer.grpo.evaluation import Evaluator
+from consumer.grpo.evaluation import measure
 
 
 def group(*scores: float | None, source: str | None = None) -> RolloutGroup:
@@ -25,7 +25,7 @@ def group(*scores: float | None, source: str | None = None) -> RolloutGroup:
 
 
 def test_evaluate_counts_full_scores_as_right_and_missing_ones_as_wrong() -> None:
-    metrics = Evaluator().evaluate([group(1.0), group(0.5, 1.0), group(None)])
+    metrics = measure([group(1.0), group(0.5, 1.0), group(None)])
     wanted = {
         "eval/accuracy": 0.5,
         "eval/score": pytest.approx(0.625),
@@ -36,16 +36,14 @@ def test_evaluate_counts_full_scores_as_right_and_missing_ones_as_wrong() -> Non
 
 
 def test_evaluate_separates_sources() -> None:
-    metrics = Evaluator().evaluate(
-        [group(1.0, source="a"), group(0.0, source="b"), group(1.0, source="b")]
-    )
+    metrics = measure([group(1.0, source="a"), group(0.0, source="b"), group(1.0, source="b")])
     assert metrics["eval/accuracy"] == pytest.approx(2 / 3)
     assert (metrics["eval/accuracy/a"], metrics["eval/accuracy/b"]) == (1.0, 0.5)
 
 
 def test_pass_at_k_is_the_share_of_sets_of_k_with_a_right_one() -> None:
     groups = [group(1.0, 0.0, 0.0, 0.0, 0.0), group(1.0, 1.0, 0.5, 0.0), group(*[0.0] * 6)]
-    metrics = Evaluator().evaluate(groups)
+    metrics = measure(groups)
     for k in (1, 2, 4):
         shares = []
         for one in groups:
@@ -56,8 +54,3 @@ def test_pass_at_k_is_the_share_of_sets_of_k_with_a_right_one() -> None:
         sum(metrics[f"eval/pass@{k}"] for k in (1, 2, 4)) / 3
     )
     assert "eval/pass@8" not in metrics
-
-
-def test_a_metric_of_the_user_is_added() -> None:
-    evaluator = Evaluator(lambda groups: {"longest": float(max(len(g) for g in groups))})
-    assert evaluator.evaluate([group(1.0), group(0.0, 0.0)])["eval/longest"] == 2.0

@@ -13,15 +13,13 @@ import numpy as np
 import pytest
 
 from buffer.job import PayloadRef
-from buffer.model.manifest import ManifestEntry
+from buffer.manifest import ManifestEntry
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
-from consumer.grpo.reporting import sample_writer
-from consumer.grpo.reporting.metric_writers import MetricWriter
+from consumer.grpo.reporting import metric_writers
+from consumer.grpo.reporting.metric_writers import MetricWriter, SampleWriter, choose
 from consumer.grpo.reporting.reporter import MOST_WAITING, ChosenGroup, Reporter
-from consumer.grpo.reporting.sample_log import SampleLog, describe_sample, sample_files
-from consumer.grpo.reporting.sample_writer import SampleWriter, choose
-from consumer.grpo.reporting.token_texts import TokenTexts
+from consumer.grpo.reporting.sample_log import SampleLog, TokenTexts, describe_sample, sample_files
 
 LARGE = 2**30
 
@@ -46,7 +44,7 @@ def as_logged(run_dir: Path, last: int) -> dict[int, int]:
 def test_the_newest_trainer_counts_whichever_died_where(
     tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sample_writer, "STEPS_PER_FILE", 7)
+    monkeypatch.setattr(metric_writers, "STEPS_PER_FILE", 7)
     chance = random.Random(seed)
     expected: dict[int, int] = {}
     start = 0

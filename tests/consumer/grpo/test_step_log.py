@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from consumer.grpo.reporting.step_log import StepLog, StepWriter
 
 
@@ -67,9 +65,3 @@ def test_evaluations_survive_a_line_that_was_torn_anywhere(tmp_path: Path) -> No
             ("quiz", 0): {"eval/accuracy": 0.25},
             ("quiz", 9): {"eval/accuracy": 0.75},
         }
-
-
-@pytest.mark.parametrize("content", [b"[]\n", b"null\n", b'{"step": 1}\n', b'"x"\n'])
-def test_evaluations_pass_over_lines_of_another_kind(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "evaluations.jsonl").write_bytes(content)
-    assert StepWriter(tmp_path).evaluations() == {}

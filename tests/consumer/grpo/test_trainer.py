@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.live_settings import LiveSettings
-from buffer.errors import Fenced, GroupChanged, LedgerError, LostRun, ModelError
+from buffer.errors import Fenced, GroupChanged, LedgerError, LostRun
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
 from buffer.wire.group import RolloutGroup
@@ -217,34 +217,6 @@ def test_trainer_ends_as_if_undisturbed_when_it_dies_right_after(
             with pytest.raises(Killed):
                 train(run, config, model_dir)
         assert train(run, config, model_dir)
-    check_end(run, config, undisturbed)
-
-
-@with_adapter_too
-def test_trainer_ends_as_if_undisturbed_when_it_dies_at_every_step(
-    run: Run,
-    config: Config,
-    model_dir: Path,
-    undisturbed: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    written: list[int] = []
-    original = StepWriter.add_step
-
-    def dying(self: StepWriter, step: int, *rest: Any) -> None:
-        original(self, step, *rest)
-        if written.count(step) == 0:
-            written.append(step)
-            raise Killed
-
-    with at_work(run, stamp=0, math=DRAWS):
-        monkeypatch.setattr(StepWriter, "add_step", dying)
-        for _ in range(STEPS):
-            with pytest.raises(Killed):
-                train(run, config, model_dir)
-        assert train(run, config, model_dir)
-    # since the checkpoint before, each time; one that was still being written does not count
-    assert 1 + 2 + 1 + 2 + 1 <= history(config).replaced <= 1 + 2 + 3 + 4 + 5
     check_end(run, config, undisturbed)
 
 
@@ -455,19 +427,6 @@ def test_fenced_trainer_writes_nothing_that_the_next_one_reads(
     second.close()
 
 
-def test_trainer_refuses_a_checkpoint_of_another_run_of_the_same_name(
-    run: Run, config: Config, model_dir: Path
-) -> None:
-    with at_work(run, stamp=0, math=DRAWS):
-        assert train(run, config, model_dir)
-        file = config.run.folder / "checkpoints" / f"step-{STEPS:06d}" / "trainer.json"
-        file.write_bytes(
-            orjson.dumps(orjson.loads(file.read_bytes()) | {"run_nonce": "of-another"})
-        )
-        with pytest.raises(LostRun, match="this server holds run"):
-            train(run, config, model_dir)
-
-
 @on_both
 def test_trainer_continues_when_the_server_lost_steps_or_everything(
     run: Run,
@@ -557,24 +516,6 @@ def test_trainer_ends_as_if_undisturbed_from_an_older_checkpoint_or_none(
             for name, tensor in last_state(config).items()
         )
     assert run.account.fsck().clean
-
-
-def test_a_torn_checkpoint_is_passed_over_for_the_one_before(
-    run: Run, config: Config, model_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with at_work(run, stamp=0, math=DRAWS):
-        assert train(run, config, model_dir)
-        whole = {name: tensor.clone() for name, tensor in last_state(config).items()}
-        folder = config.run.folder / "checkpoints"
-        file = folder / f"step-{STEPS:06d}" / STATE
-        file.write_bytes(file.read_bytes()[:-100])
-        assert Trainer(run, config, model_dir).fit()
-        assert f"passing over the checkpoint of step {STEPS}" in caplog.text
-        assert all(torch.equal(tensor, whole[name]) for name, tensor in last_state(config).items())
-        for torn in folder.glob(f"step-*/{STATE}"):
-            torn.write_bytes(b"")
-        with pytest.raises(ModelError, match=STATE):
-            Trainer(run, config, model_dir).fit()
 
 
 def test_trainer_publishes_in_bfloat16_when_it_computes_in_it(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import threading
 
-import pytest
-
-from buffer.ids import group_id, new_nonce
+from buffer.ids import group_id
 from buffer.run import Run
 from buffer.wire import group_bytes
 from consumer.handle.prefetch import Prefetcher
@@ -81,45 +79,3 @@ def test_a_group_that_was_replaced_after_it_was_read_is_read_again(
     batch = consumer.take_batch(2, {"math": 1})
     assert batch.groups[0].scores.tolist() == [0.125] * 4
     assert batch.groups[0].gid == entry.gid
-
-
-def test_reading_ahead_ends_with_the_trainer_and_can_be_switched_off(run: Run) -> None:
-    ahead = Prefetcher(run, 0, threading.Event())
-    ahead.begin({"math": 3})
-    assert ahead._thread is None
-    ahead.close()
-    other = Prefetcher(run, 1000, threading.Event())
-    other.begin({new_nonce(): 3})  # no such task: the take reports it
-    other.close()
-    assert other._thread is not None
-    assert not other._thread.is_alive()
-
-
-def test_a_close_waits_for_a_thread_that_another_thread_is_starting(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A cancelled take of the asyncio consumer goes on beside its `close`."""
-    prefetcher = Prefetcher(run, 1 << 20, threading.Event())
-    is_starting = threading.Event()
-    closed = list[bool]()
-    start = threading.Thread.start
-
-    def start_beside_close(thread: threading.Thread) -> None:
-        if thread.name == "trainer-prefetch":
-            is_starting.set()
-            closing.join(0.2)  # long enough for a `close` that does not wait
-        start(thread)
-
-    def close() -> None:
-        is_starting.wait(400)
-        prefetcher.close()
-        closed.append(True)
-
-    closing = threading.Thread(target=close)
-    closing.start()
-    monkeypatch.setattr(threading.Thread, "start", start_beside_close)
-    prefetcher.begin({"math": 1})
-    closing.join()
-    assert closed
-    assert prefetcher._thread is not None
-    assert not prefetcher._thread.is_alive()

@@ -16,7 +16,6 @@ from buffer.control.control import Mode
 from buffer.errors import (
     CheckpointNow,
     Fenced,
-    LedgerError,
     LostRun,
     ModelError,
     PayloadMissing,
@@ -25,7 +24,7 @@ from buffer.errors import (
 )
 from buffer.ids import new_nonce
 from buffer.ledger.ledger import BAD_GROUPS
-from buffer.model.manifest import NotReady
+from buffer.manifest import NotReady
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
@@ -80,20 +79,6 @@ def test_take_blocks_until_groups_are_ready_and_reports_why(run: Run, trainer: T
     assert [group.gid for group in batch.groups] == batch.manifest.gids
 
 
-def test_take_gives_back_what_it_can_when_best_effort_is_asked_for(
-    run: Run, trainer: Trainers
-) -> None:
-    consumer = trainer(run)
-    with at_work(run, math=2):
-        wait_until(lambda: run.buffer.count("math") == 2, "two groups")
-    assert len(consumer.take_batch(1, {"math": 5}, strict=False).groups) == 2
-
-
-def test_take_of_no_groups_is_an_empty_batch(run: Run, trainer: Trainers) -> None:
-    assert trainer(run).take_batch(1, {"math": 0}).groups == []
-    assert run.ledger.steps()[0] == 0
-
-
 def test_stop_ends_a_waiting_take(run: Run, trainer: Trainers) -> None:
     consumer = trainer(run)
     waits = threading.Event()
@@ -108,18 +93,6 @@ def test_stop_ends_a_waiting_take(run: Run, trainer: Trainers) -> None:
         consumer.take_batch(1, {"math": 1}, waiting=lambda _: waits.set())
     stopper.join()
     assert run.ledger.steps()[0] == 0
-
-
-def test_commit_frees_batches_up_to_the_oldest_checkpoint_kept(run: Run, trainer: Trainers) -> None:
-    consumer = trainer(run)
-    with at_work(run, math=6):
-        for step in range(1, 4):
-            consumer.take_batch(step, {"math": 2})
-        consumer.commit(3, keep=2)
-    assert run.ledger.steps() == (3, 3, 2)
-    assert run.ledger.manifest(2) is None
-    assert run.ledger.manifest(3) is not None
-    assert run.account.fsck().clean
 
 
 # -- groups that cannot be used ----------------------------------------------------------
@@ -234,27 +207,6 @@ def test_restart_from_a_checkpoint_delivers_what_follows_byte_for_byte(
     assert second.lineage != first.lineage
 
 
-def test_open_is_refused_below_what_is_kept_and_above_what_was_taken(
-    run: Run, trainer: Trainers
-) -> None:
-    first = trainer(run)
-    with at_work(run, math=4):
-        for step in (1, 2):
-            first.take_batch(step, {"math": 2})
-        first.commit(2, keep=2)
-    die(first)
-    for step, why in ((1, "already freed"), (3, "only knows steps up to 2")):
-        with pytest.raises(LedgerError, match=why):
-            trainer(run, step, take_over=True)
-    trainer(run, 2, take_over=True)
-
-
-def test_open_is_refused_when_the_server_holds_another_run(run: Run, trainer: Trainers) -> None:
-    with pytest.raises(LostRun, match="not the run"):
-        trainer(run, run_nonce=new_nonce())
-    trainer(run, run_nonce=run.nonce)
-
-
 # -- the role ----------------------------------------------------------------------------
 
 
@@ -268,28 +220,6 @@ def test_open_is_refused_while_another_trainer_beats_even_when_its_main_thread_i
             sum(range(1000))
     with pytest.raises(RoleHeld):
         trainer(run)
-
-
-def test_open_works_once_the_trainer_before_was_silent_for_long_enough(
-    run: Run, trainer: Trainers
-) -> None:
-    die(trainer(run))
-    with pytest.raises(RoleHeld):
-        trainer(run)
-    run.limits.adopt(run.limits.model_copy(update={"role_timeout_ms": 600}))
-
-    def opens() -> RolloutConsumer | None:
-        try:
-            return trainer(run)
-        except RoleHeld:
-            return None
-
-    wait_until(opens, "the role to run out")
-
-
-def test_close_gives_the_role_up_at_once(run: Run, trainer: Trainers) -> None:
-    trainer(run).close()
-    trainer(run)
 
 
 OPERATIONS: dict[str, Callable[[RolloutConsumer], Any]] = {
@@ -432,29 +362,12 @@ def test_paused_continues_the_run_when_its_body_fails(run: Run, trainer: Trainer
     assert run.control.state().mode is Mode.RUN
 
 
-def test_pause_fences_a_worker_that_stays_silent(
-    make_run: Callable[..., Run], trainer: Trainers
-) -> None:
-    run = make_run(pause_timeout_s=0.3)
-    consumer = trainer(run)
-    with at_work(run, math=0, silent=True):
-        assert [w.id for w in run.fleet.workers()] == ["w0"]
-        assert consumer.pause("abort") >= 0.3
-        assert run.fleet.workers() == []
-
-
 def test_pause_is_stopped_while_it_waits_for_a_silent_worker(run: Run, trainer: Trainers) -> None:
     consumer = trainer(run)
     with at_work(run, math=0, silent=True):
         consumer.stop()
         with pytest.raises(Stopped):
             consumer.pause("keep")
-
-
-def test_finish_is_what_workers_and_producer_see(run: Run, trainer: Trainers) -> None:
-    consumer = trainer(run)
-    consumer.finish()
-    assert run.control.state().mode is Mode.FINISH
 
 
 # -- evaluation --------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from buffer.errors import SignatureError
 from buffer.groups.submit import Submission
 from buffer.ids import new_nonce
 from buffer.job import Job, PayloadRef, Result
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.payloads import checksum
 from buffer.redis.signing import PRODUCER, Key, Signer, read_keys, write_keys
 from buffer.redis.store import Store

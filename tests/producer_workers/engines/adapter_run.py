@@ -27,7 +27,7 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams
 from consumer.grpo.learner.learner import Learner
-from consumer.grpo.model_state.weights_snapshot import WeightsSnapshot
+from consumer.grpo.model_state.weights_folder import WeightsSnapshot
 from consumer.grpo.reporting.step_log import StepLog
 from consumer.grpo.trainer import Trainer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop

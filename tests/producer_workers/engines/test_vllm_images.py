@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from numpy.typing import NDArray
 
 from buffer.errors import MediaError
@@ -253,7 +254,7 @@ def test_images_that_are_not_those_of_the_prompt_fail_their_group_alone(
     media.put(GID, "text.png", b"no image")
     media.put(GID, "larger.png", png_of(picture(1, 112, 112)))
     media.path(f"run://{GID}/link.png").symlink_to(media.path(refs[0].uri))
-    engine.images.show(GID, [refs[0].model_copy(update=change), refs[1]])
+    engine.images.show(GID, [structs.replace(refs[0], **change), refs[1]])
     with pytest.raises(error, match=reason):
         run(generate(engine, sampling(2)))
     engine.images.show(GID, refs)

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 from buffer.control.control import ControlState, Mode
 from buffer.ids import group_id, new_nonce
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.weights import delta, folder_manifest

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from buffer.control.control import ControlState, Mode
 from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
 from buffer.errors import ConfigError
-from buffer.model.limits import RunLimits, TaskLimits
-from buffer.model.task_mix import Reweighting, TaskMix, allocate, newest_parts
+from buffer.limits import Reweighting, RunLimits, TaskLimits, TaskMix, allocate, newest_parts
 from buffer.wire.rollout import PolicyVersion, RolloutState
 from producer_workers.producer.strategy import (
     AsyncProduceStrategy,

@@ -13,7 +13,7 @@ import pytest
 
 from buffer.control.progress import ProduceProgress, TaskProgress
 from buffer.errors import RolloutMQError
-from buffer.model.order_policy import Finished
+from buffer.groups.order_policy import Finished
 from buffer.wire.rollout import RolloutState, Status, ToolCall
 from producer_workers.agent_loops.environment import ContainedEnvironment, Turn
 from producer_workers.agent_loops.toolbox import Toolbox

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from buffer.control.control import ControlState, Mode
 from buffer.job import Job, PayloadRef
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.worker.control_client import ControlView
 from producer_workers.worker.held_groups import Protection

@@ -134,6 +134,8 @@ def test_a_project_without_a_mistake(project: Path, model: Path) -> None:
         # found half a minute after the start
         (["tasks.sums.judge=nowhere:score"], "functions", "module 'nowhere' cannot be imported"),
         (["tasks.sums.agent_loop=my_judges:nothing"], "functions", "has no 'nothing'"),
+        (["learner.loss.objective=nowhere:loss"], "functions", "'nowhere' cannot be imported"),
+        (["trainer.advantages=nowhere:rank"], "functions", "'nowhere' cannot be imported"),
         (["trainer.loop=nowhere:train"], "functions", "loop = nowhere:train"),
         (["policy.model=models/of/none"], "model", "no config.json"),
         (["run.name=mine"], "model", "there is no [policy] model"),
@@ -168,6 +170,16 @@ def test_a_data_source_without_a_judge_is_found_behind_the_first_prompts(project
     (project / "sums.jsonl").write_bytes(b"\n".join(rows))
     (error,) = errors("tasks.sums.judge={a='gsm8k'}", section="data")
     assert "'b'" in error.what
+
+
+def test_problems_of_an_evaluation_that_are_trained_are_named(project: Path) -> None:
+    rows = [{"question": f"{n}  + 1 =", "answer": f"{n + 1}"} for n in (300, 7, 301, 3)]
+    (project / "held.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)))
+    held = "tasks.held={eval_of='sums', dataset={kind='jsonl', path='held.jsonl'}}"
+    warnings = [each.what for each in found(held, stages=["data"]) if each.level == "warning"]
+    (warning,) = [what for what in warnings if "training set" in what]
+    assert "2 of its 4 problems are in the training set of task sums" in warning
+    assert "(rows 1, 3)" in warning
 
 
 def errors(*overrides: str, section: str) -> list[Finding]:

@@ -114,14 +114,6 @@ def test_several_runs_are_listed(scene: Scene, store: Store, command: Command) -
     check(command("ls"), 2, "demo, other", "--run NAME")
 
 
-@pytest.mark.parametrize("name", ["status", "ls", "workers", "doctor"])
-def test_run_option_chooses_among_several(
-    scene: Scene, store: Store, command: Command, name: str
-) -> None:
-    populate(store, "other")
-    assert command(name, "--run", "other").returncode == 0
-
-
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     done = in_process("status", cwd=tmp_path, ROLLOUTMQ_DEBUG="1")
     assert done.returncode == 3

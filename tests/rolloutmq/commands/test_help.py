@@ -134,12 +134,3 @@ def test_a_program_is_told_of_wrong_words_as_of_every_other_error(
     assert (said.out, left.value.code) == ("", 2)
     assert (told["exit_code"], told["kind"]) == (2, "ConfigError")
     assert message in told["error"]
-
-
-def test_all_versions_are_shown_and_a_server_that_is_gone_is_named() -> None:
-    done = in_process("--version", "--all", REDIS_URL="unix:///no.sock")
-    assert done.returncode == 0, done.stderr
-    shown = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
-    assert {"rolloutmq", "python", "redis", "numpy"} <= shown.keys()
-    assert shown["server"].startswith("does not answer")
-    assert "Valkey" in done.stdout

@@ -15,7 +15,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
-from buffer.model.limits import RunLimits, TaskLimits
+from buffer.limits import RunLimits, TaskLimits
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import inspect_config, load_config, validate_config
 

@@ -8,7 +8,7 @@ from buffer.config.assignments import parse_settings
 from buffer.config.run_settings import PolicySection, RedisSection
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from producer_workers.config.dataset import JsonlSection
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config

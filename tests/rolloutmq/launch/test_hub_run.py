@@ -13,7 +13,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from buffer.model.origin import Origin
+from buffer.control.origin import Origin
 from buffer.redis.keys import Keys
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store

@@ -9,11 +9,14 @@ from pathlib import Path
 import orjson
 import pytest
 from selenium import webdriver
+from selenium.webdriver.support.ui import WebDriverWait
 
 from buffer.errors import ConfigError
 from consumer.grpo.reporting.step_log import StepWriter
 from rolloutmq.run_owner import own
 from tests.rolloutmq.conftest import ROOT, in_process
+from tests.rolloutmq.web.test_charts import until_legend
+from tests.rolloutmq.web.test_page import turn, until
 
 HOSTILE = (
     "</script><script>document.title = 'taken over'</script><img src=x onerror=alert(1)> &amp;"
@@ -42,7 +45,19 @@ def run_folder(tmp_path: Path) -> Path:
                 "why": "best",
                 "gid": f"sums-{step}",
                 "messages": [{"role": "user", "content": HOSTILE}],
-                "members": [{"response": HOSTILE, "tokens": 3, "reward": {"score": 1.0}}],
+                "staleness": 0,
+                "members": [
+                    {
+                        "index": 0,
+                        "status": "completed",
+                        "finish_reason": "stop",
+                        "response": HOSTILE,
+                        "tokens": 3,
+                        "spans": [],
+                        "reward": {"score": 1.0},
+                        "error": "",
+                    }
+                ],
             }
             samples.write(orjson.dumps(sample) + b"\n")
     return folder
@@ -56,17 +71,25 @@ def test_the_page_shows_the_run_and_loads_nothing(
     assert done.returncode == 0, done.stderr
     text = page.read_text(encoding="utf-8")
     assert "s3cret" not in text
-    assert re.findall(r"(?:src|href)=[\"']?(?!x)[^ >]+", text) == []
+    assert re.findall(r" (?:src|href)=[\"'](?!#)[^\"' >]+", text.partition("<script")[0]) == []
+    chromium.get("about:blank")
+    chromium.get_log("browser")  # type: ignore[no-untyped-call]
     chromium.get(page.as_uri())
-    assert chromium.title == "demo: rolloutmq report"
-    shown = chromium.find_element("tag name", "body").text
-    for words in ("30 of 30", "account: lost 0 · in two places 0", "0.75", "step 30 · sums-30"):
-        assert words in shown
-    assert HOSTILE in chromium.find_element("css selector", ".sample pre").text
-    assert chromium.find_elements("css selector", ".sample img, .sample script") == []
-    for node in chromium.find_elements("css selector", "figure"):
-        chromium.execute_script("arguments[0].scrollIntoView()", node)
-    assert len(chromium.find_elements("css selector", "#charts canvas")) == 3
+    WebDriverWait(chromium, 60).until(lambda _: chromium.title == "demo: rolloutmq report")
+    shown = until(chromium, "Training")
+    head = chromium.find_element("tag name", "header").text
+    assert "step 30 of 30" in head
+    assert "account: lost 0 · in two places 0" in head
+    assert "Groups by stage" not in shown
+    for chart in ("reward", "evaluation", "loss"):
+        until_legend(chromium, chart, {"reward": "1", "evaluation": "0.75", "loss": "0.5"}[chart])
+    turn(chromium, "groups")
+    until(chromium, "sums-30")
+    turn(chromium, "groups/sums-30?step=30&view=text")
+    assert HOSTILE in until(chromium, "taken over")
+    assert chromium.find_elements("css selector", "main img, main script") == []
+    turn(chromium, "about")
+    assert "qwen3" in until(chromium, "Versions").lower() or "demo" in until(chromium, "Versions")
     faults = [line for line in chromium.get_log("browser") if line["level"] == "SEVERE"]  # type: ignore[no-untyped-call]
     assert faults == []
 

@@ -13,7 +13,7 @@ import orjson
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from buffer.control.histogram import PAUSE_BOUNDS_S, Histogram
+from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram
 from buffer.errors import ConfigError, Fenced
 from buffer.ids import new_nonce
 from buffer.redis.server.embedded import EmbeddedServer

@@ -54,19 +54,6 @@ def test_a_pause_is_asked_for_and_says_who_holds_the_run(
     until_mode(chromium, scene, Mode.RUN)
 
 
-def test_the_pause_of_a_trainer_that_is_gone_can_be_ended(
-    chromium: Chrome, address: str, scene: Scene
-) -> None:
-    scene.run.control.set_mode("trainer", Mode.ABORT, nonce=scene.trainer)
-    go(chromium, address, "control")
-    until(chromium, "it ends this pause by itself")
-    scene.run.store.control.hset(scene.run.keys.control, "trainer_seen_ms", 1)
-    until(chromium, "Paused by a trainer that is gone")
-    chromium.find_element(By.CSS_SELECTOR, "[data-key=resume]").click()
-    press(chromium, "Resume", "dialog")
-    until_mode(chromium, scene, Mode.RUN)
-
-
 def test_a_setting_is_changed_after_a_question_and_a_wrong_value_is_explained(
     chromium: Chrome, address: str, scene: Scene
 ) -> None:

@@ -10,7 +10,8 @@
 
 import { age, el, number, patch } from "./draw.js";
 import { data, watch } from "./data.js";
-import { ask, keepToken } from "./server.js";
+import { ask, keepToken, saved } from "./server.js";
+import { about } from "./about.js";
 import { control } from "../control/control.js";
 import { dead } from "../control/dead.js";
 import { workers } from "../control/workers.js";
@@ -18,7 +19,7 @@ import { rollouts } from "../rollouts/rollouts.js";
 import { events } from "../run/events.js";
 import { overview } from "../run/overview.js";
 
-const VIEWS = { run: overview, groups: rollouts, workers, dead, control, events };
+const VIEWS = { run: overview, groups: rollouts, workers, dead, control, events, about };
 const main = document.getElementById("view");
 let opened = null, opening = 0, ofStream = "";
 
@@ -68,14 +69,14 @@ async function open() {
   if (mine !== opening) return;
   main.replaceChildren(...parts.filter(Boolean));
   opened = view;
-  if (data.snapshot) view.update?.(data.snapshot, true);
+  if (data.snapshot || saved) view.update?.(data.snapshot, true);
   main.dataset.shown = asked; // for tests: the view is drawn
 }
 
 function onEvent(event, hasSteps) {
   streamTrouble(event.trouble || "");
-  if (!data.snapshot) return;
-  headline(data.snapshot);
+  if (data.snapshot) headline(data.snapshot);
+  else if (!saved) return;
   opened?.update?.(data.snapshot, hasSteps);
 }
 
@@ -148,7 +149,17 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   main.focus();
 });
 
+// A report shows curves, samples and what is known of the run; nothing of it changes.
+function headOfReport({ run, facts }) {
+  document.title = `${run}: rolloutmq report`;
+  document.getElementById("run").textContent = run;
+  document.getElementById("headline").textContent = `${facts.state}, step ${facts.steps}, written ${facts.written}`;
+  document.getElementById("account").textContent = facts.account ?? "";
+  for (const link of document.querySelectorAll("nav a")) link.hidden = !["#/run", "#/groups", "#/about"].includes(link.getAttribute("href"));
+}
+
 async function start() {
+  if (saved) headOfReport(saved);
   try {
     const { own } = await ask("runs");
     page.watchRuns(own ? [own] : []);

@@ -1,5 +1,8 @@
 // Requests to `rolloutmq web`. The token comes with the address (#token=…) or from the login form,
-// and is kept for this tab only.
+// and is kept for this tab only. In a report, the answers are in the page.
+
+const inside = document.getElementById("saved");
+export const saved = inside && JSON.parse(inside.textContent);
 
 const found = /token=([^&]+)/.exec(location.hash);
 if (found) {
@@ -24,15 +27,33 @@ export class Refused extends Error {
 }
 
 export async function ask(path, method = "GET") {
+  if (saved) return fromReport(path);
   const answer = await fetch(`/api/${path}`, { method, headers: headers() });
   const document = await answer.json();
   if (!answer.ok) throw new Refused(answer.status, document);
   return document;
 }
 
+function fromReport(path) {
+  const [name, query] = path.split("?");
+  const { steps, samples } = saved;
+  if (name === "runs") return { own: saved.run, runs: [saved.run] };
+  const asked = new URLSearchParams(query), text = asked.get("text");
+  if (name === "samples") {
+    if (text) return { steps, step: null, groups: samples.filter((sample) => JSON.stringify(sample).toLowerCase().includes(text.toLowerCase())) };
+    const step = Number(asked.get("step")) || null;
+    return { steps, step, groups: step ? samples.filter((sample) => sample.step === step) : samples };
+  }
+  const gid = decodeURIComponent(name.replace("groups/", "")), step = asked.get("step");
+  const sample = samples.findLast((each) => each.gid === gid && (!step || each.step === Number(step)));
+  if (!sample) throw new Error(`this report has no sample of ${gid}`);
+  return { ...sample, places: [], may: [], gone: "", sampled: { step: sample.step, why: sample.why } };
+}
+
 // Server-sent events by fetch, because an EventSource cannot send the token. Reconnects until
 // `signal` is aborted.
 export async function follow(query, signal, onEvent, onTrouble) {
+  if (saved) return onEvent({ may_act: false, live: { x: [], columns: {} }, series: { [saved.run]: saved.series } });
   while (!signal.aborted) {
     try {
       const answer = await fetch(`/api/stream?${query}`, { headers: headers(), signal });

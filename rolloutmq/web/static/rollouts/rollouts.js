@@ -5,7 +5,7 @@
 //   #/groups/GID?step=50&view=text&base=0                one group, now or as it was logged
 
 import { el, number } from "../frame/draw.js";
-import { ask } from "../frame/server.js";
+import { ask, saved } from "../frame/server.js";
 import { showGroup } from "./group.js";
 import { selectNext, setKeys, showHelp } from "./keys.js";
 import { loadLibraries, SPECIAL, visible } from "./said.js";
@@ -28,7 +28,7 @@ export const rollouts = {
 
 async function showList(query, page) {
   list = location.hash || "#/groups";
-  const logged = query.get("step") || query.get("logged");
+  const logged = query.get("step") || query.get("logged") || (saved && "newest");
   const parts = logged ? await showSamples(query) : await showQueue(query, page);
   setKeys({
     j: () => selectNext(rows(), 1), k: () => selectNext(rows(), -1), "/": () => document.querySelector("input[type=search]").focus(),
@@ -42,7 +42,7 @@ const rows = () => [...document.querySelectorAll("main tbody tr, main .card")];
 
 function sources(logged) {
   const tab = (words, href, isOpen) => el("a", { href, "aria-current": isOpen ? "page" : null }, words);
-  return el("div", { class: "sources" }, tab("In the queue", "#/groups", !logged), tab("Sample log", "#/groups?step=newest", Boolean(logged)), el("button", { type: "button", class: "quiet", onclick: showHelp, "aria-label": "keys" }, "?"));
+  return el("div", { class: "sources" }, saved ? null : tab("In the queue", "#/groups", !logged), tab("Sample log", "#/groups?step=newest", Boolean(logged)), el("button", { type: "button", class: "quiet", onclick: showHelp, "aria-label": "keys" }, "?"));
 }
 
 async function showQueue(query, page) {
@@ -88,7 +88,7 @@ function sortedTable(groups, parameters) {
 
 async function showSamples(query) {
   const text = query.get("logged") || "", asked = query.get("step");
-  const found = await ask(`samples?${new URLSearchParams(text ? { text } : asked === "newest" ? {} : { step: asked })}`);
+  const found = await ask(`samples?${new URLSearchParams(text ? { text } : asked && asked !== "newest" ? { step: asked } : {})}`);
   if (!found.steps) return [el("p", { class: "dim" }, "The sample log is empty: it is written by the reference trainer after each step, into the run's folder ([samples] groups_per_step).")];
   const parts = [stepForm(found, text)];
   if (text) parts.push(el("p", { class: "dim" }, found.groups.length ? `${found.groups.length} groups contain it, the newest first` : "no logged group contains it"));

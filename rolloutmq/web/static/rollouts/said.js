@@ -4,17 +4,17 @@
 import { el, number } from "../frame/draw.js";
 
 const LONGEST_MARKDOWN = 20000, LONGEST_TEXT = 50000, LONGEST_TEX = 2000;
-const VENDOR = new URL("./vendor/", import.meta.url);
 const FORBIDDEN = { FORBID_TAGS: ["a", "img", "style", "form", "input", "button", "select", "textarea", "video", "audio", "picture", "source", "dialog", "details"], FORBID_ATTR: ["style", "id", "name", "href", "src", "srcset", "action", "xlink:href"] };
 let markdown = null, loading = null;
 
-const script = (file) => new Promise((resolve, reject) => {
-  document.head.append(Object.assign(document.createElement("script"), { src: new URL(file, VENDOR), onload: resolve, onerror: () => reject(new Error(`cannot load ${file}`)) }));
+const script = (src) => new Promise((resolve, reject) => {
+  document.head.append(Object.assign(document.createElement("script"), { src, onload: resolve, onerror: () => reject(new Error(`cannot load ${src}`)) }));
 });
+const here = import.meta.resolve;
 
 // Load the libraries, once, when the first group is opened.
 export function loadLibraries() {
-  loading ??= Promise.all([import("./vendor/marked.js"), script("purify.js"), script("temml.js"), script("diff.js")]).then(([{ Marked }]) => {
+  loading ??= Promise.all([import("./vendor/marked.js"), script(here("./vendor/purify.js")), script(here("./vendor/temml.js")), script(here("./vendor/diff.js"))]).then(([{ Marked }]) => {
     markdown = new Marked({ gfm: true, breaks: true, extensions: [mathematics("display", "block"), mathematics("inline", "inline")], renderer: RENDERER });
   });
   return loading;

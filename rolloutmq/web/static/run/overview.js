@@ -3,7 +3,7 @@
 
 import { bar, bytes, el, number, panel, patch, table } from "../frame/draw.js";
 import { data } from "../frame/data.js";
-import { ask } from "../frame/server.js";
+import { ask, saved } from "../frame/server.js";
 import { band } from "./curves.js";
 import { Chart, onZoom, zoom, zoomOf } from "./chart.js";
 import { BY_STEP, BY_TIME, linesOf, otherCharts, valuesOf } from "./chart_list.js";
@@ -34,12 +34,14 @@ export const overview = {
     addEventListener("click", closeMenu);
     places.more = el("details", { class: "more", ontoggle: () => drawOthers() }, el("summary", {}, "All other metrics"), places.others);
     return [places.findings, heading("Training", toolbar(page)), places.runs, places.noSteps, places.steps, places.more,
-      heading("Now", taskChoice()), places.time, heading("Groups"), places.tasks];
+      ...(saved ? [] : [heading("Now", taskChoice()), places.time, heading("Groups"), places.tasks])];
   },
   update(snapshot, hasSteps) {
-    patch(places.findings, findings(snapshot));
-    drawTasks(snapshot);
-    drawTime();
+    if (snapshot) {
+      patch(places.findings, findings(snapshot));
+      drawTasks(snapshot);
+      drawTime();
+    }
     if (hasSteps) drawSteps();
   },
   close() {

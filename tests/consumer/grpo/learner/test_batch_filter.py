@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from buffer.wire import group_bytes
-from buffer.wire.document import Media
 from buffer.wire.group import RolloutGroup
-from buffer.wire.rollout import Status
+from buffer.wire.rollout import MediaRef, Status
 from buffer.wire.table import STATUSES
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.batch_filter import BatchFilter
@@ -45,7 +44,7 @@ def promptless() -> RolloutGroup:
 
 def showing() -> RolloutGroup:
     group = make_group(53)
-    group.shared.multimodal = [Media("image", "run://task-0000000053/0.png")]
+    group.shared.multimodal = [MediaRef("image", "run://task-0000000053/0.png")]
     return group
 
 

@@ -13,6 +13,7 @@ from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.advantages import grpo_advantages
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.models.model_folder import load_model
+from consumer.grpo.policy.vocabulary_projection import LogitTransform, project
 from tests.consumer.grpo.models.tiny import make_group, train_step
 
 DEVICES = [
@@ -71,6 +72,35 @@ def test_logprobs_in_bfloat16_are_near_those_in_float32_but_not_the_same(
     apart = (exact.logprobs(batch) - rounded.logprobs(batch)).abs()
     assert 1e-4 < apart.max() < 0.1
     assert rounded.logprobs(batch).dtype == torch.float32
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_logits_in_float32_come_nearer_to_the_exact_logprobs(model_dir: Path, device: str) -> None:
+    """Both are compared with the same states and factors, rounded to bfloat16."""
+    states = torch.randn(50, 64, device=device) * 4
+    head = torch.nn.Linear(64, 300, device=device)
+    targets = torch.arange(50, device=device)
+    rounded = head.weight.bfloat16().double(), head.bias.bfloat16().double()
+    exact = torch.nn.functional.linear(states.bfloat16().double(), *rounded)
+    exact = exact.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
+    apart = []
+    for fp32_logits in (False, True):
+        with torch.autocast(device, torch.bfloat16):
+            found = project(states, head, targets, LogitTransform(), fp32_logits=fp32_logits)
+        apart.append(float((found.logprobs - exact).detach().abs().max()))
+    assert apart[0] > 1e-3
+    assert apart[1] < 1e-5
+
+
+def test_tensors_that_transformers_keeps_in_float32_are_published_in_float32(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = make_learner(model_dir, "cpu")
+    monkeypatch.setattr(learner.model, "_keep_in_fp32_modules_strict", {"norm"})
+    learner.save_weights(tmp_path, to_publish=True)
+    published = load_file(tmp_path / "model.safetensors")
+    kinds = {"norm" in name: tensor.dtype for name, tensor in published.items()}
+    assert kinds == {True: torch.float32, False: torch.bfloat16}
 
 
 @pytest.mark.parametrize("device", DEVICES)

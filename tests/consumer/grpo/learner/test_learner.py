@@ -314,6 +314,15 @@ def test_a_learner_refuses_an_objective_that_its_module_does_not_have(model_dir:
         make_learner(model_dir, loss={"objective": f"{OWN}:missing"})
 
 
+def test_weight_decay_leaves_norms_and_biases_alone(model_dir: Path) -> None:
+    plain = make_learner(model_dir)
+    decayed = make_learner(model_dir, weight_decay=0.5)
+    for learner in (plain, decayed):
+        train_step(learner, *make_batch(0))
+    for name, tensor in plain.parameters.items():
+        assert torch.equal(tensor, decayed.parameters[name]) == (tensor.ndim == 1), name
+
+
 def test_learning_rate_rises_then_falls_to_its_final_share(model_dir: Path) -> None:
     learner = make_learner(
         model_dir, learning_rate=1.0, warmup_steps=2, decay_steps=4, final_rate=0.5

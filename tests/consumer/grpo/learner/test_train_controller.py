@@ -21,7 +21,7 @@ from consumer.grpo.learner.critic import Critic, packed_gae, value_loss
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController, read_columns
 from consumer.grpo.policy.packing import Packer
-from consumer.handle.batch_table import BatchTable
+from consumer.handle.batch import BatchTable
 from tests.consumer.grpo.models.tiny import build_model, make_group
 
 
@@ -96,6 +96,17 @@ def test_critic_learns_what_a_group_is_worth(model_dir: Path) -> None:
     groups = make_batch(0)
     errors = [controller.fit(groups)["critic/abs_error"] for _ in range(8)]
     assert errors[-1] < errors[0]
+
+
+def test_the_learning_rate_of_a_critic_has_a_warm_up_of_its_own(model_dir: Path) -> None:
+    moves = []
+    for warmup_steps in (0, 4):
+        critic = Critic(model_dir, CriticConfig(learning_rate=1e-2, warmup_steps=warmup_steps))
+        controller = TrainController(make_controller(model_dir).learner, "gae", critic=critic)
+        before = critic.parameters["head.bias"].detach().clone()
+        controller.fit(make_batch())
+        moves.append(float((critic.parameters["head.bias"] - before).detach().abs()))
+    assert moves[1] == pytest.approx(moves[0] / 4, rel=1e-3)
 
 
 def test_gradient_checkpointing_changes_no_number(model_dir: Path) -> None:

@@ -12,14 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from buffer.errors import ConfigError, ModelError
 from consumer.config.learner import CriticConfig, LearnerConfig, OptimizerKind
-from consumer.config.trainer import TrainerSection
 from consumer.grpo.learner.critic import Critic
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.model_state.optimizers import make_optimizer
 from consumer.grpo.models.tiny_model import build_tiny_model
-from rolloutmq.config.cross_section_rules import Sections, rule_violations
-from rolloutmq.config.launch import LaunchSection
 from tests.consumer.grpo.models.tiny import SPEC, build_model, make_group
 
 
@@ -91,12 +88,3 @@ def test_several_ranks_and_a_missing_package_are_refused(
     with pytest.raises(ConfigError, match="needs the package bitsandbytes") as refused:
         Learner(build_model(tmp_path), LearnerConfig(optimizer="adamw_8bit"))
     assert "pip install 'bitsandbytes" in str(refused.value.hint)
-
-
-def test_a_config_with_several_ranks_refuses_eight_bit_states() -> None:
-    sections = {
-        "learner": LearnerConfig(optimizer="adamw_8bit"),
-        "launch": LaunchSection(trainer_gpus=[0, 1]),
-        "trainer": TrainerSection(),
-    }
-    assert [each for each in rule_violations(Sections(sections)) if "adamw_8bit" in each]

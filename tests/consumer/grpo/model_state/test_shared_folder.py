@@ -24,12 +24,6 @@ def publish(shared: FolderSender, version: int) -> Path:
     return Path(path)
 
 
-def test_write_gives_a_folder_that_its_reader_accepts(tmp_path: Path) -> None:
-    path, checksum = FolderSender(tmp_path).write(PolicyVersion("ab12cd34", 4), save)
-    assert Path(path) == tmp_path / "ab12cd34-000004"
-    verify(Path(path), checksum)
-
-
 @pytest.mark.parametrize("damage", ["torn", "changed", "gone", "manifest", "other"])
 def test_reader_refuses_a_folder_that_is_not_what_was_published(
     tmp_path: Path, damage: str

@@ -23,17 +23,16 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from buffer.errors import ConfigError
 from consumer.config.learner import Attention, LearnerConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.models import device_choices
-from consumer.grpo.models.device_choices import ModelOnDevice, choose_attention, choose_bf16
+from consumer.grpo.models.device_choices import ModelOnDevice, choose_attention
 from consumer.grpo.models.model_folder import load_model
 from consumer.grpo.models.varlen_attention import TORCH_VARLEN
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
 from consumer.grpo.policy.model_checks import keeps_samples_apart
 from consumer.grpo.policy.packing import Packer
-from consumer.handle.batch_table import BatchTable
+from consumer.handle.batch import BatchTable
 from tests.consumer.grpo.models.tiny import make_group
 
 MODELS: dict[str, tuple[Any, Any]] = {
@@ -92,21 +91,6 @@ def test_auto_chooses_the_best_attention_that_can_run(
     assert choose_attention(named, folder, place, bf16=bf16) == chosen
 
 
-@pytest.mark.parametrize(
-    ("name", "bf16", "reason"),
-    [
-        ("flash_attention_2", False, "needs a CUDA device"),
-        ("torch_varlen", True, "needs a CUDA device"),
-        ("flex_attention", True, "needs a CUDA device"),
-    ],
-)
-def test_an_attention_that_cannot_run_is_refused_with_the_reason(
-    model_dir: Path, name: Attention, bf16: bool, reason: str
-) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        Learner(model_dir, LearnerConfig(attn_implementation=name, bf16=bf16))
-
-
 def test_reasons_on_a_gpu_name_what_is_missing() -> None:
     place = ModelOnDevice(*MODELS["qwen3"], "cuda", bf16=False)
     assert place.obstacle("flash_attention_2") == "it needs bf16"
@@ -114,17 +98,6 @@ def test_reasons_on_a_gpu_name_what_is_missing() -> None:
     assert missing == "flash-attn is not installed"
     capped = ModelOnDevice(*MODELS["gemma2"], "cuda", bf16=True).obstacle("torch_varlen")
     assert capped == "it has no attn_logit_softcapping, which the model's config sets"
-
-
-def test_bf16_is_automatic(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> None:
-    cuda = torch.device("cuda")
-    for supported in (True, False):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda s=supported, **_: s)
-        assert choose_bf16(LearnerConfig(), cuda) is supported
-        assert choose_bf16(LearnerConfig(bf16=True), cuda)
-        assert not choose_bf16(LearnerConfig(bf16=False), cuda)
-    assert not Learner(model_dir, LearnerConfig()).bf16
-    assert Learner(model_dir, LearnerConfig(bf16=True)).bf16
 
 
 def test_gpt_oss_loads_and_keeps_its_samples_apart(tmp_path: Path) -> None:

@@ -8,20 +8,18 @@ from pathlib import Path
 import orjson
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from buffer.errors import DatasetError, ModelError
-from buffer.weights.new_folder import new_folder
-from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
+from buffer.errors import DatasetError
+from consumer.config.warm_start import WarmStartConfig
 from consumer.grpo.models.model_folder import load_model, load_tokenizer
-from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.grpo.models.warm_start import (
     Demonstration,
     WarmStartProgress,
     read_problems,
     warm_start,
 )
-from consumer.grpo.reporting.token_texts import TokenTexts
+from consumer.grpo.reporting.sample_log import TokenTexts
 from tests.consumer.grpo.models.tiny import SPEC, build_model
 
 QUESTION = "State the final answer to the following arithmetic problem: 4 + 17 - 2 ="
@@ -40,12 +38,6 @@ def digit_problems(count: int = 80) -> list[Demonstration]:
         Demonstration([{"role": "user", "content": f"say {n % 10}"}], str(n % 10))
         for n in range(count)
     ]
-
-
-def test_tokenizer_loads_through_auto_classes_and_keeps_text(model_dir: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    for text in [QUESTION, "-12", "a = {b}; c\n  d  e", "1 + 1 = 2."]:
-        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
 def test_tokenizer_makes_one_token_per_digit_and_per_phrase(model_dir: Path) -> None:
@@ -76,14 +68,6 @@ def test_tokenizer_marks_a_character_that_it_does_not_know(model_dir: Path) -> N
     assert tokenizer.encode("é1", add_special_tokens=False)[0] == tokenizer.unk_token_id
 
 
-def test_model_loads_through_auto_classes_with_the_tokenizers_end(model_dir: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(model_dir)
-    tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    assert model.config.architectures == ["Qwen3ForCausalLM"]
-    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-    assert model.config.vocab_size >= len(tokenizer)
-
-
 def test_build_gives_the_same_weights_when_the_seed_is_the_same(
     model_dir: Path, tmp_path: Path
 ) -> None:
@@ -98,27 +82,6 @@ def test_build_gives_the_same_weights_when_the_seed_is_the_same(
     assert (other / "model.safetensors").read_bytes() != (
         model_dir / "model.safetensors"
     ).read_bytes()
-
-
-def test_build_refuses_a_folder_that_exists(model_dir: Path) -> None:
-    with pytest.raises(ModelError, match="already exists"):
-        build_tiny_model(model_dir, SPEC, 0)
-
-
-def test_new_folder_leaves_nothing_behind_when_writing_fails(tmp_path: Path) -> None:
-    def write_half() -> None:
-        with new_folder(tmp_path / "out") as folder:
-            (folder / "half").write_text("x")
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        write_half()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_tiny_model_config_refuses_an_unknown_key() -> None:
-    with pytest.raises(ValueError, match="widht"):
-        TinyModelConfig(widht=3)  # type: ignore[call-arg]
 
 
 def test_warm_start_teaches_the_model_and_stops_early(model_dir: Path, tmp_path: Path) -> None:
@@ -140,11 +103,6 @@ def test_warm_start_gives_the_same_weights_when_the_seed_is_the_same(
         warm_start(model_dir, tmp_path / name, digit_problems(), config)
     one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
     assert one == two
-
-
-def test_warm_start_reports_how_many_problems_it_needs(model_dir: Path, tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="16"):
-        warm_start(model_dir, tmp_path / "out", digit_problems(9), QUICK)
 
 
 @pytest.mark.parametrize("line", [b"not json", b'{"messages": []}', b"[1]"])

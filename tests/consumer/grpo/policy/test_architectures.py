@@ -17,7 +17,7 @@ from consumer.grpo.learner.learner import Learner
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
 from consumer.grpo.policy.model_checks import check_logprobs, keeps_samples_apart
 from consumer.grpo.policy.packing import Packer
-from consumer.handle.batch_table import BatchTable
+from consumer.handle.batch import BatchTable
 from tests.consumer.grpo.models.tiny import make_group
 
 TINY = {

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from transformers import OPTConfig, OPTForCausalLM
 
 from buffer.errors import ConfigError, WireError
-from buffer.wire.document import Media
 from buffer.wire.group import RolloutGroup
-from buffer.wire.rollout import RolloutState
+from buffer.wire.rollout import MediaRef, RolloutState
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.models.model_folder import load_model
@@ -23,7 +22,7 @@ from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
 from consumer.grpo.policy.micro_batch import MicroBatch
 from consumer.grpo.policy.model_checks import keeps_samples_apart
 from consumer.grpo.policy.packing import Packer
-from consumer.handle.batch_table import BatchTable
+from consumer.handle.batch import BatchTable
 from tests.consumer.grpo.models.tiny import build_model, make_group
 
 SHAPES = st.lists(
@@ -268,6 +267,6 @@ def test_packer_refuses_an_empty_budget() -> None:
 
 def test_packer_refuses_a_prompt_that_shows_images() -> None:
     group = make_group(0, prompt=3, lengths=[2])
-    group.shared.multimodal = [Media("image", "run://see-0000000000/image-0.png", tokens=2)]
+    group.shared.multimodal = [MediaRef("image", "run://see-0000000000/image-0.png", tokens=2)]
     with pytest.raises(ConfigError, match="contains images: token ids alone are another prompt"):
         Packer(100).pack_pad_dispatch(BatchTable.of([group]))

@@ -12,7 +12,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from buffer.model.limits import RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from tests.buffer.scene import LIMITS, Scene

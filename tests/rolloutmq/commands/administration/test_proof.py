@@ -126,13 +126,6 @@ def test_doctor_names_a_task_whose_data_set_is_broken_until_it_is_mended(
     assert "row 7" not in command("doctor").stdout
 
 
-def test_doctor_names_an_operators_pause_first(scene: Scene, command: Command) -> None:
-    command("pause", "--mode", "drain")
-    symptoms = json_of(command("doctor", "--json"))["runs"]["demo"]
-    assert symptoms[0]["what"] == "paused by an operator (drain)"
-    assert "rolloutmq resume" in symptoms[0]["fix"]
-
-
 def _found(scene: Scene) -> str:
     return " | ".join(
         symptom.what for symptom in diagnose(read_run_view(scene.run)) if symptom.level == "stuck"

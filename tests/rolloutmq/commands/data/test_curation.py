@@ -9,7 +9,7 @@ from typing import Any, cast
 import orjson
 import pytest
 
-from buffer.model.manifest import Manifest
+from buffer.manifest import Manifest
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from tests.rolloutmq.conftest import Command, json_of

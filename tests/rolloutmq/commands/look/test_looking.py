@@ -68,21 +68,6 @@ def test_status_tells_ready_groups_by_staleness(store: Store, command: Command) 
     assert (task["ready"], task["too_old"]) == (3, 0)
 
 
-@pytest.mark.parametrize("columns", [None, "0"])
-def test_rows_in_a_pipe_are_as_long_as_they_need(
-    scene: Scene, command: Command, monkeypatch: pytest.MonkeyPatch, columns: str | None
-) -> None:
-    monkeypatch.delenv("COLUMNS")
-    if columns:
-        monkeypatch.setenv("COLUMNS", columns)
-    reason = "ValueError: " + "a long reason " * 30 + "ends here"
-    scene.run.jobs.release("w0", scene.running, "failed", reason)
-    rows = [line for line in command("dead").stdout.splitlines() if line.startswith("math-")]
-    assert len(rows) == 2
-    assert "ends here" in rows[0]
-    assert len(max(command("status").stdout.splitlines(), key=len)) < 200
-
-
 @pytest.mark.parametrize(
     ("filters", "draws"),
     [

@@ -15,7 +15,7 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from rolloutmq.run_owner import own
 from tests.cluster import Cluster, start_cluster
-from tests.rolloutmq.conftest import Command, in_process, json_of, rolloutmq
+from tests.rolloutmq.conftest import Command, in_process, json_of
 from tests.rolloutmq.populate import Scene, populate, write_steps
 from tests.servers import SAFE
 
@@ -119,16 +119,6 @@ def test_drain_waits_for_the_last_group(scene: Scene, command: Command) -> None:
     finishing.start()
     assert "no group is running" in command("drain").stdout
     finishing.join()
-
-
-@pytest.mark.parametrize(
-    ("typed", "wanted"), [("rolloutmq sta", "status"), ("rolloutmq batch --ev", "--eval")]
-)
-def test_shells_complete_commands_and_flags(typed: str, wanted: str) -> None:
-    done = rolloutmq(
-        _ROLLOUTMQ_COMPLETE="complete_bash", COMP_WORDS=typed, COMP_CWORD=str(typed.count(" "))
-    )
-    assert wanted in done.stdout.split()
 
 
 def test_folders_are_listed_without_a_server_the_running_one_first(tmp_path: Path) -> None:

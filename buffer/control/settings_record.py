@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from buffer.model.limits import RunLimits, TaskLimits, TaskSettings
+from buffer.limits import LiveLimits, RunLimits, TaskLimits, TaskSettings
 from buffer.wire.staleness import max_staleness
 
 FIELD = "settings"
@@ -23,16 +23,6 @@ THRESHOLDS = {"max_staleness": "stale_threshold", "max_ahead": "ahead_threshold"
 
 TASK = "tasks."
 """Prefix of the name of a task's own setting."""
-
-_OF_A_RUN = (
-    "max_tries",
-    "pause_timeout_s",
-    "concurrency",
-    "low_bytes",
-    "high_bytes",
-    "steps",
-    *TaskSettings.model_fields,
-)
 
 
 class Override(BaseModel):
@@ -109,7 +99,7 @@ def task_of(name: str) -> str:
 
 def setting_values(limits: RunLimits) -> dict[str, Any]:
     """Return the value of every setting, except those that a task has from the run."""
-    values = {name: getattr(limits, name) for name in _OF_A_RUN}
+    values = {name: getattr(limits, name) for name in LiveLimits.model_fields}
     interval = limits.sync_weights_interval
     values |= publications(limits, interval)
     for task, weight in limits.newest_weights().items():

@@ -21,9 +21,8 @@ import numpy as np
 from buffer.errors import ConfigError
 from buffer.ids import split_group_id
 from buffer.imports import load_object
+from buffer.limits import ORDERS
 from buffer.wire.group import RolloutGroup
-
-BUILT_IN = ("staleness", "fifo", "freshest", "length_fair")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +62,13 @@ OrderFunction = Callable[[Finished], float]
 """A policy of the user: it returns a finite score, and the lowest is taken first."""
 
 
-def is_custom(order: str) -> bool:
-    return order not in BUILT_IN
-
-
 def load_order(order: str, named: str) -> OrderFunction | None:
     """Return the function of a user's order policy; None for a built-in one.
 
     `order` comes from the server. It is imported only if the user's config or command `named` it;
     otherwise, raises ConfigError.
     """
-    if not is_custom(order):
+    if order in ORDERS:
         return None
     if order != named:
         raise ConfigError(
@@ -83,7 +78,7 @@ def load_order(order: str, named: str) -> OrderFunction | None:
             command_hint=f"if you trust that code, set [policy] order = {order!r} in the config of "
             "this process; for an import, give --order",
         )
-    function: OrderFunction = load_object(order, kind="order policy", built_in=BUILT_IN)
+    function: OrderFunction = load_object(order, kind="order policy", built_in=ORDERS)
     return function
 
 

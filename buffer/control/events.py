@@ -1,6 +1,6 @@
-"""The newest metrics of a run's trainer, so that a run can be watched without the trainer's folder.
+"""What a run tells those who watch it: its events, and the newest metrics of its trainer.
 
-`steps.jsonl` in that folder has the whole history.
+`steps.jsonl` in the trainer's folder has the whole history of metrics.
 """
 
 from __future__ import annotations
@@ -9,6 +9,51 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from buffer.redis.key_fields import text_fields
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
+
+Event = tuple[int, str, dict[str, str]]  # milliseconds since 1970, name, fields
+
+START = "0"  # the position before the oldest event that is kept
+
+
+class EventLog:
+    """Reads the events of one run; continue after the id of an event."""
+
+    def __init__(self, store: Store, keys: Keys) -> None:
+        self._store = store
+        self._keys = keys
+
+    def newest(self) -> str:
+        """Return the id of the newest event; START without events."""
+        found: Any = self._store.retrying(
+            "events", lambda: self._store.control.xrevrange(self._keys.events, count=1)
+        )
+        return found[0][0].decode() if found else START
+
+    def read(
+        self, after: str = START, *, limit: int = 500, block_ms: int | None = None
+    ) -> list[tuple[str, Event]]:
+        """Return (id, event) of events after an id, oldest first; wait `block_ms` for one."""
+        key = self._keys.events
+        reply: Any = self._store.retrying(
+            "events", lambda: self._store.control.xread({key: after}, count=limit, block=block_ms)
+        )
+        if not reply:
+            return []
+        entries = next(iter(reply.values())) if isinstance(reply, dict) else reply[0][1]
+        # RESP3 wraps the entries of a stream in one more list
+        entries = entries[0] if entries and isinstance(entries[0], list) else entries
+        return [(entry[0].decode(), parse_event(entry)) for entry in entries]
+
+
+def parse_event(entry: tuple[bytes, dict[bytes, bytes]]) -> Event:
+    identity = entry[0].decode()
+    fields = text_fields(entry[1])
+    return int(identity.partition("-")[0]), fields.pop("event", "?"), fields
+
 
 REPORTED = frozenset(
     {

@@ -1,1 +1,0 @@
-"""Ids, jobs, limits, manifests, order policies and other values that all rooms share."""
