@@ -142,8 +142,9 @@ class Claims:
             else:
                 behind[job.task] += 1
         serves = self._serves
-        if slow := {task for task, groups in behind.items() if groups > limit}:
-            serves = replace(serves, tasks=serves.tasks - slow)
+        for task, groups in behind.items():
+            if groups > limit:
+                serves = replace(serves, tasks=serves.tasks - {task})
         if free <= 0 or not serves.tasks:
             return None
         # leaves some jobs for other workers

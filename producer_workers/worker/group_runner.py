@@ -8,6 +8,7 @@ run alone, so only the prompt that kills engines becomes a dead letter.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import io
 import logging
 import time
@@ -38,6 +39,7 @@ from buffer.run import Run
 from buffer.wire.group import GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.engines.base import Engine, EngineDeadError, shown
+from producer_workers.user_code.user_function import outcome_of
 from producer_workers.worker.claims import FailureBackoff
 from producer_workers.worker.held_groups import HeldGroups
 from producer_workers.worker.loop_border import LoopInput, check_weights
@@ -116,11 +118,13 @@ class GroupRunner:
             self._held.forget(job)
 
     async def close(self) -> None:
-        """Close the agent loops; log what they raise."""
-        closing = map(TaskRunner.close, self._runners.values())
-        for error in await asyncio.gather(*closing, return_exceptions=True):
-            if error is not None:
-                log.warning("an agent loop could not be closed: %s", describe(error))
+        """Close the agent loops, which may hold processes of tools; log what they raise."""
+        for runner in self._runners.values():
+            close = getattr(runner.agent_loop, "close", None)
+            if inspect.iscoroutinefunction(close):
+                error = (await outcome_of(close)).error
+                if error is not None:
+                    log.warning("an agent loop could not be closed: %s", describe(error))
 
     async def hand_back(self, job: Job) -> None:
         """Release a group that a leaving worker cancelled. If that fails, its lease runs out."""
@@ -163,7 +167,8 @@ class GroupRunner:
         spent_s = group.shared.extra.get(GROUP_TIME, 0.0)
         claimed = group.states
         drawn = await self._drawn(job) if job.is_begun else []
-        source = LoopInput(claimed, drawn, makes_prompts=runner.makes_prompts)
+        makes_prompts = getattr(runner.agent_loop, "makes_prompts", False)
+        source = LoopInput(claimed, drawn, makes_prompts=makes_prompts)
         states = self._held.members[job] = list(claimed)
         engine = cast(Engine, self._engine)
         weights = engine.version()
