@@ -39,14 +39,16 @@ from buffer.redis.key_fields import HINT
 from buffer.redis.keys import Keys, SlotKeys
 from buffer.redis.scripts import (
     Arg,
-    Durability,
     KeysByName,
     Script,
     Upload,
+    check_durable,
     decoded,
     in_order,
     library,
     load_missing,
+    waits_behind_payloads,
+    waits_behind_script,
 )
 
 T = TypeVar("T")
@@ -142,7 +144,7 @@ class Store:
             if not waits:
                 return [client.execute_command(*command)]
             answers = pipelined(client, [command, *waits])
-            self.durability.check(answers[1:])
+            check_durable(self.wait_replicas, answers[1:])
             return answers
 
         reply = decoded(self._run(entry, "control", key, attempt)[0])
@@ -213,7 +215,7 @@ class Store:
                 yield from waits if sent else ()
 
             answers = send(client, commands())
-            self.durability.check(answers[len(sent) :])
+            check_durable(self.wait_replicas, answers[len(sent) :])
             return [
                 decoded(reply)
                 for command, reply in zip(sent, answers, strict=False)
@@ -222,12 +224,9 @@ class Store:
 
         return self._run(entry, "bulk", key, attempt)
 
-    @property
-    def durability(self) -> Durability:
-        return Durability(self.wait_replicas, self.waits_for_disk)
-
     def _waits(self, key: str) -> list[Command]:
-        return self.durability.behind_script(self.scripts["sync"].sha, key)
+        sync = self.scripts["sync"]
+        return waits_behind_script(self.wait_replicas, self.waits_for_disk, sync, key)
 
     def _run(
         self, script: Script, role: Role, key: str, attempt: Callable[[Any], list[T]]
@@ -279,9 +278,9 @@ class Store:
     ) -> list[Any]:
         if not (self.wait_replicas and self.in_cluster):
             return run(client, commands)
-        waits = self.durability.behind_payloads(str(commands[0][1]))
+        waits = waits_behind_payloads(self.wait_replicas, str(commands[0][1]))
         answers = run(client, [*commands, *waits])
-        self.durability.check(answers[len(commands) :])
+        check_durable(self.wait_replicas, answers[len(commands) :])
         return answers[: len(commands)]
 
     def read(
