@@ -257,6 +257,7 @@ class Worker:
             judge_failures=times.failed,
             judge_buckets=times.histogram.counts,
             replaced=REPLACED.total(),
+            lengths=self._runner.lengths.text(),
         )
         jobs = self._groups.jobs()
         return report, jobs, self._groups.oldest(jobs)
