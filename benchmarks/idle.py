@@ -27,7 +27,7 @@ from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.staleness import staleness
 from consumer.handle.rollout_consumer import RolloutConsumer
-from producer_workers.config.distributions import Bimodal, Distribution, LogNormal
+from producer_workers.config.engine import Bimodal, Distribution, LogNormal
 from producer_workers.simulation.event_model import simulate
 from producer_workers.simulation.lengths import Lengths, drawn_lengths
 from producer_workers.simulation.setting import Outcome, Setting, candidates
@@ -55,7 +55,11 @@ LONGEST = 600
 
 def idle(server: BenchServer, steps: int, ages: Sequence[int]) -> Iterator[Figure]:
     """Return every combination of lengths, max_staleness and interruption of running groups."""
-    settings = candidates(FLEET, ages, ["keep", "partial", "abort"])
+    settings = [
+        setting
+        for age in ages
+        for setting in candidates(FLEET, [age], ["keep", "partial", "abort"], ahead=[age])
+    ]
     questions = [(shape, setting) for shape in SHAPES for setting in settings]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = list(pool.map(partial(_ask, server, steps), questions))

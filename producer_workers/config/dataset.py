@@ -150,7 +150,7 @@ class ReasoningGymSection(_DatasetKind):
 
 
 class ParquetSection(_Files):
-    """[tasks.<name>.dataset] kind = "parquet": one row per problem.
+    """[tasks.<name>.dataset] kind = "parquet": one row per problem, all in memory.
 
     Needs `pip install '.[parquet]'`.
     """

@@ -7,12 +7,16 @@ changes the order of existing runs; a test pins it.
 
 from __future__ import annotations
 
+import re
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+import orjson
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from buffer.errors import WireError
+from buffer.wire.checks import check_nesting
 from buffer.wire.sampling import StructuredOutput
 
 _ROUNDS = 8  # 4 are enough in theory for large halves; small data sets have halves of a few bits
@@ -57,16 +61,39 @@ def _feistel(value: int, half_bits: int, key: bytes) -> int:
     return left << half_bits | right
 
 
+def _has_role(message: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(message.get("role"), str) or "content" not in message:
+        raise ValueError('expected an object with "role" and "content"')
+    return message
+
+
+def _of_text(structured: Any) -> Any:
+    """Return a structure, which a table holds as text, as an object."""
+    return orjson.loads(structured) if isinstance(structured, str) else structured
+
+
+def _is_valid(structured: StructuredOutput) -> StructuredOutput:
+    try:
+        check_nesting("json_schema", [structured.json_schema])
+        re.compile(structured.regex or "")
+    except (WireError, re.error) as error:
+        raise ValueError(str(error)) from error
+    return structured
+
+
+Structure = Annotated[StructuredOutput, BeforeValidator(_of_text), AfterValidator(_is_valid)]
+
+
 class Problem(BaseModel):
     """One row: a chat, the tools it may use, and what a judge needs to score an answer."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[Annotated[dict[str, Any], AfterValidator(_has_role)]] = Field(min_length=1)
     ground_truth: Any = None
     data_source: str | None = None
     tools: list[dict[str, Any]] | None = None
-    structured: StructuredOutput | None = Field(
+    structured: Structure | None = Field(
         None, description="structure of a response; None: as the task says"
     )
     images: list[Path | bytes] = Field(

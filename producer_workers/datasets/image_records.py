@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -24,7 +24,7 @@ from buffer.redis.media_folder import MediaFolder
 from buffer.wire.rollout import MediaRef
 from producer_workers.config.dataset import ImagesSection
 from producer_workers.datasets.dataset import Problem
-from producer_workers.datasets.records import ToProblem
+from producer_workers.datasets.records import ToProblem, is_image, parts_of
 from producer_workers.datasets.row_values import is_picture
 from producer_workers.images import ImageFile, check_image, find_runs, load_image, png_of
 
@@ -124,24 +124,11 @@ class ImageRecords:
         return found
 
 
-def without_images(to_problem: ToProblem) -> ToProblem:
-    """Return `to_problem` for a data set without images: it refuses a message with one."""
-
-    def to_text_problem(record: Any) -> Problem:
-        problem = to_problem(record)
-        shown = [*_parts(problem.messages), *problem.extra.values()]
-        if any(_is_image(part) or is_picture(part) for part in shown):
-            raise ValueError("it has an image; add [tasks.<name>.dataset.images] to allow images")
-        return problem
-
-    return to_text_problem
-
-
 def show_images(messages: Messages, named: list[Any]) -> tuple[Messages, list[Any]]:
     """Return the messages with a part SHOWN for each image, and the images. Raises ValueError."""
-    if any(_is_image(part) for part in _parts(messages)):
+    if any(is_image(part) for part in parts_of(messages)):
         return _show_parts(messages, named)
-    marks = sum(part.get("text", "").count(MARK) for part in _parts(messages)) if named else 0
+    marks = sum(part.get("text", "").count(MARK) for part in parts_of(messages)) if named else 0
     if marks not in (0, len(named)):
         raise ValueError(f'the text has {marks} "{MARK}", but {len(named)} images are named')
     if marks:
@@ -151,7 +138,7 @@ def show_images(messages: Messages, named: list[Any]) -> tuple[Messages, list[An
 
 
 def _show_parts(messages: Messages, named: list[Any]) -> tuple[Messages, list[Any]]:
-    own = [_source(part) for part in _parts(messages) if _is_image(part)]
+    own = [_source(part) for part in parts_of(messages) if is_image(part)]
     if own.count(None) != len(named):
         raise ValueError(
             f"the messages show {own.count(None)} images by position, but {len(named)} are named"
@@ -165,7 +152,7 @@ def _with_parts_shown(message: dict[str, Any]) -> dict[str, Any]:
     content = message["content"]
     if not isinstance(content, list):
         return message
-    return {**message, "content": [SHOWN if _is_image(part) else part for part in content]}
+    return {**message, "content": [SHOWN if is_image(part) else part for part in content]}
 
 
 def _show_first(messages: Messages, named: list[Any]) -> Messages:
@@ -187,19 +174,6 @@ def _at_marks(content: Any) -> Any:
         for n, text in enumerate(str(part.get("text", "")).split(MARK)):
             parts += [SHOWN] * (n > 0) + ([part | {"text": text}] if text else [])
     return parts if SHOWN in parts else content
-
-
-def _parts(messages: Messages) -> Iterator[dict[str, Any]]:
-    for message in messages:
-        content = message["content"]
-        if isinstance(content, str):
-            yield {"type": "text", "text": content}
-        elif isinstance(content, list):
-            yield from (part for part in content if isinstance(part, dict))
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in ("image", "image_url")
 
 
 def _source(part: dict[str, Any]) -> Any:

@@ -21,9 +21,15 @@ from producer_workers.config.task import HELD_OUT
 from producer_workers.datasets.contained_dataset import ContainedDataset, source_of_code
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.files import JsonlDataset, ParquetRows
-from producer_workers.datasets.image_records import ImageRecords, without_images
+from producer_workers.datasets.image_records import ImageRecords
 from producer_workers.datasets.reasoning_gym import write_problems
-from producer_workers.datasets.records import RecordsDataset, ToProblem, load_to_problem, unusable
+from producer_workers.datasets.records import (
+    RecordsDataset,
+    ToProblem,
+    load_to_problem,
+    unusable,
+    without_images,
+)
 from producer_workers.datasets.stream import StreamDataset
 
 

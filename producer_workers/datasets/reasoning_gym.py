@@ -1,7 +1,7 @@
 """Write problems of one reasoning-gym task into three JSONL files that share no question.
 
 The package repeats problems, so they are made once, distinct by text, and one seeded shuffle deals
-them into held-out, training and warm start. A fingerprint of the section finds them again.
+them into held-out, training and warm start. A copy of the section finds them again.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import orjson
 
 from buffer.errors import ConfigError
+from producer_workers.config.dataset import ReasoningGymSection
 from producer_workers.datasets.dataset import permute
 from producer_workers.judges.built_in import (
     SOURCE_PREFIX,
@@ -27,23 +27,6 @@ from producer_workers.judges.built_in import (
 _FORMAT = 1  # of the files; a change makes them anew
 _MISSES = 1000  # entries in a row without a new problem, after which there are no more
 _JSON = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
-
-
-class ProblemSection(Protocol):
-    """The part of the configuration that is read here. `size` includes the other two sizes."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-    @property
-    def warm_start_size(self) -> int: ...
-    @property
-    def held_out_size(self) -> int: ...
 
 
 class ProblemFiles(NamedTuple):
@@ -58,49 +41,33 @@ class ProblemFiles(NamedTuple):
         return cls(*(folder / f"{name}.jsonl" for name in cls._fields))
 
 
-def write_problems(section: ProblemSection, out_dir: Path) -> ProblemFiles:
+def write_problems(section: ReasoningGymSection, out_dir: Path) -> ProblemFiles:
     """Make the files of `section`, unless they exist. Raises ConfigError.
 
-    It may be killed at any moment: files appear complete, and the fingerprint last.
+    It may be killed at any moment: files appear complete, and the copy of the section last.
     """
-    sizes = _sizes(section)
+    train = section.size - section.warm_start_size - section.held_out_size
+    sizes = (section.warm_start_size, train, section.held_out_size)
     files = ProblemFiles.within(out_dir)
-    fingerprint = _fingerprint(section)
+    made_of = {"format": _FORMAT, **section.model_dump(mode="json")}
     mark = out_dir / "problems.json"
-    if _written(mark, fingerprint) and all(
-        f.exists() for f, n in zip(files, sizes, strict=True) if n
-    ):
+    is_whole = all(file.exists() for file, size in zip(files, sizes, strict=True) if size)
+    if is_whole and _read(mark) == made_of:
         return files
     problems = _deal(_collect(section), section.seed)
     out_dir.mkdir(parents=True, exist_ok=True)
     mark.unlink(missing_ok=True)
     for path, size in reversed(list(zip(files, sizes, strict=True))):
         _replace(path, [problems.pop() for _ in range(size)])
-    _replace(mark, [orjson.dumps({"fingerprint": fingerprint, **_parameters(section)})])
+    _replace(mark, [orjson.dumps(made_of)])
     return files
 
 
-def _sizes(section: ProblemSection) -> tuple[int, int, int]:
-    train = section.size - section.warm_start_size - section.held_out_size
-    return section.warm_start_size, train, section.held_out_size
-
-
-def _parameters(section: ProblemSection) -> dict[str, Any]:
-    names = ("name", "size", "seed", "warm_start_size", "held_out_size")
-    values = {name: getattr(section, name) for name in names}
-    return {"format": _FORMAT, **values, "config": dict(section.config)}
-
-
-def _fingerprint(section: ProblemSection) -> str:
-    text = orjson.dumps(_parameters(section), option=orjson.OPT_SORT_KEYS)
-    return blake2b(text, digest_size=16).hexdigest()
-
-
-def _written(mark: Path, fingerprint: str) -> bool:
+def _read(mark: Path) -> Any:
     try:
-        return bool(orjson.loads(mark.read_bytes())["fingerprint"] == fingerprint)
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+        return orjson.loads(mark.read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 def _replace(path: Path, lines: Sequence[bytes]) -> None:
@@ -118,7 +85,7 @@ def _deal(problems: list[bytes], seed: int) -> list[bytes]:
     return [problems[permute(position, count, f"{seed}:deal")] for position in range(count)]
 
 
-def _collect(section: ProblemSection) -> list[bytes]:
+def _collect(section: ReasoningGymSection) -> list[bytes]:
     lines: dict[str, bytes | None] = {}  # by question; None is a problem left out
     good = misses = 0
     for entry in _entries(section):
@@ -141,7 +108,7 @@ def _collect(section: ProblemSection) -> list[bytes]:
     return [line for line in lines.values() if line]
 
 
-def _line(section: ProblemSection, entry: Mapping[str, Any]) -> bytes | None:
+def _line(section: ReasoningGymSection, entry: Mapping[str, Any]) -> bytes | None:
     """Return the entry as a line of JSON; None where its own answer does not score 1.0."""
     if entry["answer"] is None and section.warm_start_size:
         raise ConfigError(
@@ -175,7 +142,7 @@ def _solves_itself(name: str, line: bytes) -> bool:
         return False
 
 
-def _entries(section: ProblemSection) -> Iterator[dict[str, Any]]:
+def _entries(section: ReasoningGymSection) -> Iterator[dict[str, Any]]:
     known = task_datasets()
     if section.name not in known:
         near = difflib.get_close_matches(section.name, known, n=3)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-import orjson
 from pydantic import ValidationError
 
-from buffer.errors import ConfigError, DatasetError, WireError, describe, text_of
+from buffer.errors import ConfigError, DatasetError, describe, text_of
 from buffer.imports import load_object
-from buffer.wire.checks import check_nesting
 from buffer.wire.own_copy import own_copy
-from buffer.wire.sampling import StructuredOutput
 from producer_workers.config.dataset import FieldName
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.row_values import HINT as STORABLE
-from producer_workers.datasets.row_values import Unstorable, is_plain, plain_problem, plain_record
+from producer_workers.datasets.row_values import Unstorable, is_picture, plain_problem, plain_record
 from producer_workers.user_code.border import user_frames
 
 EXPECTED = (
@@ -38,7 +33,7 @@ def load_to_problem(spec: str | None, fields: Mapping[FieldName, str] | None = N
     `fields`: the record's own names for fields of EXPECTED.
     """
     if spec is None:
-        return partial(_renamed, fields or {})
+        return partial(problem_of, fields=fields)
     change = load_object(spec, kind="record function")
 
     def to_problem(record: Any) -> Problem:
@@ -48,119 +43,71 @@ def load_to_problem(spec: str | None, fields: Mapping[FieldName, str] | None = N
     return to_problem
 
 
-def problem_of(record: Any) -> Problem:
+def problem_of(record: Any, fields: Mapping[FieldName, str] | None = None) -> Problem:
     """Return a record as a problem, with unknown fields in `extra`. Raises ValueError."""
-    return _renamed({}, record)
-
-
-def _renamed(fields: Mapping[FieldName, str], record: Any) -> Problem:
     if not isinstance(record, Mapping):
-        raise ValueError(f"it is {kind_of(record)}, not an object")
-    with suppress(Exception):  # nearly all rows need no change; what is wrong is raised below
-        problem = _problem(_rename(fields, dict(record)))
-        if is_plain(problem):
-            return problem
-    return _problem(_rename(fields, plain_record(record)))
-
-
-def _rename(fields: Mapping[FieldName, str], record: dict[str, Any]) -> dict[str, Any]:
-    if not fields:
-        return record
+        raise ValueError(f"it is a {type(record).__name__}, not an object")
+    values = plain_record(record)
+    fields = fields or {}
     for name, found in fields.items():
-        if found not in record:
+        if found not in values:
             raise ValueError(f'there is no "{found}", which `fields` names for "{name}"')
-    rest = {key: value for key, value in record.items() if key not in fields.values()}
-    return rest | {name: record[found] for name, found in fields.items()}
+    rest = {key: value for key, value in values.items() if key not in fields.values()}
+    return _problem(rest | {name: values[found] for name, found in fields.items()})
 
 
 def _problem(record: dict[str, Any]) -> Problem:
     """Return the problem of a record, which is emptied."""
-    source = record.pop("data_source", None)
-    if not isinstance(source, str | None):
-        raise ValueError(f'"data_source" is {kind_of(source)}, not a string')
+    given = {key: record.pop(key, None) or None for key in ("data_source", "tools", "structured")}
+    messages = record.pop("messages") if "messages" in record else _question(record)
+    truth = record.pop("ground_truth" if "ground_truth" in record else "answer", None)
     extra = record.pop("extra", None) or {}
     if not isinstance(extra, dict):
-        raise ValueError(f'"extra" is {kind_of(extra)}, not an object')
-    messages = _take_messages(record)
-    tools = _take_tools(record)
-    structured = _take_structured(record)
-    truth = record.pop("ground_truth" if "ground_truth" in record else "answer", None)
-    return Problem(
-        messages=messages,
-        ground_truth=truth,
-        data_source=source,
-        tools=tools,
-        structured=structured,
-        extra={**record, **extra},
-    )
+        raise ValueError(f'"extra" is a {type(extra).__name__}, not an object')
+    try:
+        return Problem(messages=messages, ground_truth=truth, extra={**record, **extra}, **given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f'"{where}": {first["msg"].removeprefix("Value error, ")}') from error
 
 
-def _take_messages(record: dict[str, Any]) -> list[dict[str, Any]]:
-    if "messages" in record:
-        messages = record.pop("messages")
-        if not isinstance(messages, list) or not messages:
-            raise ValueError('"messages" is not a list of at least one message')
-        for position, message in enumerate(messages):
-            _check_message(position, message)
-        return messages
+def _question(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a record with a question."""
     key = next((name for name in ("prompt", "question") if name in record), None)
     if key is None:
         raise ValueError('there is no prompt: none of "messages", "prompt", "question"')
     prompt = record.pop(key)
-    if not isinstance(prompt, str):
-        raise ValueError(f'"{key}" is {kind_of(prompt)}, not a string')
-    if not prompt.strip():
-        raise ValueError(f'"{key}" is empty')
+    if not isinstance(prompt, str) or not prompt.strip():
+        raise ValueError(f'"{key}" is not a text, or empty')
     return [{"role": "user", "content": prompt}]
 
 
-def _check_message(position: int, message: Any) -> None:
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ValueError(f'message {position} is not an object with a "role"')
-    if "content" not in message:
-        raise ValueError(f'message {position} has no "content"')
+def without_images(to_problem: ToProblem) -> ToProblem:
+    """Return `to_problem` for a data set without images: it refuses a message with one."""
+
+    def to_text_problem(record: Any) -> Problem:
+        problem = to_problem(record)
+        shown = [*parts_of(problem.messages), *problem.extra.values()]
+        if any(is_image(part) or is_picture(part) for part in shown):
+            raise ValueError("it has an image; add [tasks.<name>.dataset.images] to allow images")
+        return problem
+
+    return to_text_problem
 
 
-def _take_tools(record: dict[str, Any]) -> list[dict[str, Any]] | None:
-    tools = record.pop("tools", None) or None
-    if tools is not None and not (
-        isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-    ):
-        raise ValueError('"tools" is not a list of objects')
-    return tools
+def parts_of(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the parts of all messages, texts included."""
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, str):
+            yield {"type": "text", "text": content}
+        elif isinstance(content, list):
+            yield from (part for part in content if isinstance(part, dict))
 
 
-def _take_structured(record: dict[str, Any]) -> StructuredOutput | None:
-    """Return the structure, given as an object or, for tables, as JSON text."""
-    given = record.pop("structured", None) or None
-    if given is None:
-        return None
-    try:
-        value = orjson.loads(given) if isinstance(given, str) else given
-        structured = StructuredOutput.model_validate(value)
-        check_nesting("json_schema", [structured.json_schema])
-        if structured.regex is not None:
-            re.compile(structured.regex)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, ("structured", *first["loc"])))
-        raise ValueError(f'"{where}": {first["msg"].removeprefix("Value error, ")}') from error
-    except (orjson.JSONDecodeError, WireError, re.error) as error:
-        raise ValueError(f'"structured": {error}') from error
-    return structured
-
-
-def kind_of(value: Any) -> str:
-    """Return what a JSON value is, in words."""
-    names = {
-        str: "a string",
-        list: "a list",
-        dict: "an object",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-    }
-    return "null" if value is None else names.get(type(value), f"a {type(value).__name__}")
+def is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url")
 
 
 class Records(Protocol):
@@ -203,9 +150,7 @@ class RecordsDataset:
         )
 
 
-def make_problem(
-    to_problem: ToProblem, read: Callable[[], Any], where: str, expected: str = HINT
-) -> Problem:
+def make_problem(to_problem: ToProblem, read: Callable[[], Any], where: str) -> Problem:
     """Read a record and make a problem of it that can be stored.
 
     Raises DatasetError with the record and the place in the user's code for every error.
@@ -215,7 +160,7 @@ def make_problem(
     except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise unusable(where, error, expected) from error
+        raise unusable(where, error, HINT) from error
 
 
 def unusable(where: str, error: BaseException, expected: str = "") -> DatasetError:

@@ -21,10 +21,8 @@ from uuid import UUID
 
 import msgspec
 import numpy as np
-import orjson
 
-from buffer.errors import WireError
-from buffer.wire.checks import MAX_NESTING, check_plain
+from buffer.wire.checks import MAX_NESTING
 from producer_workers.datasets.dataset import Problem
 
 HINT = (
@@ -62,38 +60,12 @@ def plain_record(record: Mapping[Any, Any]) -> dict[str, Any]:
 
 def plain_problem(problem: Problem) -> Problem:
     """Return a problem whose values can be stored. Raises Unstorable."""
-    if is_plain(problem):
-        return problem
-    made = problem.model_copy(update=_entries(_values(problem), -1))
-    for name, value in _values(made).items():
-        try:
-            check_plain(name, [value])
-        except WireError as error:
-            raise Unstorable(f"cannot be stored: {error}").inside(name) from error
-    return made
-
-
-def is_plain(problem: Problem) -> bool:
-    """Return whether the values can be stored as they are; False for bytes."""
-    values = [*_values(problem).values()]
-    try:
-        check_plain("the row", values)
-        orjson.dumps(values, option=_STRICT)  # refuses long integers and half surrogates
-    except (WireError, orjson.JSONEncodeError):
-        return False
-    return True
-
-
-def _values(problem: Problem) -> dict[str, Any]:
-    return {name: getattr(problem, name) for name in _FIELDS}
+    return problem.model_copy(
+        update=_entries({name: getattr(problem, name) for name in _FIELDS}, -1)
+    )
 
 
 _FIELDS = ("messages", "tools", "ground_truth", "data_source", "extra")
-_STRICT = (
-    orjson.OPT_PASSTHROUGH_DATACLASS
-    | orjson.OPT_PASSTHROUGH_DATETIME
-    | orjson.OPT_PASSTHROUGH_SUBCLASS
-)
 
 
 def plain(value: Any, depth: int = 0) -> Any:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from buffer.errors import ConfigError, JudgeError, JudgeInterrupted
@@ -40,8 +41,9 @@ from producer_workers.gateway.server import Endpoint
 from producer_workers.gateway.session import Session
 from producer_workers.judges.judge import Judge
 
-# The rollouts of a session; the segment is None if the session was interrupted or failed.
-Rollouts = list[tuple[RolloutState, Segment | None]]
+# The rollouts of a session, one per segment, all tokens in the response; without tokens if it was
+# interrupted or failed.
+Rollouts = list[RolloutState]
 
 
 class GatewayAgentLoop:
@@ -97,31 +99,30 @@ class GatewayAgentLoop:
                 f"{gid} has images, which the gateway cannot pass to agents",
                 hint="use another agent_loop for its task",
             )
-        made: dict[int, Rollouts] = {}
-        open_ones: dict[int, list[RolloutState]] = {}
+        by_index: dict[int, Rollouts] = {}
         for state in states:
-            if state.status is Status.COMPLETED or _is_unjudged(state):
-                made.setdefault(state.index, []).append((state, Segment.of_state(state)))
-        for state in states:
-            if state.index not in made:
-                open_ones.setdefault(state.index, []).append(state)
-        resumed = [session for session in made.values() if _is_unjudged(session[0][0])]
+            by_index.setdefault(state.index, []).append(state)
+        unjudged = {index for index, session in by_index.items() if _is_unjudged(session[0])}
         record = SessionRecord(states[0].extra)
-        async with Endpoint(self._tokenizer) as endpoint:
+        async with Endpoint() as endpoint:
 
-            async def run(rollouts: list[RolloutState]) -> None:
-                session = await self._session(rollouts, engine, endpoint, gid, record)
-                made[rollouts[0].index] = session
+            async def run(index: int, rollouts: Rollouts) -> None:
+                by_index[index] = await self._session(rollouts, engine, endpoint, gid, record)
 
-            await run_all(run(rollouts) for rollouts in open_ones.values())
+            await run_all(
+                run(index, rollouts)
+                for index, rollouts in by_index.items()
+                if rollouts[0].status is not Status.COMPLETED and index not in unjudged
+            )
         if endpoint.failure:  # agents cannot raise it: they got it as an HTTP status
             raise endpoint.failure
-        sessions = [made[index] for index in sorted(made)]
+        sessions = [by_index[index] for index in sorted(by_index)]
         if self._judge and self._judge.sees_group:
             await self._judge_together(sessions)
         else:
-            await asyncio.gather(*(self._reward([_ended(session)]) for session in resumed))
-        group = _as_group([rollout for session in sessions for rollout in session])
+            await asyncio.gather(*(self._reward([by_index[index]]) for index in unjudged))
+        group = [rollout for session in sessions for rollout in session]
+        _share_prompt(group)
         record.write(group)
         return group
 
@@ -167,14 +168,14 @@ class GatewayAgentLoop:
             reward = None if self._judge else {"score": 0.0}
             is_cut = session.is_full or session.truncation
             if not session.interrupted.is_set() and not is_cut:
-                return [(_failed(state, str(error)), None)]
+                return [_failed(state, str(error))]
         finally:
             endpoint.dismiss(key)
         if session.interrupted.is_set():
             return self._interrupted(state, session.segments, record)
         if not session.segments:
             why = session.truncation or "the agent ended without an answer of the model"
-            return [(_failed(state, why), None)]
+            return [_failed(state, why)]
         if session.truncation:
             session.segments[-1] = replace(session.segments[-1], finish_reason="length")
         return await self._finish(state, session.segments, reward)
@@ -185,12 +186,12 @@ class GatewayAgentLoop:
         state.status = Status.ABORTED
         state.finish_reason = "abort"
         if not segments:
-            return [(state, None)]
+            return [state]
         if not self._is_resumable:
             record.restart()
-            return [(state, None)]
+            return [state]
         record.keep(state.index, segments)
-        return [(state.model_copy(), replace(each, finish_reason="abort")) for each in segments]
+        return [replace(each, finish_reason="abort").filled(state) for each in segments]
 
     async def _run(self, task: AgentTask, session: Session) -> dict[str, float] | None:
         running = asyncio.ensure_future(self._agent.run(task))
@@ -211,16 +212,14 @@ class GatewayAgentLoop:
         """Turn the segments into rollouts, with their reward unless all sessions must end first."""
         # On the given state, too: the worker reads there that the engine has a free slot again.
         state.finish_reason = segments[-1].finish_reason
-        rollouts = [(state.model_copy(update={"reward": earned}), segment) for segment in segments]
-        for rollout, segment in rollouts:
-            segment.fill(rollout, 0)
+        rollouts = [segment.filled(state, reward=earned) for segment in segments]
         if not (self._judge and self._judge.sees_group):
             await self._reward([rollouts])
-        return list(rollouts)
+        return rollouts
 
-    async def _reward(self, sessions: Sequence[Sequence[tuple[RolloutState, Segment]]]) -> None:
+    async def _reward(self, sessions: Sequence[Rollouts]) -> None:
         """Add the judge's reward of each session's last turn to the agent's own reward."""
-        lasts = [session[-1][0] for session in sessions]
+        lasts = [session[-1] for session in sessions]
         try:
             rewards = await self._judge.judge_group(lasts) if self._judge else [{}] * len(lasts)
         except JudgeInterrupted:
@@ -228,38 +227,32 @@ class GatewayAgentLoop:
             return
         except JudgeError as error:
             for session in sessions:
-                for rollout, _ in session:
+                for rollout in session:
                     rollout.status = Status.FAILED
                     rollout.error = str(error)
             return
         for session, reward in zip(sessions, rewards, strict=True):
-            for rollout, _ in session:
+            for rollout in session:
                 rollout.status = Status.COMPLETED
                 rollout.reward = {**(rollout.reward or {}), **reward} or None
 
     async def _judge_together(self, sessions: Sequence[Rollouts]) -> None:
         """Judge all sessions; if one was interrupted or failed, those that ended wait for it."""
-        ended = [_ended(session) for session in sessions]
+        ended = [
+            [state for state in session if len(state.response_ids) and has_ended(state)]
+            for session in sessions
+        ]
         if all(ended):
             await self._reward(ended)
         else:
             _await_judge(ended)
 
 
-def _ended(session: Rollouts) -> list[tuple[RolloutState, Segment]]:
-    return [
-        (state, segment)
-        for state, segment in session
-        if segment is not None and state.finish_reason != "abort"
-    ]
-
-
-def _await_judge(sessions: Sequence[Sequence[tuple[RolloutState, Segment]]]) -> None:
+def _await_judge(sessions: Sequence[Rollouts]) -> None:
     """Leave rollouts without a reward to the judge of a later claim of their group."""
-    for session in sessions:
-        for rollout, _ in session:
-            if _is_unjudged(rollout):
-                rollout.status = Status.ABORTED
+    for rollout in chain.from_iterable(sessions):
+        if _is_unjudged(rollout):
+            rollout.status = Status.ABORTED
 
 
 def _is_unjudged(state: RolloutState) -> bool:
@@ -273,12 +266,13 @@ def _failed(state: RolloutState, reason: str) -> RolloutState:
     return state
 
 
-def _as_group(rollouts: Rollouts) -> list[RolloutState]:
-    segments = [segment for _, segment in rollouts if segment is not None]
-    prompt = common_prompt(segments) if segments else 0
-    for state, segment in rollouts:
-        if segment is not None:
-            segment.fill(state, prompt)
-        elif segments:
-            state.prompt_ids = segments[0].ids[:prompt]
-    return [state for state, _ in rollouts]
+def _share_prompt(group: Rollouts) -> None:
+    """Make what all segments of a group begin with its prompt."""
+    segments = [(state, Segment.of_state(state)) for state in group if len(state.response_ids)]
+    if not segments:
+        return
+    prompt = common_prompt([segment for _, segment in segments])
+    for state in group:
+        state.prompt_ids = segments[0][1].ids[:prompt]
+    for state, segment in segments:
+        segment.fill(state, prompt)

@@ -104,6 +104,12 @@ class Segment:
             state.routed_experts,
         )
 
+    def filled(self, state: RolloutState, **changes: Any) -> RolloutState:
+        """Return a copy of `state` with this segment, all of it in the response."""
+        made = state.model_copy(update=changes)
+        self.fill(made, 0)
+        return made
+
     def fill(self, state: RolloutState, prompt: int) -> None:
         """Write this segment into `state`, with its first `prompt` tokens as the group's prompt."""
         state.prompt_ids = self.ids[:prompt]

@@ -18,7 +18,6 @@ from buffer.wire.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED, Rol
 from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams, derived_seed
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, with_system_prompt
-from producer_workers.datasets.contained_dataset import AHEAD, ContainedDataset
 from producer_workers.datasets.dataset import Dataset, Problem, RowPlace, place_of
 from producer_workers.datasets.image_records import ImagePrompt, ImagePrompts
 
@@ -69,8 +68,9 @@ class Sampler:
     def draw(self, draw: int) -> list[RolloutState] | TooLong:
         """Return the `prompt_repeat_k` INIT rollouts of draw 0, 1, 2, ... Raises DatasetError."""
         place = self.place(draw)
-        problem = self._read(draw, place)
-        self._check_source(problem.data_source or "", place)
+        problem = self._read(place)
+        if self.sources:
+            self._check_source(problem.data_source or "", place)
         prompt = self._encode(problem, place)
         if self.max_prompt_tokens is not None and len(prompt.ids) > self.max_prompt_tokens:
             return TooLong(draw, place, len(prompt.ids), self.max_prompt_tokens)
@@ -100,13 +100,11 @@ class Sampler:
             message = f"{self.task}: row {self.place(draw).row}: {error.message}"
             raise DatasetError(message, hint=error.hint) from error
 
-    def _read(self, draw: int, place: RowPlace) -> Problem:
+    def _read(self, place: RowPlace) -> Problem:
         try:
-            if isinstance(self.dataset, ContainedDataset):
-                coming = (self.place(number) for number in range(draw, draw + AHEAD))
-                problem = self.dataset.row_of(coming)
-            else:
-                problem = self.dataset.row(place.row, place.epoch)
+            problem = self.dataset.row(place.row, place.epoch)
+            if self.system_prompt is None:
+                return problem
             messages = with_system_prompt(problem.messages, self.system_prompt)
             return problem.model_copy(update={"messages": messages})
         except DatasetError:
@@ -118,7 +116,7 @@ class Sampler:
             raise DatasetError(f"{self.task}: row {place.row} cannot be read: {reason}") from error
 
     def _check_source(self, source: str, place: RowPlace) -> None:
-        if self.sources and not any(fnmatchcase(source, each) for each in self.sources):
+        if not any(fnmatchcase(source, each) for each in self.sources):
             raise DatasetError(
                 f"{self.task}: row {place.row}: no judge for the data source {source!r}",
                 hint=f'known: {", ".join(self.sources)}; "*" fits every source',

@@ -17,8 +17,7 @@ from buffer.wire.group import GROUP_TIME
 from buffer.wire.rollout import RolloutState
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.config.distributions import Fixed
-from producer_workers.config.engine import SimulatedConfig
+from producer_workers.config.engine import Fixed, SimulatedConfig
 from producer_workers.judges.judge import FunctionJudge
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker

@@ -24,8 +24,7 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState
 from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.config.distributions import Fixed
-from producer_workers.config.engine import SimulatedConfig
+from producer_workers.config.engine import Fixed, SimulatedConfig
 from producer_workers.engines.base import Generation, GenerationError
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.judges.judge import FunctionJudge, call_here
@@ -111,8 +110,8 @@ class Yard:
     ) -> list[str]:
         """Enqueue groups whose members generate exactly `tokens` tokens each."""
         cursor = self.run.jobs.cursor(TASK)
-        gids = [group_id(TASK, cursor + i) for i in range(count)]
-        for gid in gids:
+        groups = []
+        for gid in (group_id(TASK, cursor + i) for i in range(count)):
             states = [
                 RolloutState(
                     index=place,
@@ -124,14 +123,8 @@ class Yard:
                 )
                 for place, length in enumerate(tokens)
             ]
-            self.run.payloads.write_prompts(
-                {gid: group_bytes.encode(RolloutGroup(gid, TASK, states))}
-            )
-        done = self.run.jobs.enqueue(
-            self.producer, new_nonce(), TASK, cursor, [len(tokens)] * count, 10_000
-        )
-        assert done.count == count
-        return gids
+            groups.append(states)
+        return self.enqueue_states(*groups)
 
     def enqueue_states(self, *groups: list[RolloutState]) -> list[str]:
         """Enqueue groups of these rollouts."""

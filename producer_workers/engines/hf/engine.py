@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
+from buffer.imports import install_command
 from buffer.weights.safetensors_files import MODEL_LOADING, is_adapter
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.sampling import SampleParams
@@ -31,10 +33,10 @@ from producer_workers.engines.base import (
     PauseMode,
     WeightsError,
 )
-from producer_workers.engines.hf.lora import TransformersAdapter
 from producer_workers.engines.hf.routing import RoutedTokens, RoutingRecorder
 from producer_workers.engines.hf.sampling import sample
 from producer_workers.engines.model_folder import (
+    AdapterCheck,
     Shapes,
     check_model_folder,
     check_same_tensors,
@@ -88,7 +90,6 @@ class TransformersEngine:
         self._recorder: RoutingRecorder | None = None
         self._tokenizer: Any = None
         self.max_model_len: int | None = None
-        self._has_first_model = True
         self._shapes: Shapes = {}
         self._requests: dict[int, _Request] = {}
         self._paused = False
@@ -100,7 +101,6 @@ class TransformersEngine:
     async def start(self) -> None:
         check_model_folder(self._model_dir)
         self._shapes = read_shapes(self._model_dir)
-        self._adapter = TransformersAdapter(self._model_dir, self._shapes)
         self._model, self._recorder = await self._read(self._model_dir, EngineError)
         eos = self._model.generation_config.eos_token_id
         self._stop_ids = frozenset(eos if isinstance(eos, list) else {eos} - {None})
@@ -148,15 +148,16 @@ class TransformersEngine:
     async def load_weights(self, path: Path, version: PolicyVersion) -> None:
         """Read weights while sampling continues; only the switch is between two steps."""
         self.check_health()
-        if is_adapter(path):
-            await self._load_adapter(path, version)
-            return
-        shapes = await asyncio.to_thread(read_shapes, path)
-        check_same_tensors(self._shapes, shapes, path, tied_head=has_tied_head(self._model_dir))
+        await asyncio.to_thread(self._check_weights, path)
         model, recorder = await self._read(path)
         async with self._lock:
-            self._has_first_model = False
-            self._switch(model, recorder, version)
+            # the modules refer to each other: without this, their tensors stay for minutes
+            self._model.to("meta")
+            self._model = model
+            self._recorder = recorder
+            self._version = version
+            for request in self._requests.values():
+                request.cache = None  # keys and values of the old weights
 
     async def sleep(self) -> None:
         raise EngineError(
@@ -255,35 +256,21 @@ class TransformersEngine:
 
     # -- weights
 
-    async def _load_adapter(self, path: Path, version: PolicyVersion) -> None:
-        await asyncio.to_thread(self._adapter.check, path)
-        model = self._model
-        recorder = self._recorder
-        if not self._has_first_model:
-            model, recorder = await self._read(self._model_dir)
-        async with self._lock:
-            await asyncio.to_thread(self._adapter.put_into, model, path)
-            self._has_first_model = True
-            self._switch(model, recorder, version)
+    def _check_weights(self, path: Path) -> None:
+        if is_adapter(path):
+            AdapterCheck(self._model_dir, self._shapes).check(path)
+            return
+        tied_head = has_tied_head(self._model_dir)
+        check_same_tensors(self._shapes, read_shapes(path), path, tied_head=tied_head)
 
     async def _read(
         self, path: Path, kind: type[EngineError | WeightsError] = WeightsError
     ) -> tuple[Any, RoutingRecorder | None]:
         try:
             return await asyncio.to_thread(self._load, path)
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
             hint = "the old weights still run" if kind is WeightsError else ""
             raise kind(f"transformers cannot load {path}: {error}", hint=hint) from error
-
-    def _switch(self, model: Any, recorder: RoutingRecorder | None, version: PolicyVersion) -> None:
-        if model is not self._model:
-            # the modules refer to each other: without this, their tensors stay for minutes
-            self._model.to("meta")
-        self._model = model
-        self._recorder = recorder
-        self._version = version
-        for request in self._requests.values():
-            request.cache = None  # keys and values of the old weights
 
     # -- model
 
@@ -306,10 +293,31 @@ class TransformersEngine:
         dtype = getattr(torch, self._config.dtype)
         with MODEL_LOADING:  # a cancelled update may still load when the next one begins
             model: Any = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, local_files_only=True
+                self._model_dir if is_adapter(path) else path,
+                config=config,
+                dtype=dtype,
+                local_files_only=True,
             )
+            if is_adapter(path):
+                _put_adapter_into(model, path)
         model = model.eval().to(self._device)
         return model, RoutingRecorder(model) if self._config.routed_experts else None
+
+
+def _put_adapter_into(model: Any, folder: Path) -> None:
+    """Change the model's layers as the adapter says. Raises WeightsError."""
+    try:
+        import peft
+    except ImportError as error:
+        raise WeightsError("an adapter needs peft", hint=install_command("lora")) from error
+    inside: Any = peft.PeftModel.from_pretrained(model, folder)
+    # PEFT would ignore missing and unknown tensors.
+    if different := sorted(peft.get_peft_model_state_dict(inside).keys() ^ read_shapes(folder)):
+        raise WeightsError(
+            f"{folder} has other tensors than its config describes: "
+            f"{len(different)} differ, first {different[0]}",
+            hint="the old weights still run",
+        )
 
 
 def _load_tokenizer(folder: Path) -> Any:

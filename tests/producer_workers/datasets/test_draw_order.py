@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from producer_workers.datasets.dataset import RowPlace, permute, place_of
+from producer_workers.datasets.dataset import permute, place_of
 
 ROWS = st.integers(1, 300)
 SEEDS = st.integers(-(2**40), 2**40)
@@ -21,23 +21,6 @@ def test_order_visits_each_row_once_in_every_epoch(
         visited = places[epoch * rows : (epoch + 1) * rows]
         assert {place.epoch for place in visited} == {epoch}
         assert sorted(place.row for place in visited) == list(range(rows))
-
-
-@given(rows=ROWS, seed=SEEDS, draws=st.integers(1, 900), data=st.data())
-def test_order_continues_identically_when_restarted_anywhere(
-    rows: int, seed: int, draws: int, data: st.DataObject
-) -> None:
-    whole = [place_of(n, rows, seed) for n in range(draws)]
-    cut = data.draw(st.integers(0, draws))
-    assert whole[:cut] + [place_of(n, rows, seed) for n in range(cut, draws)] == whole
-
-
-@given(epochs=st.integers(1, 5), rows=ROWS, seed=SEEDS)
-def test_order_starts_the_next_epoch_when_restarted_exactly_at_the_end_of_one(
-    epochs: int, rows: int, seed: int
-) -> None:
-    assert place_of(rows * epochs - 1, rows, seed).epoch == epochs - 1
-    assert place_of(rows * epochs, rows, seed).epoch == epochs
 
 
 def test_order_is_that_of_the_file_when_not_shuffled() -> None:
@@ -72,7 +55,3 @@ def test_order_is_the_one_that_running_runs_have() -> None:
 def test_order_refuses_what_has_no_place(draw: int, rows: int) -> None:
     with pytest.raises(ValueError, match="draws start at 0"):
         place_of(draw, rows, 0)
-
-
-def test_place_is_a_pair() -> None:
-    assert place_of(0, 1, 0) == RowPlace(epoch=0, row=0) == (0, 0)

@@ -58,6 +58,16 @@ def png(image: Image.Image, **how: Any) -> bytes:
     return file.getvalue()
 
 
+def write_pictures(tmp_path: Path, *pictures: Image.Image) -> list[Path]:
+    """Write 0.png, 1.png … beside the rows of `open_rows`."""
+    folder = tmp_path / "data"
+    folder.mkdir(exist_ok=True)
+    files = [folder / f"{n}.png" for n in range(len(pictures))]
+    for file, image in zip(files, pictures, strict=True):
+        file.write_bytes(png(image))
+    return files
+
+
 def open_rows(
     tmp_path: Path, *rows: dict[str, Any], images: ImagesSection | None = LIMITS
 ) -> Dataset:
@@ -132,20 +142,10 @@ def test_pictures_of_ones_own_data_set_become_files(
 
 
 def bomb() -> bytes:
-    """1,000 bytes of PNG that say they are 60,000 x 60,000 pixels."""
-
-    def chunk(kind: bytes, body: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-        )
-
-    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(bytes(900)))
-        + chunk(b"IEND", b"")
-    )
+    """A small PNG whose header says 60,000 x 60,000 pixels."""
+    data = png(picture(1))
+    header = b"IHDR" + struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    return data[:12] + header + struct.pack(">I", zlib.crc32(header)) + data[33:]
 
 
 HOSTILE: dict[str, tuple[bytes, str]] = {
@@ -219,23 +219,22 @@ def test_another_root_is_for_the_config_to_name_not_for_a_row(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"question": "a <image> b", "images": ["a.png", "a.png"]}, '1 "<image>", but 2 images'),
+        ({"question": "a <image> b", "images": ["0.png", "0.png"]}, '1 "<image>", but 2 images'),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}], "images": []},
             "show 1 images by position",
         ),
         (
-            {"messages": [{"role": "system", "content": "x"}], "images": ["a.png"]},
+            {"messages": [{"role": "system", "content": "x"}], "images": ["0.png"]},
             "no message of the user to show",
         ),
-        ({"question": "?", "images": ["a.png"] * 4}, "4 images, over max_images = 3"),
+        ({"question": "?", "images": ["0.png"] * 4}, "4 images, over max_images = 3"),
     ],
 )
 def test_images_that_do_not_fit_the_messages_are_refused(
     tmp_path: Path, row: dict[str, Any], reason: str
 ) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "a.png").write_bytes(png(picture(1)))
+    write_pictures(tmp_path, picture(1))
     with pytest.raises(DatasetError, match=reason):
         open_rows(tmp_path, row)
 
@@ -302,10 +301,8 @@ def test_prompt_has_the_tokens_of_its_images_and_says_where_these_are(
 ) -> None:
     from transformers import AutoProcessor
 
-    (tmp_path / "data").mkdir()
     sources = [picture(1, 56, 28), picture(2, 60, 100)]
-    for n, image in enumerate(sources):
-        (tmp_path / "data" / f"{n}.png").write_bytes(png(image))
+    write_pictures(tmp_path, *sources)
     row = {"question": "Of <image> and <image>?", "images": ["0.png", "1.png"]}
     states = sampler(open_rows(tmp_path, row)).draw(0)
     assert isinstance(states, list)
@@ -327,9 +324,7 @@ def test_prompt_has_the_tokens_of_its_images_and_says_where_these_are(
 def test_prompt_of_another_image_is_another_prompt(
     sampler: Callable[[Dataset], Sampler], tmp_path: Path
 ) -> None:
-    (tmp_path / "data").mkdir()
-    for n in range(2):
-        (tmp_path / "data" / f"{n}.png").write_bytes(png(picture(n)))
+    write_pictures(tmp_path, picture(0), picture(1))
     rows = open_rows(
         tmp_path, *({"question": "?", "images": [f"{n}.png"]} for n in range(2)), {"question": "?"}
     )
@@ -342,8 +337,7 @@ def test_prompt_of_another_image_is_another_prompt(
 def test_nothing_is_kept_of_a_prompt_that_is_too_long(
     sampler: Callable[[Dataset], Sampler], tmp_path: Path
 ) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "0.png").write_bytes(png(picture(1)))
+    write_pictures(tmp_path, picture(1))
     rows = open_rows(tmp_path, {"question": "1 + 1" * 50, "images": ["0.png"]})
     assert not isinstance(sampler(rows).draw(0), list)
     assert not (tmp_path / "media").exists()
@@ -353,8 +347,7 @@ def test_nothing_is_kept_of_a_prompt_that_is_too_long(
 def test_text_that_says_the_models_image_token_is_refused(
     sampler: Callable[[Dataset], Sampler], tmp_path: Path, text: str
 ) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "0.png").write_bytes(png(picture(1)))
+    write_pictures(tmp_path, picture(1))
     rows = open_rows(tmp_path, {"question": text, "images": ["0.png"]})
     with pytest.raises(DatasetError, match="row 0"):
         sampler(rows).draw(0)
@@ -363,9 +356,7 @@ def test_text_that_says_the_models_image_token_is_refused(
 def test_image_that_broke_after_the_file_was_opened_is_told_with_its_row(
     sampler: Callable[[Dataset], Sampler], tmp_path: Path
 ) -> None:
-    file = tmp_path / "data" / "0.png"
-    file.parent.mkdir()
-    file.write_bytes(png(picture(1)))
+    (file,) = write_pictures(tmp_path, picture(1))
     rows = open_rows(tmp_path, {"question": "?", "images": ["0.png"]})
     file.write_bytes(file.read_bytes()[:200])
     with pytest.raises(DatasetError, match="an image of row 0: it is a broken image"):

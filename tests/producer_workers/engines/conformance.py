@@ -29,7 +29,11 @@ from producer_workers.engines.base import (
 from producer_workers.worker.inbox import Inbox
 from producer_workers.worker.shared_engine import SharedEngine
 from tests.producer_workers.engines.conftest import FIRST, Folders, Run
-from tests.producer_workers.engines.tiny_model import allowed_logprobs, reference_logprobs
+from tests.producer_workers.engines.tiny_model import (
+    allowed_logprobs,
+    gates_choose,
+    reference_logprobs,
+)
 
 PROMPT = np.array([40, 41, 42, 43, 44], dtype=np.int32)
 NEXT = PolicyVersion("main", 4)
@@ -460,3 +464,48 @@ class ModelContract(EngineContract):
         )
         assert re.fullmatch("[ab]{200}", text)
         assert sum(span.length for span in made.spans) == len(made.token_ids)
+
+
+class RoutedContract:
+    """For every engine that records experts, of a mixture of experts with two layers."""
+
+    def test_experts_are_of_the_weights_that_sampled_when_these_change(
+        self, engine: Engine, run: Run[Any], mixtures: dict[PolicyVersion, Path]
+    ) -> None:
+        async def swap() -> None:
+            await engine.pause("keep")
+            other = NEXT if engine.version() == FIRST else FIRST
+            await engine.load_weights(mixtures[other], other)
+            await engine.resume()
+
+        made = run(interrupt(engine, sampling(LONG, seed=3), swap))
+        assert len(made.spans) == 2
+        check_experts(made, PROMPT, mixtures)
+
+    def test_experts_are_those_of_all_tokens_when_a_response_is_cut_off_and_goes_on(
+        self, engine: Engine, run: Run[Any], mixtures: dict[PolicyVersion, Path]
+    ) -> None:
+        async def scenario() -> tuple[Generation, Generation, Any]:
+            part = await interrupt(
+                engine, sampling(LONG, seed=3), lambda: engine.pause("abort"), engine.resume
+            )
+            await engine.resume()
+            tokens = np.concatenate([PROMPT, part.token_ids])
+            return part, await engine.generate("rest", tokens, sampling(10, seed=4)), tokens
+
+        part, rest, tokens = run(scenario())
+        check_experts(part, PROMPT, mixtures)
+        check_experts(rest, tokens, mixtures)
+
+
+def check_experts(made: Generation, prompt: Any, mixtures: dict[PolicyVersion, Path]) -> None:
+    """Check that each row is of the weights that sampled the token behind it."""
+    by = [
+        PolicyVersion(span.lineage, span.version) for span in made.spans for _ in range(span.length)
+    ]
+    by = [by[0]] * (len(prompt) - 1) + by
+    assert made.routed_experts is not None
+    assert made.routed_experts.shape == (len(by), 2, 2)
+    for version, folder in mixtures.items():
+        rows = np.array([other == version for other in by])
+        assert gates_choose(folder, [*prompt, *made.token_ids], made.routed_experts)[rows].all()

@@ -22,18 +22,18 @@ from buffer.wire.rollout import PolicyVersion, RolloutState
 from buffer.wire.sampling import SampleParams
 from producer_workers.config.engine import EngineConfig, TransformersConfig
 from producer_workers.engines import build_engine
-from producer_workers.engines.base import Engine, EngineError
+from producer_workers.engines.base import Engine, EngineError, Generation
 from producer_workers.engines.hf.sampling import sample
 from tests.producer_workers.engines.conformance import (
-    LONG,
     NEXT,
     PROMPT,
     ModelContract,
-    interrupt,
+    RoutedContract,
+    check_experts,
     sampling,
 )
 from tests.producer_workers.engines.conftest import FIRST, Folders, Run
-from tests.producer_workers.engines.tiny_model import gates_choose, write_tiny_model
+from tests.producer_workers.engines.tiny_model import write_tiny_model
 
 
 @pytest.fixture
@@ -91,76 +91,49 @@ def test_one_thread_loads_at_a_time(
 
 
 @pytest.fixture(scope="module")
-def mixtures(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[PolicyVersion, Path]:
     """Two checkpoints of a mixture of experts of two layers, the first of which has none."""
     root = tmp_path_factory.mktemp("mixtures")
-    first, second = (
-        write_tiny_model(root / str(seed), seed=seed, architecture="qwen3_moe", dense_layers=[0])
-        for seed in (1, 2)
-    )
-    return first, second
+    return {
+        version: write_tiny_model(
+            root / str(version), seed=seed, architecture="qwen3_moe", dense_layers=[0]
+        )
+        for version, seed in ((FIRST, 1), (NEXT, 2))
+    }
 
 
-@pytest.fixture
-def mixture(run: Run[None], mixtures: tuple[Path, Path]) -> Iterator[Engine]:
-    engine = build_engine(TransformersConfig(routed_experts=True), mixtures[0], FIRST)
-    run(engine.start())
-    yield engine
-    run(engine.shutdown())
+class TestExperts(RoutedContract):
+    @pytest.fixture
+    def engine(self, run: Run[None], mixtures: dict[PolicyVersion, Path]) -> Iterator[Engine]:
+        config = TransformersConfig(routed_experts=True)
+        engine = build_engine(config, mixtures[FIRST], FIRST)
+        run(engine.start())
+        yield engine
+        run(engine.shutdown())
 
+    def test_experts_of_a_rollout_that_goes_on_elsewhere_are_of_the_whole(
+        self, engine: Engine, run: Run[Any], mixtures: dict[PolicyVersion, Path]
+    ) -> None:
+        """Its tokens are read again by newer weights, after the wire."""
+        state = RolloutState(prompt_ids=PROMPT)
 
-def check_experts(experts: Any, tokens: list[int], folders: list[Path]) -> None:
-    """Check the recorded experts against plain forward passes.
+        async def turn(tokens: int) -> None:
+            assert state.prompt_ids is not None
+            so_far = np.concatenate([state.prompt_ids, state.response_ids])
+            made = await engine.generate("one", so_far, sampling(tokens, seed=5))
+            state.append(
+                made.token_ids, made.logprobs, made.spans, routed_experts=made.routed_experts
+            )
 
-    `folders` are the weights that read each token but the last, when the one behind it was sampled.
-    """
-    assert experts.dtype == np.int16
-    assert experts.shape == (len(tokens) - 1, 2, 2)
-    for folder in set(folders):
-        assert gates_choose(folder, tokens, experts)[[other == folder for other in folders]].all()
-
-
-def test_routed_experts_are_what_the_gates_chose_across_a_weight_swap(
-    mixture: Engine, run: Run[Any], mixtures: tuple[Path, Path]
-) -> None:
-    """The rows of tokens that are there stay as they were when the token behind each was sampled."""
-    folders = dict(zip((FIRST, NEXT), mixtures, strict=True))
-
-    async def swap() -> None:
-        await mixture.pause("keep")
-        other = NEXT if mixture.version() == FIRST else FIRST
-        await mixture.load_weights(folders[other], other)
-        await mixture.resume()
-
-    made = run(interrupt(mixture, sampling(LONG, seed=3), swap))
-    assert len(made.spans) == 2
-    by = [
-        folders[PolicyVersion(span.lineage, span.version)]
-        for span in made.spans
-        for _ in range(span.length)
-    ]
-    check_experts(made.routed_experts, [*PROMPT, *made.token_ids], [by[0]] * (len(PROMPT) - 1) + by)
-
-
-def test_routed_experts_of_a_rollout_that_goes_on_elsewhere_are_of_the_whole(
-    mixture: Engine, run: Run[Any], mixtures: tuple[Path, Path]
-) -> None:
-    """Its tokens are read again by newer weights; through the wire between, as for another worker."""
-    first, second = mixtures
-    state = RolloutState(prompt_ids=PROMPT)
-
-    async def turn(tokens: int) -> None:
-        assert state.prompt_ids is not None
-        so_far = np.concatenate([state.prompt_ids, state.response_ids])
-        made = await mixture.generate("one", so_far, sampling(tokens, seed=5))
-        state.append(made.token_ids, made.logprobs, made.spans, routed_experts=made.routed_experts)
-
-    run(turn(12))
-    (state,) = decode(encode(RolloutGroup("moe-0000000001", "moe", [state]))).states
-    run(mixture.load_weights(second, NEXT))
-    run(turn(6))
-    tokens = [*PROMPT, *state.response_ids]
-    check_experts(state.routed_experts, tokens, [first] * (len(PROMPT) - 1 + 12) + [second] * 6)
+        run(turn(12))
+        (state,) = decode(encode(RolloutGroup("moe-0000000001", "moe", [state]))).states
+        run(engine.load_weights(mixtures[NEXT], NEXT))
+        run(turn(6))
+        assert isinstance(state.routed_experts, np.ndarray)
+        made = Generation(
+            state.response_ids, state.logprobs, tuple(state.spans), "length", state.routed_experts
+        )
+        check_experts(made, PROMPT, mixtures)
 
 
 def test_routed_experts_of_a_model_without_any_are_refused(

@@ -9,18 +9,13 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 
 from buffer.errors import ConfigError
 from buffer.weights.transport import Announcement
-from buffer.wire.rollout import PolicyVersion, RolloutState
-from buffer.wire.sampling import SampleParams
+from buffer.wire.rollout import PolicyVersion
 from consumer.senders.tensor_server import TensorServer
-from producer_workers.agent_loops.multi_turn import turns_of
-from producer_workers.agent_loops.tokenizer import load_tokenizer
 from producer_workers.agent_loops.tool_parsers import tool_parser
-from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import (
     Engine,
@@ -33,8 +28,6 @@ from producer_workers.engines.base import (
 from producer_workers.engines.model_folder import read_shapes
 from producer_workers.engines.vllm import engine as module
 from producer_workers.engines.vllm.api import generation_of, is_cpu_build
-from producer_workers.gateway.agents import AgentTask
-from producer_workers.gateway.loop import GatewayAgentLoop
 from tests.producer_workers.engines.conformance import (
     LONG,
     NEXT,
@@ -163,16 +156,6 @@ def test_weights_that_do_not_come_whole_from_a_trainer_never_touch_the_model(
     assert vllm_engine.version() == FIRST
 
 
-def test_the_cpu_build_refuses_to_sleep_at_its_start(run: Run[None], folders: Folders) -> None:
-    if not is_cpu_build():
-        pytest.skip("this build can sleep")
-    engine = build_engine(
-        CPU_ENGINE.model_copy(update={"enable_sleep_mode": True}), folders.first, FIRST
-    )
-    with pytest.raises(EngineError, match="the CPU build of vLLM cannot sleep"):
-        run(engine.start())
-
-
 def test_waking_up_leaves_a_paused_engine_paused(
     vllm_engine: Engine, run: Run[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,66 +181,26 @@ def test_waking_up_leaves_a_paused_engine_paused(
     assert made.finish_reason == "abort" or len(made.token_ids) == 20
 
 
-def test_a_session_of_the_gateway_has_the_logprobs_of_the_model(
-    vllm_engine: Engine, run: Run[list[RolloutState]], folders: Folders
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [("enable_sleep_mode", "the CPU build of vLLM cannot sleep"), ("routed_experts", "Triton")],
+)
+def test_a_cpu_build_refuses_at_its_start_what_it_cannot_do(
+    run: Run[None], folders: Folders, asked: str, what: str
 ) -> None:
-    """What is recorded equals a plain forward pass of the same tokens."""
-    import torch
-    from transformers import AutoModelForCausalLM
+    if not is_cpu_build() or import_module("vllm.triton_utils").HAS_TRITON:
+        pytest.skip("this build can do it")
+    engine = build_engine(CPU_ENGINE.model_copy(update={asked: True}), folders.first, FIRST)
+    with pytest.raises(EngineError, match=what):
+        run(engine.start())
 
-    tokenizer: Any = load_tokenizer(str(folders.first))
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+def completion(reason: str | None, experts: Any = None) -> Any:
+    """Return two tokens, as vLLM's own class has them."""
+    logprobs = import_module("vllm.logprobs").FlatLogprobs(logprobs=[-1.0, -2.0])
+    return import_module("vllm.outputs").CompletionOutput(
+        0, "", [5, 6], None, logprobs, finish_reason=reason, routed_experts=experts
     )
-
-    async def talk(task: AgentTask) -> float:
-        messages: list[Any] = list(task.messages)
-        async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
-            for _ in range(3):
-                reply = await client.chat.completions.create(
-                    model="policy", messages=messages, max_tokens=12
-                )
-                messages += [reply.choices[0].message, {"role": "user", "content": "and?"}]
-        return 1.0
-
-    loop = GatewayAgentLoop(
-        judge=None, tokenizer=tokenizer, eos_ids=[tokenizer.eos_token_id], agent=talk
-    )
-    states = [
-        RolloutState(
-            index=n,
-            messages=[{"role": "user", "content": f"{n} + 1"}],
-            sample_params=SampleParams(seed=n, max_tokens=99),
-        )
-        for n in range(2)
-    ]
-    states = run(loop.generate_group(states, vllm_engine, "math-0000000001"))
-    model = AutoModelForCausalLM.from_pretrained(folders.first, dtype=torch.float32).eval()
-    assert len(states) == 2
-    for state in states:
-        assert state.prompt_ids is not None
-        assert state.response_mask is not None
-        ids = np.concatenate([state.prompt_ids, state.response_ids])
-        with torch.no_grad():
-            said = torch.log_softmax(
-                model(torch.tensor(ids[None], dtype=torch.long)).logits[0], -1
-            ).numpy()
-        trained = np.flatnonzero(state.response_mask)
-        places = trained + len(state.prompt_ids)
-        assert len(turns_of(state)) == 3
-        assert np.abs(said[places - 1, ids[places]] - state.logprobs[trained]).max() < TOLERANCE
-        assert not state.logprobs[state.response_mask == 0].any()
-
-
-def test_routed_experts_are_refused_where_vllm_has_no_triton(
-    run: Run[None], folders: Folders
-) -> None:
-    if import_module("vllm.triton_utils").HAS_TRITON:
-        pytest.skip("this vLLM has Triton: test_vllm_experts.py asks it")
-    with pytest.raises(EngineError, match="Triton") as caught:
-        run(build_engine(VllmConfig(routed_experts=True), folders.first, FIRST).start())
-    assert "kind transformers" in caught.value.hint
 
 
 @pytest.mark.parametrize(
@@ -266,38 +209,22 @@ def test_routed_experts_are_refused_where_vllm_has_no_triton(
 def test_every_reason_of_vllm_has_a_meaning_or_fails_its_request(
     given: str | None, reason: str | None
 ) -> None:
-    outputs = import_module("vllm.outputs")
-    flat = import_module("vllm.logprobs").FlatLogprobs
-    output = outputs.CompletionOutput(
-        0, "", [5, 6], None, flat(logprobs=[-1.0, -2.0]), finish_reason=given
-    )
-    if reason is None:
-        with pytest.raises(GenerationError, match=f"with the reason {given!r}"):
-            generation_of(output, 3)
-    else:
-        assert generation_of(output, 3).finish_reason == reason
-
-
-@pytest.mark.parametrize(
-    ("rows", "kind"), [(4, "uint8"), (4, "uint16"), (3, "uint8"), (None, "uint8")], ids=str
-)
-def test_routed_experts_of_vllm_become_a_column_or_an_error(rows: int | None, kind: str) -> None:
-    """Of vLLM's own class: 3 tokens of prompt and 2 after them are 4 that were routed."""
-    outputs = import_module("vllm.outputs")
-    flat = import_module("vllm.logprobs").FlatLogprobs
-    given = None if rows is None else np.full((rows, 2, 8), 255, kind)
-    output = outputs.CompletionOutput(
-        0, "", [5, 6], None, flat(logprobs=[-1.0, -2.0]), finish_reason="stop", routed_experts=given
-    )
-    if rows == 3:
-        with pytest.raises(GenerationError, match="of 3 tokens"):
-            generation_of(output, 3)
+    if reason:
+        assert generation_of(completion(given), 3).finish_reason == reason
         return
-    experts = generation_of(output, 3).routed_experts
-    assert (experts is None) == (rows is None)
-    if experts is not None:
-        assert (experts.shape, experts.dtype.str) == ((4, 2, 8), "<i2")
-        assert experts.max() == 255
+    with pytest.raises(GenerationError, match=f"with the reason {given!r}"):
+        generation_of(completion(given), 3)
+
+
+@pytest.mark.parametrize("kind", ["uint8", "uint16"])
+def test_routed_experts_of_vllm_become_a_column_or_an_error(kind: str) -> None:
+    """3 tokens of prompt and 2 after them are 4 that were routed."""
+    experts = generation_of(completion("stop", np.full((4, 2, 8), 255, kind)), 3).routed_experts
+    assert experts is not None
+    assert (experts.shape, experts.dtype.str, experts.max()) == ((4, 2, 8), "<i2", 255)
+    assert generation_of(completion("stop"), 3).routed_experts is None
+    with pytest.raises(GenerationError, match="of 3 tokens"):
+        generation_of(completion("stop", np.zeros((3, 2, 8), kind)), 3)
 
 
 def test_a_parser_of_vllm_serves_turns_by_its_name(chat: Any) -> None:

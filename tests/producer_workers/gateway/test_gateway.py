@@ -85,7 +85,9 @@ def test_a_group_that_only_waits_for_its_judge_has_its_finish_reasons(
     seen: list[list[str | None]] = []
 
     async def single(*, response: str, **_: Any) -> float:
-        await asyncio.sleep(0.5)
+        async with asyncio.timeout(400):
+            while not all(state.finish_reason for state in given):
+                await asyncio.sleep(0.05)
         seen.append([state.finish_reason for state in given])
         return 1.0
 

@@ -25,8 +25,7 @@ from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.tool_parsers import HermesParser
-from producer_workers.config.distributions import Fixed
-from producer_workers.config.engine import SimulatedConfig
+from producer_workers.config.engine import Fixed, SimulatedConfig
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.gateway import server, session
 from producer_workers.gateway.agents import AgentTask
@@ -80,7 +79,7 @@ def at_desk(
         delta = ChatDelta(chat, [chat.eos_token_id])
         sampling = SampleParams(**params)
         made = Session("g/0", engine, chat, delta, [chat.eos_token_id], sampling, HermesParser())
-        async with Endpoint(chat) as endpoint, aiohttp.ClientSession() as http:
+        async with Endpoint() as endpoint, aiohttp.ClientSession() as http:
             yield Desk(endpoint, made, http)
 
     async def play() -> Session:
@@ -129,7 +128,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         (CHAT, {"messages": USER, "stop": ["a"] * 17}, "stop."),
         (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice: "),
         (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, "functions: offer tools"),
-        (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 5}, "top_logprobs: only"),
+        (CHAT, {"messages": USER, "logprobs": True}, "logprobs: they are recorded"),
         (
             CHAT,
             {"messages": USER, "chat_template_kwargs": {"enable_thinking": False}},
