@@ -77,6 +77,7 @@ def main(
     bounds: Annotated[str, typer.Option(help="staleness bounds, with commas")] = "0,1,2,4,8",
     losses: Annotated[str, typer.Option(help="names in LOSSES, with commas")] = ",".join(LOSSES),
     rates: Annotated[str, typer.Option(help="learning rates, with commas")] = "1e-3",
+    overlapping: Annotated[bool, typer.Option(help="reward by wall time, too")] = True,
     seeds: Annotated[int, typer.Option(min=1)] = 3,
     steps: Annotated[int, typer.Option(min=1)] = 100,
     results: Annotated[
@@ -106,6 +107,7 @@ def main(
                 seeds,
                 steps,
             )
+            settings = [each for each in settings if overlapping or not each.overlaps]
             for setting in missing(settings, file):
                 line = measure(server.url, model, setting, folder)
                 with file.open("ab") as lines:
