@@ -45,7 +45,9 @@ class TrainerSection(Section):
     of a critic (gae, see [critic]), or by a function of yours as package.module:function: see
     docs/pages/loss.md
     """
-    reward_weights: dict[str, float] = Field(default_factory=dict)
+    reward_weights: dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]] = Field(
+        default_factory=dict
+    )
     """for advantages = gdpo: the parts of the reward that count, and their weights, for example {
     correct = 1.0, format = 0.2 }; the judge returns them beside "score"
     """
