@@ -121,10 +121,6 @@ images: ## the CPU image; the CUDA one: make images BUILD=cuda
 compose: images ## a whole run on this host with Docker; docker/README.md
 	@docker compose -f docker/compose.yaml up -d
 
-.PHONY: screenshots
-screenshots: setup ## the screenshots of the docs, from two runs of the demo in Chromium; about 6 minutes
-	@$(PY) -m docs.screenshots
-
 .PHONY: docs
 docs: setup ## the docs site, into build/site, with broken links as errors
 	@$(PY) -m pip install --quiet --no-deps --requirement requirements/docs.txt

@@ -16,7 +16,10 @@ from buffer.redis.store import Store
 
 def read_hash(store: Store, what: str, key: str) -> dict[str, str]:
     """Return the fields of a hash of the run; {} without it. Raises RunDamaged."""
-    raw: Any = store.ask(what, "HGETALL", key)
+    try:
+        raw: Any = store.ask(what, "HGETALL", key)
+    except RunDamaged as error:
+        raise RunDamaged(f"{key} is of another type", hint=HINT) from error
     return text_fields(raw)
 
 
