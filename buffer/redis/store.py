@@ -11,7 +11,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import redis
 from redis.exceptions import NoPermissionError, NoScriptError, OutOfMemoryError, ResponseError
@@ -24,6 +24,7 @@ from buffer.errors import (
     StoreFull,
     StoreUnavailable,
 )
+from buffer.limits import RunLimits
 from buffer.redis.connection.bulk_io import Command, Parts, pipelined, receive, send
 from buffer.redis.connection.nodes import Role, Servers
 from buffer.redis.connection.retry import Backoff, OutageLog, is_transient
@@ -35,7 +36,7 @@ from buffer.redis.connection_errors import (
 )
 from buffer.redis.eviction import Eviction
 from buffer.redis.key_fields import HINT
-from buffer.redis.keys import SlotKeys
+from buffer.redis.keys import Keys, SlotKeys
 from buffer.redis.scripts import (
     Arg,
     KeysByName,
@@ -154,7 +155,7 @@ class Store:
     def _explain_loss(self, control: str) -> None:
         """Raise StoreUnsafe where a process is refused because the server evicted its run."""
         found = self.eviction()
-        if found.keys and not self.retrying("run", lambda: self.control.exists(control)):
+        if found.keys and not self.ask("run", "EXISTS", control):
             raise found.error()
 
     def eviction(self) -> Eviction:
@@ -312,9 +313,12 @@ class Store:
 
         return self.retrying("bell", block)
 
-    def ask(self, what: str, *command: Arg) -> Any:
+    def ask(self, what: str, command: str, key: str, *args: Arg) -> Any:
         """Return the answer to one small command; see `retrying`."""
-        return self.retrying(what, lambda: self.control.execute_command(*command))
+        try:
+            return self.retrying(what, lambda: self.control.execute_command(command, key, *args))
+        except RunDamaged as error:
+            raise RunDamaged(f"{what}: {key} is of another type", hint=HINT) from error
 
     def retrying(
         self,
@@ -389,3 +393,11 @@ class Store:
             )
         described = describe_connection_error(self.url, error)
         return StoreUnavailable(f"{what}: {described.message}", hint=described.hint)
+
+
+class RunContext(NamedTuple):
+    """What each part of a run works with: its server, its keys, and its limits of the moment."""
+
+    store: Store
+    keys: Keys
+    limits: RunLimits
