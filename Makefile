@@ -37,7 +37,7 @@ model-check: setup ## every story fails without its line of a script; then every
 chaos-damage: setup ## every kind of key of a live run deleted, and given another type: made again, and continued; 25 minutes
 	@$(PY) -m tests.chaos --damage --faults 0 --seed $(or $(SEED),1)
 
-soak: setup ## an hour with servers of every kind, then 10 minutes of `make truth`; SOAK_S=36000 for ten; the tables: build/chaos/soak.md, build/truth/truth.md
+soak: setup ## an hour with servers of every kind, then 10 minutes of `make truth`; SOAK_S=36000 for ten; the table: build/chaos/soak.md
 	@$(PY) -m tests.chaos --soak --seconds $(SOAK_S) --faults $$(($(SOAK_S) / 4)) $(if $(SEED),--seed $(SEED))
 	@$(MAKE) -s truth
 
@@ -120,10 +120,6 @@ images: ## the CPU image; the CUDA one: make images BUILD=cuda
 
 compose: images ## a whole run on this host with Docker; docker/README.md
 	@docker compose -f docker/compose.yaml up -d
-
-.PHONY: screenshots
-screenshots: setup ## the screenshots of the docs, from two runs of the demo in Chromium; about 6 minutes
-	@$(PY) -m docs.screenshots
 
 .PHONY: docs
 docs: setup ## the docs site, into build/site, with broken links as errors

@@ -17,11 +17,10 @@ from buffer.groups.job_queue import JobQueue
 from buffer.groups.pools import expire
 from buffer.ids import ENDS, split_group_id
 from buffer.ledger.ledger import BatchLedger
-from buffer.limits import RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.media_folder import MediaFolder
 from buffer.redis.payloads import PIN, PayloadStore, pin_listed
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext, Store
 
 log = logging.getLogger("rolloutmq.janitor")
 
@@ -145,23 +144,20 @@ class Swept:
 class Janitor:
     def __init__(
         self,
-        store: Store,
-        keys: Keys,
+        context: RunContext,
         nonce: str,
-        limits: RunLimits,
         jobs: JobQueue,
         ledgers: Sequence[BatchLedger],
         payloads: PayloadStore,
         media: MediaFolder | None,
     ) -> None:
-        self._store = store
-        self._keys = keys
+        self._context = context
+        self._store, self._keys, self._limits = context
         self._nonce = nonce
-        self._limits = limits
         self._jobs = jobs
         self._ledgers = ledgers
         self._payloads = payloads
-        self._media = MediaSweep(store, keys, media, ledgers) if media else None
+        self._media = MediaSweep(self._store, self._keys, media, ledgers) if media else None
 
     def sweep(self, *, files: bool = True, archive: bool = True) -> Swept:
         """Do what is due, up to a limit for each kind of work; see `Swept.has_more`.
@@ -174,7 +170,7 @@ class Janitor:
             return Swept()
         reaped = self._jobs.reap(REAP)
         expired = [
-            expire(self._store, self._keys, self._limits, task, status, EXPIRE)
+            expire(self._context, task, status, EXPIRE)
             for task in self._limits.training_tasks
             for status in ("completed", "aborted")
         ]

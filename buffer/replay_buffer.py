@@ -58,9 +58,7 @@ class ReplayBuffer(Pools):
             ConfigError: there is no such task.
             MemoryFull: the run holds as many payload bytes as it may.
         """
-        intake = GroupPut(
-            self._store, self._keys, self._limits, self._payloads, "put", self.order_function
-        )
+        intake = GroupPut(self._context, self._payloads, "put", self.order_function)
         copies = [stamped(states, weights, ageless) for states in groups]
         for states in copies:
             intake.check(RolloutGroup(group_id(task, IMPORTED_FROM), task, states))
@@ -163,9 +161,7 @@ class ReplayBuffer(Pools):
         the same results may then be submitted again (I13).
         """
         began_ns = time.time_ns()
-        submission = Submission(
-            self._store, self._keys, self._limits, self._payloads, self.order_function
-        )
+        submission = Submission(self._context, self._payloads, self.order_function)
         outcomes = submission.submit(worker, results)
         for observer in self.observers:
             observer.submitted(worker, results, outcomes, began_ns)
@@ -183,7 +179,7 @@ class ReplayBuffer(Pools):
         returned as it was (I5). Raises Fenced, LedgerError, PayloadMissing or WireError;
         `RolloutConsumer` instead waits, and quarantines unreadable groups.
         """
-        ledger = BatchLedger(self._store, self._keys, self._limits, observers=self.observers)
+        ledger = BatchLedger(self._context, observers=self.observers)
         answer = ledger.take(nonce, step, counts, strict=strict)
         if isinstance(answer, NotReady):
             return answer
@@ -219,9 +215,8 @@ class ReplayBuffer(Pools):
         themselves (I8). Raises ConfigError for an unknown task.
         """
         names = [self._known(task) for task in (tasks or self._limits.training_tasks)]
-        parts = (self._store, self._keys, self._limits)
         return {
-            task: sum(expire_all(*parts, task, status) for status in AGING)
+            task: sum(expire_all(self._context, task, status) for status in AGING)
             for task in names
             if self._limits.threshold(task) != ""
         }
@@ -232,13 +227,11 @@ class ReplayBuffer(Pools):
         A single group may also wait or be dead. Raises GroupHeld if it runs, is in a batch, or has
         ended otherwise, and QueryError for a wrong query.
         """
-        jobs = JobQueue(self._store, self._keys, self._limits)
+        jobs = JobQueue(self._context)
         if isinstance(which, str):
             return int(jobs.drop(which) != "dropped")
-        ledgers = [
-            BatchLedger(self._store, self._keys, self._limits, name) for name in ("train", "eval")
-        ]
-        scan = GroupScan(self._store, self._keys, self._limits, ledgers)
+        ledgers = [BatchLedger(self._context, name) for name in ("train", "eval")]
+        scan = GroupScan(self._context, ledgers)
         deleted = 0
         for record in scan.find({"$and": [{"stage": "pool"}, which]}):
             with contextlib.suppress(GroupHeld):

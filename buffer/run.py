@@ -45,7 +45,7 @@ from buffer.redis.media_folder import MediaFolder
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import Advance, no_advance
 from buffer.redis.signing import Key, Keyring, Signer
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext, Store
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_fields import (
     limits_in,
@@ -85,28 +85,27 @@ class Run:
         self._limits_stamp = parse_stamp(None, None)
         self.changes: list[str] = []  # sentences: what `create` changed of an existing run
         self.media = MediaFolder(Path(limits.media), name, nonce) if limits.media else None
+        self.context = context = RunContext(store, self.keys, limits)
         self.payloads = PayloadStore(store, self.keys, limits.compression)
         self.observers: list[Observer] = []  # they hear what this process does: append to it
-        self.jobs = JobQueue(store, self.keys, limits, self.observers)
+        self.jobs = JobQueue(context, self.observers)
         self.task_stops = TaskStops(store, self.keys)
         self.dead_letters = DeadLetters(store, self.keys)
-        self.buffer = ReplayBuffer(store, self.keys, limits, self.payloads)
+        self.buffer = ReplayBuffer(context, self.payloads)
         self.buffer.observers = self.observers
-        self.ledger = BatchLedger(store, self.keys, limits, observers=self.observers)
-        self.trainers = TrainerOpening(store, self.keys, limits, self.payloads, self.ledger)
-        self.evaluations = BatchLedger(store, self.keys, limits, "eval")
-        self.control = RunControl(store, self.keys, limits)
-        self.fleet = Fleet(store, self.keys, limits)
-        self.receipts = Receipts(store, self.keys, limits, self.fleet)
+        self.ledger = BatchLedger(context, observers=self.observers)
+        self.trainers = TrainerOpening(context, self.payloads, self.ledger)
+        self.evaluations = BatchLedger(context, "eval")
+        self.control = RunControl(context)
+        self.fleet = Fleet(context)
+        self.receipts = Receipts(context, self.fleet)
         self.events = EventLog(store, self.keys)
-        self.account = Account(store, self.keys, limits)
+        self.account = Account(context)
         self.audits = Audits(store, self.keys)
-        self.memory = memory.Memory(store, self.keys, limits)
+        self.memory = memory.Memory(context)
         ledgers = (self.ledger, self.evaluations)
-        self.janitor = Janitor(
-            store, self.keys, nonce, limits, self.jobs, ledgers, self.payloads, self.media
-        )
-        self.groups = GroupScan(store, self.keys, limits, ledgers)
+        self.janitor = Janitor(context, nonce, self.jobs, ledgers, self.payloads, self.media)
+        self.groups = GroupScan(context, ledgers)
 
     @classmethod
     def create(
@@ -258,9 +257,7 @@ class Run:
         advance: Advance = no_advance,
     ) -> Imported:
         """Put all groups of a .jsonl or .parquet file into the pools, or raise DatasetError."""
-        reader = GroupImport(
-            self.store, self.keys, self.limits, self.payloads, self.buffer.order_function
-        )
+        reader = GroupImport(self.context, self.payloads, self.buffer.order_function)
         return reader.read(path, task, from_line=from_line, advance=advance)
 
     # -- signatures ----------------------------------------------------------------------

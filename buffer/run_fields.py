@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from buffer.control.continuation import Continuation, Start, begin_run, continue_run
 from buffer.control.origin import Origin
 from buffer.control.settings_record import SettingsRecord
@@ -16,8 +14,7 @@ from buffer.redis.store import Store
 
 def read_hash(store: Store, what: str, key: str) -> dict[str, str]:
     """Return the fields of a hash of the run; {} without it. Raises RunDamaged."""
-    raw: Any = store.ask(what, "HGETALL", key)
-    return text_fields(raw)
+    return text_fields(store.ask(what, "HGETALL", key))
 
 
 def read_settings(store: Store, keys: Keys) -> tuple[dict[str, str], RunLimits]:

@@ -45,8 +45,7 @@ from producer_workers.judges.load import (
     make_judge,
 )
 from producer_workers.judges.watched_judges import JudgeTimes, WatchedJudges
-from producer_workers.producer.curriculum import Curriculum
-from producer_workers.producer.producer import Producer
+from producer_workers.producer.producer import Curriculum, Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
 from producer_workers.user_code.border import BORDERS

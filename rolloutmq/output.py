@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 import orjson
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -192,3 +194,14 @@ def console(*, stderr: bool = False) -> Console:
 def plain(text: str) -> str:
     """Make every character that could control a terminal visible."""
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
+
+
+@contextmanager
+def progress(quiet: bool) -> Iterator[Callable[[str, int], object]]:
+    """Show on stderr what is done, and how many."""
+    screen = console(stderr=True)
+    columns = (TextColumn("{task.description}: {task.completed:,.0f}"), TimeElapsedColumn())
+    disable = quiet or not screen.is_terminal
+    with Progress(*columns, console=screen, transient=True, disable=disable) as bar:
+        job = bar.add_task("copying", total=None)
+        yield lambda what, done: bar.update(job, description=what, completed=done)

@@ -68,20 +68,9 @@ class Node:
 
     def start(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        fixed = [
-            "--port",
-            str(self.port),
-            "--bind",
-            "127.0.0.1",
-            "--dir",
-            str(self.folder),
-            "--logfile",
-            "log",
-        ]
-        fixed += ["--repl-diskless-sync-delay", "0"]
-        self.process = subprocess.Popen(
-            [self.binary, *fixed, *self.options], start_new_session=True
-        )
+        fixed = f"--port {self.port} --bind 127.0.0.1 --logfile log --repl-diskless-sync-delay 0"
+        words = [self.binary, *fixed.split(), "--dir", str(self.folder), *self.options]
+        self.process = subprocess.Popen(words, start_new_session=True)
         until(self.answers, f"an answer of {self.folder}")
 
     def answers(self) -> bool:

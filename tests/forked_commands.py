@@ -53,7 +53,7 @@ class ForkedProcess(subprocess.Popen[Any]):
 
 
 def _run_here(words: list[str], environment: dict[str, str]) -> NoReturn:
-    """Run the main function of a module in this forked process, where Python would be started otherwise."""
+    """Run the main function of a module in this forked process, in place of a new Python."""
     for file in OPEN_FILES.iterdir():
         if file.name not in _inherited:
             _close(int(file.name))

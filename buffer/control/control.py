@@ -20,13 +20,11 @@ from buffer.control.events import ReportedStep
 from buffer.control.worker_record import Histogram, join_counts
 from buffer.errors import Fenced, LostRun, RunDamaged, RunError, RunNotFound
 from buffer.ids import LANES, new_nonce
-from buffer.limits import RunLimits
 from buffer.readable import shorten_reason
 from buffer.redis.eviction import EvictionWatch
 from buffer.redis.key_fields import HINT, key_gone
-from buffer.redis.keys import Keys
 from buffer.redis.scripts import opened, unfenced
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext
 from buffer.wire.rollout import PolicyVersion
 
 Who = Literal["trainer", "operator"]
@@ -205,10 +203,8 @@ class RoleHolder:
 
 
 class RunControl:
-    def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
-        self._store = store
-        self._keys = keys
-        self._limits = limits
+    def __init__(self, context: RunContext) -> None:
+        self._store, self._keys, self._limits = context
 
     def state(self) -> ControlState:
         """Return the control state. Raises RunNotFound."""

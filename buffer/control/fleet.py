@@ -11,9 +11,8 @@ from buffer.control.worker_record import HeartbeatReport, WorkerRecord, read_rec
 from buffer.errors import Fenced, RunNotFound, ScriptError
 from buffer.ids import valid_name
 from buffer.job import Job, digest_of
-from buffer.limits import STAMP_FIELDS, LimitsStamp, RunLimits, parse_stamp
-from buffer.redis.keys import Keys
-from buffer.redis.store import Store
+from buffer.limits import STAMP_FIELDS, LimitsStamp, parse_stamp
+from buffer.redis.store import RunContext
 from buffer.wire.rollout import PolicyVersion
 
 LOST_SLICE = 200  # groups that one call of the server takes from a worker at most
@@ -71,10 +70,8 @@ class Refusals:
 
 
 class Fleet:
-    def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
-        self._store = store
-        self._keys = keys
-        self._limits = limits
+    def __init__(self, context: RunContext) -> None:
+        self._store, self._keys, self._limits = context
 
     def register(
         self, worker: str, nonce: str, facts: Mapping[str, str]

@@ -17,10 +17,8 @@ from collections.abc import Callable
 from buffer.control.control import ControlState
 from buffer.control.fleet import Fleet
 from buffer.errors import PauseTimeout
-from buffer.limits import RunLimits
 from buffer.redis.connection.retry import OutageClock
-from buffer.redis.keys import Keys
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext
 
 log = logging.getLogger("rolloutmq.control")
 
@@ -41,10 +39,8 @@ def _timeout(silent: list[str], seconds: float) -> PauseTimeout:
 
 
 class Receipts:
-    def __init__(self, store: Store, keys: Keys, limits: RunLimits, fleet: Fleet) -> None:
-        self._store = store
-        self._keys = keys
-        self._limits = limits
+    def __init__(self, context: RunContext, fleet: Fleet) -> None:
+        self._store, self._keys, self._limits = context
         self._fleet = fleet
 
     def silent(self, epoch: int | None = None) -> list[str]:

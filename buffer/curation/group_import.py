@@ -17,11 +17,9 @@ from buffer.errors import DatasetError, RolloutMQError, StoreUnavailable, WireEr
 from buffer.groups.order_policy import OrderFunction
 from buffer.groups.put_groups import GroupPut
 from buffer.ids import IMPORTED_FROM, group_id
-from buffer.limits import RunLimits
-from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import Advance, no_advance
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext
 from buffer.wire.group import RolloutGroup
 
 
@@ -55,16 +53,13 @@ class _Part:
 class GroupImport:
     def __init__(
         self,
-        store: Store,
-        keys: Keys,
-        limits: RunLimits,
+        context: RunContext,
         payloads: PayloadStore,
         order_function: OrderFunction | None = None,
     ) -> None:
         """`order_function` is the order policy of the run if a user wrote it."""
-        self._store = store
-        self._keys = keys
-        self._limits = limits
+        self._context = context
+        self._store, self._keys, self._limits = context
         self._payloads = payloads
         self._order_function = order_function
 
@@ -81,7 +76,10 @@ class GroupImport:
         Raises DatasetError before anything is imported; a later error reports what was imported.
         """
         intake = GroupPut(
-            self._store, self._keys, self._limits, self._payloads, "imported", self._order_function
+            self._context,
+            self._payloads,
+            "imported",
+            self._order_function,
         )
         for number, part in enumerate(self._parts(path, task, from_line), start=1):
             self._check(path, part, intake)

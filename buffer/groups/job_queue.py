@@ -21,10 +21,9 @@ from buffer.job import EndedEarly, Job, ReleaseKind
 from buffer.limits import RunLimits
 from buffer.redis.connection.retry import SYSTEM_RANDOM
 from buffer.redis.key_fields import read_counts
-from buffer.redis.keys import Keys
 from buffer.redis.payloads import pin_listed
 from buffer.redis.scripts import unfenced, unknown_reply
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext
 from buffer.wire.rollout import PolicyVersion
 
 
@@ -75,12 +74,8 @@ MAX_REASON_CHARS = 2000  # characters of a reason that a dead letter keeps
 
 
 class JobQueue:
-    def __init__(
-        self, store: Store, keys: Keys, limits: RunLimits, observers: Sequence[Observer] = ()
-    ) -> None:
-        self._store = store
-        self._keys = keys
-        self._limits = limits
+    def __init__(self, context: RunContext, observers: Sequence[Observer] = ()) -> None:
+        self._store, self._keys, self._limits = context
         self._observers = observers
 
     # -- for the producer ----------------------------------------------------

@@ -16,12 +16,10 @@ from typing import Literal
 from buffer.errors import ConfigError, PayloadMissing, WireError
 from buffer.ids import POOLS, split_group_id
 from buffer.job import PayloadRef
-from buffer.limits import RunLimits
 from buffer.manifest import ManifestEntry
-from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import Arg, unfenced, unknown_reply
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
 from buffer.wire.framing import split_signed
 from buffer.wire.group import RolloutGroup
@@ -33,16 +31,17 @@ _SLICE = 250  # groups that one call moves or adds: the server answers other cli
 AGING = ("completed", "aborted")  # the pools whose groups become too stale
 
 
-def expire_all(store: Store, keys: Keys, limits: RunLimits, task: str, status: str) -> int:
+def expire_all(context: RunContext, task: str, status: str) -> int:
     """Expire all stale groups of a pool, in slices; return how many."""
     moved = 0
-    while (some := expire(store, keys, limits, task, status, _SLICE)) == _SLICE:
+    while (some := expire(context, task, status, _SLICE)) == _SLICE:
         moved += some
     return moved + some
 
 
-def expire(store: Store, keys: Keys, limits: RunLimits, task: str, status: str, limit: int) -> int:
+def expire(context: RunContext, task: str, status: str, limit: int) -> int:
     """Expire up to `limit` groups that are too stale for the next train step; return how many."""
+    store, keys, limits = context
     arguments = {
         "threshold": limits.threshold(task),
         "limit": limit,
@@ -52,8 +51,9 @@ def expire(store: Store, keys: Keys, limits: RunLimits, task: str, status: str, 
     return int(moved)
 
 
-def fill_index(store: Store, keys: Keys, limits: RunLimits, nonce: Arg, task: str) -> None:
+def fill_index(context: RunContext, nonce: Arg, task: str) -> None:
     """Add ready groups that the order index lacks, slice by slice. Raises Fenced."""
+    store, keys, limits = context
     start = 0
     scanned = _SLICE
     while scanned == _SLICE:
@@ -86,10 +86,9 @@ class PoolSizes:
 
 
 class Pools:
-    def __init__(self, store: Store, keys: Keys, limits: RunLimits, payloads: PayloadStore) -> None:
-        self._store = store
-        self._keys = keys
-        self._limits = limits
+    def __init__(self, context: RunContext, payloads: PayloadStore) -> None:
+        self._context = context
+        self._store, self._keys, self._limits = context
         self._payloads = payloads
 
     def count(self, task: str, status: PoolStatus = "completed") -> int:
@@ -152,7 +151,7 @@ class Pools:
                 case ["OK", *entries]:
                     return [ManifestEntry.parse(entry) for entry in entries]
                 case ["BLOCKED"]:  # too many stale groups stand before the fresh ones
-                    expire_all(self._store, self._keys, self._limits, task, status)
+                    expire_all(self._context, task, status)
                 case ["UNORDERED"]:  # a changed policy has no index until the trainer's next take
                     policy = "staleness"
                 case reply:

@@ -19,10 +19,9 @@ from buffer.ids import IMPORTED_FROM, group_id, new_nonce
 from buffer.job import PayloadRef
 from buffer.limits import RunLimits
 from buffer.readable import format_size
-from buffer.redis.keys import Keys
 from buffer.redis.payloads import PROMPT, PayloadStore, pin_listed
 from buffer.redis.scripts import unknown_reply
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup, prompt_of
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status
@@ -74,23 +73,19 @@ class GroupPut:
 
     def __init__(
         self,
-        store: Store,
-        keys: Keys,
-        limits: RunLimits,
+        context: RunContext,
         payloads: PayloadStore,
         counter: Literal["put", "imported"],
         order_function: OrderFunction | None = None,
     ) -> None:
         """Prepare to put; `order_function` is the order policy of the run if a user wrote it."""
-        self._store = store
-        self._keys = keys
-        self._limits = limits
+        self._store, self._keys, self._limits = context
         self._payloads = payloads
         self._counter = counter
         self._order_function = order_function
         self._operation = new_nonce()
         # groups put so far by task: with the operation, the natural key of each call (I13)
-        self._counts = dict.fromkeys(limits.training_tasks, 0)
+        self._counts = dict.fromkeys(self._limits.training_tasks, 0)
 
     def close(self) -> None:
         """Delete the traces of the operation, of which no call will be repeated."""

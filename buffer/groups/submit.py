@@ -16,10 +16,9 @@ from buffer.groups.claim import fenced
 from buffer.groups.order_policy import OrderFunction, submit_argument
 from buffer.job import PayloadRef, Result
 from buffer.limits import RunLimits
-from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore, pin_listed
 from buffer.redis.scripts import ScriptCall, Upload, unknown_reply
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
 from buffer.wire.group import GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import Status
@@ -64,15 +63,11 @@ class Submission:
 
     def __init__(
         self,
-        store: Store,
-        keys: Keys,
-        limits: RunLimits,
+        context: RunContext,
         payloads: PayloadStore,
         order_function: OrderFunction | None,
     ) -> None:
-        self._store = store
-        self._keys = keys
-        self._limits = limits
+        self._store, self._keys, self._limits = context
         self._payloads = payloads
         self._order_function = order_function
 

@@ -19,11 +19,10 @@ from buffer.ledger.key_check import KeyCheck
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.memory import ByteCount, Memory
 from buffer.ledger.record_check import RecordCheck
-from buffer.limits import RunLimits
 from buffer.redis.key_fields import Damage, text_fields, wrong_fields
 from buffer.redis.keys import Keys, SlotKeys
 from buffer.redis.scripts import Arg
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext
 
 _COUNTERS = (
     *("cursor", "enqueued", "target", "consumed", "running", "taken", "archived", "dead"),
@@ -139,10 +138,9 @@ class FsckReport:
 class Account:
     """Reads the account of one run; changes nothing."""
 
-    def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
-        self._store = store
-        self._keys = keys
-        self._limits = limits
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._store, self._keys, self._limits = context
 
     def totals(self) -> FsckReport:
         """Count all groups of all tasks at one instant. O(tasks)."""
@@ -190,7 +188,7 @@ class Account:
         Works on a live run, and no fault ends it. `advance` gets the draws checked, and all.
         """
         report = FsckReport([], leases=0, bytes=ByteCount(0, 0))
-        keys = KeyCheck(self._store, self._keys, self._limits)
+        keys = KeyCheck(self._context)
         report.damage.extend(keys.damage())
         report.collect("the fields", keys.fields())
         report.collect("the totals", self._check_draws(report, advance))
@@ -228,7 +226,7 @@ class Account:
                 yield from self._check(gids, task.cursor)
                 advance(report.checked, number)
             if sum(task.stages.values()) != task.total:
-                yield from RecordCheck(self._store, self._keys, self._limits).strangers(task.task)
+                yield from RecordCheck(self._context).strangers(task.task)
 
     def _check(self, gids: Sequence[str], cursor: int) -> Iterator[Damage]:
         for gid, stages in zip(gids, self.stages_of(gids), strict=True):
@@ -257,7 +255,7 @@ class Account:
 
     def _check_manifests(self, name: str) -> Iterator[Damage]:
         """Yield the faults of batches that are not archived, and of retained ones."""
-        ledger = BatchLedger(self._store, self._keys, self._limits, name)
+        ledger = BatchLedger(self._context, name)
         oldest = ledger.archive.steps().start
         steps = ledger.steps()
         seen: Counter[str] = Counter()
@@ -294,9 +292,9 @@ class Account:
 
         On a live run the count is a range: bytes that come or go meanwhile may be missed.
         """
-        memory = Memory(self._store, self._keys, self._limits)
+        memory = Memory(self._context)
         before = memory.count()
-        check = RecordCheck(self._store, self._keys, self._limits)
+        check = RecordCheck(self._context)
         yield from check.damage()
         # in a cluster, payloads may outlive what a lost node knew of them
         if not self._keys.spread:

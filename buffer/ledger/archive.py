@@ -9,11 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from buffer.errors import RunDamaged
-from buffer.limits import RunLimits
 from buffer.manifest import Manifest, ManifestEntry
 from buffer.redis.key_fields import HINT, read_counts
-from buffer.redis.keys import Keys
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext
 
 
 def parse_manifest(key: str, step: int, lines: Sequence[str]) -> Manifest:
@@ -33,10 +31,8 @@ class Forgotten(NamedTuple):
 
 
 class Archive:
-    def __init__(self, store: Store, keys: Keys, limits: RunLimits, name: str) -> None:
-        self._store = store
-        self._keys = keys
-        self._limits = limits
+    def __init__(self, context: RunContext, name: str) -> None:
+        self._store, self._keys, self._limits = context
         self._name = name
 
     def forget(self, *, exported: int = 0, everything: bool = False) -> int:

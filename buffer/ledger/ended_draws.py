@@ -12,10 +12,8 @@ import numpy as np
 from buffer.errors import LedgerError
 from buffer.ids import IMPORTED_FROM, split_group_id
 from buffer.ledger.position import Bools, DrawSet, Position
-from buffer.limits import RunLimits
-from buffer.redis.keys import Keys
 from buffer.redis.scripts import unfenced
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext
 
 SLICE = 128  # draws in one call of the script
 
@@ -38,10 +36,8 @@ class EndedDraws:
     `changed` counts the draws that were ended or revived, `lost` those to be drawn again.
     """
 
-    def __init__(self, store: Store, keys: Keys, limits: RunLimits, nonce: str) -> None:
-        self._store = store
-        self._keys = keys
-        self._limits = limits
+    def __init__(self, context: RunContext, nonce: str) -> None:
+        self._store, self._keys, self._limits = context
         self._nonce = nonce
         self.changed = self.lost = 0
 

@@ -24,12 +24,10 @@ from buffer.job import PayloadRef
 from buffer.ledger.ended_draws import EndedDraws, expect_ok, numbers_of
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.position import Position
-from buffer.limits import RunLimits
 from buffer.manifest import Manifest
-from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import Arg
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext
 
 
 @dataclass(slots=True)
@@ -51,20 +49,16 @@ class CheckpointRecovery:
 
     def __init__(
         self,
-        store: Store,
-        keys: Keys,
-        limits: RunLimits,
+        context: RunContext,
         payloads: PayloadStore,
         ledger: BatchLedger,
         nonce: str,
     ) -> None:
-        self._store = store
-        self._keys = keys
-        self._limits = limits
+        self._store, self._keys, self._limits = context
         self._payloads = payloads
         self._ledger = ledger
         self._nonce = nonce
-        self._draws = EndedDraws(store, keys, limits, nonce)
+        self._draws = EndedDraws(context, nonce)
         self._done = Recovery()
 
     def run(self, position: Position, *, regenerate: bool = False) -> Recovery:

@@ -9,10 +9,9 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from buffer.limits import RunLimits
 from buffer.redis.key_fields import Damage, text_fields, wrong_fields
-from buffer.redis.keys import CLUSTER_TABLE, TABLE, Keys
-from buffer.redis.store import Store
+from buffer.redis.keys import CLUSTER_TABLE, TABLE
+from buffer.redis.store import RunContext
 
 _FORM_OF = {
     "lane": "eval|resume|fresh",
@@ -50,9 +49,8 @@ class FoundKey(NamedTuple):
 class KeyCheck:
     """List all keys with the prefix of a run, known or not, and check them. O(keys)."""
 
-    def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
-        self._store = store
-        self._keys = keys
+    def __init__(self, context: RunContext) -> None:
+        self._store, self._keys, limits = context
         self._tasks = limits.tasks
         self.found = self._list()  # by name without prefix
 

@@ -18,12 +18,11 @@ from buffer.errors import ConfigError, LedgerError, RunDamaged
 from buffer.groups.pools import expire_all, fill_index
 from buffer.ids import split_group_id
 from buffer.ledger.archive import Archive, parse_manifest
-from buffer.limits import RunLimits
 from buffer.manifest import Manifest, ManifestEntry, NotReady
 from buffer.redis.key_fields import HINT, read_counts
-from buffer.redis.keys import Keys, SlotKeys
+from buffer.redis.keys import SlotKeys
 from buffer.redis.scripts import Arg, unfenced, unknown_reply
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext
 
 BAD_GROUPS = 8
 """Unusable groups of one worker within `BAD_WINDOW_MS` that bar it from claiming (I11)."""
@@ -51,19 +50,13 @@ class BatchLedger:
     """The steps of one consumer: `train`, or `eval`, which moves no training counter."""
 
     def __init__(
-        self,
-        store: Store,
-        keys: Keys,
-        limits: RunLimits,
-        name: str = "train",
-        observers: Sequence[Observer] = (),
+        self, context: RunContext, name: str = "train", observers: Sequence[Observer] = ()
     ) -> None:
-        self._store = store
-        self._keys = keys
-        self._limits = limits
+        self._context = context
+        self._store, self._keys, self._limits = context
         self._observers = observers
         self.name = name
-        self.archive = Archive(store, keys, limits, name)
+        self.archive = Archive(context, name)
 
     # -- take ----------------------------------------------------------------------------------
 
@@ -162,9 +155,9 @@ class BatchLedger:
             reply = self._store.call(script, keys, args, tail_keys, tail_args, durable=True)
             match reply:
                 case ["BLOCKED", task]:
-                    expire_all(self._store, self._keys, self._limits, task, "completed")
+                    expire_all(self._context, task, "completed")
                 case ["UNORDERED", task]:
-                    fill_index(self._store, self._keys, self._limits, args["nonce"], task)
+                    fill_index(self._context, args["nonce"], task)
                 case ["DAMAGED", record]:
                     raise RunDamaged(
                         f"{record} is gone, and its group is in a pool: {script} did nothing",

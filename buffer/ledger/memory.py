@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from buffer.limits import RunLimits
 from buffer.readable import format_size
 from buffer.redis.key_fields import read_counts
-from buffer.redis.keys import Keys
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext
 
 FIELDS = ("came", "went")
 
@@ -64,10 +62,8 @@ class MemoryUse:
 
 
 class Memory:
-    def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
-        self._store = store
-        self._keys = keys
-        self._limits = limits
+    def __init__(self, context: RunContext) -> None:
+        self._store, self._keys, self._limits = context
 
     def count(self) -> ByteCount:
         bytes_key = self._keys.bytes

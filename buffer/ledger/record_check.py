@@ -17,10 +17,8 @@ from buffer.groups.record_walk import PAGE, Record, RecordWalk
 from buffer.ids import GID
 from buffer.job import PayloadRef
 from buffer.ledger.archive import Archive
-from buffer.limits import RunLimits
 from buffer.redis.key_fields import Damage, text_fields, wrong_fields
-from buffer.redis.keys import Keys
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext
 
 Command = tuple[str | int, ...]
 
@@ -30,10 +28,9 @@ _PAYLOAD = re.compile(rf":payload:(?P<gid>{GID.pattern}):(?P<token>[^:]+)")
 class RecordCheck:
     """Walks over the records once; `weight` and `payloads` are complete after that."""
 
-    def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
-        self._store = store
-        self._keys = keys
-        self._limits = limits
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._store, self._keys, self._limits = context
         self.weight = 0  # bytes that records and archived batches name
         self.payloads: set[str] = set()  # keys of these payloads
         self._weighed: set[str] = set()
@@ -49,7 +46,7 @@ class RecordCheck:
             yield from self._of_ages(task)
             yield from self._of_arrivals(task)
         for name in ("train", "eval"):
-            yield from self._of_archive(Archive(self._store, self._keys, self._limits, name))
+            yield from self._of_archive(Archive(self._context, name))
 
     def _of_page(self, task: str, page: dict[str, Record]) -> Iterator[Damage]:
         whole: dict[str, Record] = {}
@@ -212,7 +209,7 @@ class RecordCheck:
         record = self._records([gid])[0]
         if record and token in ("init", record.get("payload")):
             return True
-        archives = (Archive(self._store, self._keys, self._limits, n) for n in ("train", "eval"))
+        archives = (Archive(self._context, n) for n in ("train", "eval"))
         if any(entry.gid == gid for archive in archives for entry in archive.entries()):
             return True
         return any(entry[:2] == [gid, token] for entry in self._garbage())

@@ -11,11 +11,9 @@ from buffer.ids import POOLS
 from buffer.ledger.from_checkpoint import CheckpointRecovery, Recovery
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.position import Position
-from buffer.limits import RunLimits
-from buffer.redis.keys import Keys
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import opened, unfenced, unknown_reply
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext
 
 log = logging.getLogger("rolloutmq.opening")
 
@@ -41,15 +39,12 @@ class Opening:
 class TrainerOpening:
     def __init__(
         self,
-        store: Store,
-        keys: Keys,
-        limits: RunLimits,
+        context: RunContext,
         payloads: PayloadStore,
         ledger: BatchLedger,
     ) -> None:
-        self._store = store
-        self._keys = keys
-        self._limits = limits
+        self._context = context
+        self._store, self._keys, self._limits = context
         self._payloads = payloads
         self._ledger = ledger
 
@@ -131,9 +126,7 @@ class TrainerOpening:
         raise unknown_reply("trainer_open", reply)
 
     def _recover(self, nonce: str, position: Position, regenerate: bool) -> Recovery:
-        found = CheckpointRecovery(
-            self._store, self._keys, self._limits, self._payloads, self._ledger, nonce
-        )
+        found = CheckpointRecovery(self._context, self._payloads, self._ledger, nonce)
         recovery = found.run(position, regenerate=regenerate)
         if recovery:
             log.warning(

@@ -16,7 +16,6 @@ from typing import Any
 from buffer.errors import QueryError
 from buffer.ids import GID, LANES, POOLS, group_id, split_group_id
 from buffer.ledger.ledger import BatchLedger
-from buffer.limits import RunLimits
 from buffer.query.language import (
     FALSE,
     TRUE,
@@ -30,8 +29,7 @@ from buffer.query.language import (
 )
 from buffer.query.record import RECORD_FIELDS, STAGES, GroupRecord, Moment
 from buffer.redis.connection.bulk_io import Command
-from buffer.redis.keys import Keys
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext, Store
 
 PAGE = 500  # groups in one round trip, between which the server answers other clients
 
@@ -48,12 +46,8 @@ class Index:
 class GroupScan:
     """Finds and counts groups of one run by the fields of their records."""
 
-    def __init__(
-        self, store: Store, keys: Keys, limits: RunLimits, ledgers: Sequence[BatchLedger]
-    ) -> None:
-        self._store = store
-        self._keys = keys
-        self._limits = limits
+    def __init__(self, context: RunContext, ledgers: Sequence[BatchLedger]) -> None:
+        self._store, self._keys, self._limits = context
         self._ledgers = ledgers
 
     def find(

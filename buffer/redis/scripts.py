@@ -195,40 +195,33 @@ WAIT_MS = 5_000
 """The longest wait for disk and replicas in one attempt; well below the socket's time-out."""
 
 
-class Durability(NamedTuple):
-    """Where a write must be before it is answered."""
+def waits_behind_script(replicas: int, disk: bool, sync: Script, key: str) -> list[Command]:
+    """Return commands to follow a script on keys of a run, until its writes are where they must be.
 
-    replicas: int
-    disk: bool
+    `replicas`: so many must have them; `disk`: the server's disk, too.
+    """
+    if not (disk or replicas):
+        return []
+    # WAIT and not WAITAOF for replicas: they report their disks only once a second (measured:
+    # 0.5 s a call)
+    on_disk = [("WAITAOF", 1, 0, WAIT_MS)] if disk else []
+    return [("EVALSHA", sync.sha, 1, clock_beside(key)), ("WAIT", replicas, WAIT_MS), *on_disk]
 
-    @property
-    def must_wait(self) -> bool:
-        return self.disk or self.replicas > 0
 
-    def behind_script(self, sync: str, key: str) -> list[Command]:
-        """Return commands to follow a script on keys of a run; `sync` is the hash of sync.lua."""
-        if not self.must_wait:
-            return []
-        # WAIT and not WAITAOF for replicas: they report their disks only once a second (measured:
-        # 0.5 s a call)
-        disk = [("WAITAOF", 1, 0, WAIT_MS)] if self.disk else []
-        return [("EVALSHA", sync, 1, clock_beside(key)), ("WAIT", self.replicas, WAIT_MS), *disk]
+def waits_behind_payloads(replicas: int, key: str) -> list[Command]:
+    """Return commands to follow writes of payloads on one node, which has its own replicas."""
+    return [("SET", sync_beside(key), 1, "PX", 1), ("WAIT", replicas, WAIT_MS)]
 
-    def behind_payloads(self, key: str) -> list[Command]:
-        """Return commands to follow writes of payloads on one node, which has its own replicas."""
-        return [("SET", sync_beside(key), 1, "PX", 1), ("WAIT", self.replicas, WAIT_MS)]
 
-    def check(self, answers: Sequence[Any]) -> None:
-        """Raise NotDurable if the answers to these commands show that something is missing."""
-        if not answers:
-            return
-        _, replicas, *disks = answers
-        if [on_disk for on_disk, _ in disks] == [0]:
-            raise NotDurable(f"not on the server's disk after {WAIT_MS} ms")
-        if replicas < self.replicas:
-            raise NotDurable(
-                f"only {replicas} of {self.replicas} replicas have it after {WAIT_MS} ms"
-            )
+def check_durable(needed: int, answers: Sequence[Any]) -> None:
+    """Raise NotDurable if the answers to these commands show that something is missing."""
+    if not answers:
+        return
+    _, replicas, *disks = answers
+    if [on_disk for on_disk, _ in disks] == [0]:
+        raise NotDurable(f"not on the server's disk after {WAIT_MS} ms")
+    if replicas < needed:
+        raise NotDurable(f"only {replicas} of {needed} replicas have it after {WAIT_MS} ms")
 
 
 _LARGE_BYTES = 32 * 2**10

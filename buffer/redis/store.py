@@ -11,7 +11,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import redis
 from redis.exceptions import NoPermissionError, NoScriptError, OutOfMemoryError, ResponseError
@@ -24,6 +24,7 @@ from buffer.errors import (
     StoreFull,
     StoreUnavailable,
 )
+from buffer.limits import RunLimits
 from buffer.redis.connection.bulk_io import Command, Parts, pipelined, receive, send
 from buffer.redis.connection.nodes import Role, Servers
 from buffer.redis.connection.retry import Backoff, OutageLog, is_transient
@@ -35,17 +36,19 @@ from buffer.redis.connection_errors import (
 )
 from buffer.redis.eviction import Eviction
 from buffer.redis.key_fields import HINT
-from buffer.redis.keys import SlotKeys
+from buffer.redis.keys import Keys, SlotKeys
 from buffer.redis.scripts import (
     Arg,
-    Durability,
     KeysByName,
     Script,
     Upload,
+    check_durable,
     decoded,
     in_order,
     library,
     load_missing,
+    waits_behind_payloads,
+    waits_behind_script,
 )
 
 T = TypeVar("T")
@@ -141,7 +144,7 @@ class Store:
             if not waits:
                 return [client.execute_command(*command)]
             answers = pipelined(client, [command, *waits])
-            self.durability.check(answers[1:])
+            check_durable(self.wait_replicas, answers[1:])
             return answers
 
         reply = decoded(self._run(entry, "control", key, attempt)[0])
@@ -152,7 +155,7 @@ class Store:
     def _explain_loss(self, control: str) -> None:
         """Raise StoreUnsafe where a process is refused because the server evicted its run."""
         found = self.eviction()
-        if found.keys and not self.retrying("run", lambda: self.control.exists(control)):
+        if found.keys and not self.ask("run", "EXISTS", control):
             raise found.error()
 
     def eviction(self) -> Eviction:
@@ -212,7 +215,7 @@ class Store:
                 yield from waits if sent else ()
 
             answers = send(client, commands())
-            self.durability.check(answers[len(sent) :])
+            check_durable(self.wait_replicas, answers[len(sent) :])
             return [
                 decoded(reply)
                 for command, reply in zip(sent, answers, strict=False)
@@ -221,12 +224,9 @@ class Store:
 
         return self._run(entry, "bulk", key, attempt)
 
-    @property
-    def durability(self) -> Durability:
-        return Durability(self.wait_replicas, self.waits_for_disk)
-
     def _waits(self, key: str) -> list[Command]:
-        return self.durability.behind_script(self.scripts["sync"].sha, key)
+        sync = self.scripts["sync"]
+        return waits_behind_script(self.wait_replicas, self.waits_for_disk, sync, key)
 
     def _run(
         self, script: Script, role: Role, key: str, attempt: Callable[[Any], list[T]]
@@ -278,9 +278,9 @@ class Store:
     ) -> list[Any]:
         if not (self.wait_replicas and self.in_cluster):
             return run(client, commands)
-        waits = self.durability.behind_payloads(str(commands[0][1]))
+        waits = waits_behind_payloads(self.wait_replicas, str(commands[0][1]))
         answers = run(client, [*commands, *waits])
-        self.durability.check(answers[len(commands) :])
+        check_durable(self.wait_replicas, answers[len(commands) :])
         return answers[: len(commands)]
 
     def read(
@@ -313,9 +313,12 @@ class Store:
 
         return self.retrying("bell", block)
 
-    def ask(self, what: str, *command: Arg) -> Any:
+    def ask(self, what: str, command: str, key: str, *args: Arg) -> Any:
         """Return the answer to one small command; see `retrying`."""
-        return self.retrying(what, lambda: self.control.execute_command(*command))
+        try:
+            return self.retrying(what, lambda: self.control.execute_command(command, key, *args))
+        except RunDamaged as error:
+            raise RunDamaged(f"{what}: {key} is of another type", hint=HINT) from error
 
     def retrying(
         self,
@@ -390,3 +393,11 @@ class Store:
             )
         described = describe_connection_error(self.url, error)
         return StoreUnavailable(f"{what}: {described.message}", hint=described.hint)
+
+
+class RunContext(NamedTuple):
+    """What each part of a run works with: its server, its keys, and its limits of the moment."""
+
+    store: Store
+    keys: Keys
+    limits: RunLimits

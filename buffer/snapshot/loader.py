@@ -26,7 +26,7 @@ from buffer.maintenance.remove_run import clear_keys
 from buffer.redis.keys import Keys
 from buffer.redis.media_folder import SCHEME, MediaFolder
 from buffer.redis.scripts import Advance
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext, Store
 from buffer.snapshot.folder import (
     INDEX,
     MEDIA,
@@ -167,7 +167,7 @@ class SnapshotLoader:
     def _prove(self) -> None:
         """Check that what was loaded adds up (I1). Raises SnapshotError."""
         limits = RunLimits.from_meta(self.facts.meta)
-        audit = Account(self._store, self.keys, limits).totals()
+        audit = Account(RunContext(self._store, self.keys, limits)).totals()
         if not audit.clean:
             raise SnapshotError(
                 f"{self._folder}: its account does not add up: {'; '.join(audit.faults)}",

@@ -71,26 +71,26 @@ def tabulate(gid: str, task: str, states: Sequence[RolloutState]) -> tuple[Head,
 
 
 def _finishes(states: Sequence[RolloutState]) -> tuple[list[str], NDArray[np.uint8] | None]:
-    codes: dict[str | None, int] = {}
+    codes: dict[str, int] = {}
+    finishes = []
     for state in states:
-        if state.finish_reason is not None:
-            codes.setdefault(state.finish_reason, len(codes))
+        reason = state.finish_reason
+        finishes.append(NO_FINISH if reason is None else codes.setdefault(reason, len(codes)))
     if len(codes) > NO_FINISH:
         raise WireError(f"{len(codes)} different finish reasons", hint=f"at most {NO_FINISH}")
-    names = [name for name in codes if name is not None]
-    finishes = [codes.get(state.finish_reason, NO_FINISH) for state in states]
-    return names, np.array(finishes, "u1") if names else None
+    return list(codes), np.array(finishes, "u1") if codes else None
 
 
 def _rewards(states: Sequence[RolloutState]) -> tuple[list[str], NDArray[np.float64] | None]:
     names = list(dict.fromkeys(name for state in states for name in state.reward or ()))
     if not names:
         return [], None
-    nan = float("nan")
-    rewards = np.array([[(s.reward or {}).get(name, nan) for name in names] for s in states], "<f8")
-    given = sum(len(state.reward or ()) for state in states)
-    if np.isnan(rewards).sum() != rewards.size - given:
-        raise WireError("a reward is NaN", hint="give a finite number for every name")
+    rewards = np.full((len(states), len(names)), np.nan, "<f8")
+    for n, state in enumerate(states):
+        for name, value in (state.reward or {}).items():
+            if value != value:
+                raise WireError("a reward is NaN", hint="give a finite number for every name")
+            rewards[n, names.index(name)] = value
     return names, rewards
 
 
@@ -123,6 +123,8 @@ def _per_token(
 def _teachers(
     states: Sequence[RolloutState], lengths: Sequence[int]
 ) -> tuple[list[str], NDArray[np.float32] | None]:
+    if not any(state.teacher_logprobs for state in states):
+        return [], None
     given = [state.teacher_logprobs or {} for state in states]
     names = sorted({name for columns in given for name, column in columns.items() if len(column)})
     rows = [_per_token([columns.get(name) for columns in given], lengths) for name in names]

@@ -25,7 +25,7 @@ from buffer.redis.connection.retry import LogOnce
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines.base import EngineLoad
-from producer_workers.worker.inbox import Inbox, PartFailed, Signal
+from producer_workers.worker.inbox import Inbox, PartEnded, Signal
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -142,8 +142,9 @@ class Claims:
             else:
                 behind[job.task] += 1
         serves = self._serves
-        if slow := {task for task, groups in behind.items() if groups > limit}:
-            serves = replace(serves, tasks=serves.tasks - slow)
+        for task, groups in behind.items():
+            if groups > limit:
+                serves = replace(serves, tasks=serves.tasks - {task})
         if free <= 0 or not serves.tasks:
             return None
         # leaves some jobs for other workers
@@ -205,7 +206,7 @@ class WakeUp:
         except StoreUnavailable as error:
             self._problem.report(error.hint)
         except RolloutMQError as error:
-            self._inbox.post(PartFailed(error))
+            self._inbox.post(PartEnded(error))
         finally:
             self.is_awaited = False
             self._inbox.post(Signal.JOBS_MAY_WAIT)

@@ -8,6 +8,7 @@ run alone, so only the prompt that kills engines becomes a dead letter.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import io
 import logging
 import time
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
+from buffer.control.length_counts import LengthCounts
 from buffer.control.observers import all_of
 from buffer.errors import (
     Fenced,
@@ -38,6 +40,7 @@ from buffer.run import Run
 from buffer.wire.group import GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.engines.base import Engine, EngineDeadError, shown
+from producer_workers.user_code.user_function import outcome_of
 from producer_workers.worker.claims import FailureBackoff
 from producer_workers.worker.held_groups import HeldGroups
 from producer_workers.worker.loop_border import LoopInput, check_weights
@@ -71,6 +74,7 @@ class GroupRunner:
         self._failures = failures
         self._submitter = Submitter(run, worker)
         self.tokens = self.done = self.failed = 0
+        self.lengths = LengthCounts()
         self._outage = LogOnce(log, "waiting for the server with groups that are held")
 
     async def run(self, job: Job) -> None:
@@ -116,11 +120,13 @@ class GroupRunner:
             self._held.forget(job)
 
     async def close(self) -> None:
-        """Close the agent loops; log what they raise."""
-        closing = map(TaskRunner.close, self._runners.values())
-        for error in await asyncio.gather(*closing, return_exceptions=True):
-            if error is not None:
-                log.warning("an agent loop could not be closed: %s", describe(error))
+        """Close the agent loops, which may hold processes of tools; log what they raise."""
+        for runner in self._runners.values():
+            close = getattr(runner.agent_loop, "close", None)
+            if inspect.iscoroutinefunction(close):
+                error = (await outcome_of(close)).error
+                if error is not None:
+                    log.warning("an agent loop could not be closed: %s", describe(error))
 
     async def hand_back(self, job: Job) -> None:
         """Release a group that a leaving worker cancelled. If that fails, its lease runs out."""
@@ -163,7 +169,8 @@ class GroupRunner:
         spent_s = group.shared.extra.get(GROUP_TIME, 0.0)
         claimed = group.states
         drawn = await self._drawn(job) if job.is_begun else []
-        source = LoopInput(claimed, drawn, makes_prompts=runner.makes_prompts)
+        makes_prompts = getattr(runner.agent_loop, "makes_prompts", False)
+        source = LoopInput(claimed, drawn, makes_prompts=makes_prompts)
         states = self._held.members[job] = list(claimed)
         engine = cast(Engine, self._engine)
         weights = engine.version()
@@ -225,7 +232,9 @@ class GroupRunner:
             new_tokens = max(0, len(group.response_ids) - known_tokens)
             await self._submitter.submit(Result(job, group, new_tokens, filtered))
             self.tokens += new_tokens
-            self.done += status is Status.COMPLETED
+            if status is Status.COMPLETED:
+                self.done += 1
+                self.lengths.add(job.task, group.lengths)
             self._failures.succeeded()
 
     def _keeps_members(self, group: RolloutGroup) -> bool:
@@ -234,6 +243,7 @@ class GroupRunner:
 
     async def _end_early(self, job: Job, known_tokens: int) -> None:
         self._held.submitting.add(job)
+        self.lengths.add(job.task, self._held.figure(job, _lengths, list[int]()))
         count = partial(self._engine.ended_early, job.gid, known_tokens)
         ended = self._held.figure(job, count, count(()))
         await self._release(job, "expired", "too old for every train step", ended)
@@ -265,6 +275,10 @@ def _is_cancellation(error: BaseException) -> bool:
     """Return whether the current task was cancelled from outside, not by what runs in it."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and bool(task and task.cancelling())
+
+
+def _lengths(members: Sequence[RolloutState]) -> list[int]:
+    return [made for state in members if (made := len(state.response_ids))]
 
 
 def put_experts_into_files(

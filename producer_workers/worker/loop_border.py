@@ -85,7 +85,7 @@ class LoopInput:
                 continue
             _check_rollout(state)
             alive.append(state)
-            if not _same(state.prompt_ids, alive[0].prompt_ids):
+            if not np.array_equal(state.prompt_ids, alive[0].prompt_ids):  # type: ignore[arg-type]
                 raise LoopError(
                     f"rollout {state.index} has another prompt than rollout {alive[0].index}",
                     hint="a group has one prompt; add what else a rollout read with "
@@ -93,7 +93,7 @@ class LoopInput:
                 )
         prompt_ids = alive[0].prompt_ids if alive else self._prompt_ids
         if not self._makes_prompts:  # otherwise, tokens may move between prompt and response
-            if not _same(prompt_ids, self._prompt_ids):
+            if not np.array_equal(prompt_ids, self._prompt_ids):  # type: ignore[arg-type]
                 raise LoopError(
                     "the agent loop changed the prompt of the group",
                     hint="leave prompt_ids as they are, or set `makes_prompts = True` in the "
@@ -225,10 +225,6 @@ def _keeps(made: RolloutState, known: RolloutState) -> bool:
     return np.array_equal(made.response_ids[:tokens], known.response_ids) and np.array_equal(
         made.logprobs[:tokens], known.logprobs
     )
-
-
-def _same(left: NDArray[Any] | None, right: NDArray[Any] | None) -> bool:
-    return left is right or np.array_equal(left, right)  # type: ignore[arg-type]
 
 
 def _begins(state: RolloutState) -> bool:

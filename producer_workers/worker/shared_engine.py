@@ -52,10 +52,6 @@ class Sampled:
     tokens: int = 0
     oldest: dict[str, int] = field(default_factory=dict)
 
-    def add(self, made: Generation) -> None:
-        self.tokens += len(made.token_ids)
-        _lower(self.oldest, made.spans)
-
 
 class SharedEngine:
     """An engine that posts REQUEST_FINISHED after every request, also a failed one.
@@ -132,7 +128,8 @@ class SharedEngine:
         _check_generation(self._engine.name, made, params)
         for span in made.spans:
             self.sampled_with.add(PolicyVersion(span.lineage, span.version))
-        sampled.add(made)
+        sampled.tokens += len(made.token_ids)
+        _lower(sampled.oldest, made.spans)
         return made
 
     async def _wait_for_turn(self, gid: str) -> None:

@@ -7,7 +7,6 @@ others are generated again. A group is as old as its oldest member that has toke
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -44,10 +43,6 @@ class TaskRunner:
     is_valid_sample: Callable[[Sequence[RolloutState]], Awaitable[bool]] | None = None
     group_time_limit_s: float | None = None
     on_failed_member: Literal["drop", "train"] = "drop"
-
-    @property
-    def makes_prompts(self) -> bool:
-        return getattr(self.agent_loop, "makes_prompts", False)
 
     async def generate(
         self, states: list[RolloutState], engine: Engine, gid: str, source: LoopInput
@@ -103,12 +98,6 @@ class TaskRunner:
                     return others
             else:
                 return made
-
-    async def close(self) -> None:
-        """Close the agent loop, which may hold processes of tools."""
-        close = getattr(self.agent_loop, "close", None)
-        if inspect.iscoroutinefunction(close):
-            await close()
 
 
 def _most_important(errors: BaseExceptionGroup[BaseException]) -> BaseException:

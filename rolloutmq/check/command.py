@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict, replace
-from itertools import groupby
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Annotated
@@ -180,27 +179,19 @@ def _vocabulary_findings(config: Config, shape: Shape) -> Iterator[Finding]:
 def _show(screen: Console, findings: Sequence[Finding]) -> None:
     """Print a line for each finding, the prompts, and the verdict."""
     grid = table("", "", "")
-    for section, group in groupby(_lines(findings), key=lambda found: found.section):
-        for number, found in enumerate(group):
-            mark, style = MARKS[found.level]
-            fix = Text(f"\n{found.fix}", style="dim") if found.fix else Text()
-            grid.add_row("" if number else section, Text(mark, style=style), Text(found.what) + fix)
+    shown = ""
+    for found in (each for each in findings if not each.text):
+        mark, style = MARKS[found.level]
+        fix = Text(f"\n{found.fix}", style="dim") if found.fix else Text()
+        title = "" if found.section == shown else found.section
+        grid.add_row(title, Text(mark, style=style), Text(found.what) + fix)
+        shown = found.section
     grid.show_header = False
     screen.print(grid)
     for found in findings:
         if found.text:
             screen.print(Panel.fit(Text(_cut(found.text)), title=found.what, title_align="left"))
     screen.print(_verdict(findings))
-
-
-def _lines(findings: Sequence[Finding]) -> list[Finding]:
-    """Return the findings that are lines; the importable functions share one."""
-    lines = [each for each in findings if not each.text]
-    fine = [each for each in lines if (each.section, each.level) == ("functions", "ok")]
-    if not fine:
-        return lines
-    joined = replace(fine[0], what=", ".join(each.what for each in fine))
-    return [joined if each is fine[0] else each for each in lines if each not in fine[1:]]
 
 
 def _cut(text: str) -> str:

@@ -36,8 +36,8 @@ from rolloutmq.config.load import inspect_config
 from rolloutmq.config.sources import fetch
 from rolloutmq.presets import find_config
 
-START_S = 120.0  # a process imports what its stage needs within this time
-LIMIT_S = 120.0  # for one unit, beside the time that it expects to wait
+START_S = 600.0  # a process imports what its stage needs within this time
+LIMIT_S = 300.0  # for one unit, beside the time that it expects to wait
 EXIT_S = 5.0  # a finished process exits within this time: threads of user code may keep it
 Line = dict[str, Any]
 

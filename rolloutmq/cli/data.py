@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from buffer.control.control import Mode
 from buffer.curation.group_export import Exported
@@ -19,7 +18,6 @@ from buffer.errors import ConfigError
 from buffer.groups.order_policy import load_order
 from buffer.ids import POOLS
 from buffer.query.language import parse
-from buffer.redis.scripts import Advance
 from buffer.redis.signing import Key
 from buffer.run import Run
 from buffer.snapshot.folder import read_manifest
@@ -37,7 +35,7 @@ from rolloutmq.options import (
     read_where,
     require_known,
 )
-from rolloutmq.output import console, count, plural
+from rolloutmq.output import count, plural, progress
 
 
 @command("Data", "save", epilog="Example: rolloutmq save backups/demo-1200 --pause")
@@ -86,18 +84,6 @@ def _paused(run: Run, wanted: bool) -> Iterator[None]:
         yield
     finally:
         run.control.set_mode("operator", Mode.RUN)
-
-
-@contextmanager
-def progress(quiet: bool) -> Iterator[Advance]:
-    """Show progress on stderr."""
-    screen = console(stderr=True)
-    columns = (TextColumn("{task.description}: {task.completed:,.0f}"), TimeElapsedColumn())
-    with Progress(
-        *columns, console=screen, transient=True, disable=quiet or not screen.is_terminal
-    ) as bar:
-        job = bar.add_task("copying", total=None)
-        yield lambda what, done: bar.update(job, description=what, completed=done)
 
 
 @command("Data", "restore", epilog="Example: rolloutmq restore backups/demo-1200 --run demo2")

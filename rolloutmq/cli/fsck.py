@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
 from buffer.errors import AccountError
@@ -21,7 +20,7 @@ from buffer.run import Run
 from consumer.grpo.reporting.step_log import StepLog
 from rolloutmq.command_list import command
 from rolloutmq.options import Answer, AsJson, Target, on_run
-from rolloutmq.output import console, count, plural
+from rolloutmq.output import count, plural, progress
 from rolloutmq.views.screen import groups_table
 
 _SHOWN = 20
@@ -38,7 +37,10 @@ def fsck(target: Target, as_json: AsJson = False) -> None:
     the trainer recorded. Exits with 6 if something is wrong: `rolloutmq run CONFIG --regenerate`
     then makes the run again from its newest checkpoint.
     """
-    found = run_fsck(target.run, quiet=as_json)
+    with progress(as_json) as advance:
+        found = target.run.account.fsck(
+            lambda done, total: advance(f"checked, of {count(total)} groups", done)
+        )
     steps = read_steps(target.run_dir)
     risks = could_lose(target.run)
     warnings = [Text(f"[warn] {risk}", style="yellow") for risk in risks]
@@ -52,24 +54,6 @@ def fsck(target: Target, as_json: AsJson = False) -> None:
             f"{len(found.faults)} further faults",
             hint="`rolloutmq run CONFIG --regenerate` makes the run again from its newest "
             "checkpoint; please report this, with the output of --json",
-        )
-
-
-def run_fsck(run: Run, *, quiet: bool) -> FsckReport:
-    """Run `Account.fsck` with a progress bar on stderr."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    )
-    screen = console(stderr=True)
-    with Progress(
-        *columns, console=screen, transient=True, disable=quiet or not screen.is_terminal
-    ) as progress:
-        job = progress.add_task("checking every draw", total=None)
-        return run.account.fsck(
-            lambda done, total: progress.update(job, completed=done, total=total)
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import secrets
 import threading
@@ -136,38 +135,27 @@ def acl(
         str, typer.Option("--run", metavar="NAME", help="Name of the run, which need not exist.")
     ],
     secrets_file: Annotated[
-        Path | None,
+        Path,
         typer.Option(
             "--secrets",
             metavar="FILE",
             help="File with `role password` lines; missing passwords are generated and added.",
         ),
-    ] = None,
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Print users for the server's ACL file, one per role.
 
-    Their passwords, of which only hashes are printed, come from --secrets, or from
-    ROLLOUTMQ_PASSWORD_WORKER and so on. Load the users with `ACL LOAD`; clients put user and
-    password into REDIS_URL.
+    Only hashes of their passwords are printed. Load the users with `ACL LOAD`; clients put user
+    and password into REDIS_URL.
     """
     valid_name("run", run)
-    passwords = _from_file(secrets_file) if secrets_file else _from_environment()
+    passwords = _from_file(secrets_file)
     lines = {role: acl_line(run, role, passwords[role]) for role in ROLES}
     if as_json:
         emit({user_name(run, role): line for role, line in lines.items()})
     else:
         typer.echo("\n".join(lines.values()))
-
-
-def _from_environment() -> dict[str, str]:
-    passwords = {role: os.environ.get(f"ROLLOUTMQ_PASSWORD_{role.upper()}", "") for role in ROLES}
-    if missing := [role for role, password in passwords.items() if not password]:
-        raise ConfigError(
-            f"no password for {', '.join(missing)}",
-            hint="--secrets FILE generates them, or set ROLLOUTMQ_PASSWORD_" + missing[0].upper(),
-        )
-    return passwords
 
 
 def _from_file(path: Path) -> dict[str, str]:

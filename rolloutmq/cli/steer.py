@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from buffer.control.control import ControlState, Mode
+from buffer.control.control import Mode
 from buffer.control.live_settings import KeptSettings, LiveSettings, LiveTaskSettings, parse_change
 from buffer.control.settings_record import SettingsRecord
 from buffer.errors import ConfigError, PauseTimeout
@@ -18,7 +18,7 @@ from buffer.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.options import Answer, AsJson, Target, on_run, require_known
 from rolloutmq.output import age, console, plain, plural, table
-from rolloutmq.views.operator_mode import Report, set_operator_mode
+from rolloutmq.views.operator_mode import set_operator_mode
 from rolloutmq.views.setting_view import overrides, time_text, value_text
 
 
@@ -49,13 +49,13 @@ def pause(
     wait: Wait = False,
     timeout: Timeout = None,
     as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Pause a run until `rolloutmq resume`.
 
     No worker claims anything during the pause. The trainer's own pauses, around weight updates,
     are separate.
     """
-    _hold(target.run, Mode(mode.value), wait, timeout, as_json)
+    return _hold(target.run, Mode(mode.value), wait, timeout, as_json)
 
 
 @command("Steer", "resume", epilog="Example: rolloutmq resume --wait")
@@ -73,7 +73,7 @@ def resume(
     wait: Wait = False,
     timeout: Timeout = None,
     as_json: AsJson = False,
-) -> Answer | None:
+) -> Answer:
     """End the operator's pause of a run.
 
     A pause of the trainer stays, unless that trainer has left or sends no heartbeat: then it ends,
@@ -85,8 +85,7 @@ def resume(
         return _resume_task(target.run, task)
     if worker is not None:
         return _unbar(target.run, worker)
-    _hold(target.run, Mode.RUN, wait, timeout, as_json)
-    return None
+    return _hold(target.run, Mode.RUN, wait, timeout, as_json)
 
 
 def _resume_task(run: Run, task: str) -> Answer:
@@ -105,42 +104,24 @@ def _unbar(run: Run, worker: str) -> Answer:
     )
 
 
-def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bool) -> None:
-    report: Report = (lambda line: None) if as_json else console().print
+def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bool) -> Answer:
+    """Set the operator's mode, and wait for all receipts if asked. Raises PauseTimeout."""
     start = time.monotonic()
-    state, changed = set_operator_mode(run, mode, report)
-    failure = _wait(run, state, timeout_s, report) if wait else None
+    state, changed = set_operator_mode(run, mode, _ignore if as_json else console().print)
+    if wait:
+        run.receipts.wait(state, timeout_s=timeout_s)
     took_s = time.monotonic() - start
-    silent = [] if wait and not failure else run.receipts.silent(state.epoch)
-    confirmed = sorted(_live(run) - set(silent))
+    silent = run.receipts.silent(state.epoch)
+    lease_ms = run.limits.lease_ms
+    live = {worker.id for worker in run.fleet.workers() if worker.is_live(lease_ms)}
+    confirmed = sorted(live - set(silent))
     facts = {"run": run.name, "mode": state.mode, "epoch": state.epoch, "changed": changed}
     lists = {"confirmed": confirmed, "silent": silent, "took_s": round(took_s, 3)}
-    Answer(facts | lists, _summary(confirmed, silent, took_s, wait)).print(as_json=as_json)
-    if failure:
-        raise failure
+    return Answer(facts | lists, _summary(confirmed, silent, took_s, wait))
 
 
-def _wait(
-    run: Run, state: ControlState, timeout_s: float | None, report: Report
-) -> PauseTimeout | None:
-    """Wait for the receipts of all workers, and report each as it confirms; return a timeout."""
-    start = time.monotonic()
-    known: set[str] = set()
-
-    def watch(silent: list[str]) -> None:
-        for worker in sorted(_live(run) - set(silent) - known):
-            known.add(worker)
-            report(f"  {worker} confirmed after {time.monotonic() - start:.2f} s")
-
-    try:
-        run.receipts.wait(state, timeout_s=timeout_s, watch=watch)
-    except PauseTimeout as error:
-        return error
-    return None
-
-
-def _live(run: Run) -> set[str]:
-    return {worker.id for worker in run.fleet.workers() if worker.is_live(run.limits.lease_ms)}
+def _ignore(line: str) -> None:
+    """Report nothing."""
 
 
 def _summary(confirmed: list[str], silent: list[str], took_s: float, waited: bool) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 
 from buffer.config.memory_budget import MemorySection, RetentionSection
@@ -38,7 +37,6 @@ from rolloutmq.config.cross_section_rules import (
     context_problems,
     memory_problem,
     rule_violations,
-    run_checks,
     staleness,
     too_many_problems,
     training,
@@ -105,7 +103,7 @@ class Config(Section):
 
     def problems(self) -> Iterator[str]:
         """Yield violations of cross-section rules."""
-        return rule_violations(dict(self))
+        return rule_violations(self)
 
     def warnings(self) -> list[str]:
         """Return warnings about settings that have no effect, or waste work."""
@@ -166,15 +164,11 @@ class Config(Section):
 
         `max_model_len`: None where it is not known.
         """
-        chosen = {name: self.tasks[name] for name in tasks}
-        return next(context_problems(max_model_len, chosen, self.producer, self.worker), "")
+        return next(context_problems(self, max_model_len, tasks), "")
 
     def memory_problem(self, budget: int) -> str:
         """Return why a run cannot be held to `budget` bytes (0: no limit); "" where it can."""
-        if not budget:
-            return ""
-        check = partial(memory_problem, budget=budget)
-        return "; ".join(run_checks([check], dict(self)))
+        return next(memory_problem(self, budget), "") if budget else ""
 
     # -- what is derived from it ---------------------------------------------
 

@@ -1,54 +1,51 @@
 """Rules between the sections of a config.
 
-A check gets sections by the names of its parameters, so that it runs on a file in which other
-sections have mistakes, and all mistakes are reported at once.
+A rule runs on a file in which other sections have mistakes, so that all mistakes are reported at
+once: a rule that reads an invalid section ends there.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from math import ceil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from buffer.config.memory_budget import MemoryNeed, MemorySection, RetentionSection
-from buffer.config.run_settings import (
-    PlanSection,
-    PolicySection,
-    RunSection,
-)
+from buffer.config.memory_budget import MemoryNeed
+from buffer.config.run_settings import PolicySection
 from buffer.wire.staleness import stale_threshold
-from consumer.config.learner import CriticConfig, LearnerConfig
-from consumer.config.trainer import (
-    MOST_PROBLEMS,
-    WITHIN_A_GROUP,
-    EvaluationSection,
-    TrainerSection,
-)
-from producer_workers.config.engine import EngineConfig
-from producer_workers.config.strategy import StrategySection
+from consumer.config.learner import CriticConfig
+from consumer.config.trainer import MOST_PROBLEMS, WITHIN_A_GROUP
 from producer_workers.config.task import TaskSection
-from producer_workers.config.worker import ProducerSection, WorkerSection
 from producer_workers.hub import is_id
-from rolloutmq.config.launch import LaunchSection
+
+if TYPE_CHECKING:
+    from rolloutmq.config.config import Config
 
 TaskSections = Mapping[str, TaskSection]
 
-Check = Callable[..., Iterator[str]]
+
+class SectionMissing(Exception):
+    """A rule reads a section that the file does not have, or not without a mistake."""
 
 
-def rule_violations(sections: Mapping[str, Any]) -> Iterator[str]:
-    """Yield violations of the rules between `sections`, given by name; invalid ones are missing."""
-    return run_checks(_CHECKS, sections)
+class Sections:
+    """Those sections of a config that are valid, as attributes."""
+
+    def __init__(self, valid: Mapping[str, Any]) -> None:
+        self._valid = valid
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._valid:
+            raise SectionMissing(name)
+        return self._valid[name]
 
 
-def run_checks(checks: Iterable[Check], sections: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what `checks` find in `sections`; a check of a missing section does not run."""
-    for check in checks:
-        parameters = inspect.signature(check).parameters.values()
-        names = {each.name for each in parameters if each.default is each.empty}
-        if sections.keys() >= names:
-            yield from check(**{name: sections[name] for name in names})
+def rule_violations(config: Any) -> Iterator[str]:
+    """Yield violations of the rules between the sections of a Config, or of Sections."""
+    for rule in _RULES:
+        with suppress(SectionMissing):
+            yield from rule(config)
 
 
 def training(tasks: TaskSections) -> dict[str, TaskSection]:
@@ -67,36 +64,29 @@ def ahead(policy: PolicySection, task: TaskSection) -> int:
     return min(own, staleness(policy, task))
 
 
-def memory_problem(
-    tasks: TaskSections,
-    producer: ProducerSection,
-    trainer: TrainerSection,
-    retention: RetentionSection,
-    policy: PolicySection,
-    strategy: StrategySection,
-    plan: PlanSection,
-    memory: MemorySection,
-    budget: int = 0,
-) -> Iterator[str]:
+def memory_problem(config: Config, budget: int = 0) -> Iterator[str]:
     """Yield why a run cannot be held to `budget` bytes (I12); 0: the budget of the config."""
-    sizes = [task.group_bytes(producer.max_prompt_tokens) for task in training(tasks).values()]
+    sizes = [
+        task.group_bytes(config.producer.max_prompt_tokens)
+        for task in training(config.tasks).values()
+    ]
     # a commit frees what is older than the oldest checkpoint that is kept
-    kept = trainer.checkpoint_every_steps * trainer.keep_checkpoints
-    most = max((ahead(policy, task) for task in training(tasks).values()), default=0)
-    steps = stale_threshold(most, policy.sync_weights_interval)
-    batches = steps + strategy.over_sample_threshold
+    kept = config.trainer.checkpoint_every_steps * config.trainer.keep_checkpoints
+    most = max((ahead(config.policy, task) for task in training(config.tasks).values()), default=0)
+    steps = stale_threshold(most, config.policy.sync_weights_interval)
+    batches = steps + config.strategy.over_sample_threshold
     need = MemoryNeed(
-        group_bytes=memory.group_bytes or max(sizes, default=0),
-        batches=kept + retention.batches,
-        batch_size=plan.batch_size,
-        in_flight=ceil(batches * plan.batch_size),
+        group_bytes=config.memory.group_bytes or max(sizes, default=0),
+        batches=kept + config.retention.batches,
+        batch_size=config.plan.batch_size,
+        in_flight=ceil(batches * config.plan.batch_size),
     )
-    if problem := need.problem(memory, budget or memory.budget_bytes or 0):
+    if problem := need.problem(config.memory, budget or config.memory.budget_bytes or 0):
         yield problem
 
 
 def context_problems(
-    max_model_len: int | None, tasks: TaskSections, producer: ProducerSection, worker: WorkerSection
+    config: Config, max_model_len: int | None, tasks: Iterable[str]
 ) -> Iterator[str]:
     """Yield which of `tasks` may ask for more tokens than the engine's context.
 
@@ -104,10 +94,11 @@ def context_problems(
     """
     if max_model_len is None:
         return
-    prompt = producer.max_prompt_tokens
-    for name, task in tasks.items():
+    prompt = config.producer.max_prompt_tokens
+    for name in tasks:
+        task = config.tasks[name]
         # an agent's requests have prompts of their own, and share max_tokens
-        if (task.agent_loop or worker.agent_loop) == "gateway":
+        if (task.agent_loop or config.worker.agent_loop) == "gateway":
             continue
         # the default limit is no wish of the user: responses then end where the context does
         if prompt is None and "max_tokens" not in task.sample.model_fields_set:
@@ -123,12 +114,12 @@ def context_problems(
             )
 
 
-# -- the checks -----------------------------------------------------------------------------------
+# -- the rules ------------------------------------------------------------------------------------
 
 
-def _evaluations_have_a_task(tasks: TaskSections) -> Iterator[str]:
-    known = training(tasks)
-    for name, task in tasks.items():
+def _evaluations_have_a_task(config: Config) -> Iterator[str]:
+    known = training(config.tasks)
+    for name, task in config.tasks.items():
         if task.eval_of is not None and task.eval_of not in known:
             yield (
                 f'eval_of = "{task.eval_of}" of task {name} is not a training task; '
@@ -136,75 +127,70 @@ def _evaluations_have_a_task(tasks: TaskSections) -> Iterator[str]:
             )
 
 
-def _revisions_have_a_repository(policy: PolicySection) -> Iterator[str]:
-    if policy.revision and (policy.model is None or not is_id(policy.model)):
+def _revisions_have_a_repository(config: Config) -> Iterator[str]:
+    if config.policy.revision and (config.policy.model is None or not is_id(config.policy.model)):
         yield (
-            f"[policy] revision = {policy.revision} is for a model on the Hub: {policy.model} is "
+            f"[policy] revision = {config.policy.revision} is for a model on the Hub: "
+            f"{config.policy.model} is "
             "none"
         )
 
 
-def _images_are_possible(
-    run: RunSection, tasks: TaskSections, trainer: TrainerSection
-) -> Iterator[str]:
-    shown = [name for name, task in tasks.items() if task.images]
-    if shown and run.media is None:
+def _images_are_possible(config: Config) -> Iterator[str]:
+    shown = [name for name, task in config.tasks.items() if task.images]
+    if shown and config.run.media is None:
         yield f"the images of task {shown[0]} need a folder: set media in [run]"
-    trained = [name for name in shown if name in training(tasks)]
-    if trained and trainer.loop is None:
+    trained = [name for name in shown if name in training(config.tasks)]
+    if trained and config.trainer.loop is None:
         yield (
             f"task {trained[0]} shows images, which the reference trainer cannot train on: "
             "set [trainer] loop to a trainer of your own"
         )
 
 
-def _pauses_free_the_device(
-    policy: PolicySection, trainer: TrainerSection, evaluation: EvaluationSection
-) -> Iterator[str]:
-    if policy.pause_mode != "keep":
+def _pauses_free_the_device(config: Config) -> Iterator[str]:
+    if config.policy.pause_mode != "keep":
         return
     needs = "needs [policy] pause_mode abort or drain: keep"
-    if trainer.flow == "colocated":
+    if config.trainer.flow == "colocated":
         yield f"[trainer] flow = colocated {needs} frees no memory"
-    if evaluation.flow == "exclusive":
+    if config.evaluation.flow == "exclusive":
         yield f"[evaluation] flow = exclusive {needs} would freeze evaluations, too"
 
 
-def _cache_has_a_fixed_size(engine: EngineConfig, trainer: TrainerSection) -> Iterator[str]:
+def _cache_has_a_fixed_size(config: Config) -> Iterator[str]:
     # vLLM ends with an error where free memory changes while it measures how much a cache may have
-    is_measured = engine.gpu_memory is not None and engine.gpu_memory.cache_bytes is None
-    if trainer.flow == "colocated" and is_measured:
+    is_measured = (
+        config.engine.gpu_memory is not None and config.engine.gpu_memory.cache_bytes is None
+    )
+    if config.trainer.flow == "colocated" and is_measured:
         yield (
             "[trainer] flow = colocated needs [engine] kv_cache_memory_bytes: while vLLM measures "
             "the free memory of the GPU, the trainer must not use or free any"
         )
 
 
-def _engine_loads_what_is_published(
-    engine: EngineConfig, learner: LearnerConfig, trainer: TrainerSection
-) -> Iterator[str]:
-    lora = learner.lora
+def _engine_loads_what_is_published(config: Config) -> Iterator[str]:
+    lora = config.learner.lora
     if lora is None:
         # a trainer of the user's own may publish adapters
-        if engine.wants_adapters and trainer.loop is None:
+        if config.engine.wants_adapters and config.trainer.loop is None:
             yield (
                 "[engine] loads adapters, but none are published: add [learner.lora], or leave "
                 "out [engine] max_lora_rank or weights"
             )
-    elif problem := engine.adapter_problem(lora.rank):
+    elif problem := config.engine.adapter_problem(lora.rank):
         yield problem
 
 
-def _responses_fit_the_context(
-    engine: EngineConfig, tasks: TaskSections, producer: ProducerSection, worker: WorkerSection
-) -> Iterator[str]:
+def _responses_fit_the_context(config: Config) -> Iterator[str]:
     # workers check it again with what their engine reports
-    yield from context_problems(getattr(engine, "max_model_len", None), tasks, producer, worker)
+    yield from context_problems(config, getattr(config.engine, "max_model_len", None), config.tasks)
 
 
-def _tokens_are_younger_than_groups(policy: PolicySection, tasks: TaskSections) -> Iterator[str]:
-    tokens = policy.max_token_staleness
-    for name, task in training(tasks).items():
+def _tokens_are_younger_than_groups(config: Config) -> Iterator[str]:
+    tokens = config.policy.max_token_staleness
+    for name, task in training(config.tasks).items():
         groups = task.max_staleness
         if tokens is not None and groups is not None and tokens > groups:
             yield (
@@ -213,25 +199,23 @@ def _tokens_are_younger_than_groups(policy: PolicySection, tasks: TaskSections) 
             )
 
 
-def _temperatures_agree(
-    tasks: TaskSections, learner: LearnerConfig, trainer: TrainerSection
-) -> Iterator[str]:
+def _temperatures_agree(config: Config) -> Iterator[str]:
     # the trainer must compute the distribution that rollouts are sampled from
-    if trainer.loop is not None:
+    if config.trainer.loop is not None:
         return
-    for name, task in training(tasks).items():
+    for name, task in training(config.tasks).items():
         sampled = task.sample.temperature
-        if sampled != learner.temperature:
+        if sampled != config.learner.temperature:
             yield (
                 f"task {name} is sampled with temperature {sampled:g}, [learner] temperature "
-                f"is {learner.temperature:g}: both must be the same"
+                f"is {config.learner.temperature:g}: both must be the same"
             )
 
 
-def _distributions_are_whole(tasks: TaskSections, learner: LearnerConfig) -> Iterator[str]:
-    if learner.allow_truncated_sampling:
+def _distributions_are_whole(config: Config) -> Iterator[str]:
+    if config.learner.allow_truncated_sampling:
         return
-    for name, task in training(tasks).items():
+    for name, task in training(config.tasks).items():
         if cuts := task.sample.to_params().cuts():
             yield (
                 f"task {name} is sampled with {cuts}: the engine's logprobs are then of another "
@@ -241,75 +225,82 @@ def _distributions_are_whole(tasks: TaskSections, learner: LearnerConfig) -> Ite
             )
 
 
-def _groups_can_be_compared(tasks: TaskSections, trainer: TrainerSection) -> Iterator[str]:
-    if trainer.loop is not None or trainer.advantages not in WITHIN_A_GROUP:
+def _groups_can_be_compared(config: Config) -> Iterator[str]:
+    if config.trainer.loop is not None or config.trainer.advantages not in WITHIN_A_GROUP:
         return
-    for name, task in training(tasks).items():
+    for name, task in training(config.tasks).items():
         if task.prompt_repeat_k == 1:
             yield (
-                f"prompt_repeat_k = 1 of task {name}: [trainer] advantages = {trainer.advantages} "
+                f"prompt_repeat_k = 1 of task {name}: [trainer] advantages = "
+                f"{config.trainer.advantages} "
                 "compares the rollouts of a prompt, so every advantage would be 0; set "
                 "prompt_repeat_k to at least 2, or advantages to reinforce_pp or gae"
             )
 
 
-def _critic_is_used(critic: CriticConfig, trainer: TrainerSection) -> Iterator[str]:
-    if critic != CriticConfig() and trainer.loop is None and not trainer.is_gae:
+def _critic_is_used(config: Config) -> Iterator[str]:
+    if (
+        config.critic != CriticConfig()
+        and config.trainer.loop is None
+        and not config.trainer.is_gae
+    ):
         yield (
-            f"[critic] is read with [trainer] advantages = gae only, not with {trainer.advantages}"
+            "[critic] is read with [trainer] advantages = gae only, not with "
+            f"{config.trainer.advantages}"
         )
 
 
-def _updates_have_groups(learner: LearnerConfig, plan: PlanSection) -> Iterator[str]:
-    if learner.updates_per_batch > plan.batch_size:
+def _updates_have_groups(config: Config) -> Iterator[str]:
+    if config.learner.updates_per_batch > config.plan.batch_size:
         yield (
-            f"[learner] updates_per_batch = {learner.updates_per_batch} divides the groups of a "
-            f"batch, and [plan] batch_size is {plan.batch_size}: some updates would have none"
+            f"[learner] updates_per_batch = {config.learner.updates_per_batch} divides the groups "
+            f"of a batch, and [plan] batch_size is {config.plan.batch_size}: some updates would "
+            "have none"
         )
 
 
-def _ranks_have_gpus(launch: LaunchSection, trainer: TrainerSection) -> Iterator[str]:
-    gpus = launch.trainer_gpus or []
-    ranks = launch.ranks(has_own_loop=trainer.loop is not None)
+def _ranks_have_gpus(config: Config) -> Iterator[str]:
+    gpus = config.launch.trainer_gpus or []
+    ranks = config.launch.ranks(has_own_loop=config.trainer.loop is not None)
     if ranks > 1 and gpus and len(set(gpus)) != ranks:
         yield (
             f"[launch] trainer_gpus = {gpus} is not one GPU for each of {ranks} trainer_ranks; "
             "remove trainer_ranks, and there is one process for each GPU"
         )
-    if trainer.loop is None and ranks == 1 and len(gpus) > 1:
+    if config.trainer.loop is None and ranks == 1 and len(gpus) > 1:
         yield (
             f"[launch] trainer_gpus = {gpus}: trainer_ranks = 1 is one process, which uses one "
             "GPU, so the others would be idle; remove trainer_ranks"
         )
-    if ranks > 1 and ":" in trainer.device:
+    if ranks > 1 and ":" in config.trainer.device:
         yield (
-            f"[trainer] device = {trainer.device} is one GPU, and the trainer has {ranks} ranks; "
+            f"[trainer] device = {config.trainer.device} is one GPU, and the trainer has {ranks} "
+            "ranks; "
             'set device = "auto": each rank then has a GPU of its own'
         )
 
 
-def _optimizer_fits_the_ranks(
-    learner: LearnerConfig, launch: LaunchSection, trainer: TrainerSection
-) -> Iterator[str]:
-    ranks = launch.ranks(has_own_loop=trainer.loop is not None)
-    if learner.optimizer == "adamw_8bit" and ranks > 1 and trainer.loop is None:
+def _optimizer_fits_the_ranks(config: Config) -> Iterator[str]:
+    ranks = config.launch.ranks(has_own_loop=config.trainer.loop is not None)
+    if config.learner.optimizer == "adamw_8bit" and ranks > 1 and config.trainer.loop is None:
         yield (
             f"[learner] optimizer = adamw_8bit cannot update the sharded weights of {ranks} ranks; "
             "set optimizer = adamw, whose state is divided over the ranks, or trainer_ranks = 1"
         )
 
 
-def _transport_carries_changes(policy: PolicySection) -> Iterator[str]:
-    if policy.delta_base_every > 1 and policy.weights_transport in ("gloo", "nccl"):
+def _transport_carries_changes(config: Config) -> Iterator[str]:
+    if config.policy.delta_base_every > 1 and config.policy.weights_transport in ("gloo", "nccl"):
         yield (
-            f"[policy] weights_transport = {policy.weights_transport} sends whole versions: leave "
+            f"[policy] weights_transport = {config.policy.weights_transport} sends whole versions: "
+            "leave "
             "out delta_base_every, or use folder or redis"
         )
 
 
-def _evaluation_fits(policy: PolicySection, evaluation: EvaluationSection) -> Iterator[str]:
-    steps = evaluation.every_steps
-    interval = policy.sync_weights_interval
+def _evaluation_fits(config: Config) -> Iterator[str]:
+    steps = config.evaluation.every_steps
+    interval = config.policy.sync_weights_interval
     if steps is not None and steps % interval:
         yield (
             f"[evaluation] every_steps = {steps} must be a multiple of "
@@ -317,9 +308,9 @@ def _evaluation_fits(policy: PolicySection, evaluation: EvaluationSection) -> It
         )
 
 
-def _evaluation_is_one_batch(tasks: TaskSections, evaluation: EvaluationSection) -> Iterator[str]:
-    for name, task in tasks.items():
-        if task.eval_of is None or evaluation.groups or not task.dataset.is_generated:
+def _evaluation_is_one_batch(config: Config) -> Iterator[str]:
+    for name, task in config.tasks.items():
+        if task.eval_of is None or config.evaluation.groups or not task.dataset.is_generated:
             continue
         size = task.dataset.count_held_out() or 0
         if size > MOST_PROBLEMS:
@@ -334,7 +325,7 @@ def too_many_problems(task: str, problems: int) -> str:
     )
 
 
-_CHECKS: tuple[Check, ...] = (
+_RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _evaluations_have_a_task,
     _revisions_have_a_repository,
     _images_are_possible,

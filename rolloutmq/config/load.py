@@ -23,7 +23,7 @@ from buffer.imports import search_in
 from buffer.redis.connection.url import mask_url
 from producer_workers.config.task import TaskSection, inherit_held_out
 from rolloutmq.config.config import Config
-from rolloutmq.config.cross_section_rules import rule_violations
+from rolloutmq.config.cross_section_rules import Sections, rule_violations
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -55,7 +55,9 @@ def validate_config(tree: Mapping[str, Any], where: str) -> Config:
 
     def between_sections() -> list[str]:
         # pydantic compares the sections only where all of them are valid
-        return [f"the file: {problem}" for problem in rule_violations(_valid_sections(tree))]
+        return [
+            f"the file: {problem}" for problem in rule_violations(Sections(_valid_sections(tree)))
+        ]
 
     return validate(Config, tree, where, between_sections)
 

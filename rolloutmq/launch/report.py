@@ -15,6 +15,7 @@ from buffer.redis.connection.url import mask_url
 from buffer.run import Run
 from consumer.grpo.reporting.step_log import Evaluations, StepLog, read_evaluations
 from rolloutmq.config.config import Config
+from rolloutmq.output import table
 from rolloutmq.views.screen import groups_table
 from rolloutmq.web.report import write_report
 
@@ -50,23 +51,17 @@ def account_line(audit: FsckReport) -> str:
 
 def accuracy_table(evaluations: Evaluations) -> Table:
     """Return the accuracy before the first step and at the newest evaluation."""
-    table = Table(title="held-out accuracy (greedy)", title_justify="left", show_edge=False)
-    for column in ("task", "before", "after", "step", "change", "problems"):
-        table.add_column(column, justify="left" if column == "task" else "right")
+    numbers = ("before", "after", "step", "change", "problems")
+    grid = table("held-out accuracy (greedy)", *numbers, right=numbers)
     for task in sorted({task for task, _ in evaluations}):
         step = max(step for name, step in evaluations if name == task)
         before = evaluations.get((task, 0), {}).get("eval/accuracy")
         then = evaluations[task, step]
         after = then["eval/accuracy"]
-        table.add_row(
-            task,
-            "-" if before is None else f"{before:.3f}",
-            f"{after:.3f}",
-            str(step),
-            "-" if before is None else f"{after - before:+.3f}",
-            f"{then['eval/rollouts']:.0f}",
-        )
-    return table
+        old, change = ("-", "-") if before is None else (f"{before:.3f}", f"{after - before:+.3f}")
+        count = f"{then['eval/rollouts']:.0f}"
+        grid.add_row(task, old, f"{after:.3f}", str(step), change, count)
+    return grid
 
 
 def activation() -> str:

@@ -19,7 +19,7 @@ from buffer.limits import RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.script_contract import Slot
 from buffer.redis.scripts import Arg, Script, library
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext, Store
 from tests.buffer.faulty_store import FaultyStore
 from tests.buffer.keyspace import exact
 from tests.buffer.time_machine import Moment, put_back, remember
@@ -246,7 +246,7 @@ class HostileStore(FaultyStore):
             {k.decode(): v.decode() for k, v in self.raw.hgetall(Keys(self.run).meta).items()}
         )
         with_store = Store(self.url, deadline_s=5.0)
-        faults = Account(with_store, Keys(self.run), limits).totals().faults
+        faults = Account(RunContext(with_store, Keys(self.run), limits)).totals().faults
         with_store.close()
         self.faults[entry.name] += [f"without {name}: {fault}" for fault in faults]
 

@@ -94,15 +94,8 @@ class Crew:
         env |= {OWNER: str(os.getpid()), "OMP_NUM_THREADS": "1"}
         ports = self._wiring.link(member.name).ports
         env["CHAOS_JUDGE_URL"] = self._servers.judge_url_by(ports)
-        words = (
-            "-m",
-            "tests.chaos.client",
-            member.role,
-            member.name,
-            self._servers.url_by(ports),
-            str(self.folders.root),
-            *member.flags,
-        )
+        who = (member.role, member.name, self._servers.url_by(ports), str(self.folders.root))
+        words = ("-m", "tests.chaos.client", *who, *member.flags)
         with (self.folders.logs / f"{member.name}.log").open("ab") as log:
             member.popen = subprocess.Popen(
                 [sys.executable, *words], cwd=ROOT, env=env, stdout=log, stderr=log

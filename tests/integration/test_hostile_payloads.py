@@ -14,7 +14,7 @@ from buffer.groups.submit import Submission
 from buffer.job import Job, Result
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.keys import Keys
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext, Store
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status
@@ -48,7 +48,7 @@ def hand_in(scene: Scene, job: Job, data: bytes, group: RolloutGroup, worker: st
     run = scene.run
     ref, commands = run.payloads.commands(job.gid, job.token, [data])
     scene.store.write("payload write", commands)
-    submission = Submission(scene.store, run.keys, run.limits, run.payloads, None)
+    submission = Submission(RunContext(scene.store, run.keys, run.limits), run.payloads, None)
     scene.store.call("submit", *submission.call(worker, Result(job, group, 4), ref))
 
 

@@ -12,8 +12,7 @@ from buffer.wire.sampling import SampleParams
 from consumer.handle.batch import Batch
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.datasets.dataset import Problem
-from producer_workers.producer.curriculum import Curriculum, WeightFunction
-from producer_workers.producer.producer import Producer
+from producer_workers.producer.producer import Curriculum, Producer, WeightFunction
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import ShouldContinue, strategies_of
 from tests.buffer.scene import Scene

@@ -6,8 +6,6 @@ What workers submit: tests/integration/test_hostile_payloads.py.
 from __future__ import annotations
 
 import asyncio
-import threading
-from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,15 +14,12 @@ import orjson
 import pytest
 from aiohttp import web
 
-from buffer.control.control import STATE_FIELDS, Mode
-from buffer.errors import DatasetError, GroupChanged, JudgeError, RolloutMQError
-from buffer.redis.store import Store
+from buffer.control.control import Mode
+from buffer.errors import DatasetError, GroupChanged
 from buffer.replay_buffer import ReplayBuffer
 from buffer.wire.group import RolloutGroup
-from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JudgingSection
 from producer_workers.judges.load import HttpJudge
-from producer_workers.judges.rq_judge import RqJudge
 from tests.bad_payloads import CONTROL, GROUP, KINDS, LINE, REWARD
 from tests.memory_fault import overwrite
 from tests.pipeline.site import Site
@@ -129,34 +124,6 @@ def test_answers_of_a_judge(yard: Yard) -> None:
     yard.check()
 
 
-def test_answers_in_rqs_results(yard: Yard) -> None:
-    """Somebody who may write rq's keys answers in place of a judge."""
-    judge_store = Store(yard.store.servers.masters()[0][0])
-    judge = RqJudge("m:f", judge_store, yard.run.name, JudgingSection(kind="rq", retries=0))
-    raw: Any = judge_store.bulk
-
-    def answer(data: bytes, stop: threading.Event) -> None:
-        while not stop.wait(0.01):
-            for job in raw.lrange(judge._queue.key, 0, -1):
-                raw.lrem(judge._queue.key, 0, job)
-                raw.xadd(
-                    f"rq:results:{job.decode()}",
-                    {"type": "1", "return_value": b64encode(data).decode()},
-                )
-
-    for kind in KINDS:
-        stop = threading.Event()
-        thread = threading.Thread(target=answer, args=(REWARD[kind](GOOD), stop))
-        thread.start()
-        try:
-            with pytest.raises(JudgeError, match="judge 'm:f'"):
-                pytest.fail(f"{kind}: {asyncio.run(judge.judge(RolloutState(response='x')))}")
-        finally:
-            stop.set()
-            thread.join()
-    judge_store.close()
-
-
 def test_lines_of_a_file_that_is_imported(yard: Yard, tmp_path: Path) -> None:
     line = {
         "gid": "a",
@@ -213,29 +180,6 @@ async def test_hints_of_the_control_channel(yard: Yard, caplog: pytest.LogCaptur
         await yard.until_places(completed=len(gids) + len(more))
         assert [line["id"] for line in lines()] == heard_on
     yard.check()
-
-
-def test_a_control_state_that_was_overwritten(yard: Yard, tmp_path: Path) -> None:
-    key, names = yard.run.keys.control, STATE_FIELDS
-    yard.name(1, tmp_path, "sum")
-    state = yard.run.control.state()
-    good = b"\0".join(field or b"" for field in yard.store.control.hmget(key, *names))
-    for kind in KINDS:
-        fields = (CONTROL[kind](good).split(b"\0") + [b""] * len(names))[: len(names)]
-        yard.store.control.hset(key, mapping=dict(zip(names, fields, strict=True)))
-        if kind in (
-            "trailing bytes",
-            "unknown field",
-            "wrong lengths",
-            "same key twice",
-            "bad utf-8",
-            "truncated",
-        ):
-            continue  # more fields are no state of this hash; another path or none is one
-        with pytest.raises(RolloutMQError):
-            pytest.fail(f"{kind}: {yard.run.control.state()}")
-    yard.store.control.hset(key, mapping=dict(zip(names, good.split(b"\0"), strict=True)))
-    assert yard.run.control.state() == state
 
 
 # -- changed groups ------------------------------

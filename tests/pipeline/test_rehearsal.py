@@ -10,18 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openai
 import pytest
 
 from buffer.redis.store import Store
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState, Status, VersionSpan
-from producer_workers.agent_loops.environment import Answer, Turn
-from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.engine import Fixed, SimulatedConfig
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.engines.simulated import SimulatedEngine
-from producer_workers.gateway.agents import AgentTask
 from producer_workers.worker import worker
 from rolloutmq.testing import RehearsalError, rehearse
 from tests.programs import ROOT, python
@@ -63,37 +59,6 @@ def test_lines_of_the_readme_work_as_they_stand(tmp_path: Path) -> None:
     script.write_text(lines, encoding="utf-8")
     code = f"import runpy; runpy.run_path({str(script)!r})"
     python("-c", code)
-
-
-class Doubt:
-    """An environment of a user's."""
-
-    async def answer(self, state: RolloutState, turn: Turn) -> Answer:
-        return Answer([{"role": "user", "content": "Sure?"}] if turn.number < 2 else [])
-
-
-async def ask_twice(task: AgentTask) -> None:
-    """Run an agent as a user would write it."""
-    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
-        ask: Any = client.chat.completions.create
-        reply = await ask(model=task.model, messages=task.messages)
-        doubt = {"role": "user", "content": "Sure?"}
-        await ask(model=task.model, messages=[*task.messages, reply.choices[0].message, doubt])
-
-
-@pytest.mark.parametrize(
-    ("loop", "options", "turns"),
-    [
-        ("multi_turn", {"environment": Doubt()}, 3),
-        ("tools", {"tools": ["python"], "sandbox": "weak"}, 1),
-        ("gateway", {"agent": ask_twice}, 2),
-    ],
-)
-def test_environments_tools_and_agents_are_rehearsed_by_their_options(
-    loop: str, options: Any, turns: int
-) -> None:
-    (group,) = rehearse(SUMS[:1], judge=length, agent_loop=loop, agent_loop_options=options)
-    assert [len(turns_of(state)) for state in group.states] == [turns] * 2
 
 
 @pytest.mark.parametrize("loop", [Polite, "tests.pipeline.test_rehearsal:Polite"])

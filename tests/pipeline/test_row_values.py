@@ -24,7 +24,7 @@ from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.tokenizer import Tokenizer
-from producer_workers.datasets.dataset import Dataset, Problem
+from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.files import JsonlDataset, ParquetRows
 from producer_workers.datasets.records import RecordsDataset, load_to_problem, problem_of
 from producer_workers.producer.producer import Producer
@@ -124,23 +124,14 @@ def give(record: Any) -> Any:
     return {**record, "answer": given, "meta": {"deep": [given]}}
 
 
-def give_problem(record: Any) -> Problem:
-    messages = [{"role": "user", "content": record["question"]}]
-    return Problem(messages=messages, ground_truth=given, extra={"meta": {"deep": [given]}})
-
-
 def in_memory(folder: Path, value: Any) -> Dataset:
     rows = [{"question": "one"}, give({"question": "two"})]
     return RecordsDataset(rows, "in memory", problem_of)
 
 
-def jsonl(folder: Path, value: Any, function: str = "give") -> Dataset:
+def jsonl(folder: Path, value: Any) -> Dataset:
     (folder / "rows.jsonl").write_text('{"question": "one"}', encoding="utf-8")
-    return JsonlDataset(folder / "rows.jsonl", load_to_problem(f"{HERE}:{function}"))
-
-
-def jsonl_of_problems(folder: Path, value: Any) -> Dataset:
-    return jsonl(folder, value, "give_problem")
+    return JsonlDataset(folder / "rows.jsonl", load_to_problem(f"{HERE}:give"))
 
 
 def parquet_rows(folder: Path, value: Any) -> Dataset:
@@ -149,7 +140,7 @@ def parquet_rows(folder: Path, value: Any) -> Dataset:
     return RecordsDataset(rows, "rows", load_to_problem(f"{HERE}:give"), rows.name_row)
 
 
-SOURCES = [in_memory, jsonl, jsonl_of_problems, parquet_rows]
+SOURCES = [in_memory, jsonl, parquet_rows]
 
 
 def sampled(dataset: Dataset, tokenizer: Tokenizer | None = None) -> Sampler:
@@ -191,8 +182,7 @@ def test_a_refused_value_is_named_with_its_row_and_column(
         "in_memory": "in memory, row 1",
         "parquet_rows": f"{tmp_path / 'rows.parquet'}, row 0",
     }.get(source.__name__, f"{tmp_path / 'rows.jsonl'}:1")
-    column = "ground_truth" if source is jsonl_of_problems else "answer"
-    assert raised.value.message.startswith(f'{place}: "{column}')
+    assert raised.value.message.startswith(f'{place}: "answer')
     assert "`record` function" in raised.value.hint
 
 

@@ -30,7 +30,6 @@ from producer_workers.judges.load import load_judge
 from producer_workers.judges.rq_judge import RqJudge
 from producer_workers.judges.rq_worker import FUNCTION, judge_url, open_queue
 from tests.pipeline.site import ROOT
-from tests.pipeline.yard import Yard
 from tests.servers import Server
 
 on_one = pytest.mark.parametrize("server", ["valkey"], indirect=True)
@@ -233,25 +232,6 @@ async def test_job_is_asked_for_again_when_its_worker_died_before_it_began(
     await asyncio.to_thread(
         until, lambda: queue.count == 0
     )  # not waited for any more, so not judged
-
-
-@on_one
-async def test_generation_continues_while_a_judge_that_will_fail_is_waited_for(
-    make_judge: Callable[..., RqJudge], pool: Server, run_name: str, yard: Yard
-) -> None:
-    """Start no rq worker: the first group waits for its reward while the next one is generated."""
-    queue = open_queue(pool.connect(), run_name)
-    gids = yard.enqueue(2, tokens=(5,))
-    worker = yard.worker(
-        judge=make_judge("length", run_name, retries=0), concurrency=2, drain_timeout_s=0.0
-    )
-    async with yard.working(worker) as engine:
-        await yard.until(lambda: queue.count == 2)
-        assert {request.partition("/")[0] for request, *_ in engine.requests} == set(gids)
-        for job_id in queue.get_job_ids():
-            queue.remove(job_id)
-        queue.connection.delete(*queue.connection.keys("rq:job:*"))
-        await yard.until(lambda: any(int(record["tries"]) > 1 for record in yard.records()))
 
 
 def test_cluster_is_refused_with_what_to_set() -> None:

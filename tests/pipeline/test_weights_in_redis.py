@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +10,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from buffer.errors import WireError
-from buffer.redis.connection.retry import Backoff
 from buffer.redis.payloads import CHUNK_BYTES
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.redis_chunks import IN_CHUNKS, RedisSender, VersionStore
 from buffer.wire.rollout import PolicyVersion
 from consumer.senders.transfer import open_sender
-from producer_workers.worker import weight_updates
-from tests.pipeline.yard import LINEAGE, WatchedEngine, Yard
+from tests.pipeline.yard import LINEAGE, Yard
 from tests.servers import KINDS
 
 on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
@@ -134,39 +131,3 @@ def test_changes_reach_a_receiver_that_follows_and_one_that_is_late_or_missed_so
     assert len(chunks_of(yard).labels()) == 5
     follower.close()
     sender.close()
-
-
-@on_both
-async def test_a_worker_loads_the_newest_and_stays_with_them_when_the_next_are_torn(
-    yard: Yard, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(weight_updates, "BACKOFF", Backoff(0.05, 30.0, jitter=0.0))
-    loaded: list[Path] = []
-
-    async def watch(self: WatchedEngine, path: Path, version: PolicyVersion) -> None:
-        assert load_file(path / "model.safetensors")["w"][0] == version.version
-        loaded.append(path)
-        await load(self, path, version)
-
-    load = WatchedEngine.load_weights
-    monkeypatch.setattr(WatchedEngine, "load_weights", watch)
-
-    def publish(version: int, *, torn: bool = False) -> PolicyVersion:
-        folder, checksum = yard.write_weights(version)
-        weights = PolicyVersion(LINEAGE, version)
-        chunks_of(yard).write(str(weights), folder)
-        if torn:
-            yard.store.control.setrange(yard.run.keys.weights_part(str(weights), 1), 50, b"torn")
-        yard.run.control.publish_weights(yard.trainer, weights, f"{IN_CHUNKS}{weights}", checksum)
-        return weights
-
-    publish(1)
-    second = publish(2)
-    async with yard.working(yard.worker()) as engine:
-        await yard.until(lambda: engine.version() == second)
-        await asyncio.to_thread(publish, 3, torn=True)
-        await yard.until(lambda: f"weights refused, staying on {second}" in caplog.text)
-        assert engine.version() == second
-        fourth = await asyncio.to_thread(publish, 4)
-        await yard.until(lambda: engine.version() == fourth)
-    assert not any(path.exists() for path in loaded)

@@ -110,8 +110,8 @@ class Yard:
     ) -> list[str]:
         """Enqueue groups whose members generate exactly `tokens` tokens each."""
         cursor = self.run.jobs.cursor(TASK)
-        gids = [group_id(TASK, cursor + i) for i in range(count)]
-        for gid in gids:
+        groups = []
+        for gid in (group_id(TASK, cursor + i) for i in range(count)):
             states = [
                 RolloutState(
                     index=place,
@@ -123,14 +123,8 @@ class Yard:
                 )
                 for place, length in enumerate(tokens)
             ]
-            self.run.payloads.write_prompts(
-                {gid: group_bytes.encode(RolloutGroup(gid, TASK, states))}
-            )
-        done = self.run.jobs.enqueue(
-            self.producer, new_nonce(), TASK, cursor, [len(tokens)] * count, 10_000
-        )
-        assert done.count == count
-        return gids
+            groups.append(states)
+        return self.enqueue_states(*groups)
 
     def enqueue_states(self, *groups: list[RolloutState]) -> list[str]:
         """Enqueue groups of these rollouts."""

@@ -11,14 +11,13 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
 from pathlib import Path
 
 from buffer.redis.server.embedded import EmbeddedServer
 from tests.consumer.grpo.models.tiny import build_model
-from tests.truth.case import TOKEN_BYTES, Case, largest_cases, random_case
+from tests.truth.case import Case, largest_cases, random_case
 from tests.truth.trainer import train, train_in_turns
 from tests.truth.world import World
 
@@ -26,64 +25,13 @@ MOST_BYTES = 600_000_000
 """Of a batch."""
 
 
-@dataclass(frozen=True)
-class Row:
-    """What became of the runs of one case, which were trained in one process."""
+def try_case(
+    number: int, case: Case, runs: int, url: str, base: Path, model_dir: Path
+) -> tuple[int, bool]:
+    """Run one case on the server, and compare; what ends it is a fault as well.
 
-    number: int
-    case: Case
-    runs: int
-    seconds: float
-    groups: int = 0
-    micro_batches: int = 0
-    wrong_groups: int = 0
-    wrong_micro_batches: int = 0
-    ended: str = ""
-    """the error that ended it"""
-
-    @property
-    def is_clean(self) -> bool:
-        return not self.ended and not self.wrong_groups and self.groups > 0
-
-    def line(self) -> str:
-        """A row of the table."""
-        verdict = f"{self.wrong_groups} of {self.groups}"
-        micro = f"{self.wrong_micro_batches} of {self.micro_batches}"
-        size = f"{self.case.batch} x {self.case.group_bytes[0] / 1e6:.1f} to {self.case.group_bytes[1] / 1e6:.1f}"
-        cells = (
-            self.number,
-            size,
-            words(self.case, self.runs),
-            verdict,
-            micro,
-            f"{self.seconds:.0f}",
-            self.ended,
-        )
-        return f"| {' | '.join(map(str, cells))} |"
-
-
-HEAD = (
-    "| case | groups x MB | with | wrong groups | wrong micro-batches | seconds | ended by |\n"
-    + "| --- " * 7
-    + "|"
-)
-
-
-def words(case: Case, runs: int) -> str:
-    """What a case has besides plain steps."""
-    plain = Case()
-    said = ["two runs"] if runs > 1 else []
-    sizes = ("steps", "batch", "group_bytes", "seed", "concurrency", "prompt")
-    for field in fields(Case):
-        value = getattr(case, field.name)
-        if field.name not in sizes and value != getattr(plain, field.name):
-            name = field.name.replace("_", " ")
-            said.append(name if value is True else f"{name} {value}")
-    return ", ".join(said) or "nothing"
-
-
-def try_case(number: int, case: Case, runs: int, url: str, base: Path, model_dir: Path) -> Row:
-    """Run one case on the server, and compare. What ends it is a fault as well."""
+    Prints a line; returns the number of groups, and whether all were as they were made.
+    """
     began = time.monotonic()
     folder = base / f"case-{number}"
     worlds: list[World] = []
@@ -98,23 +46,21 @@ def try_case(number: int, case: Case, runs: int, url: str, base: Path, model_dir
             else:
                 train(worlds[0], model_dir)
     except Exception as error:
-        ended = f"{type(error).__name__}: {str(error)[:80]}"
+        ended = f", ended by {type(error).__name__}: {str(error)[:80]}"
     verdicts = [world.judge() for world in worlds]
     for verdict in verdicts:
         if verdict.faults:
             say(str(verdict))
     shutil.rmtree(folder)
-    return Row(
-        number,
-        case,
-        runs,
-        time.monotonic() - began,
-        sum(verdict.groups for verdict in verdicts),
-        sum(verdict.micro_batches for verdict in verdicts),
-        sum(verdict.wrong_groups for verdict in verdicts),
-        sum(verdict.wrong_micro_batches for verdict in verdicts),
-        ended,
+    groups = sum(verdict.groups for verdict in verdicts)
+    wrong = sum(verdict.wrong_groups for verdict in verdicts)
+    micro = sum(verdict.wrong_micro_batches for verdict in verdicts)
+    seconds = time.monotonic() - began
+    say(
+        f"{number}: {wrong} of {groups} groups and {micro} micro-batches wrong, {seconds:.0f} s, "
+        f"{runs} runs of {case}{ended}"
     )
+    return groups, not ended and not wrong and groups > 0
 
 
 def cases(dice: random.Random, most_bytes: int) -> Iterator[tuple[Case, int]]:
@@ -127,36 +73,28 @@ def cases(dice: random.Random, most_bytes: int) -> Iterator[tuple[Case, int]]:
         yield case, 2 if two else 1
 
 
-def run(seconds: float, seed: int, most_bytes: int, folder: Path) -> list[Row]:
+def run(seconds: float, seed: int, most_bytes: int, folder: Path) -> bool:
     """Run cases until the time is up, one at least; each with an empty server."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     model_dir = build_model(folder, layers=1)
     end = time.monotonic() + seconds
-    rows: list[Row] = []
-    say(f"seed {seed}\n{HEAD}")
+    longest = 0.0
+    found: list[tuple[int, bool]] = []
+    say(f"seed {seed}")
     for number, (case, runs) in enumerate(cases(random.Random(seed), most_bytes), 1):
-        if rows and time.monotonic() + longest(rows) > end:
+        began = time.monotonic()
+        if found and began + longest > end:
             break
         with EmbeddedServer(folder / f"server-{number}") as server:
-            rows.append(try_case(number, case, runs, server.url, folder, model_dir))
+            found.append(try_case(number, case, runs, server.url, folder, model_dir))
         shutil.rmtree(folder / f"server-{number}")
-        say(rows[-1].line())
-        (folder / "truth.md").write_text(
-            "\n".join([HEAD, *(row.line() for row in rows)]) + "\n", encoding="utf-8"
-        )
-    wrong = [row for row in rows if not row.is_clean]
-    tokens = sum(row.groups * sum(row.case.group_bytes) // 2 for row in rows) // TOKEN_BYTES
-    say(
-        f"{len(rows)} cases, {sum(row.groups for row in rows)} groups, about {tokens / 1e6:.0f} million tokens: "
-        f"{'all as they were made' if not wrong else f'{len(wrong)} cases are WRONG'}"
-    )
-    return rows
-
-
-def longest(rows: Sequence[Row]) -> float:
-    """Seconds of the longest case so far."""
-    return max(row.seconds for row in rows)
+        longest = max(longest, time.monotonic() - began)
+    wrong = sum(not is_clean for _, is_clean in found)
+    groups = sum(count for count, _ in found)
+    verdict = f"{wrong} cases are WRONG" if wrong else "all as they were made"
+    say(f"{len(found)} cases, {groups} groups: {verdict}")
+    return not wrong
 
 
 def say(text: str) -> None:
@@ -177,8 +115,7 @@ def main() -> int:
     parser.add_argument("--most-bytes", type=float, default=MOST_BYTES, help="of a batch")
     parser.add_argument("--folder", type=Path, default=Path("build/truth"))
     asked = parser.parse_args()
-    rows = run(asked.seconds, asked.seed, int(asked.most_bytes), asked.folder.resolve())
-    return 0 if all(row.is_clean for row in rows) else 1
+    return int(not run(asked.seconds, asked.seed, int(asked.most_bytes), asked.folder.resolve()))
 
 
 if __name__ == "__main__":

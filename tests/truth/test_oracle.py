@@ -75,97 +75,57 @@ def test_good_records_are_clean() -> None:
 
 
 Members = list[dict[str, Any]]
+Plant = Callable[[Members], None]
+OTHER = digest(PROMPT)
 
 
-def swap_prompts(members: Members) -> None:
-    members[0]["prompt"] = digest(PROMPT[1:])
+def put(value: Any, *path: str | int) -> Plant:
+    """Write a value into the record of the first member."""
+
+    def plant(members: Members) -> None:
+        node: Any = members[0]
+        for part in path[:-1]:
+            node = node[part]
+        node[path[-1]] = value
+
+    return plant
 
 
-def swap_tokens(members: Members) -> None:
-    members[0]["pieces"], members[1]["pieces"] = members[1]["pieces"], members[0]["pieces"]
+def swap(name: str) -> Plant:
+    """Swap a field of the two members."""
 
+    def plant(members: Members) -> None:
+        members[0][name], members[1][name] = members[1][name], members[0][name]
 
-def overwrite_a_token(members: Members) -> None:
-    members[0]["pieces"][1][5] = digest(PROMPT)
-
-
-def overwrite_what_was_read(members: Members) -> None:
-    members[0]["pieces"][1][4] = digest(PROMPT)
-
-
-def overwrite_a_logprob(members: Members) -> None:
-    members[0]["pieces"][0][6] = digest(PROMPT)
-
-
-def stamp_other_weights(members: Members) -> None:
-    members[0]["pieces"][0][2] = 7
-
-
-def stamp_another_lineage(members: Members) -> None:
-    members[0]["pieces"][0][3] = "c"
-
-
-def train_what_was_read(members: Members) -> None:
-    members[0]["mask"] = [[0, 9, 1.0]]
-
-
-def mask_with_garbage(members: Members) -> None:
-    members[0]["mask"][0][2] = 57.0
-
-
-def lose_a_call(members: Members) -> None:
-    members[0]["pieces"].pop()
-
-
-def cut_a_response(members: Members) -> None:
-    members[0]["tokens"] -= 1
-
-
-def pay_another_reward(members: Members) -> None:
-    members[0]["reward"] += 0.25
-
-
-def swap_advantages(members: Members) -> None:
-    members[0]["advantages"], members[1]["advantages"] = (
-        members[1]["advantages"],
-        members[0]["advantages"],
-    )
-
-
-def predict_other_tokens(members: Members) -> None:
-    members[0]["is_predicted"] = False
-
-
-def leave_a_rollout_out(members: Members) -> None:
-    members[0]["member"] = 5
+    return plant
 
 
 def use_other_content_later(members: Members) -> None:
     members[1] |= {"gid": members[0]["gid"], "member": members[0]["member"]}
 
 
-PLANTED: dict[Callable[[Members], None], str] = {
-    swap_prompts: "prompt",
-    swap_tokens: "tokens",
-    overwrite_a_token: "tokens",
-    overwrite_what_was_read: "tokens before",
-    overwrite_a_logprob: "logprobs",
-    stamp_other_weights: "version",
-    stamp_another_lineage: "lineage",
-    train_what_was_read: "mask",
-    mask_with_garbage: "mask",
-    lose_a_call: "end",
-    cut_a_response: "end",
-    pay_another_reward: "reward",
-    swap_advantages: "advantage",
-    predict_other_tokens: "targets",
-    leave_a_rollout_out: "missing",
-    use_other_content_later: "again",
+PLANTED: dict[str, tuple[Plant, str]] = {
+    "another prompt": (put(digest(PROMPT[1:]), "prompt"), "prompt"),
+    "swapped tokens": (swap("pieces"), "tokens"),
+    "another token": (put(OTHER, "pieces", 1, 5), "tokens"),
+    "another token that was read": (put(OTHER, "pieces", 1, 4), "tokens before"),
+    "another logprob": (put(OTHER, "pieces", 0, 6), "logprobs"),
+    "other weights": (put(7, "pieces", 0, 2), "version"),
+    "another lineage": (put("c", "pieces", 0, 3), "lineage"),
+    "read tokens trained": (put([[0, 9, 1.0]], "mask"), "mask"),
+    "garbage in the mask": (put(57.0, "mask", 0, 2), "mask"),
+    "a lost call": (lambda members: members[0]["pieces"].pop(), "end"),
+    "a cut response": (put(8, "tokens"), "end"),
+    "another reward": (put(9.75, "reward"), "reward"),
+    "swapped advantages": (swap("advantages"), "advantage"),
+    "other targets": (put(False, "is_predicted"), "targets"),
+    "a rollout left out": (put(5, "member"), "missing"),
+    "other content later": (use_other_content_later, "again"),
 }
 
 
-@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
-def test_what_is_planted_is_found(plant: Callable[[Members], None]) -> None:
+@pytest.mark.parametrize(("plant", "kind"), PLANTED.values(), ids=PLANTED)
+def test_what_is_planted_is_found(plant: Plant, kind: str) -> None:
     events = deepcopy(records())
     plant([event["members"][0] for event in events if event["op"] == "loss"])
-    assert PLANTED[plant] in {fault.kind for fault in judge(events).faults}
+    assert kind in {fault.kind for fault in judge(events).faults}

@@ -11,7 +11,7 @@ from buffer.errors import ConfigError, PayloadMissing, WireError
 from buffer.groups.put_groups import GroupPut
 from buffer.ids import IMPORTED_FROM, group_id
 from buffer.job import PayloadRef
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext, Store
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from tests.buffer.keyspace import payload_keys
@@ -154,7 +154,9 @@ def test_put_whose_reply_was_lost_is_made_once_whatever_happened_since(
             assert original(self, script, keys, args, *tail, **options) == reply
         return reply
 
-    other = GroupPut(scene.run.store, scene.keys, scene.run.limits, scene.run.payloads, "put")
+    other = GroupPut(
+        RunContext(scene.run.store, scene.keys, scene.run.limits), scene.run.payloads, "put"
+    )
     monkeypatch.setattr(Store, "call", lossy)
     mine = scene.run.buffer.put("math", [rollouts(), rollouts()])
     monkeypatch.undo()

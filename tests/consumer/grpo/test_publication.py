@@ -21,28 +21,17 @@ from consumer.grpo.learner.learner import Learner
 from consumer.grpo.trainer import Trainer
 from consumer.handle.rollout_consumer import RolloutConsumer
 from rolloutmq.config.config import Config
+from tests.consumer.grpo.training_config import GROUPS, STEPS, training_config
 from tests.consumer.handle.crew import at_work
 
-STEPS = 5
-GROUPS = 3
 DRAWS = 5 * GROUPS + 6
 
 
 @pytest.fixture
 def config(tmp_path: Path, run: Run) -> Config:
-    dataset = {"kind": "jsonl", "path": "problems.jsonl"}
     folder = tmp_path / "run"
     folder.mkdir()
-    return Config.model_validate(
-        {
-            "run": {"name": run.name, "dir": folder, "seed": 3},
-            "plan": {"steps": STEPS, "batch_size": GROUPS},
-            "tasks": {"math": {"judge": "exact_match", "dataset": dataset}},
-            "trainer": {"checkpoint_every_steps": 2, "keep_weights": 9, "device": "cpu"},
-            "learner": {"learning_rate": 1e-3},
-            "engine": {"kind": "vllm"},
-        }
-    )
+    return training_config(run.name, folder, trainer={"keep_weights": 9})
 
 
 def wrap_write(

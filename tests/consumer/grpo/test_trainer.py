@@ -32,13 +32,12 @@ from rolloutmq.config.config import Config
 from rolloutmq.launch import create_run
 from tests.buffer.time_machine import put_back, remember
 from tests.consumer.grpo.models.tiny import build_model
+from tests.consumer.grpo.training_config import GROUPS, STEPS, training_config
 from tests.consumer.handle.crew import at_work
 from tests.memory_fault import overwrite
 from tests.servers import on_both
 
-STEPS = 5
 STATE = "state-00000-of-00001.safetensors"
-GROUPS = 3
 DRAWS = 5 * GROUPS + 6
 
 
@@ -61,20 +60,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(request: pytest.FixtureRequest, tmp_path: Path, run: Run) -> Config:
     """Its parameter is [learner.lora]."""
     lora = getattr(request, "param", None)
-    dataset = {"kind": "jsonl", "path": "problems.jsonl"}
-    return Config.model_validate(
-        {
-            "run": {"name": run.name, "dir": tmp_path / "run", "seed": 3},
-            "plan": {"steps": STEPS, "batch_size": GROUPS},
-            "tasks": {
-                "math": {"judge": "exact_match", "dataset": dataset},
-                "quiz": {"eval_of": "math"},
-            },
-            "trainer": {"checkpoint_every_steps": 2, "keep_weights": 2, "device": "cpu"},
-            "learner": {"learning_rate": 1e-3, "warmup_steps": 2, "decay_steps": 5, "lora": lora},
-            "engine": {"kind": "vllm", "max_lora_rank": 8 if lora else None},
-            "evaluation": {"groups": 3},
-        }
+    return training_config(
+        run.name,
+        tmp_path / "run",
+        tasks={"quiz": {"eval_of": "math"}},
+        learner={"warmup_steps": 2, "decay_steps": 5, "lora": lora},
+        engine={"max_lora_rank": 8 if lora else None},
+        evaluation={"groups": 3},
     )
 
 

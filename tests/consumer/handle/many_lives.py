@@ -50,10 +50,10 @@ from rolloutmq.config.config import Config
 from rolloutmq.launch.child import rank_environments
 from rolloutmq.launch.create_run import create_run
 from tests.consumer.grpo.models.tiny import train_step
+from tests.consumer.grpo.training_config import GROUPS, training_config
 from tests.consumer.handle.crew import Crew
 
 STEPS = 6
-GROUPS = 3
 LINES = 1500
 """A life ends at one of these lines; a whole run has 2300."""
 RANK_LINES = (3000, 1000)
@@ -84,7 +84,6 @@ FILES = {
         "consumer/handle/publication.py",
         "consumer/grpo/model_state/weight_parts.py",
         "consumer/grpo/model_state/weights_folder.py",
-        "buffer/weights/checksums.py",
         "buffer/weights/checksums.py",
         "buffer/weights/new_folder.py",
         "buffer/weights/shared_folder.py",
@@ -301,22 +300,14 @@ class Lives:
 
 
 def make_config(folder: Path, model: Path, transport: str) -> Config:
-    dataset = {"kind": "jsonl", "path": "problems.jsonl"}
-    return Config.model_validate(
-        {
-            "run": {"name": "lives", "dir": folder / "run", "seed": 3},
-            "plan": {"steps": STEPS, "batch_size": GROUPS},
-            "policy": {"model": model, "max_staleness": 1000, "weights_transport": transport},
-            "lease": {"lease_ms": 2000, "heartbeat_ms": 100},
-            "tasks": {"math": {"judge": "exact_match", "prompt_repeat_k": 4, "dataset": dataset}},
-            "trainer": {
-                "checkpoint_every_steps": 2,
-                "keep_weights": 2,
-                "keep_checkpoints": 2,
-                "device": "cpu",
-            },
-            "learner": {"learning_rate": 1e-3, "warmup_steps": 2, "decay_steps": 5},
-        }
+    return training_config(
+        "lives",
+        folder / "run",
+        plan={"steps": STEPS},
+        policy={"model": model, "max_staleness": 1000, "weights_transport": transport},
+        lease={"lease_ms": 2000, "heartbeat_ms": 100},
+        trainer={"keep_checkpoints": 2},
+        learner={"warmup_steps": 2, "decay_steps": 5},
     )
 
 

@@ -15,7 +15,7 @@ from buffer.job import Job, PayloadRef, Result
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.payloads import checksum
 from buffer.redis.signing import PRODUCER, Key, Signer, read_keys, write_keys
-from buffer.redis.store import Store
+from buffer.redis.store import RunContext, Store
 from buffer.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.framing import split_signed
@@ -67,7 +67,9 @@ class Yard(Scene):
         """What a thief can do: store bytes for a claim, and call the script."""
         ref, commands = self.run.payloads.commands(job.gid, job.token, [data])
         self.store.write("payload write", commands)
-        submission = Submission(self.store, self.keys, self.run.limits, self.run.payloads, None)
+        submission = Submission(
+            RunContext(self.store, self.keys, self.run.limits), self.run.payloads, None
+        )
         group = group_bytes.decode(data)
         group = RolloutGroup(job.gid, "math", group.states)
         self.store.call("submit", *submission.call("w0", Result(job, group, 4), ref))

@@ -7,13 +7,10 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import orjson
 import pytest
 from msgspec import structs
 
@@ -25,57 +22,29 @@ from producer_workers.judges import built_in as unsafe
 from producer_workers.judges.built_in import math_verify
 from producer_workers.judges.judge import FunctionJudge, Judge
 from producer_workers.judges.load import HttpJudge, load_judge, make_judge
+from tests.producer_workers.http_service import http_service
 from tests.producer_workers.letter_engine import ANSWER, LetterEngine
 from tests.producer_workers.user_code.cage import needs_bubblewrap
 
 # -- at a URL ----------------------------------------------------------------
 
 
-class Service(ThreadingHTTPServer):
-    """Gives each of `answers` (status, body) once, then the last one again and again.
-
-    Status 0 sends no answer.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, answers: list[tuple[int, bytes]]) -> None:
-        self.answers, self.asked, self.closing = list(answers), [], Event()  # type: ignore[var-annotated]
-        super().__init__(("127.0.0.1", 0), Handler)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/score"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Service
-
-    def do_POST(self) -> None:
-        self.server.asked.append(orjson.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        status, body = self.server.answers[0]
-        if len(self.server.answers) > 1:
-            self.server.answers.pop(0)
-        if not status:
-            self.server.closing.wait()
-            return
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None: ...
+class Service(NamedTuple):
+    url: str
+    asked: list[Any]
 
 
 @contextmanager
 def service(*answers: tuple[int, bytes]) -> Iterator[Service]:
-    with Service(list(answers)) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        yield server
-        server.closing.set()
-        server.shutdown()
-        thread.join()
+    """Give each of `answers` (status, body) once, then the last one again and again."""
+    asked: list[Any] = []
+
+    def answer(_: str, question: Any) -> tuple[int, bytes]:
+        asked.append(question)
+        return answers[min(len(asked), len(answers)) - 1]
+
+    with http_service(answer) as url:
+        yield Service(f"{url}/score", asked)
 
 
 def ask(judge: Judge, *states: RolloutState) -> list[dict[str, float]]:

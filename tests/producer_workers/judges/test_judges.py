@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -183,21 +182,6 @@ def test_every_task_whose_verifier_evaluates_answers_is_refused() -> None:
         ):
             found.add(name)
     assert found == UNSAFE_TASKS
-
-
-def test_load_judge_finds_a_function_beside_the_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "judge_of_a_user.py").write_text(
-        "LIMIT = 3\ndef length(response, ground_truth, state):\n    return {'score': float(len(response))}\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", ["/"])
-    judge = load_judge("judge_of_a_user:length")
-    assert judge.name == "judge_of_a_user:length"
-    assert asyncio.run(judge.judge_group([RolloutState(response="abc")])) == [{"score": 3.0}]
-    with pytest.raises(ConfigError, match="is not a function"):
-        load_judge("judge_of_a_user:LIMIT")
 
 
 @pytest.mark.parametrize(

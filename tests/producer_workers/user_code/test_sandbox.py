@@ -12,9 +12,7 @@ import time
 import venv
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import orjson
@@ -31,6 +29,7 @@ from producer_workers.user_code.sandbox import (
     check_sandbox,
     run_program,
 )
+from tests.producer_workers.http_service import http_service
 from tests.producer_workers.user_code.cage import needs_bubblewrap
 
 QUICK = Limits(time_s=20.0, disk_mb=4)
@@ -310,24 +309,6 @@ def test_a_bubblewrap_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> No
 # -- a service ---------------------------------------------------------------
 
 
-class Fusion(BaseHTTPRequestHandler):
-    """Answers as SandboxFusion's server does: it runs the program, in the weak sandbox."""
-
-    faults: list[tuple[int, bytes]]
-    asked: list[Any]
-
-    def do_POST(self) -> None:
-        question = orjson.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append((self.path, question))
-        status, body = self.faults.pop(0) if self.faults else (200, orjson.dumps(ran(question)))
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None: ...
-
-
 def ran(question: dict[str, Any]) -> dict[str, Any]:
     limits = Limits(question["run_timeout"], question["memory_limit_MB"])
     outcome = run_program(question["code"], question["stdin"], limits, "weak")
@@ -345,13 +326,16 @@ def ran(question: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def fusion(*faults: tuple[int, bytes]) -> Iterator[tuple[str, list[Any]]]:
-    handler = type("Handler", (Fusion,), {"faults": list(faults), "asked": []})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", handler.asked  # type: ignore[attr-defined]
-        server.shutdown()
-        thread.join()
+    """Answer as SandboxFusion's server does: it runs the program, in the weak sandbox."""
+    asked: list[Any] = []
+
+    def answer(path: str, question: Any) -> tuple[int, bytes]:
+        asked.append((path, question))
+        is_fault = len(asked) <= len(faults)
+        return faults[len(asked) - 1] if is_fault else (200, orjson.dumps(ran(question)))
+
+    with http_service(answer) as url:
+        yield url, asked
 
 
 def test_a_service_runs_programs() -> None:

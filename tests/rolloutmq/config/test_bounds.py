@@ -131,6 +131,7 @@ def test_a_value_that_no_run_can_have_is_refused(tmp_path: Path, override: str) 
         (["memory.budget_bytes='1MiB'"], "cannot hold one checkpoint interval"),
         (['tasks.math.dataset.path="a\\u0000b"'], "the character NUL"),
         (["policy.order=shortest"], "expected staleness, fifo"),
+        (["policy.model='/mine'", "policy.revision=v1"], "is for a model on the Hub"),
         (["retention.policy=last"], "needs batches = N"),
         (["learner.old_policy=current", "learner.loss.dual_clip=3.0"], "always 1"),
         (["learner.schedule=cosine"], "needs decay_steps"),

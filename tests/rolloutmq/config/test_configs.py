@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,8 +17,8 @@ from rolloutmq.config.load import load_config
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FILES = sorted(CONFIGS.glob("*.toml"))
-FREE = (("config",), ("chat_template_kwargs",), ("agent_loop_options",))
-"""Sections whose keys are a package's or a template's."""
+
+
 PRESETS = [path for path in FILES if path.name.startswith("qwen3")]
 
 
@@ -29,34 +26,6 @@ PRESETS = [path for path in FILES if path.name.startswith("qwen3")]
 def test_example_loads_with_its_judges(path: Path) -> None:
     for task in load_config(path).tasks.values():
         make_judge(task.judge, load_judge)
-
-
-@pytest.mark.parametrize("name", ["demo", "lora", "qwen3_1.7b_tools"])
-def test_every_misspelt_key_of_an_example_is_an_error_with_the_right_key(name: str) -> None:
-    path = CONFIGS / f"{name}.toml"
-    for dotted in _keys(tomllib.loads(path.read_text(encoding="utf-8"))):
-        *section, key = dotted
-        wrong = ".".join([*section, f"{key}x"]) + "=1"
-        problem = _problem(path, wrong)
-        assert problem, f"{wrong} is accepted"
-        if "fields" not in section:  # names of another data set
-            assert f"did you mean `{key}`?" in problem
-
-
-def _keys(tree: dict[str, Any], *above: str) -> Iterator[tuple[str, ...]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _keys(value, *above, key)
-        elif above[-1:] not in FREE:
-            yield *above, key
-
-
-def _problem(path: Path, override: str) -> str:
-    try:
-        load_config(path, [override])
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 @pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)
@@ -82,19 +51,6 @@ def test_a_preset_says_what_it_needs(path: Path) -> None:
     for task in config.tasks.values():
         longest = (config.producer.max_prompt_tokens or 0) + task.sample.max_tokens
         assert longest <= (config.engine.max_model_len or 0) <= config.learner.token_budget
-
-
-@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)
-def test_the_evaluation_of_a_preset_is_greedy_and_asks_other_problems(path: Path) -> None:
-    config = load_config(path)
-    (test,) = (task for task in config.tasks.values() if task.eval_of)
-    train = config.tasks[test.eval_of or ""]
-    assert train.dataset != test.dataset
-    assert (test.sample.temperature, test.prompt_repeat_k, test.shuffle) == (0.0, 1, False)
-    assert test.judge == train.judge
-    for name, task in config.tasks.items():
-        if task.eval_of:
-            assert config.evaluation_size(name) == config.evaluation.groups
 
 
 def test_evaluation_asks_every_line_of_a_jsonl_file(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ def test_a_run_from_the_hub(tmp_path: Path) -> None:
         work_until_registered(there, elsewhere, server)
         (snapshot,) = (there / "home/hub/models--qwen--tiny/snapshots").iterdir()
         assert snapshot.name == old
+        assert not list((there / "home/hub").glob("datasets--*")), "a worker reads no data"
         store = Store(server.url)
         origin = Origin.from_meta(
             {k.decode(): v.decode() for k, v in store.control.hgetall(Keys("far").meta).items()}

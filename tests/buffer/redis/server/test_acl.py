@@ -27,7 +27,7 @@ from producer_workers.judges.judge import rollout_fields
 from producer_workers.judges.rq_worker import FUNCTION, JudgeJob, JudgeWorker, open_queue
 from rolloutmq.views.run_view import read_run_view
 from tests.buffer.scene import Scene
-from tests.rolloutmq.conftest import ROOT, rolloutmq
+from tests.rolloutmq.conftest import rolloutmq
 from tests.servers import SAFE, Server, raw_client, start_redis, start_server
 
 PASSWORD = "only for this test"
@@ -225,14 +225,7 @@ def test_printed_file_is_one_that_a_server_loads(tmp_path: Path) -> None:
                 assert client.ping()
 
 
-def test_passwords_come_from_the_environment_or_a_private_file(tmp_path: Path) -> None:
-    known = {f"ROLLOUTMQ_PASSWORD_{role.upper()}": f"secret-{role}" for role in ROLES}
-    given = rolloutmq("acl", "--run", "demo", cwd=ROOT, **known)
-    assert given.stdout.splitlines() == [acl_line("demo", role, f"secret-{role}") for role in ROLES]
-    known.pop("ROLLOUTMQ_PASSWORD_WORKER")
-    missing = rolloutmq("acl", "--run", "demo", cwd=ROOT, **known)
-    assert missing.returncode == 2
-    assert "no password for worker" in missing.stderr
+def test_a_file_of_passwords_is_private(tmp_path: Path) -> None:
     open_to_all = tmp_path / "secrets"
     open_to_all.write_text("worker hunter22\n")
     open_to_all.chmod(0o644)

@@ -14,7 +14,8 @@ from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.handle.rollout_consumer import RolloutConsumer
 from rolloutmq.config.config import Config
-from tests.consumer.grpo.test_trainer import DRAWS, GROUPS, STEPS, history, last_state, train
+from tests.consumer.grpo.test_trainer import DRAWS, history, last_state, train
+from tests.consumer.grpo.training_config import GROUPS, STEPS
 from tests.consumer.handle import crew
 from tests.consumer.handle.crew import at_work
 from tests.servers import on_both
