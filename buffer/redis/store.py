@@ -283,12 +283,7 @@ class Store:
         check_durable(self.wait_replicas, answers[len(commands) :])
         return answers[: len(commands)]
 
-    def read(
-        self,
-        what: str,
-        names: Sequence[Sequence[str]],
-        sizes: Sequence[int],
-    ) -> list[Parts]:
+    def read(self, what: str, names: Sequence[Sequence[str]], sizes: Sequence[int]) -> list[Parts]:
         """Return the values of several keys of one slot each; see `bulk_io.receive`."""
         keys = [chunks[0] for chunks in names]
         items = list(zip(names, sizes, strict=True))
