@@ -308,12 +308,12 @@ class Store:
 
         return self.retrying("bell", block)
 
-    def ask(self, what: str, command: str, key: str, *args: Arg) -> Any:
+    def ask(self, what: str, *command: str | int) -> Any:
         """Return the answer to one small command; see `retrying`."""
         try:
-            return self.retrying(what, lambda: self.control.execute_command(command, key, *args))
+            return self.retrying(what, lambda: self.control.execute_command(*command))
         except RunDamaged as error:
-            raise RunDamaged(f"{what}: {key} is of another type", hint=HINT) from error
+            raise RunDamaged(f"{what}: {command[1]} is of another type", hint=HINT) from error
 
     def retrying(
         self,
