@@ -16,6 +16,7 @@ def draw_fleets(figures: Sequence[Figure], folder: Path) -> None:
         "idle": _idle,
         "scale": _scale,
         "pause": _pause,
+        "stragglers": _stragglers,
     }
     for name, picture in pictures.items():
         if chosen := [figure for figure in figures if figure.section.startswith(f"{name}, ")]:
@@ -91,4 +92,32 @@ def _pause(figures: Sequence[Figure]) -> Canvas:
         )
         axes.tick_params(axis="x", rotation=45)
         axes.set(title=section, xlabel="ms from pause() to the last receipt", ylabel="pauses")
+    return canvas
+
+
+def _stragglers(figures: Sequence[Figure]) -> Canvas:
+    """Draw bias, step time and staleness over max_staleness: a line for each way."""
+    panels = {
+        "mean length": "mean trained length / started",
+        "seconds a step": "seconds a step",
+        "staleness": "mean staleness, steps",
+    }
+    sections = list(dict.fromkeys(figure.section for figure in figures))
+    canvas = Canvas(figsize=(12, 3.2 * len(sections)), layout="constrained")
+    grid = canvas.subplots(len(sections), len(panels), squeeze=False)
+    for row, section in zip(grid, sections, strict=True):
+        for axes, (what, label) in zip(row, panels.items(), strict=True):
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for name, value in _values(figures, section, f": {what}").items():
+                way, _, age = name.rpartition(", ")
+                lines.setdefault(way, []).append((float(age), value))
+            for way, points in lines.items():
+                is_ours = way == "two limits"
+                axes.plot(*zip(*points, strict=True), marker="o", lw=3 if is_ours else 1, label=way)
+            axes.set(xscale="log", xlabel="max_staleness", ylabel=label, ylim=(0, None))
+            axes.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"], minor=False)
+            axes.minorticks_off()
+            axes.grid(alpha=0.3)
+        row[0].set_title(section.removeprefix("stragglers, "), loc="left")
+    grid[0][0].legend(fontsize="small")
     return canvas

@@ -55,7 +55,11 @@ LONGEST = 600
 
 def idle(server: BenchServer, steps: int, ages: Sequence[int]) -> Iterator[Figure]:
     """Return every combination of lengths, max_staleness and interruption of running groups."""
-    settings = candidates(FLEET, ages, ["keep", "partial", "abort"])
+    settings = [
+        setting
+        for age in ages
+        for setting in candidates(FLEET, [age], ["keep", "partial", "abort"], ahead=[age])
+    ]
     questions = [(shape, setting) for shape in SHAPES for setting in settings]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         answers = list(pool.map(partial(_ask, server, steps), questions))

@@ -74,6 +74,7 @@ def simulated_run(
     """Start a producer (a thread), workers (in `processes`) and an open trainer for a setting."""
     limits = RunLimits(
         stale_threshold=setting.stale_threshold,
+        ahead_threshold=(setting.max_ahead + 1) * setting.sync_weights_interval,
         sync_weights_interval=setting.sync_weights_interval,
         over_sample_threshold=setting.over_sample_threshold,
         batch_size=setting.batch_size,

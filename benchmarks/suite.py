@@ -16,6 +16,7 @@ from benchmarks.scale import scale
 from benchmarks.scaling import scaling
 from benchmarks.scan_buffer import scan
 from benchmarks.server import BenchServer, durable_server, memory_server
+from benchmarks.stragglers import stragglers
 from benchmarks.throughput import put, take
 from benchmarks.weights import weights
 
@@ -116,6 +117,10 @@ def _idle(server: BenchServer, size: Size) -> Iterator[Figure]:
     return idle(server, size.steps, size.ages)
 
 
+def _stragglers(_: BenchServer, size: Size) -> Iterator[Figure]:
+    return stragglers(8 * size.steps, (1, 2, 4, 8) if size.steps > 1 else (1,))
+
+
 def _pause(server: BenchServer, size: Size) -> Iterator[Figure]:
     return pause(server, size.pauses, size.paused_workers)
 
@@ -142,10 +147,11 @@ SUITE: dict[str, Callable[[BenchServer, Size], Iterator[Figure]]] = {
     "scale": _scale,
     "pause": _pause,
     "idle": _idle,
+    "stragglers": _stragglers,
     "engine": _engine,
     "weights": _weights,
 }
-IN_MEMORY_ONLY = {"scaling", "memory", "codec"}
+IN_MEMORY_ONLY = {"scaling", "memory", "codec", "stragglers"}
 DURABLE_ONLY = {"idle", "engine", "weights"}
 
 

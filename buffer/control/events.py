@@ -66,7 +66,10 @@ REPORTED = frozenset(
 """Names of reported metrics: a fixed set bounds a report's size."""
 
 REWARD_OF_TASK = "rewards/mean/"
-"""Prefix of the mean score of one task's groups in a batch; reported, too."""
+"""Prefix of the mean score of one task's groups in a batch."""
+
+OF_TASKS = (REWARD_OF_TASK, "length_bias/mean/", "length_bias/tail/", "expired/")
+"""Prefixes of reported metrics that each task has."""
 
 TRAINING = "train"
 EVALUATION = "eval:"
@@ -84,7 +87,7 @@ class ReportedStep:
         shown = {
             name: float(value)
             for name, value in metrics.items()
-            if name in REPORTED or name.startswith(REWARD_OF_TASK)
+            if name in REPORTED or name.startswith(OF_TASKS)
         }
         return cls(step, shown)
 

@@ -32,6 +32,7 @@
 -- ARGV judge_buckets  ''|text..256   number of answers by time: counts by JUDGE_BOUNDS_S of buffer/control/worker_record.py
 -- ARGV judging        0..            held groups that only wait for their judge
 -- ARGV replaced       0..            processes of its user's functions that hung, crashed or had no memory
+-- ARGV lengths        ''|text..4096  responses that it finished or ended, by task and length (buffer/control/length_counts.py)
 -- ARGV held           0..            groups that it holds
 -- ARGV digest         0..            sum of the marks of these groups (`mark_of` in include/leased.lua)
 -- ARGV gid, token, lineage, version, threshold  ''|gid, ''|token, name, 0.., 0.. x0..1024  weights of which a held group
@@ -75,6 +76,6 @@ redis.call('ZADD', workers, int(now), worker)
 redis.call('HSET', worker_record, 'weights', weights, 'state', state, 'refusal', refusal or '', 'tokens_per_s', tokens_per_s, 'done', int(done),
   'concurrency', int(concurrency), 'requests', requests and int(requests) or '', 'failed', int(failed),
   'judged', int(judged), 'judging_ms', int(judging_ms), 'judge_failures', int(judge_failures),
-  'judge_buckets', judge_buckets, 'judging', int(judging), 'replaced', int(replaced), 'seen_ms', int(now))
+  'judge_buckets', judge_buckets, 'judging', int(judging), 'replaced', int(replaced), 'lengths', lengths or '', 'seen_ms', int(now))
 take_receipt(worker_record, num(known[2]), count, bell_receipts, reply[2], reply[3], ack)
 return reply

@@ -155,7 +155,7 @@ class Store:
     def _explain_loss(self, control: str) -> None:
         """Raise StoreUnsafe where a process is refused because the server evicted its run."""
         found = self.eviction()
-        if found.keys and not self.retrying("run", lambda: self.control.exists(control)):
+        if found.keys and not self.ask("run", "EXISTS", control):
             raise found.error()
 
     def eviction(self) -> Eviction:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from buffer.control.length_counts import LengthCounts, length_bias
 from buffer.control.live_settings import KeptSettings
 from buffer.errors import ExpiredBatch
 from buffer.ledger.position import Position
@@ -73,6 +74,7 @@ class Trainer:
         self.consumer.producer_timeout_s = config.trainer.producer_timeout_s
         self._publisher = Publisher(self.consumer, self._weights, config.policy.pause_mode)
         self._newest_weights = 0  # step of the newest weights that are published or begun
+        self._trained_lengths = LengthCounts()
         self._throughput = Throughput(ranks.size, config.worker_gpus)
 
     def fit(self, *, take_over: bool = False, regenerate: bool = False) -> bool:
@@ -268,7 +270,11 @@ class Trainer:
         before = self._progress
         self._progress = self._run.read_progress()
         produced = production_metrics(before, self._progress)
+        for task, lengths in batch.lengths_by_task():
+            self._trained_lengths.add(task, lengths)
+        started = LengthCounts.joined(each.lengths for each in self._run.fleet.workers())
         return {
+            **length_bias(self._trained_lengths, started),
             **batch.metrics(),
             **(batch.rewards_by_task() if len(self._run.limits.training_tasks) > 1 else {}),
             **staleness_metrics(manifest),

@@ -185,7 +185,8 @@ class Producer:
         if not state.lanes:
             return 0
         self._refresh_limits()
-        self._report_unknown_tasks()
+        if self._origin:
+            self._report_unknown_tasks()
         progress = self._run.read_progress(self._samplers)
         if self._curriculum:
             self._curriculum.follow(progress, self.nonce)
@@ -201,8 +202,7 @@ class Producer:
 
     def _report_unknown_tasks(self) -> None:
         """Stop the tasks that the trainer's config added after this process read its own."""
-        tasks = self._run.limits.tasks.items() if self._origin else ()
-        for task, limits in tasks:
+        for task, limits in self._run.limits.tasks.items():
             if task not in self._samplers and not limits.is_gone:
                 reason = "the producer's config lacks it: restart the producer with the new config"
                 self._publish(task, TaskStop("broken", 0, reason))

@@ -69,7 +69,8 @@ class Sampler:
         """Return the `prompt_repeat_k` INIT rollouts of draw 0, 1, 2, ... Raises DatasetError."""
         place = self.place(draw)
         problem = self._read(place)
-        self._check_source(problem.data_source or "", place)
+        if self.sources:
+            self._check_source(problem.data_source or "", place)
         prompt = self._encode(problem, place)
         if self.max_prompt_tokens is not None and len(prompt.ids) > self.max_prompt_tokens:
             return TooLong(draw, place, len(prompt.ids), self.max_prompt_tokens)
@@ -102,6 +103,8 @@ class Sampler:
     def _read(self, place: RowPlace) -> Problem:
         try:
             problem = self.dataset.row(place.row, place.epoch)
+            if self.system_prompt is None:
+                return problem
             messages = with_system_prompt(problem.messages, self.system_prompt)
             return problem.model_copy(update={"messages": messages})
         except DatasetError:
@@ -113,7 +116,7 @@ class Sampler:
             raise DatasetError(f"{self.task}: row {place.row} cannot be read: {reason}") from error
 
     def _check_source(self, source: str, place: RowPlace) -> None:
-        if self.sources and not any(fnmatchcase(source, each) for each in self.sources):
+        if not any(fnmatchcase(source, each) for each in self.sources):
             raise DatasetError(
                 f"{self.task}: row {place.row}: no judge for the data source {source!r}",
                 hint=f'known: {", ".join(self.sources)}; "*" fits every source',

@@ -132,7 +132,8 @@ class SyncProduceStrategy:
         # only what was interrupted too often is among the expired: others are dropped
         has_tail = self.limits.tail_tries(self.task)
         pools = (("expired", 1), ("aborted", 1)) if has_tail else (("aborted", 1),)
-        is_enough = _is_enough(self.should_continue, context, target)
+        rule = self.should_continue
+        is_enough = rule is not None and _is_enough(rule, context, target)
         return ProducePlan(target, pools, is_enough=is_enough)
 
 
@@ -168,7 +169,8 @@ class AsyncProduceStrategy:
         retries_expired = retries or continues or self.limits.tail_tries(self.task)
         least = 1 if continues else max(1, trigger)
         pools = ((("expired", least),) if retries_expired else ()) + (("aborted", 1),)
-        is_enough = _is_enough(self.should_continue, context, needed)
+        rule = self.should_continue
+        is_enough = rule is not None and _is_enough(rule, context, needed)
         return ProducePlan(target, pools, last if begins else None, is_enough)
 
     def _is_in_tail_batch(self, context: ProduceContext, last: int) -> bool:
@@ -195,11 +197,9 @@ class EvaluationStrategy:
         return ProducePlan(None, (("expired", 1), ("aborted", 1)))
 
 
-def _is_enough(
-    should_continue: ShouldContinue | None, context: ProduceContext, needed: int
-) -> bool:
+def _is_enough(should_continue: ShouldContinue, context: ProduceContext, needed: int) -> bool:
     wanted = needed - context.progress.consumed
-    if should_continue is None or wanted <= 0:
+    if wanted <= 0:
         return False
     try:
         return not should_continue(context.leftovers.completed, wanted, progress=context.progress)

@@ -23,15 +23,19 @@ from buffer.wire.staleness import staleness
 from producer_workers.simulation.lengths import Lengths
 from producer_workers.simulation.setting import Outcome, Setting
 
+REDRAWN = 1 << 32
+"""Added to the number of a draw whose group is retried: lengths of the same prompt, drawn again."""
+
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """A group. `left`: tokens that each rollout has yet to make.
+    """A group of a draw. `left`: tokens that each rollout has yet to make.
 
     `versions`: the weights under which each rollout began, or None. `made`: all sampled tokens,
     repeated ones included.
     """
 
+    draw: int
     lengths: list[int]
     left: list[int] = field(init=False)
     versions: list[int | None] = field(init=False)
@@ -220,6 +224,7 @@ class _Model:
         self._wasted_tokens = 0
         self._trained: list[int] = []  # tokens of each response
         self._expired: list[int] = []
+        self._straggling = (0, 0)  # steps taken and groups finished when a step began to wait
 
     def advance(self) -> None:
         """Advance to the next end of a sequence, of a train step or of a loading."""
@@ -245,7 +250,7 @@ class _Model:
         consumed = self.taken * self._setting.batch_size
         room = self._setting.target(self._version) - consumed - self._open - len(self._ready)
         for _ in range(room):
-            self._fresh.append(_Group(self._lengths(self._drawn)))
+            self._fresh.append(_Group(self._drawn, self._lengths(self._drawn)))
             self._drawn += 1
         self._open += max(0, room)
         if self._mode in ("draining", "loading"):
@@ -276,8 +281,8 @@ class _Model:
         self._expired += group.lengths
         if self._setting.on_straggler == "retry":
             self._open += 1
-            self._resumed.append(_Group(self._lengths(self._drawn)))
-            self._drawn += 1
+            draw = group.draw + REDRAWN
+            self._resumed.append(_Group(draw, self._lengths(draw)))
 
     def _end_expiring(self) -> None:
         """End groups that run or wait and can serve no train step any more."""
@@ -298,6 +303,7 @@ class _Model:
         if self._mode != "waiting" or len(self._ready) < self._setting.batch_size:
             return
         if self._setting.on_straggler == "wait" and self._has_straggler():
+            self._straggling = self.taken, self._arrivals
             return
         self.taken += 1
         for _ in range(self._setting.batch_size):
@@ -313,6 +319,8 @@ class _Model:
 
     def _has_straggler(self) -> bool:
         """Return whether a group runs whose last train step is the next one."""
+        if self._straggling == (self.taken, self._arrivals):
+            return True  # none has finished since
         last = self.taken + 2 - self._setting.stale_threshold
         return any(
             staleness(last, group.version()) >= 0

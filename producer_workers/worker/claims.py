@@ -25,7 +25,7 @@ from buffer.redis.connection.retry import LogOnce
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines.base import EngineLoad
-from producer_workers.worker.inbox import Inbox, PartFailed, Signal
+from producer_workers.worker.inbox import Inbox, PartEnded, Signal
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -206,7 +206,7 @@ class WakeUp:
         except StoreUnavailable as error:
             self._problem.report(error.hint)
         except RolloutMQError as error:
-            self._inbox.post(PartFailed(error))
+            self._inbox.post(PartEnded(error))
         finally:
             self.is_awaited = False
             self._inbox.post(Signal.JOBS_MAY_WAIT)

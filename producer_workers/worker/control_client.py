@@ -20,7 +20,7 @@ from buffer.run import Run
 from producer_workers.worker.inbox import (
     HintReceived,
     Inbox,
-    PartFailed,
+    PartEnded,
     ReceiptAnswered,
     Signal,
 )
@@ -91,7 +91,7 @@ class ControlClient:
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
-        """Keep a line open during the block. PartFailed reports an unexpected end."""
+        """Keep a line open during the block. PartEnded reports an unexpected end."""
         task = asyncio.create_task(self.listen(), name="control-client")
         try:
             yield
@@ -106,7 +106,7 @@ class ControlClient:
                 await self._hold()
                 await asyncio.sleep(RECONNECT_S)
         except Exception as error:
-            self._inbox.post(PartFailed(error))
+            self._inbox.post(PartEnded(error))
 
     async def _hold(self) -> None:
         try:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
+from buffer.control.length_counts import LengthCounts
 from buffer.control.observers import all_of
 from buffer.errors import (
     Fenced,
@@ -73,6 +74,7 @@ class GroupRunner:
         self._failures = failures
         self._submitter = Submitter(run, worker)
         self.tokens = self.done = self.failed = 0
+        self.lengths = LengthCounts()
         self._outage = LogOnce(log, "waiting for the server with groups that are held")
 
     async def run(self, job: Job) -> None:
@@ -230,7 +232,9 @@ class GroupRunner:
             new_tokens = max(0, len(group.response_ids) - known_tokens)
             await self._submitter.submit(Result(job, group, new_tokens, filtered))
             self.tokens += new_tokens
-            self.done += status is Status.COMPLETED
+            if status is Status.COMPLETED:
+                self.done += 1
+                self.lengths.add(job.task, group.lengths)
             self._failures.succeeded()
 
     def _keeps_members(self, group: RolloutGroup) -> bool:
@@ -239,6 +243,7 @@ class GroupRunner:
 
     async def _end_early(self, job: Job, known_tokens: int) -> None:
         self._held.submitting.add(job)
+        self.lengths.add(job.task, self._held.figure(job, _lengths, list[int]()))
         count = partial(self._engine.ended_early, job.gid, known_tokens)
         ended = self._held.figure(job, count, count(()))
         await self._release(job, "expired", "too old for every train step", ended)
@@ -270,6 +275,10 @@ def _is_cancellation(error: BaseException) -> bool:
     """Return whether the current task was cancelled from outside, not by what runs in it."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and bool(task and task.cancelling())
+
+
+def _lengths(members: Sequence[RolloutState]) -> list[int]:
+    return [made for state in members if (made := len(state.response_ids))]
 
 
 def put_experts_into_files(

@@ -24,7 +24,7 @@ from buffer.job import Job
 from buffer.redis.connection.retry import LogOnce
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
-from producer_workers.worker.inbox import HeartbeatAnswered, Inbox, PartFailed
+from producer_workers.worker.inbox import HeartbeatAnswered, Inbox, PartEnded
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -55,7 +55,7 @@ class Heartbeat:
     """Sends heartbeats for one registration until `stop`, but none while the worker `is_stuck`.
 
     `report` is called on this thread for the content, the held jobs, and the oldest weights of
-    each. Posts HeartbeatAnswered, and PartFailed before it ends: the id was registered again, or
+    each. Posts HeartbeatAnswered, and PartEnded before it ends: the id was registered again, or
     the run is gone.
     """
 
@@ -105,7 +105,7 @@ class Heartbeat:
             except StoreUnavailable as error:
                 self._outage.report(error.hint)
             except (Fenced, RunError) as error:
-                self._inbox.post_from_thread(PartFailed(error))
+                self._inbox.post_from_thread(PartEnded(error))
                 return
             except RolloutMQError:
                 log.exception("a heartbeat failed")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from buffer.job import Job
 from buffer.limits import RunLimits
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, has_ended
-from producer_workers.worker.inbox import GroupFinished, Inbox
+from producer_workers.worker.inbox import Inbox, PartEnded
 from producer_workers.worker.shared_engine import SharedEngine
 
 log = logging.getLogger("rolloutmq.worker")
@@ -25,7 +25,7 @@ UNJUDGED = (Status.INIT, Status.ABORTED)
 
 
 class HeldGroups:
-    """The running groups of one worker; each starts once and ends once, as a GroupFinished.
+    """The running groups of one worker; each starts once and ends once, as a PartEnded.
 
     Only the event loop changes it; any thread may call `jobs`, `judging` and `oldest`. `members`:
     as the agent loop has them now. `submitting`: jobs whose last call is under way; the server may
@@ -53,11 +53,11 @@ class HeldGroups:
     def start(self, job: Job, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work, name=job.gid)
         self._running[task] = job
-        task.add_done_callback(partial(self._end, job))
+        task.add_done_callback(self._end)
 
-    def _end(self, job: Job, task: asyncio.Task[None]) -> None:
+    def _end(self, task: asyncio.Task[None]) -> None:
         del self._running[task]
-        self._inbox.post(GroupFinished(job, None if task.cancelled() else task.exception()))
+        self._inbox.post(PartEnded(None if task.cancelled() else task.exception()))
 
     def forget(self, job: Job) -> None:
         """Drop what is known of a group that ends now."""

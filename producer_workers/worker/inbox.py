@@ -10,7 +10,6 @@ from buffer.control.control import ControlState
 from buffer.control.fleet import HeartbeatReply
 from buffer.control.worker_record import HeartbeatReport
 from buffer.groups.claim import Claim
-from buffer.job import Job
 
 
 class Signal(Enum):
@@ -57,29 +56,17 @@ class StepFinished:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupFinished:
-    """A group was submitted, released or cancelled. `error`: what ends the worker, if anything."""
+class PartEnded:
+    """A group was submitted, released or cancelled, or a part of the worker ended.
 
-    job: Job
+    `error`: what ends the worker, if anything: the engine died, another process registered this id,
+    or the run is gone.
+    """
+
     error: BaseException | None
 
 
-@dataclass(frozen=True, slots=True)
-class PartFailed:
-    """The engine died, another process registered this id, or the run is gone."""
-
-    error: BaseException
-
-
-Event = (
-    Signal
-    | HintReceived
-    | ReceiptAnswered
-    | HeartbeatAnswered
-    | StepFinished
-    | GroupFinished
-    | PartFailed
-)
+Event = Signal | HintReceived | ReceiptAnswered | HeartbeatAnswered | StepFinished | PartEnded
 
 
 class Inbox:

@@ -56,11 +56,10 @@ from producer_workers.worker.heartbeat import Heartbeat, LoopWatch, TokenRate
 from producer_workers.worker.held_groups import HeldGroups, Protection
 from producer_workers.worker.inbox import (
     Event,
-    GroupFinished,
     HeartbeatAnswered,
     HintReceived,
     Inbox,
-    PartFailed,
+    PartEnded,
     ReceiptAnswered,
     Signal,
     StepFinished,
@@ -202,7 +201,7 @@ class Worker:
                 return self._handle_heartbeat(event)
             case StepFinished():
                 return self._handle_step(event)
-            case GroupFinished(_, error) | PartFailed(error):
+            case PartEnded(error):
                 self._failure = error or self._failure
                 return True
 
@@ -258,6 +257,7 @@ class Worker:
             judge_failures=times.failed,
             judge_buckets=times.histogram.counts,
             replaced=REPLACED.total(),
+            lengths=self._runner.lengths.text(),
         )
         jobs = self._groups.jobs()
         return report, jobs, self._groups.oldest(jobs)
@@ -287,7 +287,7 @@ class Worker:
                 claim = await self._claims.claim(self._engine.version(), vacancy)
                 finished = StepFinished(claim, known_epoch)
         except Exception as error:
-            self._inbox.post(PartFailed(error))
+            self._inbox.post(PartEnded(error))
         self._inbox.post(finished)
 
     async def _follow(self, state: ControlState) -> None:

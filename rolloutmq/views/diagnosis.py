@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -13,12 +13,14 @@ from buffer.control.worker_record import WorkerRecord
 from rolloutmq.output import age, plural
 from rolloutmq.views.run_view import RunView, TaskView
 
-Level = Literal["note", "stuck", "fault"]
+Level = Literal["note", "warning", "stuck", "fault"]
 
 PATIENCE_MS = 30_000  # a shorter pause of the trainer, or wait, is normal
 
 # groups in a row that were filtered: a hard task may do so, but it is worth a note
 MANY_FILTERED = 64
+
+MOST_BIAS = 0.1  # the mean trained length may be this much below the mean started one
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,8 @@ def diagnose(snap: RunView) -> list[Symptom]:
 
 
 def worst_first(symptoms: Iterable[Symptom]) -> list[Symptom]:
-    """Sort symptoms by level: fault, stuck, note."""
-    order: tuple[Level, ...] = ("fault", "stuck", "note")
+    """Sort symptoms by level: fault, stuck, warning, note."""
+    order: tuple[Level, ...] = ("fault", "stuck", "warning", "note")
     return sorted(symptoms, key=lambda symptom: order.index(symptom.level))
 
 
@@ -256,6 +258,9 @@ def _task(task: TaskView, snap: RunView) -> Iterator[Symptom]:
             "change the difficulty of the prompts"
         )
         yield _note(f"task {name}: the last {filtered} groups were all filtered", fix)
+    metrics = snap.report.training.metrics if snap.report.training else {}
+    if metrics.get(f"length_bias/mean/{name}", 1.0) < 1 - MOST_BIAS:
+        yield _length_bias(name, metrics)
     kept = account.waiting + account.completed + account.aborted + account.expired
     if task.is_gone and kept:
         fix = (
@@ -277,6 +282,19 @@ def _supply(snap: RunView) -> Iterator[Symptom]:
     for task in snap.training:
         if task.account.target and task.account.waiting + task.account.running == 0:
             yield _dry(task, quiet_ms)
+
+
+def _length_bias(task: str, metrics: Mapping[str, float]) -> Symptom:
+    mean, expired = metrics[f"length_bias/mean/{task}"], metrics.get(f"expired/{task}", 0.0)
+    what = (
+        f"task {task} learns to be short: the responses that are trained have {mean:.0%} of the "
+        f"mean length of those that were started; {expired:.0%} of its groups expired"
+    )
+    fix = (
+        f"`rolloutmq set tasks.{task}.max_staleness=N` with a larger N trains long responses when "
+        f"they come; `tasks.{task}.on_straggler=wait` waits for them"
+    )
+    return Symptom("warning", what, fix)
 
 
 def _dry(task: TaskView, quiet_ms: int | None) -> Symptom:

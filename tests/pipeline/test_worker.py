@@ -24,7 +24,7 @@ from producer_workers.engines import build_engine
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.worker import group_runner
 from tests.buffer.cutting_proxy import CuttingProxy
-from tests.pipeline.yard import FAST_S, FIRST, LONG, SLOW_S, TASK, WatchedEngine, Yard, versions
+from tests.pipeline.yard import FAST_S, FIRST, LONG, SLOW_S, TASK, WatchedEngine, Yard
 from tests.producer_workers.engines.tiny_model import write_tiny_model
 from tests.servers import KINDS
 
@@ -45,23 +45,6 @@ async def begin(yard: Yard) -> asyncio.Task[None]:
     work = asyncio.create_task(worker.run())
     await yard.until(lambda: len(yard.run.fleet.workers()) == 1)
     return work
-
-
-@on_both
-async def test_worker_submits_whole_groups_when_there_are_jobs(yard: Yard) -> None:
-    gids = yard.enqueue(9, tokens=(7, 3))
-    async with yard.working(yard.worker(concurrency=2)):
-        await yard.until_places(completed=9)
-    for gid in gids:
-        short = yard.group(gid).states[1]
-        long = yard.group(gid).states[0]
-        assert (len(long.response_ids), len(short.response_ids)) == (7, 3)
-        assert versions(long) == [FIRST] * 7
-        assert long.reward is not None
-        assert long.reward["score"] in (0.0, 1.0)
-    assert {record["tries"] for record in yard.records()} == {"0"}
-    assert not yard.run.fleet.workers()
-    yard.check()
 
 
 # -- failures ----------------------------------------------------------------

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from buffer.control.events import REWARD_OF_TASK
 from buffer.control.progress import ProduceProgress, TaskProgress
+from buffer.ids import split_group_id
 from buffer.manifest import Manifest
 from buffer.wire.group import GROUP_TIME, RolloutGroup
 from buffer.wire.staleness import staleness
@@ -40,6 +42,7 @@ class BatchColumns:
     scores: list[float]  # of the rollouts that have one
     tasks: list[str]  # the task of each score
     lengths: list[int]  # response tokens of each rollout
+    sizes: list[int]  # rollouts of each group
     solved: list[bool]  # whether a rollout of the group has a score above 0
     prompts: list[int]  # prompt tokens of each group
     seconds: list[float]  # that workers spent on each group, if known
@@ -60,6 +63,7 @@ class BatchColumns:
             scores=[score for _, score in scored],
             tasks=[task for task, _ in scored],
             lengths=[n for group in groups for n in group.lengths.tolist()],
+            sizes=[len(group.lengths) for group in groups],
             solved=[bool(group.scores.max() > 0) for group in groups],
             prompts=[len(group.prompt_ids) for group in groups],
             seconds=[time for time in times if time is not None],
@@ -75,6 +79,12 @@ class BatchColumns:
     def join(cls, parts: Sequence[dict[str, list[Any]]]) -> BatchColumns:
         """Return the columns of all ranks, from their `lists`."""
         return cls(**{name: [v for part in parts for v in part[name]] for name in parts[0]})
+
+    def lengths_by_task(self) -> Iterator[tuple[str, list[int]]]:
+        """Yield the task of each group and the lengths of its responses."""
+        lengths = iter(self.lengths)
+        for gid, size in zip(self.gids, self.sizes, strict=True):
+            yield split_group_id(gid)[0], list(islice(lengths, size))
 
     def rewards_by_task(self) -> dict[str, float]:
         scores: defaultdict[str, list[float]] = defaultdict(list)
@@ -133,6 +143,8 @@ def production_metrics(before: ProduceProgress, now: ProduceProgress) -> dict[st
     if scores:
         metrics["raw_rewards/mean"] = _total(produced, "raw_rewards_sum") / scores
     for name, task in now.since(before).items():
+        if ended := task.consumed + task.expirations:
+            metrics[f"expired/{name}"] = task.expirations / ended
         if now.tasks[name].unparsed and task.raw_rewards_count:
             metrics[f"unparsed/{name}"] = task.unparsed / task.raw_rewards_count
     return metrics

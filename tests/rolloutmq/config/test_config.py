@@ -92,8 +92,8 @@ def test_every_field_of_every_section_is_described() -> None:
         ("[redis]\nurl = 'http://x'\n", "expected a URL that starts with redis://"),
         ("[lease]\nheartbeat_ms = 5000\n", "must be at most a third of lease_ms = 10000"),
         (
-            "[policy]\nmax_token_staleness = 5\n",
-            "policy.max_token_staleness = 5: expected at most max_staleness = 4",
+            "[policy]\nmax_token_staleness = 9\n",
+            "policy.max_token_staleness = 9: expected at most max_staleness = 8",
         ),
         ("[policy]\nmax_staleness = 1.0\n", "policy.max_staleness = 1.0: expected a valid integer"),
         ("[strategy]\nover_sample_threshold = nan\n", "expected a finite number"),
@@ -251,7 +251,7 @@ def test_staleness_without_partial_rollouts_under_abort_is_warned_about(tmp_path
     abort = "policy.pause_mode=abort"
     fresh = "policy.max_staleness=0"
     (warning,) = load(tmp_path, GOOD, abort).warnings()
-    assert "task math has max_staleness = 4" in warning
+    assert "task math has max_staleness = 8" in warning
     assert load(tmp_path, GOOD, abort, fresh).warnings() == []
     assert load(tmp_path, GOOD).warnings() == []
     assert load(tmp_path, GOOD, abort, "strategy.enable_partial_rollout=true").warnings() == []
