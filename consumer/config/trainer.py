@@ -13,7 +13,17 @@ from buffer.imports import is_dotted_path
 from buffer.readable import Bytes
 
 WITHIN_A_GROUP = (
-    *("grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp_baseline", "gdpo", "turns"),
+    *(
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "opo",
+        "pass_at_k",
+        "reinforce_pp_baseline",
+        "gdpo",
+        "turns",
+        "otb",
+    ),
 )
 """Advantages that compare a rollout with the others of its prompt."""
 
@@ -40,10 +50,10 @@ class TrainerSection(Section):
     """
     advantages: Annotated[str, AfterValidator(_check_advantages)] = "grpo"
     """how a reward becomes an advantage: compared with the other rollouts of its prompt (grpo,
-    dr_grpo, rloo, opo, pass_at_k; turns: also turn by turn, by their token_rewards; gdpo: each part
-    of the reward by itself), with the batch (reinforce_pp, reinforce_pp_baseline), with the values
-    of a critic (gae, see [critic]), or by a function of yours as package.module:function: see
-    docs/pages/loss.md
+    dr_grpo, rloo, opo, pass_at_k; turns: also turn by turn, by their token_rewards; otb: token by
+    token, which costs a forward pass; gdpo: each part of the reward by itself), with the batch
+    (reinforce_pp, reinforce_pp_baseline), with the values of a critic (gae, see [critic]), or by a
+    function of yours as package.module:function: see docs/pages/loss.md
     """
     reward_weights: dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]] = Field(
         default_factory=dict

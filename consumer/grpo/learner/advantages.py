@@ -37,7 +37,7 @@ class GroupRewards:
     lengths: NDArray[np.int32]  # int32[k]: response tokens
     sessions: Sequence[str]  # of the k rollouts: one session may have several
     rewards: Mapping[str, Floats]  # float64[k]: the numbers of the judge by name; nan: none
-    tokens: Mapping[str, NDArray[Any]]  # [R]: mask, logprobs and `RolloutGroup.optional_columns`
+    tokens: dict[str, NDArray[Any]]  # [R]: mask, logprobs and `RolloutGroup.optional_columns`
 
     @classmethod
     def of(cls, group: RolloutGroup, overlong_buffer_tokens: int | None = None) -> GroupRewards:
@@ -258,6 +258,36 @@ def _add_turns(group: GroupRewards, outcome: NDArray[np.float32]) -> NDArray[np.
     return _join([base + np.append(row, 0.0)[turn] for base, row, turn in rows])
 
 
+def otb_advantages(groups: Sequence[GroupRewards]) -> list[NDArray[np.float32]]:
+    """Return the optimal token baseline's advantages, float32[R] per group.
+
+    (Li et al. 2026, arXiv:2602.07078.) A token's return is the score and the token_rewards from it
+    on; its baseline is the mean return at its position, weighted by the energy (`compute_energies`)
+    that each rollout has gathered up to there. Behind the second longest response, where the mean
+    would be the return itself, the last baseline before holds.
+    """
+    return [_otb(group) for group in groups]
+
+
+def _otb(group: GroupRewards) -> NDArray[np.float32]:
+    shape = (len(group.lengths), int(group.lengths.max(initial=0)))
+    is_there = np.arange(shape[1]) < group.lengths[:, None]
+    columns = [group.tokens.get(name) for name in ("energy", "token_rewards")]
+    energy, rewards = np.zeros(shape), np.zeros(shape)
+    for matrix, column in zip((energy, rewards), columns, strict=True):
+        matrix[is_there] = 0.0 if column is None else np.nan_to_num(column)
+    returns = group.scores[:, None] + np.cumsum(rewards[:, ::-1], axis=1)[:, ::-1]
+    weights = np.cumsum(energy, axis=1) * is_there
+    weights[:, weights.sum(0) == 0] = 1.0
+    weights *= is_there
+    baseline = (weights * returns).sum(0) / np.maximum(weights.sum(0), 1e-30)
+    shared = int(np.sort(group.lengths)[-2]) if len(group.lengths) > 1 else 0
+    baseline[shared:] = baseline[shared - 1] if shared else group.scores.mean()
+    # rounding of a mean of equal numbers is no advantage
+    centered = np.where(np.ptp(returns, axis=0) == 0, 0.0, returns - baseline)
+    return centered[is_there].astype(np.float32)
+
+
 def _of_scores(formula: Callable[[Scores], NDArray[np.float32]]) -> Estimator:
     return _of_rollouts(lambda groups: formula([group.scores for group in groups]))
 
@@ -273,6 +303,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_pp": _of_scores(reinforce_pp_advantages),
     "reinforce_pp_baseline": _of_scores(reinforce_pp_baseline_advantages),
     "turns": turn_advantages,
+    "otb": otb_advantages,
 }
 """Estimators by their name in [trainer] advantages; gdpo, which has weights, is beside them."""
 

@@ -168,6 +168,24 @@ class Learner:
                 update.ref_logprobs = [self._reference_logprobs(part) for part in update.batches]
         return batch
 
+    @torch.no_grad()
+    def compute_energies(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
+        """Return the squared norm of each token's logit gradient, float32[R] of each group.
+
+        It is `1 - 2 p + sum of p^2 over all words`, and 0 where a token is not trained.
+        """
+        self._policy.collision = True
+        energies = [np.zeros(len(group.mask), np.float32) for group in batch.groups]
+        for update in batch.updates:
+            found = []
+            for part in update.batches:
+                scores = self._score(self._policy, part)
+                assert scores.collision is not None
+                found.append((1 - 2 * scores.logprobs.exp() + scores.collision) * part.mask)
+            update.batches.fill(energies, found)
+        self._policy.collision = False
+        return energies
+
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """Take the optimizer steps of a batch whose advantages are set; return the metrics.
 

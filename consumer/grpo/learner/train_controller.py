@@ -117,7 +117,7 @@ class TrainController:
 
     def pack_pad_dispatch(self, groups: Sequence[RolloutGroup]) -> TrainBatch:
         """Pack this rank's groups, without the rollouts that have no policy gradient."""
-        if self.critic:
+        if self.critic or self._name == "otb":
             return self.learner.pack(groups)
         advantages = self.outcome_advantages(groups)
         largest = [
@@ -144,7 +144,8 @@ class TrainController:
         """Compute advantages by the estimator, or by GAE (scaled to mean 0, std 1)."""
         groups = batch.groups
         if self.critic is None:
-            found = self.outcome_advantages(groups)
+            energies = self.learner.compute_energies(batch) if self._name == "otb" else ()
+            found = self.outcome_advantages(groups, energies)
             self.advantages = np.concatenate([np.zeros(0, np.float32), *found])
             batch.set_token_advantages(
                 [per_token(own, g.lengths) for own, g in zip(found, groups, strict=True)]
@@ -180,12 +181,19 @@ class TrainController:
         ]
         return metrics | mean_metrics(losses, "critic")
 
-    def outcome_advantages(self, groups: Sequence[RolloutGroup]) -> list[NDArray[np.float32]]:
-        """Return the advantages of this rank's groups; all ranks must call it."""
+    def outcome_advantages(
+        self, groups: Sequence[RolloutGroup], energies: Sequence[NDArray[np.float32]] = ()
+    ) -> list[NDArray[np.float32]]:
+        """Return the advantages of this rank's groups; all ranks must call it.
+
+        `energies`: of `compute_energies`, for otb.
+        """
         assert self._estimator
         own = [GroupRewards.of(group, self._overlong_buffer_tokens) for group in groups]
+        for group, energy in zip(own, energies, strict=False):
+            group.tokens["energy"] = energy
         ranks = self.learner.ranks
-        if self._name == "turns" or ranks.size == 1:
+        if self._name in ("turns", "otb") or ranks.size == 1:
             return estimate(self._name, self._estimator, own)
         with_tokens = self._name not in (*ESTIMATORS, "gdpo")
         parts = ranks.gather([group.lists(with_tokens=with_tokens) for group in own])
@@ -216,7 +224,7 @@ def read_columns(advantages: str, objective: str) -> frozenset[str] | None:
     """Return the optional columns of rollouts that these read; None: all, by the user's code."""
     if ":" in advantages or ":" in objective:
         return None
-    return frozenset({"token_rewards"} if advantages in ("gae", "turns") else ())
+    return frozenset({"token_rewards"} if advantages in ("gae", "turns", "otb") else ())
 
 
 def _largest(advantages: NDArray[np.float32], lengths: NDArray[np.int32]) -> NDArray[np.float32]:

@@ -21,8 +21,8 @@ class TargetLogits(nn.Module):
     """Computes log-probability and entropy where a position predicts a response token.
 
     One module that FSDP can shard. `replay`, if set, sets the experts of the model's gates.
-    `transform`: what the model applies to logits; `check_logprobs` finds it. `fp32_logits`: see
-    `project`.
+    `transform`: what the model applies to logits; `check_logprobs` finds it. `fp32_logits`,
+    `collision`: see `project`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -30,6 +30,7 @@ class TargetLogits(nn.Module):
         self.model = model
         self.transform = LogitTransform()
         self.fp32_logits = False
+        self.collision = False
         self.replay: RoutingReplay | None = None
         self.is_varlen = model.config._attn_implementation in VARLEN
         self._takes_positions = _takes_positions(model.base_model)
@@ -60,6 +61,7 @@ class TargetLogits(nn.Module):
             targets,
             replace(self.transform, temperature=temperature),
             fp32_logits=self.fp32_logits,
+            collision=self.collision,
             entropy_gradient=entropy_gradient,
         )
 

@@ -144,6 +144,14 @@ class MicroBatches:
         parts = [self._table.parts(columns, layout.chosen) for layout in self._layouts]
         return [self._moved(_joined(own, np.float32)) for own in parts]
 
+    def fill(self, columns: Sequence[NDArray[np.float32]], values: Sequence[Tensor]) -> None:
+        """Copy float32[N] of every micro-batch into float32[R] of each group."""
+        for layout, own in zip(self._layouts, values, strict=True):
+            parts = self._table.parts(columns, layout.chosen)
+            ends = np.cumsum([len(part) for part in parts])
+            for part, end in zip(parts, ends.tolist(), strict=True):
+                part[:] = own[end - len(part) : end].cpu().numpy()
+
     def _build(self, layout: Layout) -> MicroBatch:
         chosen = layout.chosen
         parts = {name: self._table.parts(column, chosen) for name, column in self._columns.items()}

@@ -20,7 +20,6 @@ from buffer.errors import ConfigError, WireError
 from consumer.grpo.policy.micro_batch import Layout, MicroBatches
 from consumer.grpo.policy.routing_replay import RecordedExperts
 from consumer.handle.batch import BatchTable, Ints
-from consumer.handle.ranks import balanced_shares
 
 
 class Packer:
@@ -47,33 +46,19 @@ class Packer:
         self._device = device or torch.device("cpu")
 
     def pack_pad_dispatch(
-        self,
-        table: BatchTable,
-        *,
-        ranks: int = 1,
-        rank: int = 0,
-        keep: NDArray[np.bool_] | None = None,
+        self, table: BatchTable, *, keep: NDArray[np.bool_] | None = None
     ) -> MicroBatches:
-        """Return the micro-batches of one rank, of a batch that all ranks hold.
+        """Return the micro-batches of a batch.
 
-        `keep`: bool[S], which rollouts to pack; default: all that have a trained token. Every rank
-        gets the same number of micro-batches, some possibly empty: with sharded weights, all must
-        take part in every forward pass. `rollout` of the result indexes the whole batch. Raises
+        `keep`: bool[S], which rollouts to pack; default: all that have a trained token. Raises
         WireError where nothing predicts a trained token, ConfigError for prompts with images.
         """
         _check(table)
-        totals = table.totals
         packable = table.trained > 0
         if keep is not None:
             packable &= keep
-        chosen = np.flatnonzero(packable)
-        plans = [
-            self._layouts(totals, chosen[share])
-            for share in balanced_shares(totals[chosen].tolist(), ranks)
-        ]
-        own = MicroBatches(table, plans[rank], self._device, self._recorded)
-        own.pad(max(len(plan) for plan in plans))
-        return own
+        layouts = self._layouts(table.totals, np.flatnonzero(packable))
+        return MicroBatches(table, layouts, self._device, self._recorded)
 
     def _layouts(self, totals: Ints, chosen: Ints) -> list[Layout]:
         """Return the layouts of the micro-batches: the longest sample that fits is next."""

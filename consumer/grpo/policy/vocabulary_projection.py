@@ -21,6 +21,7 @@ class TokenLogprobs(NamedTuple):
 
     logprobs: Tensor
     entropy: Tensor
+    collision: Tensor | None = None  # sum of squared probabilities; empty unless asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ def project(
     *,
     fp32_logits: bool = False,
     entropy_gradient: bool = True,
+    collision: bool = False,
 ) -> TokenLogprobs:
     """Return log-probability of each target and entropy of its distribution, in nats.
 
@@ -67,9 +69,9 @@ def project(
     dtype = torch.get_autocast_dtype(device) if is_cast else weight.dtype
     with torch.autocast(device, enabled=False):
         apply: Any = _Projection.apply
-        options = _Options(transform, dtype, fp32_logits, entropy_gradient)
-        logprobs, entropy = apply(states, weight, bias, targets, options)
-    return TokenLogprobs(logprobs, entropy)
+        options = _Options(transform, dtype, fp32_logits, entropy_gradient, collision)
+        found = apply(states, weight, bias, targets, options)
+    return TokenLogprobs(*found)
 
 
 def _chunks(count: int, vocabulary: int) -> Iterator[slice]:
@@ -82,6 +84,7 @@ class _Options(NamedTuple):
     dtype: torch.dtype
     fp32_logits: bool
     entropy_gradient: bool
+    collision: bool
 
 
 class _Table:
@@ -119,25 +122,31 @@ class _Projection(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         options: _Options,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         table = _Table(weight, bias, options)
         logprobs = states.new_empty(len(states), dtype=torch.float32)
         entropy = torch.empty_like(logprobs)
         total = torch.empty_like(logprobs)
+        collision = logprobs.new_empty(len(states) if options.collision else 0)
         for rows in _chunks(len(states), len(weight)):
             logits = table.logits(states[rows])
             total[rows] = logits.logsumexp(-1)
             distribution = logits.sub_(total[rows, None])
             logprobs[rows] = distribution.gather(1, targets[rows, None]).squeeze(1)
-            entropy[rows] = -distribution.exp().mul_(distribution).sum(-1)
+            chances = distribution.exp()
+            if options.collision:
+                collision[rows] = torch.linalg.vecdot(chances, chances)
+            entropy[rows] = -chances.mul_(distribution).sum(-1)
         ctx.save_for_backward(states, weight, bias, targets, total, entropy)
         ctx.options = options
         if not options.entropy_gradient:
-            ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+            ctx.mark_non_differentiable(entropy, collision)
+        else:
+            ctx.mark_non_differentiable(collision)
+        return logprobs, entropy, collision
 
     @staticmethod
-    def backward(ctx: Any, by_logprob: Tensor, by_entropy: Tensor) -> Any:
+    def backward(ctx: Any, by_logprob: Tensor, by_entropy: Tensor, _: Tensor) -> Any:
         states, weight, bias, targets, total, entropy = ctx.saved_tensors
         options = ctx.options
         table = _Table(weight, bias, options)

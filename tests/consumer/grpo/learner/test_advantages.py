@@ -76,7 +76,9 @@ def test_dr_grpo_equals_the_paper_for_ragged_groups(groups: list[list[float]]) -
 def test_advantages_are_exactly_zero_where_scores_are_equal(
     estimator: str, scores: list[float]
 ) -> None:
-    (got,) = ESTIMATORS[estimator]([make_rewards(scores, np.arange(len(scores)))])
+    energy = {"energy": np.linspace(0.1, 1, sum(range(len(scores))))}
+    rewards = make_rewards(scores, np.arange(len(scores)), tokens=energy)
+    (got,) = ESTIMATORS[estimator]([rewards])
     assert got.dtype == np.float32
     assert (got == 0).all()
 
@@ -163,7 +165,7 @@ def test_advantages_are_empty_for_an_empty_batch() -> None:
     assert grpo_advantages([]).shape == (0,)
 
 
-@pytest.mark.parametrize("estimator", [name for name in ESTIMATORS if name != "turns"])
+@pytest.mark.parametrize("estimator", [name for name in ESTIMATORS if name not in ("turns", "otb")])
 def test_a_session_counts_once_however_many_segments_it_has(estimator: str) -> None:
     """Compare sessions that have segments with whole rollouts: segments share the advantage."""
     dice = np.random.default_rng(5)
@@ -253,3 +255,29 @@ def test_turns_add_the_standardized_rewards_of_this_and_the_later_turns_to_grpo(
                     advantage += (turns[rollout][later] - mean) / (std + 1e-6)
             expected.append(advantage)
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_otb_takes_off_the_mean_return_at_a_position_weighted_by_energy() -> None:
+    dice = np.random.default_rng(6)
+    for _ in range(20):
+        lengths = dice.integers(1, 9, 5)
+        starts = np.cumsum(lengths) - lengths
+        energy, given = dice.random((2, lengths.sum()))
+        scores = dice.random(5).astype("<f4")
+        tokens = {"energy": energy, "token_rewards": given}
+        (got,) = ESTIMATORS["otb"]([make_rewards(scores, lengths, tokens=tokens)])
+        expected = []
+        for i, length in enumerate(lengths):
+            for t in range(length):
+                # behind the second longest response, the last baseline holds
+                at = min(t, sorted(lengths)[-2] - 1)
+                above = below = 0.0
+                for j in range(5):
+                    if lengths[j] > at:
+                        own = slice(starts[j], starts[j] + lengths[j])
+                        weight = sum(energy[own][: at + 1])
+                        above += weight * (scores[j] + sum(given[own][at:]))
+                        below += weight
+                own = slice(starts[i], starts[i] + length)
+                expected.append(scores[i] + sum(given[own][t:]) - above / below)
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)

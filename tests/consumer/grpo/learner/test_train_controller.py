@@ -131,9 +131,6 @@ def test_a_critic_in_bfloat16_keeps_float32_weights_and_nearly_its_numbers(
     assert two["critic/loss"] == pytest.approx(one["critic/loss"], rel=0.05)
 
 
-LENGTHS = st.lists(st.lists(st.integers(0, 6), min_size=1, max_size=4), min_size=1, max_size=4)
-
-
 @given(
     st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=4), min_size=1, max_size=4),
     st.floats(0, 1),
@@ -190,29 +187,6 @@ def test_value_loss_equals_its_transcription() -> None:
         assert float(got) == pytest.approx(expected, rel=1e-5)
 
 
-@given(LENGTHS, st.integers(1, 4), st.integers(5, 60))
-def test_dispatch_gives_every_rollout_to_one_rank_and_all_ranks_as_many_passes(
-    shapes: list[list[int]], ranks: int, budget: int
-) -> None:
-    groups = [make_group(i, lengths=lengths) for i, lengths in enumerate(shapes)]
-    parts = [
-        Packer(budget).pack_pad_dispatch(BatchTable.of(groups), ranks=ranks, rank=rank)
-        for rank in range(ranks)
-    ]
-    assert len({len(part) for part in parts}) == 1
-    numbers = [int(n) for part in parts for batch in part for n in batch.rollout]
-    lengths = [length for shape in shapes for length in shape]
-    states = [state for group in groups for state in group.states]
-    trained = [
-        n
-        for n, state in enumerate(states)
-        if state.response_mask is None or state.response_mask.any()
-    ]
-    assert sorted(numbers) == [n for n in trained if lengths[n]]
-    loads = [sum(len(batch.targets) + 6 * len(batch.rollout) for batch in part) for part in parts]
-    assert max(loads) - min(loads) <= 6 + max(lengths)
-
-
 OWN = "tests.consumer.grpo.learner.own_objective"
 
 
@@ -235,6 +209,27 @@ def test_advantages_of_the_user_are_per_rollout_or_per_token(model_dir: Path) ->
                     scores = np.concatenate([g.scores - g.scores.max() for g in groups])
                     expected = torch.from_numpy(scores)[part.rollout][part.sample]
                 assert torch.equal(advantages, expected)
+
+
+def test_energies_are_the_squared_norms_of_the_logits_gradients(model_dir: Path) -> None:
+    learner = make_controller(model_dir).learner
+    groups = make_batch()
+    controller = TrainController(learner, "otb")
+    energies = learner.compute_energies(controller.pack_pad_dispatch(groups))
+    for group, energy in zip(groups, energies, strict=True):
+        token = 0
+        for state in group.states:
+            ids = torch.tensor([*state.prompt_ids, *state.response_ids])
+            logits = learner.model(ids[None]).logits[0].detach().double()
+            first = len(state.prompt_ids)
+            for place in range(len(state.response_ids)):
+                chances = logits[first + place - 1].softmax(-1)
+                chances[ids[first + place]] -= 1
+                expected = float(chances.square().sum()) * bool(group.mask[token])
+                assert energy[token] == pytest.approx(expected, rel=1e-4, abs=1e-6)
+                token += 1
+    metrics = controller.fit(groups)
+    assert metrics["optim/grad_norm"] > 0
 
 
 def test_advantages_that_do_not_fit_the_groups_are_named(model_dir: Path) -> None:

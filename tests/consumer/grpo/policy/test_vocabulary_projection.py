@@ -26,14 +26,15 @@ GIB = 2**30
 
 def full_logits(
     states: Tensor, head: nn.Linear, targets: Tensor, transform: LogitTransform
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `project` returns, by the textbook and with all logits at once."""
     logits = head(states) * transform.scale
     if transform.cap is not None:
         logits = transform.cap * torch.tanh(logits / transform.cap)
     distribution = torch.log_softmax(logits / transform.temperature, -1)
     entropy = -(distribution.exp() * distribution).sum(-1)
-    return distribution.gather(1, targets[:, None]).squeeze(1), entropy
+    collision = distribution.exp().square().sum(-1)
+    return distribution.gather(1, targets[:, None]).squeeze(1), entropy, collision
 
 
 @settings(max_examples=60, deadline=None)
@@ -72,16 +73,19 @@ def test_values_and_all_gradients_are_those_of_full_logits(
     inputs = [states, *(() if frozen else head.parameters())]
 
     expected = full_logits(states, head, targets, transform)
-    wanted = torch.autograd.grad(expected, inputs, (by_logprob, by_entropy))
+    wanted = torch.autograd.grad(expected[:2], inputs, (by_logprob, by_entropy))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vocabulary_projection, "CHUNK_BYTES", 4 * vocabulary * rows)
-        found = project(states, head, targets, transform, entropy_gradient=entropy_gradient)
+        found = project(
+            states, head, targets, transform, entropy_gradient=entropy_gradient, collision=True
+        )
         assert found.entropy.requires_grad == entropy_gradient
-        outputs = found if entropy_gradient else found[:1]
+        outputs = (found.logprobs, found.entropy) if entropy_gradient else (found.logprobs,)
         gradients = torch.autograd.grad(outputs, inputs, (by_logprob, by_entropy)[: len(outputs)])
     # the order of sums differs: float32 alone makes differences of about 1e-5
     torch.testing.assert_close(found.logprobs, expected[0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(found.entropy, expected[1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.collision, expected[2], atol=1e-4, rtol=1e-4)
     for gradient, full in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(gradient, full, atol=1e-4, rtol=1e-4)
 
