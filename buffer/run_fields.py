@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from buffer.control.continuation import Continuation, Start, begin_run, continue_run
 from buffer.control.origin import Origin
 from buffer.control.settings_record import SettingsRecord
@@ -16,11 +14,7 @@ from buffer.redis.store import Store
 
 def read_hash(store: Store, what: str, key: str) -> dict[str, str]:
     """Return the fields of a hash of the run; {} without it. Raises RunDamaged."""
-    try:
-        raw: Any = store.ask(what, "HGETALL", key)
-    except RunDamaged as error:
-        raise RunDamaged(f"{key} is of another type", hint=HINT) from error
-    return text_fields(raw)
+    return text_fields(store.ask(what, "HGETALL", key))
 
 
 def read_settings(store: Store, keys: Keys) -> tuple[dict[str, str], RunLimits]:

@@ -149,22 +149,16 @@ def find_server(redis_url: str | None, run_dir: Path | None) -> Address:
     """Return the server that the options, environment or folder select. Raises StoreUnavailable."""
     if redis_url:
         return Address(redis_url, run_dir)
-    from_environment = os.environ.get("REDIS_URL")
+    if run_dir is not None and (server := embedded_server(run_dir)):
+        return _running(server, run_dir)
+    if from_environment := os.environ.get("REDIS_URL"):
+        return Address(from_environment, run_dir)
+    if run_dir is None and (newest := newest_server()):
+        return _running(*newest)
+    what = "no server found: no --redis-url, no REDIS_URL, and no embedded server under ./runs"
     if run_dir is not None:
-        if server := embedded_server(run_dir):
-            return _running(server, run_dir)
-        if from_environment:
-            return Address(from_environment, run_dir)
-        raise StoreUnavailable(f"{run_dir} has no embedded server, and no URL is given", hint=_HOW)
-    if from_environment:
-        return Address(from_environment)
-    newest = newest_server()
-    if newest is None:
-        raise StoreUnavailable(
-            "no server found: no --redis-url, no REDIS_URL, and no embedded server under ./runs",
-            hint=_HOW,
-        )
-    return _running(*newest)
+        what = f"{run_dir} has no embedded server, and no URL is given"
+    raise StoreUnavailable(what, hint=_HOW)
 
 
 def embedded_server(run_dir: Path) -> EmbeddedServer | None:
@@ -178,11 +172,8 @@ def embedded_server(run_dir: Path) -> EmbeddedServer | None:
 
 def _port(folder: Path) -> int | None:
     settings = folder / "valkey.conf"
-    found = (
-        re.search(r"^port (\d+)", settings.read_text(encoding="utf-8"), re.MULTILINE)
-        if settings.exists()
-        else None
-    )
+    text = settings.read_text(encoding="utf-8") if settings.exists() else ""
+    found = re.search(r"^port (\d+)", text, re.MULTILINE)
     return int(found[1]) or None if found else None
 
 

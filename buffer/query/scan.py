@@ -219,7 +219,7 @@ class GroupScan:
 
 
 def moment_of(store: Store, ledger: BatchLedger) -> Moment:
-    seconds, micros = store.ask("time", "TIME")
+    seconds, micros = store.retrying("time", lambda: store.control.time())
     return Moment(ledger.steps()[0], int(seconds) * 1000 + int(micros) // 1000)
 
 

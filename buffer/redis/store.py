@@ -155,7 +155,7 @@ class Store:
     def _explain_loss(self, control: str) -> None:
         """Raise StoreUnsafe where a process is refused because the server evicted its run."""
         found = self.eviction()
-        if found.keys and not self.retrying("run", lambda: self.control.exists(control)):
+        if found.keys and not self.ask("run", "EXISTS", control):
             raise found.error()
 
     def eviction(self) -> Eviction:
@@ -283,12 +283,7 @@ class Store:
         check_durable(self.wait_replicas, answers[len(commands) :])
         return answers[: len(commands)]
 
-    def read(
-        self,
-        what: str,
-        names: Sequence[Sequence[str]],
-        sizes: Sequence[int],
-    ) -> list[Parts]:
+    def read(self, what: str, names: Sequence[Sequence[str]], sizes: Sequence[int]) -> list[Parts]:
         """Return the values of several keys of one slot each; see `bulk_io.receive`."""
         keys = [chunks[0] for chunks in names]
         items = list(zip(names, sizes, strict=True))
@@ -313,12 +308,12 @@ class Store:
 
         return self.retrying("bell", block)
 
-    def ask(self, what: str, command: str, key: str, *args: Arg) -> Any:
+    def ask(self, what: str, *command: str | int) -> Any:
         """Return the answer to one small command; see `retrying`."""
         try:
-            return self.retrying(what, lambda: self.control.execute_command(command, key, *args))
+            return self.retrying(what, lambda: self.control.execute_command(*command))
         except RunDamaged as error:
-            raise RunDamaged(f"{what}: {key} is of another type", hint=HINT) from error
+            raise RunDamaged(f"{what}: {command[1]} is of another type", hint=HINT) from error
 
     def retrying(
         self,

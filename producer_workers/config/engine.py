@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from buffer.config.section import YEAR_S, Count, Section
 
@@ -272,16 +272,6 @@ class HttpConfig(EngineSettings):
     """time limit of a pause or resume"""
     load_timeout_s: float = Field(600.0, gt=0, le=YEAR_S)
     """time limit of a weight update"""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _records_no_experts(cls, settings: Any) -> Any:
-        if isinstance(settings, dict) and "routed_experts" in settings:
-            raise ValueError(
-                "routed_experts: vLLM's server reports experts only in whole answers, and this "
-                "engine reads a stream; use kind vllm or transformers"
-            )
-        return settings
 
     @property
     def wants_adapters(self) -> bool:

@@ -8,16 +8,22 @@ changes the order of existing runs; a test pins it.
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
 
+import numpy as np
 import orjson
+from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from buffer.errors import WireError
 from buffer.wire.checks import check_nesting
 from buffer.wire.sampling import StructuredOutput
+
+if TYPE_CHECKING:
+    from producer_workers.images import ImageFile
 
 _ROUNDS = 8  # 4 are enough in theory for large halves; small data sets have halves of a few bits
 
@@ -100,6 +106,29 @@ class Problem(BaseModel):
         [], description="files or bytes, in the order in which the messages show them"
     )
     extra: dict[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class ShownImage:
+    """An image in a prompt; `grid_thw`: its patches in time, height and width, or None."""
+
+    file: ImageFile
+    tokens: int
+    grid_thw: list[int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedPrompt:
+    """int32[P] prompt ids, placeholders of images expanded, and the images in their order."""
+
+    ids: NDArray[np.int32]
+    images: list[ShownImage]
+
+    @property
+    def seed(self) -> bytes:
+        """Return bytes that differ between any two prompts."""
+        digests = [blake2b(image.file.data, digest_size=8).digest() for image in self.images]
+        return b"".join([self.ids.tobytes(), *digests])
 
 
 class Dataset(Protocol):

@@ -11,8 +11,6 @@ import base64
 import binascii
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,10 +21,10 @@ from buffer.errors import MediaError, ModelError
 from buffer.redis.media_folder import MediaFolder
 from buffer.wire.rollout import MediaRef
 from producer_workers.config.dataset import ImagesSection
-from producer_workers.datasets.dataset import Problem
+from producer_workers.datasets.dataset import EncodedPrompt, Problem, ShownImage
 from producer_workers.datasets.records import ToProblem, is_image, parts_of
 from producer_workers.datasets.row_values import is_picture
-from producer_workers.images import ImageFile, check_image, find_runs, load_image, png_of
+from producer_workers.images import check_image, find_runs, load_image, png_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -188,29 +186,6 @@ def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-@dataclass(frozen=True, slots=True)
-class ShownImage:
-    """An image in a prompt; `grid_thw`: its patches in time, height and width, or None."""
-
-    file: ImageFile
-    tokens: int
-    grid_thw: list[int] | None
-
-
-@dataclass(frozen=True, slots=True)
-class ImagePrompt:
-    """int32[P] prompt ids, placeholders expanded, and the images in their order."""
-
-    ids: NDArray[np.int32]
-    images: list[ShownImage]
-
-    @property
-    def seed(self) -> bytes:
-        """Return bytes that differ between any two prompts."""
-        digests = [blake2b(image.file.data, digest_size=8).digest() for image in self.images]
-        return b"".join([self.ids.tobytes(), *digests])
-
-
 class ImagePrompts:
     """Makes the prompts of one task and keeps their images as files of their groups."""
 
@@ -226,7 +201,7 @@ class ImagePrompts:
         self._limits = limits
         self._media = media
 
-    def encode(self, problem: Problem, tools: list[dict[str, Any]] | None) -> ImagePrompt:
+    def encode(self, problem: Problem, tools: list[dict[str, Any]] | None) -> EncodedPrompt:
         """Return the prompt. Raises MediaError, and ValueError of the model's processor."""
         files = [load_image(source, self._limits) for source in problem.images]
         text = self._processor.apply_chat_template(
@@ -245,7 +220,7 @@ class ImagePrompts:
         ]
         grids = counted or [None] * len(files)
         tokens = self._tokens(ids, grids)
-        return ImagePrompt(
+        return EncodedPrompt(
             ids, [ShownImage(*image) for image in zip(files, tokens, grids, strict=True)]
         )
 
@@ -260,7 +235,7 @@ class ImagePrompts:
         find_runs(ids, image_token, tokens)
         return tokens
 
-    def keep(self, gid: str, prompt: ImagePrompt) -> list[MediaRef]:
+    def keep(self, gid: str, prompt: EncodedPrompt) -> list[MediaRef]:
         """Write the images as files of the group; another draw writes the same files."""
         return [
             MediaRef(

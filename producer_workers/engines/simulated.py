@@ -97,7 +97,11 @@ class SimulatedEngine:
         if self.asleep:
             raise GenerationError(f"request {request_id} arrived while the engine slept")
         self._requests += 1
-        self._fail_as_configured(request_id)
+        config = self._config
+        if config.die_after is not None and self._requests > config.die_after:
+            self._die()
+        if config.fail_every and self._requests % config.fail_every == 0:
+            raise GenerationError(f"request {request_id} failed, as configured by fail_every")
         run = self._draw(request_id, prompt_ids, params)
         self._waiting.append(run)
         self._start_waiting()
@@ -269,19 +273,13 @@ class SimulatedEngine:
             asyncio.get_running_loop().create_future(),
         )
 
-    def _fail_as_configured(self, request_id: str) -> None:
-        every = self._config.fail_every
-        last = self._config.die_after
-        if last is not None and self._requests > last:
-            self._state = "dead, as configured"
-            for run in self._all():
-                if not run.result.done():
-                    run.result.set_exception(self._death())
-            self.check_health()
-        if every is not None and self._requests % every == 0:
-            raise GenerationError(
-                f"request {request_id} failed: every {every}th does, as configured"
-            )
+    def _die(self) -> None:
+        """End all requests. Raises EngineDeadError."""
+        self._state = "dead, as configured by die_after"
+        for run in self._all():
+            if not run.result.done():
+                run.result.set_exception(self._death())
+        raise self._death()
 
     def _death(self) -> EngineDeadError:
         return EngineDeadError(f"the simulated engine is {self._state}")

@@ -18,8 +18,14 @@ from buffer.wire.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED, Rol
 from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams, derived_seed
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, with_system_prompt
-from producer_workers.datasets.dataset import Dataset, Problem, RowPlace, place_of
-from producer_workers.datasets.image_records import ImagePrompt, ImagePrompts
+from producer_workers.datasets.dataset import (
+    Dataset,
+    EncodedPrompt,
+    Problem,
+    RowPlace,
+    place_of,
+)
+from producer_workers.datasets.image_records import ImagePrompts
 
 # The origin of a prompt, which a sampler adds to `extra`.
 ORIGIN_KEYS = ("epoch", "row", "prompt_hash")
@@ -122,7 +128,7 @@ class Sampler:
                 hint=f'known: {", ".join(self.sources)}; "*" fits every source',
             )
 
-    def _encode(self, problem: Problem, place: RowPlace) -> ImagePrompt:
+    def _encode(self, problem: Problem, place: RowPlace) -> EncodedPrompt:
         if taken := RESERVED & set(problem.extra):
             message = f"{self.task}: row {place.row} uses the names {sorted(taken)}"
             raise DatasetError(message, hint="rename these columns of the data set")
@@ -131,7 +137,7 @@ class Sampler:
             if self.images:
                 return self.images.encode(problem, tools)
             ids = encode_chat(self.tokenizer, problem.messages, tools)
-            return ImagePrompt(np.array(ids, dtype="<i4"), [])
+            return EncodedPrompt(np.array(ids, dtype="<i4"), [])
         except MediaError as error:
             raise DatasetError(f"{self.task}: an image of row {place.row}: {error}") from error
         except Exception as error:  # a chat template is a program, and may raise anything

@@ -57,17 +57,21 @@ async def write_on(client: openai.AsyncOpenAI, text: str, dice: random.Random) -
         text += reply.choices[0].text + dice.choice(["", "and", "so"])
 
 
+async def ask(task: Any, messages: Any, **more: Any) -> Any:
+    """Ask for one turn and return OpenAI's choice."""
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        reply = await client.chat.completions.create(model="any", messages=messages, **more)
+    return reply.choices[0]
+
+
 async def reason_and_act(task: Any) -> None:
     """Stop where the model begins to invent what it observes."""
     messages: list[Any] = list(task.messages)
-    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
-        for _ in range(2):
-            reply = await client.chat.completions.create(
-                model="any", messages=messages, stop=["\nSeen:"]
-            )
-            assert "Seen" not in str(reply.choices[0].message.content)
-            assert not reply.choices[0].message.tool_calls, "none were offered"
-            messages += [reply.choices[0].message, {"role": "user", "content": "Seen: 5"}]
+    for _ in range(2):
+        said = (await ask(task, messages, stop=["\nSeen:"])).message
+        assert "Seen" not in str(said.content)
+        assert not said.tool_calls, "none were offered"
+        messages += [said, {"role": "user", "content": "Seen: 5"}]
 
 
 async def calculate(task: Any) -> None:
@@ -76,23 +80,17 @@ async def calculate(task: Any) -> None:
     It sends them back with other white space.
     """
     messages: list[Any] = list(task.messages)
-    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
-        while True:
-            reply = await client.chat.completions.create(
-                model="any", messages=messages, tools=[TOOL]
-            )
-            message = reply.choices[0].message
-            if not message.tool_calls:
-                assert reply.choices[0].finish_reason == "stop"
-                return
-            assert reply.choices[0].finish_reason == "tool_calls"
-            messages.append(message.model_dump(exclude_none=True))
-            for call, copy in zip(message.tool_calls, messages[-1]["tool_calls"], strict=True):
-                assert call.type == "function"
-                copy["function"]["arguments"] = json.dumps(
-                    json.loads(call.function.arguments), indent=1
-                )
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": "5"})
+    while True:
+        choice = await ask(task, messages, tools=[TOOL])
+        calls = choice.message.tool_calls
+        assert choice.finish_reason == ("tool_calls" if calls else "stop")
+        if not calls:
+            return
+        messages.append(choice.message.model_dump(exclude_none=True))
+        for call in messages[-1]["tool_calls"]:
+            arguments = json.loads(call["function"]["arguments"])
+            call["function"]["arguments"] = json.dumps(arguments, indent=1)
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": "5"})
 
 
 async def raises(task: Any) -> None:
@@ -109,10 +107,8 @@ async def never_ends(task: Any) -> None:
 
 async def talks_for_ever(task: Any) -> None:
     messages: list[Any] = list(task.messages)
-    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
-        while True:
-            reply = await client.chat.completions.create(model="any", messages=messages)
-            messages += [reply.choices[0].message, {"role": "user", "content": "go on"}]
+    while True:
+        messages += [(await ask(task, messages)).message, {"role": "user", "content": "go on"}]
 
 
 PROGRAM = """

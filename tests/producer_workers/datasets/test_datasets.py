@@ -156,13 +156,6 @@ def test_hugging_face_folder_is_read_by_split(tmp_path: Path) -> None:
         open_dataset(section.model_copy(update={"path": tmp_path / "nothing"}), tmp_path)
 
 
-def test_torch_dataset_is_read_by_number(tmp_path: Path) -> None:
-    dataset = python("MapStyle", tmp_path, options={"rows": 4})
-    assert (len(dataset), dataset.row(3).ground_truth) == (4, "3")
-    with pytest.raises(IndexError):
-        dataset.row(4)
-
-
 # torch warns of more processes than cores
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 @pytest.mark.parametrize("workers", [0, 2])
@@ -247,10 +240,6 @@ def test_stream_is_not_iterated_before_the_first_draw_and_goes_back_cheaply(toke
     assert stream.passes == 1
     assert asked(dataset, tokenizer, range(ROWS - 1, ROWS + 2)) == ["q9", "q0", "q1"]
     assert stream.passes == 2
-
-
-def test_iterable_torch_dataset_is_a_stream(tmp_path: Path) -> None:
-    assert isinstance(python("Stream", tmp_path), StreamDataset)
 
 
 def test_loader_that_shuffles_by_itself_is_refused(tmp_path: Path) -> None:

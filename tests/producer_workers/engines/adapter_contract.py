@@ -29,7 +29,7 @@ from tests.producer_workers.engines.conftest import Folders, Run
 from tests.servers import Server
 
 VERSIONS = [PolicyVersion("main", number) for number in (1, 2)]
-REDIS = {"weights_transport": "redis"}
+REDIS = {"weights_transport": "redis", "max_staleness": 0}
 FOLDER = {"weights_transport": "folder", "max_staleness": 1}
 
 

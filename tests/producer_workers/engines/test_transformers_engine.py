@@ -13,14 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pydantic import TypeAdapter, ValidationError
 from transformers import AutoModelForCausalLM
 
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_bytes import decode, encode
 from buffer.wire.rollout import PolicyVersion, RolloutState
 from buffer.wire.sampling import SampleParams
-from producer_workers.config.engine import EngineConfig, TransformersConfig
+from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, EngineError, Generation
 from producer_workers.engines.hf.sampling import sample
@@ -141,13 +140,6 @@ def test_routed_experts_of_a_model_without_any_are_refused(
 ) -> None:
     with pytest.raises(EngineError, match="no gates that report the chosen experts"):
         run(build_engine(TransformersConfig(routed_experts=True), folders.first, FIRST).start())
-
-
-def test_routed_experts_are_refused_over_http() -> None:
-    with pytest.raises(ValidationError, match="use kind vllm or transformers"):
-        TypeAdapter(EngineConfig).validate_python(
-            {"kind": "http", "url": "http://gpu7", "routed_experts": True}
-        )
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ def test_images_that_are_not_those_of_the_prompt_fail_their_group_alone(
 # -- from a data set to the trainer --------------------------------------------------------------------
 
 CONFIG = """
-policy = {{ model = "{model}" }}
+policy = {{ model = "{model}", max_staleness = 0 }}
 plan = {{ steps = 2, batch_size = 2 }}
 strategy = {{ max_consecutive_failures = 3 }}
 [run]

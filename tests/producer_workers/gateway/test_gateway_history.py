@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,7 +18,7 @@ from buffer.errors import ConfigError
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.gateway.agents import AgentTask, ProgramAgent
 from producer_workers.gateway.openai_api import ChatRequest
-from tests.producer_workers.agents import PROGRAM
+from tests.producer_workers.agents import PROGRAM, ask
 from tests.producer_workers.gateway.test_gateway_endpoint import USER, Desk, at_desk
 from tests.producer_workers.recorder import Recorder, loop_of, questions
 
@@ -155,8 +154,7 @@ def test_requests_to_the_gateway_never_reach_a_proxy(
         monkeypatch.delenv(name)
 
     async def solve(task: AgentTask) -> float:
-        async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
-            await client.chat.completions.create(model="any", messages=task.messages)  # type: ignore[arg-type]
+        await ask(task, task.messages)
         return 1.0
 
     async def scene() -> None:
