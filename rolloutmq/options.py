@@ -239,7 +239,7 @@ def open_target(redis_url: str | None, run_dir: Path | None, run: str | None) ->
         yield Target(opened, _folder_of(opened, address.run_dir))
 
 
-class Answer(NamedTuple):
+class Output(NamedTuple):
     """What a command prints: `document` with --json, else `shown` (text or renderables)."""
 
     document: Any
@@ -264,7 +264,7 @@ _OF_RUN = [
 ]
 
 
-def on_run(function: Callable[..., Answer | None]) -> Callable[..., None]:
+def on_run(function: Callable[..., Output | None]) -> Callable[..., None]:
     """Give a command the options that select a run, and --json.
 
     The command gets the open run as its first argument, and `as_json` if it has that parameter.

@@ -24,8 +24,8 @@ from buffer.snapshot.folder import read_manifest
 from rolloutmq.cli.groups import WHERE_HELP
 from rolloutmq.command_list import command
 from rolloutmq.options import (
-    Answer,
     AsJson,
+    Output,
     OneTask,
     RedisUrl,
     RunDir,
@@ -50,7 +50,7 @@ def save(
         ),
     ] = False,
     as_json: AsJson = False,
-) -> Answer:
+) -> Output:
     """Save a run to a folder: groups, order, counters, batches.
 
     The copy is of one instant, and nothing is stopped: if the run changes while its index is
@@ -70,7 +70,7 @@ def save(
     if facts.was_running:
         running = plural(facts.was_running, "running group")
         said.append(f"{running} saved as waiting, with the try given back")
-    return Answer(document | facts.model_dump(exclude={"meta", "files"}), said)
+    return Output(document | facts.model_dump(exclude={"meta", "files"}), said)
 
 
 @contextmanager
@@ -123,7 +123,7 @@ def restore(
             f"it is paused ({mode}), as it was when it was saved; `rolloutmq resume` ends the pause"
         )
     document = {"run": restored.name, "groups": facts.groups, "mode": mode}
-    Answer(document | {"took_s": round(took_s, 3)}, said).print(as_json=as_json)
+    Output(document | {"took_s": round(took_s, 3)}, said).print(as_json=as_json)
 
 
 _STATUSES = (*POOLS, "init", "failed")
@@ -157,7 +157,7 @@ def export(
         ),
     ] = False,
     as_json: AsJson = False,
-) -> Answer:
+) -> Output:
     """Write groups to a file, one line per rollout.
 
     A line has messages, texts, token ids, logprobs, versions and rewards. With --archived, the
@@ -185,7 +185,7 @@ def export(
     }
     if archived:
         document["steps"] = [done.steps[0], done.steps[-1]] if done.steps else []
-    return Answer(document, list(_exported(file, done, archived)))
+    return Output(document, list(_exported(file, done, archived)))
 
 
 def _exported(file: Path, done: Exported, archived: bool) -> Iterator[str]:
@@ -224,7 +224,7 @@ def import_groups(
         typer.Option("--key", metavar="FILE", help="Key to sign the groups with: the producer's."),
     ] = None,
     as_json: AsJson = False,
-) -> Answer:
+) -> Output:
     """Put completed groups from a file into the pools of a run.
 
     All lines are checked before the first group is imported. Consecutive lines with the same gid
@@ -239,4 +239,4 @@ def import_groups(
     said = [f"{_amount(done)} imported from {file}"]
     if done.too_old:
         said.append(f"{done.too_old} of them are too old for the next train step: they will expire")
-    return Answer({"file": str(file), **asdict(done)}, said)
+    return Output({"file": str(file), **asdict(done)}, said)

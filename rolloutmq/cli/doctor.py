@@ -11,7 +11,15 @@ from buffer.errors import StoreUnsafe
 from buffer.redis.server.check import ServerFinding, check_all
 from buffer.run import Run
 from rolloutmq.command_list import command
-from rolloutmq.options import Answer, AsJson, RedisUrl, RunDir, RunName, choose_run, open_server
+from rolloutmq.options import (
+    AsJson,
+    Output,
+    RedisUrl,
+    RunDir,
+    RunName,
+    choose_run,
+    open_server,
+)
 from rolloutmq.output import age
 from rolloutmq.views.diagnosis import Symptom, describe, last_event_ms
 from rolloutmq.views.inspection import diagnose_run
@@ -51,7 +59,7 @@ def doctor(
         shown += _run(name, view, symptoms)
     if not diagnoses:
         shown.append(Text("\nthere is no run on this server; `rolloutmq run CONFIG` starts one"))
-    Answer(document | {"runs": runs}, shown).print(as_json=as_json)
+    Output(document | {"runs": runs}, shown).print(as_json=as_json)
     if bad := [found for found in findings if found.level == "error"]:
         raise StoreUnsafe(
             f"{address} is not safe for a run: {len(bad)} of its settings could lose data or fail"

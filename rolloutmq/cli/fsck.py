@@ -19,7 +19,7 @@ from buffer.redis.server.check import check_all
 from buffer.run import Run
 from consumer.grpo.reporting.step_log import StepLog
 from rolloutmq.command_list import command
-from rolloutmq.options import Answer, AsJson, Target, on_run
+from rolloutmq.options import AsJson, Output, Target, on_run
 from rolloutmq.output import count, plural, progress
 from rolloutmq.views.screen import groups_table
 
@@ -45,7 +45,7 @@ def fsck(target: Target, as_json: AsJson = False) -> None:
     risks = could_lose(target.run)
     warnings = [Text(f"[warn] {risk}", style="yellow") for risk in risks]
     document = report(found, steps) | {"could_lose": risks}
-    Answer(document, [*verdicts(found, steps), *warnings]).print(as_json=as_json)
+    Output(document, [*verdicts(found, steps), *warnings]).print(as_json=as_json)
     twice = steps.trained_twice() if steps else {}
     if twice or not found.clean:
         raise AccountError(

@@ -18,7 +18,7 @@ from buffer.query.record import STAGES, GroupRecord
 from buffer.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.options import (
-    Answer,
+    Output,
     GroupId,
     Limit,
     OneTask,
@@ -60,7 +60,7 @@ def list_groups(
         str, typer.Option(metavar="FIELD", help="Sort by this field; -FIELD: descending.")
     ] = "",
     limit: Limit = 50,
-) -> Answer:
+) -> Output:
     """List the groups of a run that match a query.
 
     They are listed by stage: waiting groups in their order, pools by weights and arrival. Archived,
@@ -74,7 +74,7 @@ def list_groups(
     query = parse({"$and": [read_where(where), chosen]})
     rows = list(target.run.groups.find(query, limit=limit, order=order))
     shown = _listed(rows, limit) if rows else [_NO_GROUP]
-    return Answer([asdict(row) for row in rows], shown)
+    return Output([asdict(row) for row in rows], shown)
 
 
 _NO_GROUP = (
@@ -107,7 +107,7 @@ def _cut(what: str, is_cut: bool) -> list[Text]:
 
 @command("Steer", "dead", epilog="Example: rolloutmq dead --task math --limit 20")
 @on_run
-def dead(target: Target, task: OneTask = None, limit: Limit = 50) -> Answer:
+def dead(target: Target, task: OneTask = None, limit: Limit = 50) -> Output:
     """List dead letters, newest first.
 
     A group becomes a dead letter when its tries are used up, or when the trainer cannot read it.
@@ -124,7 +124,7 @@ def dead(target: Target, task: OneTask = None, limit: Limit = 50) -> Answer:
         cells = (str(letter.tries), letter.worker, age(letter.age_ms), reason)
         grid.add_row(letter.gid, *cells)
     shown = [grid, *_cut(f"only the newest {limit}", len(letters) == limit)]
-    return Answer([asdict(each) for each in letters], shown if letters else _NO_LETTER)
+    return Output([asdict(each) for each in letters], shown if letters else _NO_LETTER)
 
 
 _NO_LETTER = "There are no dead letters."
@@ -139,7 +139,7 @@ def requeue(
     ] = None,
     all_dead: Annotated[bool, typer.Option("--all-dead", help="Requeue all dead letters.")] = False,
     yes: Yes = False,
-) -> Answer:
+) -> Output:
     """Put a dead group, or one of a pool, back into the queue.
 
     It gets all its tries back and starts from its prompt: its result is discarded. Only an aborted
@@ -159,7 +159,7 @@ def requeue(
         if gid
         else (f"{plural(len(moved), 'dead group')} requeued")
     )
-    return Answer({"requeued": moved}, said)
+    return Output({"requeued": moved}, said)
 
 
 @command("Steer", "drop", epilog="Example: rolloutmq drop math-0000000042 --yes")
@@ -180,7 +180,7 @@ def drop(
         ),
     ] = "",
     yes: Yes = False,
-) -> Answer:
+) -> Output:
     """End a group that waits, is in a pool, or is dead.
 
     It is counted as dropped, its payload is freed, and its prompt is not drawn again. A running
@@ -196,10 +196,10 @@ def drop(
     said = f"{gid} was {before}; it is dropped"
     if before == "dropped":
         said = f"{gid} had been dropped before; nothing was changed"
-    return Answer({"gid": gid, "before": before}, said)
+    return Output({"gid": gid, "before": before}, said)
 
 
-def _drop_task(run: Run, task: str, yes: bool) -> Answer:
+def _drop_task(run: Run, task: str, yes: bool) -> Output:
     """Drop the groups of a removed task. Raises ConfigError if the config still has the task."""
     gone = [name for name, limits in run.limits.tasks.items() if limits.is_gone]
     if task not in gone:
@@ -215,4 +215,4 @@ def _drop_task(run: Run, task: str, yes: bool) -> Answer:
         run.jobs.drop(gid)
     left = f"; {held} running or in a batch are left" if held else ""
     said = f"{plural(len(free), 'group')} of task {task} dropped{left}"
-    return Answer({"task": task, "dropped": len(free), "held": held}, said)
+    return Output({"task": task, "dropped": len(free), "held": held}, said)

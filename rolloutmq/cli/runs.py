@@ -23,8 +23,8 @@ from rolloutmq.command_list import command
 from rolloutmq.options import (
     RUNS,
     Address,
-    Answer,
     AsJson,
+    Output,
     RedisUrl,
     RunDir,
     Yes,
@@ -99,7 +99,7 @@ def runs(
     if folders:
         shown += [*([""] if address else []), _folders_table(folders)]
     document = [_as_json(line) for line in lines] + [_folder_json(line) for line in folders]
-    Answer(document, shown).print(as_json=as_json)
+    Output(document, shown).print(as_json=as_json)
 
 
 def _read_server(
@@ -122,7 +122,7 @@ def _line_of(store: Store, name: str) -> RunLine:
         return RunLine(name, None)
 
 
-def _delete(store: Store, name: str, yes: bool) -> Answer:
+def _delete(store: Store, name: str, yes: bool) -> Output:
     line = _line_of(store, name)
     if line.lives:
         raise RoleHeld(f"run {name!r} is in use: {', '.join(line.lives)}", hint="stop them first")
@@ -134,7 +134,7 @@ def _delete(store: Store, name: str, yes: bool) -> Answer:
         )
     view = store.at(Keys(name).meta)
     removed = remove_run(view, Keys(name, spread=view.in_cluster))
-    return Answer({"run": name, "keys": removed}, f"run {name} removed: {count(removed)} keys")
+    return Output({"run": name, "keys": removed}, f"run {name} removed: {count(removed)} keys")
 
 
 def _as_json(line: RunLine) -> dict[str, Any]:

@@ -25,7 +25,15 @@ from buffer.redis.signing import Key, read_keys, write_keys
 from buffer.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.hang_up import stop_at_signals
-from rolloutmq.options import Answer, AsJson, RunDir, Target, embedded_server, newest_server, on_run
+from rolloutmq.options import (
+    AsJson,
+    Output,
+    RunDir,
+    Target,
+    embedded_server,
+    newest_server,
+    on_run,
+)
 from rolloutmq.output import console, emit, emit_line, facts, plural, table
 
 log = logging.getLogger("rolloutmq.janitor")
@@ -118,7 +126,7 @@ def server(
     rows = [("server of", str(folder)), ("url", embedded.url), ("redis-cli", embedded.cli)]
     shown = facts([*rows, ("pid", str(embedded.pid))])
     stopped = f"the server of {folder} is stopped; its data is on disk"
-    answer = Answer(document | {"pid": embedded.pid}, stopped if stop else shown)
+    answer = Output(document | {"pid": embedded.pid}, stopped if stop else shown)
     answer.print(as_json=as_json)
 
 

@@ -19,8 +19,8 @@ from buffer.wire.staleness import staleness
 from consumer.grpo.reporting.sample_log import Sample
 from rolloutmq.command_list import command
 from rolloutmq.options import (
-    Answer,
     AsJson,
+    Output,
     GroupId,
     RedisUrl,
     RunDir,
@@ -63,7 +63,7 @@ def show(
     document = found.document(tokens=tokens)
     if member is not None:
         document["members"] = [_member(document, member)]
-    Answer(document, list(group_parts(document))).print(as_json=as_json)
+    Output(document, list(group_parts(document))).print(as_json=as_json)
 
 
 def _member(document: Mapping[str, Any], index: int) -> Any:
@@ -144,7 +144,7 @@ def _rewards(run: Run, manifest: Manifest) -> list[float | None]:
     return [float(total) / entry.samples if total else None for total, entry in pairs]
 
 
-def _logged(samples: list[Sample]) -> Answer:
+def _logged(samples: list[Sample]) -> Output:
     groups = [_sampled(sample) for sample in samples]
     step = samples[0]["step"]
     names = ("gid", "why", "samples", "version", "staleness", "reward")
@@ -153,7 +153,7 @@ def _logged(samples: list[Sample]) -> Answer:
         *cells, reward = (group[name] for name in names)
         grid.add_row(*map(known, cells), known(reward, ".3f"))
     title = f"of step {step}, the sample log has these {len(groups)} groups"
-    return Answer({"step": step, "is_sample": True, "groups": groups}, [title, grid, _SHOW])
+    return Output({"step": step, "is_sample": True, "groups": groups}, [title, grid, _SHOW])
 
 
 _SHOW = Text("rolloutmq show GID shows one of them", style="dim")
@@ -172,7 +172,7 @@ def _sampled(sample: Sample) -> dict[str, Any]:
     }
 
 
-def _recorded(run: Run, manifest: Manifest) -> Answer:
+def _recorded(run: Run, manifest: Manifest) -> Output:
     groups: list[dict[str, Any]] = [
         {
             "gid": entry.gid,
@@ -203,4 +203,4 @@ def _recorded(run: Run, manifest: Manifest) -> Answer:
         grid.add_row(
             group["gid"], *cells, format_size(group["size"]), known(group["reward"], ".3f")
         )
-    return Answer(document, [about, grid, _SHOW])
+    return Output(document, [about, grid, _SHOW])

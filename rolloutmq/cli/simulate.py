@@ -11,7 +11,7 @@ from rich.console import RenderableType
 
 from producer_workers.simulation.advice import Advice, Simulated, as_config
 from rolloutmq.command_list import command
-from rolloutmq.options import Answer, AsJson
+from rolloutmq.options import AsJson, Output
 from rolloutmq.output import table
 
 EPILOG = """
@@ -22,6 +22,7 @@ Example: rolloutmq simulate --workers 8 --median 2000 --sigma 1 --step-s 60
 
 \b
 A line of a trace is one response: 812, {"tokens": 812} or {"seconds": 9.5}.
+Limits: max_ahead, max_staleness. Idle: workers, then the trainer.
 Waste: tokens of groups that expired, or generated again after an update.
 Length: mean length of what is trained, as a share of what was started. Tail: the
 same for responses above the started p95. Below 1, the model learns to be short.
@@ -160,21 +161,19 @@ def simulate(
     _answer(outcomes, advise(outcomes)).print(as_json=as_json)
 
 
-def _answer(outcomes: Sequence[Simulated], advice: Advice) -> Answer:
+def _answer(outcomes: Sequence[Simulated], advice: Advice) -> Output:
     """Return a line per setting with the chosen one marked, the reasons, and its config."""
-    numbers = ("step s", "tokens/s", "idle", "trainer idle", "staleness", "waste", "length", "tail")
-    grid = table("", "ahead", "max", "update", "straggler", *numbers, right=numbers)
+    numbers = ("step s", "idle", "trainer", "staleness", "waste", "length", "tail")
+    grid = table("", "limits", "update", *numbers, right=numbers)
     rows = []
     for place, (setting, outcome) in enumerate(outcomes):
         is_chosen = place == advice.chosen
+        straggler = setting.on_straggler
         grid.add_row(
             ">" if is_chosen else "",
-            str(setting.max_ahead),
-            str(setting.max_staleness),
-            setting.interruption,
-            setting.on_straggler,
+            f"{setting.max_ahead}, {setting.max_staleness}",
+            setting.interruption + ("" if straggler == "drop" else f", {straggler}"),
             f"{outcome.seconds / outcome.steps:,.1f}",
-            f"{outcome.tokens_per_s:,.0f}",
             f"{outcome.worker_idle:.1%}",
             f"{outcome.trainer_idle:.1%}",
             f"{outcome.mean_staleness:.2f} to {max(outcome.staleness, default=0)}",
@@ -192,4 +191,4 @@ def _answer(outcomes: Sequence[Simulated], advice: Advice) -> Answer:
         "workers_wanted": advice.workers_wanted,
     }
     reasons: list[RenderableType] = [f"\n{reason}" for reason in advice.reasons]
-    return Answer(document, [grid, *reasons, f"\n{as_config(outcomes[advice.chosen][0])}"])
+    return Output(document, [grid, *reasons, f"\n{as_config(outcomes[advice.chosen][0])}"])

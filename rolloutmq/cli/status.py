@@ -12,10 +12,10 @@ import typer
 
 from buffer.run import Run
 from rolloutmq.command_list import command
-from rolloutmq.options import Answer, AsJson, Target, on_run
+from rolloutmq.options import AsJson, Output, Target, on_run
 from rolloutmq.output import console, emit_line
 from rolloutmq.views.history import History
-from rolloutmq.views.live import LINE_S, Keys, watch
+from rolloutmq.views.live import LINE_S, KeyPresses, watch
 from rolloutmq.views.run_json import describe
 from rolloutmq.views.run_view import read_run_view
 from rolloutmq.views.screen import LiveNotes, status_screen
@@ -23,14 +23,14 @@ from rolloutmq.views.screen import LiveNotes, status_screen
 
 @command("Look", "status", epilog="Example: rolloutmq status --json | python -m json.tool")
 @on_run
-def status(target: Target) -> Answer:
+def status(target: Target) -> Output:
     """Show the state of a run: groups, weights, workers, staleness.
 
     Also shows whether it is paused, by whom and since when, and whether every group is accounted
     for.
     """
     view = read_run_view(target.run)
-    return Answer(describe(view), status_screen(view))
+    return Output(describe(view), status_screen(view))
 
 
 @command("Look", "top", epilog="Example: rolloutmq top --run-dir runs/demo")
@@ -62,7 +62,7 @@ def top(
     screen = console()
     notes = LiveNotes()
     is_typed = screen.is_terminal and sys.stdin.isatty()
-    with Keys(target.run, notes, screen) if is_typed else nullcontext() as keys:
+    with KeyPresses(target.run, notes, screen) if is_typed else nullcontext() as keys:
         history = History(target.run_dir)
         watch(target.run, history, notes, screen, is_over, every_s=every, keys=keys)
 

@@ -16,7 +16,7 @@ from buffer.control.settings_record import SettingsRecord
 from buffer.errors import ConfigError, PauseTimeout
 from buffer.run import Run
 from rolloutmq.command_list import command
-from rolloutmq.options import Answer, AsJson, Target, on_run, require_known
+from rolloutmq.options import AsJson, Output, Target, on_run, require_known
 from rolloutmq.output import age, console, plain, plural, table
 from rolloutmq.views.operator_mode import set_operator_mode
 from rolloutmq.views.setting_view import overrides, time_text, value_text
@@ -49,7 +49,7 @@ def pause(
     wait: Wait = False,
     timeout: Timeout = None,
     as_json: AsJson = False,
-) -> Answer:
+) -> Output:
     """Pause a run until `rolloutmq resume`.
 
     No worker claims anything during the pause. The trainer's own pauses, around weight updates,
@@ -73,7 +73,7 @@ def resume(
     wait: Wait = False,
     timeout: Timeout = None,
     as_json: AsJson = False,
-) -> Answer:
+) -> Output:
     """End the operator's pause of a run.
 
     A pause of the trainer stays, unless that trainer has left or sends no heartbeat: then it ends,
@@ -88,23 +88,23 @@ def resume(
     return _hold(target.run, Mode.RUN, wait, timeout, as_json)
 
 
-def _resume_task(run: Run, task: str) -> Answer:
+def _resume_task(run: Run, task: str) -> Output:
     require_known("task", task, run.limits.tasks)
     failures = int(run.progress(task).get("failures_in_row", 0))
     run.jobs.resume_task(task)
     said = f"{task} continues: {plural(failures, 'failure')} in a row reset"
-    return Answer({"task": task, "failures": failures}, said)
+    return Output({"task": task, "failures": failures}, said)
 
 
-def _unbar(run: Run, worker: str) -> Answer:
+def _unbar(run: Run, worker: str) -> Output:
     bad = run.fleet.unbar(worker)
     said = f"{worker} may claim again: {plural(bad, 'bad group')} reset"
-    return Answer(
+    return Output(
         {"worker": worker, "bad_groups": bad}, said if bad else f"{worker} was not barred"
     )
 
 
-def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bool) -> Answer:
+def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bool) -> Output:
     """Set the operator's mode, and wait for all receipts if asked. Raises PauseTimeout."""
     start = time.monotonic()
     state, changed = set_operator_mode(run, mode, _ignore if as_json else console().print)
@@ -117,7 +117,7 @@ def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bo
     confirmed = sorted(live - set(silent))
     facts = {"run": run.name, "mode": state.mode, "epoch": state.epoch, "changed": changed}
     lists = {"confirmed": confirmed, "silent": silent, "took_s": round(took_s, 3)}
-    return Answer(facts | lists, _summary(confirmed, silent, took_s, wait))
+    return Output(facts | lists, _summary(confirmed, silent, took_s, wait))
 
 
 def _ignore(line: str) -> None:
@@ -147,7 +147,7 @@ def drain(
         float, typer.Option(min=0, help="Seconds to wait for the last group to finish.")
     ] = 3600.0,
     as_json: AsJson = False,
-) -> Answer:
+) -> Output:
     """Finish the running groups and claim no new ones.
 
     Waits until no group runs. The run is then at rest, with all results in its pools, until
@@ -165,7 +165,7 @@ def drain(
             "abort` returns them",
         )
     said = f"no group is running, after {age(took_s * 1000)}; `rolloutmq resume` ends the pause"
-    return Answer({"run": target.run.name, "mode": "drain", "seconds": took_s}, said)
+    return Output({"run": target.run.name, "mode": "drain", "seconds": took_s}, said)
 
 
 def _wait_until_drained(run: Run, end: float, *, quiet: bool) -> int:
@@ -203,7 +203,7 @@ def set_(
     listed: Annotated[
         bool, typer.Option("--list", help="List what differs from the config, and since when.")
     ] = False,
-) -> Answer:
+) -> Output:
     """Change settings of a run while it continues.
 
     Every process applies them at its next heartbeat, round or batch. They belong to the run, and
@@ -228,7 +228,7 @@ def set_(
     document = {
         name: {"before": before, "after": after} for name, (before, after) in changes.items()
     }
-    return Answer(
+    return Output(
         {"changed": document}, said or "nothing to change: the run has these settings already"
     )
 
@@ -239,14 +239,14 @@ def keep_settings(target: Target) -> None:
         KeptSettings(target.run_dir, target.run.nonce).keep(target.run.settings)
 
 
-def _overridden(record: SettingsRecord) -> Answer:
+def _overridden(record: SettingsRecord) -> Output:
     found = list(overrides(record))
     grid = table("setting", "config", "now", "since", "by")
     for each in found:
         name, config = each["name"], value_text(each["name"], each["config"])
         row = (name, config, str(each["value"]), time_text(each["set_ms"]), each["by"] or "-")
         grid.add_row(*map(plain, row))
-    return Answer({"settings": found}, grid if found else "every setting is as in the config")
+    return Output({"settings": found}, grid if found else "every setting is as in the config")
 
 
 def _who() -> str:

@@ -12,7 +12,7 @@ from buffer.control.worker_record import WorkerRecord
 from buffer.ledger.audits import AuditAccount, Verdict
 from consumer.grpo.audit.audit_log import groups_of
 from rolloutmq.command_list import command
-from rolloutmq.options import Answer, Target, Yes, on_run, require_known, require_yes
+from rolloutmq.options import Output, Target, Yes, on_run, require_known, require_yes
 from rolloutmq.output import age, faults_text, known, plural, state, table
 from rolloutmq.views.run_json import worker_json
 from rolloutmq.views.run_view import RunView, read_run_view
@@ -33,7 +33,7 @@ def workers(
             "`audit.jsonl` in the run's folder, those that were trained.",
         ),
     ] = None,
-) -> Answer:
+) -> Output:
     """List the workers of a run.
 
     Columns: state, weights, time since the last heartbeat (seen), groups held of its
@@ -44,10 +44,10 @@ def workers(
     """
     if groups is not None:
         made = _groups_of(target, groups)
-        return Answer(made, _groups_table(made) if made else f"No group of {groups} is known.")
+        return Output(made, _groups_table(made) if made else f"No group of {groups} is known.")
     view = read_run_view(target.run)
     shown = _shown(view, target.run.audits.read()) if view.workers else [_NO_WORKER]
-    return Answer([worker_json(row, view) for row in view.workers], shown)
+    return Output([worker_json(row, view) for row in view.workers], shown)
 
 
 _NO_WORKER = "No worker has registered. `rolloutmq worker CONFIG` starts one."
@@ -126,7 +126,7 @@ def fence(
         typer.Argument(metavar="WORKER", help="Id of the worker; `rolloutmq workers` lists them."),
     ],
     yes: Yes = False,
-) -> Answer:
+) -> Output:
     """Revoke all groups that a worker holds, and remove the worker.
 
     Its groups are queued again; if it still submits them, they are refused. A worker that is alive
@@ -139,4 +139,4 @@ def fence(
     require_yes(yes, f"revoke {held} of {worker}, last seen {seen} ago")
     revoked = target.run.fleet.fence(worker)
     said = f"{worker} is fenced; {plural(revoked, 'group')} revoked"
-    return Answer({"worker": worker, "revoked": revoked}, said)
+    return Output({"worker": worker, "revoked": revoked}, said)

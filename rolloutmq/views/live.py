@@ -33,7 +33,7 @@ _MODES = {"a": Mode.ABORT, "d": Mode.DRAIN, "k": Mode.KEEP}
 _WHICH = "pause? a abort groups · d finish them · k freeze them · any other key: no pause"
 
 
-class Keys:
+class KeyPresses:
     """Handles keys between two frames; `with` reads them one by one without echo."""
 
     def __init__(self, run: Run, notes: LiveNotes, screen: Console) -> None:
@@ -43,7 +43,7 @@ class Keys:
         self._stdin = sys.stdin.fileno()
         notes.prompt = KEYS
 
-    def __enter__(self) -> Keys:
+    def __enter__(self) -> KeyPresses:
         self._before = termios.tcgetattr(self._stdin)
         tty.setcbreak(self._stdin)
         return self
@@ -117,7 +117,7 @@ def watch(
     is_over: Callable[[], bool],
     *,
     every_s: float | None = None,
-    keys: Keys | None = None,
+    keys: KeyPresses | None = None,
 ) -> None:
     """Show `run` until `is_over()` returns True after a refresh, or `q` is pressed.
 

@@ -20,10 +20,10 @@ def test_simulate_prints_every_setting_and_what_it_would_choose() -> None:
     lines = done.stdout.splitlines()
     assert max(len(line) for line in lines) <= 80
     # staleness 0 is there once: nothing runs while its weights are updated
-    assert [line[2:].split()[:2] for line in lines[1:4]] == [
-        ["0", "keep"],
-        ["1", "keep"],
-        ["1", "partial"],
+    assert [line[2:].split()[:3] for line in lines[1:4]] == [
+        ["0,", "0", "keep"],
+        ["1,", "1", "keep"],
+        ["1,", "1", "partial"],
     ]
     assert [line[0] for line in lines[1:4]].count(">") == 1
     assert "[policy]" in lines
@@ -34,7 +34,7 @@ def test_simulate_tells_programs_the_same(tmp_path: Path) -> None:
     trace.write_text("\n".join(["100"] * 9 + ['{"seconds": 100}']), encoding="utf-8")
     done = in_process(*SMALL, "--trace", str(trace), "--json")
     document = orjson.loads(done.stdout)
-    assert len(document["settings"]) == 10
+    assert len(document["settings"]) == 13
     assert document["chosen"] in document["settings"]
     assert document["reasons"]
 
