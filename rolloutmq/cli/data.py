@@ -25,8 +25,8 @@ from rolloutmq.cli.groups import WHERE_HELP
 from rolloutmq.command_list import command
 from rolloutmq.options import (
     AsJson,
-    Output,
     OneTask,
+    Output,
     RedisUrl,
     RunDir,
     Target,

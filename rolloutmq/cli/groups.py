@@ -18,10 +18,10 @@ from buffer.query.record import STAGES, GroupRecord
 from buffer.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.options import (
-    Output,
     GroupId,
     Limit,
     OneTask,
+    Output,
     Target,
     Yes,
     on_run,

@@ -20,8 +20,8 @@ from consumer.grpo.reporting.sample_log import Sample
 from rolloutmq.command_list import command
 from rolloutmq.options import (
     AsJson,
-    Output,
     GroupId,
+    Output,
     RedisUrl,
     RunDir,
     RunName,
