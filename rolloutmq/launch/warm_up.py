@@ -6,6 +6,8 @@ import shutil
 import time
 from pathlib import Path
 
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
 from buffer.errors import ConfigError
 from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.grpo.models.warm_start import (
@@ -32,12 +34,15 @@ def make_model(config: Config) -> None:
     shutil.rmtree(random_model, ignore_errors=True)
     build_tiny_model(random_model, config.tiny_model, config.run.seed)
     started = time.monotonic()
-    what = f"warm start: at most {config.warm_start.max_steps} steps"
-    console.print(what)
-    with console.status(what) as status:
+    most = config.warm_start.max_steps
+    console.print(f"warm start: at most {most} steps")  # a log shows the bar only at its end
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        job = bar.add_task("", total=most)
 
         def show(now: WarmStartProgress) -> None:
-            status.update(f"step {now.step} · loss {now.loss:.3f} · accuracy {now.accuracy:.2f}")
+            what = f"step {now.step} · loss {now.loss:.3f} · accuracy {now.accuracy:.2f}"
+            bar.update(job, completed=now.step, description=what)
 
         warm_start(random_model, folder, _problems(config), config.warm_start, show)
     shutil.rmtree(random_model)

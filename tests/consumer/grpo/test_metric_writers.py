@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -13,6 +14,7 @@ import pytest
 from buffer.errors import ConfigError
 from consumer.grpo.reporting.metric_writers import open_writers
 from rolloutmq.config.config import Config
+from tests.consumer.handle.crew import wait_until
 
 EVIL = "</td><script>alert(1)</script>\n```\n# not a heading"
 
@@ -49,6 +51,8 @@ def train_twice(config: Config, name: str) -> None:
         if first == 3:
             writer.write_evaluation(2, "quiz", {"eval/accuracy": 0.5})
         writer.close()
+        # the names of the folders of W&B have a resolution of one second
+        time.sleep(1.1 if name == "wandb" and first == 1 else 0)
 
 
 def test_tensorboard_holds_the_steps_of_the_weights_that_exist(
@@ -89,30 +93,57 @@ def test_tensorboard_holds_the_steps_of_the_weights_that_exist(
     assert "secret" not in settings
 
 
-def test_wandb_gets_each_step_once_in_one_run(
-    config: Config, monkeypatch: pytest.MonkeyPatch
+def test_wandb_holds_each_step_once_in_one_run(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows: list[dict[str, Any]] = []
-    opened: list[dict[str, Any]] = []
-
-    def init(**options: Any) -> Any:
-        opened.append(options)
-        nothing = lambda *_, **__: None  # noqa: E731
-        return SimpleNamespace(log=rows.append, define_metric=nothing, finish=nothing)
-
-    package = SimpleNamespace(init=init, Table=lambda columns, data: data)
-    monkeypatch.setitem(sys.modules, "wandb", package)
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
     train_twice(config, "wandb")
-    assert {(each["id"], each["name"], each["project"]) for each in opened} == {
-        (opened[0]["id"], "demo", "sums")
+
+    def read() -> list[Any]:
+        """Read all records, once a process of W&B has written both runs to their ends."""
+        files = sorted(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+        records = [record for file in files for record in wandb_records(file.read_bytes())]
+        ends = [record for record in records if record.WhichOneof("record_type") == "exit"]
+        return records if len(ends) == 2 else []
+
+    wait_until(read, "W&B has written both runs")
+    records = read()
+    runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
+    assert {(run.run_id, run.display_name, run.project) for run in runs} == {
+        (runs[0].run_id, "demo", "sums")
     }
-    assert len(opened) == 2
-    assert b"secret" not in orjson.dumps(opened[0]["config"])
+    assert all(b"secret" not in record.SerializeToString() for record in records)
+    assert any("batch_size" in update.value_json for update in runs[0].config.update)
+    rows = [
+        {item.key or "/".join(item.nested_key): orjson.loads(item.value_json) for item in items}
+        for record in records
+        if (items := record.history.item)
+    ]
     means = [(row["train_step"], row["rewards/mean"]) for row in rows if "rewards/mean" in row]
     assert means == [(1, 1.1), (2, 2.1), (3, 3.1), (4, 4.3)]
     assert [row["train_step"] for row in rows if "eval/quiz/accuracy" in row] == [2]
-    cells = next(row["samples"] for row in rows if "samples" in row)[0]
+    tables = list(tmp_path.glob("wandb/offline-run-*/files/media/table/*.json"))
+    cells = orjson.loads(tables[0].read_bytes())["data"][0]
     assert {"math-0000000007", EVIL, "user: What is 1 + 1?", "weights 4"} <= {str(c) for c in cells}
+
+
+def wandb_records(data: bytes) -> Iterator[Any]:
+    """Yield the records of an offline file, which is a log in blocks of 32 KiB (LevelDB's)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    whole = b""
+    at = 7
+    while at + 7 <= len(data):
+        if (room := 32768 - at % 32768) < 7:
+            at += room
+            continue
+        size = int.from_bytes(data[at + 4 : at + 6], "little")
+        kind = data[at + 6]
+        whole = (b"" if kind in (1, 2) else whole) + data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):
+            yield Record.FromString(whole)
 
 
 def test_a_writer_that_is_not_installed_is_an_error(
