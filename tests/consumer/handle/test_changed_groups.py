@@ -45,7 +45,7 @@ def test_nothing_follows_from_a_group_that_changed(
     consumer = trainer(run)
     batch = take(run, consumer)
     overwrite(batch.groups[1].columns[column])
-    with pytest.raises(GroupChanged, match=f"{batch.groups[1].gid}: {column}") as error:
+    with pytest.raises(GroupChanged, match=batch.groups[1].gid) as error:
         act(consumer, tmp_path)
     assert error.value.hint
     assert run.ledger.steps()[:2] == (1, 0)
@@ -81,5 +81,5 @@ def test_groups_of_an_evaluation_are_compared_too(run: Run, trainer: Trainers) -
         consumer.take_batch(1, {"math": 1})
         groups = consumer.evaluate("quiz", 2)
     overwrite(groups[1].columns["rewards"])
-    with pytest.raises(GroupChanged, match="rewards"):
+    with pytest.raises(GroupChanged, match="quiz"):
         consumer.commit(1, keep=1)
