@@ -104,7 +104,7 @@ class GatewayAgentLoop:
             by_index.setdefault(state.index, []).append(state)
         unjudged = {index for index, session in by_index.items() if _is_unjudged(session[0])}
         record = SessionRecord(states[0].extra)
-        async with Endpoint() as endpoint:
+        async with Endpoint(self._tokenizer) as endpoint:
 
             async def run(index: int, rollouts: Rollouts) -> None:
                 by_index[index] = await self._session(rollouts, engine, endpoint, gid, record)

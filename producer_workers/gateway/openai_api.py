@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
@@ -45,7 +46,6 @@ REFUSED_IN_MESSAGES = {
 REFUSED = {
     "functions": "offer tools",
     "function_call": "offer tools",
-    "logprobs": "they are recorded, not returned",
     "top_logprobs": "only the logprob of what was sampled is known",
     "prompt_logprobs": "only the logprob of what was sampled is known",
     "audio": "only text can be asked",
@@ -101,16 +101,16 @@ class Request(BaseModel):
                 raise ValueError(f"{name}: {REFUSED[name]}")
         return fields
 
-    def answer(self, turn: SampledTurn, name: str) -> Json:
-        """Return the response `name`."""
+    def answer(self, turn: SampledTurn, name: str, pieces: list[str]) -> Json:
+        """Return the response `name`; `pieces` are the texts of its tokens, for logprobs."""
         frame = self._frame(name, self.kind)
-        return {**frame, "choices": [self._choice(turn)], "usage": _usage(turn)}
+        return {**frame, "choices": [self._choice(turn, pieces)], "usage": _usage(turn)}
 
-    def events(self, turn: SampledTurn, name: str) -> Iterator[bytes]:
+    def events(self, turn: SampledTurn, name: str, pieces: list[str]) -> Iterator[bytes]:
         """Yield the response as a stream, with all tokens in one chunk: the turn is complete."""
         wants_usage = (self.stream_options or {}).get("include_usage")
         frame = self._frame(name, self.chunk_kind) | ({"usage": None} if wants_usage else {})
-        chunks: list[Json] = [{"choices": [c]} for c in self._chunk_choices(turn)]
+        chunks: list[Json] = [{"choices": [c]} for c in self._chunk_choices(turn, pieces)]
         if wants_usage:
             chunks.append({"choices": [], "usage": _usage(turn)})
         for chunk in chunks:
@@ -131,11 +131,11 @@ class Request(BaseModel):
             "model": self.model,
         }
 
-    def _choice(self, turn: SampledTurn) -> Json:
+    def _choice(self, turn: SampledTurn, pieces: list[str]) -> Json:
         raise NotImplementedError
 
-    def _chunk_choices(self, turn: SampledTurn) -> list[Json]:
-        return [self._choice(turn)]
+    def _chunk_choices(self, turn: SampledTurn, pieces: list[str]) -> list[Json]:
+        return [self._choice(turn, pieces)]
 
     @property
     def _stops(self) -> list[str]:
@@ -153,11 +153,16 @@ class ChatRequest(Request):
     tool_choice: Literal["auto", "none", "required"] | Json | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
 
     @field_validator("messages")
     @classmethod
     def _plain(cls, messages: list[Json]) -> list[Json]:
         return [plain_message(message) for message in messages]
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
 
     @model_validator(mode="after")
     def _choice_is_offered(self) -> ChatRequest:
@@ -184,22 +189,33 @@ class ChatRequest(Request):
             call_one_of=self._forced,
         )
 
-    def _choice(self, turn: SampledTurn) -> Json:
+    def _choice(self, turn: SampledTurn, pieces: list[str]) -> Json:
         return {
             "index": 0,
             "message": {**turn.message, "refusal": None},
             "finish_reason": turn.finish_reason,
-            "logprobs": None,
+            "logprobs": self._logprobs(turn, pieces),
         }
 
-    def _chunk_choices(self, turn: SampledTurn) -> list[Json]:
+    def _chunk_choices(self, turn: SampledTurn, pieces: list[str]) -> list[Json]:
         delta = dict(turn.message)
         if calls := turn.message.get("tool_calls"):
             delta["tool_calls"] = [{**call, "index": n} for n, call in enumerate(calls)]
+        logprobs = self._logprobs(turn, pieces)
         return [
-            {"index": 0, "delta": delta, "finish_reason": None, "logprobs": None},
+            {"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs},
             {"index": 0, "delta": {}, "finish_reason": turn.finish_reason, "logprobs": None},
         ]
+
+    def _logprobs(self, turn: SampledTurn, pieces: list[str]) -> Json | None:
+        if not self.logprobs:
+            return None
+        pairs = zip(pieces, turn.made.logprobs.tolist(), strict=True)
+        content = [
+            {"token": piece, "logprob": value, "bytes": None, "top_logprobs": []}
+            for piece, value in pairs
+        ]
+        return {"content": content, "refusal": None}
 
 
 class TextRequest(Request):
@@ -209,6 +225,7 @@ class TextRequest(Request):
 
     prompt: Annotated[str, Field(min_length=1)] | Tokens
     max_tokens: int | None = Field(None, ge=1)
+    logprobs: int | None = Field(None, ge=0)
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
     best_of: Literal[1] | None = None
@@ -222,6 +239,10 @@ class TextRequest(Request):
             return prompt[0]
         return prompt
 
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
     def ask(self) -> Ask:
         return Ask(
             prompt=self.prompt,
@@ -230,11 +251,17 @@ class TextRequest(Request):
             structured=self.response_format,
         )
 
-    def _choice(self, turn: SampledTurn) -> Json:
+    def _choice(self, turn: SampledTurn, pieces: list[str]) -> Json:
+        logprobs = {
+            "tokens": pieces,
+            "token_logprobs": turn.made.logprobs.tolist(),
+            "top_logprobs": None,
+            "text_offset": list(accumulate(map(len, pieces), initial=0))[:-1],
+        }
         return {
             "index": 0,
             "text": turn.message["content"],
-            "logprobs": None,
+            "logprobs": logprobs if self.wants_logprobs else None,
             "finish_reason": turn.made.finish_reason,
         }
 

@@ -16,6 +16,7 @@ from aiohttp.typedefs import Handler
 from pydantic import ValidationError
 
 from buffer.errors import ConfigError, RolloutMQError
+from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.engines.base import EngineDeadError, GenerationError
 from producer_workers.gateway.openai_api import ChatRequest, TextRequest
 from producer_workers.gateway.session import ContextFull, Session, SessionClosed
@@ -40,16 +41,20 @@ class Dialect(Protocol):
     path: ClassVar[str]
     stream: bool | None
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Return whether the answer needs the texts of the tokens."""
+
     @classmethod
     def model_validate_json(cls, body: bytes) -> Self:
         """Parse a request. Raises ValidationError."""
 
     def ask(self) -> Ask: ...
 
-    def answer(self, turn: SampledTurn, name: str) -> dict[str, Any]:
-        """Return the response `name`."""
+    def answer(self, turn: SampledTurn, name: str, pieces: list[str]) -> dict[str, Any]:
+        """Return the response `name`; `pieces` are the texts of its tokens."""
 
-    def events(self, turn: SampledTurn, name: str) -> Iterator[bytes]:
+    def events(self, turn: SampledTurn, name: str, pieces: list[str]) -> Iterator[bytes]:
         """Yield the same response as server-sent events."""
 
     @staticmethod
@@ -74,7 +79,8 @@ class Refusal(RolloutMQError):
 class Endpoint:
     """The endpoint of one group. `failure` is the error that ended the engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._sessions: dict[str, Session] = {}
         self._answering: dict[str, set[asyncio.Task[Any]]] = {}
         self.url = ""
@@ -147,10 +153,11 @@ class Endpoint:
     ) -> web.StreamResponse:
         asked = _parse(kind, await request.read())
         turn = await self._turn(asked.ask(), session)
+        pieces = await in_tokenizer_thread(self._pieces, turn) if asked.wants_logprobs else []
         name = secrets.token_hex(8)
         if not asked.stream:
-            return web.json_response(asked.answer(turn, name))
-        return await _stream(request, asked.events(turn, name))
+            return web.json_response(asked.answer(turn, name, pieces))
+        return await _stream(request, asked.events(turn, name, pieces))
 
     async def _turn(self, ask: Ask, session: Session) -> SampledTurn:
         """Let the model answer. Raises Refusal."""
@@ -166,6 +173,9 @@ class Endpoint:
             self.failure = error
             session.interrupted.set()
             raise Refusal(503, "the engine died", "interrupted") from error
+
+    def _pieces(self, turn: SampledTurn) -> list[str]:
+        return [str(self._tokenizer.decode([token])) for token in turn.made.token_ids.tolist()]
 
 
 def _parse(kind: type[Dialect], body: bytes) -> Dialect:

@@ -79,7 +79,7 @@ def at_desk(
         delta = ChatDelta(chat, [chat.eos_token_id])
         sampling = SampleParams(**params)
         made = Session("g/0", engine, chat, delta, [chat.eos_token_id], sampling, HermesParser())
-        async with Endpoint() as endpoint, aiohttp.ClientSession() as http:
+        async with Endpoint(chat) as endpoint, aiohttp.ClientSession() as http:
             yield Desk(endpoint, made, http)
 
     async def play() -> Session:
@@ -128,7 +128,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         (CHAT, {"messages": USER, "stop": ["a"] * 17}, "stop."),
         (CHAT, {"messages": USER, "tool_choice": "required"}, "tool_choice: "),
         (CHAT, {"messages": USER, "functions": [{"name": "f"}]}, "functions: offer tools"),
-        (CHAT, {"messages": USER, "logprobs": True}, "logprobs: they are recorded"),
+        (CHAT, {"messages": USER, "logprobs": True, "top_logprobs": 5}, "top_logprobs: only"),
         (
             CHAT,
             {"messages": USER, "chat_template_kwargs": {"enable_thinking": False}},
