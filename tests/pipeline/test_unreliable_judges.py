@@ -307,10 +307,10 @@ async def test_an_order_policy_that_does_anything_fails_its_own_group_only(
     def order(group: Any) -> float:
         return fault() if group.gid == bad else 1.0
 
-    limits = yard.run.limits
-    limits = limits.model_copy(update={"order": "mine:order"})
-    yard.run.buffer._limits = limits
-    yard.run.buffer.order_function = order
+    limits = yard.run.limits.model_copy(update={"order": "mine:order"})
+    buffer = yard.run.buffer
+    buffer._context = buffer._context._replace(limits=limits)
+    buffer.order_function = order
     async with yard.working(yard.worker()):
         await yard.until_places(dead=1, completed=2)
     assert "order policy 'mine:order' raised" in str(yard.run.dead_letters.reason(bad))
