@@ -77,13 +77,13 @@ class ControlConnection:
         try:
             self._connection: Any = client.connection_pool.get_connection()
             self._socket = _socket_of(self._connection)
+            self._socket.setblocking(False)
+            self._send(("HELLO", 3), ("SUBSCRIBE", keys.control))
         except BaseException:
             client.close()
             raise
         self._reader = hiredis.Reader(notEnoughData=_NOT_YET)
         self._asked: deque[tuple[int, int]] = deque()
-        self._socket.setblocking(False)
-        self._send(("HELLO", 3), ("SUBSCRIBE", keys.control))
 
     def fileno(self) -> int:
         """Return the file descriptor of the socket, for an event loop to watch."""

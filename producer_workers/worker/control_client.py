@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import redis
@@ -109,10 +109,17 @@ class ControlClient:
             self._inbox.post(PartEnded(error))
 
     async def _hold(self) -> None:
-        try:
-            line = await asyncio.to_thread(
+        opening = asyncio.ensure_future(
+            asyncio.to_thread(
                 ControlConnection, self._run.store, self._run.keys, self._worker, self._nonce
             )
+        )
+        try:
+            line = await asyncio.shield(opening)
+        except asyncio.CancelledError:  # the thread cannot be ended
+            with suppress(redis.RedisError):
+                (await opening).close()
+            raise
         except redis.RedisError as error:
             log.debug("no control line for now, heartbeats carry the control state: %s", error)
             return

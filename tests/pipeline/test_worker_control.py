@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from buffer.control.control import Mode
+from buffer.control.control_line import ControlConnection
+from buffer.ids import new_nonce
 from buffer.wire.rollout import PolicyVersion, Status
-from producer_workers.worker.control_client import ControlClient
+from producer_workers.worker import control_client
+from producer_workers.worker.control_client import ControlClient, ControlView
+from producer_workers.worker.inbox import Inbox
 from tests.pipeline.yard import FAST_S, FIRST, LINEAGE, LONG, SLOW_S, Yard, versions
 from tests.servers import KINDS
 
@@ -97,6 +103,29 @@ async def test_drain_ends_what_runs_and_claims_nothing_when_more_waits(yard: Yar
         yard.control(Mode.RUN)
         await yard.until_places(completed=5)
     yard.check()
+
+
+async def test_a_line_that_opens_after_its_worker_has_left_is_closed(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening, gate, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class SlowLine(ControlConnection):
+        def __init__(self, *arguments: Any) -> None:
+            opening.set()
+            assert gate.wait(400)
+            super().__init__(*arguments)
+
+        def close(self) -> None:
+            super().close()
+            closed.set()
+
+    monkeypatch.setattr(control_client, "ControlConnection", SlowLine)
+    client = ControlClient(yard.run, "w0", new_nonce(), ControlView(), Inbox())
+    async with client.connected():
+        await yard.until(opening.is_set)
+        asyncio.get_running_loop().call_later(0.1, gate.set)
+    assert closed.is_set()
 
 
 @pytest.mark.parametrize("heartbeat_ms", [100, 60_000], ids=["by heartbeat", "by claim"])
