@@ -121,12 +121,11 @@ class GroupRunner:
 
     async def close(self) -> None:
         """Close the agent loops, which may hold processes of tools; log what they raise."""
-        for runner in self._runners.values():
-            close = getattr(runner.agent_loop, "close", None)
-            if inspect.iscoroutinefunction(close):
-                error = (await outcome_of(close)).error
-                if error is not None:
-                    log.warning("an agent loop could not be closed: %s", describe(error))
+        closes = [getattr(runner.agent_loop, "close", None) for runner in self._runners.values()]
+        closing = map(outcome_of, filter(inspect.iscoroutinefunction, closes))
+        for outcome in await asyncio.gather(*closing):
+            if outcome.error is not None:
+                log.warning("an agent loop could not be closed: %s", describe(outcome.error))
 
     async def hand_back(self, job: Job) -> None:
         """Release a group that a leaving worker cancelled. If that fails, its lease runs out."""
