@@ -242,21 +242,25 @@ class GroupRunner:
 
     async def _end_early(self, job: Job, known_tokens: int) -> None:
         self._held.submitting.add(job)
-        self.lengths.add(job.task, self._held.figure(job, _lengths, list[int]()))
         count = partial(self._engine.ended_early, job.gid, known_tokens)
         ended = self._held.figure(job, count, count(()))
-        await self._release(job, "expired", "too old for every train step", ended)
+        lengths = self._held.figure(job, partial(self._engine.lengths, job.gid), list[int]())
+        if await self._release(job, "expired", "too old for every train step", ended):
+            self.lengths.add(job.task, lengths)
 
     async def _release(
         self, job: Job, kind: ReleaseKind, reason: str, ended: EndedEarly | None = None
-    ) -> None:
+    ) -> bool:
+        """Release a group. Return whether its lease still held."""
         try:
             await self._insist(self._run.jobs.release, self._worker, job, kind, reason, ended)
-            if kind == "failed":
-                self.failed += 1
-                self._failures.failed(time.monotonic())
         except Fenced as error:
             log.warning("not released, its lease was lost: %s", error, extra={"gid": job.gid})
+            return False
+        if kind == "failed":
+            self.failed += 1
+            self._failures.failed(time.monotonic())
+        return True
 
     async def _insist(self, call: Callable[..., T], *args: Any) -> T:
         """Repeat `call` while the server is unreachable."""
@@ -274,10 +278,6 @@ def _is_cancellation(error: BaseException) -> bool:
     """Return whether the current task was cancelled from outside, not by what runs in it."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and bool(task and task.cancelling())
-
-
-def _lengths(members: Sequence[RolloutState]) -> list[int]:
-    return [made for state in members if (made := len(state.response_ids))]
 
 
 def put_experts_into_files(

@@ -42,14 +42,15 @@ from producer_workers.worker.inbox import Inbox, Signal
 
 @dataclass(slots=True)
 class Sampled:
-    """The tokens sampled for a group since its claim, including those that its agent loop discards.
+    """What was sampled for a group since its claim, including what its agent loop discards.
 
+    `tokens`: how many, by the second part of the request's id, which is the member's index.
     `began`: the weights at its first request, which may wait in the engine for later ones.
     `oldest`: the oldest version of each lineage, of requests that ended.
     """
 
     began: PolicyVersion
-    tokens: int = 0
+    tokens: Counter[str] = field(default_factory=Counter)
     oldest: dict[str, int] = field(default_factory=dict)
 
 
@@ -128,7 +129,8 @@ class SharedEngine:
         _check_generation(self._engine.name, made, params)
         for span in made.spans:
             self.sampled_with.add(PolicyVersion(span.lineage, span.version))
-        sampled.tokens += len(made.token_ids)
+        member = request_id.removeprefix(f"{gid}/").partition("/")[0]
+        sampled.tokens[member] += len(made.token_ids)
         _lower(sampled.oldest, made.spans)
         return made
 
@@ -166,12 +168,19 @@ class SharedEngine:
         `known_tokens`: it had when it was claimed. `states`: as its agent loop left them.
         """
         sampled = self.sampled.get(gid)
-        tokens = known_tokens + (sampled.tokens if sampled else 0)
+        tokens = known_tokens + (sampled.tokens.total() if sampled else 0)
         oldest = dict(sampled.oldest) if sampled else {}
         _lower(oldest, (span for state in states for span in state.spans))
         in_ended = sum(len(state.response_ids) for state in states if has_ended(state))
         most = sum(state.sample_params.max_tokens for state in states if not has_ended(state))
         return EndedEarly(tokens, max(0, most - (tokens - in_ended)), oldest)
+
+    def lengths(self, gid: str, states: Sequence[RolloutState]) -> list[int]:
+        """Return the length of each response that began, also of one that was discarded."""
+        sampled = self.sampled.get(gid)
+        tokens = sampled.tokens if sampled else Counter[str]()
+        lengths = [len(state.response_ids) or tokens[str(state.index)] for state in states]
+        return [length for length in lengths if length]
 
     # -- pauses --------------------------------------------------------------
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
+from buffer.control.length_counts import LengthCounts
 from buffer.control.live_settings import LiveSettings
 from buffer.ids import new_nonce
+from buffer.job import Job, ReleaseKind
 from buffer.manifest import Manifest
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import rollout
@@ -43,6 +46,7 @@ async def test_expiring_groups_end_in_the_engine_and_others_start(
         await yard.until(lambda: engine.version() == weights)
         yard.enqueue(1)  # under the old weights it would be expiring, too
         await yard.until_places(dropped=2, taken=1, completed=1)
+        await yard.until(lambda: counted(yard) == 2 * 2 + 2)
     counts = yard.run.read_progress().tasks[TASK]
     assert (counts.ended_early, counts.expirations) == (2, 2)
     assert 0 < counts.discarded_tokens < 4 * LONG[0]
@@ -93,6 +97,37 @@ async def test_a_resumed_group_is_as_old_as_the_tokens_it_brought(yard: Yard) ->
         await yard.until_places(dropped=1, taken=2)
         assert engine.unfinished() == 0
     yard.check()
+
+
+async def test_lengths_are_counted_once_though_a_lease_was_lost_before_the_release(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs = yard.run.jobs
+    release = jobs.release
+    kinds: list[str] = []
+
+    def release_late(worker: str, job: Job, kind: ReleaseKind, *about: Any) -> str:
+        kinds.append(kind)
+        if kinds == ["expired"]:
+            yard.run.fleet.fence(worker)
+        return release(worker, job, kind, *about)
+
+    monkeypatch.setattr(jobs, "release", release_late)
+    yard.enqueue(1, LONG)
+    async with yard.working(yard.worker(token_s=SLOW_S)) as engine:
+        await yard.until_generating(engine, 2)
+        train(yard, 1)
+        await yard.until(lambda: kinds == ["expired"] and yard.leases() == 1)
+        await yard.until_places(dropped=1, taken=1)
+        await yard.until(lambda: counted(yard) == 2)
+    assert kinds == ["expired"] * 2
+    yard.check()
+
+
+def counted(yard: Yard) -> int:
+    """Return how many responses workers have counted."""
+    counts = LengthCounts.joined(worker.lengths for worker in yard.run.fleet.workers())
+    return counts[TASK].count if counts else 0
 
 
 # -- protected completion ------------------------------
