@@ -101,6 +101,7 @@ class TransformersEngine:
     async def start(self) -> None:
         check_model_folder(self._model_dir)
         self._shapes = read_shapes(self._model_dir)
+        self._adapter_check = AdapterCheck(self._model_dir, self._shapes)
         self._model, self._recorder = await self._read(self._model_dir, EngineError)
         eos = self._model.generation_config.eos_token_id
         self._stop_ids = frozenset(eos if isinstance(eos, list) else {eos} - {None})
@@ -258,7 +259,7 @@ class TransformersEngine:
 
     def _check_weights(self, path: Path) -> None:
         if is_adapter(path):
-            AdapterCheck(self._model_dir, self._shapes).check(path)
+            self._adapter_check.check(path)
             return
         tied_head = has_tied_head(self._model_dir)
         check_same_tensors(self._shapes, read_shapes(path), path, tied_head=tied_head)
@@ -268,7 +269,7 @@ class TransformersEngine:
     ) -> tuple[Any, RoutingRecorder | None]:
         try:
             return await asyncio.to_thread(self._load, path)
-        except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
             hint = "the old weights still run" if kind is WeightsError else ""
             raise kind(f"transformers cannot load {path}: {error}", hint=hint) from error
 
