@@ -7,6 +7,7 @@ unknown ones. The task sets temperature and top_p, because the trainer relies on
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import accumulate
@@ -77,7 +78,7 @@ def structure_of(response_format: Any) -> StructuredOutput | None:
     )
 
 
-class Request(BaseModel):
+class Request(BaseModel, ABC):
     """The fields that every request may have; unknown ones are ignored."""
 
     model_config = ConfigDict(extra="ignore")
@@ -131,8 +132,8 @@ class Request(BaseModel):
             "model": self.model,
         }
 
-    def _choice(self, turn: SampledTurn, pieces: list[str]) -> Json:
-        raise NotImplementedError
+    @abstractmethod
+    def _choice(self, turn: SampledTurn, pieces: list[str]) -> Json: ...
 
     def _chunk_choices(self, turn: SampledTurn, pieces: list[str]) -> list[Json]:
         return [self._choice(turn, pieces)]
