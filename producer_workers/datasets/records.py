@@ -58,7 +58,8 @@ def problem_of(record: Any, fields: Mapping[FieldName, str] | None = None) -> Pr
 
 def _problem(record: dict[str, Any]) -> Problem:
     """Return the problem of a record, which is emptied."""
-    given = {key: record.pop(key, None) or None for key in ("data_source", "tools", "structured")}
+    given = {key: record.pop(key, None) or None for key in ("tools", "structured")}
+    given["data_source"] = record.pop("data_source", None)
     messages = record.pop("messages") if "messages" in record else _question(record)
     truth = record.pop("ground_truth" if "ground_truth" in record else "answer", None)
     extra = record.pop("extra", None) or {}
