@@ -32,8 +32,8 @@ Messages = Sequence[dict[str, Any]]
 class ChatDelta:
     """The template of one tokenizer; `eos_ids` end a turn.
 
-    With `keep_turns`, the model reads its earlier turns as it wrote them, whatever its template
-    does.
+    With `keep_turns`, the model reads its earlier turns as it wrote them, thoughts included, though
+    its template may drop these.
     """
 
     def __init__(

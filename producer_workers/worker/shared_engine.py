@@ -57,11 +57,11 @@ class Sampled:
 class SharedEngine:
     """An engine that posts REQUEST_FINISHED after every request, also a failed one.
 
-    `untruncated_tasks`: their tokens come from the whole distribution, whatever a row or an agent
-    asks. `alone`: gids that are sampled beside no other group. `sampled_at_death`: gids sampled
-    when the engine died. `sampled`: by gid. `sampled_with`: the weights of all that the engine
-    returned. Other attributes are the engine's own. Only one caller may pause it; any thread may
-    read the flags.
+    `untruncated_tasks`: their requests are refused with sampling parameters that cut off part of
+    the distribution (`SampleParams.cuts`). `alone`: gids that are sampled beside no other group.
+    `sampled_at_death`: gids sampled when the engine died. `sampled`: by gid. `sampled_with`: the
+    weights of all that the engine returned. Other attributes are the engine's own. Only one caller
+    may pause it; any thread may read the flags.
     """
 
     def __init__(
