@@ -23,6 +23,7 @@ from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.worker import group_runner
+from rolloutmq.views.run_view import read_run_view
 from tests.buffer.cutting_proxy import CuttingProxy
 from tests.pipeline.yard import FAST_S, FIRST, LONG, SLOW_S, TASK, WatchedEngine, Yard
 from tests.producer_workers.engines.tiny_model import write_tiny_model
@@ -308,6 +309,25 @@ async def test_worker_reports_its_counts(yard: Yard) -> None:
         times_s = [record.judge_times.quantile_s(share) for share in (0.5, 0.99)]
         assert times_s == sorted(times_s)
         assert (record.judge_times.count, times_s[0] > 0.005) == (record.judged, True)
+
+
+async def test_a_group_that_only_waits_for_its_judge_is_counted_as_such(yard: Yard) -> None:
+    judged = yard.enqueue(1, (3, 3))[0]
+    sampled = asyncio.Event()
+
+    async def judge(*, ground_truth: str, **_: Any) -> float:
+        if ground_truth == judged:
+            await sampled.wait()
+        return 1.0
+
+    async with yard.working(yard.worker(judge=judge, token_s=SLOW_S)):
+        await yard.until(lambda: read_run_view(yard.run).judging == 1)
+        yard.enqueue(1, (200, 200))  # sampled for two seconds: it runs, and is not judged
+        await yard.until(lambda: read_run_view(yard.run).leases == 2)
+        assert read_run_view(yard.run).judging == 1
+        sampled.set()
+        await yard.until_places(completed=2)
+        await yard.until(lambda: read_run_view(yard.run).judging == 0)
 
 
 @pytest.mark.parametrize("most", [0, 1 << 20], ids=["files", "columns"])

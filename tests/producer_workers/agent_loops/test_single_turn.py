@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from buffer.errors import ConfigError
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.wire.sampling import SampleParams, StructuredOutput
+from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.judges.judge import FunctionJudge
@@ -191,3 +193,23 @@ def test_engine_error_is_passed_on_and_the_rest_is_cancelled(tokenizer: Any) -> 
         bench.run(group())
     assert caught.value is error
     assert bench.engine.cancelled == 2
+
+
+class Sync:
+    def __init__(self, **_: Any) -> None: ...
+
+    def generate_group(self, states: list[RolloutState], engine: Any, gid: str) -> Any: ...
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ("multi", "no agent loop 'multi'"),
+        (f"{__name__}:PROMPT", "is not a class"),
+        (f"{__name__}:Bench", "unexpected keyword argument"),
+        (f"{__name__}:Sync", "has no generate_group"),
+    ],
+)
+def test_what_is_no_agent_loop_is_refused(spec: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_agent_loop(spec, judge=None, tokenizer=None, eos_ids=[2])  # type: ignore[arg-type]
