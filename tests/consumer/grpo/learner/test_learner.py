@@ -252,6 +252,10 @@ def test_importance_corrects_for_the_rollouts_in_every_update_of_a_batch(model_d
             {"old_policy": "current", "loss": {"clip_low": 0.1, "dual_clip": 3.0}},
             "clip_low and dual_clip .* the ratio is always 1",
         ),
+        *(
+            ({"old_policy": "current", "loss": {"objective": name}}, "objective .* always 1")
+            for name in ("gspo", "cispo", "dppo", "sapo")
+        ),
         ({"warmup_steps": 6}, "must be larger than warmup_steps = 6"),
         ({"decay_steps": None, "schedule": "cosine"}, "schedule needs decay_steps"),
     ],
