@@ -270,6 +270,8 @@ class LearnerConfig(Section):
     def _idle_bounds(self) -> Iterator[str]:
         """Yield each key of [learner.loss] that is set and would bound nothing."""
         loss = self.loss
+        has_idle_ratio = self.updates_per_batch == 1 and not is_dotted_path(loss.objective)
+        idle = _changed(loss, "objective", "clip_low", "clip_high", "dual_clip")
         if self.is_against_rollout:
             if loss.importance_level != "token" and loss.importance_mode == "truncate":
                 yield (
@@ -283,12 +285,11 @@ class LearnerConfig(Section):
                     f"importance_cap of [learner.loss] cannot act with objective = "
                     f"{loss.objective}, which bounds the ratio itself"
                 )
-        elif self.updates_per_batch == 1 and not is_dotted_path(loss.objective):
-            if idle := _changed(loss, "objective", "clip_low", "clip_high", "dual_clip"):
-                yield (
-                    f"{' and '.join(idle)} of [learner.loss] cannot act with old_policy = current "
-                    "and updates_per_batch = 1: the ratio is always 1; remove old_policy"
-                )
+        elif has_idle_ratio and idle:
+            yield (
+                f"{' and '.join(idle)} of [learner.loss] cannot act with old_policy = current "
+                "and updates_per_batch = 1: the ratio is always 1; remove old_policy"
+            )
 
 
 class CriticConfig(Section):
