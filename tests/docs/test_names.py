@@ -119,6 +119,10 @@ def fault(name: str) -> str:
         files = [file for folder in (ROOT, ROOT / "tests") if (file := folder / found[1]).exists()]
         defined = any(f"def {found[2]}(" in file.read_text(encoding="utf-8") for file in files)
         return "" if defined else "no such test"
+    if found := re.fullmatch(r"chaos:(\w+)", name):
+        return "" if f"_{found[1]}" in defined_names() else "no such fault"
+    if found := re.fullmatch(r"bench:(\w+\.py)", name):
+        return "" if (ROOT / "benchmarks" / found[1]).exists() else "no such benchmark"
     if re.fullmatch(rf"(?:{'|'.join(FOLDERS)})/[\w./-]*", name):
         return "" if (ROOT / name).exists() else "no such file"
     if re.fullmatch(r"[\w-]+\.(?:py|lua)", name):
