@@ -123,6 +123,21 @@ def test_resumed_run_is_the_same_but_for_leases_roles_and_garbage(
     assert after == before
 
 
+def test_tokens_that_a_worker_had_not_handed_back_age_no_resumed_group(
+    scene: Scene, tmp_path: Path
+) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.enqueue(1)
+    jobs = scene.claim()
+    scene.beat(jobs, oldest=FIRST)
+    assert scene.raw.zcard(scene.keys.age("math")) == 1
+    scene.run.save(tmp_path / "s")
+    other = resumed(scene, tmp_path / "s")
+    assert other.stream("fresh") + other.stream("resume") == [jobs[0].gid]
+    assert not other.raw.exists(other.keys.age("math"))
+    other.check()
+
+
 def test_resumed_run_delivers_the_same_batches_byte_for_byte_and_goes_on(
     busy: Scene, tmp_path: Path
 ) -> None:

@@ -136,6 +136,16 @@ def test_a_value_that_no_run_can_have_is_refused(tmp_path: Path, override: str) 
         (["retention.policy=last"], "needs batches = N"),
         (["learner.old_policy=current", "learner.loss.dual_clip=3.0"], "always 1"),
         (["learner.schedule=cosine"], "needs decay_steps"),
+        (["launch.trainer_gpus=[0, 1]", "learner.optimizer=adamw_8bit"], "adamw_8bit"),
+        (["trainer.advantages=gdpo"], "reward_weights names the parts"),
+        (["trainer.reward_weights={right=1.0}"], "reward_weights names the parts"),
+        (
+            [
+                *("trainer.advantages=gdpo", "trainer.reward_weights={right=1.0}"),
+                "trainer.overlong_buffer_tokens=64",
+            ],
+            "overlong_buffer_tokens cannot act",
+        ),
         (["critic.lam=0.95"], "advantages = gae only"),
         (["tasks.sums_eval.eval_of=sums_eval"], "not a training task; known: math, sums"),
         (["learner.allow_truncated_sampling=false", "tasks.math.sample.top_p=0.9"], "top_p"),
