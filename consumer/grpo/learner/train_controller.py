@@ -147,7 +147,7 @@ class TrainController:
             energies = self.learner.compute_energies(batch) if self._name == "otb" else ()
             found = self.outcome_advantages(groups, energies)
             self.advantages = np.concatenate([np.zeros(0, np.float32), *found])
-            batch.set_token_advantages(
+            batch.set_advantages(
                 [per_token(own, g.lengths) for own, g in zip(found, groups, strict=True)]
             )
             return batch
