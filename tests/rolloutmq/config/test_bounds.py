@@ -128,6 +128,7 @@ def test_a_value_that_no_run_can_have_is_refused(tmp_path: Path, override: str) 
         (["launch.trainer_ranks=2", "trainer.device=cuda:1"], "has 2 ranks"),
         (["learner.updates_per_batch=17"], "some updates would have none"),
         (["tasks.sums.dataset.held_out_size=2000"], "at most 1024"),
+        (["tasks.sums.dataset.size=1"], "leave no problem"),
         (["memory.budget_bytes='1MiB'"], "cannot hold one checkpoint interval"),
         (['tasks.math.dataset.path="a\\u0000b"'], "the character NUL"),
         (["policy.order=shortest"], "expected staleness, fifo"),
