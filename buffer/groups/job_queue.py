@@ -83,7 +83,7 @@ class JobQueue:
     def cursor(self, task: str) -> int:
         """Return the next draw of a task (I3)."""
         cursor = self._store.ask("cursor", "HGET", self._keys.cursors, task)
-        return read_counts("cursors", self._keys.cursors, [task], [cursor])[0]
+        return read_counts(self._keys.cursors, [task], [cursor])[0]
 
     def next_draw(self, nonce: str, task: str) -> int:
         """Return the cursor, moved past draws that are in the run already. Raises Fenced.

@@ -262,7 +262,7 @@ class BatchLedger:
     def steps(self) -> LedgerSteps:
         ledger = self._keys.ledger(self.name)
         values = self._store.ask("steps", "HMGET", ledger, *LedgerSteps._fields)
-        return LedgerSteps(*read_counts("ledger", ledger, LedgerSteps._fields, values))
+        return LedgerSteps(*read_counts(ledger, LedgerSteps._fields, values))
 
     def manifest(self, step: int) -> Manifest | None:
         """Return the recorded manifest of a step, or None if it was not taken or was freed."""

@@ -399,6 +399,29 @@ def test_interrupted_resume_is_cleared_away_by_the_next_one_and_by_itself_where_
     other.check()
 
 
+def test_a_resume_whose_name_was_taken_removes_nothing_of_the_next_one(
+    busy: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy.run.save(tmp_path / "s")
+    meta = f"rmq:{{{busy.name}-again}}:meta"
+    there: list[list[str]] = []
+
+    def stop(what: str, done: int) -> None:
+        raise KeyboardInterrupt
+
+    def lose_the_name(client: Any, names: list[bytes]) -> int:
+        """Remove a slice; then another loader, which waited for too long, goes on."""
+        busy.raw.hset(meta, "nonce", "of another loader")
+        there.append(names_of(busy, f"{busy.name}-again"))
+        return 1
+
+    monkeypatch.setattr("buffer.maintenance.remove_run.SLICE", 1)
+    monkeypatch.setattr("buffer.maintenance.remove_run._remove", lose_the_name)
+    with pytest.raises(KeyboardInterrupt):
+        resumed(busy, tmp_path / "s", advance=stop)
+    assert there == [names_of(busy, f"{busy.name}-again")]
+
+
 def test_resume_goes_on_when_connections_are_killed(
     busy: Scene, store: Store, tmp_path: Path
 ) -> None:

@@ -76,7 +76,7 @@ def test_rollouts_and_their_table_share_nothing_that_can_be_changed(is_received:
     if is_received:
         group = group_bytes.decode(memoryview(bytearray(before)))
     parties = [*(given if not is_received else []), *group.states]
-    owned = [reachable(state, {}) for state in parties]
+    owned = [reachable(state, {}) for state in [*parties, group.multimodal]]
     owned.append(reachable([group.head.shared, group.head.own, group.columns], {}))
     seen: dict[int, Any] = {}
     for found in owned:
