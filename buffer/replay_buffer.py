@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from buffer.control.observers import Observer
 from buffer.errors import GroupHeld, PayloadMissing, WireError
 from buffer.groups.claim import has_ended, never_started
 from buffer.groups.job_queue import JobQueue
@@ -18,6 +17,7 @@ from buffer.ids import IMPORTED_FROM, group_id, new_nonce, split_group_id
 from buffer.job import Job, PayloadRef, Result
 from buffer.ledger.ledger import BatchLedger
 from buffer.manifest import Manifest, NotReady
+from buffer.observers import Observer
 from buffer.query.scan import GroupScan
 from buffer.redis.payloads import pin_listed
 from buffer.redis.scripts import unknown_reply

@@ -11,7 +11,6 @@ from buffer.control.control import RunControl
 from buffer.control.events import EventLog
 from buffer.control.fleet import Fleet
 from buffer.control.live_settings import LiveSettings, change_settings, write_settings
-from buffer.control.observers import Observer
 from buffer.control.origin import Origin
 from buffer.control.progress import ProduceProgress, read_progress
 from buffer.control.receipts import Receipts
@@ -38,6 +37,7 @@ from buffer.limits import (
     parse_stamp,
 )
 from buffer.maintenance.regeneration import Regeneration
+from buffer.observers import Observer
 from buffer.query.language import TRUE, AllOf, parse
 from buffer.query.scan import GroupScan
 from buffer.redis.keys import EVERY_CONTROL, EVERY_META, Keys, run_of_key

@@ -281,7 +281,7 @@ def on_run(function: Callable[..., Output | None]) -> Callable[..., None]:
         given |= {"as_json": as_json} if takes_json else {}
         with open_target(redis_url, run_dir, run) as target:
             answer = function(target, **given)
-        if answer:
+        if answer is not None:
             answer.print(as_json=as_json)
 
     options = [each.replace(kind=each.KEYWORD_ONLY) for each in asked if each.name != "as_json"]

@@ -20,9 +20,9 @@ from contextvars import ContextVar
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from buffer.control.observers import Observer
 from buffer.job import Job, ReleaseKind, Result
 from buffer.manifest import Manifest
+from buffer.observers import Observer
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 

@@ -28,18 +28,8 @@ from tests.cluster import start_cluster
 
 KINDS = ("valkey", "redis")
 STORES = (*KINDS, "cluster", "memory")
-SAFE = (
-    *[
-        "--appendonly",
-        "yes",
-        "--appendfsync",
-        "always",
-        "--maxmemory-policy",
-        "noeviction",
-        "--save",
-    ],
-    "",
-)
+SAFE = ("--appendonly", "yes", "--appendfsync", "always", "--maxmemory-policy", "noeviction",
+        "--save", "")  # fmt: skip
 REPLY_S = 400.0
 """How long a client of a test waits for a reply: redis-py would wait 5 s, and machines are shared."""
 _numbers = count(1)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
+from random import SystemRandom
 from typing import Any
 
 from buffer.control.control import STATE_FIELDS, ControlState
+from buffer.control.length_counts import LengthCounts
 from buffer.control.worker_record import HeartbeatReport, WorkerRecord, read_record
 from buffer.errors import Fenced, RunNotFound, ScriptError
 from buffer.ids import valid_name
@@ -18,6 +20,8 @@ from buffer.wire.rollout import PolicyVersion
 LOST_SLICE = 200  # groups that one call of the server takes from a worker at most
 
 MOST_AGES = 1024  # weights that one heartbeat reports at most
+
+MOST_COUNTED = 64  # workers whose lengths stand for all: each has counted thousands
 
 NO_TOKENS: Mapping[Job, PolicyVersion] = {}  # for groups without tokens
 
@@ -234,6 +238,20 @@ class Fleet:
             for worker in live:
                 pipe.hget(self._keys.worker(worker.decode()), "refusal")
             return live, pipe.execute()
+
+    def response_lengths(self) -> LengthCounts:
+        """Return the response lengths that all workers counted; of many workers, an estimate."""
+        return self._store.retrying("response lengths", self._response_lengths)
+
+    def _response_lengths(self) -> LengthCounts:
+        client: Any = self._store.control
+        known = client.zrange(self._keys.workers, 0, -1)
+        chosen = SystemRandom().sample(known, min(len(known), MOST_COUNTED))
+        with client.pipeline(transaction=False) as pipe:
+            for worker in chosen:
+                pipe.hget(self._keys.worker(worker.decode()), "lengths")
+            texts = [(text or b"").decode(errors="replace") for text in pipe.execute()]
+        return LengthCounts.joined(texts, len(known) / max(1, len(chosen)))
 
     def workers(self) -> list[WorkerRecord]:
         """Return the records of all known workers, by their last heartbeat, oldest first."""

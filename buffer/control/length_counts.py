@@ -31,8 +31,8 @@ class Lengths:
     tokens: int = 0
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(BOUNDS) + 1, np.int64))
 
-    def add(self, lengths: NDArray[np.int32] | list[int]) -> None:
-        if self.count > WINDOW:
+    def add(self, lengths: NDArray[np.int32] | list[int], window: int = WINDOW) -> None:
+        if self.count > window:
             self.tokens //= 2
             self.counts //= 2
         places = np.searchsorted(BOUNDS, lengths)
@@ -67,13 +67,25 @@ class Lengths:
 class LengthCounts(dict[str, Lengths]):
     """`Lengths` by task. One thread adds; others may read."""
 
-    def add(self, task: str, lengths: NDArray[np.int32] | list[int]) -> None:
-        self.setdefault(task, Lengths()).add(lengths)
+    def add(self, task: str, lengths: NDArray[np.int32] | list[int], window: int = WINDOW) -> None:
+        self.setdefault(task, Lengths()).add(lengths, window)
+
+    def add_beside(
+        self, started: Mapping[str, Lengths], task: str, lengths: NDArray[np.int32] | list[int]
+    ) -> None:
+        """Add lengths, and remember as many as `started` does.
+
+        A fleet remembers a window per worker: lengths that change with the model would look like a
+        bias if one of the two reached further back.
+        """
+        count = started[task].count if task in started else 0
+        self.add(task, lengths, max(WINDOW, count))
 
     def text(self) -> str:
         """Return "task=sum count count …;…" without the empty buckets at the end."""
         parts: list[str] = []
-        for task, each in sorted(self.items(), key=lambda item: -item[1].count):
+        # a list first: another thread may add a task
+        for task, each in sorted([*self.items()], key=lambda item: -item[1].count):
             counts = " ".join(map(str, np.trim_zeros(each.counts, "b").tolist()))
             part = f"{task}={each.tokens} {counts}"
             if sum(map(len, parts)) + len(parts) + len(part) > MOST_BYTES:
@@ -82,8 +94,8 @@ class LengthCounts(dict[str, Lengths]):
         return ";".join(parts)
 
     @classmethod
-    def joined(cls, texts: Iterable[str]) -> LengthCounts:
-        """Return the sum of texts; what is malformed counts as missing."""
+    def joined(cls, texts: Iterable[str], times: float = 1.0) -> LengthCounts:
+        """Return the sum of texts, `times` as much; what is malformed counts as missing."""
         found = cls()
         for part in (part for text in texts for part in text.split(";")):
             if match := _TASK.fullmatch(part):
@@ -91,6 +103,9 @@ class LengthCounts(dict[str, Lengths]):
                 counts = match[3].split()
                 lengths.counts[: len(counts)] = list(map(int, counts))
                 found.setdefault(match[1], Lengths()).join(lengths)
+        for lengths in found.values():
+            lengths.tokens = round(lengths.tokens * times)
+            lengths.counts = np.round(lengths.counts * times).astype(np.int64)
         return found
 
 

@@ -72,7 +72,8 @@ def write_settings(
 ) -> bool:
     """Store fields of the meta hash; return False if they changed since `version` was read.
 
-    `producer`: the nonce of the producer that does it, if one does. Raises Fenced, RunNotFound.
+    `producer`: the nonce of a producer that makes the change; "" for all others. Raises Fenced,
+    RunNotFound.
     """
     reply: Any = store.call(
         "set_limits",

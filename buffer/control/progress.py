@@ -115,7 +115,7 @@ class ProduceProgress:
 
 
 def _steps(keys: Keys, values: Sequence[bytes | None]) -> list[int]:
-    return read_counts("ledger", keys.ledger("train"), ["taken", "awaits"], values)
+    return read_counts(keys.ledger("train"), ["taken", "awaits"], values)
 
 
 def read_progress(store: Store, keys: Keys, thresholds: Mapping[str, int | str]) -> ProduceProgress:
@@ -145,7 +145,7 @@ def read_progress(store: Store, keys: Keys, thresholds: Mapping[str, int | str])
     parts = {task: rows[i * width : (i + 1) * width] for i, task in enumerate(tasks)}
     counters = {task: text_fields(part[1]) for task, part in parts.items()}
     for task, cursor in zip(tasks, cursors, strict=True):
-        counters[task]["cursor"] = str(read_counts("cursors", keys.cursors, [task], [cursor])[0])
+        counters[task]["cursor"] = str(read_counts(keys.cursors, [task], [cursor])[0])
         require_fields("progress", keys.progress(task), counters[task])
     taken, awaits = _steps(keys, after)
     return ProduceProgress(

@@ -87,7 +87,7 @@ def _letter(gid: str, letter: bytes | None, tries: bytes | None, age_ms: int) ->
     if letter is None:  # requeued or dropped since the slice was read
         return None
     fields = _parse(gid, letter)
-    (count,) = read_counts("group", f"the record of {gid}", ["tries"], [tries])
+    (count,) = read_counts(f"the record of {gid}", ["tries"], [tries])
     return DeadLetter(
         gid, fields["reason"], fields.get("worker", ""), count, age_ms, fields.get("step")
     )

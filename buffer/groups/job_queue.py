@@ -14,11 +14,11 @@ from itertools import zip_longest
 
 import orjson
 
-from buffer.control.observers import Observer
 from buffer.groups.claim import Claim, Enqueued, Reaped, fenced, stage_before
 from buffer.ids import LANES, group_id, new_nonce, split_group_id
 from buffer.job import EndedEarly, Job, ReleaseKind
 from buffer.limits import RunLimits
+from buffer.observers import Observer
 from buffer.redis.connection.retry import SYSTEM_RANDOM
 from buffer.redis.key_fields import read_counts
 from buffer.redis.payloads import pin_listed
@@ -83,7 +83,7 @@ class JobQueue:
     def cursor(self, task: str) -> int:
         """Return the next draw of a task (I3)."""
         cursor = self._store.ask("cursor", "HGET", self._keys.cursors, task)
-        return read_counts("cursors", self._keys.cursors, [task], [cursor])[0]
+        return read_counts(self._keys.cursors, [task], [cursor])[0]
 
     def next_draw(self, nonce: str, task: str) -> int:
         """Return the cursor, moved past draws that are in the run already. Raises Fenced.

@@ -47,7 +47,7 @@ class RecordWalk:
         key = self._keys.progress(task)
         names = ("cursor", "highest_draw", "put", "imported")
         (counts,) = self._store.each("records", [("HMGET", key, *names)])
-        cursor, highest_draw, put, imported = read_counts("progress", key, names, counts)
+        cursor, highest_draw, put, imported = read_counts(key, names, counts)
         yield from self._living_between(task, 0, max(cursor, highest_draw))
         yield from self._living_between(task, IMPORTED_FROM, IMPORTED_FROM + put + imported)
 

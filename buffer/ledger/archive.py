@@ -88,5 +88,5 @@ class Archive:
         names = ("forgotten", "freed", "slice")
         ledger = self._keys.ledger(self._name)
         values = self._store.ask("archived", "HMGET", ledger, *names)
-        forgotten, freed, done = read_counts("ledger", ledger, names, values)
+        forgotten, freed, done = read_counts(ledger, names, values)
         return forgotten, freed, done

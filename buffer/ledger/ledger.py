@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from buffer.control.observers import Observer
 from buffer.errors import ConfigError, LedgerError, RunDamaged
 from buffer.groups.pools import expire_all, fill_index
 from buffer.ids import split_group_id
 from buffer.ledger.archive import Archive, parse_manifest
 from buffer.manifest import Manifest, ManifestEntry, NotReady
+from buffer.observers import Observer
 from buffer.redis.key_fields import HINT, read_counts
 from buffer.redis.keys import SlotKeys
 from buffer.redis.scripts import Arg, unfenced, unknown_reply
@@ -262,7 +262,7 @@ class BatchLedger:
     def steps(self) -> LedgerSteps:
         ledger = self._keys.ledger(self.name)
         values = self._store.ask("steps", "HMGET", ledger, *LedgerSteps._fields)
-        return LedgerSteps(*read_counts("ledger", ledger, LedgerSteps._fields, values))
+        return LedgerSteps(*read_counts(ledger, LedgerSteps._fields, values))
 
     def manifest(self, step: int) -> Manifest | None:
         """Return the recorded manifest of a step, or None if it was not taken or was freed."""

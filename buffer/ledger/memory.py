@@ -26,7 +26,7 @@ class ByteCount(NamedTuple):
 
     @classmethod
     def parse(cls, key: str, values: Sequence[bytes | None]) -> ByteCount:
-        return cls(*read_counts("bytes", key, FIELDS, values))
+        return cls(*read_counts(key, FIELDS, values))
 
     @property
     def held(self) -> int:

@@ -168,7 +168,7 @@ def require_fields(kind: str, key: str, fields: Mapping[str, str]) -> None:
         raise RunDamaged(found.text, hint=HINT)
 
 
-def read_counts(kind: str, key: str, names: Sequence[str], values: Sequence[Any]) -> list[int]:
+def read_counts(key: str, names: Sequence[str], values: Sequence[Any]) -> list[int]:
     """Return whole numbers of a hash, 0 for a missing field. Raises RunDamaged."""
     counts = []
     for name, value in zip(names, values, strict=True):

@@ -196,9 +196,9 @@ WAIT_MS = 5_000
 
 
 def waits_behind_script(replicas: int, disk: bool, sync: Script, key: str) -> list[Command]:
-    """Return commands to follow a script on keys of a run, until its writes are where they must be.
+    """Return commands that follow a script on keys of a run, and wait for what it wrote.
 
-    `replicas`: so many must have them; `disk`: the server's disk, too.
+    They wait until `replicas` replicas have it, and with `disk`, until it is on the server's disk.
     """
     if not (disk or replicas):
         return []

@@ -391,7 +391,7 @@ class Store:
 
 
 class RunContext(NamedTuple):
-    """What each part of a run works with: its server, its keys, and its limits of the moment."""
+    """What each part of a run works with. All share the limits, which `adopt` changes in place."""
 
     store: Store
     keys: Keys

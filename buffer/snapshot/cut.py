@@ -93,7 +93,6 @@ class IndexCut:
             yield from chain(*(self._stream(keys.jobs(task, lane)) for lane in LANES))
             yield from chain(*(self._zset(keys.pool(task, status)) for status in POOLS))
             yield from self._zset(keys.order(task))
-            yield from self._zset(keys.age(task))
         yield from self._zset(keys.dead)
         for task in self._tasks:
             yield from self._groups(task)
@@ -154,6 +153,9 @@ class IndexCut:
                 letter = self._ask("get", self._keys.dead_letter(gid))
                 yield self._item("string", self._keys.dead_letter(gid), letter or b"{}")
             yield self._item("hash", self._keys.group(gid), _flat(record))
+            # not a copy of the index: it also has tokens that a worker had not handed back
+            if record["stage"] == "waiting" and record["payload"] != "init" and record["version"]:
+                yield self._item("zset", self._keys.age(task), [gid, float(record["version"])])
 
     def _at_rest(self, task: str, gid: str, record: Record) -> tuple[Record, Item]:
         """Return the record of a running group as if it was handed back, and its new job."""

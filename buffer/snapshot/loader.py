@@ -1,8 +1,8 @@
 """Load a run from a snapshot: it cannot be opened before it is complete; a failure leaves nothing.
 
 Until the real `meta` is written, last and in one step, it has the schema LOADING and a nonce of the
-loader. Every transaction checks the nonce and counts itself: repeats change nothing (I13), and a
-loader that counted as dead can write nothing more.
+loader. Every transaction checks the nonce and counts itself: repeats change nothing (I13). A loader
+that counted as dead ends at its next transaction; before it, it may write a few more payloads.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SnapshotLoader:
         was_interrupted = self._store.retrying("restore", self._claim_name)
         try:
             if was_interrupted:
-                clear_keys(self._store, self.keys, (self.keys.meta,))
+                self._clear()
             self._write_index(advance)
             self._write_payloads(advance)
             self._prove()
@@ -130,13 +130,21 @@ class SnapshotLoader:
     def _undo(self, error: BaseException) -> None:
         """Remove what was loaded; if that fails, add it to the error's hint."""
         try:
-            self._change(lambda _: None)  # raises Fenced where the name is not ours any more
-            clear_keys(self._store, self.keys, (self.keys.meta,))
+            self._clear()
             self._change(lambda pipe: pipe.unlink(self.keys.meta))
         except RolloutMQError as also:
             if isinstance(error, RolloutMQError):
                 left = f"cannot remove what was loaded ({also.message}); the next restore does"
                 error.hint = error.command_hint = left
+
+    def _clear(self) -> None:
+        """Remove all keys but `meta`, slice by slice while the name is ours. Raises Fenced."""
+        self._require_name()
+        clear_keys(self._store, self.keys, (self.keys.meta,), lambda _: self._require_name())
+
+    def _require_name(self) -> None:
+        """Raise Fenced if another loader has taken the name; else show it that this one lives."""
+        self._change(lambda pipe: None)
 
     # -- the load ----------------------------------------------------------------
 
@@ -158,7 +166,7 @@ class SnapshotLoader:
         items = read_items(self._folder / PAYLOADS)
         done = 0
         while batch := list(islice(items, _PAYLOADS_AT_ONCE)):
-            self._change(lambda _: None)
+            self._require_name()
             commands = [("SET", self.keys.named(item.key), item.data) for item in batch]
             self._store.write("restore", commands)
             done += len(batch)

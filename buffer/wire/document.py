@@ -98,7 +98,7 @@ def _refuse_extension(code: int, _: memoryview) -> Any:
 
 
 def read_structure(_: type, value: Any) -> StructuredOutput:
-    """Return the only value that is no type of msgspec. Raises ValueError."""
+    """Return a StructuredOutput, whose type msgspec does not know. Raises ValueError."""
     try:
         return StructuredOutput.model_validate(value, strict=True)
     except ValidationError as error:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from buffer.errors import GroupChanged, WireError
 from buffer.wire.checks import Bounds, bounds_of
 from buffer.wire.document import OPTIONAL, Columns, Document, Own, Shared
+from buffer.wire.own_copy import own_copy
 from buffer.wire.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
 from buffer.wire.sampling import SampleParams
 from buffer.wire.staleness import last_trained, living_version, token_mask
@@ -240,7 +241,7 @@ class RolloutGroup:
     @property
     def multimodal(self) -> list[MediaRef]:
         """Return the prompt's images in token order; read them with `run.media.read(uri, …)`."""
-        return list(self.shared.multimodal)
+        return own_copy(self.shared.multimodal)
 
     @property
     def sessions(self) -> list[str]:

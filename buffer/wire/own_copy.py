@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import astuple
+from msgspec.structs import asdict, replace
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
@@ -39,9 +39,11 @@ def own_copy(value: T) -> T:
         made = {key: own_copy(item) for key, item in given.items()}
     elif kind is list:
         made = [own_copy(item) for item in given]
-    elif isinstance(given, tuple | Struct):
-        items = [own_copy(item) for item in (given if isinstance(given, tuple) else astuple(given))]
-        made = kind(*items) if hasattr(kind, "_make") or isinstance(given, Struct) else tuple(items)
+    elif isinstance(given, tuple):
+        items = [own_copy(item) for item in given]
+        made = given._make(items) if hasattr(given, "_make") else tuple(items)
+    elif isinstance(given, Struct):
+        made = replace(given, **own_copy(asdict(given)))
     else:
         made = _own_object(given)
     return cast(T, made)

@@ -268,9 +268,10 @@ class LearnerConfig(Section):
         return self.old_policy == "rollout"
 
     def _idle_bounds(self) -> Iterator[str]:
-        """Yield each bound of [learner.loss] that is set and would bound nothing."""
+        """Yield each key of [learner.loss] that is set and would bound nothing."""
         loss = self.loss
-        bounds = _changed(loss, "clip_low", "clip_high", "dual_clip")
+        has_idle_ratio = self.updates_per_batch == 1 and not is_dotted_path(loss.objective)
+        idle = _changed(loss, "objective", "clip_low", "clip_high", "dual_clip")
         if self.is_against_rollout:
             if loss.importance_level != "token" and loss.importance_mode == "truncate":
                 yield (
@@ -284,9 +285,9 @@ class LearnerConfig(Section):
                     f"importance_cap of [learner.loss] cannot act with objective = "
                     f"{loss.objective}, which bounds the ratio itself"
                 )
-        elif self.updates_per_batch == 1 and bounds and not is_dotted_path(loss.objective):
+        elif has_idle_ratio and idle:
             yield (
-                f"{' and '.join(bounds)} of [learner.loss] cannot act with old_policy = current "
+                f"{' and '.join(idle)} of [learner.loss] cannot act with old_policy = current "
                 "and updates_per_batch = 1: the ratio is always 1; remove old_policy"
             )
 

@@ -13,17 +13,8 @@ from buffer.imports import is_dotted_path
 from buffer.readable import Bytes
 
 WITHIN_A_GROUP = (
-    *(
-        "grpo",
-        "dr_grpo",
-        "rloo",
-        "opo",
-        "pass_at_k",
-        "reinforce_pp_baseline",
-        "gdpo",
-        "turns",
-        "otb",
-    ),
+    *("grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp_baseline"),
+    *("gdpo", "turns", "otb"),
 )
 """Advantages that compare a rollout with the others of its prompt."""
 
@@ -100,6 +91,11 @@ class TrainerSection(Section):
             yield (
                 "reward_weights names the parts of the reward for advantages = gdpo, which needs "
                 "them; no other estimator reads them"
+            )
+        if self.overlong_buffer_tokens and self.advantages == "gdpo":
+            yield (
+                "overlong_buffer_tokens cannot act with advantages = gdpo: it lowers the score, "
+                "and gdpo reads the parts of the reward"
             )
 
     @property

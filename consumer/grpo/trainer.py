@@ -270,9 +270,9 @@ class Trainer:
         before = self._progress
         self._progress = self._run.read_progress()
         produced = production_metrics(before, self._progress)
+        started = self._run.fleet.response_lengths()
         for task, lengths in batch.lengths_by_task():
-            self._trained_lengths.add(task, lengths)
-        started = LengthCounts.joined(each.lengths for each in self._run.fleet.workers())
+            self._trained_lengths.add_beside(started, task, lengths)
         return {
             **length_bias(self._trained_lengths, started),
             **batch.metrics(),

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from buffer.control.observers import Observer, all_of
 from buffer.control.worker_record import JUDGE_BOUNDS_S, Histogram
 from buffer.errors import JudgeError, JudgeInterrupted, RolloutMQError, describe
+from buffer.observers import Observer, all_of
 from buffer.wire.rollout import RolloutState
 from producer_workers.judges.judge import Judge
 from producer_workers.user_code.process_function import ProcessFunction

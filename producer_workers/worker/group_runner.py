@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numpy as np
 
 from buffer.control.length_counts import LengthCounts
-from buffer.control.observers import all_of
 from buffer.errors import (
     Fenced,
     GroupChanged,
@@ -34,6 +33,7 @@ from buffer.errors import (
 )
 from buffer.groups.submit import GROUPS_PER_TRIP, Stored, SubmitOutcome
 from buffer.job import EndedEarly, Job, ReleaseKind, Result
+from buffer.observers import all_of
 from buffer.redis.connection.retry import LogOnce
 from buffer.redis.media_folder import MediaFolder
 from buffer.run import Run

@@ -65,8 +65,8 @@ def web(
     """Show a run in a browser, until Ctrl-C.
 
     Charts, groups, rollouts with their tokens, workers, dead letters, events. The printed address
-    contains a token (by default that of web.token in the run's folder), without which nobody can
-    read the run; it also allows to pause, requeue and drop.
+    contains a token, which every request needs. With the token, a browser can read the run, pause
+    it, and requeue or drop groups. By default it is that of web.token in the run's folder.
     """
     import uvicorn
 

@@ -24,8 +24,8 @@ Example: rolloutmq simulate --workers 8 --median 2000 --sigma 1 --step-s 60
 A line of a trace is one response: 812, {"tokens": 812} or {"seconds": 9.5}.
 Limits: max_ahead, max_staleness. Idle: workers, then the trainer.
 Waste: tokens of groups that expired, or generated again after an update.
-Length: mean length of what is trained, as a share of what was started. Tail: the
-same for responses above the started p95. Below 1, the model learns to be short.
+Length: mean length of trained responses, as a share of that of started ones.
+Tail: the same above the started p95. Below 1, the model learns to be short.
 """
 
 _PAUSE = (
@@ -66,7 +66,7 @@ SyncS = Annotated[
 ]
 Staleness = Annotated[
     list[int] | None,
-    typer.Option(min=0, max=_MOST, help="max_staleness; repeatable.  [default: 0, 1, 4]"),
+    typer.Option(min=0, max=_MOST, help="max_staleness; repeatable.  [default: 0, 1, 8]"),
 ]
 Ahead = Annotated[
     list[int] | None,
@@ -144,7 +144,7 @@ def simulate(
         )
         settings = candidates(
             fleet,
-            staleness or [0, 1, 4],
+            staleness or [0, 1, 8],
             pause or ["keep", "partial", "abort"],
             ahead or [1, 2, 4],
             on_straggler or ["drop"],

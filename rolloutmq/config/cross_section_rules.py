@@ -131,8 +131,7 @@ def _revisions_have_a_repository(config: Config) -> Iterator[str]:
     if config.policy.revision and (config.policy.model is None or not is_id(config.policy.model)):
         yield (
             f"[policy] revision = {config.policy.revision} is for a model on the Hub: "
-            f"{config.policy.model} is "
-            "none"
+            f"{config.policy.model} is none"
         )
 
 
@@ -232,9 +231,9 @@ def _groups_can_be_compared(config: Config) -> Iterator[str]:
         if task.prompt_repeat_k == 1:
             yield (
                 f"prompt_repeat_k = 1 of task {name}: [trainer] advantages = "
-                f"{config.trainer.advantages} "
-                "compares the rollouts of a prompt, so every advantage would be 0; set "
-                "prompt_repeat_k to at least 2, or advantages to reinforce_pp or gae"
+                f"{config.trainer.advantages} compares the rollouts of a prompt, so every "
+                "advantage would be 0; set prompt_repeat_k to at least 2, or advantages to "
+                "reinforce_pp or gae"
             )
 
 
@@ -275,8 +274,7 @@ def _ranks_have_gpus(config: Config) -> Iterator[str]:
     if ranks > 1 and ":" in config.trainer.device:
         yield (
             f"[trainer] device = {config.trainer.device} is one GPU, and the trainer has {ranks} "
-            "ranks; "
-            'set device = "auto": each rank then has a GPU of its own'
+            'ranks; set device = "auto": each rank then has a GPU of its own'
         )
 
 
@@ -293,8 +291,7 @@ def _transport_carries_changes(config: Config) -> Iterator[str]:
     if config.policy.delta_base_every > 1 and config.policy.weights_transport in ("gloo", "nccl"):
         yield (
             f"[policy] weights_transport = {config.policy.weights_transport} sends whole versions: "
-            "leave "
-            "out delta_base_every, or use folder or redis"
+            "leave out delta_base_every, or use folder or redis"
         )
 
 

@@ -235,12 +235,12 @@ def _task(task: TaskView, snap: RunView) -> Iterator[Symptom]:
     name, account = task.account.task, task.account
     error_ms = int(task.number("error_ms"))
     since_ms = max(0, snap.now_ms - error_ms) if error_ms else None
-    mend = (
+    fix_cause = (
         "`rolloutmq dead` has the reasons in full; fix the cause, restart the workers, then run "
         f"`rolloutmq resume --task {name}`"
     )
     if task.stop_reason:
-        fix = mend if task.progress.get("stopped") else TaskStop("broken").fix(name)
+        fix = fix_cause if task.progress.get("stopped") else TaskStop("broken").fix(name)
         yield _stuck(f"task {name} is stopped: {task.stop_reason}", fix, since_ms)
     elif task.progress.get("halt") == "enough":
         reason = task.progress.get("halt_reason", "")
@@ -250,7 +250,7 @@ def _task(task: TaskView, snap: RunView) -> Iterator[Symptom]:
         scope = "every try so far" if task.has_never_succeeded else "in a row"
         level: Level = "stuck" if task.has_never_succeeded else "note"
         yield Symptom(
-            level, f"task {name}: {failures} failed, {scope}: {task.error}", mend, since_ms
+            level, f"task {name}: {failures} failed, {scope}: {task.error}", fix_cause, since_ms
         )
     if (filtered := int(task.number("filtered_in_row"))) >= MANY_FILTERED:
         fix = (

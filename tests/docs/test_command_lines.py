@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
+import typer
+
 from rolloutmq.cli import UsageError
 from rolloutmq.command_list import all_commands
 from rolloutmq.config.load import load_config
@@ -61,6 +63,8 @@ def fault(line: str) -> str:
     except UsageError as error:
         # text that names a command alone leaves out what it works on
         return "" if type(error).__name__ == "MissingParameter" else str(error)
+    except typer.Exit:  # --help
+        return ""
     for config in (ROOT / word for word in args if word.endswith(".toml")):
         if config.exists():
             given = [value for flag, value in pairwise(args) if flag == "--set"]
@@ -73,3 +77,5 @@ def test_every_printed_command_can_be_typed() -> None:
     assert len(lines) > 200
     faults = [(file, line, why) for file, line in lines if (why := fault(line))]
     assert faults == []
+    assert fault("rolloutmq status --help") == ""
+    assert "No such option" in fault("rolloutmq status --halp")

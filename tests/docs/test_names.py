@@ -14,7 +14,15 @@ from tests.programs import ROOT, files_of_git
 
 PAGES = sorted(
     page
-    for pattern in ("README.md", "[a-z]*/README.md", "docs/pages/*.md", "producer_workers/*.md")
+    for pattern in (
+        "README.md",
+        "SECURITY.md",
+        "DECISIONS.md",
+        "[a-z]*/README.md",
+        "docs/pages/*.md",
+        "producer_workers/*.md",
+        "tests/chaos/*.md",
+    )
     for page in ROOT.glob(pattern)
 )
 PACKAGES = (
@@ -108,8 +116,13 @@ def fault(name: str) -> str:
     if name in NOT_CODE:
         return ""
     if found := re.fullmatch(r"([\w./]+\.py)::(\w+)", name):
-        text = (ROOT / found[1]).read_text(encoding="utf-8") if (ROOT / found[1]).exists() else ""
-        return "" if f"def {found[2]}(" in text else "no such test"
+        files = [file for folder in (ROOT, ROOT / "tests") if (file := folder / found[1]).exists()]
+        defined = any(f"def {found[2]}(" in file.read_text(encoding="utf-8") for file in files)
+        return "" if defined else "no such test"
+    if found := re.fullmatch(r"chaos:(\w+)", name):
+        return "" if f"_{found[1]}" in defined_names() else "no such fault"
+    if found := re.fullmatch(r"bench:(\w+\.py)", name):
+        return "" if (ROOT / "benchmarks" / found[1]).exists() else "no such benchmark"
     if re.fullmatch(rf"(?:{'|'.join(FOLDERS)})/[\w./-]*", name):
         return "" if (ROOT / name).exists() else "no such file"
     if re.fullmatch(r"[\w-]+\.(?:py|lua)", name):

@@ -176,8 +176,11 @@ class EmbeddedServer:
         self._reap()
 
     def _reap(self) -> int | None:
-        """Return the exit code of this process's server if it has ended; leave no zombie."""
-        return self._child.poll() if self._child else None
+        """Return the exit code of this process's server, once it has ended; leave no zombie."""
+        code = self._child.poll() if self._child else None
+        if code is not None:
+            self._child = None  # the next server of the folder may be another process's
+        return code
 
     @contextmanager
     def _lock(self) -> Iterator[int | None]:

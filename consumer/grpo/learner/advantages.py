@@ -214,8 +214,15 @@ def gdpo_advantages(
 
     Their weighted sum is then standardized over the batch: a part with small differences counts as
     much as one with large ones. Rollouts without a part get 0 for it. (Liu et al. 2026,
-    arXiv:2601.05242, section 3.) `weights`: of the parts, by name.
+    arXiv:2601.05242, section 3.) `weights`: of the parts, by name. Raises ConfigError where no
+    rollout has any of them.
     """
+    found = {name for group in groups for name in group.rewards}
+    if groups and found.isdisjoint(weights):
+        raise ConfigError(
+            f"no reward of the batch has a part of [trainer] reward_weights: {', '.join(weights)}",
+            hint=f"the judges return {', '.join(sorted(found)) or 'no numbers'}",
+        )
     joined = []
     for group in groups:
         total = np.zeros(len(group.scores))

@@ -42,14 +42,10 @@ class Update:
 class TrainBatch:
     groups: Sequence[RolloutGroup]
     updates: list[Update]
+    # what `TrainController` computed to pack it: of each group, per rollout or per token
+    outcome: Sequence[NDArray[np.float32]] | None = None
 
-    def set_advantages(self, advantages: NDArray[np.float32]) -> None:
-        """Give every token its rollout's advantage: float32[sum k], in the order of groups."""
-        ends = np.cumsum([len(group) for group in self.groups])[:-1]
-        own = zip(np.split(np.asarray(advantages, np.float32), ends), self.groups, strict=True)
-        self.set_token_advantages([np.repeat(values, group.lengths) for values, group in own])
-
-    def set_token_advantages(self, columns: Sequence[NDArray[np.float32]]) -> None:
+    def set_advantages(self, columns: Sequence[NDArray[np.float32]]) -> None:
         """Set the advantages of all response tokens, float32[R] of each group."""
         for update in self.updates:
             update.advantages = update.batches.per_token(columns)
@@ -148,9 +144,10 @@ class MicroBatches:
         """Copy float32[N] of every micro-batch into float32[R] of each group."""
         for layout, own in zip(self._layouts, values, strict=True):
             parts = self._table.parts(columns, layout.chosen)
-            ends = np.cumsum([len(part) for part in parts])
-            for part, end in zip(parts, ends.tolist(), strict=True):
-                part[:] = own[end - len(part) : end].cpu().numpy()
+            ends = np.cumsum([len(part) for part in parts])[:-1]
+            # one transfer from the device for all of them
+            for part, values_of_part in zip(parts, np.split(own.cpu().numpy(), ends), strict=True):
+                part[:] = values_of_part
 
     def _build(self, layout: Layout) -> MicroBatch:
         chosen = layout.chosen

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from buffer.control import fleet
 from buffer.control.length_counts import MOST_BYTES, WINDOW, LengthCounts, length_bias
+from tests.buffer.scene import Scene
 
 
 def counted(task: str, lengths: list[int]) -> LengthCounts:
@@ -56,3 +58,31 @@ def test_a_text_is_bounded_and_old_lengths_fade() -> None:
             counts.add("math", [length] * WINDOW)
     assert counts["math"].mean > 700
     assert counts["math"].count <= 2 * WINDOW
+
+
+def test_lengths_that_grow_with_the_model_are_no_bias_in_a_large_fleet() -> None:
+    """A worker remembers thousands of responses, and a fleet as many times more of the past."""
+    workers, trained = [LengthCounts() for _ in range(16)], LengthCounts()
+    for step in range(400):
+        length = 100 + 2 * step
+        for worker in workers:
+            worker.add("math", [length] * 100)
+        started = LengthCounts.joined(worker.text() for worker in workers)
+        for _ in range(16):
+            trained.add_beside(started, "math", [length] * 100)
+    assert length_bias(trained, started)["length_bias/mean/math"] == pytest.approx(1, abs=0.1)
+
+
+def test_some_workers_stand_for_the_lengths_of_all(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert scene.run.fleet.response_lengths() == {}
+    text = counted("math", [100] * 90 + [1000] * 10).text()
+    for worker in range(6):
+        scene.worker(f"w{worker}")
+        scene.raw.hset(scene.keys.worker(f"w{worker}"), "lengths", text)
+    whole = scene.run.fleet.response_lengths()["math"]
+    assert (whole.tokens, whole.count) == (6 * 19_000, 600)
+    monkeypatch.setattr(fleet, "MOST_COUNTED", 4)
+    some = scene.run.fleet.response_lengths()["math"]
+    assert (some.tokens, some.counts.tolist()) == (whole.tokens, whole.counts.tolist())

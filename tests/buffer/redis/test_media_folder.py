@@ -187,6 +187,17 @@ def test_what_a_crash_left_is_found_by_a_later_sweep(
     assert illustrated(scene) == set()
 
 
+def test_the_sweep_of_a_workers_heartbeats_touches_no_disk(
+    scene_with_media: Callable[..., Scene],
+) -> None:
+    scene = scene_with_media()
+    illustrate(scene, 1)
+    scene.enqueue(1, samples=[0])
+    scene.raw.hset(scene.keys.clock, mapping={"seen_ms": 10**6, "swept_ms": 0})
+    assert scene.run.janitor.sweep_in_turn().media == 0
+    assert scene.run.janitor.sweep().media == 1
+
+
 def test_nothing_is_deleted_that_is_held_or_not_ours(
     scene_with_media: Callable[..., Scene], tmp_path: Path
 ) -> None:

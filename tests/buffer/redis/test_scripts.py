@@ -13,7 +13,7 @@ import buffer.redis.keys
 from buffer.errors import ScriptError
 from buffer.redis.keys import SLOTS, TABLE, Keys
 from buffer.redis.script_contract import BIGGEST, JUDGED, NAMED, ScriptHeader, Slot
-from buffer.redis.scripts import Arg, Script, assemble, library, sources
+from buffer.redis.scripts import Arg, Script, assemble, includes, library, sources
 
 BUFFER = Path(buffer.redis.keys.__file__).parents[1]
 MODULES = sorted(BUFFER.rglob("*.py"))
@@ -28,6 +28,15 @@ WRITES = r"'(H(SET|DEL|INCRBY\w*)|Z(ADD|REM)\w*|X(ADD|DEL)|S(ADD|REM|ET|ETBIT)|R
 def code_of(name: str) -> str:
     """Return the body without its comments."""
     return re.sub(r"--.*", "", SOURCES[name])
+
+
+def functions_of(name: str) -> set[str]:
+    """Names that a file declares for all of its lines, and for the files that include it."""
+    declared = re.findall(r"^local (?:function )?(\w+(?:, \w+)*)", code_of(name), re.MULTILINE)
+    return {name for names in declared for name in names.split(", ")}
+
+
+HOMES = {function: topic for topic in TOPICS for function in functions_of(f"include/{topic}")}
 
 
 def slots(name: str, array: str) -> list[Slot]:
@@ -69,6 +78,37 @@ def test_integers_that_redis_might_write_as_a_power_of_ten_are_written_by_int(na
     for function in ("redis.call", "log_event"):
         for arguments in calls_of(code_of(name), function):
             assert not large & set(arguments)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_body_uses_every_name_of_the_header_and_no_number(name: str) -> None:
+    code = code_of(name)
+    assert not re.search(r"\b(KEYS|ARGV)\b", code)
+    words = set(re.findall(r"\w+", re.sub(r"'[^']*'", "''", code)))
+    tails = [tail for array in ("KEYS", "ARGV") if (tail := library()[name].header.tail(array))]
+    of_units = {unit for tail in tails if "each_unit" in code for unit in tail.names}
+    names = {
+        word for array in ("KEYS", "ARGV") for slot in slots(name, array) for word in slot.names
+    }
+    assert names - of_units <= words
+    assert not names & {*HOMES, "redis", "string", "table", "math"}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_file_includes_what_it_uses_and_nothing_else(name: str) -> None:
+    code = re.sub(r"'[^']*'", "''", code_of(name))
+    used = set(re.findall(r"(?<![.\w])\w+", code)) - functions_of(name)
+    assert {HOMES[word] for word in used if word in HOMES} == set(includes(SOURCES[name]))
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_header_lists_exactly_the_replies_of_the_body(name: str) -> None:
+    code = code_of(name)
+    listed = re.search(r"-- replies (.*?)\n-- keeps", BODIES[name], re.DOTALL)
+    assert listed
+    replies = re.findall(r"(?:^|\| +)([A-Z_]+)\b", re.sub(r"\n--", "", listed[1]))
+    sent = re.findall(r"(?:\{|reply\[1\] = |table\.insert\(reply, 1, )'([A-Z_]+)'", code)
+    assert set(replies) == set(sent)
 
 
 def test_include_that_does_not_exist_is_refused() -> None:

@@ -123,6 +123,21 @@ def test_resumed_run_is_the_same_but_for_leases_roles_and_garbage(
     assert after == before
 
 
+def test_tokens_that_a_worker_had_not_handed_back_age_no_resumed_group(
+    scene: Scene, tmp_path: Path
+) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.enqueue(1)
+    jobs = scene.claim()
+    scene.beat(jobs, oldest=FIRST)
+    assert scene.raw.zcard(scene.keys.age("math")) == 1
+    scene.run.save(tmp_path / "s")
+    other = resumed(scene, tmp_path / "s")
+    assert other.stream("fresh") + other.stream("resume") == [jobs[0].gid]
+    assert not other.raw.exists(other.keys.age("math"))
+    other.check()
+
+
 def test_resumed_run_delivers_the_same_batches_byte_for_byte_and_goes_on(
     busy: Scene, tmp_path: Path
 ) -> None:
@@ -382,6 +397,29 @@ def test_interrupted_resume_is_cleared_away_by_the_next_one_and_by_itself_where_
     other = resumed(busy, tmp_path / "s")
     assert not busy.raw.exists(f"rmq:{{{name}}}:group:zombie")
     other.check()
+
+
+def test_a_resume_whose_name_was_taken_removes_nothing_of_the_next_one(
+    busy: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy.run.save(tmp_path / "s")
+    meta = f"rmq:{{{busy.name}-again}}:meta"
+    there: list[list[str]] = []
+
+    def stop(what: str, done: int) -> None:
+        raise KeyboardInterrupt
+
+    def lose_the_name(client: Any, names: list[bytes]) -> int:
+        """Remove a slice; then another loader, which waited for too long, goes on."""
+        busy.raw.hset(meta, "nonce", "of another loader")
+        there.append(names_of(busy, f"{busy.name}-again"))
+        return 1
+
+    monkeypatch.setattr("buffer.maintenance.remove_run.SLICE", 1)
+    monkeypatch.setattr("buffer.maintenance.remove_run._remove", lose_the_name)
+    with pytest.raises(KeyboardInterrupt):
+        resumed(busy, tmp_path / "s", advance=stop)
+    assert there == [names_of(busy, f"{busy.name}-again")]
 
 
 def test_resume_goes_on_when_connections_are_killed(

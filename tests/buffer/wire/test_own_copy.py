@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import Struct
 
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
@@ -75,7 +76,7 @@ def test_rollouts_and_their_table_share_nothing_that_can_be_changed(is_received:
     if is_received:
         group = group_bytes.decode(memoryview(bytearray(before)))
     parties = [*(given if not is_received else []), *group.states]
-    owned = [reachable(state, {}) for state in parties]
+    owned = [reachable(state, {}) for state in [*parties, group.multimodal]]
     owned.append(reachable([group.head.shared, group.head.own, group.columns], {}))
     seen: dict[int, Any] = {}
     for found in owned:
@@ -113,13 +114,17 @@ class Plain:
     items: list[Any] = field(default_factory=list)
 
 
+class OfUser(Struct, kw_only=True):
+    names: list[str]
+
+
 def test_a_copy_is_equal_and_of_the_same_types_at_any_depth() -> None:
     opaque = object()
     value: dict[str, Any] = {
         "plain": [1, 1.5, True, None, "text", b"bytes"],
         "kinds": [(1, [2]), {3}, bytearray(b"4"), Plain([[5]]), VersionSpan(0, 1, 2, "a")],
         "dicts": [OrderedDict(a=[6]), defaultdict(list, b=[7])],
-        "models": [rollout(0).sample_params, rollout(0).tool_calls],
+        "models": [rollout(0).sample_params, rollout(0).tool_calls, OfUser(names=["x"])],
         "opaque": [opaque],
     }
     before = copy.deepcopy({key: item for key, item in value.items() if key != "opaque"})
@@ -137,4 +142,5 @@ def test_a_copy_is_equal_and_of_the_same_types_at_any_depth() -> None:
     made["models"][0].stops.append("y")
     made["models"][0].structured.json_schema["enum"].append(0)
     made["models"][1][0].arguments["a"].append(0)
+    made["models"][2].names.append("y")
     assert {key: item for key, item in value.items() if key != "opaque"} == before

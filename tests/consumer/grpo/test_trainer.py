@@ -33,7 +33,7 @@ from rolloutmq.launch import create_run
 from tests.buffer.time_machine import put_back, remember
 from tests.consumer.grpo.models.tiny import build_model
 from tests.consumer.grpo.training_config import GROUPS, STEPS, training_config
-from tests.consumer.handle.crew import at_work
+from tests.consumer.handle.crew import MEMBERS, at_work
 from tests.memory_fault import overwrite
 from tests.servers import on_both
 
@@ -142,6 +142,10 @@ def test_undisturbed_trainer_ends_with_a_clean_account(
     with at_work(run, stamp=0, math=DRAWS):
         assert train(run, config, model_dir)
     check_end(run, config, undisturbed)
+    steps = [step.metrics for step in history(config).steps]
+    lengths = sum(metrics["response_len/tokens"] for metrics in steps) / (STEPS * GROUPS * MEMBERS)
+    assert steps[-1]["trained_len/mean/math"] == lengths
+    assert 0.7 < steps[-1]["length_bias/mean/math"] < 1.4
     # what makes the comparison of the other tests mean something: training did move the weights
     start = Learner(model_dir, config.learner, seed=3).parameters
     assert any(not torch.equal(start[n], undisturbed["state"][f"model/{n}"]) for n in start)

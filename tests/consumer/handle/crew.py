@@ -13,6 +13,7 @@ from itertools import count
 import numpy as np
 
 from buffer.control.control import ControlState, Mode
+from buffer.control.length_counts import LengthCounts
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.ids import group_id, new_nonce, split_group_id
 from buffer.job import Job
@@ -70,6 +71,7 @@ class Crew:
         self.producer = new_nonce()
         self._nonce = new_nonce()
         self.worker = "w0"
+        self._lengths = LengthCounts()
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -112,10 +114,12 @@ class Crew:
                 self.claimed.append((job.lane, state.mode))
                 group = answer(self._run.buffer.read(job.payload), self._weights(job, state))
                 self._run.buffer.submit(self.worker, job, group, 1)
+                self._lengths.add(job.task, group.lengths)
         if not self.silent:
             # before the heartbeat, which is the receipt that a test may wait for
             self.epochs.append((state.epoch, state.mode))
-            pulse = HeartbeatReport(state.epoch, state.weights, WorkerState.IDLE)
+            text = self._lengths.text()
+            pulse = HeartbeatReport(state.epoch, state.weights, WorkerState.IDLE, lengths=text)
             if not self._run.fleet.heartbeat(self.worker, self._nonce, pulse, []).known:
                 self._run.fleet.register(self.worker, self._nonce, {"engine": "prepared"})
 

@@ -101,12 +101,17 @@ def test_wrong_password_is_told_without_showing_it(tmp_path: Path) -> None:
         (["ls", "--where", '{"tries": {"$between": [2, 1]}}'], 2, ["lowest, highest"]),
         (["ls", "--order", "colour"], 2, ["no field 'colour'"]),
         (["fence", "w7", "--yes"], 2, ["no worker 'w7'", "w0, w1"]),
+        (["fence", "w0"], 2, ["would revoke 1 group of w0", "--yes"]),
     ],
 )
 def test_a_mistake_is_named_with_what_to_do(
     scene: Scene, command: Command, words: list[str], code: int, said: list[str]
 ) -> None:
     check(command(*words), code, *said)
+
+
+def test_no_run_on_the_server(store: Store, command: Command) -> None:
+    check(command("ls"), 5, "no run on", "rolloutmq run")
 
 
 def test_several_runs_are_listed(scene: Scene, store: Store, command: Command) -> None:

@@ -92,6 +92,13 @@ def test_help_and_completion_import_no_command() -> None:
         assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_help_has_an_example_and_fits_80_columns(name: str) -> None:
+    text = in_process(name, "--help").stdout
+    assert "Example" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
 @pytest.mark.parametrize("name", ASKING)
 def test_every_command_tells_programs_of_an_error_in_the_same_way(
     name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -98,6 +98,7 @@ def test_every_field_of_every_section_is_described() -> None:
         ("[policy]\nmax_staleness = 1.0\n", "policy.max_staleness = 1.0: expected a valid integer"),
         ("[strategy]\nover_sample_threshold = nan\n", "expected a finite number"),
         ("[strategy]\nenable_partial_rollout = 1\n", "expected a valid boolean"),
+        ('[run]\nname "demo"\n', 'line 2: name "demo"'),
     ],
 )
 def test_a_mistake_is_named_with_what_would_be_right(tmp_path: Path, text: str, told: str) -> None:

@@ -105,9 +105,14 @@ def test_without_the_token_or_read_only_nothing_can_be_done(
     go(chromium, address, "control")
     chromium.execute_script("sessionStorage.clear()")
     chromium.get("about:blank")
-    chromium.get(address.partition("#")[0])
+    page, _, token = address.partition("#token=")
+    chromium.get(page)
     until(chromium, "this needs a token")
+    assert "demo" not in chromium.find_element(By.TAG_NAME, "header").text
     assert chromium.find_elements(By.XPATH, acting) == []
+    chromium.find_element(By.NAME, "token").send_keys(token, Keys.ENTER)
+    until(chromium, "every group is accounted for", "#account")
+    until(chromium, "Training")
     with serving(server.folder, "--read-only") as only_reads:
         go(chromium, only_reads, "run")
         for view, words in (

@@ -14,6 +14,6 @@ def score(response, ground_truth, state):
 
 
 def last_number(text):
-    """Return the last number of a text; None where there is none."""
+    """Return the last number of a text, or None for a text without numbers."""
     found = NUMBER.findall(text[-200:])
     return float(found[-1].replace(",", "")) if found else None

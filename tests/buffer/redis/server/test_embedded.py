@@ -67,6 +67,20 @@ def test_start_adopts_the_server_that_already_runs(embedded: EmbeddedServer) -> 
     assert not embedded.is_running
 
 
+def test_a_server_that_ended_here_and_was_started_elsewhere_is_adopted_while_it_loads(
+    embedded: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    embedded.start()
+    embedded.kill()
+    other = EmbeddedServer(embedded.folder)
+    other.start()
+    loads = iter([True, True])
+    monkeypatch.setattr(embedded, "_is_loading", lambda: next(loads, False))
+    embedded.start()
+    assert embedded.pid == other.pid
+    other.stop()
+
+
 def test_server_outlives_the_process_that_started_it(embedded: EmbeddedServer) -> None:
     command = [sys.executable, "-c", START, str(embedded.folder)]
     started = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.errors import WireError
+from buffer.errors import ConfigError, WireError
 from consumer.grpo.learner.advantages import (
     ESTIMATORS,
     GroupRewards,
@@ -218,6 +218,8 @@ def test_gdpo_gives_nothing_for_a_part_that_a_rollout_or_a_group_lacks() -> None
     groups = [make_rewards([0, 1, 1], rewards={"a": [0, 1, np.nan]}), make_rewards([0, 1])]
     got = gdpo_advantages(groups, weights={"a": 1.0})
     assert got.tolist() == pytest.approx([-np.sqrt(2), np.sqrt(2), 0, 0, 0], abs=1e-3)
+    with pytest.raises(ConfigError, match="reward_weights: b"):
+        gdpo_advantages(groups, weights={"b": 1.0})
 
 
 def test_turns_add_the_standardized_rewards_of_this_and_the_later_turns_to_grpo() -> None:

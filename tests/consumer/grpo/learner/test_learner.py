@@ -17,7 +17,7 @@ from consumer.grpo.learner.advantages import grpo_advantages
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.models.model_folder import load_model
 from consumer.grpo.policy.vocabulary_projection import TokenLogprobs
-from tests.consumer.grpo.models.tiny import build_model, make_group, train_step
+from tests.consumer.grpo.models.tiny import build_model, make_group, set_advantages, train_step
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_train_refuses_a_batch_without_the_logprobs_that_its_loss_reads(
     learner = make_learner(model_dir, **options)
     groups, advantages = make_batch(0)
     batch = learner.pack(groups)
-    batch.set_advantages(advantages)
+    set_advantages(batch, advantages)
     with pytest.raises(ConfigError, match=f"the batch has no {missing}"):
         learner.train(batch)
 
@@ -232,7 +232,7 @@ def test_importance_corrects_for_the_rollouts_in_every_update_of_a_batch(model_d
     learner = make_learner(model_dir, updates_per_batch=3, warmup_steps=0, decay_steps=None)
     groups, advantages = make_batch(0)
     batch = learner.compute_old_logprobs(learner.pack([groups[0]] * 3))
-    batch.set_advantages(np.tile(advantages[:4], 3))
+    set_advantages(batch, np.tile(advantages[:4], 3))
     found = [learner._update(update) for update in batch.updates]
     ratios = [metrics["policy/ratio"] for metrics in found if metrics]
     weights = [metrics["mismatch/importance"] for metrics in found if metrics]
@@ -251,6 +251,10 @@ def test_importance_corrects_for_the_rollouts_in_every_update_of_a_batch(model_d
         (
             {"old_policy": "current", "loss": {"clip_low": 0.1, "dual_clip": 3.0}},
             "clip_low and dual_clip .* the ratio is always 1",
+        ),
+        *(
+            ({"old_policy": "current", "loss": {"objective": name}}, "objective .* always 1")
+            for name in ("gspo", "cispo", "dppo", "sapo")
         ),
         ({"warmup_steps": 6}, "must be larger than warmup_steps = 6"),
         ({"decay_steps": None, "schedule": "cosine"}, "schedule needs decay_steps"),

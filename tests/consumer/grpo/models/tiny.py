@@ -13,6 +13,7 @@ from buffer.wire.rollout import RolloutState, Status
 from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.models.tiny_model import build_tiny_model
+from consumer.grpo.policy.micro_batch import TrainBatch
 
 SPEC = TinyModelConfig(hidden=32, layers=2, heads=2, kv_heads=1, head_dim=32, intermediate=48)
 
@@ -52,5 +53,12 @@ def train_step(
     batch = learner.pack(groups, keep=learner.keep(advantages))
     batch = learner.compute_old_logprobs(batch)
     batch = learner.compute_ref_logprobs(batch)
-    batch.set_advantages(advantages)
+    set_advantages(batch, advantages)
     return learner.train(batch)
+
+
+def set_advantages(batch: TrainBatch, advantages: NDArray[np.float32]) -> None:
+    """Give every token its rollout's advantage: float32[sum k], in the order of groups."""
+    ends = np.cumsum([len(group) for group in batch.groups])[:-1]
+    own = zip(np.split(np.asarray(advantages, np.float32), ends), batch.groups, strict=True)
+    batch.set_advantages([np.repeat(values, group.lengths) for values, group in own])

@@ -21,7 +21,7 @@ from consumer.config.learner import LearnerConfig, LoraConfig, LossConfig
 from consumer.grpo.learner.learner import Learner
 from rolloutmq.config.config import Config
 from tests.consumer.grpo.learner.test_learner import make_batch
-from tests.consumer.grpo.models.tiny import build_model, train_step
+from tests.consumer.grpo.models.tiny import build_model, set_advantages, train_step
 
 LORA = LoraConfig(rank=4, alpha=8)
 
@@ -93,7 +93,7 @@ def test_the_reference_of_a_kl_term_is_the_model_with_its_adapter_off(model_dir:
         groups, advantages = make_batch(step)
         metrics = train_step(learner, groups, advantages)
         batch = other.pack(groups, keep=other.keep(advantages))
-        batch.set_advantages(advantages)
+        set_advantages(batch, advantages)
         assert metrics == other.train(other.compute_ref_logprobs(batch))
         for update in batch.updates:
             for part, logprobs in zip(update.batches, update.ref_logprobs, strict=True):

@@ -22,7 +22,7 @@ from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines import build_engine
-from tests.consumer.grpo.models.tiny import build_model, train_step
+from tests.consumer.grpo.models.tiny import build_model, set_advantages, train_step
 from tests.producer_workers.engines.tiny_model import write_tiny_model
 
 LENGTHS = (30, 9, 17, 24)
@@ -118,7 +118,7 @@ def test_replayed_gates_learn_by_the_true_gradient(
     gate = trainer.parameters["model.layers.1.mlp.gate.weight"]
     packed = trainer.pack([group])
     packed = trainer.compute_ref_logprobs(packed)
-    packed.set_advantages(ADVANTAGES)
+    set_advantages(packed, ADVANTAGES)
     (update,) = packed.updates
     trainer._backward(update, 0)
     assert gate.grad is not None

@@ -93,6 +93,22 @@ def test_groups_of_a_dead_run_wait_again(dead_run: Scene, start: Start) -> None:
     dead_run.check()
 
 
+def test_two_janitors_at_once_and_one_killed_in_the_middle(dead_run: Scene, start: Start) -> None:
+    fill_with_garbage(dead_run, 20_000)
+    first = start("--every", "0.001")
+    _ = start("--every", "0.001")
+    until(lambda: dead_run.raw.scard(dead_run.keys.garbage) < 20_000)
+    first.kill()
+    until(
+        lambda: (
+            not dead_run.raw.scard(dead_run.keys.garbage) and len(dead_run.stream("resume")) == 40
+        )
+    )
+    assert not list(dead_run.raw.scan_iter(f"{dead_run.keys.prefix}payload:*:old", count=10_000))
+    assert dead_run.counters()["leases_lost"] == "40"
+    dead_run.check()
+
+
 def test_janitor_goes_on_when_the_server_is_back(tmp_path: Path, start: Start) -> None:
     with EmbeddedServer(tmp_path / "s") as server:
         store = Store(server.url)

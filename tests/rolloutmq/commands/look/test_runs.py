@@ -10,7 +10,7 @@ import pytest
 
 from buffer.maintenance.remove_run import remove_run
 from buffer.redis.keys import Keys
-from buffer.redis.server.embedded import valkey_binary
+from buffer.redis.server.embedded import EmbeddedServer, valkey_binary
 from buffer.redis.store import Store
 from buffer.run import Run
 from rolloutmq.run_owner import own
@@ -140,3 +140,17 @@ def test_folders_are_listed_without_a_server_the_running_one_first(tmp_path: Pat
     assert "2 of 8" in text
     assert "[finished ]" in text
     assert in_process("runs", cwd=tmp_path, REDIS_URL="unix:///no.sock").returncode == 3
+
+
+def test_a_command_asks_the_named_folder_then_the_environment_then_the_newest_folder(
+    scene: Scene, server: EmbeddedServer, tmp_path: Path
+) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "demo").symlink_to(server.folder)
+    words = ("status", "--json")
+    nowhere = "unix:///no.sock"
+    assert json_of(in_process(*words, cwd=tmp_path))["run"] == "demo"
+    assert in_process(*words, cwd=tmp_path, REDIS_URL=nowhere).returncode == 3
+    named = (*words, "--run-dir", str(server.folder))
+    assert json_of(in_process(*named, cwd=tmp_path, REDIS_URL=nowhere))["run"] == "demo"
+    assert in_process(*named, "--redis-url", nowhere, cwd=tmp_path).returncode == 3
