@@ -84,7 +84,8 @@ class LengthCounts(dict[str, Lengths]):
     def text(self) -> str:
         """Return "task=sum count count …;…" without the empty buckets at the end."""
         parts: list[str] = []
-        for task, each in sorted(self.items(), key=lambda item: -item[1].count):
+        # a list first: another thread may add a task
+        for task, each in sorted([*self.items()], key=lambda item: -item[1].count):
             counts = " ".join(map(str, np.trim_zeros(each.counts, "b").tolist()))
             part = f"{task}={each.tokens} {counts}"
             if sum(map(len, parts)) + len(parts) + len(part) > MOST_BYTES:

@@ -38,7 +38,7 @@ from buffer.redis.connection.retry import LogOnce
 from buffer.redis.media_folder import MediaFolder
 from buffer.run import Run
 from buffer.wire.group import GROUP_TIME, RolloutGroup
-from buffer.wire.rollout import RolloutState, Status
+from buffer.wire.rollout import RolloutState, Status, has_ended
 from producer_workers.engines.base import Engine, EngineDeadError, shown
 from producer_workers.user_code.user_function import outcome_of
 from producer_workers.worker.claims import FailureBackoff
@@ -243,9 +243,10 @@ class GroupRunner:
 
     async def _end_early(self, job: Job, known_tokens: int) -> None:
         self._held.submitting.add(job)
-        self.lengths.add(job.task, self._held.figure(job, _lengths, list[int]()))
         count = partial(self._engine.ended_early, job.gid, known_tokens)
         ended = self._held.figure(job, count, count(()))
+        lengths = partial(_lengths, ended.tokens)
+        self.lengths.add(job.task, self._held.figure(job, lengths, list[int]()))
         await self._release(job, "expired", "too old for every train step", ended)
 
     async def _release(
@@ -277,8 +278,16 @@ def _is_cancellation(error: BaseException) -> bool:
     return isinstance(error, asyncio.CancelledError) and bool(task and task.cancelling())
 
 
-def _lengths(members: Sequence[RolloutState]) -> list[int]:
-    return [made for state in members if (made := len(state.response_ids))]
+def _lengths(tokens: int, members: Sequence[RolloutState]) -> list[int]:
+    """Return the lengths so far of members that made `tokens` together.
+
+    An interrupted member may have been reset: all of these count as equally long.
+    """
+    lengths = [len(state.response_ids) for state in members if has_ended(state)]
+    unfinished = len(members) - len(lengths)
+    if unfinished and (each := (tokens - sum(lengths)) // unfinished) > 0:
+        lengths += [each] * unfinished
+    return lengths
 
 
 def put_experts_into_files(

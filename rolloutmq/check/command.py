@@ -65,7 +65,10 @@ def check(
     with screen.status("checking…") if screen.is_terminal and not as_json else nullcontext():
         findings = check_config(config, overrides or [], size)
     if as_json:
-        emit({"config": str(config), "findings": [asdict(each) for each in findings]})
+        facts = [asdict(each) for each in findings]
+        for each in facts:
+            del each["exit_code"]  # it is for a run
+        emit({"config": str(config), "findings": facts})
     else:
         _show(screen, findings)
     if any(found.level == "error" for found in findings):

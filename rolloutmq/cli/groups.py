@@ -147,18 +147,16 @@ def requeue(
     """
     if (gid is None) is not all_dead:
         raise ConfigError("pass either a GID or --all-dead")
-    letters = len(target.run.dead_letters)
-    where = (
-        f"{gid}, which is {locate(target.run, gid).where}" if gid else plural(letters, "dead group")
-    )
-    require_yes(yes, f"requeue {where}")
-    gids = [gid] if gid else [letter.gid for letter in target.run.dead_letters.newest()]
-    moved = {one: target.run.jobs.requeue(one) for one in gids}
-    said = (
-        f"{gid} was {moved[gid]}; it is requeued"
-        if gid
-        else (f"{plural(len(moved), 'dead group')} requeued")
-    )
+    run = target.run
+    what = plural(len(run.dead_letters), "dead group")
+    if gid:
+        what = f"{gid}, which is {locate(run, gid).where}"
+    require_yes(yes, f"requeue {what}")
+    gids = [gid] if gid else [letter.gid for letter in run.dead_letters.newest()]
+    moved = {one: run.jobs.requeue(one) for one in gids}
+    said = f"{plural(len(moved), 'dead group')} requeued"
+    if gid:
+        said = f"{gid} was {moved[gid]}; it is requeued"
     return Output({"requeued": moved}, said)
 
 

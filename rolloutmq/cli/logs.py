@@ -280,8 +280,8 @@ def _last_lines(path: Path, lines: int) -> tuple[list[bytes], int]:
     if not path.exists():
         return [], 0
     with path.open("rb") as log:
-        found = deque(log, maxlen=max(0, lines) + 1)
+        found = [*deque(log, maxlen=lines + 1)]  # the last one may be partial
         position = log.tell()
     if found and not found[-1].endswith(b"\n"):
         position -= len(found.pop())
-    return list(found)[len(found) - min(len(found), max(0, lines)) :], position
+    return found[max(0, len(found) - lines) :], position

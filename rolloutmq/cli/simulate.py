@@ -66,7 +66,7 @@ SyncS = Annotated[
 ]
 Staleness = Annotated[
     list[int] | None,
-    typer.Option(min=0, max=_MOST, help="max_staleness; repeatable.  [default: 0, 1, 4]"),
+    typer.Option(min=0, max=_MOST, help="max_staleness; repeatable.  [default: 0, 1, 8]"),
 ]
 Ahead = Annotated[
     list[int] | None,
@@ -144,7 +144,7 @@ def simulate(
         )
         settings = candidates(
             fleet,
-            staleness or [0, 1, 4],
+            staleness or [0, 1, 8],
             pause or ["keep", "partial", "abort"],
             ahead or [1, 2, 4],
             on_straggler or ["drop"],

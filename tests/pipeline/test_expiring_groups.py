@@ -10,6 +10,7 @@ import pytest
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
+from buffer.control.length_counts import LengthCounts, Lengths
 from buffer.control.live_settings import LiveSettings
 from buffer.ids import new_nonce
 from buffer.manifest import Manifest
@@ -22,6 +23,11 @@ def train(yard: Yard, step: int) -> None:
     """Take one group of the newest version."""
     yard.run.buffer.put(TASK, [[rollout(Status.COMPLETED, PolicyVersion(LINEAGE, step - 1))]])
     assert isinstance(yard.run.ledger.take(yard.trainer, step, {TASK: 1}), Manifest)
+
+
+def started(yard: Yard) -> Lengths:
+    workers = yard.run.fleet.workers()
+    return LengthCounts.joined(worker.lengths for worker in workers).get(TASK, Lengths())
 
 
 @pytest.mark.parametrize("partial_rollout", [False, True])
@@ -43,6 +49,9 @@ async def test_expiring_groups_end_in_the_engine_and_others_start(
         await yard.until(lambda: engine.version() == weights)
         yard.enqueue(1)  # under the old weights it would be expiring, too
         await yard.until_places(dropped=2, taken=1, completed=1)
+        # all that was started is counted once: four responses that ended early, two to their end
+        await yard.until(lambda: started(yard).count == 6)
+        assert started(yard).tokens < 6 * LONG[0]
     counts = yard.run.read_progress().tasks[TASK]
     assert (counts.ended_early, counts.expirations) == (2, 2)
     assert 0 < counts.discarded_tokens < 4 * LONG[0]

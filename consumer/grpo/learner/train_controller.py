@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -125,7 +126,7 @@ class TrainController:
             for own, group in zip(advantages, groups, strict=True)
         ]
         keep = self.learner.keep(np.concatenate([np.zeros(0, np.float32), *largest]))
-        return self.learner.pack(groups, keep=keep)
+        return replace(self.learner.pack(groups, keep=keep), outcome=advantages)
 
     def compute_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Compute the logprobs under the weights before the batch, if the loss reads them."""
@@ -144,8 +145,10 @@ class TrainController:
         """Compute advantages by the estimator, or by GAE (scaled to mean 0, std 1)."""
         groups = batch.groups
         if self.critic is None:
-            energies = self.learner.compute_energies(batch) if self._name == "otb" else ()
-            found = self.outcome_advantages(groups, energies)
+            found = batch.outcome
+            if found is None:
+                energies = self.learner.compute_energies(batch) if self._name == "otb" else ()
+                found = self.outcome_advantages(groups, energies)
             self.advantages = np.concatenate([np.zeros(0, np.float32), *found])
             batch.set_advantages(
                 [per_token(own, g.lengths) for own, g in zip(found, groups, strict=True)]

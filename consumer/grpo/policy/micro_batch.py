@@ -42,6 +42,8 @@ class Update:
 class TrainBatch:
     groups: Sequence[RolloutGroup]
     updates: list[Update]
+    # what `TrainController` computed to pack it: of each group, per rollout or per token
+    outcome: Sequence[NDArray[np.float32]] | None = None
 
     def set_advantages(self, columns: Sequence[NDArray[np.float32]]) -> None:
         """Set the advantages of all response tokens, float32[R] of each group."""

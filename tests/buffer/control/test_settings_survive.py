@@ -35,6 +35,7 @@ dir = "{folder}/run"
 [policy]
 model = "{folder}/model"
 max_staleness = {max_staleness}
+max_ahead = {max_ahead}
 [lease]
 max_tries = {max_tries}
 [plan]
@@ -61,6 +62,7 @@ VALUES: dict[str, list[Any]] = {
     "max_tries": [3, 5, 7],
     "steps": [50, 60, 70],
     "max_staleness": [0, 1, 2],
+    "max_ahead": [0, 1, 2],
     "concurrency": [2, 3, 4],
     "low_bytes": [1_000_000_000, 2_000_000_000, 3_000_000_000],
     MATH_WEIGHT: [1.0, 2.0, 3.0],
@@ -328,3 +330,13 @@ def test_an_edited_limit_of_an_evaluation_is_told(store: Store, run_name: str) -
         tasks = {"math": TaskLimits(), "quiz": TaskLimits(eval_of="math", max_in_flight=most)}
         run = Run.create(store, run_name, nonce, RunLimits(tasks=tasks))
     assert run.changes == ["tasks.quiz.max_in_flight: 3 → 4, from step 1 on"]
+
+
+def test_a_task_may_start_groups_less_far_ahead_until_it_follows_the_run_again(site: Site) -> None:
+    site.start()
+    site.set("max_staleness=4", "max_ahead=2")
+    assert site.set("tasks.code.max_ahead=0") == {"tasks.code.max_ahead": (None, 0)}
+    limits = site.open().limits
+    assert (limits.horizon("math"), limits.horizon("code")) == (3, 1)
+    assert site.set("tasks.code.max_ahead=config") == {"tasks.code.max_ahead": (0, None)}
+    assert site.open().limits.horizon("code") == 3

@@ -72,6 +72,19 @@ def test_killed_write_leaves_every_checkpoint_whole_or_away(tmp_path: Path, step
     assert outcomes[-1]["steps"] == sorted({20, step} | ({10} if step == 20 else set()))
 
 
+def test_write_leaves_the_old_ones_alone_when_saving_fails(tmp_path: Path) -> None:
+    checkpoints = CheckpointFolder(tmp_path)
+    write(checkpoints, 1)
+
+    def fail(folder: Path) -> None:
+        (folder / "half").touch()
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        checkpoints.write(Position(step=2, lineage="", run="demo", run_nonce=""), fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
 def test_prune_keeps_the_newest_and_returns_the_oldest_kept(tmp_path: Path) -> None:
     checkpoints = CheckpointFolder(tmp_path)
     assert checkpoints.prune(2) == 0

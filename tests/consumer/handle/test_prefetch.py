@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from buffer.ids import group_id
 from buffer.run import Run
 from buffer.wire import group_bytes
@@ -79,3 +81,34 @@ def test_a_group_that_was_replaced_after_it_was_read_is_read_again(
     batch = consumer.take_batch(2, {"math": 1})
     assert batch.groups[0].scores.tolist() == [0.125] * 4
     assert batch.groups[0].gid == entry.gid
+
+
+def test_a_close_waits_for_a_thread_that_another_thread_is_starting(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cancelled take of the asyncio consumer goes on beside its `close`."""
+    prefetcher = Prefetcher(run, 1 << 20, threading.Event())
+    is_starting = threading.Event()
+    started = list[threading.Thread]()
+    alive_at_close = list[bool]()
+    start = threading.Thread.start
+
+    def start_beside_close(thread: threading.Thread) -> None:
+        if thread.name == "trainer-prefetch":
+            started.append(thread)
+            is_starting.set()
+            closing.join(0.2)  # long enough for a `close` that does not wait
+        start(thread)
+
+    def close() -> None:
+        is_starting.wait(400)
+        prefetcher.close()
+        alive_at_close.append(started[0].is_alive())
+
+    closing = threading.Thread(target=close)
+    closing.start()
+    monkeypatch.setattr(threading.Thread, "start", start_beside_close)
+    prefetcher.begin({"math": 1})
+    closing.join()
+    started[0].join()
+    assert alive_at_close == [False]

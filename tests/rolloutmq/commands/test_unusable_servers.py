@@ -12,6 +12,7 @@ import pytest
 
 from buffer.redis.server.embedded import EmbeddedServer
 from tests.rolloutmq.conftest import ROOT, Command
+from tests.servers import SAFE, start_redis
 
 CONFIG = str(ROOT / "configs" / "demo.toml")
 ARGUMENTS = {"worker": (CONFIG, "--set", "redis.deadline_s=0.1")}
@@ -98,3 +99,20 @@ def test_one_clear_error(
         assert done.returncode == code, (form, lines)
         assert [line[:7] for line in lines] == ["error: ", "hint:  "], (form, lines)
         assert words in done.stderr, (form, lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "setting"),
+    [
+        (("--appendonly", "no", "--save", ""), "appendonly"),
+        ((*SAFE, "--maxmemory-policy", "allkeys-lru"), "maxmemory-policy"),
+    ],
+    ids=["no persistence", "evicts"],
+)
+def test_a_process_refuses_a_server_that_would_lose_data(
+    options: tuple[str, ...], setting: str, command: Command, tmp_path: Path
+) -> None:
+    with start_redis(tmp_path / "redis", *options) as url:
+        done = command("worker", *ARGUMENTS["worker"], "--redis-url", url, cwd=tmp_path)
+    assert done.returncode == 3
+    assert setting in done.stderr

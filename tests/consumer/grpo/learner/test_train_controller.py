@@ -22,6 +22,7 @@ from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController, read_columns
 from consumer.grpo.policy.packing import Packer
 from consumer.handle.batch import BatchTable
+from tests.consumer.grpo.learner import own_objective
 from tests.consumer.grpo.models.tiny import build_model, make_group
 
 
@@ -209,6 +210,21 @@ def test_advantages_of_the_user_are_per_rollout_or_per_token(model_dir: Path) ->
                     scores = np.concatenate([g.scores - g.scores.max() for g in groups])
                     expected = torch.from_numpy(scores)[part.rollout][part.sample]
                 assert torch.equal(advantages, expected)
+
+
+def test_a_function_of_the_user_is_called_once_for_a_batch(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may draw random numbers, or average over batches."""
+    seen: list[int] = []
+
+    def best_of(groups: Any) -> Any:
+        seen.append(len(groups))
+        return [group.scores - group.scores.max() for group in groups]
+
+    monkeypatch.setattr(own_objective, "best_of", best_of)
+    TrainController(make_controller(model_dir).learner, f"{OWN}:best_of").fit(make_batch())
+    assert seen == [3]
 
 
 def test_energies_are_the_squared_norms_of_the_logits_gradients(model_dir: Path) -> None:

@@ -23,6 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from buffer.errors import ConfigError
 from consumer.config.learner import Attention, LearnerConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.models import device_choices
@@ -89,6 +90,11 @@ def test_auto_chooses_the_best_attention_that_can_run(
     assert choose_attention(LearnerConfig(), folder, place, bf16=bf16) == chosen
     named = LearnerConfig(attn_implementation=chosen)
     assert choose_attention(named, folder, place, bf16=bf16) == chosen
+
+
+def test_an_attention_that_cannot_run_is_refused_with_the_reason(model_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="torch_varlen: it needs a CUDA device"):
+        Learner(model_dir, LearnerConfig(attn_implementation="torch_varlen", bf16=True))
 
 
 def test_reasons_on_a_gpu_name_what_is_missing() -> None:

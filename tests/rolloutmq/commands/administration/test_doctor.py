@@ -102,6 +102,17 @@ def test_a_judge_that_is_alive_is_waited_for(
     assert any("judged" in symptom["what"] for symptom in symptoms(command))
 
 
+@pytest.mark.parametrize(("ratio", "levels"), [(0.7, ["warning"]), (0.95, [])])
+def test_a_task_that_learns_to_be_short_is_named(
+    scene: Scene, command: Command, ratio: float, levels: list[str]
+) -> None:
+    metrics = {"length_bias/mean/math": ratio, "expired/math": 0.4}
+    scene.run.control.report(scene.trainer, 1, metrics)
+    found = [each for each in symptoms(command) if "short" in each["what"]]
+    assert [each["level"] for each in found] == levels
+    assert all("math" in each["what"] and "max_staleness" in each["fix"] for each in found)
+
+
 def test_who_was_never_there_is_missed_since_the_run_was_made(
     store: Store, command: Command
 ) -> None:
