@@ -49,12 +49,22 @@ def count_gpus() -> int:
 
 def gpu_bytes() -> int | None:
     """Return the memory of the smallest GPU that this process may use; None without a GPU."""
-    if count_gpus() == 0 or shutil.which("nvidia-smi") is None:
-        return None
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    listing = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-    sizes = [int(line) << 20 for line in listing.splitlines() if line.strip().isdigit()]
+    sizes = [int(line) << 20 for line in _ask_gpus("memory.total") if line.isdigit()]
     return min(sizes, default=None)
+
+
+def gpu_names() -> str:
+    """Return the kinds of GPUs in this machine; "none" without a GPU."""
+    return ", ".join(sorted(set(_ask_gpus("name")))) or "none"
+
+
+def _ask_gpus(field: str) -> list[str]:
+    """Return what nvidia-smi says of each GPU; nothing if this process may use none."""
+    if count_gpus() == 0 or shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
+    listing = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    return [line.strip() for line in listing.splitlines()]
 
 
 def place(launch: LaunchSection, gpus: int, per_worker: int = 1, ranks: int = 1) -> Placement:

@@ -20,7 +20,7 @@ from buffer.errors import ModelError
 from buffer.readable import format_size
 from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.grpo.reporting.step_log import StepLog
-from rolloutmq.check.machine import count_gpus
+from rolloutmq.check.machine import count_gpus, gpu_names
 from rolloutmq.config.load import load_config
 from rolloutmq.launch.launcher import Launcher
 from rolloutmq.output import console, facts
@@ -93,6 +93,7 @@ def read_rows(folder: Path) -> Rows:
     load_s = mean(updates[1:] or updates or [nan])
     versions = all_versions()
     return [
+        ("GPU", gpu_names()),
         *((name, versions[name]) for name in VERSIONS if name in versions),
         ("train steps", str(len(log.steps))),
         ("step", f"{step_s:.2f} s"),

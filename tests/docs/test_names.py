@@ -21,7 +21,7 @@ PAGES = sorted(
         "[a-z]*/README.md",
         "docs/pages/*.md",
         "producer_workers/*.md",
-        "tests/chaos/*.md",
+        "tests/*/*.md",
     )
     for page in ROOT.glob(pattern)
 )

@@ -140,6 +140,8 @@ def _of_rollouts(formula: Callable[[Sequence[GroupRewards]], NDArray[np.float32]
 
 def _by_session(group: GroupRewards) -> tuple[GroupRewards, NDArray[np.intp]]:
     """Return the group with a rollout per session, and the session of each rollout, int[k]."""
+    if len(set(group.sessions)) == len(group.sessions):
+        return group, np.arange(len(group.sessions))
     _, first, session = np.unique(np.array(group.sessions), return_index=True, return_inverse=True)
     # np.unique sorts by id
     order = np.argsort(first)

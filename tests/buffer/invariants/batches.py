@@ -18,10 +18,6 @@ from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.scene import Scene, extend
 
-RETAINED = {"retain_batches": 9}
-FIFO = {"order": "fifo"}
-ON_POLICY = {"stale_threshold": 1}
-
 
 def a_step_is_taken_once_and_in_turn(scene: Scene) -> None:
     scene.open_trainer(lineage="l0")

@@ -17,8 +17,6 @@ from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.keyspace import changed
 from tests.buffer.scene import FIRST, Scene
 
-TWO_TRIES = {"max_tries": 2}
-
 
 def a_paused_worker_claims_nothing(scene: Scene) -> None:
     scene.enqueue(2)
