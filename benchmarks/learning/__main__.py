@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
+from typing import Annotated, Any
 
 import orjson
 import torch
@@ -48,8 +49,8 @@ def grid(
     return at_bound + overlapping
 
 
-def missing(settings: list[Setting], file: Path) -> list[Setting]:
-    """Those that have no line yet."""
+def missing(settings: Sequence[Any], file: Path) -> list[Any]:
+    """Return the settings (dataclasses) that have no line yet."""
     lines = file.read_bytes().splitlines() if file.exists() else []
     done = [orjson.loads(line)["setting"] for line in lines]
     return [setting for setting in settings if asdict(setting) not in done]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -16,10 +17,12 @@ from benchmarks.learning.sampler import Sampler
 from buffer.control.control import ControlState, Mode
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.ids import group_id, new_nonce
+from buffer.job import Job
 from buffer.open_run import wait_for_run
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.producer.strategy import contexts
 
@@ -52,25 +55,18 @@ class Fleet:
         state = self._run.control.state()
         self._sweep()
         pulse = HeartbeatReport(state.epoch, state.weights, WorkerState.IDLE)
-        self._run.fleet.heartbeat("w0", self._nonce, pulse, [])
+        held = self._held_groups()
+        self._run.fleet.heartbeat("w0", self._nonce, pulse, list(held), held)
         self._run.control.renew_role("producer", self._producer)
         if state.mode is not Mode.RUN:
             return False
         if state.weights != self._loaded:
             self._sampler.load(Path(state.weights_path))
             self._loaded = state.weights
-        # what these weights can still serve: steps up to M + threshold
-        self._produce(
-            state, (state.weights.version + self._run.limits.stale_threshold) * self._batch
-        )
-        jobs = self._run.jobs.claim("w0", self._nonce, new_nonce(), state.weights, AT_ONCE).jobs
-        if jobs:
-            groups = self._sampler.answer(
-                [self._run.buffer.read(job.payload) for job in jobs], state.weights
-            )
-            for job, group in zip(jobs, groups, strict=True):
-                self._run.buffer.submit("w0", job, group, int(group.lengths.sum()))
-        return bool(jobs)
+        made = self._sample(state)
+        for job, group in made:
+            self._submit(job, group)
+        return bool(made)
 
     def serve(self) -> None:
         """Work until the run is finished; `busy_s` counts the processor time of making groups."""
@@ -81,6 +77,22 @@ class Fleet:
             else:
                 time.sleep(IDLE_S)
 
+    def _held_groups(self) -> Mapping[Job, PolicyVersion]:
+        """Return what is not submitted between two turns, with the weights that sampled it."""
+        return {}
+
+    def _sample(self, state: ControlState) -> list[tuple[Job, RolloutGroup]]:
+        """Start what these weights can still serve, and return the next groups with responses."""
+        limits = self._run.limits
+        ahead = limits.ahead_threshold or limits.stale_threshold
+        self._produce(state, (state.weights.version + ahead) * self._batch)
+        jobs = self._run.jobs.claim("w0", self._nonce, new_nonce(), state.weights, AT_ONCE).jobs
+        prompts = [self._run.buffer.read(job.prompt) for job in jobs]
+        return list(zip(jobs, self._sampler.answer(prompts, state.weights), strict=True))
+
+    def _submit(self, job: Job, group: RolloutGroup) -> None:
+        self._run.buffer.submit("w0", job, group, int(group.lengths.sum()))
+
     def _sweep(self) -> None:
         if time.monotonic() > self._swept + SWEEP_S:
             self._run.janitor.sweep()
@@ -90,7 +102,8 @@ class Fleet:
         jobs = self._run.jobs
         cursor = self._run.jobs.cursor(TASK)
         context = contexts(self._run.limits, state, self._run.read_progress([TASK]))[TASK]
-        room = min(AT_ONCE, context.room(target), self._run.limits.steps * self._batch - cursor)
+        target = min(target, self._run.limits.steps * self._batch)
+        room = min(AT_ONCE, context.room(target))
         if room > 0:
             gids = [group_id(TASK, cursor + place) for place in range(room)]
             self._run.payloads.write_prompts(

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.learning.sums import MAX_TOKENS, problem
+from benchmarks.learning.sums import SUMS, Problems
 from buffer.ids import split_group_id
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
@@ -19,12 +19,13 @@ from consumer.grpo.models.model_folder import load_model, load_tokenizer
 class Sampler:
     """Holds one version of the weights, and answers the problem of a draw `k` times."""
 
-    def __init__(self, model_dir: Path, k: int, seed: int) -> None:
+    def __init__(self, model_dir: Path, k: int, seed: int, problems: Problems = SUMS) -> None:
         self._tokenizer = load_tokenizer(model_dir)
         self._model = load_model(model_dir).eval()
         self._end = int(self._tokenizer.eos_token_id)
         self._k = k
         self._seed = seed
+        self._problems = problems
 
     def load(self, folder: Path) -> None:
         self._model = load_model(folder).eval()
@@ -32,7 +33,7 @@ class Sampler:
     def prompt(self, gid: str) -> RolloutGroup:
         """Return the INIT group of a draw."""
         task, draw = split_group_id(gid)
-        asked = problem(draw, self._seed)
+        asked = self._problems.demonstrate(draw, self._seed)
         ids = self._tokenizer.apply_chat_template(
             asked.messages, add_generation_prompt=True, return_dict=True
         )
@@ -45,9 +46,16 @@ class Sampler:
         ]
         return RolloutGroup(gid, task, states)
 
-    def answer(self, groups: Sequence[RolloutGroup], weights: PolicyVersion) -> list[RolloutGroup]:
-        """Return the groups (prompts of one length) with sampled and scored responses."""
-        tokens, logprobs = self._sample(groups)
+    def answer(
+        self, groups: Sequence[RolloutGroup], weights: PolicyVersion, salt: int = 0
+    ) -> list[RolloutGroup]:
+        """Return the groups with sampled and scored responses.
+
+        The same `salt` gives the same random numbers for a group.
+        """
+        if not groups:
+            return []
+        tokens, logprobs = self._sample(groups, salt)
         for place, group in enumerate(groups):
             for number, state in enumerate(group.states):
                 self._fill(state, tokens[place, number], logprobs[place, number], weights)
@@ -55,14 +63,14 @@ class Sampler:
 
     @torch.no_grad()
     def _sample(
-        self, groups: Sequence[RolloutGroup]
+        self, groups: Sequence[RolloutGroup], salt: int
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return tokens and logprobs, [groups, k, steps], until every response has ended.
 
         Each group has its own random numbers.
         """
         draws = [
-            torch.Generator().manual_seed(hash_of(self._seed, split_group_id(g.gid)[1]))
+            torch.Generator().manual_seed(hash_of(self._seed, split_group_id(g.gid)[1] + salt))
             for g in groups
         ]
         prompts = np.stack([group.prompt_ids.astype(np.int64) for group in groups])
@@ -70,7 +78,7 @@ class Sampler:
         columns: list[tuple[torch.Tensor, torch.Tensor]] = []
         cache = None
         ended = torch.zeros(shape, dtype=torch.bool)
-        while len(columns) < MAX_TOKENS and not ended.all():
+        while len(columns) < self._problems.max_tokens and not ended.all():
             out = self._model(ids, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             logprobs = torch.log_softmax(out.logits[:, -1].float(), -1).view(*shape, -1)
@@ -94,7 +102,7 @@ class Sampler:
         logprobs: NDArray[np.float32],
         weights: PolicyVersion,
     ) -> None:
-        """One response, up to its end, and its score: 1 where it is the sum, else 0."""
+        """One response, up to its end, and its score: 1 where it is the answer, else 0."""
         ended = np.flatnonzero(tokens == self._end)
         length = int(ended[0]) + 1 if len(ended) else len(tokens)
         span = VersionSpan(0, length, weights.version, weights.lineage)

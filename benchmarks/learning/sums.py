@@ -1,20 +1,32 @@
-"""Sums of two digits: problems by their number, and a small model that solves some of them."""
+"""Sums: problems by their number, and a small model that solves some of them."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
 from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.grpo.models.warm_start import Demonstration, warm_start
 
-MAX_TOKENS = 5
-"""An answer is a sign, two digits and the end."""
+
+@dataclass(frozen=True, slots=True)
+class Problems:
+    """`demonstrate(number, seed)`: the problem of that number, and its answer.
+
+    Prompts are of one length. `max_tokens`: of an answer, with its end. `warm_start`: what a model
+    learns before GRPO.
+    """
+
+    demonstrate: Callable[[int, int], Demonstration]
+    max_tokens: int
+    warm_start: WarmStartConfig
 
 
-def problem(number: int, seed: int = 0) -> Demonstration:
-    """`3 - 4 =`: the one of that number."""
+def two_terms(number: int, seed: int = 0) -> Demonstration:
+    """`3 - 4 =`, answered by `-1`."""
     draw = random.Random(f"{seed}/{number}")
     first = draw.randrange(10)
     second = draw.randrange(10)
@@ -23,18 +35,38 @@ def problem(number: int, seed: int = 0) -> Demonstration:
     return Demonstration([{"role": "user", "content": f"{first} {sign} {second} ="}], str(total))
 
 
-def make_model(folder: Path, *, stop_accuracy: float = 0.4, seed: int = 1) -> Path:
+MOST_TERMS = 12
+
+
+def running(number: int, seed: int = 0) -> Demonstration:
+    """`786.........+`, answered by the sum modulo 10 up to each digit, `751`.
+
+    A hard problem, three of ten, has twelve digits and another rule, `-`: the difference.
+    """
+    draw = random.Random(f"{seed}/{number}")
+    is_hard = draw.random() < 0.3
+    terms = [draw.randrange(10) for _ in range(MOST_TERMS if is_hard else draw.randint(2, 3))]
+    sign = -1 if is_hard else 1
+    ends = range(1, len(terms) + 1)
+    results = [(terms[0] + sign * sum(terms[1:end])) % 10 for end in ends]
+    text = "".join(map(str, terms)).ljust(MOST_TERMS, ".") + ("-" if is_hard else "+")
+    return Demonstration([{"role": "user", "content": text}], "".join(map(str, results)))
+
+
+SUMS = Problems(two_terms, 5, WarmStartConfig(stop_accuracy=0.4, seed=1))
+"""Each answer is a sign, two digits and the end."""
+
+RUNNING_SUMS = Problems(
+    running, MOST_TERMS + 2, WarmStartConfig(stop_accuracy=0.74, check_every_steps=5, seed=1)
+)
+"""The longer the answer, the harder: one wrong digit spoils it."""
+
+
+def make_model(folder: Path, problems: Problems = SUMS) -> Path:
     """`<folder>/model`: a random one after a supervised phase that stops early, on purpose."""
     path = folder / "model"
     if not path.exists():
-        build_tiny_model(
-            folder / "model.random", TinyModelConfig(phrases=(" + ", " - ", " =")), seed
-        )
-        problems = [problem(-1 - number) for number in range(2000)]
-        warm_start(
-            folder / "model.random",
-            path,
-            problems,
-            WarmStartConfig(stop_accuracy=stop_accuracy, seed=seed),
-        )
+        build_tiny_model(folder / "model.random", TinyModelConfig(phrases=(" + ", " - ", " =")), 1)
+        demonstrations = [problems.demonstrate(-1 - number, 0) for number in range(2000)]
+        warm_start(folder / "model.random", path, demonstrations, problems.warm_start)
     return path

@@ -5,16 +5,17 @@ by step.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
+from benchmarks.learning import long_answers
 from benchmarks.learning.__main__ import grid, missing
 from benchmarks.learning.plot import ends, plot
-from benchmarks.learning.sums import make_model, problem
+from benchmarks.learning.sums import RUNNING_SUMS, SUMS, make_model, two_terms
 from benchmarks.learning.trial import (
     Setting,
     fleet_thread,
@@ -27,8 +28,10 @@ from benchmarks.learning.trial import (
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.wire.group import RolloutGroup
+from consumer.config.warm_start import WarmStartConfig
 from consumer.grpo.learner.train_controller import TrainController
 
+LITTLE = replace(SUMS, warm_start=WarmStartConfig(stop_accuracy=0.02, seed=1))
 SETTING = Setting(steps=4, batch=3, k=4, seed=5)
 
 
@@ -44,7 +47,7 @@ class NotingController(TrainController):
 
 
 def test_pipeline_at_staleness_0_is_the_loop_without_a_queue_step_by_step(tmp_path: Path) -> None:
-    model = make_model(tmp_path, stop_accuracy=0.02)
+    model = make_model(tmp_path, LITTLE)
     one, other = (NotingController(make_controller(model, SETTING).learner) for _ in range(2))
     alone = train_in_process(one, SETTING, model, tmp_path / "alone")
     with EmbeddedServer(tmp_path / "server") as server:
@@ -63,7 +66,7 @@ def test_pipeline_at_staleness_0_is_the_loop_without_a_queue_step_by_step(tmp_pa
 
 
 def test_staleness_is_its_bound_as_soon_as_there_are_so_many_steps(tmp_path: Path) -> None:
-    model = make_model(tmp_path, stop_accuracy=0.02)
+    model = make_model(tmp_path, LITTLE)
     with EmbeddedServer(tmp_path / "server") as server:
         points, sample_s = run_trial(
             server.url, model, Setting(staleness=2, steps=5, batch=2, k=2), tmp_path
@@ -72,11 +75,26 @@ def test_staleness_is_its_bound_as_soon_as_there_are_so_many_steps(tmp_path: Pat
     assert sample_s > 0
 
 
+def test_one_limit_drops_long_answers_that_come_late_and_two_limits_train_them(
+    tmp_path: Path,
+) -> None:
+    model = make_model(tmp_path, replace(RUNNING_SUMS, warm_start=LITTLE.warm_start))
+    found = {}
+    with EmbeddedServer(tmp_path / "server") as server:
+        for way in long_answers.WAYS:
+            trial = long_answers.Trial(way, steps=5, batch=8, k=2)
+            found[way] = long_answers.run_trial(server.url, model, trial, tmp_path)
+    lengths = {way: sum(columns["trained_length"]) for way, columns in found.items()}
+    assert lengths["one limit, drop"] < lengths["two limits"]
+    ages = {way: max(columns["staleness"]) for way, columns in found.items()}
+    assert ages["one limit, wait"] <= 1 < ages["two limits"]
+
+
 def test_problems_are_those_of_their_numbers() -> None:
     for number in range(50):
-        asked = problem(number)
+        asked = two_terms(number)
         assert eval_sum(asked.messages[0]["content"]) == int(asked.answer)
-        assert problem(number) == asked
+        assert two_terms(number) == asked
 
 
 def eval_sum(text: str) -> int:
