@@ -223,6 +223,7 @@ FAMILIES: tuple[_Family, ...] = (
     _counter(_of_task("group_seconds", "Time that workers held the produced groups.", _held_s)),
     _task_counter("tokens_produced", "Generated tokens; resumed ones once.", "produced_tokens"),
     _task_counter("answers_unparsed", "Rollouts in which no judge found an answer.", "unparsed"),
+    _task_counter("answers_truncated", "Rollouts that reached their token limit.", "truncated"),
     _task_counter("tries_failed", "Tries that ended in an error.", "failed"),
     _counter(_Family("failures", "These by cause.", ("task", "cause"), _failures)),
     _task_counter("leases_lost", "Leases that ran out or were revoked.", "leases_lost"),
