@@ -147,8 +147,16 @@ def production_metrics(before: ProduceProgress, now: ProduceProgress) -> dict[st
     for name, task in now.since(before).items():
         if ended := task.consumed + task.expirations:
             metrics[f"expired/{name}"] = task.expirations / ended
-        if now.tasks[name].unparsed and task.raw_rewards_count:
-            metrics[f"unparsed/{name}"] = task.unparsed / task.raw_rewards_count
+        dead = max(0, task.dead)  # `rolloutmq requeue` lowers it
+        shares = {
+            "unparsed": (task.unparsed, task.raw_rewards_count),
+            "truncated": (task.truncated, task.raw_rewards_count),
+            "filtered": (task.filtered, task.produced_groups),
+            "failed": (dead, task.produced_groups + dead),
+        }
+        for share, (number, total) in shares.items():
+            if total and getattr(now.tasks[name], "dead" if share == "failed" else share):
+                metrics[f"{share}/{name}"] = number / total
     return metrics
 
 
