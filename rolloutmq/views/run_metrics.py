@@ -225,7 +225,7 @@ FAMILIES: tuple[_Family, ...] = (
     _task_counter("answers_unparsed", "Rollouts in which no judge found an answer.", "unparsed"),
     _task_counter("answers_truncated", "Rollouts that reached their token limit.", "truncated"),
     _task_counter("tries_failed", "Tries that ended in an error.", "failed"),
-    _counter(_Family("failures", "These by type of error.", ("task", "cause"), _failures)),
+    _counter(_Family("failures", "These by cause.", ("task", "cause"), _failures)),
     _task_counter("leases_lost", "Leases that ran out or were revoked.", "leases_lost"),
     _task_counter("groups_expired", "Times that a group became too old.", "expirations"),
     _task_counter("groups_ended_early", "Ended while they ran or waited: too old.", "ended_early"),

@@ -77,7 +77,7 @@ class TaskView:
 
     @property
     def failures_by_cause(self) -> dict[str, int]:
-        """Failed tries by the type of their error; after eight types, "other"."""
+        """Failed tries by their cause (`DeadLetter.cause`); after eight causes, "other"."""
         counts = self.progress.items()
         mark = "failed:"
         return {name.removeprefix(mark): int(n) for name, n in counts if name.startswith(mark)}
