@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from buffer.errors import ConfigError
-from rolloutmq.output import plain
+from buffer.readable import plain
 from rolloutmq.views.explain.log_files import (
     FIELDS_OF_ALL,
     LEVELS,
