@@ -23,7 +23,8 @@ from typing import Any
 
 import orjson
 
-from buffer.errors import ConfigError, RolloutMQError, UserCodeError
+from buffer.errors import ConfigError, UserCodeError
+from buffer.failure_text import trace_text
 from buffer.imports import load_object
 from producer_workers.user_code.border import Border, Rules, check_reward
 from producer_workers.user_code.process_function import call_of
@@ -32,10 +33,10 @@ _THREADS = 256  # plain functions that run at the same time in a worker itself; 
 
 MODEL = "policy"  # the model's name; the endpoint accepts any other name, too
 
-LONGEST_STDERR = 2000  # characters of a failed program's stderr that are kept
+LONGEST_STDERR = 2000  # bytes of a failed program's stderr that are kept
 
 
-class AgentError(RolloutMQError):
+class AgentError(UserCodeError):
     """The agent raised, exited with a code other than 0, or took too long."""
 
 
@@ -115,7 +116,7 @@ class FunctionAgent:
         try:
             reward: dict[str, float] | None = await self._call(task)
         except UserCodeError as error:  # it fails its rollout alone
-            raise AgentError(error.message, hint=error.hint) from error
+            raise AgentError(error.message, hint=error.hint, trace=error.trace) from error
         return reward
 
     def close(self) -> None:
@@ -167,8 +168,9 @@ class ProgramAgent:
         finally:
             await _end(process)
         if process.returncode:
-            reason = stderr.decode(errors="replace").strip()[-LONGEST_STDERR:]
-            raise AgentError(f"agent {self._command[0]} exited with {process.returncode}: {reason}")
+            said = stderr[-LONGEST_STDERR:].decode(errors="replace").strip().split("\n")
+            message = f"agent {self._command[0]} exited with {process.returncode}: {said[-1]}"
+            raise AgentError(message, trace=trace_text(said))
         return None
 
 
