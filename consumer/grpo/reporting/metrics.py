@@ -49,6 +49,7 @@ class BatchColumns:
     advantages: list[float]
     gids: list[str]
     means: list[float]  # mean score of each group; a missing score counts as 0
+    truncated: list[int]  # responses of each group that reached their token limit
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup], advantages: NDArray[np.float32]) -> BatchColumns:
@@ -70,6 +71,7 @@ class BatchColumns:
             advantages=advantages.tolist(),
             gids=[group.gid for group in groups],
             means=[float(np.nan_to_num(group.scores).mean()) for group in groups],
+            truncated=[int(group.truncated.sum()) for group in groups],
         )
 
     def lists(self) -> dict[str, list[Any]]:

@@ -17,9 +17,10 @@ import { dead } from "../control/dead.js";
 import { workers } from "../control/workers.js";
 import { rollouts } from "../rollouts/rollouts.js";
 import { events } from "../run/events.js";
+import { logs } from "../run/logs.js";
 import { overview } from "../run/overview.js";
 
-const VIEWS = { run: overview, groups: rollouts, workers, dead, control, events, about };
+const VIEWS = { run: overview, groups: rollouts, workers, dead, control, events, logs, about };
 const main = document.getElementById("view");
 let opened = null, opening = 0, ofStream = "";
 

@@ -15,6 +15,7 @@ export function findings({ findings: found }) {
 function placeOf(fix) {
   if (/rolloutmq (dead|requeue|drop)/.test(fix)) return el("a", { href: "#/dead" }, "Dead letters");
   if (/rolloutmq resume --worker/.test(fix)) return el("a", { href: "#/workers" }, "Workers");
+  if (/\blogs?\b/.test(fix)) return el("a", { href: "#/logs?level=warning" }, "Logs");
   return /rolloutmq (resume|set)/.test(fix) ? el("a", { href: "#/control" }, "Control") : null;
 }
 
