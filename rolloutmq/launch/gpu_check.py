@@ -71,7 +71,7 @@ def measure(steps: int, overrides: Sequence[str]) -> Rows:
     config = load_config(CONFIG, settings)
     # a run that finds a model here does not warm-start one
     build_tiny_model(folder / "model", config.tiny_model, config.run.seed)
-    Launcher(config, CONFIG, settings, redis_url=None).run()
+    Launcher(config, CONFIG, settings, redis_url=None, exit_when_stuck=True).run()
     rows = read_rows(folder)
     shutil.rmtree(folder)
     return rows
