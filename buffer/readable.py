@@ -18,6 +18,11 @@ def visible(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else _escape(c) for c in text)
 
 
+def plain(text: str) -> str:
+    """Make every character that could control a terminal visible."""
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
+
+
 def _escape(character: str) -> str:
     units = character.encode("utf-16-be", errors="surrogatepass")
     return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))

@@ -51,8 +51,13 @@ class TaskStop:
 
     def fix(self, task: str) -> str:
         """Return what to do about a stopped task: where its reasons are, and how it continues."""
-        why = "`rolloutmq dead` and `rolloutmq tail` show why; " if self.kind == "failing" else ""
-        return f"{why}fix the cause, then run `rolloutmq resume --task {task}`"
+        resume = f"run `rolloutmq resume --task {task}`"
+        if self.kind == "broken":
+            return f"fix the cause, then {resume}"
+        return (
+            "`rolloutmq dead` and `rolloutmq tail` show why; fix the cause, restart the workers if "
+            f"an agent loop or an inline judge was changed, then {resume}"
+        )
 
     def is_enough_for(self, step: int) -> bool:
         """Return whether the groups that are ready now complete the batch of `step`."""

@@ -5,7 +5,6 @@ Each is kept with its reason until an operator requeues or drops it, and the run
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,19 +13,21 @@ from typing import Any
 import orjson
 
 from buffer.errors import RunDamaged
+from buffer.failure_text import cause_of
 from buffer.ids import split_group_id
 from buffer.redis.key_fields import HINT, read_counts
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 
 _SLICE = 500  # letters that one round trip reads
-_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?")
-_LONGEST_CAUSE = 160
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """`age_ms`: by the server's clock. `step`: of the batch it was quarantined from, else None."""
+    """`reason`: text of a failure (`buffer.failure_text`). `age_ms`: by the server's clock.
+
+    `step`: of the batch it was quarantined from, else None.
+    """
 
     gid: str
     reason: str
@@ -41,9 +42,8 @@ class DeadLetter:
 
     @property
     def cause(self) -> str:
-        """The first line of the reason without its numbers: letters with one cause share it."""
-        line = self.reason.strip().partition("\n")[0]
-        return _NUMBER.sub("…", line)[:_LONGEST_CAUSE] or "no reason was given"
+        """What letters of one cause share: "KeyError at judge.py:12"."""
+        return cause_of(self.reason)
 
 
 class DeadLetters:

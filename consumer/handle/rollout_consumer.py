@@ -32,7 +32,7 @@ from buffer.control.control import ControlState, Mode, Work
 from buffer.control.events import START, Event
 from buffer.control.roles import HeldRole
 from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram
-from buffer.errors import ModelError, WireError
+from buffer.errors import ConfigError, ModelError, WireError
 from buffer.ledger.position import Position
 from buffer.ledger.trainer_opening import Opening
 from buffer.run import Run
@@ -215,6 +215,9 @@ class RolloutConsumer:
         self._takes["batches"] += 1
         self._last_waited_s = waited_s
         self._prefetcher.begin(counts)
+        if manifest.is_recorded:
+            for observer in self._run.observers:
+                observer.delivered(manifest, groups, self.lineage, waited_s)
         return batch
 
     def _check(self) -> None:
@@ -348,9 +351,13 @@ class RolloutConsumer:
     def report(self, step: int, metrics: Mapping[str, float], *, task: str = "") -> None:
         """Report metrics of train step `step`, or of an evaluation of `task` after it.
 
-        Raises Fenced. Only metrics in `buffer.control.events.REPORTED` are passed on.
+        The server keeps those in `buffer.control.events.REPORTED`; observers get all. Raises
+        Fenced, and ConfigError for a value that is no number.
         """
-        self._run.control.report(self.nonce, step, metrics, task=task)
+        numbers = _numbers(step, metrics)
+        self._run.control.report(self.nonce, step, numbers, task=task)
+        for observer in self._run.observers:
+            observer.reported(step, numbers, task)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics take/*, prefetch/* and pause/* (consumer/README.md)."""
@@ -380,3 +387,14 @@ class RolloutConsumer:
     ) -> list[tuple[str, Event]]:
         """Return (id, event), oldest first; wait up to `block_ms` ms for the first."""
         return self._run.events.read(after, limit=limit, block_ms=block_ms)
+
+
+def _numbers(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics as floats; numbers of numpy and torch are allowed."""
+    try:
+        return {str(name): float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the metrics reported for step {step} are not all numbers: {error}",
+            hint="report(step, {name: number, …})",
+        ) from error

@@ -61,11 +61,15 @@ class ChatDelta:
         return self._tail(safe, end_turn)
 
     def readable(self, messages: Messages) -> list[dict[str, Any]]:
-        """Return the messages without fields that clients add and the template cannot read."""
+        """Return the messages with what the template can read.
+
+        Fields that clients add are left out. A thought in a field of its own becomes a part of the
+        content, and a developer's message one of the system, where the template does not know them.
+        """
         names = self._names
         if names is None:
             return list(messages)
-        return [{key: message[key] for key in message if key in names} for message in messages]
+        return [_readable(message, names) for message in messages]
 
     def harmless(self, messages: Messages) -> list[dict[str, Any]]:
         """Return the messages with special tokens in texts broken up by a zero-width space."""
@@ -186,6 +190,20 @@ def _turn_with_calls(results: Messages, word: str) -> dict[str, Any]:
         for number, result in enumerate(results)
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _readable(message: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    kept = {key: message[key] for key in message if key in names}
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    if (
+        thought
+        and message["role"] == "assistant"
+        and not {"reasoning_content", "reasoning"} & {*kept}
+    ):
+        kept["content"] = f"<think>\n{thought}\n</think>\n\n{message.get('content', '')}"
+    if message["role"] == "developer" and "developer" not in names:
+        kept["role"] = "system"
+    return kept
 
 
 def _names(tokenizer: Any) -> frozenset[str] | None:

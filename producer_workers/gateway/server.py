@@ -7,22 +7,28 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from functools import partial
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import ValidationError
 
-from buffer.errors import ConfigError, RolloutMQError
+from buffer.errors import ConfigError, RolloutMQError, WireError
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.engines.base import EngineDeadError, GenerationError
+from producer_workers.gateway.agents import MODEL
+from producer_workers.gateway.anthropic_api import CountRequest, MessagesRequest
+from producer_workers.gateway.dialect import AgentRequest
 from producer_workers.gateway.openai_api import ChatRequest, TextRequest
+from producer_workers.gateway.openai_responses import ResponsesRequest
 from producer_workers.gateway.session import ContextFull, Session, SessionClosed
-from producer_workers.gateway.turn import Ask, SampledTurn
+from producer_workers.gateway.turn import SampledTurn
 
 log = logging.getLogger("rolloutmq.worker")
+
+T = TypeVar("T")
 
 LARGEST_REQUEST = 64 * 2**20  # bytes; a request carries a whole conversation
 
@@ -35,34 +41,10 @@ _ESCAPE = re.compile(
 )
 
 
-class Dialect(Protocol):
-    """A request in one dialect, a model of pydantic, which is served at its `path`."""
-
-    path: ClassVar[str]
-    stream: bool | None
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Return whether the answer needs the texts of the tokens."""
-
-    @classmethod
-    def model_validate_json(cls, body: bytes) -> Self:
-        """Parse a request. Raises ValidationError."""
-
-    def ask(self) -> Ask: ...
-
-    def answer(self, turn: SampledTurn, name: str, pieces: list[str]) -> dict[str, Any]:
-        """Return the response `name`; `pieces` are the texts of its tokens."""
-
-    def events(self, turn: SampledTurn, name: str, pieces: list[str]) -> Iterator[bytes]:
-        """Yield the same response as server-sent events."""
-
-    @staticmethod
-    def error(status: int, message: str, code: str, field: str | None) -> dict[str, Any]:
-        """Return the body of a refusal."""
-
-
-DIALECTS: dict[str, type[Dialect]] = {kind.path: kind for kind in (ChatRequest, TextRequest)}
+DIALECTS: dict[str, type[AgentRequest]] = {
+    kind.path: kind
+    for kind in (ChatRequest, TextRequest, ResponsesRequest, MessagesRequest, CountRequest)
+}
 """All dialects. To add one, write its requests in a file of its own and add them here."""
 
 
@@ -123,21 +105,23 @@ class Endpoint:
 
     def _key(self, request: web.Request) -> str:
         """Return the session's key in a request. Raises Refusal."""
-        kind, _, given = request.headers.get("Authorization", "").partition(" ")
-        token = given.strip().encode(errors="surrogateescape") if kind.lower() == "bearer" else b""
+        kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        given = [request.headers.get("x-api-key", ""), bearer if kind.lower() == "bearer" else ""]
+        tokens = [each.strip().encode(errors="surrogateescape") for each in given]
         for key in self._sessions:
             # In constant time: another process of this machine may guess keys.
-            if hmac.compare_digest(key.encode(), token):
+            if any([hmac.compare_digest(key.encode(), token) for token in tokens]):
                 return key
         why = "this key belongs to no session, or to one that has ended"
         raise Refusal(401, why, "invalid_api_key")
 
     async def _models(self, request: web.Request) -> web.Response:
         self._key(request)
-        model = {"id": "policy", "object": "model", "owned_by": "rolloutmq"}
-        return web.json_response({"object": "list", "data": [model]})
+        kinds = {"object": "model", "type": "model", "created_at": "1970-01-01T00:00:00Z"}
+        model = {"id": MODEL, "display_name": MODEL, "owned_by": "rolloutmq", **kinds}
+        return web.json_response({"object": "list", "data": [model], "has_more": False})
 
-    async def _serve(self, kind: type[Dialect], request: web.Request) -> web.StreamResponse:
+    async def _serve(self, kind: type[AgentRequest], request: web.Request) -> web.StreamResponse:
         key = self._key(request)
         answering = asyncio.current_task()
         assert answering is not None
@@ -149,25 +133,27 @@ class Endpoint:
             requests.discard(answering)
 
     async def _answer(
-        self, request: web.Request, kind: type[Dialect], session: Session
+        self, request: web.Request, kind: type[AgentRequest], session: Session
     ) -> web.StreamResponse:
         asked = _parse(kind, await request.read())
-        turn = await self._turn(asked.ask(), session)
+        if asked.counts:
+            tokens = await self._done(session.count(asked.ask()), session)
+            return web.json_response({"input_tokens": tokens})
+        turn = await self._done(session.ask(asked.ask()), session)
         pieces = await in_tokenizer_thread(self._pieces, turn) if asked.wants_logprobs else []
-        name = secrets.token_hex(8)
         if not asked.stream:
-            return web.json_response(asked.answer(turn, name, pieces))
-        return await _stream(request, asked.events(turn, name, pieces))
+            return web.json_response(asked.answer(turn, pieces))
+        return await _stream(request, asked.events(turn, pieces))
 
-    async def _turn(self, ask: Ask, session: Session) -> SampledTurn:
-        """Let the model answer. Raises Refusal."""
+    async def _done(self, work: Awaitable[T], session: Session) -> T:
+        """Return the result of what a session does. Raises Refusal."""
         try:
-            return await session.ask(ask)
+            return await work
         except (SessionClosed, ContextFull) as error:
             if isinstance(error, SessionClosed) and session.interrupted.is_set():
                 raise Refusal(503, str(error), "interrupted") from error
             raise Refusal(400, str(error), "context_length_exceeded") from error
-        except (ConfigError, GenerationError) as error:
+        except (ConfigError, GenerationError, WireError) as error:
             raise Refusal(400, str(error), "refused") from error
         except EngineDeadError as error:
             self.failure = error
@@ -178,7 +164,7 @@ class Endpoint:
         return [str(self._tokenizer.decode([token])) for token in turn.made.token_ids.tolist()]
 
 
-def _parse(kind: type[Dialect], body: bytes) -> Dialect:
+def _parse(kind: type[AgentRequest], body: bytes) -> AgentRequest:
     """Return the request in `body`, with halves of surrogate pairs replaced by U+FFFD."""
     try:
         return kind.model_validate_json(body)
@@ -213,7 +199,7 @@ async def _stream(request: web.Request, events: Iterator[bytes]) -> web.StreamRe
 
 
 async def _unknown(request: web.Request) -> web.Response:
-    known = f"POST {' and '.join(DIALECTS)}, GET /v1/models"
+    known = f"POST {', '.join(DIALECTS)}, GET /v1/models"
     message = f"{request.method} {request.path} cannot be recorded for training; there are {known}"
     raise Refusal(404, message, "unsupported")
 

@@ -112,7 +112,6 @@ def function_rules(
         processes=judging.processes,
         mode="coroutines" if is_coroutine else "plain",
         error=JudgeError,
-        hint="see the rollout that it got in the dead letter",
     )
 
 

@@ -31,6 +31,7 @@ from buffer.errors import (
     WireError,
     describe,
 )
+from buffer.failure_text import message_of
 from buffer.groups.submit import GROUPS_PER_TRIP, Stored, SubmitOutcome
 from buffer.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.observers import all_of
@@ -40,6 +41,7 @@ from buffer.run import Run
 from buffer.wire.group import GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.engines.base import Engine, EngineDeadError, shown
+from producer_workers.user_code.failure import failure_text
 from producer_workers.user_code.user_function import outcome_of
 from producer_workers.worker.claims import FailureBackoff
 from producer_workers.worker.held_groups import HeldGroups
@@ -112,9 +114,10 @@ class GroupRunner:
                 raise
             if group:  # lengths that have changed fail a group in many ways
                 group.check_unchanged()
-            is_unknown = not isinstance(error, RolloutMQError)
-            reason = describe(error)  # the text of a user's error may raise
-            log.warning("group failed: %s", reason, extra={"gid": job.gid}, exc_info=is_unknown)
+            reason = failure_text(error)
+            is_own = "\n" not in reason and not isinstance(error, RolloutMQError)
+            said = message_of(reason)
+            log.warning("group failed: %s", said, extra={"gid": job.gid}, exc_info=is_own)
             await self._release(job, "failed", reason)
         finally:
             self._held.forget(job)
@@ -218,7 +221,7 @@ class GroupRunner:
                 group.set_status(status)
         self._held.submitting.add(job)
         if status is Status.FAILED:
-            await self._release(job, "failed", "; ".join(group.errors))
+            await self._release(job, "failed", "\n".join(group.errors))
         elif (
             status is Status.ABORTED
             and job in self._held.expiring

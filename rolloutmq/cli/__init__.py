@@ -19,7 +19,7 @@ import typer
 
 from buffer.errors import INTERRUPTED, ConfigError, RolloutMQError
 from buffer.imports import missing_extra
-from buffer.readable import visible
+from buffer.readable import plain, visible
 from rolloutmq.command_list import SETTINGS, LazyGroup
 from rolloutmq.hang_up import follow_terminal
 
@@ -179,8 +179,6 @@ def _exit(error: RolloutMQError, *, as_json: bool) -> NoReturn:
 
 
 def _format(error: RolloutMQError, mask: Callable[[str], str], *, as_json: bool) -> str:
-    from rolloutmq.output import plain  # here, because it imports redis, too
-
     message = mask(error.message)
     hint = mask(error.command_hint)
     if as_json:

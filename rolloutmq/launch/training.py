@@ -103,7 +103,10 @@ def train(run: Run, settings: Config, model_dir: Path, *, take_over: bool) -> bo
     """Train as this rank; return whether rank 0 did not stop before the last step."""
     if settings.trainer.loop:
         loop = load_object(settings.trainer.loop, kind="loop of a trainer")
-        loop(run, settings, model_dir, take_over=take_over)
+        from consumer.grpo.reporting.step_recorder import recorded
+
+        with recorded(run, settings, model_dir):
+            loop(run, settings, model_dir, take_over=take_over)
         return True
     from consumer.grpo.trainer import Trainer
     from consumer.grpo.trainer_rank import TrainerRank

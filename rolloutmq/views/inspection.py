@@ -17,7 +17,9 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.weights import folder_manifest as weights_manifest
 from rolloutmq.output import plural
-from rolloutmq.views.diagnosis import Symptom, diagnose, worst_first
+from rolloutmq.views.diagnosis import Level, Symptom, diagnose, worst_first
+from rolloutmq.views.explain.failed_rows import failed_rows
+from rolloutmq.views.explain.shares import shares_of
 from rolloutmq.views.run_view import RunView, read_run_view
 
 FEW = 20_000  # groups and keys up to which all of a run is checked, within a second or two
@@ -39,7 +41,8 @@ def diagnose_run(store: Store, name: str) -> tuple[RunView | None, list[Symptom]
 
 def inspect(run: Run, snap: RunView) -> list[Symptom]:
     """Return the symptoms of a run that are not visible in its snapshot."""
-    return [*_damage(run, snap), *_judges(run), *_weights(snap), *_newest_letter(run, snap)]
+    found = [*_damage(run, snap), *_judges(run), *_weights(snap), *_newest_letter(run, snap)]
+    return [*found, *_failed_rows(run, snap)]
 
 
 def _damage(run: Run, snap: RunView) -> Iterator[Symptom]:
@@ -101,3 +104,17 @@ def _newest_letter(run: Run, snap: RunView) -> Iterator[Symptom]:
         what = f"the newest dead letter is {letter.gid}: {letter.reason:.200}"
         fix = "fix the cause, then run `rolloutmq requeue` or `rolloutmq drop`"
         yield Symptom("note", what, fix, letter.age_ms)
+
+
+def _failed_rows(run: Run, snap: RunView) -> Iterator[Symptom]:
+    """Report which rows a task fails for, where their share is a finding."""
+    for task in snap.tasks:
+        is_failing = any(s.name == "failed" and s.level != "note" for s in shares_of(task))
+        try:
+            rows = failed_rows(run, task.account.task) if is_failing else None
+        except StoreError:
+            continue
+        if rows:
+            level: Level = "warning" if rows.is_biased else "note"
+            fix = "until they are fixed, the model is trained on the others alone"
+            yield Symptom(level, f"task {task.account.task}: {rows}", fix if rows.is_biased else "")

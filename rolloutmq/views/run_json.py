@@ -7,6 +7,7 @@ from typing import Any
 
 from buffer.control.control import RoleHolder
 from buffer.control.worker_record import WorkerRecord
+from rolloutmq.views.explain.shares import Share, shares_of
 from rolloutmq.views.run_view import RunView, TaskView
 
 _RUN = ("run", "mode", "paused_by", "stuck_on", "created_ms", "acknowledged", "tokens_per_s",
@@ -14,9 +15,9 @@ _RUN = ("run", "mode", "paused_by", "stuck_on", "created_ms", "acknowledged", "t
 _ACCOUNT = ("enqueued", "put", "imported", "cursor", "target", "consumed")
 _TASK = ("in_flight", "in_flight_limit", "backlog", "ready", "too_old", "staleness", "mean_reward")
 _COUNTERS = (
-    "produced_samples", "produced_tokens", "produced_groups", "produced_ms", "unparsed", "failed",
-    "leases_lost", "expirations", "ended_early", "discarded_tokens", "unmade_tokens", "reasserted",
-    "regenerated",
+    "produced_samples", "produced_tokens", "produced_groups", "produced_ms", "unparsed",
+    "truncated", "failed", "leases_lost", "expirations", "ended_early", "discarded_tokens",
+    "unmade_tokens", "reasserted", "regenerated",
 )  # fmt: skip
 _WORKER = (
     "id", "engine", "state", "weights", "silent_ms", "holds", "judging", "tokens_per_s",
@@ -61,9 +62,14 @@ def _task_json(task: TaskView, now_ms: int) -> dict[str, Any]:
         **_named(task.account, _ACCOUNT),
         **_named(task, _TASK),
         "trouble": task.trouble(now_ms),
+        "shares": {share.name: _share_json(share) for share in shares_of(task)},
         "stale_threshold": None if task.is_eval else task.stale_threshold,
         **{name: int(task.number(name)) for name in _COUNTERS},
     }
+
+
+def _share_json(share: Share) -> dict[str, Any]:
+    return _named(share, ("share", "number", "total", "level"))
 
 
 def worker_json(worker: WorkerRecord, view: RunView) -> dict[str, Any]:

@@ -5,6 +5,7 @@ The account is of one instant (I1); everything else may be a few milliseconds yo
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +79,7 @@ class TaskView:
 
     @property
     def failures_by_cause(self) -> dict[str, int]:
-        """Failed tries by the type of their error; after eight types, "other"."""
+        """Failed tries by their cause (`DeadLetter.cause`); after eight causes, "other"."""
         counts = self.progress.items()
         mark = "failed:"
         return {name.removeprefix(mark): int(n) for name, n in counts if name.startswith(mark)}
@@ -87,11 +88,13 @@ class TaskView:
         """Return a counter of `progress:<task>`; 0 if it was never written."""
         return float(self.progress.get(name, 0))
 
-    @property
-    def unparsed(self) -> float | None:
-        """The share of rollouts in which no judge found an answer; None if all had one."""
-        scores, unparsed = self.number("raw_rewards_count"), self.number("unparsed")
-        return unparsed / scores if scores and unparsed else None
+    def recent(self, name: str) -> int:
+        """Return what a counter counted over the newest groups; `lua/include/earlier_counts.lua`.
+
+        `rolloutmq requeue` and a server that lost data lower counters: 0 then.
+        """
+        found = re.search(rf"\b{name}=(\d+)", self.progress.get("counts_before", ""))
+        return max(0, int(self.number(name)) - int(found[1] if found else 0))
 
     @property
     def mean_reward(self) -> float | None:

@@ -31,6 +31,7 @@ from rolloutmq.output import (
     table,
     worker_state,
 )
+from rolloutmq.views.explain.shares import shares_of
 from rolloutmq.views.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
 from rolloutmq.views.run_view import RunView, TaskView
 
@@ -43,6 +44,7 @@ _COLUMNS = {
     "expired": "exp", "taken": "taken", "archived": "done",
     "filtered": "filt", "dropped": "drop", "dead": "dead",
 }  # fmt: skip
+_LEVELS = {"note": "", "warning": "yellow", "error": "red"}
 _LOADING = {"trainer": "loads the model", "producer": "opens the data sets"}
 _EVENT_STYLES = {
     **dict.fromkeys(("completed", "committed"), "green"),
@@ -248,8 +250,10 @@ def _task(task: TaskView) -> Iterator[Text]:
         ("produced     ", "dim"), f"{count(task.number('produced_tokens'))} tokens",
         f" · {task.number('produced_ms') / 1000 / groups:.1f} s a group" if groups else "",
         (" · mean reward ", "dim"), reward,
-        "" if task.unparsed is None else (f" · unparsed {task.unparsed:.0%}", "yellow"),
     ))  # fmt: skip
+    if shares := list(shares_of(task)):
+        parts = [(f"{each.name} {each.share:.0%}   ", _LEVELS[each.level]) for each in shares]
+        yield Text.assemble(("of the last  ", "dim"), *parts)
     yield _staleness(task)
     reasserted, regenerated = int(task.number("reasserted")), int(task.number("regenerated"))
     if reasserted + regenerated:

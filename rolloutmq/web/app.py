@@ -26,6 +26,7 @@ from rolloutmq.views.history import History
 from rolloutmq.web.access import ERRORS, Access
 from rolloutmq.web.control_routes import ControlRoutes
 from rolloutmq.web.group_routes import GroupRoutes
+from rolloutmq.web.log_routes import LogRoutes
 from rolloutmq.web.run_routes import RunRoutes
 from rolloutmq.web.watcher import Watcher
 
@@ -56,6 +57,7 @@ def make_app(
         Route("/", _page),
         Mount("/static", StaticFiles(directory=STATIC)),
         *RunRoutes(watcher, run_dir, access).all(),
+        *LogRoutes(run_dir, access, is_over).all(),
         *GroupRoutes(run, texts, SampleLog(run_dir) if run_dir else None).all(access),
         *ControlRoutes(run).all(access),
     ]

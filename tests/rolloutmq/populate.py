@@ -52,18 +52,20 @@ class Scene:
         self.running: Job
         self.taken: PayloadRef
 
-    def enqueue(self, groups: int) -> None:
+    def enqueue(self, groups: int, prompt: int = 3, source: str | None = None) -> None:
+        """Enqueue groups whose prompts have this length and data source."""
         for first in range(0, groups, 128):
-            self._enqueue(min(groups - first, 128))
+            self._enqueue(min(groups - first, 128), prompt, source)
 
-    def _enqueue(self, groups: int) -> None:
+    def _enqueue(self, groups: int, prompt: int, source: str | None) -> None:
         run = self.run
         start = self.run.jobs.cursor("math")
         states = [
             RolloutState(
                 index=i,
                 messages=[{"role": "user", "content": "What is 1 + 1?"}],
-                prompt_ids=[1, 2, 3],
+                prompt_ids=range(1, prompt + 1),
+                data_source=source,
             )
             for i in range(2)
         ]

@@ -49,6 +49,7 @@ class BatchColumns:
     advantages: list[float]
     gids: list[str]
     means: list[float]  # mean score of each group; a missing score counts as 0
+    truncated: list[int]  # responses of each group that reached their token limit
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup], advantages: NDArray[np.float32]) -> BatchColumns:
@@ -70,6 +71,7 @@ class BatchColumns:
             advantages=advantages.tolist(),
             gids=[group.gid for group in groups],
             means=[float(np.nan_to_num(group.scores).mean()) for group in groups],
+            truncated=[int(group.truncated.sum()) for group in groups],
         )
 
     def lists(self) -> dict[str, list[Any]]:
@@ -145,8 +147,16 @@ def production_metrics(before: ProduceProgress, now: ProduceProgress) -> dict[st
     for name, task in now.since(before).items():
         if ended := task.consumed + task.expirations:
             metrics[f"expired/{name}"] = task.expirations / ended
-        if now.tasks[name].unparsed and task.raw_rewards_count:
-            metrics[f"unparsed/{name}"] = task.unparsed / task.raw_rewards_count
+        dead = max(0, task.dead)  # `rolloutmq requeue` lowers it
+        shares = {
+            "unparsed": (task.unparsed, task.raw_rewards_count),
+            "truncated": (task.truncated, task.raw_rewards_count),
+            "filtered": (task.filtered, task.produced_groups),
+            "failed": (dead, task.produced_groups + dead),
+        }
+        for share, (number, total) in shares.items():
+            if total and getattr(now.tasks[name], "dead" if share == "failed" else share):
+                metrics[f"{share}/{name}"] = number / total
     return metrics
 
 

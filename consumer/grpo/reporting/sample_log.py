@@ -121,9 +121,9 @@ def describe_sample(
 ) -> Sample:
     """Return a group as a line of the log: the JSON of `show --json`, without tokens.
 
-    `why` it was chosen: best, worst or random. `texts` decodes what the group does not have as
-    text: a prompt without messages (`prompt`), and a rollout's runs of tokens that were sampled or
-    not (`turns` of the member).
+    `why` it was chosen: best, worst, truncated or random. `texts` decodes what the group does not
+    have as text: a prompt without messages (`prompt`), and a rollout's runs of tokens that were
+    sampled or not (`turns` of the member).
     """
     sample: Sample = {"step": step, "why": why, "gid": group.gid, "task": group.task}
     sample["staleness"] = staleness

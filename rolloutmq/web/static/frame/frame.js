@@ -17,9 +17,10 @@ import { dead } from "../control/dead.js";
 import { workers } from "../control/workers.js";
 import { rollouts } from "../rollouts/rollouts.js";
 import { events } from "../run/events.js";
+import { logs } from "../run/logs.js";
 import { overview } from "../run/overview.js";
 
-const VIEWS = { run: overview, groups: rollouts, workers, dead, control, events, about };
+const VIEWS = { run: overview, groups: rollouts, workers, dead, control, events, logs, about };
 const main = document.getElementById("view");
 let opened = null, opening = 0, ofStream = "";
 
@@ -107,11 +108,13 @@ const STATES = {
 function headline({ status, findings, control: { last_step: last } }) {
   document.getElementById("run").textContent = status.run;
   document.title = `${status.run}: step ${status.steps.taken}`;
-  const stops = findings.filter(({ level }) => level !== "note").length;
+  const stops = findings.some(({ level }) => level === "stuck" || level === "fault"), warns = findings.some(({ level }) => level !== "note");
   // the trainer's own pause around a weight update is short, and a part of running
   const isUpdate = status.paused_by === "trainer" && !stops;
-  const [words, kind] = status.stuck_on.length ? [`waits until you restart task ${status.stuck_on.join(", ")}`, "bad"] : isUpdate ? ["running: weight update", "good"]
-    : status.mode === "run" && stops ? ["running, but it waits", "near"] : STATES[status.mode] ?? [status.mode, "near"];
+  const [words, kind] = status.stuck_on.length ? [`waits until you restart task ${status.stuck_on.join(", ")}`, "bad"]
+    : isUpdate ? ["running: weight update", "good"]
+    : status.mode === "run" && stops ? ["running, but it waits", "near"]
+    : status.mode === "run" && warns ? ["running, with warnings", "near"] : STATES[status.mode] ?? [status.mode, "near"];
   const by = status.paused_by && !isUpdate ? `, by the ${status.paused_by}, for ${age(status.mode_age_ms)}` : "";
   const judged = status.judging ? `, ${number(status.judging)} being judged` : "";
   const fact = (label, value, kind = "") => el("span", { class: "fact" }, el("span", { class: "dim" }, label), " ", el("b", { class: kind }, value));

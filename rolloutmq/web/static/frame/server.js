@@ -56,9 +56,7 @@ export async function follow(query, signal, onEvent, onTrouble) {
   if (saved) return onEvent({ may_act: false, live: { x: [], columns: {} }, series: { [saved.run]: saved.series } });
   while (!signal.aborted) {
     try {
-      const answer = await fetch(`/api/stream?${query}`, { headers: headers(), signal });
-      if (!answer.ok) throw new Refused(answer.status, await answer.json());
-      await read(answer.body, signal, onEvent);
+      await listen(`stream?${query}`, signal, onEvent);
       if (!signal.aborted) onTrouble(new Error("`rolloutmq web` was stopped"));
     } catch (error) {
       if (signal.aborted) return;
@@ -69,8 +67,11 @@ export async function follow(query, signal, onEvent, onTrouble) {
   }
 }
 
-async function read(body, signal, onEvent) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+// Server-sent events of one request, until it ends or `signal` is aborted.
+export async function listen(path, signal, onEvent) {
+  const answer = await fetch(`/api/${path}`, { headers: headers(), signal });
+  if (!answer.ok) throw new Refused(answer.status, await answer.json());
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read();

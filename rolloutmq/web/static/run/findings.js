@@ -2,7 +2,7 @@
 
 import { age, code, el } from "../frame/draw.js";
 
-const WORDS = { fault: "fault", stuck: "waits", warning: "warning", note: "note" };
+const WORDS = { fault: "fault", stuck: "waits", error: "wrong", warning: "warning", note: "note" };
 
 export function findings({ findings: found }) {
   const stops = found.filter(({ level }) => level !== "note"), notes = found.filter(({ level }) => level === "note");
@@ -15,6 +15,7 @@ export function findings({ findings: found }) {
 function placeOf(fix) {
   if (/rolloutmq (dead|requeue|drop)/.test(fix)) return el("a", { href: "#/dead" }, "Dead letters");
   if (/rolloutmq resume --worker/.test(fix)) return el("a", { href: "#/workers" }, "Workers");
+  if (/\blogs?\b/.test(fix)) return el("a", { href: "#/logs?level=warning" }, "Logs");
   return /rolloutmq (resume|set)/.test(fix) ? el("a", { href: "#/control" }, "Control") : null;
 }
 

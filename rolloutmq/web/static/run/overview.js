@@ -11,6 +11,7 @@ import { findings } from "./findings.js";
 
 const STAGES = ["waiting", "running", "completed", "aborted", "expired", "taken", "archived", "filtered", "dropped", "dead"];
 const COLOURS = ["--s0", "--s1", "--s2", "--s3", "--s4", "--s5", "--s6", "--s7"];
+const LEVELS = { warning: "near", error: "bad" };
 const choice = { runs: null, own: null, all: [], smoothing: 0, x: "step", task: "" };
 const detail = new Map(); // run -> its steps in the zoomed range, where all steps are thinned out
 let charts = [], others = [], places = null, thePage = null;
@@ -207,6 +208,7 @@ function task([name, task]) {
   return panel(name, `mean score ${number(task.mean_reward, 3)}`,
     bar("ahead", task.in_flight, task.in_flight_limit || task.in_flight, `${task.in_flight} / ${task.in_flight_limit}`, task.in_flight_limit && task.in_flight >= task.in_flight_limit ? "near" : ""),
     ages.map(([staleness, n]) => bar(`staleness ${staleness}`, n, most, number(n))),
+    Object.entries(task.shares).map(([name, { share, number: n, total, level }]) => bar(name, share, 1, `${number(100 * share)} % (${n} of ${total})`, LEVELS[level])),
     task.too_old ? el("p", { class: "near" }, `${task.too_old} too old, about to expire`) : null,
     task.ended_early ? el("p", { class: "dim" }, `${task.ended_early} ended early, too old (${number(task.discarded_tokens)} tokens)`) : null,
     task.trouble ? el("p", { class: "bad" }, task.trouble) : null);
