@@ -16,6 +16,7 @@ from rich.console import Console
 
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.open_run import open_store, own_run
+from buffer.redis.connection.url import mask_url
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
 from consumer.grpo.checkpoint import CheckpointFolder
@@ -111,8 +112,8 @@ class Launcher:
                 self._owned.note(Stage.STOPPING)
             run.janitor.sweep()
             if self._is_reported:
-                cli = self._server.cli if self._server else None
-                account = finish(self._console, self._config, run, cli)
+                is_embedded = self._server is not None
+                account = finish(self._console, self._config, run, is_embedded=is_embedded)
                 self._owned.note(Stage.STOPPING, account=account)
         except (KeyboardInterrupt, OSError) as error:
             # the terminal may be gone before its signal arrives
@@ -126,7 +127,7 @@ class Launcher:
             for child in self._children:
                 child.kill()
             if self._server:
-                self._server.stop()
+                self._server.leave()
 
     # -- before --------------------------------------------------------------
 
@@ -340,3 +341,5 @@ class Launcher:
         last = run.limits.steps
         self._owned.note(Stage.STOPPING, account=account, steps=last)
         self._console.print(f"stopped: {done} of {last} steps; {account}")
+        where = f"--run-dir {self._folder}" if self._server else f"--redis-url {run.store.url}"
+        self._console.print(mask_url(f"rolloutmq web {where} opens it again"), soft_wrap=True)
