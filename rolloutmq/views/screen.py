@@ -134,7 +134,7 @@ def _title(view: RunView) -> Text:
 
 def _mode(view: RunView) -> Text:
     """Return the mode, who set it, since when, and how many workers confirmed it."""
-    if view.stuck_on:
+    if view.stuck_on and view.paused_by != "operator":
         return Text(f"it waits until you resume task {', '.join(view.stuck_on)}", style="bold red")
     if view.paused_by is None:
         return Text.assemble(state(view.mode), f" for {age(view.paused_ms)}")
