@@ -134,17 +134,14 @@ def _title(view: RunView) -> Text:
 
 def _mode(view: RunView) -> Text:
     """Return the mode, who set it, since when, and how many workers confirmed it."""
-<<<<<<< HEAD
     if view.phase == "finished":
         return Text.assemble(
             state(view.phase), f" the last step was done {age(view.paused_ms)} ago"
         )
     if view.phase == "stopped":
         return Text.assemble(state(view.phase), " no process of the run is alive")
-=======
     if view.stuck_on:
         return Text(f"it waits until you resume task {', '.join(view.stuck_on)}", style="bold red")
->>>>>>> main
     if view.paused_by is None:
         return Text.assemble(state(view.mode), f" for {age(view.paused_ms)}")
     confirmed = f"{len(view.acknowledged)} of {len(view.live_workers)} confirmed"
