@@ -40,7 +40,6 @@ export const BY_TIME = [
   { key: "stages", title: "Groups by stage", unit: "groups", stacked: true, perTask: true,
     lines: (columns, task) => STAGES.map((stage) => line("", stage, { sum: named(columns, "groups/").map(({ name }) => name)
       .filter((name) => name.endsWith(`/${stage}`) && (!task || name === `groups/${task}/${stage}`)) })) },
-  { key: "waits", title: "Who waits for whom", unit: "share now", percent: true, lines: (columns) => named(columns, "waits/") },
   { key: "tokens", title: "Tokens per second", unit: "all workers", lines: [line("tokens_per_s", "all workers")] },
   { key: "worker-tokens", title: "Tokens per second by worker", unit: "tokens/s", lines: (columns) => named(columns, "worker_tokens_per_s/") },
 ];
