@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from buffer.control.events import Event
 from buffer.run import Run
 from consumer.grpo.reporting.step_log import TrainedStep
-from rolloutmq.output import plural
+from rolloutmq.output import age, plural
 from rolloutmq.views.run_view import RunView
 
 STEPS = 10
@@ -55,6 +55,7 @@ class Waits:
 
     def __str__(self) -> str:
         trainer, workers = self.shares["trainer"], self.shares["workers"]
+        whole_s = self.ended_s - self.began_s
         said = []
         if trainer:
             waits = f"{trainer.get('wait', 0):.0%} of the time for groups"
@@ -63,15 +64,18 @@ class Waits:
             jobs, weights, partly = (workers.get(what, 0) for what in ("jobs", "weights", "partly"))
             waits = f"{jobs:.0%} for jobs, {weights:.0%} for weights"
             said.append(f"workers waited {waits}, and were half empty {partly:.0%}")
-        last = f"last {plural(self.steps, 'step')}" if self.steps else "time of the newest events"
-        return f"in the {last}, {'; '.join(said)}"
+        last = plural(self.steps, "step") if self.steps else age(1000 * whole_s)
+        return f"in the last {last}, {'; '.join(said)}"
 
     def document(self) -> dict[str, Any]:
         """Return the lanes for a drawing, without very short spans."""
         shortest_s = (self.ended_s - self.began_s) * SHORTEST
         workers = dict(sorted(self.workers.items())[:MOST_WORKERS])
         lanes = {"trainer": self.trainer, **workers} if self.trainer else workers
-        drawn = {name: list(_drawn(spans, shortest_s)) for name, spans in lanes.items()}
+        drawn = {
+            name: [[*span] for span in spans if span.ended_s - span.began_s >= shortest_s]
+            for name, spans in lanes.items()
+        }
         return {
             "began_s": self.began_s,
             "ended_s": self.ended_s,
@@ -81,7 +85,7 @@ class Waits:
 
 
 def read_waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Waits | None:
-    """Return who waited in the last of `steps`; None without a step and an event.
+    """Return who waited in the last of `steps`; None without a trained step and a worker.
 
     Reads up to MOST_EVENTS events in one round trip; the window is no longer than these.
     """
@@ -98,6 +102,8 @@ def read_waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Waits |
     window = (began_s, max(began_s, ended_s))
     workers = {worker: list(_within(spans, *window)) for worker, spans in _workers(events, snap)}
     lanes = {worker: spans for worker, spans in workers.items() if spans}
+    if not (trainer or lanes):
+        return None
     whole = sum((step.ended_s or 0.0) > began_s for step in known)
     return Waits(whole, *window, list(_within(trainer, *window)), lanes)
 
@@ -199,10 +205,6 @@ def _within(spans: Iterable[Span], began_s: float, ended_s: float) -> Iterator[S
         cut = Span(max(span.began_s, began_s), min(span.ended_s, ended_s), span.what)
         if cut.ended_s > cut.began_s:
             yield cut
-
-
-def _drawn(spans: list[Span], shortest_s: float) -> Iterator[Span]:
-    return (span for span in spans if span.ended_s - span.began_s >= shortest_s)
 
 
 def _shares(spans: list[Span], whole_s: float) -> dict[str, float]:

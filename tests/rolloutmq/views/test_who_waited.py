@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import pytest
@@ -14,6 +15,8 @@ from rolloutmq.views.explain.who_waited import Waits, read_waits
 from rolloutmq.views.run_view import read_run_view
 from tests.rolloutmq.conftest import Command, json_of
 from tests.rolloutmq.populate import Scene, forge
+
+APART_S = 0.005  # events have milliseconds
 
 
 def waits(scene: Scene, steps: list[TrainedStep] | None = None) -> Waits:
@@ -29,11 +32,15 @@ def test_a_worker_works_while_it_holds_groups_and_waits_for_what_it_lacks(store:
     scene.enqueue(6)
     jobs = scene.claim("w0", 4)
     scene.claim("w1", 1)
+    time.sleep(APART_S)
     for job in jobs:
         scene.submit("w0", job)
+        time.sleep(APART_S)
     scene.open_trainer()
     scene.run.control.publish_weights(scene.trainer, PolicyVersion("l1", 1), "/weights/1", "")
+    time.sleep(APART_S)
     scene.run.control.set_mode("operator", Mode.DRAIN)
+    time.sleep(APART_S)
     scene.run.control.set_mode("operator", Mode.RUN)
     lanes = waits(scene).workers
     # it reports a concurrency of 8
@@ -54,12 +61,14 @@ def test_the_groups_that_a_worker_held_before_the_first_event_are_known(
     scene.join("w0")
     scene.enqueue(8)
     jobs = scene.claim("w0", 8)
+    time.sleep(APART_S)
     for job in jobs[:3]:
         scene.submit("w0", job)
     found = [span.what for span in waits(scene).workers["w0"]]
     assert found == (["works"] if seen == 3 else ["jobs", "works"])
     scene.run.jobs.release("w0", jobs[3], "failed", "ValueError: no")
     scene.run.jobs.release("w0", jobs[4], "handback", "")
+    time.sleep(APART_S)
     assert waits(scene).workers["w0"][-1].what == "partly"
 
 
