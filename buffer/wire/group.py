@@ -47,7 +47,9 @@ GROUP_TIME = "group_time_s"
 
 OPEN_SESSIONS = "open_sessions"
 SESSIONS_RESTARTED = "sessions_restarted"
-"""Keys of `extra`: the gateway's record of interrupted sessions."""
+NEW_CONTEXTS = "new_contexts"
+GATEWAY_RECORD = (OPEN_SESSIONS, SESSIONS_RESTARTED, NEW_CONTEXTS)
+"""Keys of `extra`: the gateway's record of interrupted sessions and of new contexts."""
 
 
 _REPLACED = frozenset(("mask", "statuses"))

@@ -2,8 +2,9 @@
 
     agent = "my_agent:solve"            # async def solve(task: AgentTask) -> reward or None;
                                         # a plain function runs in a thread
-    command = ["python", "agent.py"]    # with OPENAI_BASE_URL and OPENAI_API_KEY, and its
-                                        # task as JSON on stdin; exit code 0 or the rollout fails
+    command = ["python", "agent.py"]    # with OPENAI_BASE_URL, ANTHROPIC_BASE_URL and their keys,
+                                        # and its task as JSON on stdin; exit code 0 or the rollout
+                                        # fails
     solve.resumable = True              # it continues from task.finished; for programs:
                                         # agent_loop_options resumable = true
 
@@ -41,7 +42,10 @@ class AgentError(UserCodeError):
 
 @dataclass(frozen=True, slots=True)
 class AgentTask:
-    """The address and key of a session, for any client of the OpenAI API, and its problem."""
+    """The address and key of a session, for clients of OpenAI's and Anthropic's APIs, and its task.
+
+    `base_url` is OpenAI's.
+    """
 
     base_url: str
     api_key: str
@@ -54,6 +58,10 @@ class AgentTask:
     # For a resumable agent: the conversations of its session so far, with the model's answers; the
     # one continued last is at the end.
     finished: list[list[dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def anthropic_url(self) -> str:
+        return self.base_url.removesuffix("/v1")
 
     @property
     def question(self) -> str:
@@ -140,9 +148,12 @@ class ProgramAgent:
             command = [part.replace(f"{{{name}}}", getattr(task, name)) for part in command]
         names = ("messages", "data_source", "extra", "session_id", "finished")
         given = {name: getattr(task, name) for name in names}
+        urls = {"OPENAI": task.base_url, "ANTHROPIC": task.anthropic_url}
+        addresses = {f"{vendor}_BASE_URL": url for vendor, url in urls.items()}
+        keys = {f"{vendor}_API_KEY": task.api_key for vendor in urls}
         process = await asyncio.create_subprocess_exec(
             *command,
-            env={**os.environ, "OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key},
+            env={**os.environ, **addresses, **keys},
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,

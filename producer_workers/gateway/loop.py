@@ -1,4 +1,4 @@
-"""Make rollouts with agent programs that speak the OpenAI API to a local endpoint.
+"""Make rollouts with agent programs that speak to a local endpoint as to OpenAI or Anthropic.
 
     group ──▶ endpoint ──▶ per rollout: session, key ──▶ agent ──▶ its segments ──judge──▶ rollouts
                                                            └ ended by a pause, started again later
@@ -172,6 +172,7 @@ class GatewayAgentLoop:
                 return [_failed(state, failure_text(error))]
         finally:
             endpoint.dismiss(key)
+            record.count(session.new_contexts)
         if session.interrupted.is_set():
             return self._interrupted(state, session.segments, record)
         if not session.segments:

@@ -235,13 +235,11 @@ def _task(task: TaskView, snap: RunView) -> Iterator[Symptom]:
     name, account = task.account.task, task.account
     error_ms = int(task.number("error_ms"))
     since_ms = max(0, snap.now_ms - error_ms) if error_ms else None
-    fix_cause = (
-        "`rolloutmq dead` has the reasons in full; fix the cause, restart the workers, then run "
-        f"`rolloutmq resume --task {name}`"
-    )
+    fix_cause = TaskStop("failing").fix(name)
     if task.stop_reason:
         fix = fix_cause if task.progress.get("stopped") else TaskStop("broken").fix(name)
-        yield _stuck(f"task {name} is stopped: {task.stop_reason}", fix, since_ms)
+        waits = ", and the trainer waits for it" if name in snap.stuck_on else ""
+        yield _stuck(f"task {name} is stopped{waits}: {task.stop_reason}", fix, since_ms)
     elif task.progress.get("halt") == "enough":
         reason = task.progress.get("halt_reason", "")
         what = f"task {name} has enough groups up to step {task.progress['halt_step']} ({reason})"

@@ -10,8 +10,8 @@ from buffer.control.worker_record import WorkerRecord
 from rolloutmq.views.explain.shares import Share, shares_of
 from rolloutmq.views.run_view import RunView, TaskView
 
-_RUN = ("run", "mode", "paused_by", "created_ms", "acknowledged", "tokens_per_s", "leases",
-        "judging", "garbage")  # fmt: skip
+_RUN = ("run", "mode", "paused_by", "stuck_on", "created_ms", "acknowledged", "tokens_per_s",
+        "leases", "judging", "garbage")  # fmt: skip
 _ACCOUNT = ("enqueued", "put", "imported", "cursor", "target", "consumed")
 _TASK = ("in_flight", "in_flight_limit", "backlog", "ready", "too_old", "staleness", "mean_reward")
 _COUNTERS = (

@@ -49,7 +49,9 @@ class TaskView:
     def trouble(self, now_ms: int) -> str:
         """Return the task's present trouble in one line, or ""."""
         if self.stop_reason:
-            return f"stopped: {self.stop_reason}"
+            return (
+                f"stopped until `rolloutmq resume --task {self.account.task}`: {self.stop_reason}"
+            )
         is_recent = now_ms - self.number("error_ms") < RECENT_MS
         if self.error and (is_recent or self.number("failures_in_row")):
             return f"{self.number('failed'):.0f} failed: {self.error}"
@@ -191,6 +193,13 @@ class RunView:
     def training(self) -> list[TaskView]:
         """Tasks that a train step takes from."""
         return [task for task in self.tasks if not (task.is_eval or task.is_gone)]
+
+    @property
+    def stuck_on(self) -> list[str]:
+        """The stopped tasks because of which the trainer waits."""
+        if not self.trainer.doing:
+            return []
+        return [task.account.task for task in self.tasks if task.stop_reason]
 
     @property
     def troubles(self) -> list[str]:

@@ -37,7 +37,7 @@ from rolloutmq.views.run_view import RunView, TaskView
 
 MOST_EVENTS = 5
 MOST_WORKERS = 8
-MOST_TROUBLE = 120  # characters of an error in one line of output
+MOST_TROUBLE = 160  # characters of an error in one line of output
 _WIDTH = 36
 _COLUMNS = {
     "waiting": "wait", "running": "run", "completed": "ready", "aborted": "abort",
@@ -110,6 +110,7 @@ def one_line(view: RunView, history: History, notes: LiveNotes) -> str:
     ]
     words += [view.mode] if view.mode != "run" else []
     words += [wait for wait, part in history.waits.items() if part and wait != PAUSED]
+    words += ["WAITS FOR YOU"] if view.stuck_on else []
     words += [trouble[:MOST_TROUBLE] for trouble in view.troubles]
     words += ["THE ACCOUNT DOES NOT ADD UP"] if view.faults else []
     return " · ".join([*words, *notes.lines[:1]])
@@ -133,6 +134,8 @@ def _title(view: RunView) -> Text:
 
 def _mode(view: RunView) -> Text:
     """Return the mode, who set it, since when, and how many workers confirmed it."""
+    if view.stuck_on:
+        return Text(f"it waits until you resume task {', '.join(view.stuck_on)}", style="bold red")
     if view.paused_by is None:
         return Text.assemble(state(view.mode), f" for {age(view.paused_ms)}")
     if view.mode == "finish":

@@ -114,7 +114,11 @@ def test_every_extra_is_explained() -> None:
     assert sorted(explained) == sorted(project["optional-dependencies"])
 
 
-def test_the_first_gpu_run_names_every_preset() -> None:
+def test_the_first_gpu_run_names_every_preset_and_its_time() -> None:
     text = (PAGES / "first_gpu_run.md").read_text(encoding="utf-8")
-    presets = {path.stem for path in (ROOT / "configs").glob("qwen3*.toml")}
-    assert set(re.findall(r"^\| `(qwen3\w[\w.]*)` \|", text, re.M)) == presets
+    hours = {
+        path.stem: re.findall(r"^# Time: ([\d.]+) hours", path.read_text("utf-8"), re.M)[0]
+        for path in (ROOT / "configs").glob("qwen3*.toml")
+    }
+    rows = re.findall(r"^\| `(qwen3\w[\w.]*)` \|.*\| ([\d.]+) h \|$", text, re.M)
+    assert dict(rows) == hours

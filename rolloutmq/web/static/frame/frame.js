@@ -111,7 +111,8 @@ function headline({ status, findings, control: { last_step: last } }) {
   const stops = findings.some(({ level }) => level === "stuck" || level === "fault"), warns = findings.some(({ level }) => level !== "note");
   // the trainer's own pause around a weight update is short, and a part of running
   const isUpdate = status.paused_by === "trainer" && !stops;
-  const [words, kind] = isUpdate ? ["running: weight update", "good"]
+  const [words, kind] = status.stuck_on.length ? [`waits until you restart task ${status.stuck_on.join(", ")}`, "bad"]
+    : isUpdate ? ["running: weight update", "good"]
     : status.mode === "run" && stops ? ["running, but it waits", "near"]
     : status.mode === "run" && warns ? ["running, with warnings", "near"] : STATES[status.mode] ?? [status.mode, "near"];
   const by = status.paused_by && !isUpdate ? `, by the ${status.paused_by}, for ${age(status.mode_age_ms)}` : "";
