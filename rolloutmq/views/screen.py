@@ -258,7 +258,7 @@ def _task(task: TaskView) -> Iterator[Text]:
     ))  # fmt: skip
     if shares := list(shares_of(task)):
         parts = [(f"{each.name} {each.share:.0%}   ", _LEVELS[each.level]) for each in shares]
-        yield Text.assemble(("of the last  ", "dim"), *parts)
+        yield Text.assemble(("shares       ", "dim"), *parts)
     yield _staleness(task)
     reasserted, regenerated = int(task.number("reasserted")), int(task.number("regenerated"))
     if reasserted + regenerated:
