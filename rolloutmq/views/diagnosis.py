@@ -18,6 +18,8 @@ Level = Literal["note", "warning", "error", "stuck", "fault"]
 
 PATIENCE_MS = 30_000  # a shorter pause of the trainer, or wait, is normal
 
+MOST_CAUSES = 3  # that one line names
+
 MOST_BIAS = 0.1  # the mean trained length may be this much below the mean started one
 
 
@@ -271,12 +273,12 @@ def _shares(snap: RunView) -> Iterator[Symptom]:
 
 
 def _causes(task: TaskView, share: Share) -> str:
-    """Return " (failed tries of the run by cause: ValueError 12, …)" for failed groups."""
-    causes = sorted((-number, cause) for cause, number in task.failures_by_cause.items())
-    if share.name != "failed" or not causes:
+    """Return "; failed tries of the run: 12 x ValueError: …" for failed groups, the most first."""
+    if share.name != "failed":
         return ""
-    words = ", ".join(f"{cause} {-number}" for number, cause in causes)
-    return f" (failed tries of the run by cause: {words})"
+    counts = sorted((-number, cause) for cause, number in task.failures_by_cause.items())
+    causes = [f"{-number} x {cause:.120}" for number, cause in counts[:MOST_CAUSES]]
+    return f"; failed tries of the run: {', '.join(causes)}" if causes else ""
 
 
 def _curriculum(snap: RunView) -> Iterator[Symptom]:
