@@ -1,8 +1,8 @@
 """Decide which server and which run a command works on.
 
 The server: `--redis-url`, else the embedded server of `--run-dir`, else REDIS_URL, else the
-embedded server under ./runs that was started last (running ones first). The run: `--run`, else the
-only one on the server.
+embedded server of the run under ./runs that was used last (running ones first). An embedded server
+that does not run is started for the command. The run: `--run`, else the only one on the server.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -30,7 +30,9 @@ from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run import Run
 from consumer.grpo.reporting.sample_log import SampleLog
+from rolloutmq.hang_up import interrupted_by_sigterm
 from rolloutmq.output import console, emit
+from rolloutmq.run_owner import known_folders, last_change
 
 RUNS = Path("runs")
 
@@ -112,10 +114,11 @@ def set_flags(overrides: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The URL of a server, and the run's folder if it is known."""
+    """The URL of a server, the run's folder if it is known, and its server if that is embedded."""
 
     url: str
     run_dir: Path | None = None
+    server: EmbeddedServer | None = None
 
     def __str__(self) -> str:
         return mask_url(self.url)
@@ -139,7 +142,8 @@ def _belongs(folder: Path, run: Run) -> bool:
     return note.is_file() and run.nonce.encode() in note.read_bytes()
 
 
-def _folder_of(run: Run, named: Path | None) -> Path | None:
+def folder_of(run: Run, named: Path | None) -> Path | None:
+    """Return the folder of a run: the named one, or one under ./runs; None if it is another's."""
     if named is not None:
         return named if not (named / "run.json").is_file() or _belongs(named, run) else None
     return next((folder for folder in _folders() if _belongs(folder, run)), None)
@@ -150,11 +154,12 @@ def find_server(redis_url: str | None, run_dir: Path | None) -> Address:
     if redis_url:
         return Address(redis_url, run_dir)
     if run_dir is not None and (server := embedded_server(run_dir)):
-        return _running(server, run_dir)
+        return Address(server.url, run_dir, server)
     if from_environment := os.environ.get("REDIS_URL"):
         return Address(from_environment, run_dir)
     if run_dir is None and (newest := newest_server()):
-        return _running(*newest)
+        server, folder = newest
+        return Address(server.url, folder, server)
     what = "no server found: no --redis-url, no REDIS_URL, and no embedded server under ./runs"
     if run_dir is not None:
         what = f"{run_dir} has no embedded server, and no URL is given"
@@ -182,41 +187,41 @@ def _folders() -> list[Path]:
 
 
 def newest_server() -> tuple[EmbeddedServer, Path] | None:
-    """Return the newest server under ./runs, running ones first, and its run's folder."""
+    """Return a server under ./runs and its run's folder: a running one, else of the last use."""
     servers = [(server, folder) for folder in _folders() if (server := embedded_server(folder))]
-    return max(servers, key=lambda pair: (pair[0].is_running, _started(pair[0])), default=None)
-
-
-def _started(server: EmbeddedServer) -> float:
-    # settings are written at every start, the lock only once
-    settings = server.folder / "valkey.conf"
-    return settings.stat().st_mtime if settings.exists() else 0.0
-
-
-def _running(server: EmbeddedServer, run_dir: Path) -> Address:
-    if server.is_running:
-        return Address(server.url, run_dir)
-    raise StoreUnavailable(
-        f"the embedded server of {run_dir} is not running; its data is on disk",
-        hint="`rolloutmq server` starts it for inspection; `rolloutmq run CONFIG` "
-        "continues the run",
-    )
-
-
-def stopped_samples(redis_url: str | None, run_dir: Path | None) -> SampleLog | None:
-    """Return the sample log of the selected run, if its own server is stopped."""
-    if redis_url or os.environ.get("REDIS_URL"):
-        return None
-    newest = newest_server() if run_dir is None else None
-    folder = newest[1] if newest else run_dir
-    server = embedded_server(folder) if folder else None
-    return SampleLog(folder) if folder and server and not server.is_running else None
+    return max(servers, key=lambda pair: (pair[0].is_running, last_change(pair[1])), default=None)
 
 
 @contextmanager
 def open_server(redis_url: str | None, run_dir: Path | None) -> Iterator[tuple[Store, Address]]:
-    """Open the server, after one check that it answers. Raises StoreError and ConfigError."""
+    """Open the server, after one check that it answers. Raises StoreError and ConfigError.
+
+    An embedded server runs as long as the block: it is started if it does not run yet.
+    """
     address = find_server(redis_url, run_dir)
+    with ExitStack() as stack:
+        if address.server:
+            stack.enter_context(interrupted_by_sigterm())
+            _keep_running(address.server, address.run_dir, stack)
+        yield stack.enter_context(_connected(address)), address
+
+
+def _keep_running(server: EmbeddedServer, run_dir: Path | None, stack: ExitStack) -> None:
+    try:
+        if not (server.is_running or server.has_data):
+            raise StoreUnavailable(f"the data of the server in {server.folder} are gone")
+        if not server.is_running:
+            what = f"the server of {run_dir} does not run: it is started for this command only"
+            console(stderr=True).print(what, style="dim", soft_wrap=True)
+        stack.enter_context(server.reading())
+    except OSError as error:  # on a disk that cannot be written, or another user's
+        raise StoreUnavailable(
+            f"the server of {run_dir} cannot be started: {error.filename}: {error.strerror}"
+        ) from error
+
+
+@contextmanager
+def _connected(address: Address) -> Iterator[Store]:
     try:
         with closing(Servers(address.url, "rolloutmq-cli", timeout_s=_DEADLINE_S)) as servers:
             # a client of a cluster has connected to a node already
@@ -226,7 +231,7 @@ def open_server(redis_url: str | None, run_dir: Path | None) -> Iterator[tuple[S
         raise describe_connection_error(address.url, error) from error
     store = Store(address.url, name="rolloutmq-cli", deadline_s=_DEADLINE_S)
     try:
-        yield store, address
+        yield store
     finally:
         store.close()
 
@@ -236,7 +241,7 @@ def open_target(redis_url: str | None, run_dir: Path | None, run: str | None) ->
     """Open the run that the options select. Raises RunNotFound and ConfigError."""
     with open_server(redis_url, run_dir) as (store, address):
         opened = Run.open(store, choose_run(store, run))
-        yield Target(opened, _folder_of(opened, address.run_dir))
+        yield Target(opened, folder_of(opened, address.run_dir))
 
 
 class Output(NamedTuple):
@@ -264,11 +269,14 @@ _OF_RUN = [
 ]
 
 
-def on_run(function: Callable[..., Output | None]) -> Callable[..., None]:
+def on_run(
+    function: Callable[..., Output | None], read_folder: Callable[..., Output] | None = None
+) -> Callable[..., None]:
     """Give a command the options that select a run, and --json.
 
     The command gets the open run as its first argument, and `as_json` if it has that parameter.
-    What it returns is printed.
+    What it returns is printed. Where the run's server cannot be reached, `read_folder` gets its
+    folder and the error in place of the open run.
     """
     own = inspect.signature(function, eval_str=True)
     _, *asked = own.parameters.values()
@@ -279,8 +287,15 @@ def on_run(function: Callable[..., Output | None]) -> Callable[..., None]:
         *, redis_url: RedisUrl, run_dir: RunDir, run: RunName, as_json: AsJson, **given: Any
     ) -> None:
         given |= {"as_json": as_json} if takes_json else {}
-        with open_target(redis_url, run_dir, run) as target:
-            answer = function(target, **given)
+        try:
+            with open_target(redis_url, run_dir, run) as target:
+                answer = function(target, **given)
+        except StoreUnavailable as error:
+            folder = folder_without_server(redis_url, run_dir, run)
+            if not (read_folder and folder):
+                raise
+            given.pop("as_json", None)
+            answer = read_folder(folder, error, **given)
         if answer is not None:
             answer.print(as_json=as_json)
 
@@ -289,6 +304,21 @@ def on_run(function: Callable[..., Output | None]) -> Callable[..., None]:
     call.__dict__["__signature__"] = own.replace(parameters=options, return_annotation=None)
     call.__annotations__ = {each.name: each.annotation for each in options}
     return call
+
+
+def or_folder(read_folder: Callable[..., Output]) -> partial[Callable[..., None]]:
+    """Return `on_run` for a command that can also read the run's folder without its server."""
+    return partial(on_run, read_folder=read_folder)
+
+
+def folder_without_server(
+    redis_url: str | None, run_dir: Path | None, run: str | None
+) -> Path | None:
+    """Return the selected run's folder, to be read in place of its server; None if unknown."""
+    if run_dir is None and not (redis_url or run or os.environ.get("REDIS_URL")):
+        newest = newest_server()
+        run_dir = newest[1] if newest else next(iter(known_folders(RUNS)), None)
+    return run_dir if run_dir and last_change(run_dir) else None
 
 
 def choose_run(store: Store, run: str | None) -> str:

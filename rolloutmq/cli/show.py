@@ -4,36 +4,45 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, RolloutMQError, StoreUnavailable
 from buffer.ids import split_group_id
 from buffer.ledger.ledger import BatchLedger
 from buffer.manifest import Manifest
 from buffer.readable import format_size
 from buffer.run import Run
 from buffer.wire.staleness import staleness
-from consumer.grpo.reporting.sample_log import Sample
+from consumer.grpo.reporting.sample_log import Sample, SampleLog
 from rolloutmq.command_list import command
 from rolloutmq.options import (
-    AsJson,
     GroupId,
     Output,
-    RedisUrl,
-    RunDir,
-    RunName,
-    open_target,
-    stopped_samples,
+    Target,
+    or_folder,
 )
 from rolloutmq.output import count, facts, known, table
 from rolloutmq.views.found_group import FoundGroup, find_group, group_parts
 
 
+def _show_logged(
+    folder: Path, error: StoreUnavailable, gid: str, member: int | None, tokens: bool
+) -> Output:
+    split_group_id(gid)
+    sample = SampleLog(folder).find(gid)
+    if sample is None:
+        raise error
+    return _shown(FoundGroup(gid, "", [], {}, sample=sample), member, tokens)
+
+
 @command("Look", "show", epilog="Example: rolloutmq show math-0000000042 --member 3")
+@or_folder(_show_logged)
 def show(
+    target: Target,
     gid: GroupId,
     member: Annotated[
         int | None, typer.Option(min=0, help="Show only this rollout of the group.")
@@ -41,11 +50,7 @@ def show(
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Also print token ids and logprobs.")
     ] = False,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Output:
     """Show one group: its stage, texts, rewards and versions.
 
     A bar for every rollout shows which weights sampled which tokens, one colour per policy
@@ -53,17 +58,14 @@ def show(
     folder, if they are there ([samples]).
     """
     split_group_id(gid)
-    stopped = stopped_samples(redis_url, run_dir)
-    sample = stopped.find(gid) if stopped else None
-    if sample:
-        found = FoundGroup(gid, "", [], {}, sample=sample)
-    else:
-        with open_target(redis_url, run_dir, run) as target:
-            found = find_group(target.run, gid, target.samples)
+    return _shown(find_group(target.run, gid, target.samples), member, tokens)
+
+
+def _shown(found: FoundGroup, member: int | None, tokens: bool) -> Output:
     document = found.document(tokens=tokens)
     if member is not None:
         document["members"] = [_member(document, member)]
-    Output(document, list(group_parts(document))).print(as_json=as_json)
+    return Output(document, list(group_parts(document)))
 
 
 def _member(document: Mapping[str, Any], index: int) -> Any:
@@ -76,8 +78,17 @@ def _member(document: Mapping[str, Any], index: int) -> Any:
     return members[index]
 
 
+def _batch_logged(folder: Path, error: RolloutMQError, step: int | None, is_eval: bool) -> Output:
+    samples = SampleLog(folder).read(step) if step and not is_eval else []
+    if not samples:
+        raise error
+    return _logged(samples)
+
+
 @command("Look", "batch", epilog="Example: rolloutmq batch 7 --json | jq -r '.groups[].gid'")
+@or_folder(_batch_logged)
 def batch(
+    target: Target,
     step: Annotated[
         int | None, typer.Argument(min=1, metavar="[STEP]", help="Train step. Default: the newest.")
     ] = None,
@@ -85,33 +96,21 @@ def batch(
         bool,
         typer.Option("--eval", help="A step of the evaluations, which are counted separately."),
     ] = False,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Output:
     """Show the groups of a train step.
 
     They are listed in order, with versions, sizes and rewards. This record is what makes a batch
     the same after a crash. It is kept until its checkpoint and those before it are no longer
-    needed. Of an older train step, and of a run whose own server is stopped, the groups in the
-    sample log of the run's folder are shown ([samples]).
+    needed. Of an older train step, and of a run whose server is lost, the groups in the sample
+    log of the run's folder are shown ([samples]).
     """
-    logs_it = step is not None and not is_eval
-    stopped = stopped_samples(redis_url, run_dir) if logs_it else None
-    samples = stopped.read(step) if stopped and step else []
-    if not samples:
-        with open_target(redis_url, run_dir, run) as target:
-            try:
-                ledger = target.run.evaluations if is_eval else target.run.ledger
-                answer = _recorded(target.run, _manifest(ledger, step))
-            except FreedStep:
-                samples = target.samples.read(step) if logs_it and target.samples and step else []
-                if not samples:
-                    raise
-    if samples:
-        answer = _logged(samples)
-    answer.print(as_json=as_json)
+    ledger = target.run.evaluations if is_eval else target.run.ledger
+    try:
+        return _recorded(target.run, _manifest(ledger, step))
+    except FreedStep as error:
+        if target.run_dir is None:
+            raise
+        return _batch_logged(target.run_dir, error, step, is_eval)
 
 
 class FreedStep(ConfigError):

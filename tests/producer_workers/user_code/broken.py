@@ -36,3 +36,7 @@ def shouts(*, response: str, **_: Any) -> float:
 
 async def later(*, response: str, **_: Any) -> float:
     return number_in(response)
+
+
+def odd_one(*, response: str, ground_truth: str, **_: Any) -> float:
+    return fail(response=response) if ground_truth.endswith("0") else 1.0

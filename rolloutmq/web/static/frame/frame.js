@@ -98,7 +98,7 @@ function login(error) {
 const STATES = {
   run: ["running", "good"], drain: ["paused: running groups are finished", "near"],
   abort: ["paused: running groups were returned", "near"], keep: ["paused: running groups are frozen", "near"],
-  finish: ["finished", "dim"],
+  finished: ["finished", "dim"], stopped: ["stopped: no process of the run is alive", "near"],
 };
 
 function headline({ status, findings, control: { last_step: last } }) {
@@ -106,11 +106,13 @@ function headline({ status, findings, control: { last_step: last } }) {
   document.title = `${status.run}: step ${status.steps.taken}`;
   const stops = findings.some(({ level }) => level === "stuck" || level === "fault"), warns = findings.some(({ level }) => level !== "note");
   // the trainer's own pause around a weight update is short, and a part of running
-  const isUpdate = status.paused_by === "trainer" && !stops;
-  const [words, kind] = isUpdate ? ["running: weight update", "good"]
+  const lives = status.phase === status.mode, isUpdate = lives && status.paused_by === "trainer" && !stops;
+  const [words, kind] = !lives ? STATES[status.phase]
+    : status.stuck_on.length ? [`waits until you restart task ${status.stuck_on.join(", ")}`, "bad"]
+    : isUpdate ? ["running: weight update", "good"]
     : status.mode === "run" && stops ? ["running, but it waits", "near"]
     : status.mode === "run" && warns ? ["running, with warnings", "near"] : STATES[status.mode] ?? [status.mode, "near"];
-  const by = status.paused_by && !isUpdate ? `, by the ${status.paused_by}, for ${age(status.mode_age_ms)}` : "";
+  const by = lives && status.paused_by && !isUpdate ? `, by the ${status.paused_by}, for ${age(status.mode_age_ms)}` : "";
   const judged = status.judging ? `, ${number(status.judging)} being judged` : "";
   const fact = (label, value, kind = "") => el("span", { class: "fact" }, el("span", { class: "dim" }, label), " ", el("b", { class: kind }, value));
   const role = (state) => (state === "alive" ? "" : "near");

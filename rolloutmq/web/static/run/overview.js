@@ -8,13 +8,14 @@ import { band } from "./curves.js";
 import { Chart, onZoom, zoom, zoomOf } from "./chart.js";
 import { BY_STEP, BY_TIME, linesOf, otherCharts, valuesOf } from "./chart_list.js";
 import { findings } from "./findings.js";
+import { Lanes } from "./lanes.js";
 
 const STAGES = ["waiting", "running", "completed", "aborted", "expired", "taken", "archived", "filtered", "dropped", "dead"];
 const COLOURS = ["--s0", "--s1", "--s2", "--s3", "--s4", "--s5", "--s6", "--s7"];
 const LEVELS = { warning: "near", error: "bad" };
 const choice = { runs: null, own: null, all: [], smoothing: 0, x: "step", task: "" };
 const detail = new Map(); // run -> its steps in the zoomed range, where all steps are thinned out
-let charts = [], others = [], places = null, thePage = null;
+let charts = [], others = [], places = null, thePage = null, lanes = null;
 
 export const overview = {
   async open(route, page) {
@@ -33,15 +34,17 @@ export const overview = {
     onZoom.add(readDetail);
     addEventListener("themechange", redraw);
     addEventListener("click", closeMenu);
+    lanes = new Lanes();
     places.more = el("details", { class: "more", ontoggle: () => drawOthers() }, el("summary", {}, "All other metrics"), places.others);
     return [places.findings, heading("Training", toolbar(page)), places.runs, places.noSteps, places.steps, places.more,
-      ...(saved ? [] : [heading("Now", taskChoice()), places.time, heading("Groups"), places.tasks])];
+      ...(saved ? [] : [heading("Now", taskChoice()), lanes.node, places.time, heading("Groups"), places.tasks])];
   },
   update(snapshot, hasSteps) {
     if (snapshot) {
       patch(places.findings, findings(snapshot));
       drawTasks(snapshot);
       drawTime();
+      lanes.update(snapshot.now_ms);
     }
     if (hasSteps) drawSteps();
   },
