@@ -52,11 +52,7 @@ async function open() {
   const view = VIEWS[name] ?? overview;
   for (const link of document.querySelectorAll("nav a")) {
     if (VIEWS[link.getAttribute("href").slice(2)] !== view) link.removeAttribute("aria-current");
-    else {
-      link.setAttribute("aria-current", "page");
-      // on a narrow screen, the row of views scrolls
-      link.parentElement.scrollLeft = link.offsetLeft - link.parentElement.clientWidth / 2;
-    }
+    else link.setAttribute("aria-current", "page");
   }
   const mine = ++opening;
   opened?.close?.();
