@@ -143,7 +143,8 @@ def _belongs(folder: Path, run: Run) -> bool:
     return note.is_file() and run.nonce.encode() in note.read_bytes()
 
 
-def _folder_of(run: Run, named: Path | None) -> Path | None:
+def folder_of(run: Run, named: Path | None) -> Path | None:
+    """Return the folder of a run: the named one, or one under ./runs; None if it is another's."""
     if named is not None:
         return named if not (named / "run.json").is_file() or _belongs(named, run) else None
     return next((folder for folder in _folders() if _belongs(folder, run)), None)
@@ -241,7 +242,7 @@ def open_target(redis_url: str | None, run_dir: Path | None, run: str | None) ->
     """Open the run that the options select. Raises RunNotFound and ConfigError."""
     with open_server(redis_url, run_dir) as (store, address):
         opened = Run.open(store, choose_run(store, run))
-        yield Target(opened, _folder_of(opened, address.run_dir))
+        yield Target(opened, folder_of(opened, address.run_dir))
 
 
 class Output(NamedTuple):
