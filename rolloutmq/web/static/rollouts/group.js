@@ -40,6 +40,7 @@ function heading(group, page, way) {
     el("h2", {}, group.gid, " ", el("small", {}, place)),
     group.dead_letter ? el("p", { class: "bad" }, `dead letter: ${visible(asText(group.dead_letter.reason ?? group.dead_letter))}`) : null,
     group.gone ? el("p", { class: "dim" }, group.gone, group.sampled ? "; this is what the sample log holds of it" : ". The sample log has it only if it was chosen: ", group.sampled ? null : el("a", { href: "#/groups?step=newest" }, "sample log")) : null,
+    page.snapshot() ? el("p", {}, el("a", { href: `#/logs?${new URLSearchParams({ about: group.gid })}` }, "its lines in the logs")) : null,
     groupActs(group.gid, group.may, page),
     el("details", { class: "record" }, el("summary", {}, "record"), table([["field", (r) => r[0]], ["value", (r) => visible(asText(r[1]))]], records)));
 }
