@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from buffer.errors import ConfigError
@@ -34,6 +35,13 @@ def find_config(path: Path) -> Path:
         f"{path}: there is no such file, and no preset of that name",
         hint=f"give the path of a TOML file, or one of {', '.join(preset_names())}",
     )
+
+
+def config_of_run(command: Sequence[str]) -> Config:
+    """Return the config of `rolloutmq run` with these arguments. Raises ConfigError."""
+    path, *flags = command
+    overrides = [value for flag, value in pairwise(flags) if flag == "--set"]
+    return load_config(find_config(Path(path)), overrides)
 
 
 def open_config(path: Path, overrides: Sequence[str] | None = None) -> Config:
