@@ -58,8 +58,8 @@ INLINE_BYTES = 64 << 10
 
 # Dead letters of one cause, and of all, whose responses a worker keeps: a judge that always raises
 # must not fill the server.
-KEPT_OF_CAUSE = 8
-KEPT = 64
+KEPT_OF_CAUSE = 32
+KEPT = 256
 
 
 class GroupRunner:

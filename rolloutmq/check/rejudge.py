@@ -89,12 +89,12 @@ def _ask(judge: Judge, states: list[RolloutState]) -> Iterator[Verdict]:
 
 
 def debug(error: BaseException) -> None:
-    """Open pdb where the user's code raised an error, or called what raised it."""
-    innermost = node = error.__traceback__
+    """Open pdb at the line of the user's code that raised an error, or called what raised it."""
+    nodes = []
+    node = error.__traceback__
     while node:
-        if is_of_user(node.tb_frame.f_code.co_filename):
-            innermost = node
+        nodes.append(node)
         node = node.tb_next
-    if innermost:
-        innermost.tb_next = None  # pdb opens the innermost frame
-    pdb.post_mortem(error.__traceback__)
+    users = [each for each in nodes if is_of_user(each.tb_frame.f_code.co_filename)] or nodes
+    users[-1].tb_next = None  # pdb opens the innermost frame
+    pdb.post_mortem(users[0])

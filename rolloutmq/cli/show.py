@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from buffer.errors import ConfigError, RolloutMQError, StoreUnavailable
+from buffer.failure_text import trace_of
 from buffer.ids import split_group_id
 from buffer.ledger.ledger import BatchLedger
 from buffer.manifest import Manifest
@@ -137,7 +138,8 @@ def _verdict(verdict: Verdict) -> Text:
     before = (verdict.before or {}).get("score")
     text = Text.assemble((f"#{verdict.index} ", "bold"), f"{verdict.response[:_PREVIEW]!r}\n   ")
     if verdict.error:
-        return text.append(failure_text(verdict.error), style="red")
+        said = failure_text(verdict.error)
+        return text.append(trace_of(said).replace("\n", "\n   ") or said, style="red")
     parts = ", ".join(f"{name} {value:g}" for name, value in (verdict.reward or {}).items())
     return text.append(parts).append(f"  (before: {known(before, 'g')})", style="dim")
 
