@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from buffer.errors import ConfigError
+from buffer.readable import did_you_mean
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config
 
@@ -29,11 +30,13 @@ def find_config(path: Path) -> Path:
     if path.exists():
         return path
     name = path.name.removesuffix(".toml")
-    if name in preset_names() and str(path.parent) in (".", "configs"):
+    names = preset_names()
+    if name in names and str(path.parent) in (".", "configs"):
         return presets_folder() / f"{name}.toml"
     raise ConfigError(
         f"{path}: there is no such file, and no preset of that name",
-        hint=f"give the path of a TOML file, or one of {', '.join(preset_names())}",
+        hint=did_you_mean(name, names)
+        + f"give the path of a TOML file, or one of {', '.join(names)}",
     )
 
 

@@ -23,7 +23,8 @@ from typing import IO
 import psutil
 from pydantic import BaseModel, ValidationError
 
-from buffer.errors import ConfigError, RoleHeld, RolloutMQError
+from buffer.errors import ConfigError, RoleHeld, RolloutMQError, describe
+from buffer.redis.connection.url import mask_url
 from rolloutmq.versions import all_versions
 
 LOCK_FILE = "launcher.lock"
@@ -109,9 +110,13 @@ def own(folder: Path, run: str, command: list[str], steps: int) -> Iterator[Owne
             owned.note(Stage.STOPPED, account=owned.record.account)
             raise
         except BaseException as error:
-            owned.note(Stage.FAILED, str(error).partition("\n")[0])
+            owned.note(Stage.FAILED, _reason(error))
             raise
         owned.note(Stage.FINISHED, account=owned.record.account)
+
+
+def _reason(error: BaseException) -> str:
+    return mask_url(str(error) if isinstance(error, RolloutMQError) else describe(error))
 
 
 def _take(lock: IO[bytes], folder: Path) -> None:

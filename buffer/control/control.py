@@ -108,13 +108,18 @@ def _unreadable(fields: Sequence[str]) -> RunDamaged:
 
 
 SHORT_S = 1.0  # work that takes less is not reported
+MOST_DOING = 256  # characters of `doing` that lua/beat.lua accepts
 
 
 class Work:
-    """What the loop of a process does, read by its heartbeat thread. `turns` stops if it hangs."""
+    """What the loop of a process does, read by its heartbeat thread. `turns` stops if it hangs.
+
+    `is_wait`: it waits for somebody, perhaps for days, and does not hang.
+    """
 
     def __init__(self) -> None:
         self.turns = 0
+        self.is_wait = False
         self._current: tuple[str, float] | None = None
 
     @contextmanager
@@ -124,6 +129,11 @@ class Work:
             yield
         finally:
             self._current = None
+
+    def wait_for(self, what: str) -> None:
+        """Report that the loop waits, from now on; "": it does not."""
+        self.is_wait = bool(what)
+        self._current = (f"waits for {what}"[:MOST_DOING], time.monotonic()) if what else None
 
     def now(self) -> tuple[str, float]:
         """Return what the loop does, and for how many seconds; ("", 0) if that is short."""

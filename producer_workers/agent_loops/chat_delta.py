@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,12 @@ class ChatDelta:
         safe = self.harmless(messages)
         self._check(safe, has_thought and not self._keep_turns)
         return self._tail(safe, end_turn)
+
+    @cached_property
+    def largest_token(self) -> int | None:
+        """The largest id that the tokenizer knows; None if it does not tell."""
+        vocabulary: dict[str, int] = getattr(self._tokenizer, "get_vocab", dict)()
+        return max(vocabulary.values(), default=None)
 
     def readable(self, messages: Messages) -> list[dict[str, Any]]:
         """Return the messages with what the template can read.

@@ -22,7 +22,8 @@ Json = dict[str, Any]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
 Stops = Annotated[list[Stop], Field(max_length=16)]
 MaxTokens = Annotated[int, Field(ge=1)]
-Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+Tokens = Annotated[list[Token], Field(min_length=1)]
 
 
 class AgentRequest(BaseModel, ABC):
@@ -72,6 +73,10 @@ def refuse(fields: Any, refused: Mapping[str, str]) -> None:
     for name in refused if isinstance(fields, dict) else ():
         if fields.get(name):
             raise ValueError(f"{name}: {refused[name]}")
+
+
+def as_list(stop: str | list[str] | None) -> list[str]:
+    return [stop] if isinstance(stop, str) else stop or []
 
 
 def event(content: Json) -> bytes:

@@ -20,6 +20,7 @@ from producer_workers.gateway.dialect import (
     Stop,
     Stops,
     Tokens,
+    as_list,
     joined_text,
     json_schema,
     must_call,
@@ -86,14 +87,14 @@ class OpenAIRequest(AgentRequest):
 
     def answer(self, turn: SampledTurn, pieces: list[str]) -> Json:
         frame = self._frame(turn.name, self.kind)
-        return {**frame, "choices": [self._choice(turn, pieces)], "usage": _usage(turn)}
+        return {**frame, "choices": [self._choice(turn, pieces)], "usage": usage_of(turn)}
 
     def events(self, turn: SampledTurn, pieces: list[str]) -> Iterator[bytes]:
         wants_usage = (self.stream_options or {}).get("include_usage")
         frame = self._frame(turn.name, self.chunk_kind) | ({"usage": None} if wants_usage else {})
         chunks: list[Json] = [{"choices": [c]} for c in self._chunk_choices(turn, pieces)]
         if wants_usage:
-            chunks.append({"choices": [], "usage": _usage(turn)})
+            chunks.append({"choices": [], "usage": usage_of(turn)})
         for chunk in chunks:
             yield b"data: " + orjson.dumps(frame | chunk) + b"\n\n"
         yield b"data: [DONE]\n\n"
@@ -111,10 +112,6 @@ class OpenAIRequest(AgentRequest):
 
     def _chunk_choices(self, turn: SampledTurn, pieces: list[str]) -> list[Json]:
         return [self._choice(turn, pieces)]
-
-    @property
-    def _stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
 class ChatRequest(OpenAIRequest):
@@ -155,7 +152,7 @@ class ChatRequest(OpenAIRequest):
             messages=self.messages,
             tools=None if self.tool_choice == "none" else self.tools or None,
             max_tokens=self.max_completion_tokens or self.max_tokens,
-            stops=self._stops,
+            stops=as_list(self.stop),
             structured=self.response_format,
             call_one_of=must_call(self.tools, self._choice_of_call),
         )
@@ -218,7 +215,7 @@ class TextRequest(OpenAIRequest):
         return Ask(
             prompt=self.prompt,
             max_tokens=self.max_tokens or DEFAULT_MAX_TOKENS,
-            stops=self._stops,
+            stops=as_list(self.stop),
             structured=self.response_format,
         )
 
@@ -237,7 +234,7 @@ class TextRequest(OpenAIRequest):
         }
 
 
-def _usage(turn: SampledTurn) -> dict[str, int]:
+def usage_of(turn: SampledTurn) -> dict[str, int]:
     made = len(turn.made.token_ids)
     return {
         "prompt_tokens": turn.prompt_tokens,

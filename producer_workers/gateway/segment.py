@@ -11,9 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from buffer.errors import WireError
+from buffer.wire.checks import check_plain
 from buffer.wire.group import GATEWAY_RECORD, NEW_CONTEXTS, OPEN_SESSIONS, SESSIONS_RESTARTED
 from buffer.wire.rollout import RolloutState, ToolCall, VersionSpan, with_known_rows
 from producer_workers.engines.base import Generation
@@ -180,6 +183,15 @@ class SessionRecord:
         record = {name: value for name, value in counts.items() if value}
         for state in states:
             state.extra = without_record(state.extra) | record
+
+
+def check_storable(messages: Messages, tools: Any) -> None:
+    """Raise WireError if the record of an interrupted session could not be stored with these."""
+    check_plain("messages and tools", [{OPEN_SESSIONS: {"0": [[list(messages), tools]]}}])
+    try:
+        msgpack.packb([*messages, tools])
+    except OverflowError as error:
+        raise WireError(f"messages and tools: {error}") from error
 
 
 def without_record(extra: dict[str, Any]) -> dict[str, Any]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import logging
 import re
 import secrets
 from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -25,6 +27,7 @@ from producer_workers.gateway.openai_api import ChatRequest, TextRequest
 from producer_workers.gateway.openai_responses import ResponsesRequest
 from producer_workers.gateway.session import ContextFull, Session, SessionClosed
 from producer_workers.gateway.turn import SampledTurn
+from producer_workers.gateway.vllm_api import GenerateRequest
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -35,6 +38,9 @@ LARGEST_REQUEST = 64 * 2**20  # bytes; a request carries a whole conversation
 MOST_FAULTS = 8  # in an error message; a request may have a million
 LONGEST_REFUSAL = 4096  # characters of an error message
 
+# In which the clients of OpenAI and Anthropic say how often they have asked this before.
+RETRIES = "x-stainless-retry-count"
+
 # An escape of JSON: a surrogate pair, half of one (the group), or any other.
 _ESCAPE = re.compile(
     r"\\u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|(\\u[dD][89a-fA-F][\da-fA-F]{2})|\\."
@@ -43,7 +49,14 @@ _ESCAPE = re.compile(
 
 DIALECTS: dict[str, type[AgentRequest]] = {
     kind.path: kind
-    for kind in (ChatRequest, TextRequest, ResponsesRequest, MessagesRequest, CountRequest)
+    for kind in (
+        ChatRequest,
+        TextRequest,
+        ResponsesRequest,
+        MessagesRequest,
+        CountRequest,
+        GenerateRequest,
+    )
 }
 """All dialects. To add one, write its requests in a file of its own and add them here."""
 
@@ -58,26 +71,37 @@ class Refusal(RolloutMQError):
         self.field = field
 
 
+@dataclass(slots=True)
+class Guest:
+    """What runs for an agent's key, and what its requests were answered, by their hashes."""
+
+    session: Session
+    requests: set[asyncio.Task[Any]] = field(default_factory=set)
+    answered: dict[bytes, SampledTurn] = field(default_factory=dict)
+    unsent: dict[bytes, SampledTurn] = field(default_factory=dict)  # its connection broke
+
+    def answer_again(self, asked: bytes, *, is_retry: bool) -> SampledTurn | None:
+        """Return the answer that an agent may not have received; None if it asks for another."""
+        return self.unsent.pop(asked, None) or (self.answered.get(asked) if is_retry else None)
+
+
 class Endpoint:
     """The endpoint of one group. `failure` is the error that ended the engine."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._sessions: dict[str, Session] = {}
-        self._answering: dict[str, set[asyncio.Task[Any]]] = {}
+        self._guests: dict[str, Guest] = {}
         self.url = ""
         self.failure: EngineDeadError | None = None
 
     def admit(self, session: Session) -> str:
         key = f"rmq-{secrets.token_urlsafe(24)}"
-        self._sessions[key] = session
-        self._answering[key] = set()
+        self._guests[key] = Guest(session)
         return key
 
     def dismiss(self, key: str) -> None:
         """End an agent's key, and cancel its open requests."""
-        del self._sessions[key]
-        for request in self._answering.pop(key):
+        for request in self._guests.pop(key).requests:
             request.cancel()
 
     async def __aenter__(self) -> Endpoint:
@@ -103,47 +127,65 @@ class Endpoint:
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
 
-    def _key(self, request: web.Request) -> str:
-        """Return the session's key in a request. Raises Refusal."""
+    def _guest(self, request: web.Request) -> Guest:
+        """Return the agent whose key is in a request. Raises Refusal."""
         kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
         given = [request.headers.get("x-api-key", ""), bearer if kind.lower() == "bearer" else ""]
         tokens = [each.strip().encode(errors="surrogateescape") for each in given]
-        for key in self._sessions:
+        for key, guest in self._guests.items():
             # In constant time: another process of this machine may guess keys.
             if any([hmac.compare_digest(key.encode(), token) for token in tokens]):
-                return key
+                return guest
         why = "this key belongs to no session, or to one that has ended"
         raise Refusal(401, why, "invalid_api_key")
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._key(request)
+        self._guest(request)
         kinds = {"object": "model", "type": "model", "created_at": "1970-01-01T00:00:00Z"}
         model = {"id": MODEL, "display_name": MODEL, "owned_by": "rolloutmq", **kinds}
         return web.json_response({"object": "list", "data": [model], "has_more": False})
 
     async def _serve(self, kind: type[AgentRequest], request: web.Request) -> web.StreamResponse:
-        key = self._key(request)
+        guest = self._guest(request)
         answering = asyncio.current_task()
         assert answering is not None
-        requests = self._answering[key]
-        requests.add(answering)
+        guest.requests.add(answering)
         try:
-            return await self._answer(request, kind, self._sessions[key])
+            return await self._answer(request, kind, guest)
         finally:
-            requests.discard(answering)
+            guest.requests.discard(answering)
 
     async def _answer(
-        self, request: web.Request, kind: type[AgentRequest], session: Session
+        self, request: web.Request, kind: type[AgentRequest], guest: Guest
     ) -> web.StreamResponse:
-        asked = _parse(kind, await request.read())
+        body = await request.read()
+        asked = _parse(kind, body)
+        session = guest.session
         if asked.counts:
             tokens = await self._done(session.count(asked.ask()), session)
             return web.json_response({"input_tokens": tokens})
-        turn = await self._done(session.ask(asked.ask()), session)
+        name = hashlib.sha256(kind.path.encode() + body).digest()
+        is_retry = request.headers.get(RETRIES, "0") != "0"
+        turn = guest.answer_again(name, is_retry=is_retry)
+        if turn is None:
+            turn = await self._done(session.ask(asked.ask()), session)
+            guest.answered[name] = turn
+        try:
+            return await self._send(request, asked, turn)
+        except (OSError, asyncio.CancelledError):  # the agent has gone, and may ask again
+            guest.unsent[name] = turn
+            raise
+
+    async def _send(
+        self, request: web.Request, asked: AgentRequest, turn: SampledTurn
+    ) -> web.StreamResponse:
         pieces = await in_tokenizer_thread(self._pieces, turn) if asked.wants_logprobs else []
-        if not asked.stream:
-            return web.json_response(asked.answer(turn, pieces))
-        return await _stream(request, asked.events(turn, pieces))
+        if asked.stream:
+            return await _stream(request, asked.events(turn, pieces))
+        response = web.json_response(asked.answer(turn, pieces))
+        await response.prepare(request)
+        await response.write_eof()
+        return response
 
     async def _done(self, work: Awaitable[T], session: Session) -> T:
         """Return the result of what a session does. Raises Refusal."""

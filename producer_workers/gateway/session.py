@@ -25,7 +25,6 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError, RolloutMQError
-from buffer.wire.checks import check_plain
 from buffer.wire.rollout import ToolCall
 from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.chat_delta import ChatDelta
@@ -33,7 +32,7 @@ from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, in_to
 from producer_workers.agent_loops.tool_parsers import ParsedTurn, ToolParser
 from producer_workers.engines.base import Engine, Generation, context_length
 from producer_workers.gateway.history import Conversation, Known, continued_by, why_new
-from producer_workers.gateway.segment import Messages, Segment
+from producer_workers.gateway.segment import Messages, Segment, check_storable
 from producer_workers.gateway.turn import Ask, SampledTurn
 
 log = logging.getLogger("rolloutmq.worker")
@@ -193,7 +192,7 @@ class Session:
 
     def _messages(self, ask: Ask) -> list[dict[str, Any]]:
         """Return what the model is to read, in the form that its template knows."""
-        check_plain("messages and tools", [list(ask.messages), ask.tools])
+        check_storable(ask.messages, ask.tools)
         opening = [{"role": "system", "content": ask.instructions}] if ask.instructions else []
         return self._delta.readable([*opening, *self._before(ask), *ask.messages])
 
@@ -316,6 +315,8 @@ class Session:
             rest = prompt.removeprefix(_content(parent)) if parent else prompt
             new = list(cast(Any, self._tokenizer).encode(rest, add_special_tokens=False))
         else:
+            if max(prompt) > (largest := self._delta.largest_token or max(prompt)):
+                raise ConfigError(f"this model has no token {max(prompt)}: its last is {largest}")
             fitting = [s for s in recorded if s.ids.tolist() == prompt[: len(s.ids)]]
             parent = max(fitting, key=lambda segment: len(segment.ids), default=None)
             new = prompt[len(parent.ids) :] if parent else prompt

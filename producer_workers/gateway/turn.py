@@ -30,6 +30,7 @@ class Ask:
     prompt: str | list[int] = ""  # text or tokens, in place of messages
     max_tokens: int | None = None  # None: all tokens that the session has left
     stops: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     structured: StructuredOutput | None = None
     call_one_of: Sequence[str] = ()  # the functions of which one must be called
 
@@ -66,6 +67,7 @@ class Ask:
             max_tokens=allowed,
             min_tokens=0,
             stops=[*params.stops, *self.stops],
+            stop_token_ids=[*params.stop_token_ids, *self.stop_token_ids],
             structured=self.structured or params.structured,
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 
 from rich.text import Text
 
@@ -18,6 +19,7 @@ from rolloutmq.options import (
     RunDir,
     RunName,
     choose_run,
+    folder_of,
     open_server,
 )
 from rolloutmq.output import age
@@ -51,7 +53,8 @@ def doctor(
     with open_server(redis_url, run_dir) as (store, address):
         findings = store.retrying("check", lambda: check_all(store.servers))
         names = Run.names(store, damaged=True) if run is None else [choose_run(store, run)]
-        diagnoses = {name: diagnose_run(store, name) for name in names}
+        find_folder = partial(folder_of, named=address.run_dir)
+        diagnoses = {name: diagnose_run(store, name, find_folder) for name in names}
     runs = {name: [asdict(symptom) for symptom in found] for name, (_, found) in diagnoses.items()}
     document = {"server": str(address), "findings": [asdict(found) for found in findings]}
     shown = [Text(f"server {address}", style="bold"), *map(_finding, findings)]

@@ -21,7 +21,6 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from buffer.control.control import Mode
-from buffer.control.events import parse_event
 from buffer.control.live_settings import parse_change
 from buffer.errors import AccountError, ConfigError
 from buffer.failure_text import message_of, trace_of
@@ -67,13 +66,9 @@ class ControlRoutes:
         return [asdict(setting) for setting in live_settings(self._run.limits)]
 
     def _worker_events(self, request: Request) -> Any:
-        run = self._run
-        entries: Any = run.store.retrying(
-            "events", lambda: run.store.control.xrevrange(run.keys.events, count=SEARCHED_EVENTS)
-        )
         found = [
             {"at_ms": at_ms, "event": name, **fields}
-            for at_ms, name, fields in map(parse_event, entries)
+            for at_ms, name, fields in reversed(self._run.events.last(SEARCHED_EVENTS))
             if fields.get("worker") == request.path_params["worker"]
         ]
         return found[:SHOWN_EVENTS]

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 from collections.abc import Callable
 from typing import Any
 
+import aiohttp
+import numpy as np
 import openai
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from buffer.wire.rollout import RolloutState, Status
+from producer_workers.gateway import server
 from producer_workers.gateway.agents import AgentTask
 from tests.producer_workers.gateway.test_gateway_endpoint import Desk, at_desk
 from tests.producer_workers.recorder import Recorder, loop_of, questions, run
@@ -266,6 +273,26 @@ def test_each_new_context_is_counted_with_its_reason(chat: Any) -> None:
     assert len(states) == 1 + 8
 
 
+def test_a_template_that_drops_thoughts_makes_new_contexts_that_are_counted(chat: Any) -> None:
+    chat.chat_template = chat.chat_template.replace(
+        "{{ m.content }}",
+        "{{ m.content.split('</think>')[-1] if not loop.last else m.content }}",
+    )
+
+    async def solve(task: AgentTask) -> None:
+        async with anthropic.AsyncAnthropic(
+            base_url=task.anthropic_url, api_key=task.api_key
+        ) as client:
+            messages: list[Any] = list(task.messages)
+            for _ in range(3):
+                reply = await client.messages.create(**CLAUDE, messages=messages)
+                messages += [{"role": "assistant", "content": reply.content}, *task.messages]
+
+    engine, states = conversation(chat, solve, ["<think>\nhm\n</think>\n\nyes"] * 3)
+    assert contexts(states) == {"template": 2}
+    assert "hm" not in chat.decode(engine.read[-1])
+
+
 def test_sub_agents_at_once_continue_their_own_conversations(chat: Any) -> None:
     async def solve(task: AgentTask) -> None:
         async with anthropic.AsyncAnthropic(
@@ -471,3 +498,212 @@ def test_a_client_of_responses_that_blocks_is_served_and_told_what_it_may_not_as
     assert len(states) == 2
     assert contexts(states) == {"system": 1}, "instructions are not kept"
     assert "mine" not in chat.decode(engine.read[1])
+
+
+# -- vLLM's tokens in and out ------------------------------------------------
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_in_and_out_are_answered_in_vllms_own_types(chat: Any, stream: bool) -> None:
+    protocol = pytest.importorskip("vllm.entrypoints.scale_out.token_in_token_out.protocol")
+    kind = protocol.GenerateTokensStreamResponse if stream else protocol.GenerateTokensResponse
+
+    async def solve(task: AgentTask) -> None:
+        url = task.anthropic_url + "/inference/v1/generate"
+        headers = {"Authorization": f"Bearer {task.api_key}"}
+        prompt = chat.encode("2 + 3 = ")
+        async with aiohttp.ClientSession(headers=headers) as http:
+            for _ in range(3):
+                sampling = {
+                    "max_tokens": 40,
+                    "logprobs": 1,
+                    "temperature": 0.5,
+                    "stop_token_ids": [2],
+                }
+                body = {"token_ids": prompt, "sampling_params": sampling, "stream": stream}
+                async with http.post(url, json=body) as reply:
+                    lines = (await reply.text()).split("\n")
+                assert reply.status == 200
+                said = kind.model_validate_json(lines[0].removeprefix("data: "))
+                (choice,) = said.choices
+                assert choice.token_ids == engine.said[-1].token_ids.tolist()
+                logprobs = [each.logprob for each in choice.logprobs.content]
+                assert np.array_equal(np.array(logprobs, "<f4"), engine.said[-1].logprobs)
+                (span,) = choice.weight_versions
+                assert (span.start, span.end) == (0, len(choice.token_ids))
+                prompt = [*prompt, *choice.token_ids, *chat.encode(" so ")]
+
+    engine = Recorder(chat)
+    states = run(loop_of(chat, agent=solve), engine, questions("x", max_tokens=1000))
+    engine.check(states)
+    assert len(states) == 1
+
+
+# -- hostile and unlucky clients ---------------------------------------------
+
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.sampled_from(["", "user", "assistant", "text", "tool_use", "x"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "type",
+                    "role",
+                    "content",
+                    "text",
+                    "id",
+                    "name",
+                    "input",
+                    "function",
+                    "tool_calls",
+                    "call_id",
+                    "arguments",
+                    "output",
+                ]
+            ),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+DEEP: Any = json.loads('{"a":' * 60 + "1" + "}" * 60)
+PATHS = {
+    "/v1/messages": {**CLAUDE, "messages": [{"role": "user", "content": "x"}]},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "x"}]},
+    "/v1/responses": {"model": "m", "input": "x"},
+    "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "x"}]},
+    "/inference/v1/generate": {"token_ids": [5], "sampling_params": {}},
+}
+FIELDS = [
+    "messages", "input", "system", "instructions", "tools", "tool_choice", "stop_sequences", "text",
+    "output_config", "previous_response_id", "token_ids", "sampling_params", "max_tokens", "stream",
+]  # fmt: skip
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(sorted(PATHS)), st.sampled_from(FIELDS), ANYTHING), max_size=20
+    )
+)
+def test_whatever_types_a_client_sends_it_is_answered_or_refused(
+    chat: Any, fields: list[Any]
+) -> None:
+    engine = Recorder(chat)
+    odd = [
+        ("/v1/messages", "tools", [{"name": "f", "input_schema": DEEP}]),
+        ("/v1/responses", "tools", [{"type": "function", "name": "f", "parameters": DEEP}]),
+        (
+            "/v1/chat/completions",
+            "messages",
+            [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"id": {}, "function": {"name": "f", "arguments": DEEP}}],
+                }
+            ],
+        ),
+        ("/v1/chat/completions", "tools", [{"type": "function", "function": 5}]),
+        ("/v1/messages", "tools", [{"name": "f", "input_schema": {"maximum": 2**70}}]),
+        ("/inference/v1/generate", "token_ids", [2**31 - 1]),
+    ]
+
+    async def scene(desk: Desk) -> None:
+        root = desk.endpoint.url.removesuffix("/v1")
+        for path, field, value in [*fields, *odd]:
+            body = json.dumps({**PATHS[path], field: value}).encode()
+            headers = {"x-api-key": desk.key}
+            async with desk.http.post(root + path, data=body, headers=headers) as reply:
+                said = await reply.read()
+            assert reply.status in (200, 400), said
+            if (path, field, value) in odd:
+                assert reply.status == 400 or path == "/v1/chat/completions"
+
+    at_desk(chat, engine, scene, max_tokens=100_000)
+
+
+class Cutter:
+    """A proxy that cuts the first `cuts` answers off in the middle."""
+
+    def __init__(self, url: str, cuts: int) -> None:
+        self.host, _, self.port = url.removeprefix("http://").removesuffix("/v1").partition(":")
+        self.cuts = cuts
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, send = await asyncio.open_connection(self.host, int(self.port))
+        pumping = asyncio.create_task(self.pump(reader, send))
+        while data := await there.read(1 << 16):
+            self.cuts -= 1
+            writer.write(data[: len(data) // 2] if self.cuts >= 0 else data)
+            await writer.drain()
+            if self.cuts >= 0:
+                break
+        writer.close()
+        send.close()
+        await pumping
+
+    async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+
+
+@pytest.mark.parametrize("vendor", ["openai", "anthropic"])
+def test_an_agent_whose_connection_breaks_gets_the_recorded_answer_and_no_second_sample(
+    chat: Any, vendor: str
+) -> None:
+    async def solve(task: AgentTask) -> None:
+        cutter = Cutter(task.base_url, 2)
+        async with await asyncio.start_server(cutter.serve, "127.0.0.1", 0) as proxy:
+            url = f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+            asked: Any = {**CLAUDE, "messages": task.messages}
+            if vendor == "openai":
+                async with openai.AsyncOpenAI(base_url=url + "/v1", api_key=task.api_key) as client:
+                    said = [
+                        (await client.chat.completions.create(**asked)).choices[0].message.content
+                        for _ in range(2)
+                    ]
+            else:
+                async with anthropic.AsyncAnthropic(base_url=url, api_key=task.api_key) as client:
+                    said = [
+                        (await client.messages.create(**asked)).content[0].text for _ in range(2)
+                    ]
+        assert said == ["\ufffdone", "\ufffdtwo"], "asked again on purpose, it samples again"
+
+    engine, states = conversation(chat, solve, ["one", "two"])
+    assert len(engine.said) == len(states) == 2
+
+
+def test_an_agent_whose_stream_breaks_may_ask_again_without_saying_so(
+    chat: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Recorder(chat, ["one", "two"])
+    whole = server._stream
+    body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
+
+    async def breaks(request: Any, events: Any) -> Any:
+        monkeypatch.setattr(server, "_stream", whole)
+        await whole(request, itertools.islice(events, 1))
+        raise ConnectionResetError
+
+    async def scene(desk: Desk) -> None:
+        headers = {"Authorization": f"Bearer {desk.key}"}
+        texts = []
+        for _ in range(3):
+            url = f"{desk.endpoint.url}/chat/completions"
+            with contextlib.suppress(aiohttp.ClientError):
+                async with desk.http.post(url, json=body, headers=headers) as reply:
+                    texts.append(await reply.text())
+        assert ["one" in text for text in texts[-2:]] == [True, False]
+
+    monkeypatch.setattr(server, "_stream", breaks)
+    at_desk(chat, engine, scene)
+    assert len(engine.said) == 2

@@ -64,6 +64,12 @@ def test_the_list_names_every_command_as_its_own_help_does() -> None:
     assert COMMANDS.keys() == command_list._FUNCTIONS.keys()
 
 
+def test_a_wrong_command_is_answered_with_a_close_one() -> None:
+    done = in_process("statsu")
+    assert done.returncode == 2
+    assert "'status'" in done.stderr
+
+
 def test_help_and_completion_import_no_command() -> None:
     program = (
         "import sys, rolloutmq.cli\n"

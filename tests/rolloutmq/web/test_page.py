@@ -105,7 +105,11 @@ def test_a_rollout_with_its_tokens(
     tokens = chromium.find_elements(By.CSS_SELECTOR, ".tokens span")
     assert [token.text for token in tokens] == ["5", "6", "7"] * 2
     assert [token.get_attribute("class") for token in tokens[:3]] == ["v0", "v0", "v1"]
-    for colour, classes in (("logprob", {"p3"}), ("advantage", {"plus", "minus"}), ("mask", {""})):
+    for colour, classes in (
+        ("logprob", {"p3"}),
+        ("advantage", {"plus", "minus"}),
+        ("mask", {"trained"}),
+    ):
         Select(chromium.find_element(By.ID, "colour")).select_by_value(colour)
         until(
             chromium,
