@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import time
 from base64 import b64encode
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from buffer.errors import RolloutMQError
 from buffer.redis.connection.url import mask_url
 from consumer.grpo.reporting.sample_log import SampleLog
 from consumer.grpo.reporting.step_log import StepLog
-from rolloutmq.config.load import load_config
 from rolloutmq.output import age
-from rolloutmq.presets import find_config
+from rolloutmq.presets import config_of_run
 from rolloutmq.run_owner import LaunchRecord, read_record
 from rolloutmq.versions import all_versions
 from rolloutmq.views.explain.shares import mean_shares
@@ -145,9 +143,7 @@ def _settings(record: LaunchRecord | None) -> dict[str, Any]:
     """Return the config of the newest start without secrets, or why it cannot be read any more."""
     if record is None or not record.command:
         return {}
-    path, *flags = record.command
-    overrides = [value for flag, value in pairwise(flags) if flag == "--set"]
     try:
-        return load_config(find_config(Path(path)), overrides).public()
+        return config_of_run(record.command).public()
     except RolloutMQError as error:
         return {"not readable": mask_url(error.message)}
