@@ -33,7 +33,7 @@ from buffer.run import Run
 from consumer.grpo.reporting.sample_log import SampleLog
 from rolloutmq.hang_up import interrupted_by_sigterm
 from rolloutmq.output import console, emit
-from rolloutmq.run_owner import known_folders, last_change
+from rolloutmq.run_owner import folders_below, known_folders, last_change
 
 RUNS = Path("runs")
 
@@ -147,7 +147,7 @@ def folder_of(run: Run, named: Path | None) -> Path | None:
     """Return the folder of a run: the named one, or one under ./runs; None if it is another's."""
     if named is not None:
         return named if not (named / "run.json").is_file() or _belongs(named, run) else None
-    return next((folder for folder in _folders() if _belongs(folder, run)), None)
+    return next((folder for folder in folders_below(RUNS) if _belongs(folder, run)), None)
 
 
 def find_server(redis_url: str | None, run_dir: Path | None) -> Address:
@@ -169,8 +169,7 @@ def find_server(redis_url: str | None, run_dir: Path | None) -> Address:
 
 def embedded_server(run_dir: Path) -> EmbeddedServer | None:
     """Return the server, running or not, whose data is in a folder or directly below it."""
-    below = sorted(path for path in run_dir.iterdir() if path.is_dir()) if run_dir.is_dir() else []
-    for folder in (run_dir, *below):
+    for folder in (run_dir, *folders_below(run_dir)):
         if (folder / "valkey.lock").exists():
             return EmbeddedServer(folder, port=_port(folder))
     return None
@@ -183,13 +182,11 @@ def _port(folder: Path) -> int | None:
     return int(found[1]) or None if found else None
 
 
-def _folders() -> list[Path]:
-    return sorted(path for path in RUNS.iterdir() if path.is_dir()) if RUNS.is_dir() else []
-
-
 def newest_server() -> tuple[EmbeddedServer, Path] | None:
     """Return a server under ./runs and its run's folder: a running one, else of the last use."""
-    servers = [(server, folder) for folder in _folders() if (server := embedded_server(folder))]
+    servers = [
+        (server, folder) for folder in folders_below(RUNS) if (server := embedded_server(folder))
+    ]
     return max(servers, key=lambda pair: (pair[0].is_running, last_change(pair[1])), default=None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from buffer.errors import ConfigError
@@ -37,6 +38,13 @@ def find_config(path: Path) -> Path:
         hint=did_you_mean(name, names)
         + f"give the path of a TOML file, or one of {', '.join(names)}",
     )
+
+
+def config_of_run(command: Sequence[str]) -> Config:
+    """Return the config of `rolloutmq run` with these arguments. Raises ConfigError."""
+    path, *flags = command
+    overrides = [value for flag, value in pairwise(flags) if flag == "--set"]
+    return load_config(find_config(Path(path)), overrides)
 
 
 def open_config(path: Path, overrides: Sequence[str] | None = None) -> Config:

@@ -20,6 +20,7 @@ COMMANDS: dict[str, Any] = all_commands()
 ONE = ["math-0000000042"]
 ARGUMENTS = {
     "show": ONE,
+    "rejudge": ONE,
     "requeue": ONE,
     "drop": ONE,
     "batch": ["3"],
