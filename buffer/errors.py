@@ -219,7 +219,7 @@ class SnapshotError(RolloutMQError):
 
 
 class TaskStopped(RolloutMQError):
-    """Too many tries of a task failed one after the other: no group of it is started (I11)."""
+    """A needed task starts no groups until it is resumed, and this process does not wait (I11)."""
 
     exit_code = 5
 

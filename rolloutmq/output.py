@@ -99,7 +99,7 @@ def state(word: str, *, width: int = _STATE_WIDTH) -> Text:
 
 def worker_state(worker: WorkerRecord, is_live: bool) -> str:
     if not is_live:
-        return "silent"
+        return worker.state if worker.has_ended else "silent"
     return "barred" if worker.is_barred else worker.state
 
 

@@ -111,5 +111,5 @@ else
   end
 end
 wake(place == 'waiting' and bell_workers or bell_producer, 1)
-log_event(events, 'released', 'gid', gid, 'kind', kind, 'place', place)
+log_event(events, 'released', 'gid', gid, 'worker', worker, 'kind', kind, 'place', place)
 return {'OK', place}

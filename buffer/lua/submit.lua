@@ -118,5 +118,5 @@ else
 end
 if status ~= 'aborted' then keep_counts(progress, num(counts[9]) + 1) end
 wake(status == 'completed' and bell_trainer or bell_producer, 1)
-log_event(events, status, 'gid', gid, 'version', version, 'tokens', int(tokens))
+log_event(events, status, 'gid', gid, 'worker', held[11], 'version', version, 'tokens', int(tokens))
 return {'OK', arrival}

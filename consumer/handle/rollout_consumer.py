@@ -28,7 +28,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
-from buffer.control.control import ControlState, Mode
+from buffer.control.control import ControlState, Mode, Work
 from buffer.control.events import START, Event
 from buffer.control.roles import HeldRole
 from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram
@@ -80,10 +80,12 @@ class RolloutConsumer:
         self.lineage = secrets.token_hex(4)
         self.pauses = Histogram(PAUSE_BOUNDS_S)
         self.waits = WaitClock()
+        work = Work()
         self.role = HeldRole(
             run.control,
             "trainer",
             nonce=nonce,
+            work=work,
             waited_s=lambda: self.waits.seconds,
             pauses=self.pauses,
         )
@@ -91,7 +93,7 @@ class RolloutConsumer:
         self._takes = Counter[str]()
         self._last_waited_s = 0.0
         self._stop = threading.Event()
-        self._taker = BatchTaker(run, self.role.nonce, self._check)
+        self._taker = BatchTaker(run, self.role.nonce, self._check, work)
         self._prefetcher = Prefetcher(run, prefetch_bytes, self.role.ended)
 
     @property
@@ -185,10 +187,15 @@ class RolloutConsumer:
         `WaitReason`. `checkpoint` is called when memory is full of batches that only a checkpoint
         frees: it must write one and commit, or keep only the one of the step before.
 
+        A batch that needs groups of a stopped task waits until somebody has mended the cause and
+        resumed the task, however long that takes: a trainer that ended would lose what it has
+        trained since its checkpoint. `deadline_s` bounds this wait, too, and `WaitReason.stopped`
+        names the task; with `run.task_stops.are_final` set, it raises TaskStopped instead.
+
         Raises TimeoutError after `deadline_s`; Stopped after `stop`; Fenced if another trainer was
         opened; GroupChanged if a group differs from what was sent; CheckpointNow if memory is full
-        and there is no `checkpoint`; TaskStopped if a task that is short produces nothing more; and
-        ExpiredBatch, NoBatch, ProducerGone, WeightsRefused as in `consumer.handle.wait_rules`.
+        and there is no `checkpoint`; and ExpiredBatch, NoBatch, ProducerGone, WeightsRefused as in
+        `consumer.handle.wait_rules`.
         """
         self.delivered.check()
         # before the take: groups that left the pool would be forgotten as unwanted

@@ -9,11 +9,14 @@ from contextlib import nullcontext
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from buffer.run import Run
+from consumer.grpo.reporting.step_log import read_steps
 from rolloutmq.command_list import command
 from rolloutmq.options import AsJson, Output, Target, on_run
 from rolloutmq.output import console, emit_line
+from rolloutmq.views.explain.who_waited import read_waits
 from rolloutmq.views.history import History
 from rolloutmq.views.live import LINE_S, KeyPresses, watch
 from rolloutmq.views.run_json import describe
@@ -26,11 +29,13 @@ from rolloutmq.views.screen import LiveNotes, status_screen
 def status(target: Target) -> Output:
     """Show the state of a run: groups, weights, workers, staleness.
 
-    Also shows whether it is paused, by whom and since when, and whether every group is accounted
-    for.
+    Also shows whether it is paused, by whom and since when, whether every group is accounted for,
+    and who waited for whom in the last steps.
     """
     view = read_run_view(target.run)
-    return Output(describe(view), status_screen(view))
+    waits = read_waits(target.run, view, read_steps(target.run_dir))
+    shown = [status_screen(view), Text(f"\n{waits}")] if waits else status_screen(view)
+    return Output(describe(view) | {"waits": waits and waits.shares}, shown)
 
 
 @command("Look", "top", epilog="Example: rolloutmq top --run-dir runs/demo")

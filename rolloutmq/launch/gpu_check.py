@@ -68,7 +68,7 @@ def measure(steps: int, overrides: Sequence[str]) -> Rows:
         *overrides,
     ]
     config = load_config(CONFIG, settings)
-    Launcher(config, CONFIG, settings, redis_url=None).run()
+    Launcher(config, CONFIG, settings, redis_url=None, exit_when_stuck=True).run()
     rows = read_rows(folder)
     shutil.rmtree(folder)
     return rows

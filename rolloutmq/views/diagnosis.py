@@ -18,17 +18,23 @@ Level = Literal["note", "warning", "error", "stuck", "fault"]
 
 PATIENCE_MS = 30_000  # a shorter pause of the trainer, or wait, is normal
 
+MOST_CAUSES = 3  # that one line names
+
 MOST_BIAS = 0.1  # the mean trained length may be this much below the mean started one
 
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """One finding: what is the case, what to do, and for how many ms (None: unknown)."""
+    """One finding: what is the case, what to do, and for how many ms (None: unknown).
+
+    `trace`: of the user's code, if that raised.
+    """
 
     level: Level
     what: str
     fix: str = ""
     since_ms: int | None = None
+    trace: str = ""
 
 
 _fault = partial(Symptom, "fault")
@@ -233,13 +239,11 @@ def _task(task: TaskView, snap: RunView) -> Iterator[Symptom]:
     name, account = task.account.task, task.account
     error_ms = int(task.number("error_ms"))
     since_ms = max(0, snap.now_ms - error_ms) if error_ms else None
-    fix_cause = (
-        "`rolloutmq dead` has the reasons in full; fix the cause, restart the workers, then run "
-        f"`rolloutmq resume --task {name}`"
-    )
+    fix_cause = TaskStop("failing").fix(name)
     if task.stop_reason:
         fix = fix_cause if task.progress.get("stopped") else TaskStop("broken").fix(name)
-        yield _stuck(f"task {name} is stopped: {task.stop_reason}", fix, since_ms)
+        waits = ", and the trainer waits for it" if name in snap.stuck_on else ""
+        yield _stuck(f"task {name} is stopped{waits}: {task.stop_reason}", fix, since_ms)
     elif task.progress.get("halt") == "enough":
         reason = task.progress.get("halt_reason", "")
         what = f"task {name} has enough groups up to step {task.progress['halt_step']} ({reason})"
@@ -273,12 +277,12 @@ def _shares(snap: RunView) -> Iterator[Symptom]:
 
 
 def _causes(task: TaskView, share: Share) -> str:
-    """Return " (failed tries of the run by cause: ValueError 12, …)" for failed groups."""
-    causes = sorted((-number, cause) for cause, number in task.failures_by_cause.items())
-    if share.name != "failed" or not causes:
+    """Return "; failed tries of the run: 12 x ValueError: …" for failed groups, the most first."""
+    if share.name != "failed":
         return ""
-    words = ", ".join(f"{cause} {-number}" for number, cause in causes)
-    return f" (failed tries of the run by cause: {words})"
+    counts = sorted((-number, cause) for cause, number in task.failures_by_cause.items())
+    causes = [f"{-number} x {cause:.120}" for number, cause in counts[:MOST_CAUSES]]
+    return f"; failed tries of the run: {', '.join(causes)}" if causes else ""
 
 
 def _curriculum(snap: RunView) -> Iterator[Symptom]:

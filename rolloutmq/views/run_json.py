@@ -10,8 +10,8 @@ from buffer.control.worker_record import WorkerRecord
 from rolloutmq.views.explain.shares import Share, shares_of
 from rolloutmq.views.run_view import RunView, TaskView
 
-_RUN = ("run", "mode", "paused_by", "created_ms", "acknowledged", "tokens_per_s", "leases",
-        "judging", "garbage")  # fmt: skip
+_RUN = ("run", "mode", "phase", "paused_by", "stuck_on", "created_ms", "acknowledged",
+        "tokens_per_s", "leases", "judging", "garbage")  # fmt: skip
 _ACCOUNT = ("enqueued", "put", "imported", "cursor", "target", "consumed")
 _TASK = ("in_flight", "in_flight_limit", "backlog", "ready", "too_old", "staleness", "mean_reward")
 _COUNTERS = (
@@ -40,6 +40,7 @@ def describe(view: RunView) -> dict[str, Any]:
         "curriculum_error": control.get("curriculum_error") or None,
         "tasks": {task.account.task: _task_json(task, view.now_ms) for task in view.tasks},
         "workers": [worker_json(worker, view) for worker in view.workers],
+        "ended_workers": [worker_json(worker, view) for worker in view.ended_workers],
         "overdue_leases": view.overdue,
         "dead_letters": view.dead,
         "memory": {f"{name}_bytes": number for name, number in asdict(memory).items()},

@@ -49,7 +49,9 @@ class TaskView:
     def trouble(self, now_ms: int) -> str:
         """Return the task's present trouble in one line, or ""."""
         if self.stop_reason:
-            return f"stopped: {self.stop_reason}"
+            return (
+                f"stopped until `rolloutmq resume --task {self.account.task}`: {self.stop_reason}"
+            )
         is_recent = now_ms - self.number("error_ms") < RECENT_MS
         if self.error and (is_recent or self.number("failures_in_row")):
             return f"{self.number('failed'):.0f} failed: {self.error}"
@@ -119,6 +121,7 @@ class RunView:
     dead: int
     garbage: int
     workers: tuple[WorkerRecord, ...]
+    ended_workers: tuple[WorkerRecord, ...]  # the newest that left or were lost; none beside others
     trainer: RoleHolder
     producer: RoleHolder
     report: TrainerReport
@@ -135,13 +138,22 @@ class RunView:
         return self.control.get("mode", "run")
 
     @property
+    def phase(self) -> str:
+        """The mode; of a run without a live process: finished, or stopped."""
+        if self.mode == "finish":
+            return "finished"
+        has_begun = self.trainer.silent_ms is not None
+        lives = self.trainer.is_alive or self.producer.is_alive or self.live_workers
+        return "stopped" if has_begun and not lives else self.mode
+
+    @property
     def created_ms(self) -> int:
         return int(self.meta["created_ms"])
 
     @property
     def paused_by(self) -> str | None:
         for who in ("operator", "trainer"):
-            if self.control.get(f"{who}_mode", "run") != "run":
+            if self.control.get(f"{who}_mode", "run") not in ("run", "finish"):
                 return who
         return None
 
@@ -193,6 +205,14 @@ class RunView:
         return [task for task in self.tasks if not (task.is_eval or task.is_gone)]
 
     @property
+    def stuck_on(self) -> list[str]:
+        """The stopped tasks whose restart would let the trainer go on."""
+        if self.paused_by == "operator" or self.phase != self.mode:
+            return []
+        stopped = {task.account.task for task in self.tasks if task.stop_reason}
+        return [task for task in self.trainer.waits_for if task in stopped]
+
+    @property
     def troubles(self) -> list[str]:
         """The present troubles, one line per task."""
         troubles = {task.account.task: task.trouble(self.now_ms) for task in self.tasks}
@@ -227,6 +247,7 @@ def read_run_view(run: Run, *, events: int = 8) -> RunView:
     control = _hash(run.keys.control, "control", replies["control"])
     steps = run.keys.ledger("train")
     ledger = read_counts(steps, LedgerSteps._fields, replies["ledger"])
+    workers = run.fleet.workers()
     seconds, micros = replies["time"]
     now_ms = seconds * 1000 + micros // 1000
     timeout_ms = run.limits.role_timeout_ms
@@ -244,7 +265,8 @@ def read_run_view(run: Run, *, events: int = 8) -> RunView:
         overdue=replies["overdue"],
         dead=replies["dead"],
         garbage=replies["garbage"],
-        workers=tuple(run.fleet.workers()),
+        workers=tuple(workers),
+        ended_workers=() if workers else tuple(run.fleet.ended()),
         trainer=RoleHolder.parse("trainer", control, now_ms, timeout_ms),
         producer=RoleHolder.parse("producer", control, now_ms, timeout_ms),
         report=TrainerReport.parse(text_fields(replies["report"])),

@@ -56,7 +56,7 @@ def make_app(
     routes = [
         Route("/", _page),
         Mount("/static", StaticFiles(directory=STATIC)),
-        *RunRoutes(watcher, run_dir, access).all(),
+        *RunRoutes(run, watcher, run_dir, access).all(),
         *LogRoutes(run_dir, access, is_over).all(),
         *GroupRoutes(run, texts, SampleLog(run_dir) if run_dir else None).all(access),
         *ControlRoutes(run).all(access),

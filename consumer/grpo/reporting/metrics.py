@@ -159,13 +159,13 @@ def production_metrics(before: ProduceProgress, now: ProduceProgress) -> dict[st
             metrics[f"expired/{name}"] = task.expirations / ended
         dead = max(0, task.dead)  # `rolloutmq requeue` lowers it
         shares = {
-            "unparsed": (task.unparsed, task.raw_rewards_count),
-            "truncated": (task.truncated, task.raw_rewards_count),
-            "filtered": (task.filtered, task.produced_groups),
-            "failed": (dead, task.produced_groups + dead),
+            "unparsed": (task.unparsed, task.raw_rewards_count, now.tasks[name].unparsed),
+            "truncated": (task.truncated, task.raw_rewards_count, now.tasks[name].truncated),
+            "filtered_groups": (task.filtered, task.produced_groups, now.tasks[name].filtered),
+            "failed": (dead, task.produced_groups + dead, now.tasks[name].dead),
         }
-        for share, (number, total) in shares.items():
-            if total and getattr(now.tasks[name], "dead" if share == "failed" else share):
+        for share, (number, total, ever) in shares.items():
+            if total and ever:
                 metrics[f"{share}/{name}"] = number / total
     return metrics
 

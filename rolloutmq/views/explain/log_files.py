@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from consumer.grpo.reporting.step_log import STEPS_FILE, StepLog
+from consumer.grpo.reporting.step_log import read_steps
 
 # the log of `rolloutmq run --detach` itself: for people, and shown only when it is named
 OUTPUT = "run"
@@ -84,9 +84,7 @@ def filter_about(folder: Path, about: str) -> LogFilter:
     """Return a filter for lines about something; of a train step, all that were written in it."""
     if not about.isdecimal():
         return LogFilter(about=about)
-    log = StepLog(folder / STEPS_FILE)
-    log.read_new()
-    trained = next((each for each in log.steps if each.step == int(about)), None)
+    trained = next((step for step in read_steps(folder) if step.step == int(about)), None)
     if trained is None or trained.ended_s is None:
         return LogFilter(about=about)
     began_s = trained.ended_s - trained.metrics.get("time/step_s", 0.0)

@@ -22,7 +22,7 @@ export const workers = {
     rate = null;
   },
   update({ status }) {
-    const found = status.workers;
+    const found = status.workers.length ? status.workers : status.ended_workers;
     patch(places.now, [...found.filter((w) => w.barred_for_ms !== null).map(reasonBarred), found.length ? table(columns(status), found) : el("p", { class: "near" }, "No worker has registered: `rolloutmq worker CONFIG` starts one, which joins once its engine is loaded.")]);
     const worker = found.find(({ id }) => id === one);
     if (!one) return;
@@ -53,7 +53,8 @@ function reasonBarred(w) {
   return el("p", { class: "bad" }, `${w.id} is barred: ${reason}. See `, source, w.failed_audit ? `; \`rolloutmq workers --groups ${w.id}\` lists those that were trained, too.` : ".");
 }
 
-const perHour = (w) => (w.registered_ms > 0 ? (3_600_000 * w.done) / w.registered_ms : null);
+const workedMs = (w) => w.registered_ms - (w.alive ? 0 : w.silent_ms);
+const perHour = (w) => (w.registered_ms !== null && workedMs(w) > 0 ? (3_600_000 * w.done) / workedMs(w) : null);
 
 function details(w) {
   const tries = w.done + w.failed;

@@ -2,7 +2,7 @@
 // numbers of the live record (rolloutmq/web/watcher.py).
 
 const STAGES = ["waiting", "running", "completed", "aborted", "expired", "taken"];
-const SHARES = ["failed", "truncated", "expired", "unparsed", "filtered"];
+const SHARES = ["failed", "truncated", "expired", "unparsed", "filtered_groups"];
 const PARTS = ["wait", "read", "pause", "train", "publish"];
 
 const line = (name, label, options = {}) => ({ name, label, ...options });
@@ -31,7 +31,7 @@ export const BY_STEP = [
   { key: "throughput", title: "Throughput", unit: "tokens per second and GPU", lines: [
     line("throughput/rollout_tgs", "rollouts"), line("throughput/training_tgs", "training alone"), line("throughput/effective_tgs", "whole step")] },
   { key: "shares", title: "Lost and cut", unit: "share since the step before", percent: true,
-    lines: (columns) => SHARES.flatMap((share) => named(columns, `${share}/`).map(({ name, label }) => line(name, `${share} ${label}`))) },
+    lines: (columns) => SHARES.flatMap((share) => named(columns, `${share}/`).map(({ name, label }) => line(name, `${share.replace("_", " ")} ${label}`))) },
   { key: "pools", title: "Groups left in the pools", unit: "groups after a step", lines: [
     line("async/completed_groups", "completed"), line("async/aborted_groups", "aborted"), line("async/expired_groups", "expired")] },
 ];
@@ -40,7 +40,6 @@ export const BY_TIME = [
   { key: "stages", title: "Groups by stage", unit: "groups", stacked: true, perTask: true,
     lines: (columns, task) => STAGES.map((stage) => line("", stage, { sum: named(columns, "groups/").map(({ name }) => name)
       .filter((name) => name.endsWith(`/${stage}`) && (!task || name === `groups/${task}/${stage}`)) })) },
-  { key: "waits", title: "Who waits for whom", unit: "share now", percent: true, lines: (columns) => named(columns, "waits/") },
   { key: "tokens", title: "Tokens per second", unit: "all workers", lines: [line("tokens_per_s", "all workers")] },
   { key: "worker-tokens", title: "Tokens per second by worker", unit: "tokens/s", lines: (columns) => named(columns, "worker_tokens_per_s/") },
 ];

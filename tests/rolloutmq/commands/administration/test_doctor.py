@@ -65,7 +65,7 @@ BROKEN: dict[Callable[[Scene, Path], None], tuple[str, str]] = {
         "[worker] tasks, lanes",
     ),
     a_letter: (
-        "the newest dead letter is math-0000000005: ValueError: the judge said no",
+        "1 dead letter: ValueError: the judge said no",
         "rolloutmq requeue",
     ),
 }
@@ -127,7 +127,7 @@ def test_a_task_whose_long_rows_fail_is_biased(store: Store, command: Command) -
         scene.run.jobs.release("w0", job, "failed", "ValueError: the judge said no")
     error, rows = (each for each in symptoms(command) if each["level"] in ("warning", "error"))
     assert (error["level"], "20% of the last 100 groups" in error["what"]) == ("error", True)
-    assert "ValueError 20" in error["what"]
+    assert "20 x ValueError" in error["what"]
     assert "100 / 100 / 100 tokens" in rows["what"]
     assert "others 10 / 10 / 10" in rows["what"]
     assert "100% of them are of 'long', of the others" in rows["what"]

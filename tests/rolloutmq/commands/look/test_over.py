@@ -14,10 +14,12 @@ from pathlib import Path
 import orjson
 import pytest
 
+from buffer.control.control import Mode
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
+from rolloutmq.views.run_view import read_run_view
 from tests.rolloutmq.conftest import ROOT, in_process, json_of
-from tests.rolloutmq.populate import populate
+from tests.rolloutmq.populate import Scene, populate
 
 
 @pytest.fixture
@@ -81,3 +83,27 @@ def web(over: EmbeddedServer) -> subprocess.Popen[str]:
     assert process.stdout
     assert re.match(r"http://127.0.0.1:\d+/", process.stdout.readline())
     return process
+
+
+@pytest.mark.parametrize("phase", ["finished", "stopped"])
+def test_a_run_that_is_over_is_headed_so_and_still_has_its_workers(
+    scene: Scene, phase: str
+) -> None:
+    run = scene.run
+    run.jobs.release("w0", scene.running, "failed", "its last one")
+    assert read_run_view(run).phase == "run"
+    for worker in ("w0", "w1"):
+        assert run.fleet.deregister(worker, scene.workers[worker])
+    view = read_run_view(run)
+    assert [(row.id, row.state, row.done) for row in view.ended_workers] == [
+        ("w1", "left", 4),
+        ("w0", "left", 4),
+    ]
+    if phase == "finished":
+        run.control.set_mode("trainer", Mode.FINISH, nonce=scene.trainer)
+    run.control.renew_role("trainer", scene.trainer, closing=True)
+    run.control.renew_role("producer", scene.producer, closing=True)
+    view = read_run_view(run)
+    assert (view.phase, view.paused_by, view.live_workers) == (phase, None, [])
+    scene.join("w1")
+    assert read_run_view(run).ended_workers == ()
