@@ -43,6 +43,7 @@ export const overview = {
     if (snapshot) {
       patch(places.findings, findings(snapshot));
       drawTasks(snapshot);
+      places.time.hidden = snapshot.status.mode === "finish"; // nothing changes any more
       drawTime();
       lanes.update(snapshot.now_ms);
     }
@@ -203,11 +204,11 @@ function drawTasks({ status, waits }) {
   const columns = [["stage", (row) => row], ...tasks.map(([name, task]) => [name, (row) => count(task.places[row]), true])];
   const groups = panel("Groups by stage", null, table(columns, STAGES));
   groups.classList.add(tasks.length > 3 ? "wide" : "tall");
-  patch(places.tasks, [groups, ...tasks.map(task), waiting(waits), memory(status)]);
+  patch(places.tasks, [groups, ...tasks.map(task), status.mode === "finish" ? null : waiting(waits), memory(status)]);
 }
 
 function task([name, task]) {
-  const ages = Object.entries(task.staleness), most = Math.max(1, ...ages.map(([, n]) => n));
+  const found = Object.entries(task.staleness), ages = found.some(([, n]) => n) ? found : [], most = Math.max(1, ...ages.map(([, n]) => n));
   return panel(name, `mean score ${number(task.mean_reward, 3)}`,
     bars(bar("ahead", task.in_flight, task.in_flight_limit || task.in_flight, `${task.in_flight} / ${task.in_flight_limit}`, task.in_flight_limit && task.in_flight >= task.in_flight_limit ? "near" : ""),
       ages.map(([staleness, n]) => bar(`staleness ${staleness}`, n, most, number(n))),
