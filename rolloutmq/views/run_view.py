@@ -206,8 +206,8 @@ class RunView:
 
     @property
     def stuck_on(self) -> list[str]:
-        """The stopped tasks because of which the trainer waits."""
-        if not self.trainer.doing:
+        """The stopped tasks whose restart would let the trainer go on."""
+        if not self.trainer.doing or self.paused_by == "operator" or self.phase != self.mode:
             return []
         return [task.account.task for task in self.tasks if task.stop_reason]
 

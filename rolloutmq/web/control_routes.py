@@ -12,7 +12,6 @@ POST /api/dead/requeue  /api/dead/drop  ?cause=…: all letters of that cause
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import islice
@@ -24,7 +23,8 @@ from starlette.routing import Route
 from buffer.control.control import Mode
 from buffer.control.live_settings import parse_change
 from buffer.errors import AccountError, ConfigError
-from buffer.groups.dead_letters import DeadLetter
+from buffer.failure_text import message_of, trace_of
+from buffer.groups.dead_letters import DeadLetter, by_cause
 from buffer.run import Run
 from rolloutmq.options import require_known
 from rolloutmq.views.operator_mode import set_operator_mode
@@ -101,15 +101,11 @@ class ControlRoutes:
         return list(islice(self._run.dead_letters.newest(), MOST_LETTERS))
 
     def _dead(self, request: Request) -> Any:
-        causes: defaultdict[str, list[DeadLetter]] = defaultdict(list)
         letters = self._letters()
-        for letter in letters:
-            causes[letter.cause].append(letter)
-        groups = sorted(causes.items(), key=lambda pair: -len(pair[1]))
         return {
             "total": len(self._run.dead_letters),
             "read": len(letters),
-            "causes": [_described(cause, found) for cause, found in groups],
+            "causes": [_described(cause, found) for cause, found in by_cause(letters)],
         }
 
     def _move(self, request: Request, move: Callable[[str], str]) -> Any:
@@ -134,6 +130,10 @@ def _of_group(move: Callable[[str], str]) -> Callable[[Request], Any]:
     return lambda request: {"before": move(request.path_params["gid"])}
 
 
+def _letter(letter: DeadLetter) -> dict[str, Any]:
+    return asdict(letter) | {"reason": message_of(letter.reason)}
+
+
 def _described(cause: str, letters: list[DeadLetter]) -> dict[str, Any]:
     return {
         "cause": cause,
@@ -141,5 +141,6 @@ def _described(cause: str, letters: list[DeadLetter]) -> dict[str, Any]:
         "tasks": sorted({letter.task for letter in letters}),
         "workers": sorted({letter.worker for letter in letters if letter.worker}),
         "newest_ms": min(letter.age_ms for letter in letters),
-        "letters": [asdict(letter) for letter in letters[:SHOWN_LETTERS]],
+        "trace": trace_of(letters[0].reason),
+        "letters": [_letter(letter) for letter in letters[:SHOWN_LETTERS]],
     }

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import time
 from base64 import b64encode
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,11 @@ from buffer.errors import RolloutMQError
 from buffer.redis.connection.url import mask_url
 from consumer.grpo.reporting.sample_log import SampleLog
 from consumer.grpo.reporting.step_log import StepLog
-from rolloutmq.config.load import load_config
 from rolloutmq.output import age
-from rolloutmq.presets import find_config
+from rolloutmq.presets import config_of_run
 from rolloutmq.run_owner import LaunchRecord, read_record
 from rolloutmq.versions import all_versions
+from rolloutmq.views.explain.shares import mean_shares
 from rolloutmq.web.series import Mark, RunSeries
 
 SAMPLED_STEPS = 6  # steps whose samples are shown: the first, the last, and some between
@@ -121,6 +120,7 @@ def _facts(folder: Path, record: LaunchRecord | None, log: StepLog) -> dict[str,
         "groups trained": f"{groups:,}",
         "trained twice": str(len(log.trained_twice())),
         "time in steps": age(1000 * seconds),
+        "lost and cut at the end": mean_shares(log.steps) or "nothing",
         "written": time.strftime("%Y-%m-%d %H:%M"),
     }
     if record:
@@ -143,9 +143,7 @@ def _settings(record: LaunchRecord | None) -> dict[str, Any]:
     """Return the config of the newest start without secrets, or why it cannot be read any more."""
     if record is None or not record.command:
         return {}
-    path, *flags = record.command
-    overrides = [value for flag, value in pairwise(flags) if flag == "--set"]
     try:
-        return load_config(find_config(Path(path)), overrides).public()
+        return config_of_run(record.command).public()
     except RolloutMQError as error:
         return {"not readable": mask_url(error.message)}

@@ -38,8 +38,9 @@ function heading(group, page, way) {
   return el("div", { class: "group-head" },
     el("p", { class: "back" }, el("a", { href: way.list }, "← back"), neighbour("previous", "‹", way.before), way.words ? el("span", { class: "dim" }, way.words) : null, neighbour("next", "›", way.after), el("button", { type: "button", class: "quiet", onclick: showHelp, "aria-label": "keys" }, "?")),
     el("h2", {}, group.gid, " ", el("small", {}, place)),
-    group.dead_letter ? el("p", { class: "bad" }, `dead letter: ${visible(asText(group.dead_letter.reason ?? group.dead_letter))}`) : null,
+    group.dead_letter ? el("pre", { class: "bad trace" }, `dead letter: ${visible(asText(group.dead_letter.reason ?? group.dead_letter))}`) : null,
     group.gone ? el("p", { class: "dim" }, group.gone, group.sampled ? "; this is what the sample log holds of it" : ". The sample log has it only if it was chosen: ", group.sampled ? null : el("a", { href: "#/groups?step=newest" }, "sample log")) : null,
+    page.snapshot() ? el("p", {}, el("a", { href: `#/logs?${new URLSearchParams({ about: group.gid })}` }, "its lines in the logs")) : null,
     groupActs(group.gid, group.may, page),
     el("details", { class: "record" }, el("summary", {}, "record"), table([["field", (r) => r[0]], ["value", (r) => visible(asText(r[1]))]], records)));
 }
@@ -87,7 +88,7 @@ function showMember(member, members, state) {
     el("small", {}, ` ${signed(advantage)} · ${number(member.tokens)} tokens · ${visible(member.finish_reason ?? "–")}`, member.status === "completed" ? "" : ` · ${member.status}`));
   return el("section", { class: "panel member", id: `member-${member.index}`, "data-index": member.index }, title,
     (member.messages || []).map((message) => showMessage(message, state.view !== "text")), content(member, members, advantage, state),
-    member.error ? el("p", { class: "bad" }, visible(member.error)) : null);
+    member.error ? el("pre", { class: "bad trace" }, visible(member.error)) : null);
 }
 
 function content(member, members, advantage, state) {

@@ -22,6 +22,6 @@ function placeOf(fix) {
 const button = (href, words) => el("a", { class: "button", href }, words);
 
 function list(found) {
-  return el("ul", {}, found.map(({ level, what, since_ms, fix }) => el("li", { class: level },
-    el("b", { class: "level" }, WORDS[level]), " ", what, since_ms === null ? "" : `, for ${age(since_ms)}`, fix ? el("div", { class: "dim" }, code(fix), " ", placeOf(fix)) : null)));
+  return el("ul", {}, found.map(({ level, what, since_ms, fix, trace }) => el("li", { class: level },
+    el("b", { class: "level" }, WORDS[level]), " ", what, since_ms === null ? "" : `, for ${age(since_ms)}`, trace ? el("pre", { class: "trace" }, trace) : null, fix ? el("div", { class: "dim" }, code(fix), " ", placeOf(fix)) : null)));
 }
