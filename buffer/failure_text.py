@@ -58,10 +58,10 @@ def trace_of(text: str) -> str:
 
 
 def headline(text: str, longest: int) -> str:
-    """Return what happened, and the user's line, in at most `longest` characters."""
-    where = _place(text)
-    at = f" (at {where})" if where else ""
-    return message_of(text)[: max(0, longest - len(at))] + at
+    """Return the first failure and its user's line in one line, in `longest` characters."""
+    line = text.strip().partition("\n")[0]
+    at = f" (at {where})" if (where := _place(text)) else ""
+    return line[: max(0, longest - len(at))] + at
 
 
 def cause_of(text: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -23,6 +23,7 @@ import typer
 
 from buffer.errors import ConfigError, QueryError, RunNotFound, StoreError, StoreUnavailable
 from buffer.ids import valid_name
+from buffer.readable import did_you_mean
 from buffer.redis.connection.nodes import Servers
 from buffer.redis.connection.url import mask_url
 from buffer.redis.connection_errors import describe_connection_error
@@ -32,7 +33,7 @@ from buffer.run import Run
 from consumer.grpo.reporting.sample_log import SampleLog
 from rolloutmq.hang_up import interrupted_by_sigterm
 from rolloutmq.output import console, emit
-from rolloutmq.run_owner import known_folders, last_change
+from rolloutmq.run_owner import folders_below, known_folders, last_change
 
 RUNS = Path("runs")
 
@@ -147,7 +148,7 @@ def folder_of(run: Run, named: Path | None) -> Path | None:
     """Return the folder of a run: the named one, or one under ./runs; None if it is another's."""
     if named is not None:
         return named if not (named / "run.json").is_file() or _belongs(named, run) else None
-    return next((folder for folder in _folders() if _belongs(folder, run)), None)
+    return next((folder for folder in folders_below(RUNS) if _belongs(folder, run)), None)
 
 
 def find_server(redis_url: str | None, run_dir: Path | None) -> Address:
@@ -169,8 +170,7 @@ def find_server(redis_url: str | None, run_dir: Path | None) -> Address:
 
 def embedded_server(run_dir: Path) -> EmbeddedServer | None:
     """Return the server, running or not, whose data is in a folder or directly below it."""
-    below = sorted(path for path in run_dir.iterdir() if path.is_dir()) if run_dir.is_dir() else []
-    for folder in (run_dir, *below):
+    for folder in (run_dir, *folders_below(run_dir)):
         if (folder / "valkey.lock").exists():
             return EmbeddedServer(folder, port=_port(folder))
     return None
@@ -183,13 +183,11 @@ def _port(folder: Path) -> int | None:
     return int(found[1]) or None if found else None
 
 
-def _folders() -> list[Path]:
-    return sorted(path for path in RUNS.iterdir() if path.is_dir()) if RUNS.is_dir() else []
-
-
 def newest_server() -> tuple[EmbeddedServer, Path] | None:
     """Return a server under ./runs and its run's folder: a running one, else of the last use."""
-    servers = [(server, folder) for folder in _folders() if (server := embedded_server(folder))]
+    servers = [
+        (server, folder) for folder in folders_below(RUNS) if (server := embedded_server(folder))
+    ]
     return max(servers, key=lambda pair: (pair[0].is_running, last_change(pair[1])), default=None)
 
 
@@ -204,7 +202,7 @@ def open_server(redis_url: str | None, run_dir: Path | None) -> Iterator[tuple[S
         if address.server:
             stack.enter_context(interrupted_by_sigterm())
             _keep_running(address.server, address.run_dir, stack)
-        yield stack.enter_context(_connected(address)), address
+        yield stack.enter_context(connected(address)), address
 
 
 def _keep_running(server: EmbeddedServer, run_dir: Path | None, stack: ExitStack) -> None:
@@ -225,15 +223,15 @@ def _keep_running(server: EmbeddedServer, run_dir: Path | None, stack: ExitStack
 
 
 @contextmanager
-def _connected(address: Address) -> Iterator[Store]:
+def connected(address: Address, deadline_s: float = _DEADLINE_S) -> Iterator[Store]:
     try:
-        with closing(Servers(address.url, "rolloutmq-cli", timeout_s=_DEADLINE_S)) as servers:
+        with closing(Servers(address.url, "rolloutmq-cli", timeout_s=deadline_s)) as servers:
             # a client of a cluster has connected to a node already
             if not servers.is_cluster:
                 servers.client("control").ping()
     except redis.RedisError as error:
         raise describe_connection_error(address.url, error) from error
-    store = Store(address.url, name="rolloutmq-cli", deadline_s=_DEADLINE_S)
+    store = Store(address.url, name="rolloutmq-cli", deadline_s=deadline_s)
     try:
         yield store
     finally:
@@ -345,7 +343,8 @@ def choose_run(store: Store, run: str | None) -> str:
             hint="choose one with --run NAME",
         )
     raise RunNotFound(
-        f"there is no run {run!r} on this server", hint=f"its runs: {', '.join(names)}"
+        f"there is no run {run!r} on this server",
+        hint=f"{did_you_mean(run, names)}its runs: {', '.join(names)}",
     )
 
 
@@ -355,12 +354,11 @@ def require_yes(yes: bool, plan: str) -> None:
         raise ConfigError(f"this would {plan}; nothing was changed", hint="pass --yes to do it")
 
 
-def require_known(kind: str, name: str | None, known: Iterable[str]) -> None:
+def require_known(kind: str, name: str | None, known: Collection[str]) -> None:
     """Raise ConfigError for a name that is not among `known`; None is accepted."""
     if name is not None and name not in known:
-        raise ConfigError(
-            f"there is no {kind} {name!r}", hint=f"one of {', '.join(known) or 'none'}"
-        )
+        hint = f"{did_you_mean(name, known)}one of {', '.join(known) or 'none'}"
+        raise ConfigError(f"there is no {kind} {name!r}", hint=hint)
 
 
 def read_where(text: str | None) -> Any:

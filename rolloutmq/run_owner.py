@@ -206,9 +206,13 @@ def _identify(record: LaunchRecord | None) -> psutil.Process | None:
     return process if abs(process.create_time() - record.started) < _SAME_START_S else None
 
 
+def folders_below(root: Path) -> list[Path]:
+    return sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+
+
 def known_folders(root: Path) -> list[Path]:
     """Return the run folders below `root`: running ones first, then by last use."""
-    found = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    found = folders_below(root)
     runs = [path for path in found if (path / LOCK_FILE).is_file() or (path / "run.json").is_file()]
     return sorted(runs, key=lambda path: (is_owned(path), last_change(path)), reverse=True)
 

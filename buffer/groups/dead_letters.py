@@ -6,7 +6,8 @@ operator requeues or drops it, and the run continues.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,7 +32,7 @@ _SLICE = 500  # letters that one round trip reads
 class DeadLetter:
     """`reason`: text of a failure (`buffer.failure_text`). `age_ms`: by the server's clock.
 
-    `step`: of the batch it was quarantined from, else None.
+    `step`: of the batch it was quarantined from, else None. `has_responses`: more than its prompt.
     """
 
     gid: str
@@ -40,6 +41,7 @@ class DeadLetter:
     tries: int
     age_ms: int
     step: int | None = None
+    has_responses: bool = False
 
     @property
     def task(self) -> str:
@@ -49,6 +51,14 @@ class DeadLetter:
     def cause(self) -> str:
         """What letters of one cause share: "KeyError at judge.py:12"."""
         return cause_of(self.reason)
+
+
+def by_cause(letters: Iterable[DeadLetter]) -> list[tuple[str, list[DeadLetter]]]:
+    """Return the letters of each cause, the most frequent cause first."""
+    causes: defaultdict[str, list[DeadLetter]] = defaultdict(list)
+    for letter in letters:
+        causes[letter.cause].append(letter)
+    return sorted(causes.items(), key=lambda pair: -len(pair[1]))
 
 
 ROOM_SHARE = 0.5
@@ -119,7 +129,7 @@ class DeadLetters:
         pipe = client.pipeline(transaction=False)
         for gid, _ in found:
             pipe.get(keys.dead_letter(gid.decode()))
-            pipe.hget(keys.group(gid.decode()), "tries")
+            pipe.hmget(keys.group(gid.decode()), "tries", "payload")
         replies = pipe.execute() if found else []
         now_ms = seconds * 1000 + micros // 1000
         return [
@@ -128,14 +138,17 @@ class DeadLetters:
         ]
 
 
-def _letter(gid: str, letter: bytes | None, tries: bytes | None, age_ms: int) -> DeadLetter | None:
+def _letter(
+    gid: str, letter: bytes | None, held: Sequence[bytes | None], age_ms: int
+) -> DeadLetter | None:
     if letter is None:  # requeued or dropped since the slice was read
         return None
     fields = _parse(gid, letter)
+    tries, payload = held
     (count,) = read_counts(f"the record of {gid}", ["tries"], [tries])
-    return DeadLetter(
-        gid, fields["reason"], fields.get("worker", ""), count, age_ms, fields.get("step")
-    )
+    has_responses = payload not in (None, b"init")
+    worker, step = fields.get("worker", ""), fields.get("step")
+    return DeadLetter(gid, fields["reason"], worker, count, age_ms, step, has_responses)
 
 
 def _parse(gid: str, letter: bytes) -> dict[str, Any]:

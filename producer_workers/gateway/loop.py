@@ -40,7 +40,7 @@ from producer_workers.gateway.segment import (
 from producer_workers.gateway.server import Endpoint
 from producer_workers.gateway.session import Session
 from producer_workers.judges.judge import Judge
-from producer_workers.user_code.failure import failure_text
+from producer_workers.user_code.failure import log_failure
 
 # The rollouts of a session, one per segment, all tokens in the response; without tokens if it was
 # interrupted or failed.
@@ -169,7 +169,7 @@ class GatewayAgentLoop:
             reward = None if self._judge else {"score": 0.0}
             is_cut = session.is_full or session.truncation
             if not session.interrupted.is_set() and not is_cut:
-                return [_failed(state, failure_text(error))]
+                return [_failed(state, log_failure(error))]
         finally:
             endpoint.dismiss(key)
             record.count(session.new_contexts)
@@ -228,7 +228,7 @@ class GatewayAgentLoop:
             _await_judge(sessions)
             return
         except JudgeError as error:
-            reason = failure_text(error)
+            reason = log_failure(error)
             for session in sessions:
                 for rollout in session:
                     rollout.status = Status.FAILED

@@ -62,6 +62,11 @@ def _lines(error: BaseException) -> list[str]:
     return ["Traceback (most recent call last):", *shown, describe(error)]
 
 
+def is_of_user(file: str) -> bool:
+    """Return whether code is neither this project's nor a library's."""
+    return not file.startswith((*_OURS, *_LIBRARIES))
+
+
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Return the innermost frames in a user's code, the innermost last.
 
@@ -70,7 +75,7 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """
     found = traceback.extract_tb(error.__traceback__)
     others = [each for each in found if not each.filename.startswith(_OURS)]
-    users = [each for each in others if not each.filename.startswith(_LIBRARIES)]
+    users = [each for each in others if is_of_user(each.filename)]
     if not users and found and found[-1].filename.startswith(_OURS):
         return []
     return (users or others)[-_MOST_FRAMES:]
@@ -121,12 +126,14 @@ CAUSES = CauseLog()
 
 
 def failure_text(error: BaseException) -> str:
-    """Return the text of a failure (`buffer.failure_text`); log its traceback once for its cause.
-
-    The call of a user's function has logged its own.
-    """
+    """Return an error as the text of a failure (`buffer.failure_text`)."""
     said = str(error) if isinstance(error, UserCodeError) else describe(error)
-    text = join_text(said, user_trace(error))
+    return join_text(said, user_trace(error))
+
+
+def log_failure(error: BaseException) -> str:
+    """Log an error's traceback once for its cause, unless its call has; return `failure_text`."""
+    text = failure_text(error)
     if "\n" in text and not getattr(error, "trace", ""):
         CAUSES.note(text)
     return text

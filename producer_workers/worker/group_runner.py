@@ -42,7 +42,7 @@ from buffer.run import Run
 from buffer.wire.group import GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.engines.base import Engine, EngineDeadError, shown
-from producer_workers.user_code.failure import failure_text
+from producer_workers.user_code.failure import log_failure
 from producer_workers.user_code.user_function import outcome_of
 from producer_workers.worker.claims import FailureBackoff
 from producer_workers.worker.held_groups import HeldGroups
@@ -58,8 +58,8 @@ INLINE_BYTES = 64 << 10
 
 # Dead letters of one cause, and of all, whose responses a worker keeps: a judge that always raises
 # must not fill the server.
-KEPT_OF_CAUSE = 8
-KEPT = 64
+KEPT_OF_CAUSE = 32
+KEPT = 256
 
 
 class GroupRunner:
@@ -121,7 +121,7 @@ class GroupRunner:
                 raise
             if group:  # lengths that have changed fail a group in many ways
                 group.check_unchanged()
-            reason = failure_text(error)
+            reason = log_failure(error)
             is_own = "\n" not in reason and not isinstance(error, RolloutMQError)
             said = message_of(reason)
             log.warning("group failed: %s", said, extra={"gid": job.gid}, exc_info=is_own)

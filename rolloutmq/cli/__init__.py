@@ -21,6 +21,7 @@ from buffer.errors import INTERRUPTED, ConfigError, RolloutMQError
 from buffer.imports import missing_extra
 from buffer.readable import plain, visible
 from rolloutmq.command_list import SETTINGS, LazyGroup
+from rolloutmq.completion import complete_names
 from rolloutmq.hang_up import follow_terminal
 
 EPILOG = """
@@ -60,6 +61,13 @@ Environment:
 
 PRIVATE = 0o077
 
+
+class _Commands(LazyGroup):
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        return command and complete_names(command)
+
+
 app = typer.Typer(
     name="rolloutmq",
     help="A Redis-backed message queue between LLM rollout workers and an RL trainer.",
@@ -67,7 +75,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    cls=LazyGroup,
+    cls=_Commands,
     context_settings=SETTINGS,
 )
 

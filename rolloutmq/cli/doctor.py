@@ -79,7 +79,9 @@ def _run(name: str, view: RunView | None, symptoms: list[Symptom]) -> Iterator[T
     last_event = "" if quiet is None else f"  last event {age(quiet)} ago"
     yield Text.assemble((f"\nrun {name}", "bold"), (last_event, "dim"))
     for symptom in symptoms:
-        yield _marked(symptom.level, Text(describe(symptom)), symptom.fix)
+        trace = "".join(f"\n       {line}" for line in symptom.trace.splitlines())
+        what = Text.assemble(describe(symptom), (trace, "red"))
+        yield _marked(symptom.level, what, symptom.fix)
     if all(symptom.level == "note" for symptom in symptoms):
         yield _marked("ok", Text("nothing stops this run"))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -13,7 +13,8 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from buffer.errors import ConfigError, StoreUnavailable
-from buffer.groups.dead_letters import DeadLetter
+from buffer.failure_text import message_of, trace_of
+from buffer.groups.dead_letters import DeadLetter, by_cause
 from buffer.groups.record_walk import RecordWalk
 from buffer.ids import POOLS
 from buffer.query.language import FIELDS, OPERATORS, parse
@@ -133,13 +134,25 @@ def _letters(every: Iterable[DeadLetter], task: str | None, limit: int) -> Outpu
     letters = list(islice((each for each in every if task in (None, each.task)), limit))
     grid = table("gid", "tries", "worker", "age", "reason", right=["tries", "age"])
     for letter in letters:
-        reason = (
-            letter.reason if letter.step is None else f"in batch {letter.step}: {letter.reason}"
-        )
+        said = message_of(letter.reason)
+        reason = said if letter.step is None else f"in batch {letter.step}: {said}"
         cells = (str(letter.tries), letter.worker, age(letter.age_ms), reason)
         grid.add_row(letter.gid, *cells)
-    shown = [grid, *_cut(f"only the newest {limit}", len(letters) == limit)]
-    return Output([asdict(each) for each in letters], shown if letters else [_NO_LETTER])
+    shown = [grid, *_cut(f"only the newest {limit}", len(letters) == limit), *_traces(letters)]
+    documents = [asdict(each) | {"cause": each.cause} for each in letters]
+    return Output(documents, shown if letters else [_NO_LETTER])
+
+
+def _traces(letters: Sequence[DeadLetter]) -> Iterator[Text]:
+    """Yield the traceback of each cause, and how to look at one of its groups."""
+    for cause, found in by_cause(letters):
+        if trace := trace_of(found[0].reason):
+            yield Text.assemble(
+                (f"\n{cause}: {plural(len(found), 'dead letter')}\n", "bold"), trace
+            )
+            if gid := next((letter.gid for letter in found if letter.has_responses), None):
+                what = f"rolloutmq rejudge {gid} --pdb runs its judge on these responses again"
+                yield Text(what, style="dim")
 
 
 _NO_LETTER = "There are no dead letters."

@@ -1,32 +1,33 @@
-"""`rolloutmq show` and `batch`: one group, and the groups of a train step."""
+"""`rolloutmq show`, `rejudge` and `batch`: one group, and the groups of a train step."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
 from buffer.errors import ConfigError, RolloutMQError, StoreUnavailable
+from buffer.failure_text import trace_of
 from buffer.ids import split_group_id
 from buffer.ledger.ledger import BatchLedger
 from buffer.manifest import Manifest
 from buffer.readable import format_size
 from buffer.run import Run
 from buffer.wire.staleness import staleness
-from consumer.grpo.reporting.sample_log import Sample, SampleLog
+from consumer.grpo.reporting.sample_log import Sample, SampleLog, TokenTexts, model_folders
+from producer_workers.user_code.failure import failure_text
 from rolloutmq.command_list import command
-from rolloutmq.options import (
-    GroupId,
-    Output,
-    Target,
-    or_folder,
-)
+from rolloutmq.options import AsJson, GroupId, Output, Target, on_run, or_folder
 from rolloutmq.output import count, facts, known, table
 from rolloutmq.views.found_group import FoundGroup, find_group, group_parts
+
+if TYPE_CHECKING:
+    from rolloutmq.check.rejudge import Verdict
+    from rolloutmq.config.config import Config
 
 
 def _show_logged(
@@ -37,6 +38,9 @@ def _show_logged(
     if sample is None:
         raise error
     return _shown(FoundGroup(gid, "", [], {}, sample=sample), member, tokens)
+
+
+_PREVIEW = 200  # characters of a response
 
 
 @command("Look", "show", epilog="Example: rolloutmq show math-0000000042 --member 3")
@@ -83,6 +87,74 @@ def _batch_logged(folder: Path, error: RolloutMQError, step: int | None, is_eval
     if not samples:
         raise error
     return _logged(samples)
+
+
+@command("Look", "rejudge", epilog="Example: rolloutmq rejudge math-0000000042 --member 3 --pdb")
+@on_run
+def rejudge(
+    target: Target,
+    gid: GroupId,
+    member: Annotated[
+        int | None, typer.Option(min=0, help="Judge only this rollout of the group.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CONFIG",
+            help="Config with the judge. Default: that of `rolloutmq run`.",
+        ),
+    ] = None,
+    with_pdb: Annotated[
+        bool, typer.Option("--pdb", help="Open a debugger at the line of yours that raised.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run the judge of a group's task again on its responses.
+
+    It shows rewards and tracebacks, and changes nothing of the run. The judge runs as its code is
+    now, in this process, without limits of time and memory. The group may be in a pool or a batch,
+    in the sample log, or a dead letter that has kept its responses. Exits with 1 if the judge
+    raises.
+    """
+    from rolloutmq.check.rejudge import debug, judge_again, responses_of
+
+    found = find_group(target.run, gid, target.samples)
+    task = _config(target, config).tasks.get(name := split_group_id(gid)[0])
+    if task is None:
+        raise ConfigError(f"the config has no task {name!r}", hint="give another one by --config")
+    texts = TokenTexts(model_folders(target.run, target.run_dir))
+    states = responses_of(found, texts)
+    verdicts = list(judge_again(name, task, states))
+    shown = [verdict for verdict in verdicts if member in (None, verdict.index)]
+    document = {"gid": gid, "verdicts": [verdict.document() for verdict in shown]}
+    Output(document, list(map(_verdict, shown))).print(as_json=as_json)
+    if raised := next((verdict.error for verdict in shown if verdict.error), None):
+        if with_pdb:
+            debug(raised)
+        raise typer.Exit(1)
+
+
+def _verdict(verdict: Verdict) -> Text:
+    before = (verdict.before or {}).get("score")
+    text = Text.assemble((f"#{verdict.index} ", "bold"), f"{verdict.response[:_PREVIEW]!r}\n   ")
+    if verdict.error:
+        said = failure_text(verdict.error)
+        return text.append(trace_of(said).replace("\n", "\n   ") or said, style="red")
+    parts = ", ".join(f"{name} {value:g}" for name, value in (verdict.reward or {}).items())
+    return text.append(parts).append(f"  (before: {known(before, 'g')})", style="dim")
+
+
+def _config(target: Target, path: Path | None) -> Config:
+    """Return the config that the user names, else that of the run's last launcher."""
+    from rolloutmq.presets import config_of_run, open_config
+    from rolloutmq.run_owner import read_record
+
+    if path:
+        return open_config(path)
+    record = read_record(target.run_dir) if target.run_dir else None
+    if record is None or not record.command:
+        raise ConfigError("the run was not started by `rolloutmq run`", hint="give --config CONFIG")
+    return config_of_run(record.command)
 
 
 @command("Look", "batch", epilog="Example: rolloutmq batch 7 --json | jq -r '.groups[].gid'")

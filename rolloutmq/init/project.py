@@ -9,6 +9,7 @@ from pathlib import Path
 from string import Template
 
 from buffer.errors import ConfigError, SandboxUnavailable
+from buffer.readable import did_you_mean
 from producer_workers.config.sandbox import BUBBLEWRAP, WEAK
 from producer_workers.hub import is_id
 from producer_workers.user_code.sandbox import check_sandbox
@@ -65,7 +66,8 @@ def write_project(folder: Path, choices: Choices) -> list[str]:
     """
     if choices.template not in KINDS:
         raise ConfigError(
-            f"there is no template {choices.template!r}", hint=f"known: {', '.join(KINDS)}"
+            f"there is no template {choices.template!r}",
+            hint=f"{did_you_mean(choices.template, KINDS)}known: {', '.join(KINDS)}",
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty", hint="give the path of a new folder")

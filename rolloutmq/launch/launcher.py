@@ -256,7 +256,7 @@ class Launcher:
             except StoreUnavailable:
                 return  # the view shows it, and the next poll is soon
             if view.trainer.is_alive and view.producer.is_alive and view.live_workers:
-                self._owned.note(Stage.RUNNING)
+                self._owned.note(Stage.RUNNING, record.detail)
         if run.limits.steps != record.steps:
             self._owned.note(record.stage, record.detail, steps=run.limits.steps)
 

@@ -25,12 +25,16 @@ MOST_BIAS = 0.1  # the mean trained length may be this much below the mean start
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """One finding: what is the case, what to do, and for how many ms (None: unknown)."""
+    """One finding: what is the case, what to do, and for how many ms (None: unknown).
+
+    `trace`: of the user's code, if that raised.
+    """
 
     level: Level
     what: str
     fix: str = ""
     since_ms: int | None = None
+    trace: str = ""
 
 
 _fault = partial(Symptom, "fault")

@@ -13,6 +13,8 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from buffer.errors import RunError, SchemaVersionError, StoreError, StoreUnavailable, WireError
+from buffer.failure_text import headline, trace_of
+from buffer.groups.dead_letters import by_cause
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.weights import folder_manifest as weights_manifest
@@ -25,7 +27,8 @@ from rolloutmq.views.explain.who_waited import read_waits
 from rolloutmq.views.run_view import RunView, read_run_view
 
 FEW = 20_000  # groups and keys up to which all of a run is checked, within a second or two
-SHOWN = 5  # faults that are shown one by one
+FEW_LETTERS = 500  # newest dead letters whose causes are counted
+SHOWN = 5  # faults, or causes, that are shown one by one
 
 
 def diagnose_run(
@@ -47,7 +50,7 @@ def diagnose_run(
 
 def inspect(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> list[Symptom]:
     """Return the symptoms of a run that are not visible in its snapshot; `steps`: as trained."""
-    found = [*_damage(run, snap), *_judges(run), *_weights(snap), *_newest_letter(run, snap)]
+    found = [*_damage(run, snap), *_judges(run), *_weights(snap), *_dead_letters(run, snap)]
     return [*found, *_failed_rows(run, snap), *_waits(run, snap, steps)]
 
 
@@ -99,17 +102,23 @@ def _weights(snap: RunView) -> Iterator[Symptom]:
         )
 
 
-def _newest_letter(run: Run, snap: RunView) -> Iterator[Symptom]:
+def _dead_letters(run: Run, snap: RunView) -> Iterator[Symptom]:
+    """Report the most frequent causes of the newest dead letters."""
     if not snap.dead:
         return
     try:
-        letters = list(islice(run.dead_letters.newest(), 1))
+        causes = by_cause(islice(run.dead_letters.newest(), FEW_LETTERS))
     except StoreError:
         return
-    for letter in letters:
-        what = f"the newest dead letter is {letter.gid}: {letter.reason:.200}"
-        fix = "fix the cause, then run `rolloutmq requeue` or `rolloutmq drop`"
-        yield Symptom("note", what, fix, letter.age_ms)
+    for _, letters in causes[:SHOWN]:
+        newest = letters[0]
+        gid = next((letter.gid for letter in letters if letter.has_responses), newest.gid)
+        what = f"{plural(len(letters), 'dead letter')}: {headline(newest.reason, 200)}"
+        fix = (
+            f"`rolloutmq show {gid}` shows one, `rolloutmq rejudge {gid} --pdb` runs its judge "
+            "again; fix the cause, then run `rolloutmq requeue` or `rolloutmq drop`"
+        )
+        yield Symptom("note", what, fix, newest.age_ms, trace_of(newest.reason))
 
 
 def _waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Iterator[Symptom]:

@@ -14,6 +14,7 @@ from consumer.grpo.reporting.dead_letter_file import read_dead_letters
 from consumer.grpo.reporting.step_log import StepLog
 from rolloutmq.output import age
 from rolloutmq.run_owner import LaunchRecord, read_record
+from rolloutmq.views.explain.shares import mean_shares
 
 ON_SERVER = "groups in the queue, records of batches, workers and events, which were on the server"
 
@@ -56,6 +57,7 @@ class RunFolder:
             "groups trained": f"{sum(len(step.gids) for step in steps):,}",
             "trained twice": str(len(self.log.trained_twice())),
             "time in steps": age(1000 * seconds),
+            "lost and cut at the end": mean_shares(steps) or "nothing",
             "dead letters": str(len(self.letters)),
             "logs": ", ".join(logs),
             "written": time.strftime("%Y-%m-%d %H:%M"),

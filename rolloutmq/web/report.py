@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from base64 import b64encode
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ import orjson
 from buffer.errors import RolloutMQError
 from buffer.redis.connection.url import mask_url
 from consumer.grpo.reporting.sample_log import SampleLog
-from rolloutmq.config.load import load_config
-from rolloutmq.presets import find_config
+from rolloutmq.presets import config_of_run
 from rolloutmq.run_owner import LaunchRecord
 from rolloutmq.versions import all_versions
 from rolloutmq.views.run_folder import RunFolder
@@ -122,9 +120,7 @@ def _settings(record: LaunchRecord | None) -> dict[str, Any]:
     """Return the config of the newest start without secrets, or why it cannot be read any more."""
     if record is None or not record.command:
         return {}
-    path, *flags = record.command
-    overrides = [value for flag, value in pairwise(flags) if flag == "--set"]
     try:
-        return load_config(find_config(Path(path)), overrides).public()
+        return config_of_run(record.command).public()
     except RolloutMQError as error:
         return {"not readable": mask_url(error.message)}

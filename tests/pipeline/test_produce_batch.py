@@ -12,7 +12,7 @@ import pytest
 
 from buffer.control.control import Mode
 from buffer.control.progress import ProduceProgress, TaskProgress
-from buffer.control.task_status import ProduceBatchStatus
+from buffer.control.task_status import ProduceBatchStatus, TaskStop
 from buffer.errors import Fenced, NoBatch, RoleHeld, TaskStopped
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits, TaskLimits
@@ -111,6 +111,10 @@ def test_a_broken_task_stops_alone_until_it_is_resumed(
         site.run.jobs.resume_task("math")
         site.rounds()
         assert site.ready()["math"] == 5
+        # what is ready is enough for this batch
+        site.run.task_stops.publish(site.manager.nonce, "math", TaskStop("broken", 0, "again"))
+        assert len(site.take(2).groups) == 7
+        site.run.jobs.resume_task("math")
     assert not site.run.task_stops.of("math").kind
     site.scene.check()
 

@@ -94,7 +94,13 @@ class Scene:
         return self.run.jobs.claim(worker, self.workers[worker], new_nonce(), WEIGHTS, limit).jobs
 
     def submit(
-        self, worker: str, job: Job, status: Status = Status.COMPLETED, *, filtered: bool = False
+        self,
+        worker: str,
+        job: Job,
+        status: Status = Status.COMPLETED,
+        *,
+        filtered: bool = False,
+        finish: str = "stop",
     ) -> None:
         group = self.run.buffer.read(job.payload)
         for place, state in enumerate(group.states):
@@ -102,7 +108,7 @@ class Scene:
             state.append(np.array([5, 6, 7], "<i4"), np.array([-0.1, -0.2, -0.3], "<f4"), spans)
             state.response = f"It is {ESCAPE} 2."
             state.status = status
-            state.finish_reason = "stop"
+            state.finish_reason = finish
             state.reward = {"score": float(place), "length": 3.0}
         self.run.buffer.submit(
             worker, job, RolloutGroup(job.gid, job.task, group.states), 6, filtered=filtered

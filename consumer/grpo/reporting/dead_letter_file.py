@@ -79,4 +79,7 @@ def read_dead_letters(folder: Path) -> list[DeadLetter]:
         for line in lines
     ]
     now_ms = round(1000 * time.time())
-    return [replace(letter, age_ms=max(0, now_ms - letter.age_ms)) for letter in kept]
+    # their responses are only on the server
+    return [
+        replace(each, age_ms=max(0, now_ms - each.age_ms), has_responses=False) for each in kept
+    ]

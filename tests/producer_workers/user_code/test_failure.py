@@ -14,7 +14,7 @@ from producer_workers.config.task import JudgingSection
 from producer_workers.judges.judge import Judge
 from producer_workers.judges.load import load_judge, load_worker_judge
 from producer_workers.user_code import failure
-from producer_workers.user_code.failure import CauseLog, failure_text
+from producer_workers.user_code.failure import CauseLog, failure_text, log_failure
 from tests.producer_workers.user_code import broken
 from tests.producer_workers.user_code.test_containment import rollout
 
@@ -73,8 +73,8 @@ def test_a_cause_is_logged_with_its_traceback_once_and_then_counted(
     monkeypatch.setattr(failure, "CAUSES", CauseLog())
     with caplog.at_level(logging.WARNING, "rolloutmq.worker"):
         for number in range(72):
-            failure_text(_raised(broken.fail, response=str(number)))
-        failure_text(_raised(broken.own))
+            log_failure(_raised(broken.fail, response=str(number)))
+        log_failure(_raised(broken.own))
     said = [record.getMessage() for record in caplog.records]
     assert [text.count("Traceback") for text in said] == [1, 0, 1]
     assert "10 times" in said[1]

@@ -26,14 +26,15 @@ export const dead = {
   },
 };
 
-function card({ cause, count, tasks, workers, newest_ms: newest, letters }, page) {
+function card({ cause, count, tasks, workers, newest_ms: newest, trace, letters }, page) {
   const many = `${number(count)} ${count === 1 ? "group" : "groups"}`;
   const query = new URLSearchParams({ cause });
   const buttons = page.mayAct() ? el("div", { class: "acts" },
     act(`dead/requeue?${query}`, count === 1 ? "Requeue…" : `Requeue all ${number(count)}…`, page, { title: `Requeue ${many}?`, text: [`Cause: ${cause}`, "They get all their tries back and start again from their prompts."], yes: "Requeue" }),
     act(`dead/drop?${query}`, count === 1 ? "Drop…" : `Drop all ${number(count)}…`, page, { title: `Drop ${many}?`, text: [`Cause: ${cause}`, "They end: their payloads are freed, and their prompts are not drawn again."], yes: "Drop", stops: true })) : null;
-  const columns = [["group", (l) => groupLink(l.gid)], ["age", (l) => age(l.age_ms), true], ["tries", (l) => l.tries, true], ["worker", (l) => l.worker || "–"], ["batch", (l) => l.step ?? "–", true], ["reason", (l) => l.reason]];
+  const columns = [["group", (l) => groupLink(l.gid)], ["age", (l) => age(l.age_ms), true], ["tries", (l) => l.tries, true], ["worker", (l) => l.worker || "–"], ["batch", (l) => l.step ?? "–", true], ["responses", (l) => (l.has_responses ? "kept" : "–")], ["reason", (l) => l.reason]];
   return el("section", { class: "panel cause", "data-cause": cause }, el("h3", {}, cause),
     el("p", { class: "dim" }, `${many} of ${tasks.join(", ")}${workers.length ? `, on ${workers.slice(0, 6).join(", ")}${workers.length > 6 ? ` and ${workers.length - 6} more` : ""}` : ""}; the newest ${age(newest)} ago`),
+    trace ? el("pre", { class: "trace" }, trace) : null,
     buttons, el("details", { open: count <= 3 }, el("summary", {}, count > letters.length ? `the newest ${letters.length}` : "groups"), table(columns, letters)));
 }

@@ -52,11 +52,7 @@ async function open() {
   const view = VIEWS[name] ?? overview;
   for (const link of document.querySelectorAll("nav a")) {
     if (VIEWS[link.getAttribute("href").slice(2)] !== view) link.removeAttribute("aria-current");
-    else {
-      link.setAttribute("aria-current", "page");
-      // on a narrow screen, the row of views scrolls
-      link.parentElement.scrollLeft = link.offsetLeft - link.parentElement.clientWidth / 2;
-    }
+    else link.setAttribute("aria-current", "page");
   }
   const mine = ++opening;
   opened?.close?.();
@@ -111,17 +107,18 @@ function headline({ status, findings, control: { last_step: last } }) {
   const stops = findings.some(({ level }) => level === "stuck" || level === "fault"), warns = findings.some(({ level }) => level !== "note");
   // the trainer's own pause around a weight update is short, and a part of running
   const lives = status.phase === status.mode, isUpdate = lives && status.paused_by === "trainer" && !stops;
+  const isStuck = status.stuck_on.length > 0;
   const [words, kind] = !lives ? STATES[status.phase]
-    : status.stuck_on.length ? [`waits until you restart task ${status.stuck_on.join(", ")}`, "bad"]
+    : isStuck ? [el("a", { href: "#/control" }, `waits until you restart task ${status.stuck_on.join(", ")}`), "bad"]
     : isUpdate ? ["running: weight update", "good"]
     : status.mode === "run" && stops ? ["running, but it waits", "near"]
     : status.mode === "run" && warns ? ["running, with warnings", "near"] : STATES[status.mode] ?? [status.mode, "near"];
-  const by = lives && status.paused_by && !isUpdate ? `, by the ${status.paused_by}, for ${age(status.mode_age_ms)}` : "";
+  const by = lives && status.paused_by && !isUpdate && !isStuck ? `, by the ${status.paused_by}, for ${age(status.mode_age_ms)}` : "";
   const judged = status.judging ? `, ${number(status.judging)} being judged` : "";
   const fact = (label, value, kind = "") => el("span", { class: "fact" }, el("span", { class: "dim" }, label), " ", el("b", { class: kind }, value));
   const role = (state) => (state === "alive" ? "" : "near");
   patch(document.getElementById("headline"), [
-    el("span", { class: `state ${kind}` }, words + by),
+    el("span", { class: `state ${kind}` }, words, by),
     fact("step", `${number(status.steps.taken)} / ${number(last)}`),
     fact("weights", status.weights.version),
     fact("trainer", status.trainer.state, role(status.trainer.state)),

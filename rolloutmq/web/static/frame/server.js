@@ -42,9 +42,10 @@ function fromReport(path) {
   const { steps, samples } = saved;
   if (name === "dead") return saved.dead;
   if (name === "runs") return { own: saved.run, runs: [saved.run] };
-  const asked = new URLSearchParams(query), text = asked.get("text");
+  const asked = new URLSearchParams(query), text = asked.get("text") || "", why = asked.get("why") || "";
   if (name === "samples") {
-    if (text) return { steps, step: null, groups: samples.filter((sample) => JSON.stringify(sample).toLowerCase().includes(text.toLowerCase())) };
+    const isWanted = (sample) => (!why || sample.why === why) && JSON.stringify(sample).toLowerCase().includes(text.toLowerCase());
+    if (text || why) return { steps, step: null, groups: samples.filter(isWanted) };
     const step = Number(asked.get("step")) || null;
     return { steps, step, groups: step ? samples.filter((sample) => sample.step === step) : samples };
   }

@@ -65,7 +65,7 @@ BROKEN: dict[Callable[[Scene, Path], None], tuple[str, str]] = {
         "[worker] tasks, lanes",
     ),
     a_letter: (
-        "the newest dead letter is math-0000000005: ValueError: the judge said no",
+        "1 dead letter: ValueError: the judge said no",
         "rolloutmq requeue",
     ),
 }
