@@ -10,7 +10,7 @@
 
 import { age, el, number, patch } from "./draw.js";
 import { data, watch } from "./data.js";
-import { ask, keepToken, saved } from "./server.js";
+import { ask, isServed, keepToken, saved } from "./server.js";
 import { about } from "./about.js";
 import { control } from "../control/control.js";
 import { dead } from "../control/dead.js";
@@ -150,19 +150,21 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   main.focus();
 });
 
-// A report shows curves, samples and what is known of the run; nothing of it changes.
-function headOfReport({ run, facts }) {
+// A report shows curves, samples, dead letters and what is known of the run; nothing of it changes.
+function headOfReport({ run, facts, dead: { total } }) {
   document.title = `${run}: rolloutmq report`;
   document.getElementById("run").textContent = run;
   document.getElementById("headline").textContent = `${facts.state}, step ${facts.steps}, written ${facts.written}`;
   document.getElementById("account").textContent = facts.account ?? "";
-  for (const link of document.querySelectorAll("nav a")) link.hidden = !["#/run", "#/groups", "#/about"].includes(link.getAttribute("href"));
+  document.getElementById("dead-count").textContent = total ? `(${total})` : "";
+  const shown = ["#/run", "#/groups", "#/dead", "#/about", ...(isServed ? ["#/logs"] : [])];
+  for (const link of document.querySelectorAll("nav a")) link.hidden = !shown.includes(link.getAttribute("href"));
 }
 
 async function start() {
-  if (saved) headOfReport(saved);
   try {
     const { own } = await ask("runs");
+    if (saved) headOfReport(saved);
     page.watchRuns(own ? [own] : []);
   } catch (error) {
     onTrouble(error);
