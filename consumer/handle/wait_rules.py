@@ -179,7 +179,8 @@ class BatchOutlook:
     def _note_stops(self, stops: Mapping[str, TaskStop]) -> None:
         for task, stop in stops.items():
             if self._stops_are_final:
-                raise TaskStopped(stop.describe(task), hint=stop.fix(task))
+                hint = f"{stop.fix(task)}, or start `rolloutmq run` again"
+                raise TaskStopped(stop.describe(task), hint=hint)
             if task not in self._stopped:
                 log.error("the trainer waits: %s; %s", stop.describe(task), stop.fix(task))
         for task in self._stopped:
@@ -187,11 +188,11 @@ class BatchOutlook:
                 log.warning("the trainer waits for task %s no longer", task)
         if list(stops) != self._stopped:
             self._stopped = list(stops)
-            self._work.wait_for(", ".join(stops))
+            self._work.wait_for(self._stopped)
 
     def close(self) -> None:
         """End the wait."""
-        self._work.wait_for("")
+        self._work.wait_for(())
 
     def check(self, answer: NotReady) -> None:
         """Raise if waiting is useless, as the module describes: Stopped if the run is finished."""

@@ -47,7 +47,7 @@ class _Conversation:
             case {"type": "reasoning"}:
                 self._part("reasoning_content", _thought(item))
             case {"type": "function_call", "call_id": str(call), "name": name, "arguments": given}:
-                function = {"name": name, "arguments": given}
+                function = {"name": _whole_name(item.get("namespace"), name), "arguments": given}
                 self._call({"id": call, "type": "function", "function": function})
             case {"type": "function_call_output", "call_id": str(call), "output": said}:
                 text = joined_text(said, _TEXTS)
@@ -93,18 +93,28 @@ def _messages(given: Any) -> Any:
     return [plain_message(message) for message in conversation.messages]
 
 
-def _tool(tool: Any) -> Json:
-    match tool:
-        case {"type": "function"}:
-            parameters = tool.get("parameters") or {}
-            return function_tool(tool.get("name"), tool.get("description"), parameters)
-        case {"type": kind}:
-            raise ValueError(f"a tool of type {kind} is not run here: offer functions only")
-    raise ValueError("each tool has a type")
+def _whole_name(namespace: Any, name: Any) -> Any:
+    return f"{namespace}.{name}" if namespace else name
 
 
-def _tools(tools: Any) -> Any:
-    return [_tool(tool) for tool in tools] if isinstance(tools, list) else tools
+def _tools(tools: Any, namespace: str = "") -> Any:
+    """Return functions of chat completions; those of a namespace have it in their names."""
+    if not isinstance(tools, list):
+        return tools
+    functions: list[Json] = []
+    for tool in tools:
+        match tool:
+            case {"type": "function"}:
+                name = _whole_name(namespace, tool.get("name"))
+                parameters = tool.get("parameters") or {}
+                functions.append(function_tool(name, tool.get("description"), parameters))
+            case {"type": "namespace", "name": str(name), "tools": list(inner)} if not namespace:
+                functions += _tools(inner, name)
+            case {"type": kind}:
+                raise ValueError(f"a tool of type {kind} is not run here: offer functions only")
+            case _:
+                raise ValueError("each tool has a type")
+    return functions
 
 
 def _format(text: Any) -> Any:
@@ -221,8 +231,9 @@ def _items(turn: SampledTurn) -> Iterator[tuple[Json, Sequence[Json]]]:
     for call in turn.calls:
         given = call["function"]["arguments"]
         known = {"id": f"fc_{call['id']}", "type": "function_call", "call_id": call["id"]}
-        name = call["function"]["name"]
-        item = {**known, "name": name, "arguments": given, "status": "completed"}
+        namespace, _, name = call["function"]["name"].rpartition(".")
+        where = {"name": name, **({"namespace": namespace} if namespace else {})}
+        item = {**known, **where, "arguments": given, "status": "completed"}
         kind = "response.function_call_arguments"
         yield (
             item,

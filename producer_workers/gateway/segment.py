@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 
 from buffer.errors import WireError
 from buffer.wire.checks import check_plain
-from buffer.wire.group import GATEWAY_RECORD, NEW_CONTEXTS, OPEN_SESSIONS, SESSIONS_RESTARTED
+from buffer.wire.group import (
+    GATEWAY_RECORD,
+    NEW_CONTEXTS,
+    OPEN_SESSIONS,
+    SESSIONS_RESTARTED,
+    new_contexts,
+)
 from buffer.wire.rollout import RolloutState, ToolCall, VersionSpan, with_known_rows
 from producer_workers.engines.base import Generation
 
@@ -151,7 +157,7 @@ class SessionRecord:
         self._found: dict[str, list[Any]] = dict(extra.get(OPEN_SESSIONS, {}))
         self._open: dict[str, list[Any]] = {}
         self._restarted = int(extra.get(SESSIONS_RESTARTED, 0))
-        self._new_contexts = Counter(extra.get(NEW_CONTEXTS, {}))
+        self._new_contexts = Counter(new_contexts(extra))
 
     def resume(self, rollouts: Sequence[RolloutState]) -> list[Segment]:
         """Return the segments of an open session; empty if it begins (again)."""
@@ -171,8 +177,8 @@ class SessionRecord:
     def restart(self) -> None:
         self._restarted += 1
 
-    def count(self, new_contexts: Mapping[str, int]) -> None:
-        self._new_contexts.update(new_contexts)
+    def count(self, contexts: Mapping[str, int]) -> None:
+        self._new_contexts.update(contexts)
 
     def write(self, states: Sequence[RolloutState]) -> None:
         counts = {

@@ -150,7 +150,7 @@ _NO_LETTER = "There are no dead letters."
 def requeue(
     target: Target,
     gid: Annotated[
-        str | None, typer.Argument(metavar="[GID]", help="Id of a group: see rolloutmq dead.")
+        str | None, typer.Argument(metavar="GID", help="Id of a group: see rolloutmq dead.")
     ] = None,
     all_dead: Annotated[bool, typer.Option("--all-dead", help="Requeue all dead letters.")] = False,
     yes: Yes = False,

@@ -252,7 +252,7 @@ def report(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[RUN_FOLDER]",
+            metavar="RUN_FOLDER",
             help="Folder of the run. Default: the one under ./runs that runs, or was used last.",
         ),
     ] = None,

@@ -193,8 +193,8 @@ def warm_start(config: ConfigPath, overrides: Overrides = None) -> None:
 @command("Data", "export-model", epilog="Example: rolloutmq export-model configs/demo.toml 40 out")
 def export(
     config: ConfigPath,
-    step: Annotated[int, typer.Argument(min=1, help="Step of a checkpoint of the run.")],
-    folder: Annotated[Path, typer.Argument(help="New folder for the model.")],
+    step: Annotated[int, typer.Argument(min=1, metavar="STEP", help="A step with a checkpoint.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder of the model.")],
     float32: Annotated[
         bool, typer.Option("--float32", help="Write the numbers as trained, not in bfloat16.")
     ] = False,
@@ -218,7 +218,7 @@ def evaluate(
     checkpoint: Annotated[
         str,
         typer.Argument(
-            metavar="[CHECKPOINT]",
+            metavar="CHECKPOINT",
             help="Step of a checkpoint, or a model folder. Default: the newest checkpoint.",
         ),
     ] = "",

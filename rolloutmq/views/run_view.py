@@ -207,9 +207,10 @@ class RunView:
     @property
     def stuck_on(self) -> list[str]:
         """The stopped tasks whose restart would let the trainer go on."""
-        if not self.trainer.doing or self.paused_by == "operator" or self.phase != self.mode:
+        if self.paused_by == "operator" or self.phase != self.mode:
             return []
-        return [task.account.task for task in self.tasks if task.stop_reason]
+        stopped = {task.account.task for task in self.tasks if task.stop_reason}
+        return [task for task in self.trainer.waits_for if task in stopped]
 
     @property
     def troubles(self) -> list[str]:

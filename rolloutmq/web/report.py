@@ -21,6 +21,7 @@ from rolloutmq.output import age
 from rolloutmq.presets import config_of_run
 from rolloutmq.run_owner import LaunchRecord, read_record
 from rolloutmq.versions import all_versions
+from rolloutmq.views.explain.shares import mean_shares
 from rolloutmq.web.series import Mark, RunSeries
 
 SAMPLED_STEPS = 6  # steps whose samples are shown: the first, the last, and some between
@@ -119,6 +120,7 @@ def _facts(folder: Path, record: LaunchRecord | None, log: StepLog) -> dict[str,
         "groups trained": f"{groups:,}",
         "trained twice": str(len(log.trained_twice())),
         "time in steps": age(1000 * seconds),
+        "lost and cut at the end": mean_shares(log.steps) or "nothing",
         "written": time.strftime("%Y-%m-%d %H:%M"),
     }
     if record:

@@ -79,10 +79,6 @@ class Watcher:
             "status": describe(snap),
             "control": _control(snap),
             "findings": [asdict(finding) for finding in findings],
-            "waits": {
-                wait: {"now": now, "share": self._history.share(wait)}
-                for wait, now in self._history.waits.items()
-            },
             "events": [
                 {"at_ms": at_ms, "event": name, **fields} for at_ms, name, fields in snap.events
             ],

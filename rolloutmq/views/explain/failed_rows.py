@@ -14,7 +14,7 @@ from buffer.job import PayloadRef
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 
-MOST = 64  # prompts that are read of each kind
+MOST = 32  # prompts that are read of each kind
 FEWEST = 8  # below this, their quartiles say nothing
 MOST_LETTERS = 1000  # dead letters of all tasks that are looked through
 LENGTH_RATIO = 1.5  # medians further apart than this are a bias

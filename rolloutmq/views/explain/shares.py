@@ -6,13 +6,17 @@ young run, of all.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from consumer.grpo.reporting.step_log import TrainedStep
 from rolloutmq.views.run_view import TaskView
 
-FEWEST = 20  # groups or rollouts below which a share says nothing
+METRICS = ("failed", "truncated", "expired", "unparsed", "filtered_groups")  # of a train step
+STEPS = 20  # whose mean is reported
+FEWEST, FEWEST_CASES = 20, 3  # groups or rollouts, and cases, below which a share says nothing
 
 
 class _Rule(NamedTuple):
@@ -58,7 +62,8 @@ class Share:
 
     @property
     def level(self) -> Literal["note", "warning", "error"]:
-        if self.total < FEWEST or self.share < _RULES[self.name].warning:
+        is_chance = self.total < FEWEST or self.number < FEWEST_CASES
+        if is_chance or self.share < _RULES[self.name].warning:
             return "note"
         return "warning" if self.share < _RULES[self.name].error else "error"
 
@@ -69,6 +74,18 @@ class Share:
     @property
     def fix(self) -> str:
         return _RULES[self.name].fix.replace("TASK", self.task)
+
+
+def mean_shares(steps: Sequence[TrainedStep]) -> str:
+    """Return "failed math 7%, …" of the last train steps, from the trainer's log."""
+    values: defaultdict[str, list[float]] = defaultdict(list)
+    for step in steps[-STEPS:]:
+        for metric, value in step.metrics.items():
+            name, _, task = metric.partition("/")
+            if task and name in METRICS:
+                values[f"{name.removesuffix('_groups')} {task}"].append(value)
+    means = {name: sum(own) / len(own) for name, own in sorted(values.items())}
+    return ", ".join(f"{name} {mean:.0%}" for name, mean in means.items() if mean)
 
 
 def shares_of(task: TaskView) -> Iterator[Share]:

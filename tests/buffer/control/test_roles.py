@@ -58,12 +58,12 @@ def test_a_process_that_waits_for_days_keeps_its_role_and_says_what_for(
     monkeypatch.setattr(roles, "HUNG_S", 0.0)
     work = Work()
     role = HeldRole(scene.run.control, "trainer", nonce=scene.open_trainer(), work=work)
-    work.wait_for("math")
+    work.wait_for(["math"])
     role.renew_in_background(lambda: 0.01, lambda: None)
-    while scene.run.control.holder("trainer").doing != "waits for math":
+    while scene.run.control.holder("trainer").waits_for != ["math"]:
         time.sleep(0.01)
-    work.wait_for("")
-    while scene.run.control.holder("trainer").doing:
+    work.wait_for(())
+    while scene.run.control.holder("trainer").waits_for:
         time.sleep(0.01)
     role.close()
 

@@ -472,6 +472,26 @@ def test_what_the_client_of_responses_sends_back_continues_the_tokens_that_were_
     assert "be brief" in chat.decode(engine.read[0])
 
 
+def test_functions_of_a_namespace_are_offered_and_called_by_both_names(chat: Any) -> None:
+    """As Codex offers its sub-agents and the tools of MCP servers."""
+    space = {"type": "namespace", "name": "sums", "description": "", "tools": FUNCTIONS}
+
+    async def solve(task: AgentTask) -> None:
+        async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            asked: Any = {"model": "m", "tools": [*FUNCTIONS, space], "input": [*task.messages]}
+            first = await client.responses.create(**asked)
+            calls = [item for item in first.output if item.type == "function_call"]
+            assert [(call.namespace, call.name) for call in calls] == [
+                ("sums", "add"),
+                (None, "add"),
+            ]
+            asked["input"] += [*first.output, *outputs_of(first.output)]
+            await client.responses.create(**asked)
+
+    _, states = conversation(chat, solve, [CALL.replace('"add"', '"sums.add"') + CALL, "5"])
+    assert len(states) == 1
+
+
 def test_a_client_of_responses_that_blocks_is_served_and_told_what_it_may_not_ask(
     chat: Any,
 ) -> None:

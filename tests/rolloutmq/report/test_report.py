@@ -33,7 +33,12 @@ def run_folder(tmp_path: Path) -> Path:
         owned.note(owned.record.stage, account="account: lost 0 · in two places 0")
     writer = StepWriter(folder)
     for step in range(1, 31):
-        metrics = {"rewards/mean": step / 30, "loss/policy": 0.5, "odd/metric": 1.0}
+        metrics = {
+            "rewards/mean": step / 30,
+            "loss/policy": 0.5,
+            "odd/metric": 1.0,
+            "failed/sums": 0.25,
+        }
         writer.add_step(step, "l1", [f"sums-{step}"], metrics)
     writer.add_evaluation(0, "held_out", {"eval/accuracy": 0.25})
     writer.add_evaluation(30, "held_out", {"eval/accuracy": 0.75})
@@ -89,6 +94,7 @@ def test_the_page_shows_the_run_and_loads_nothing(
     assert HOSTILE in until(chromium, "taken over")
     assert chromium.find_elements("css selector", "main img, main script") == []
     turn(chromium, "about")
+    assert "failed sums 25%" in until(chromium, "lost and cut")
     assert "qwen3" in until(chromium, "Versions").lower() or "demo" in until(chromium, "Versions")
     faults = [line for line in chromium.get_log("browser") if line["level"] == "SEVERE"]  # type: ignore[no-untyped-call]
     assert faults == []

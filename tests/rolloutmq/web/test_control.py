@@ -62,7 +62,7 @@ def test_a_run_that_waits_for_a_stopped_task_leads_to_the_button_that_restarts_i
     run, work = scene.run, Work()
     run.control.open_producer(scene.producer, take_over=True)
     run.task_stops.publish(scene.producer, "math", TaskStop("broken", 0, "row 7 cannot be read"))
-    work.wait_for("math")
+    work.wait_for(["math"])
     time.sleep(SHORT_S)
     run.control.renew_role("trainer", scene.trainer, work=work)
     go(chromium, address, "run")

@@ -40,6 +40,7 @@ function heading(group, page, way) {
     el("h2", {}, group.gid, " ", el("small", {}, place)),
     group.dead_letter ? el("pre", { class: "bad trace" }, `dead letter: ${visible(asText(group.dead_letter.reason ?? group.dead_letter))}`) : null,
     group.gone ? el("p", { class: "dim" }, group.gone, group.sampled ? "; this is what the sample log holds of it" : ". The sample log has it only if it was chosen: ", group.sampled ? null : el("a", { href: "#/groups?step=newest" }, "sample log")) : null,
+    page.snapshot() ? el("p", {}, el("a", { href: `#/logs?${new URLSearchParams({ about: group.gid })}` }, "its lines in the logs")) : null,
     groupActs(group.gid, group.may, page),
     el("details", { class: "record" }, el("summary", {}, "record"), table([["field", (r) => r[0]], ["value", (r) => visible(asText(r[1]))]], records)));
 }
@@ -65,11 +66,11 @@ function siblings(members, state, change) {
   const columns = [
     ["", (m) => el("button", { type: "button", class: "quiet", onclick: () => document.getElementById(`member-${m.index}`).scrollIntoView({ behavior: "smooth", block: "start" }) }, `#${m.index}`)],
     ...names.map((name) => [visible(name), (m) => number(m.reward?.[name] ?? null, 3), true]),
-    ["advantage", (m) => signed(advantageOf(m, members)), true], ["tokens", (m) => number(m.tokens), true], ["finish", (m) => visible(m.finish_reason ?? "–")], ["status", (m) => m.status], ["weights", (m) => versionsOf(m), true],
+    ["advantage", (m) => signed(advantageOf(m, members)), true], ["tokens", (m) => number(m.tokens), true], ["finish", (m) => el("span", { class: m.finish_reason === "length" ? "near" : "" }, visible(m.finish_reason ?? "–"))], ["status", (m) => m.status], ["weights", (m) => versionsOf(m), true],
     ["response", (m) => el("span", { class: "first-line" }, visible(textOf(m).trimStart().slice(0, 160)))],
     ["", (m) => el("button", { type: "button", class: "quiet", "aria-pressed": String(state.view === "changes" && state.base === m.index), onclick: () => change({ view: "changes", base: m.index }) }, "compare")],
   ];
-  return el("div", { class: "scores" }, table(columns, members));
+  return el("details", { class: "scores", open: matchMedia("(min-width: 40rem)").matches }, el("summary", { class: "dim" }, "all rollouts"), table(columns, members));
 }
 
 function controls(members, state, change, hasTokens) {

@@ -43,6 +43,7 @@ export const overview = {
     if (snapshot) {
       patch(places.findings, findings(snapshot));
       drawTasks(snapshot);
+      places.time.hidden = snapshot.status.mode === "finish"; // nothing changes any more
       drawTime();
       lanes.update(snapshot.now_ms);
     }
@@ -197,28 +198,24 @@ function drawTime() {
   }
 }
 
-function drawTasks({ status, waits }) {
+function drawTasks({ status }) {
   const tasks = Object.entries(status.tasks);
   const count = (n) => el("span", { class: n ? "" : "dim" }, number(n));
   const columns = [["stage", (row) => row], ...tasks.map(([name, task]) => [name, (row) => count(task.places[row]), true])];
   const groups = panel("Groups by stage", null, table(columns, STAGES));
   groups.classList.add(tasks.length > 3 ? "wide" : "tall");
-  patch(places.tasks, [groups, ...tasks.map(task), waiting(waits), memory(status)]);
+  patch(places.tasks, [groups, ...tasks.map(task), memory(status)]);
 }
 
 function task([name, task]) {
-  const ages = Object.entries(task.staleness), most = Math.max(1, ...ages.map(([, n]) => n));
+  const found = Object.entries(task.staleness), ages = found.some(([, n]) => n) ? found : [], most = Math.max(1, ...ages.map(([, n]) => n));
   return panel(name, `mean score ${number(task.mean_reward, 3)}`,
     bars(bar("ahead", task.in_flight, task.in_flight_limit || task.in_flight, `${task.in_flight} / ${task.in_flight_limit}`, task.in_flight_limit && task.in_flight >= task.in_flight_limit ? "near" : ""),
       ages.map(([staleness, n]) => bar(`staleness ${staleness}`, n, most, number(n))),
-      Object.entries(task.shares).map(([name, { share, number: n, total, level }]) => bar(name, share, 1, `${number(100 * share)} % (${n} of ${total})`, LEVELS[level]))),
+      Object.entries(task.shares).map(([name, { share, level }]) => bar(name, share, 1, `${number(100 * share)} %`, LEVELS[level]))),
     task.too_old ? el("p", { class: "near" }, `${task.too_old} too old, about to expire`) : null,
     task.ended_early ? el("p", { class: "dim" }, `${task.ended_early} ended early, too old (${number(task.discarded_tokens)} tokens)`) : null,
     task.trouble ? el("p", { class: "bad" }, task.trouble) : null);
-}
-
-function waiting(waits) {
-  return panel("Waiting", "share of the observed time", bars(Object.entries(waits).map(([who, wait]) => bar(who, wait.share, 1, `${number(100 * wait.share)} %`, wait.now ? "near" : ""))));
 }
 
 function memory({ memory: { held_bytes, low_bytes, high_bytes } }) {
