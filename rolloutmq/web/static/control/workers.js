@@ -76,8 +76,9 @@ function details(w) {
 async function history(id) {
   const events = await ask(`workers/${encodeURIComponent(id)}/events`);
   const said = ({ at_ms, event, worker, ...fields }) => Object.entries(fields).map(([name, value]) => `${name}=${value}`).join(" ");
-  const rows = [["when", (e) => new Date(e.at_ms).toLocaleTimeString([], { hour12: false })], ["event", (e) => e.event], ["", said]];
+  const rows = [["when", (e) => new Date(e.at_ms).toLocaleTimeString([], { hour12: false })], ["event", (e) => e.event], ["", said, "text"]];
   rate = new Chart({ key: "worker", title: "Tokens per second", unit: "of this worker" }, "time");
+  rate.show([], 0, false); // hidden until there are values
   return el("section", { class: "panel worker" }, el("h2", {}, `Worker ${id}`), el("div", { id: "worker-now" }), rate.node,
     el("h3", {}, "Its newest events"), events.length ? table(rows, events) : el("p", { class: "dim" }, "none is kept"));
 }
