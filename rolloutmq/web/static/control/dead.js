@@ -17,9 +17,10 @@ export const dead = {
     read < total ? el("p", { class: "near" }, `only the newest ${number(read)} are grouped`) : null,
     el("div", { class: "stack" }, causes.map((cause) => card(cause, page)))];
   },
-  update({ status }) {
+  update(snapshot) {
     document.getElementById("newer")?.remove();
-    if (shown === null || status.dead_letters === shown) return;
+    if (!snapshot || shown === null || snapshot.status.dead_letters === shown) return;
+    const { status } = snapshot;
     const refresh = el("button", { type: "button", id: "newer", onclick: () => dispatchEvent(new Event("hashchange")) }, `there are ${number(status.dead_letters)} now: show them`);
     document.getElementById("view").prepend(refresh);
   },
