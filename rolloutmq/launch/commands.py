@@ -91,7 +91,7 @@ def run(
     `rolloutmq stop` stops them in order: the trainer writes a checkpoint, workers return what they
     hold; so does the end of the terminal, unless it was started with nohup. A second Ctrl-C kills
     them. The same command continues the run. A run that needs a stopped task waits until it is
-    resumed (`rolloutmq resume --task`, or the browser).
+    resumed (`rolloutmq resume --task NAME`, or the browser).
     """
     given = list(overrides or [])
     settings = open_config(config, given)
