@@ -38,7 +38,7 @@ SEARCH = {
     "CHANGELOG.md": {"boost": 0.1},
     "docs/pages/api_*": {"boost": 0.002},
     "docs/pages/config_reference.md": {"boost": 0.8},
-    "docs/pages/troubleshooting.md": {"boost": 1.5},
+    "docs/pages/troubleshooting.md": {"boost": 2},
     "docs/notebooks/*": {"boost": 0.3},
 }
 """Pages that answer few questions, so that the search shows those that do first."""

@@ -21,7 +21,7 @@ import orjson
 import redis
 import typer
 
-from buffer.errors import ConfigError, QueryError, RunNotFound, StoreUnavailable
+from buffer.errors import ConfigError, QueryError, RunNotFound, StoreError, StoreUnavailable
 from buffer.ids import valid_name
 from buffer.readable import did_you_mean
 from buffer.redis.connection.nodes import Servers
@@ -38,6 +38,7 @@ from rolloutmq.run_owner import folders_below, known_folders, last_change
 RUNS = Path("runs")
 
 _DEADLINE_S = 5.0
+_OF_FOLDERS = "`rolloutmq status`, `web`, `report`, `dead`, `show`, `batch` and `logs`"
 _HOW = (
     "pass --redis-url URL or --run-dir FOLDER, set REDIS_URL, "
     "or change to the folder in which the run was started"
@@ -206,16 +207,19 @@ def open_server(redis_url: str | None, run_dir: Path | None) -> Iterator[tuple[S
 
 def _keep_running(server: EmbeddedServer, run_dir: Path | None, stack: ExitStack) -> None:
     try:
-        if not (server.is_running or server.has_data):
-            raise StoreUnavailable(f"the data of the server in {server.folder} are gone")
         if not server.is_running:
+            if not server.has_data:
+                raise StoreUnavailable(f"the data of the server in {server.folder} are gone")
+            if not os.access(server.folder, os.W_OK):
+                raise StoreUnavailable(f"the server of {run_dir} needs to write to its folder")
             what = f"the server of {run_dir} does not run: it is started for this command only"
             console(stderr=True).print(what, style="dim", soft_wrap=True)
         stack.enter_context(server.reading())
-    except OSError as error:  # on a disk that cannot be written, or another user's
-        raise StoreUnavailable(
-            f"the server of {run_dir} cannot be started: {error.filename}: {error.strerror}"
-        ) from error
+    except OSError as error:
+        what = f"the server of {run_dir} cannot be started: {error.filename}: {error.strerror}"
+        raise StoreUnavailable(what) from error
+    except StoreError as error:  # of another version, or damaged
+        raise StoreUnavailable(error.message, hint=error.hint) from error
 
 
 @contextmanager
@@ -290,8 +294,11 @@ def on_run(
                 answer = function(target, **given)
         except StoreUnavailable as error:
             folder = folder_without_server(redis_url, run_dir, run)
-            if not (read_folder and folder):
+            if folder is None:
                 raise
+            if read_folder is None:
+                hint = f"{_OF_FOLDERS} read what {folder} has"
+                raise StoreUnavailable(error.message, hint=hint) from error
             given.pop("as_json", None)
             answer = read_folder(folder, error, **given)
         if answer is not None:

@@ -40,7 +40,7 @@ _LEVELS = {"error": "red", "critical": "red", "warning": "yellow"}
 RoleName = Annotated[
     str | None,
     typer.Argument(
-        metavar="[ROLE]",
+        metavar="ROLE",
         help="Only this process, or all of a kind: trainer, producer, worker, worker-0, judge. "
         "run: what `rolloutmq run --detach` printed.",
     ),

@@ -107,7 +107,7 @@ def _read_server(
     redis_url: str | None, run_dir: Path | None, *, is_needed: bool
 ) -> tuple[Address | None, list[RunLine]]:
     """Return a server and its runs; None if none runs and none was named. Raises StoreError."""
-    is_needed |= "REDIS_URL" in os.environ
+    is_needed |= bool(os.environ.get("REDIS_URL"))
     newest = newest_server()
     if not (is_needed or (newest and newest[0].is_running)):
         return None, []
@@ -252,7 +252,7 @@ def report(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[RUN_FOLDER]",
+            metavar="RUN_FOLDER",
             help="Folder of the run. Default: the one under ./runs that runs, or was used last.",
         ),
     ] = None,

@@ -162,7 +162,7 @@ def _config(target: Target, path: Path | None) -> Config:
 def batch(
     target: Target,
     step: Annotated[
-        int | None, typer.Argument(min=1, metavar="[STEP]", help="Train step. Default: the newest.")
+        int | None, typer.Argument(min=1, metavar="STEP", help="Train step. Default: the newest.")
     ] = None,
     is_eval: Annotated[
         bool,

@@ -91,7 +91,7 @@ def run(
     `rolloutmq stop` stops them in order: the trainer writes a checkpoint, workers return what they
     hold; so does the end of the terminal, unless it was started with nohup. A second Ctrl-C kills
     them. The same command continues the run. A run that needs a stopped task waits until it is
-    resumed (`rolloutmq resume --task`, or the browser).
+    resumed (`rolloutmq resume --task NAME`, or the browser).
     """
     given = list(overrides or [])
     settings = open_config(config, given)
@@ -193,8 +193,8 @@ def warm_start(config: ConfigPath, overrides: Overrides = None) -> None:
 @command("Data", "export-model", epilog="Example: rolloutmq export-model configs/demo.toml 40 out")
 def export(
     config: ConfigPath,
-    step: Annotated[int, typer.Argument(min=1, help="Step of a checkpoint of the run.")],
-    folder: Annotated[Path, typer.Argument(help="New folder for the model.")],
+    step: Annotated[int, typer.Argument(min=1, metavar="STEP", help="A step with a checkpoint.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder of the model.")],
     float32: Annotated[
         bool, typer.Option("--float32", help="Write the numbers as trained, not in bfloat16.")
     ] = False,
@@ -218,7 +218,7 @@ def evaluate(
     checkpoint: Annotated[
         str,
         typer.Argument(
-            metavar="[CHECKPOINT]",
+            metavar="CHECKPOINT",
             help="Step of a checkpoint, or a model folder. Default: the newest checkpoint.",
         ),
     ] = "",

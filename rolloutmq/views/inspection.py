@@ -127,7 +127,7 @@ def _waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Iterator[Sy
     except StoreError:
         return
     if waits:
-        yield Symptom("note", str(waits))
+        yield Symptom("note", str(waits), waits.advice)
 
 
 def _failed_rows(run: Run, snap: RunView) -> Iterator[Symptom]:

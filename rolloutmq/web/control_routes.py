@@ -23,18 +23,17 @@ from starlette.routing import Route
 from buffer.control.control import Mode
 from buffer.control.live_settings import parse_change
 from buffer.errors import AccountError, ConfigError
-from buffer.failure_text import message_of, trace_of
-from buffer.groups.dead_letters import DeadLetter, by_cause
+from buffer.groups.dead_letters import DeadLetter
 from buffer.run import Run
 from rolloutmq.options import require_known
 from rolloutmq.views.operator_mode import set_operator_mode
 from rolloutmq.views.setting_view import live_settings
 from rolloutmq.web.access import Access
+from rolloutmq.web.letters import letters_by_cause
 
 SEARCHED_EVENTS = 5_000  # newest events among which those of one worker are found
 SHOWN_EVENTS = 50
 MOST_LETTERS = 10_000  # letters that one request reads or moves
-SHOWN_LETTERS = 50  # letters of one cause that are listed
 
 
 class ControlRoutes:
@@ -101,12 +100,7 @@ class ControlRoutes:
         return list(islice(self._run.dead_letters.newest(), MOST_LETTERS))
 
     def _dead(self, request: Request) -> Any:
-        letters = self._letters()
-        return {
-            "total": len(self._run.dead_letters),
-            "read": len(letters),
-            "causes": [_described(cause, found) for cause, found in by_cause(letters)],
-        }
+        return letters_by_cause(self._letters(), len(self._run.dead_letters))
 
     def _move(self, request: Request, move: Callable[[str], str]) -> Any:
         """Move all letters of a cause; skip those that are no longer dead."""
@@ -128,19 +122,3 @@ class ControlRoutes:
 
 def _of_group(move: Callable[[str], str]) -> Callable[[Request], Any]:
     return lambda request: {"before": move(request.path_params["gid"])}
-
-
-def _letter(letter: DeadLetter) -> dict[str, Any]:
-    return asdict(letter) | {"reason": message_of(letter.reason)}
-
-
-def _described(cause: str, letters: list[DeadLetter]) -> dict[str, Any]:
-    return {
-        "cause": cause,
-        "count": len(letters),
-        "tasks": sorted({letter.task for letter in letters}),
-        "workers": sorted({letter.worker for letter in letters if letter.worker}),
-        "newest_ms": min(letter.age_ms for letter in letters),
-        "trace": trace_of(letters[0].reason),
-        "letters": [_letter(letter) for letter in letters[:SHOWN_LETTERS]],
-    }

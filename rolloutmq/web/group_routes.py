@@ -79,14 +79,17 @@ class GroupRoutes:
         return next((sample for sample in samples if sample["gid"] == gid), None)
 
     def _logged(self, request: Request) -> Any:
-        log = self._samples
-        steps = log.steps() if log else None
-        if log is None or steps is None:
-            return {"steps": None, "step": None, "groups": []}
-        text, why = (request.query_params.get(name) or "" for name in ("text", "why"))
-        if text or why:
-            found = islice(log.search(text, why), PAGE)
-            groups = [sample | {"excerpt": text and contains(sample, text)} for sample in found]
-            return {"steps": steps, "step": None, "groups": groups}
-        step = number_in(request.query_params.get("step") or str(steps[1]), 10**9)
-        return {"steps": steps, "step": step, "groups": log.read(step)}
+        return logged_samples(self._samples, request)
+
+
+def logged_samples(log: SampleLog | None, request: Request) -> Any:
+    steps = log.steps() if log else None
+    if log is None or steps is None:
+        return {"steps": None, "step": None, "groups": []}
+    text, why = (request.query_params.get(name) or "" for name in ("text", "why"))
+    if text or why:
+        found = islice(log.search(text, why), PAGE)
+        groups = [sample | {"excerpt": text and contains(sample, text)} for sample in found]
+        return {"steps": steps, "step": None, "groups": groups}
+    step = number_in(request.query_params.get("step") or str(steps[1]), 10**9)
+    return {"steps": steps, "step": step, "groups": log.read(step)}

@@ -21,6 +21,7 @@ from buffer.readable import plain
 from rolloutmq.views.explain.log_files import (
     FIELDS_OF_ALL,
     LEVELS,
+    OUTPUT,
     Entry,
     LogFiles,
     LogFilter,
@@ -64,8 +65,8 @@ class LogRoutes:
         self, request: Request, files: LogFiles, wanted: LogFilter, lines: int
     ) -> AsyncIterator[bytes]:
         found = await asyncio.to_thread(files.last, lines, wanted)
-        every = LogFiles(files.folder, "")
-        yield _event(found, processes=every.roles, is_cut=files.is_cut)
+        processes = [name for role in ("", OUTPUT) for name in LogFiles(files.folder, role).roles]
+        yield _event(found, processes=processes, is_cut=files.is_cut)
         while not self._is_over() and not await request.is_disconnected():
             if found := await asyncio.to_thread(files.new, wanted):
                 yield _event(found[-MOST_LINES:])

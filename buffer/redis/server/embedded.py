@@ -264,10 +264,16 @@ class EmbeddedServer:
             os.close(descriptor)  # a server that inherited it keeps the lock
 
     def _is_locked(self) -> bool:
-        if not self.folder.is_dir():
+        try:
+            lock = (self.folder / "valkey.lock").open("rb")  # also on a read-only disk
+        except (FileNotFoundError, NotADirectoryError):
             return False
-        with self._lock() as descriptor:
-            return descriptor is None
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False
 
     def _read_pid(self) -> int | None:
         try:

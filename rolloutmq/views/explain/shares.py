@@ -16,7 +16,7 @@ from rolloutmq.views.run_view import TaskView
 
 METRICS = ("failed", "truncated", "expired", "unparsed", "filtered_groups")  # of a train step
 STEPS = 20  # whose mean is reported
-FEWEST = 20  # groups or rollouts below which a share says nothing
+FEWEST, FEWEST_CASES = 20, 3  # groups or rollouts, and cases, below which a share says nothing
 
 
 class _Rule(NamedTuple):
@@ -62,7 +62,8 @@ class Share:
 
     @property
     def level(self) -> Literal["note", "warning", "error"]:
-        if self.total < FEWEST or self.share < _RULES[self.name].warning:
+        is_chance = self.total < FEWEST or self.number < FEWEST_CASES
+        if is_chance or self.share < _RULES[self.name].warning:
             return "note"
         return "warning" if self.share < _RULES[self.name].error else "error"
 

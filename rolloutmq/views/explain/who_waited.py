@@ -25,6 +25,7 @@ MOST_WORKERS = 32  # that are drawn
 PARTS = ("wait", "read", "pause", "train", "publish")  # of a train step, in their order
 _ENDS = frozenset({"completed", "aborted", "filtered", "released", "reaped"})
 _GONE = frozenset({"worker_left", "worker_lost", "worker_fenced"})
+MUCH, LITTLE = 0.3, 0.1  # shares of the time from which, and below which, a wait has a remedy
 
 
 class Span(NamedTuple):
@@ -42,6 +43,8 @@ class Waits:
     ended_s: float
     trainer: list[Span]
     workers: dict[str, list[Span]]
+    group_s: float = 0.0  # mean time of a group on a worker, and of a judge's answer; 0: unknown
+    judge_s: float = 0.0
 
     @property
     def shares(self) -> dict[str, dict[str, float]]:
@@ -64,8 +67,20 @@ class Waits:
             jobs, weights, partly = (workers.get(what, 0) for what in ("jobs", "weights", "partly"))
             waits = f"{jobs:.0%} for jobs, {weights:.0%} for weights"
             said.append(f"workers waited {waits}, and were half empty {partly:.0%}")
+        if self.judge_s and self.group_s:
+            judge = f"a judge's answer {self.judge_s:.1f} s"
+            said.append(f"a group takes {self.group_s:.1f} s, {judge}")
         last = plural(self.steps, "step") if self.steps else age(1000 * whole_s)
         return f"in the last {last}, {'; '.join(said)}"
+
+    @property
+    def advice(self) -> str:
+        """Return what would shorten the longest wait; "" where none is long."""
+        trainer, workers = self.shares["trainer"], self.shares["workers"]
+        if workers.get("jobs", 0) > MUCH:
+            return "the trainer is the bottleneck: fewer workers do as well"
+        is_short = trainer.get("wait", 0) > MUCH and workers.get("jobs", 0) < LITTLE
+        return "generation is the bottleneck: add workers" if is_short else ""
 
     def document(self) -> dict[str, Any]:
         """Return the lanes for a drawing, without very short spans."""
@@ -76,12 +91,8 @@ class Waits:
             name: [[*span] for span in spans if span.ended_s - span.began_s >= shortest_s]
             for name, spans in lanes.items()
         }
-        return {
-            "began_s": self.began_s,
-            "ended_s": self.ended_s,
-            "words": str(self),
-            "lanes": drawn,
-        }
+        window = {"began_s": self.began_s, "ended_s": self.ended_s}
+        return window | {"words": str(self), "lanes": drawn}
 
 
 def read_waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Waits | None:
@@ -105,7 +116,17 @@ def read_waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Waits |
     if not (trainer or lanes):
         return None
     whole = sum((step.ended_s or 0.0) > began_s for step in known)
-    return Waits(whole, *window, list(_within(trainer, *window)), lanes)
+    own = list(_within(trainer, *window))
+    return Waits(whole, *window, own, lanes, *_times(snap))
+
+
+def _times(snap: RunView) -> tuple[float, float]:
+    """Return the mean seconds of a group on a worker, and of a judge's answer; 0: unknown."""
+    groups = sum(task.number("produced_groups") for task in snap.training)
+    groups_ms = sum(task.number("produced_ms") for task in snap.training)
+    answers = sum(worker.judged for worker in snap.workers)
+    answers_ms = sum(worker.judging_ms for worker in snap.workers)
+    return groups_ms / max(groups, 1) / 1000, answers_ms / max(answers, 1) / 1000
 
 
 def _parts(step: TrainedStep) -> Iterator[Span]:
@@ -143,7 +164,7 @@ class _Lane:
                 self.spans[-1] = self.spans[-1]._replace(ended_s=at_s)
             else:
                 self.spans.append(Span(self.changed_s, at_s, what))
-        self.changed_s = at_s
+        self.changed_s = max(self.changed_s, at_s)
 
     def _what(self, mode: str) -> str:
         if mode == "keep" or (mode != "run" and not self.held):
@@ -167,7 +188,8 @@ def _workers(events: Sequence[Event], snap: RunView) -> Iterator[tuple[str, list
             for lane in lanes.values():
                 lane.is_behind = True
         elif own:
-            own.held = max(0, own.held + _change(name, fields))
+            is_new = name in _GONE or name == "worker_joined"
+            own.held = 0 if is_new else max(0, own.held + _change(name, fields))
             own.is_behind &= name != "claimed"
             own.is_there = name not in _GONE
     for worker, lane in lanes.items():

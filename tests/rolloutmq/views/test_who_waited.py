@@ -89,6 +89,22 @@ def test_the_trainer_waited_for_a_share_of_the_last_steps(scene: Scene, command:
     assert json_of(command("status", "--json"))["waits"]["workers"]
 
 
+def test_a_worker_that_leaves_and_joins_again_has_no_lane_between(store: Store) -> None:
+    scene = Scene(store, "demo")
+    scene.join("w0")
+    scene.enqueue(4)
+    scene.claim("w0", 4)
+    time.sleep(APART_S)
+    scene.run.fleet.fence("w0")
+    left_s = time.time()
+    time.sleep(10 * APART_S)
+    scene.join("w0")
+    time.sleep(APART_S)
+    *_, before, after = waits(scene).workers["w0"]
+    assert (before.what, after.what) == ("works", "jobs")
+    assert before.ended_s <= left_s < after.began_s
+
+
 def test_events_of_a_hostile_worker_are_drawn_or_left_out(scene: Scene) -> None:
     forge(scene, "<script>")
     client = scene.run.store.control

@@ -28,6 +28,7 @@ export const workers = {
     if (!one) return;
     if (worker) patch(document.getElementById("worker-now"), [details(worker)]);
     const values = data.live.columns[`worker_tokens_per_s/${one}`];
+    rate.node.hidden = !values; // a worker that has left has none
     if (values) rate.show([{ label: one, x: data.live.x, values, colour: "--s0" }], 0, false);
   },
 };
@@ -75,8 +76,9 @@ function details(w) {
 async function history(id) {
   const events = await ask(`workers/${encodeURIComponent(id)}/events`);
   const said = ({ at_ms, event, worker, ...fields }) => Object.entries(fields).map(([name, value]) => `${name}=${value}`).join(" ");
-  const rows = [["when", (e) => new Date(e.at_ms).toLocaleTimeString([], { hour12: false })], ["event", (e) => e.event], ["", said]];
+  const rows = [["when", (e) => new Date(e.at_ms).toLocaleTimeString([], { hour12: false })], ["event", (e) => e.event], ["", said, "text"]];
   rate = new Chart({ key: "worker", title: "Tokens per second", unit: "of this worker" }, "time");
+  rate.show([], 0, false); // hidden until there are values
   return el("section", { class: "panel worker" }, el("h2", {}, `Worker ${id}`), el("div", { id: "worker-now" }), rate.node,
     el("h3", {}, "Its newest events"), events.length ? table(rows, events) : el("p", { class: "dim" }, "none is kept"));
 }

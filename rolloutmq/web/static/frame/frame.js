@@ -10,7 +10,7 @@
 
 import { age, el, number, patch } from "./draw.js";
 import { data, watch } from "./data.js";
-import { ask, keepToken, saved } from "./server.js";
+import { ask, isServed, keepToken, saved } from "./server.js";
 import { about } from "./about.js";
 import { control } from "../control/control.js";
 import { dead } from "../control/dead.js";
@@ -104,7 +104,7 @@ const STATES = {
 function headline({ status, findings, control: { last_step: last } }) {
   document.getElementById("run").textContent = status.run;
   document.title = `${status.run}: step ${status.steps.taken}`;
-  const stops = findings.some(({ level }) => level === "stuck" || level === "fault"), warns = findings.some(({ level }) => level !== "note");
+  const stops = findings.some(({ level }) => level === "stuck" || level === "fault"), warns = findings.some(({ level }) => level !== "note"), hasErrors = findings.some(({ level }) => level === "error");
   // the trainer's own pause around a weight update is short, and a part of running
   const lives = status.phase === status.mode, isUpdate = lives && status.paused_by === "trainer" && !stops;
   const isStuck = status.stuck_on.length > 0;
@@ -112,11 +112,11 @@ function headline({ status, findings, control: { last_step: last } }) {
     : isStuck ? [el("a", { href: "#/control" }, `waits until you restart task ${status.stuck_on.join(", ")}`), "bad"]
     : isUpdate ? ["running: weight update", "good"]
     : status.mode === "run" && stops ? ["running, but it waits", "near"]
-    : status.mode === "run" && warns ? ["running, with warnings", "near"] : STATES[status.mode] ?? [status.mode, "near"];
+    : status.mode === "run" && warns ? (hasErrors ? ["running, with errors", "bad"] : ["running, with warnings", "near"]) : STATES[status.mode] ?? [status.mode, "near"];
   const by = lives && status.paused_by && !isUpdate && !isStuck ? `, by the ${status.paused_by}, for ${age(status.mode_age_ms)}` : "";
   const judged = status.judging ? `, ${number(status.judging)} being judged` : "";
   const fact = (label, value, kind = "") => el("span", { class: "fact" }, el("span", { class: "dim" }, label), " ", el("b", { class: kind }, value));
-  const role = (state) => (state === "alive" ? "" : "near");
+  const role = (state) => (state === "alive" || status.phase === "finished" ? "" : "near");
   patch(document.getElementById("headline"), [
     el("span", { class: `state ${kind}` }, words, by),
     fact("step", `${number(status.steps.taken)} / ${number(last)}`),
@@ -150,19 +150,21 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   main.focus();
 });
 
-// A report shows curves, samples and what is known of the run; nothing of it changes.
-function headOfReport({ run, facts }) {
+// A report shows curves, samples, dead letters and what is known of the run; nothing of it changes.
+function headOfReport({ run, facts, dead: { total } }) {
   document.title = `${run}: rolloutmq report`;
   document.getElementById("run").textContent = run;
   document.getElementById("headline").textContent = `${facts.state}, step ${facts.steps}, written ${facts.written}`;
   document.getElementById("account").textContent = facts.account ?? "";
-  for (const link of document.querySelectorAll("nav a")) link.hidden = !["#/run", "#/groups", "#/about"].includes(link.getAttribute("href"));
+  document.getElementById("dead-count").textContent = total ? `(${total})` : "";
+  const shown = ["#/run", "#/groups", "#/dead", "#/about", ...(isServed ? ["#/logs"] : [])];
+  for (const link of document.querySelectorAll("nav a")) link.hidden = !shown.includes(link.getAttribute("href"));
 }
 
 async function start() {
-  if (saved) headOfReport(saved);
   try {
     const { own } = await ask("runs");
+    if (saved) headOfReport(saved);
     page.watchRuns(own ? [own] : []);
   } catch (error) {
     onTrouble(error);

@@ -66,11 +66,11 @@ function siblings(members, state, change) {
   const columns = [
     ["", (m) => el("button", { type: "button", class: "quiet", onclick: () => document.getElementById(`member-${m.index}`).scrollIntoView({ behavior: "smooth", block: "start" }) }, `#${m.index}`)],
     ...names.map((name) => [visible(name), (m) => number(m.reward?.[name] ?? null, 3), true]),
-    ["advantage", (m) => signed(advantageOf(m, members)), true], ["tokens", (m) => number(m.tokens), true], ["finish", (m) => visible(m.finish_reason ?? "–")], ["status", (m) => m.status], ["weights", (m) => versionsOf(m), true],
+    ["advantage", (m) => signed(advantageOf(m, members)), true], ["tokens", (m) => number(m.tokens), true], ["finish", (m) => el("span", { class: m.finish_reason === "length" ? "near" : "" }, visible(m.finish_reason ?? "–"))], ["status", (m) => m.status], ["weights", (m) => versionsOf(m), true],
     ["response", (m) => el("span", { class: "first-line" }, visible(textOf(m).trimStart().slice(0, 160)))],
     ["", (m) => el("button", { type: "button", class: "quiet", "aria-pressed": String(state.view === "changes" && state.base === m.index), onclick: () => change({ view: "changes", base: m.index }) }, "compare")],
   ];
-  return el("div", { class: "scores" }, table(columns, members));
+  return el("details", { class: "scores", open: matchMedia("(min-width: 40rem)").matches }, el("summary", { class: "dim" }, "all rollouts"), table(columns, members));
 }
 
 function controls(members, state, change, hasTokens) {

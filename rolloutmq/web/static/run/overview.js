@@ -43,6 +43,7 @@ export const overview = {
     if (snapshot) {
       patch(places.findings, findings(snapshot));
       drawTasks(snapshot);
+      places.time.hidden = snapshot.status.mode === "finish"; // nothing changes any more
       drawTime();
       lanes.update(snapshot.now_ms);
     }
@@ -207,7 +208,7 @@ function drawTasks({ status }) {
 }
 
 function task([name, task]) {
-  const ages = Object.entries(task.staleness), most = Math.max(1, ...ages.map(([, n]) => n));
+  const found = Object.entries(task.staleness), ages = found.some(([, n]) => n) ? found : [], most = Math.max(1, ...ages.map(([, n]) => n));
   return panel(name, `mean score ${number(task.mean_reward, 3)}`,
     bars(bar("ahead", task.in_flight, task.in_flight_limit || task.in_flight, `${task.in_flight} / ${task.in_flight_limit}`, task.in_flight_limit && task.in_flight >= task.in_flight_limit ? "near" : ""),
       ages.map(([staleness, n]) => bar(`staleness ${staleness}`, n, most, number(n))),

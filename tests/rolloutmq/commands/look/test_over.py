@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -17,9 +20,11 @@ import pytest
 from buffer.control.control import Mode
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
+from consumer.grpo.reporting import dead_letter_file
+from consumer.grpo.reporting.dead_letter_file import kept_dead_letters, read_dead_letters
 from rolloutmq.views.run_view import read_run_view
 from tests.rolloutmq.conftest import ROOT, in_process, json_of
-from tests.rolloutmq.populate import Scene, populate
+from tests.rolloutmq.populate import Scene, populate, write_samples
 
 
 @pytest.fixture
@@ -27,8 +32,11 @@ def over(tmp_path: Path) -> Iterator[EmbeddedServer]:
     """The server of a run that was killed with a lease, roles and a dead letter; it is stopped."""
     server = EmbeddedServer(tmp_path / "runs" / "demo" / "server")
     with server, closing(Store(server.url, deadline_s=400.0)) as store:
-        nonce = populate(store).run.nonce
-    (server.folder.parent / "run.json").write_bytes(orjson.dumps({"nonce": nonce}))
+        scene = populate(store)
+        write_samples(scene, server.folder.parent)
+        with kept_dead_letters(scene.run, server.folder.parent):
+            pass
+    (server.folder.parent / "run.json").write_bytes(orjson.dumps({"nonce": scene.run.nonce}))
     yield server
     server.kill()
 
@@ -107,3 +115,74 @@ def test_a_run_that_is_over_is_headed_so_and_still_has_its_workers(
     assert (view.phase, view.paused_by, view.live_workers) == (phase, None, [])
     scene.join("w1")
     assert read_run_view(run).ended_workers == ()
+
+
+def test_a_run_whose_data_are_lost_is_read_from_its_folder(over: EmbeddedServer) -> None:
+    shutil.rmtree(over.folder)
+    cwd = over.folder.parents[2]
+    told = json_of(in_process("status", "--json", cwd=cwd))
+    assert (told["run"], told["phase"]) == ("demo", "no server")
+    assert (told["folder"]["steps"], told["folder"]["dead letters"]) == ("1", "1")
+    letter = dead_letter(json_of(in_process("dead", "--json", cwd=cwd)))
+    assert letter == ("math-0000000005", "ValueError: the judge said no", "w0")
+    assert len(json_of(in_process("batch", "1", "--json", cwd=cwd))["groups"]) == 2
+    shown = json_of(in_process("show", "math-0000000001", "--json", cwd=cwd))
+    assert shown["members"][0]["response"] == "It was worst."
+    assert in_process("report", cwd=cwd).returncode == 0
+    for words in ("ls", "fsck", "show math-0000000003"):
+        done = in_process(*words.split(), cwd=cwd)
+        assert (done.returncode, done.stdout) == (3, "")
+
+
+def dead_letter(letters: list[dict[str, str]]) -> tuple[str, str, str]:
+    (letter,) = letters
+    return letter["gid"], letter["reason"], letter["worker"]
+
+
+@pytest.mark.parametrize("fault", ["no data", "damaged", "unreachable"])
+def test_the_folder_of_a_named_run_is_read_without_its_server(
+    over: EmbeddedServer, fault: str
+) -> None:
+    data = over.folder / "appendonlydir"
+    if fault == "no data":
+        shutil.rmtree(data)
+    elif fault == "damaged":
+        next(data.glob("*.manifest")).write_text("nonsense\n")
+    else:
+        shutil.rmtree(over.folder)
+    url = "redis://127.0.0.1:1/0" if fault == "unreachable" else ""
+    words = ("dead", "--json", "--run-dir", str(over.folder.parent))
+    assert dead_letter(json_of(in_process(*words, REDIS_URL=url)))[0] == "math-0000000005"
+    assert not over.is_running
+    assert in_process("dead", "--redis-url", "redis://127.0.0.1:1/0").returncode == 3
+
+
+def test_kept_dead_letters_follow_the_server_and_survive_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dead_letter_file, "EVERY_S", 0.05)
+    file = tmp_path / dead_letter_file.FILE
+    with EmbeddedServer(tmp_path / "server") as server:
+        scene = populate(Store(server.url, deadline_s=0.1))
+        with kept_dead_letters(scene.run, tmp_path):
+            until(lambda: kept(tmp_path) == [("math-0000000005", "ValueError: the judge said no")])
+            assert stat.S_IMODE(file.stat().st_mode) == 0o600
+            scene.run.jobs.requeue("math-0000000005")
+            until(lambda: file.read_bytes() == b"")
+            (job,) = scene.claim("w1", 1)
+            scene.run.jobs.release("w1", job, "failed", "another")
+            until(lambda: kept(tmp_path) == [(job.gid, "another")])
+            server.kill()
+        scene.run.store.close()
+    assert kept(tmp_path) == [(job.gid, "another")]
+
+
+def kept(folder: Path) -> list[tuple[str, str]]:
+    return [(letter.gid, letter.reason) for letter in read_dead_letters(folder)]
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
