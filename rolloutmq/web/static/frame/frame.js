@@ -104,7 +104,7 @@ const STATES = {
 function headline({ status, findings, control: { last_step: last } }) {
   document.getElementById("run").textContent = status.run;
   document.title = `${status.run}: step ${status.steps.taken}`;
-  const stops = findings.some(({ level }) => level === "stuck" || level === "fault"), warns = findings.some(({ level }) => level !== "note");
+  const stops = findings.some(({ level }) => level === "stuck" || level === "fault"), warns = findings.some(({ level }) => level !== "note"), hasErrors = findings.some(({ level }) => level === "error");
   // the trainer's own pause around a weight update is short, and a part of running
   const lives = status.phase === status.mode, isUpdate = lives && status.paused_by === "trainer" && !stops;
   const isStuck = status.stuck_on.length > 0;
@@ -112,11 +112,11 @@ function headline({ status, findings, control: { last_step: last } }) {
     : isStuck ? [el("a", { href: "#/control" }, `waits until you restart task ${status.stuck_on.join(", ")}`), "bad"]
     : isUpdate ? ["running: weight update", "good"]
     : status.mode === "run" && stops ? ["running, but it waits", "near"]
-    : status.mode === "run" && warns ? ["running, with warnings", "near"] : STATES[status.mode] ?? [status.mode, "near"];
+    : status.mode === "run" && warns ? (hasErrors ? ["running, with errors", "bad"] : ["running, with warnings", "near"]) : STATES[status.mode] ?? [status.mode, "near"];
   const by = lives && status.paused_by && !isUpdate && !isStuck ? `, by the ${status.paused_by}, for ${age(status.mode_age_ms)}` : "";
   const judged = status.judging ? `, ${number(status.judging)} being judged` : "";
   const fact = (label, value, kind = "") => el("span", { class: "fact" }, el("span", { class: "dim" }, label), " ", el("b", { class: kind }, value));
-  const role = (state) => (state === "alive" ? "" : "near");
+  const role = (state) => (state === "alive" || status.phase === "finished" ? "" : "near");
   patch(document.getElementById("headline"), [
     el("span", { class: `state ${kind}` }, words, by),
     fact("step", `${number(status.steps.taken)} / ${number(last)}`),

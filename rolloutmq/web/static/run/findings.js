@@ -2,7 +2,7 @@
 
 import { age, code, el } from "../frame/draw.js";
 
-const WORDS = { fault: "fault", stuck: "waits", error: "wrong", warning: "warning", note: "note" };
+const WORDS = { fault: "fault", stuck: "waits", error: "error", warning: "warning", note: "note" };
 
 export function findings({ findings: found }) {
   const stops = found.filter(({ level }) => level !== "note"), notes = found.filter(({ level }) => level === "note");

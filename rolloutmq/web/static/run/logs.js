@@ -74,6 +74,6 @@ async function showBeside(beside, about, page) {
   const close = el("button", { type: "button", onclick: () => { beside.hidden = true; } }, "Close");
   await follow(new URLSearchParams({ about }), shown, once.signal, (lines) => { add(shown, lines); once.abort(); }, page);
   const group = /-\d{10,}$/.test(about) ? groupLink(about) : null;
-  beside.replaceChildren(el("h3", {}, "About ", group ?? about, ": ", all, " ", close), shown);
+  beside.replaceChildren(el("h3", {}, "About ", group ?? (/^\d+$/.test(about) ? `step ${about}` : about), ": ", all, " ", close), shown);
   beside.hidden = false;
 }
