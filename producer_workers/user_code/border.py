@@ -22,7 +22,7 @@ from buffer.imports import load_object
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_bytes import decode, encode
 from buffer.wire.rollout import RolloutState
-from producer_workers.user_code.failure import CAUSES, Failure
+from producer_workers.user_code.failure import CAUSES, Failure, user_trace
 
 
 class Border:
@@ -65,6 +65,10 @@ class Border:
     def result(self, plain: Any) -> Any:
         """Return the result of the call from what `check` returned."""
         return plain
+
+    def trace(self, error: BaseException) -> str:
+        """Return the traceback of the user's code, "" if the caller is to blame."""
+        return user_trace(error)
 
     def told(self, error: BaseException) -> str:
         """Return an error in words for the model that made the call."""

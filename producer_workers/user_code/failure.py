@@ -64,7 +64,7 @@ def _lines(error: BaseException) -> list[str]:
 
 def is_of_user(file: str) -> bool:
     """Return whether code is neither this project's nor a library's."""
-    return not file.startswith((*_OURS, *_LIBRARIES))
+    return not file.startswith((*_OURS, *_LIBRARIES)) and "/site-packages/" not in file
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
@@ -94,7 +94,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException, border: Border) -> Failure:
-        trace = user_trace(error)
+        trace = border.trace(error)
         if isinstance(error, RolloutMQError):
             return cls(error.message, border.told(error), error.hint, trace, is_own=True)
         empty = isinstance(error, StopIteration)

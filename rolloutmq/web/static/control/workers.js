@@ -28,6 +28,7 @@ export const workers = {
     if (!one) return;
     if (worker) patch(document.getElementById("worker-now"), [details(worker)]);
     const values = data.live.columns[`worker_tokens_per_s/${one}`];
+    rate.node.hidden = !values; // a worker that has left has none
     if (values) rate.show([{ label: one, x: data.live.x, values, colour: "--s0" }], 0, false);
   },
 };

@@ -116,7 +116,7 @@ function headline({ status, findings, control: { last_step: last } }) {
   const by = lives && status.paused_by && !isUpdate && !isStuck ? `, by the ${status.paused_by}, for ${age(status.mode_age_ms)}` : "";
   const judged = status.judging ? `, ${number(status.judging)} being judged` : "";
   const fact = (label, value, kind = "") => el("span", { class: "fact" }, el("span", { class: "dim" }, label), " ", el("b", { class: kind }, value));
-  const role = (state) => (state === "alive" ? "" : "near");
+  const role = (state) => (state === "alive" || status.phase === "finished" ? "" : "near");
   patch(document.getElementById("headline"), [
     el("span", { class: `state ${kind}` }, words, by),
     fact("step", `${number(status.steps.taken)} / ${number(last)}`),

@@ -51,11 +51,14 @@ function sources(isLogged) {
   return el("div", { class: "sources" }, saved ? null : tab("In the queue", "#/groups", !isLogged), tab("Sample log", "#/groups?step=newest", isLogged), el("button", { type: "button", class: "quiet", onclick: showHelp, "aria-label": "keys" }, "?"));
 }
 
-// Links that leave only the groups with one value of `name`.
+// Links that leave only the groups with one value of `name`. Filtered groups have no records that a query could match.
 function chips(name, values, parameters) {
   const chosen = parameters[name] || "";
-  return el("div", { class: "sources chips", role: "group", "aria-label": name }, ["", ...values].map((value) => tab(value || "all", address("", { ...parameters, [name]: value, cause: "", page: "" }), value === chosen)));
+  const link = (value) => address("", value === "filtered" ? { [name]: value } : { ...parameters, [name]: value, cause: "" });
+  return el("div", { class: "sources chips", role: "group", "aria-label": name }, ["", ...values].map((value) => tab(value || "all", link(value), value === chosen)));
 }
+
+const unsorted = (title, field) => el("th", { scope: "col", class: field ? "n" : "" }, title);
 
 function show(entries, heading) {
   if (!entries.length) return null;
@@ -71,7 +74,8 @@ async function showQueue(query, page) {
     const gid = [asked.text, asked.where].find((words) => GID.test(words));
     location.hash = gid ? address(gid) : address("", { ...parameters, ...asked });
   };
-  const form = [chips("outcome", OUTCOMES, parameters), queryForm(query, Object.keys(page.snapshot()?.status.tasks ?? {}), search)];
+  const isFiltered = parameters.outcome === "filtered";
+  const form = [chips("outcome", OUTCOMES, parameters), isFiltered ? null : queryForm(query, Object.keys(page.snapshot()?.status.tasks ?? {}), search)];
   let found;
   try {
     if (parameters.outcome === "dead") form.splice(1, 0, await causes(parameters));
@@ -84,7 +88,7 @@ async function showQueue(query, page) {
   const notes = [];
   if (found.most_read) notes.push(el("p", { class: "dim" }, `Of the groups that match the query, the first ${found.most_read} are read. `, el("a", { href: address("", parameters.text ? { logged: parameters.text } : { why: parameters.outcome }) }, "Search the sample log")));
   if (!groups.length) notes.push(el("p", {}, "no group matches. Groups that were trained have left the queue: see the ", el("a", { href: "#/groups?step=newest" }, "sample log"), "."));
-  return [...form, ...notes, show(groups.map(ofQueue), sorting(parameters)), at > 1 || found.has_more ? pages : null];
+  return [...form, ...notes, show(groups.map(ofQueue), isFiltered ? unsorted : sorting(parameters)), at > 1 || found.has_more ? pages : null];
 }
 
 async function causes(parameters) {
@@ -112,7 +116,7 @@ async function showSamples(query) {
   const parts = [stepForm(found, text), chips("why", WHYS, { why, logged: text, step: text || why ? "" : asked })];
   if (text || why) parts.push(el("p", { class: "dim" }, found.groups.length ? `the newest ${found.groups.length} groups of all steps${text ? " that contain it" : ""}` : "no logged group is like that"));
   else if (!found.groups.length) parts.push(el("p", {}, `no group of step ${found.step} is in the log`));
-  return [...parts, show(found.groups.map(ofSample), (title, field) => el("th", { scope: "col", class: field ? "n" : "" }, title))];
+  return [...parts, show(found.groups.map(ofSample), unsorted)];
 }
 
 function stepForm({ steps: [first, last], step }, text) {
