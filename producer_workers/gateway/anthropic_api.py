@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field
 
 from producer_workers.gateway.dialect import (
     AgentRequest,
     Json,
     MaxTokens,
     Stops,
+    as_json,
     event,
     function_tool,
     joined_text,
@@ -22,10 +24,7 @@ from producer_workers.gateway.dialect import (
 from producer_workers.gateway.history import split_thought
 from producer_workers.gateway.turn import Ask, SampledTurn
 
-REFUSED = {
-    "mcp_servers": "offer functions as tools",
-    "container": "offer functions as tools",
-}
+REFUSED = dict.fromkeys(("mcp_servers", "container"), "offer functions as tools")
 
 # Claude Code begins its system prompt with a block that changes with each request.
 _CHANGING = "x-anthropic-billing-header"
@@ -116,7 +115,7 @@ def _arguments(given: Any) -> str:
         case {"INVALID_JSON": str(text)} if len(given) == 1:  # _UNREADABLE
             return text
         case dict():
-            return orjson.dumps(given).decode()
+            return as_json(given)
     raise ValueError("the input of a tool_use is an object")
 
 
@@ -160,11 +159,6 @@ class MessagesRequest(AgentRequest):
     stop_sequences: Stops | None = None
     output_config: OutputConfig | None = None
 
-    @model_validator(mode="after")
-    def _can_be_asked(self) -> MessagesRequest:
-        self.ask()
-        return self
-
     def ask(self) -> Ask:
         form = self.output_config and self.output_config.format
         choice = self.tool_choice
@@ -180,20 +174,17 @@ class MessagesRequest(AgentRequest):
         )
 
     def answer(self, turn: SampledTurn, pieces: list[str]) -> Json:
-        content = [{**block, **part} for block, part, _ in _written(turn)]
         usage = _usage(turn, len(turn.made.token_ids))
-        return {**self._frame(turn), "content": content, **_end(turn), "usage": usage}
+        return {**self._frame(turn, list(_blocks_of(turn)), usage), **_end(turn)}
 
     def events(self, turn: SampledTurn, pieces: list[str]) -> Iterator[bytes]:
-        begun: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
-        message = {**self._frame(turn), **begun, "usage": _usage(turn, 0)}
-        yield event({"type": "message_start", "message": message})
-        for index, (block, part, delta) in enumerate(_written(turn)):
+        yield event({"type": "message_start", "message": self._frame(turn, [], _usage(turn, 0))})
+        for index, block in enumerate(_blocks_of(turn)):
             at = {"index": index}
-            empty: Json = dict.fromkeys(part, "") if "input" not in part else {"input": {}}
-            yield event({"type": "content_block_start", **at, "content_block": {**block, **empty}})
-            for each in delta:
-                yield event({"type": "content_block_delta", **at, "delta": each})
+            empty = {**block, **{key: _EMPTY[key] for key in block.keys() & _EMPTY}}
+            yield event({"type": "content_block_start", **at, "content_block": empty})
+            for delta in _deltas(block):
+                yield event({"type": "content_block_delta", **at, "delta": delta})
             yield event({"type": "content_block_stop", **at})
         usage = _usage(turn, len(turn.made.token_ids))
         yield event({"type": "message_delta", "delta": _end(turn), "usage": usage})
@@ -206,9 +197,10 @@ class MessagesRequest(AgentRequest):
         told = {"type": _ERRORS.get(status, "api_error"), "message": message}
         return {"type": "error", "error": told, "request_id": None}
 
-    def _frame(self, turn: SampledTurn) -> Json:
+    def _frame(self, turn: SampledTurn, content: list[Json], usage: Json) -> Json:
         kind = {"type": "message", "role": "assistant", "model": self.model}
-        return {"id": f"msg_{turn.name}", **kind}
+        end = {"stop_reason": None, "stop_sequence": None}
+        return {"id": f"msg_{turn.name}", **kind, "content": content, **end, "usage": usage}
 
 
 class CountRequest(MessagesRequest):
@@ -216,30 +208,32 @@ class CountRequest(MessagesRequest):
     counts = True
 
 
-def _written(turn: SampledTurn) -> Iterator[tuple[Json, Json, list[Json]]]:
-    """Yield each block of the answer: its beginning, the rest, and the rest as deltas."""
+_EMPTY: Json = {"thinking": "", "signature": "", "text": "", "input": {}}
+
+
+def _blocks_of(turn: SampledTurn) -> Iterator[Json]:
     thought, text = split_thought(turn.message["content"])
     if thought:
-        signed = {"thinking": thought, "signature": turn.name}
-        deltas = [{"type": "thinking_delta", "thinking": thought}]
-        yield (
-            {"type": "thinking"},
-            signed,
-            [*deltas, {"type": "signature_delta", "signature": turn.name}],
-        )
+        yield {"type": "thinking", "thinking": thought, "signature": turn.name}
     if text.strip():
-        yield {"type": "text"}, {"text": text}, [{"type": "text_delta", "text": text}]
+        yield {"type": "text", "text": text}
     for call in turn.calls:
-        given = call["function"]["arguments"]
-        try:
+        name, given = call["function"]["name"], call["function"]["arguments"]
+        arguments: Any = None
+        with suppress(orjson.JSONDecodeError):
             arguments = orjson.loads(given)
-        except orjson.JSONDecodeError:
-            arguments = None
         if not isinstance(arguments, dict):
             arguments = {_UNREADABLE: given}
-        known = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
-        delta = {"type": "input_json_delta", "partial_json": orjson.dumps(arguments).decode()}
-        yield known, {"input": arguments}, [delta]
+        yield {"type": "tool_use", "id": call["id"], "name": name, "input": arguments}
+
+
+def _deltas(block: Json) -> Iterator[Json]:
+    """Yield the events that stream a block."""
+    if block["type"] == "tool_use":
+        yield {"type": "input_json_delta", "partial_json": as_json(block["input"])}
+    for key in ("thinking", "signature", "text"):
+        if key in block:
+            yield {"type": f"{key}_delta", key: block[key]}
 
 
 def _end(turn: SampledTurn) -> Json:
@@ -247,6 +241,6 @@ def _end(turn: SampledTurn) -> Json:
     return {"stop_reason": reason, "stop_sequence": turn.stop or None}
 
 
-def _usage(turn: SampledTurn, made: int) -> dict[str, int]:
+def _usage(turn: SampledTurn, made: int) -> Json:
     cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
     return {"input_tokens": turn.prompt_tokens, **cached, "output_tokens": made}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -45,13 +45,19 @@ class AgentRequest(BaseModel, ABC):
         refuse(fields, cls.refused)
         return fields
 
+    @model_validator(mode="after")
+    def _can_be_asked(self) -> Self:
+        self.ask()
+        return self
+
     @property
     def wants_logprobs(self) -> bool:
         """Return whether the answer needs the texts of the tokens."""
         return False
 
     @abstractmethod
-    def ask(self) -> Ask: ...
+    def ask(self) -> Ask:
+        """Return what is asked. Raises ValueError."""
 
     @abstractmethod
     def answer(self, turn: SampledTurn, pieces: list[str]) -> Json:
@@ -103,6 +109,13 @@ def function_tool(name: Any, description: Any, parameters: Any) -> Json:
     described = {"description": description} if description else {}
     function = {"name": name, **described, "parameters": parameters}
     return {"type": "function", "function": function}
+
+
+def as_json(value: Any) -> str:
+    try:
+        return orjson.dumps(value).decode()
+    except TypeError as error:  # an integer over 64 bits, or too deep
+        raise ValueError(f"arguments: {error}") from error
 
 
 def json_schema(schema: Any) -> StructuredOutput:

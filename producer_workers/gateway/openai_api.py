@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from buffer.wire.sampling import StructuredOutput
 from producer_workers.gateway.dialect import (
@@ -20,6 +20,7 @@ from producer_workers.gateway.dialect import (
     Stop,
     Stops,
     Tokens,
+    as_json,
     as_list,
     joined_text,
     json_schema,
@@ -135,11 +136,6 @@ class ChatRequest(OpenAIRequest):
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.logprobs)
-
-    @model_validator(mode="after")
-    def _choice_is_offered(self) -> ChatRequest:
-        must_call(self.tools, self._choice_of_call)
-        return self
 
     @property
     def _choice_of_call(self) -> str | bool | None:
@@ -278,4 +274,4 @@ def _plain_arguments(arguments: Any) -> str:
     if isinstance(arguments, str):
         with suppress(orjson.JSONDecodeError):
             arguments = orjson.loads(arguments)
-    return arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+    return arguments if isinstance(arguments, str) else as_json(arguments)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, Field
 
 from producer_workers.gateway.dialect import (
     AgentRequest,
@@ -142,11 +142,6 @@ class ResponsesRequest(AgentRequest):
     max_output_tokens: MaxTokens | None = None
     text: Json | None = None
 
-    @model_validator(mode="after")
-    def _can_be_asked(self) -> ResponsesRequest:
-        self.ask()
-        return self
-
     def ask(self) -> Ask:
         choice = self.tool_choice
         wanted = choice.name if isinstance(choice, FunctionChoice) else choice == "required" or None
@@ -161,11 +156,13 @@ class ResponsesRequest(AgentRequest):
         )
 
     def answer(self, turn: SampledTurn, pieces: list[str]) -> Json:
-        was_cut = turn.made.finish_reason == "length"
-        end = {"status": "incomplete" if was_cut else "completed"}
-        why = {"incomplete_details": {"reason": "max_output_tokens"} if was_cut else None}
-        output = [item for item, _ in _items(turn)]
-        return {**self._begun(turn), **end, **why, "output": output, "usage": _usage(turn)}
+        is_cut = turn.made.finish_reason == "length"
+        return self._begun(turn) | {
+            "status": "incomplete" if is_cut else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": [item for item, _ in _items(turn)],
+            "usage": _usage(turn),
+        }
 
     def events(self, turn: SampledTurn, pieces: list[str]) -> Iterator[bytes]:
         for number, each in enumerate(self._events(turn)):
@@ -177,7 +174,8 @@ class ResponsesRequest(AgentRequest):
         yield {"type": "response.in_progress", "response": begun}
         for index, (item, parts) in enumerate(_items(turn)):
             at = {"output_index": index}
-            empty = {**item, **_EMPTY[item["type"]], "status": "in_progress"}
+            rest: Json = {"content": []} if "content" in item else {"arguments": ""}
+            empty = {**item, **rest, "status": "in_progress"}
             yield {"type": "response.output_item.added", **at, "item": empty}
             for part in parts:
                 yield {**part, **at, "item_id": item["id"]}
@@ -186,73 +184,46 @@ class ResponsesRequest(AgentRequest):
         yield {"type": f"response.{response['status']}", "response": response}
 
     def _begun(self, turn: SampledTurn) -> Json:
-        """Return the response as it is before it has output; the real API repeats the request."""
-        return {
-            "id": f"resp_{turn.name}",
-            "object": "response",
-            "created_at": int(time.time()),
-            "status": "in_progress",
-            "error": None,
-            "incomplete_details": None,
-            "instructions": self.instructions,
-            "max_output_tokens": self.max_output_tokens,
-            "model": self.model,
-            "output": [],
-            "parallel_tool_calls": True,
-            "previous_response_id": self.previous_response_id,
-            "tool_choice": "auto",
-            "tools": [],
-            "usage": None,
-            "metadata": {},
-        }
-
-
-_EMPTY: dict[str, Json] = {
-    "message": {"content": []},
-    "reasoning": {"content": []},
-    "function_call": {"arguments": ""},
-}
+        """Return the response as it is before it has output."""
+        asked = self.model_dump(
+            include={"model", "instructions", "max_output_tokens", "previous_response_id"}
+        )
+        frame = {"id": f"resp_{turn.name}", "object": "response", "created_at": int(time.time())}
+        unknown = dict.fromkeys(("error", "incomplete_details", "usage"))
+        calls = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
+        return {**frame, "status": "in_progress", **asked, **unknown, "output": [], **calls}
 
 
 def _items(turn: SampledTurn) -> Iterator[tuple[Json, Sequence[Json]]]:
     """Yield the items of the answer, and the events that stream each."""
     thought, text = split_thought(turn.message["content"])
     if thought:
-        said = {"type": "reasoning_text", "text": thought}
-        known: Json = {"id": f"rs_{turn.name}", "type": "reasoning", "summary": []}
-        done: Json = {"text": thought}
-        yield {**known, "content": [said]}, _part("reasoning_text", said, thought, done)
+        item: Json = {"id": f"rs_{turn.name}", "type": "reasoning", "summary": []}
+        yield _with_text(item, {"type": "reasoning_text", "text": thought}, {})
     if text.strip() or not turn.calls:
+        item = {"id": f"msg_{turn.name}", "type": "message", "role": "assistant"}
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-        known = {"id": f"msg_{turn.name}", "type": "message", "role": "assistant"}
-        done = {"text": text, "logprobs": []}
-        item = {**known, "status": "completed", "content": [part]}
-        yield item, _part("output_text", part, text, done)
+        yield _with_text({**item, "status": "completed"}, part, {"logprobs": []})
     for call in turn.calls:
-        given = call["function"]["arguments"]
-        known = {"id": f"fc_{call['id']}", "type": "function_call", "call_id": call["id"]}
         namespace, _, name = call["function"]["name"].rpartition(".")
-        where = {"name": name, **({"namespace": namespace} if namespace else {})}
-        item = {**known, **where, "arguments": given, "status": "completed"}
+        given = call["function"]["arguments"]
+        item = {"id": f"fc_{call['id']}", "type": "function_call", "call_id": call["id"]}
+        item |= {"name": name, "arguments": given, "status": "completed"}
+        item |= {"namespace": namespace} if namespace else {}
         kind = "response.function_call_arguments"
-        yield (
-            item,
-            [
-                {"type": f"{kind}.delta", "delta": given},
-                {"type": f"{kind}.done", "name": name, "arguments": given},
-            ],
-        )
+        done = {"type": f"{kind}.done", "name": name, "arguments": given}
+        yield item, [{"type": f"{kind}.delta", "delta": given}, done]
 
 
-def _part(kind: str, part: Json, text: str, done: Json) -> list[Json]:
-    at = {"content_index": 0}
-    logprobs: Json = {"logprobs": []} if kind == "output_text" else {}
-    return [
-        {"type": "response.content_part.added", **at, "part": {**part, "text": ""}},
-        {"type": f"response.{kind}.delta", **at, "delta": text, **logprobs},
-        {"type": f"response.{kind}.done", **at, **done},
-        {"type": "response.content_part.done", **at, "part": part},
+def _with_text(item: Json, part: Json, more: Json) -> tuple[Json, Sequence[Json]]:
+    kind, text = part["type"], part["text"]
+    events: list[Json] = [
+        {"type": "response.content_part.added", "part": {**part, "text": ""}},
+        {"type": f"response.{kind}.delta", "delta": text, **more},
+        {"type": f"response.{kind}.done", "text": text, **more},
+        {"type": "response.content_part.done", "part": part},
     ]
+    return {**item, "content": [part]}, [{**each, "content_index": 0} for each in events]
 
 
 def _usage(turn: SampledTurn) -> Json:

@@ -38,6 +38,8 @@ LARGEST_REQUEST = 64 * 2**20  # bytes; a request carries a whole conversation
 MOST_FAULTS = 8  # in an error message; a request may have a million
 LONGEST_REFUSAL = 4096  # characters of an error message
 
+MOST_KEPT = 32  # answers of an agent whose request may be repeated
+
 # In which the clients of OpenAI and Anthropic say how often they have asked this before.
 RETRIES = "x-stainless-retry-count"
 
@@ -47,17 +49,9 @@ _ESCAPE = re.compile(
 )
 
 
-DIALECTS: dict[str, type[AgentRequest]] = {
-    kind.path: kind
-    for kind in (
-        ChatRequest,
-        TextRequest,
-        ResponsesRequest,
-        MessagesRequest,
-        CountRequest,
-        GenerateRequest,
-    )
-}
+_OPENAI = (ChatRequest, TextRequest, ResponsesRequest)
+_OTHERS = (MessagesRequest, CountRequest, GenerateRequest)
+DIALECTS: dict[str, type[AgentRequest]] = {kind.path: kind for kind in (*_OPENAI, *_OTHERS)}
 """All dialects. To add one, write its requests in a file of its own and add them here."""
 
 
@@ -79,6 +73,11 @@ class Guest:
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
     answered: dict[bytes, SampledTurn] = field(default_factory=dict)
     unsent: dict[bytes, SampledTurn] = field(default_factory=dict)  # its connection broke
+
+    def keep(self, asked: bytes, turn: SampledTurn) -> None:
+        self.answered[asked] = turn
+        if len(self.answered) > MOST_KEPT:
+            del self.answered[next(iter(self.answered))]
 
     def answer_again(self, asked: bytes, *, is_retry: bool) -> SampledTurn | None:
         """Return the answer that an agent may not have received; None if it asks for another."""
@@ -169,7 +168,7 @@ class Endpoint:
         turn = guest.answer_again(name, is_retry=is_retry)
         if turn is None:
             turn = await self._done(session.ask(asked.ask()), session)
-            guest.answered[name] = turn
+            guest.keep(name, turn)
         try:
             return await self._send(request, asked, turn)
         except (OSError, asyncio.CancelledError):  # the agent has gone, and may ask again

@@ -149,7 +149,8 @@ class Session:
     async def ask(self, ask: Ask) -> SampledTurn:
         """Sample one turn; a cancelled call trains nothing.
 
-        Raises SessionClosed, ContextFull, GenerationError, or ConfigError for an unsupported call.
+        Raises SessionClosed, ContextFull, GenerationError, or ConfigError or WireError for what
+        cannot be asked or stored.
         """
         ask = ask.forcing_a_call(self._parser)
         self._check_open()
@@ -161,7 +162,7 @@ class Session:
             self._running -= 1
 
     async def count(self, ask: Ask) -> int:
-        """Return how many tokens the model would read. Raises ConfigError."""
+        """Return how many tokens the model would read. Raises ConfigError or WireError."""
         reading = await in_tokenizer_thread(self._context, self._messages(ask), ask.tools)
         return len(reading.context.ids)
 

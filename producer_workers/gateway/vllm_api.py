@@ -23,21 +23,11 @@ from producer_workers.gateway.dialect import (
 from producer_workers.gateway.openai_api import usage_of
 from producer_workers.gateway.turn import Ask, SampledTurn
 
-_UNTRUE = "the logprobs would not be the policy's"
+REFUSED = dict.fromkeys(("features", "content_parts"), "only tokens can be asked")
 
-REFUSED = {
-    "features": "only tokens can be asked",
-    "content_parts": "only tokens can be asked",
-    "kv_transfer_params": "the worker's engine decides on its cache",
-    "ec_transfer_params": "the worker's engine decides on its cache",
-}
-
+_UNTRUE = ("allowed_token_ids", "bad_words", "ignore_eos", "logit_bias", "min_tokens")
 REFUSED_SAMPLING = {
-    "allowed_token_ids": _UNTRUE,
-    "bad_words": _UNTRUE,
-    "ignore_eos": _UNTRUE,
-    "logit_bias": _UNTRUE,
-    "min_tokens": _UNTRUE,
+    **dict.fromkeys(_UNTRUE, "the logprobs would not be the policy's"),
     "prompt_logprobs": "only the logprob of what was sampled is known",
     "structured_outputs": "ask chat completions with response_format",
 }
@@ -79,13 +69,12 @@ class GenerateRequest(AgentRequest):
         )
 
     def answer(self, turn: SampledTurn, pieces: list[str]) -> Json:
-        prompt = self.token_ids if self.return_token_ids else None
         return {
             "request_id": self.request_id or turn.name,
             "model": self.model,
             "output_mode": self.output_mode,
             "choices": [self._choice(turn)],
-            "prompt_token_ids": prompt,
+            "prompt_token_ids": self.token_ids if self.return_token_ids else None,
             "usage": usage_of(turn),
         }
 
@@ -94,25 +83,20 @@ class GenerateRequest(AgentRequest):
         yield b"data: [DONE]\n\n"
 
     def _choice(self, turn: SampledTurn) -> Json:
-        made = turn.made
-        tokens = made.token_ids.tolist()
-        logprobs = [
+        tokens, logprobs = turn.made.token_ids.tolist(), turn.made.logprobs.tolist()
+        sampled = [
             {"token_id": token, "logprob": logprob, "top_logprobs": []}
-            for token, logprob in zip(tokens, made.logprobs.tolist(), strict=True)
+            for token, logprob in zip(tokens, logprobs, strict=True)
         ]
-        versions = [
-            {
-                "version": str(PolicyVersion(span.lineage, span.version)),
-                "start": span.start,
-                "end": span.start + span.length,
-            }
-            for span in made.spans
-        ]
+        versions = [(str(PolicyVersion(s.lineage, s.version)), s) for s in turn.made.spans]
         return {
             "index": 0,
-            "finish_reason": made.finish_reason,
+            "finish_reason": turn.made.finish_reason,
             "stop_reason": turn.stop or None,
             "token_ids": tokens,
-            "logprobs": None if self.sampling_params.logprobs is None else {"content": logprobs},
-            "weight_versions": versions,
+            "logprobs": None if self.sampling_params.logprobs is None else {"content": sampled},
+            "weight_versions": [
+                {"version": name, "start": span.start, "end": span.start + span.length}
+                for name, span in versions
+            ],
         }

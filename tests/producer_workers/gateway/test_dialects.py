@@ -635,6 +635,30 @@ def test_whatever_types_a_client_sends_it_is_answered_or_refused(
         ("/v1/chat/completions", "tools", [{"type": "function", "function": 5}]),
         ("/v1/messages", "tools", [{"name": "f", "input_schema": {"maximum": 2**70}}]),
         ("/inference/v1/generate", "token_ids", [2**31 - 1]),
+        (
+            "/v1/messages",
+            "messages",
+            [
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "tool_use", "id": "a", "name": "f", "input": {"a": 2**70}}
+                    ],
+                }
+            ],
+        ),
+        (
+            "/v1/chat/completions",
+            "messages",
+            [
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {"id": "a", "function": {"name": "f", "arguments": {"a": 2**70}}}
+                    ],
+                }
+            ],
+        ),
     ]
 
     async def scene(desk: Desk) -> None:
