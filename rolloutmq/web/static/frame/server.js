@@ -45,7 +45,7 @@ function fromReport(path) {
   const asked = new URLSearchParams(query), text = asked.get("text") || "", why = asked.get("why") || "";
   if (name === "samples") {
     const isWanted = (sample) => (!why || sample.why === why) && JSON.stringify(sample).toLowerCase().includes(text.toLowerCase());
-    if (text || why) return { steps, step: null, groups: samples.filter(isWanted) };
+    if (text || why) return { steps, step: null, groups: samples.filter(isWanted).reverse() };
     const step = Number(asked.get("step")) || null;
     return { steps, step, groups: step ? samples.filter((sample) => sample.step === step) : samples };
   }
