@@ -16,7 +16,7 @@ from producer_workers.config.dataset import FieldName
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.row_values import HINT as STORABLE
 from producer_workers.datasets.row_values import Unstorable, is_picture, plain_problem, plain_record
-from producer_workers.user_code.failure import user_trace
+from producer_workers.user_code.failure import is_of_user, user_trace
 
 EXPECTED = (
     '{"messages": [{"role": "user", "content": "..."}], "ground_truth": ...} '
@@ -174,5 +174,6 @@ def unusable(where: str, error: BaseException, expected: str = "") -> DatasetErr
 
 
 def raised_at(trace: str) -> str:
-    """Return the hint that names the places in a traceback, the innermost first, or ""."""
-    return f"raised at {', called at '.join(reversed(found))}" if (found := places(trace)) else ""
+    """Return the hint that names the user's lines in a traceback, the innermost first, or ""."""
+    found = [place for place in places(trace) if is_of_user(place)]
+    return f"raised at {', called at '.join(reversed(found))}" if found else ""

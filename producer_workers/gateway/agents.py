@@ -102,6 +102,7 @@ class FunctionAgent:
             name=name,
             limit_s=limit_s,
             limit_key="agent_loop_options.time_limit_s",
+            error=AgentError,  # it fails its rollout alone
             processes=4 if is_coroutine else 16,
             mode="coroutines" if is_coroutine else "threads",
             # another run of it would begin another session
@@ -113,10 +114,7 @@ class FunctionAgent:
 
     async def run(self, task: AgentTask) -> dict[str, float] | None:
         """Return the agent's own reward, or None. Raises AgentError; cancelling ends the agent."""
-        try:
-            reward: dict[str, float] | None = await self._call(task)
-        except UserCodeError as error:  # it fails its rollout alone
-            raise AgentError(error.message, hint=error.hint, trace=error.trace) from error
+        reward: dict[str, float] | None = await self._call(task)
         return reward
 
     def close(self) -> None:

@@ -27,7 +27,6 @@ from buffer.errors import (
     PayloadMissing,
     RolloutMQError,
     RunDamaged,
-    StoreError,
     StoreUnavailable,
     WireError,
     describe,
@@ -283,9 +282,8 @@ class GroupRunner:
         self._kept[cause] += 1
         try:
             kept = await asyncio.to_thread(self._keep, job, states)
-        except (WireError, PayloadMissing, StoreError) as error:
-            # they may be why it failed
-            log.warning("its responses cannot be kept: %s", error, extra={"gid": job.gid})
+        except Exception as error:  # the states of a user's loop that raised may hold anything
+            log.warning("responses not kept: %s", describe(error), extra={"gid": job.gid})
         else:
             log.info("responses kept: %s", kept, extra={"gid": job.gid})
 

@@ -66,13 +66,22 @@ def _of_sample(sample: Sample, member: dict[str, Any]) -> RolloutState:
     return RolloutState(**fields, tool_calls=calls)
 
 
-def judge_again(name: str, task: TaskSection, states: Sequence[RolloutState]) -> Iterator[Verdict]:
-    """Yield the verdict on each rollout. Raises ConfigError for a task without a judge."""
+def judge_again(
+    name: str, task: TaskSection, states: Sequence[RolloutState], member: int | None
+) -> Iterator[Verdict]:
+    """Yield the verdict on each rollout, or on one `member`.
+
+    Raises ConfigError for a task without a judge, or an unknown member.
+    """
+    wanted = [state for state in states if member in (None, state.index)]
+    if not wanted:
+        known = ", ".join(str(state.index) for state in states)
+        raise ConfigError(f"there is no response of member {member}", hint=f"known: {known}")
     if task.judge == NO_JUDGE:
         raise ConfigError(f"task {name} has no judge: its agent loop gives the rewards")
     judge = make_judge(task.judge, lambda spec: load_bare_judge(spec, task.judging))
-    for asked in [list(states)] if judge.sees_group else [[state] for state in states]:
-        yield from _ask(judge, asked)
+    for asked in [list(states)] if judge.sees_group else [[state] for state in wanted]:
+        yield from (each for each in _ask(judge, asked) if member in (None, each.index))
 
 
 def _ask(judge: Judge, states: list[RolloutState]) -> Iterator[Verdict]:

@@ -123,9 +123,7 @@ def rejudge(
     if task is None:
         raise ConfigError(f"the config has no task {name!r}", hint="give another one by --config")
     texts = TokenTexts(model_folders(target.run, target.run_dir))
-    states = responses_of(found, texts)
-    verdicts = list(judge_again(name, task, states))
-    shown = [verdict for verdict in verdicts if member in (None, verdict.index)]
+    shown = list(judge_again(name, task, responses_of(found, texts), member))
     document = {"gid": gid, "verdicts": [verdict.document() for verdict in shown]}
     Output(document, list(map(_verdict, shown))).print(as_json=as_json)
     if raised := next((verdict.error for verdict in shown if verdict.error), None):

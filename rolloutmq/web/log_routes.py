@@ -31,6 +31,7 @@ from rolloutmq.web.access import Access, encoded, number_in
 
 POLL_S = 0.5
 MOST_LINES = 1000
+MOST_FIELDS = 40
 LONGEST = 20_000  # characters of a line that are sent
 
 
@@ -80,12 +81,12 @@ def _event(entries: list[Entry], **more: Any) -> bytes:
 def _line(entry: Entry) -> dict[str, Any]:
     """Return a line with texts only, so that its fields can be of any kind."""
     fields = entry.fields
-    own = {name: value for name, value in fields.items() if name not in FIELDS_OF_ALL}
+    own = [(name, value) for name, value in fields.items() if name not in FIELDS_OF_ALL]
     return {
         "time": entry.time[:40],
         "process": entry.role,
         "level": entry.level if fields else "",
         "message": plain(str(fields.get("message", entry.line))[:LONGEST]),
         "exception": plain(str(fields.get("exception", ""))[:LONGEST]),
-        "fields": {plain(name[:40]): plain(str(value)[:200]) for name, value in own.items()},
+        "fields": {plain(name[:40]): plain(str(value)[:200]) for name, value in own[:MOST_FIELDS]},
     }

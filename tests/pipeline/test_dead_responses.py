@@ -66,7 +66,11 @@ async def test_a_dead_letter_has_the_users_line_and_what_the_judge_got(
 class RaisingLoop(SingleTurnAgentLoop):
     """Raises behind the first response, in a task of its own."""
 
+    rubbish: Any = None
+
     async def _complete(self, state: RolloutState, reason: str) -> None:
+        if self.rubbish:
+            state.response_ids = self.rubbish
         raise LookupError("\x1b[31m" + "x" * 10_000)
 
 
@@ -82,6 +86,18 @@ async def test_a_loop_that_raises_leaves_what_it_had_made(yard: Yard) -> None:
     assert letter.cause.startswith("LookupError at test_dead_responses.py:")
     assert "\x1b" not in letter.reason
     assert sum(len(state.response_ids) for state in yard.group(gid).states) >= 10
+    yard.check()
+
+
+async def test_rubbish_that_a_loop_leaves_is_not_kept_and_ends_no_worker(yard: Yard) -> None:
+    (gid,) = yard.enqueue(1)
+    worker = yard.worker()
+    loop = RaisingLoop(judge=None, tokenizer=Letters(), eos_ids={100})
+    loop.rubbish = {"no": "array"}
+    worker._runner._runners = {TASK: TaskRunner(loop)}
+    async with yard.working(worker):
+        await yard.until_places(dead=1)
+    assert yard.run.record(gid)["payload"] == "init"
     yard.check()
 
 

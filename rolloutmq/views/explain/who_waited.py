@@ -25,6 +25,7 @@ MOST_WORKERS = 32  # that are drawn
 PARTS = ("wait", "read", "pause", "train", "publish")  # of a train step, in their order
 _ENDS = frozenset({"completed", "aborted", "filtered", "released", "reaped"})
 _GONE = frozenset({"worker_left", "worker_lost", "worker_fenced"})
+_RESETS = _GONE | {"worker_joined"}  # it holds nothing after these
 MUCH, LITTLE = 0.3, 0.1  # shares of the time from which, and below which, a wait has a remedy
 
 
@@ -111,13 +112,12 @@ def read_waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Waits |
     elif snap.mode == "finish":
         ended_s = events[-1][0] / 1000
     window = (began_s, max(began_s, ended_s))
-    workers = {worker: list(_within(spans, *window)) for worker, spans in _workers(events, snap)}
-    lanes = {worker: spans for worker, spans in workers.items() if spans}
+    workers = _workers(events, snap)
+    lanes = {name: cut for name, spans in workers if (cut := [*_within(spans, *window)])}
     if not (trainer or lanes):
         return None
     whole = sum((step.ended_s or 0.0) > began_s for step in known)
-    own = list(_within(trainer, *window))
-    return Waits(whole, *window, own, lanes, *_times(snap))
+    return Waits(whole, *window, [*_within(trainer, *window)], lanes, *_times(snap))
 
 
 def _times(snap: RunView) -> tuple[float, float]:
@@ -155,15 +155,12 @@ class _Lane:
     def close(self, at_s: float, mode: str) -> None:
         """Add the span that ends now."""
         if self.is_there and at_s > self.changed_s:
-            what = self._what(mode)
-            if (
-                self.spans
-                and self.spans[-1].what == what
-                and self.spans[-1].ended_s == self.changed_s
-            ):
-                self.spans[-1] = self.spans[-1]._replace(ended_s=at_s)
+            span = Span(self.changed_s, at_s, self._what(mode))
+            last = self.spans[-1] if self.spans else None
+            if last and (last.what, last.ended_s) == (span.what, span.began_s):
+                self.spans[-1] = span._replace(began_s=last.began_s)
             else:
-                self.spans.append(Span(self.changed_s, at_s, what))
+                self.spans.append(span)
         self.changed_s = max(self.changed_s, at_s)
 
     def _what(self, mode: str) -> str:
@@ -188,8 +185,7 @@ def _workers(events: Sequence[Event], snap: RunView) -> Iterator[tuple[str, list
             for lane in lanes.values():
                 lane.is_behind = True
         elif own:
-            is_new = name in _GONE or name == "worker_joined"
-            own.held = 0 if is_new else max(0, own.held + _change(name, fields))
+            own.held = 0 if name in _RESETS else max(0, own.held + _change(name, fields))
             own.is_behind &= name != "claimed"
             own.is_there = name not in _GONE
     for worker, lane in lanes.items():
@@ -204,8 +200,7 @@ def _first(events: Sequence[Event], snap: RunView) -> dict[str, _Lane]:
     joins: dict[str, float] = {}
     for at_ms, name, fields in reversed(events):
         if worker := fields.get("worker", ""):
-            is_new = name in _GONE or name == "worker_joined"
-            held[worker] = 0 if is_new else held[worker] - _change(name, fields)
+            held[worker] = 0 if name in _RESETS else held[worker] - _change(name, fields)
             joins[worker] = at_ms / 1000 if name == "worker_joined" else joins.get(worker, 0.0)
     most = {worker.id: worker.concurrency for worker in snap.workers}
     began_s = events[0][0] / 1000

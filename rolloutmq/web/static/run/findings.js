@@ -14,6 +14,8 @@ export function findings({ findings: found }) {
 // The view where something can be done about a finding: its buttons do what the command does.
 function placeOf(fix) {
   if (/rolloutmq (dead|requeue|drop)/.test(fix)) return button("#/dead", "Open dead letters");
+  if (/sample\.max_tokens/.test(fix)) return button("#/groups?outcome=truncated", "Open truncated");
+  if (/rolloutmq tail/.test(fix)) return button("#/groups?outcome=filtered", "Open filtered");
   if (/rolloutmq resume --worker/.test(fix)) return button("#/workers", "Open workers");
   if (/\blogs?\b/.test(fix)) return button("#/logs?level=warning", "Open logs");
   return /rolloutmq (resume|set)/.test(fix) ? button("#/control", "Open control") : null;
