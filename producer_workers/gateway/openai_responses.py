@@ -79,7 +79,8 @@ class _Conversation:
 
 def _thought(item: Json) -> str | None:
     """Return the text of a thought; None if the client has dropped it."""
-    return joined_text(item["content"], ("reasoning_text",)) if item.get("content") else None
+    said = item.get("content") or item.get("summary") or []
+    return joined_text(said, ("reasoning_text", "summary_text")) or None
 
 
 def _messages(given: Any) -> Any:

@@ -514,10 +514,22 @@ def test_a_client_of_responses_that_blocks_is_served_and_told_what_it_may_not_as
                 with pytest.raises(openai.BadRequestError, match=said[1]):
                     create(**{"model": "m", "input": "x", asked: said[0]})
 
-    engine, states = conversation(chat, solve, ["one", "two"])
-    assert len(states) == 2
-    assert contexts(states) == {"system": 1}, "instructions are not kept"
+            summary = {"type": "summary_text", "text": "so I said"}
+            history = [
+                {"role": "user", "content": "a"},
+                {"type": "reasoning", "id": "r", "summary": [summary]},
+                {"role": "assistant", "content": "b"},
+                {"role": "developer", "content": "c"},
+            ]
+            create(model="m", input=history)
+
+    engine, states = conversation(chat, solve, ["one", "two", "three"])
+    assert len(states) == 3
+    assert contexts(states) == {"system": 1, "conversation": 1}, "instructions are not kept"
     assert "mine" not in chat.decode(engine.read[1])
+    read = chat.decode(engine.read[2])
+    assert "assistant\n<think>\nso I said\n</think>\n\nb<|im_end|>" in read
+    assert "system\nc<|im_end|>" in read
 
 
 # -- vLLM's tokens in and out ------------------------------------------------
