@@ -219,7 +219,7 @@ class SnapshotError(RolloutMQError):
 
 
 class TaskStopped(RolloutMQError):
-    """Too many tries of a task failed one after the other: no group of it is started (I11)."""
+    """A needed task starts no groups until it is resumed, and this process does not wait (I11)."""
 
     exit_code = 5
 
@@ -243,14 +243,14 @@ class GroupTimeout(RolloutMQError):
 class UserCodeError(RolloutMQError):
     """A user's function raised, exceeded its limit, ended its process, or returned rubbish.
 
-    `told`: the same for the model, as the result of a tool. `frames`: the lines of the user's code
-    that raised it, "" if unknown.
+    `told`: the same for the model, as the result of a tool. `trace`: the traceback of the user's
+    code (`buffer.failure_text`), "" if it raised nothing.
     """
 
-    def __init__(self, message: str, *, hint: str = "", told: str = "", frames: str = "") -> None:
+    def __init__(self, message: str, *, hint: str = "", told: str = "", trace: str = "") -> None:
         super().__init__(message, hint=hint)
         self.told = told or message
-        self.frames = frames
+        self.trace = trace
 
 
 class ProcessUnavailable(RolloutMQError):

@@ -132,7 +132,6 @@ EXTRAS = {
     "huggingface_hub": "hub",
     "lupa": "testing",
     "math_verify": "math",
-    "matplotlib": "train",
     "mcp": "mcp",
     "opentelemetry": "otel",
     "peft": "lora",

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 from buffer.job import Job, ReleaseKind, Result
 from buffer.manifest import Manifest
+from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion
 
 
@@ -55,6 +56,17 @@ class Observer:
 
     def taken(self, manifest: Manifest, began_ns: int) -> None:
         """Receive the manifest of a batch of the trainer, also when it is taken again."""
+
+    def delivered(
+        self, manifest: Manifest, groups: Sequence[RolloutGroup], lineage: str, waited_s: float
+    ) -> None:
+        """Receive the groups that the trainer gets: all of the batch, or the share of rank 0.
+
+        `lineage`: of the trainer's weights. `waited_s`: how long it waited for them.
+        """
+
+    def reported(self, step: int, metrics: Mapping[str, float], task: str) -> None:
+        """Receive the trainer's metrics of a train step, or of an evaluation of `task` after it."""
 
     def committed(self, step: int, began_ns: int) -> None:
         """Receive the step whose checkpoint is durable."""

@@ -47,6 +47,7 @@ def server_url(config: ServerConfig, flag: str | None = None) -> str:
             f"no server: the embedded one in {server.folder} is not running, and no URL was given",
             hint="start the whole run with `rolloutmq run CONFIG`, or set REDIS_URL",
         )
+    server.start()  # it stays for this process, even if a reader started it
     return server.url
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Annotated
 
 from pydantic import ByteSize, GetPydanticSchema
@@ -16,6 +18,11 @@ def visible(text: str) -> str:
     if text.isascii() and "\x7f" not in text:
         return text
     return "".join(c if c.isprintable() or c == "\n" else _escape(c) for c in text)
+
+
+def plain(text: str) -> str:
+    """Make every character that could control a terminal visible."""
+    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
 
 
 def _escape(character: str) -> str:
@@ -36,6 +43,12 @@ Bytes = Annotated[
 def format_size(number: float) -> str:
     """Return a number of bytes with a unit: 512 B, 1.5 MiB."""
     return ByteSize(number).human_readable(separator=" ")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the sentence that begins a hint; "" if no known name is close."""
+    close = get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]}? " if close else ""
 
 
 def shorten_reason(reason: str) -> str:

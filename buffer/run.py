@@ -90,7 +90,7 @@ class Run:
         self.observers: list[Observer] = []  # they hear what this process does: append to it
         self.jobs = JobQueue(context, self.observers)
         self.task_stops = TaskStops(store, self.keys)
-        self.dead_letters = DeadLetters(store, self.keys)
+        self.dead_letters = DeadLetters(context, self.payloads)
         self.buffer = ReplayBuffer(context, self.payloads)
         self.buffer.observers = self.observers
         self.ledger = BatchLedger(context, observers=self.observers)

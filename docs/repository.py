@@ -6,10 +6,12 @@ them there.
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 from docs.reference import REFERENCES
 
@@ -30,6 +32,33 @@ LINKED = (
     "benchmarks/**/*.png",
 )
 """What pages show or link to."""
+SEARCH = {
+    "DECISIONS.md": {"exclude": True},
+    "tests/chaos/*": {"exclude": True},
+    "CHANGELOG.md": {"boost": 0.1},
+    "docs/pages/api_*": {"boost": 0.002},
+    "docs/pages/config_reference.md": {"boost": 0.8},
+    "docs/pages/troubleshooting.md": {"boost": 2},
+    "docs/notebooks/*": {"boost": 0.3},
+}
+"""Pages that answer few questions, so that the search shows those that do first."""
+KEYWORDS = {
+    "README.md": ["install", "quick start"],
+    "SECURITY.md": ["password", "TLS", "sandbox"],
+    "docs/notebooks/tour.md": ["notebook", "Jupyter"],
+    "docs/pages/browser.md": ["compare runs"],
+    "docs/pages/concepts.md": ["staleness"],
+    "docs/pages/config_reference.md": ["settings", "learning rate"],
+    "docs/pages/engines.md": ["tensor parallel", "colocated"],
+    "docs/pages/first_gpu_run.md": ["presets"],
+    "docs/pages/loss.md": ["PPO", "GRPO"],
+    "docs/pages/metrics.md": ["Weights & Biases", "wandb", "TensorBoard", "Prometheus", "Grafana"],
+    "docs/pages/moving.md": ["verl", "migrate"],
+    "docs/pages/tools_and_agents.md": ["turns"],
+    "docs/pages/your_data_set.md": ["custom dataset"],
+    "docs/pages/your_judge.md": ["reward function"],
+}
+"""Words that people search for, and that a page does not use in a heading."""
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -44,3 +73,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             *(File.generated(config, path, content=page()) for path, page in REFERENCES.items()),
         ]
     )
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Tell the search about the page, and lead links to the notebook to its page of the site."""
+    path = page.file.src_uri
+    page.meta["search"] = next((how for name, how in SEARCH.items() if fnmatch(path, name)), {})
+    page.meta["tags"] = KEYWORDS.get(path, [])
+    return markdown.replace("tour.ipynb)", "tour.md)")

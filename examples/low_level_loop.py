@@ -21,7 +21,6 @@ from consumer.grpo.evaluation import measure
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.models.model_folder import copy_tokenizer
-from consumer.grpo.reporting.step_log import StepWriter
 from consumer.grpo.trainer_rank import DeviceShare
 from consumer.handle.publication import open_sender, published
 from consumer.handle.ranks import ALONE, select_device
@@ -38,7 +37,6 @@ def train(run: Run, config: Config, model_dir: Path, *, take_over: bool = False)
     controller = TrainController.of(config, learner, model_dir)
     share = DeviceShare(learner.device, [learner.on_device()])
     sender = open_sender(config, run)
-    log = StepWriter(config.run.folder)
     checkpoints = CheckpointFolder(config.run.folder / "checkpoints")
     steps = checkpoints.steps()
     position = checkpoints.read(steps[-1]) if steps else Position()
@@ -68,7 +66,6 @@ def train(run: Run, config: Config, model_dir: Path, *, take_over: bool = False)
             share.wake()
             metrics = train_on(controller, batch.groups)
             position.add(batch.manifest)
-            log.add_step(step, consumer.lineage, batch.manifest.gids, metrics)
             consumer.report(step, metrics)
             if step % config.trainer.checkpoint_every_steps == 0 or step == config.plan.steps:
                 position.forget(checkpoints.oldest_with(step, 2))
@@ -76,7 +73,7 @@ def train(run: Run, config: Config, model_dir: Path, *, take_over: bool = False)
                 consumer.commit(step, keep=checkpoints.prune(2))
             with published(consumer, sender, step, save, pause=None):
                 share.sleep()
-    evaluate(consumer, config, log)
+    evaluate(consumer, config)
     consumer.finish()
     consumer.close()
 
@@ -93,9 +90,8 @@ def train_on(controller: TrainController, groups: Sequence[RolloutGroup]) -> dic
     return metrics | {"rewards/mean": sum(scores) / len(scores)}
 
 
-def evaluate(consumer: RolloutConsumer, config: Config, log: StepWriter) -> None:
+def evaluate(consumer: RolloutConsumer, config: Config) -> None:
     """Evaluate the newest weights on every evaluation task."""
     for name in (name for name, task in config.tasks.items() if task.eval_of):
         metrics = measure(consumer.evaluate(name, config.evaluation_size(name)))
-        log.add_evaluation(config.plan.steps, name, metrics)
         consumer.report(config.plan.steps, metrics, task=name)

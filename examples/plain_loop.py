@@ -23,7 +23,6 @@ from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.evaluation import measure
 from consumer.grpo.model_state.learner_state import capture, restore
 from consumer.grpo.models.model_folder import copy_tokenizer, load_model, save_model
-from consumer.grpo.reporting.step_log import StepWriter
 from consumer.handle.batch import Batch
 from consumer.handle.publication import publish
 from consumer.handle.rollout_consumer import RolloutConsumer
@@ -53,7 +52,6 @@ def fit(
     last = run.limits.steps
     checkpoints = CheckpointFolder(folder / "checkpoints")
     weights = FolderSender(folder / "weights")
-    log = StepWriter(folder)
     consumer = RolloutConsumer(run)
     steps = checkpoints.steps()
     position = checkpoints.read(steps[-1]) if steps else Position()
@@ -92,9 +90,8 @@ def fit(
         optimizer.step()
         # raises AccountError where one of its groups was already trained
         position.add(batch.manifest)
-        metrics["loss"] = loss.item()
-        log.add_step(batch.step, consumer.lineage, batch.manifest.gids, metrics)
-        # for `rolloutmq metrics` and its alerts
+        metrics["loss/policy"] = loss.item()
+        # for the curves, and for `rolloutmq metrics` and its alerts
         consumer.report(batch.step, metrics)
         if batch.step % config.trainer.checkpoint_every_steps == 0 or batch.step == last:
             position.forget(checkpoints.oldest_with(batch.step, 2))
@@ -105,9 +102,7 @@ def fit(
     for name, task in config.tasks.items():
         if task.eval_of:
             groups = consumer.evaluate(name, config.evaluation_size(name))
-            metrics = measure(groups)
-            log.add_evaluation(last, name, metrics)
-            consumer.report(last, metrics, task=name)
+            consumer.report(last, measure(groups), task=name)
     consumer.finish()
     consumer.close()
 

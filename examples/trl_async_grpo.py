@@ -34,7 +34,6 @@ from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.grpo.learner.advantages import ESTIMATORS, GroupRewards
 from consumer.grpo.models.model_folder import load_tokenizer
-from consumer.grpo.reporting.step_log import StepWriter
 from consumer.handle.batch import Batch
 from consumer.handle.publication import open_sender, publish
 from consumer.handle.rollout_consumer import RolloutConsumer
@@ -197,24 +196,18 @@ class Commits(TrainerCallback):  # type: ignore[misc]
     """Keeps the position of the run with TRL's checkpoints, and commits them."""
 
     def __init__(
-        self,
-        consumer: RolloutConsumer,
-        position: Position,
-        rollouts: QueueRollouts,
-        config: Config,
+        self, consumer: RolloutConsumer, position: Position, rollouts: QueueRollouts
     ) -> None:
         self._consumer = consumer
         self._position = position
         self._rollouts = rollouts
-        self._log = StepWriter(config.run.folder)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the batch of the step. TRL publishes the weights after this."""
         batch = self._rollouts.taken[0]
         self._position.add(batch.manifest)
         scores = np.concatenate([group.scores for group in batch.groups])
-        metrics = {"rewards/mean": float(scores.mean())}
-        self._log.add_step(batch.step, self._consumer.lineage, batch.manifest.gids, metrics)
+        self._consumer.report(batch.step, {"rewards/mean": float(scores.mean())})
         if len(self._rollouts.taken) > 1:
             self._rollouts.taken.popleft()
 
@@ -252,7 +245,7 @@ def train(run: Run, config: Config, model_dir: Path, *, take_over: bool = False)
         processing_class=load_tokenizer(model_dir),
         # not read: the producer of the run draws the prompts
         train_dataset=Dataset.from_dict({"prompt": [""]}),
-        callbacks=[Commits(consumer, position, rollouts, config)],
+        callbacks=[Commits(consumer, position, rollouts)],
         rollout_worker=rollouts,
         weight_transfer=weights,
     )

@@ -27,7 +27,7 @@ _COMMAND = re.compile(
     r'^@command\(\s*"(\w+)",\s*"([\w-]+)".*?^def .*?"""(.+?)(?:\n\n|""")', re.MULTILINE | re.DOTALL
 )
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {}
-_ITEM: Any = vars(core)["CompletionItem"]  # typer's type of a proposal, which has no public name
+ITEM: Any = vars(core)["CompletionItem"]  # typer's type of a proposal, which has no public name
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -71,6 +71,10 @@ class LazyGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return open_command(cmd_name) if cmd_name in command_places() else None
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        self.commands: Any = command_places()  # the names that typer suggests for a wrong one
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for title in SECTIONS:
             places = command_places().items()
@@ -81,7 +85,7 @@ class LazyGroup(TyperGroup):
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         places = command_places().items()
         items = [
-            _ITEM(name, help=place.summary) for name, place in places if name.startswith(incomplete)
+            ITEM(name, help=place.summary) for name, place in places if name.startswith(incomplete)
         ]
         # typer's own method imports all commands; the next one completes options
         options: list[Any] = super(TyperGroup, self).shell_complete(ctx, incomplete)

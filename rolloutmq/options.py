@@ -1,8 +1,8 @@
 """Decide which server and which run a command works on.
 
 The server: `--redis-url`, else the embedded server of `--run-dir`, else REDIS_URL, else the
-embedded server under ./runs that was started last (running ones first). The run: `--run`, else the
-only one on the server.
+embedded server of the run under ./runs that was used last (running ones first). An embedded server
+that does not run is started for the command. The run: `--run`, else the only one on the server.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -21,8 +21,9 @@ import orjson
 import redis
 import typer
 
-from buffer.errors import ConfigError, QueryError, RunNotFound, StoreUnavailable
+from buffer.errors import ConfigError, QueryError, RunNotFound, StoreError, StoreUnavailable
 from buffer.ids import valid_name
+from buffer.readable import did_you_mean
 from buffer.redis.connection.nodes import Servers
 from buffer.redis.connection.url import mask_url
 from buffer.redis.connection_errors import describe_connection_error
@@ -30,11 +31,14 @@ from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run import Run
 from consumer.grpo.reporting.sample_log import SampleLog
+from rolloutmq.hang_up import interrupted_by_sigterm
 from rolloutmq.output import console, emit
+from rolloutmq.run_owner import folders_below, known_folders, last_change
 
 RUNS = Path("runs")
 
 _DEADLINE_S = 5.0
+_OF_FOLDERS = "`rolloutmq status`, `web`, `report`, `dead`, `show`, `batch` and `logs`"
 _HOW = (
     "pass --redis-url URL or --run-dir FOLDER, set REDIS_URL, "
     "or change to the folder in which the run was started"
@@ -112,10 +116,11 @@ def set_flags(overrides: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The URL of a server, and the run's folder if it is known."""
+    """The URL of a server, the run's folder if it is known, and its server if that is embedded."""
 
     url: str
     run_dir: Path | None = None
+    server: EmbeddedServer | None = None
 
     def __str__(self) -> str:
         return mask_url(self.url)
@@ -139,10 +144,11 @@ def _belongs(folder: Path, run: Run) -> bool:
     return note.is_file() and run.nonce.encode() in note.read_bytes()
 
 
-def _folder_of(run: Run, named: Path | None) -> Path | None:
+def folder_of(run: Run, named: Path | None) -> Path | None:
+    """Return the folder of a run: the named one, or one under ./runs; None if it is another's."""
     if named is not None:
         return named if not (named / "run.json").is_file() or _belongs(named, run) else None
-    return next((folder for folder in _folders() if _belongs(folder, run)), None)
+    return next((folder for folder in folders_below(RUNS) if _belongs(folder, run)), None)
 
 
 def find_server(redis_url: str | None, run_dir: Path | None) -> Address:
@@ -150,11 +156,12 @@ def find_server(redis_url: str | None, run_dir: Path | None) -> Address:
     if redis_url:
         return Address(redis_url, run_dir)
     if run_dir is not None and (server := embedded_server(run_dir)):
-        return _running(server, run_dir)
+        return Address(server.url, run_dir, server)
     if from_environment := os.environ.get("REDIS_URL"):
         return Address(from_environment, run_dir)
     if run_dir is None and (newest := newest_server()):
-        return _running(*newest)
+        server, folder = newest
+        return Address(server.url, folder, server)
     what = "no server found: no --redis-url, no REDIS_URL, and no embedded server under ./runs"
     if run_dir is not None:
         what = f"{run_dir} has no embedded server, and no URL is given"
@@ -163,8 +170,7 @@ def find_server(redis_url: str | None, run_dir: Path | None) -> Address:
 
 def embedded_server(run_dir: Path) -> EmbeddedServer | None:
     """Return the server, running or not, whose data is in a folder or directly below it."""
-    below = sorted(path for path in run_dir.iterdir() if path.is_dir()) if run_dir.is_dir() else []
-    for folder in (run_dir, *below):
+    for folder in (run_dir, *folders_below(run_dir)):
         if (folder / "valkey.lock").exists():
             return EmbeddedServer(folder, port=_port(folder))
     return None
@@ -177,56 +183,57 @@ def _port(folder: Path) -> int | None:
     return int(found[1]) or None if found else None
 
 
-def _folders() -> list[Path]:
-    return sorted(path for path in RUNS.iterdir() if path.is_dir()) if RUNS.is_dir() else []
-
-
 def newest_server() -> tuple[EmbeddedServer, Path] | None:
-    """Return the newest server under ./runs, running ones first, and its run's folder."""
-    servers = [(server, folder) for folder in _folders() if (server := embedded_server(folder))]
-    return max(servers, key=lambda pair: (pair[0].is_running, _started(pair[0])), default=None)
-
-
-def _started(server: EmbeddedServer) -> float:
-    # settings are written at every start, the lock only once
-    settings = server.folder / "valkey.conf"
-    return settings.stat().st_mtime if settings.exists() else 0.0
-
-
-def _running(server: EmbeddedServer, run_dir: Path) -> Address:
-    if server.is_running:
-        return Address(server.url, run_dir)
-    raise StoreUnavailable(
-        f"the embedded server of {run_dir} is not running; its data is on disk",
-        hint="`rolloutmq server` starts it for inspection; `rolloutmq run CONFIG` "
-        "continues the run",
-    )
-
-
-def stopped_samples(redis_url: str | None, run_dir: Path | None) -> SampleLog | None:
-    """Return the sample log of the selected run, if its own server is stopped."""
-    if redis_url or os.environ.get("REDIS_URL"):
-        return None
-    newest = newest_server() if run_dir is None else None
-    folder = newest[1] if newest else run_dir
-    server = embedded_server(folder) if folder else None
-    return SampleLog(folder) if folder and server and not server.is_running else None
+    """Return a server under ./runs and its run's folder: a running one, else of the last use."""
+    servers = [
+        (server, folder) for folder in folders_below(RUNS) if (server := embedded_server(folder))
+    ]
+    return max(servers, key=lambda pair: (pair[0].is_running, last_change(pair[1])), default=None)
 
 
 @contextmanager
 def open_server(redis_url: str | None, run_dir: Path | None) -> Iterator[tuple[Store, Address]]:
-    """Open the server, after one check that it answers. Raises StoreError and ConfigError."""
+    """Open the server, after one check that it answers. Raises StoreError and ConfigError.
+
+    An embedded server runs as long as the block: it is started if it does not run yet.
+    """
     address = find_server(redis_url, run_dir)
+    with ExitStack() as stack:
+        if address.server:
+            stack.enter_context(interrupted_by_sigterm())
+            _keep_running(address.server, address.run_dir, stack)
+        yield stack.enter_context(connected(address)), address
+
+
+def _keep_running(server: EmbeddedServer, run_dir: Path | None, stack: ExitStack) -> None:
     try:
-        with closing(Servers(address.url, "rolloutmq-cli", timeout_s=_DEADLINE_S)) as servers:
+        if not server.is_running:
+            if not server.has_data:
+                raise StoreUnavailable(f"the data of the server in {server.folder} are gone")
+            if not os.access(server.folder, os.W_OK):
+                raise StoreUnavailable(f"the server of {run_dir} needs to write to its folder")
+            what = f"the server of {run_dir} does not run: it is started for this command only"
+            console(stderr=True).print(what, style="dim", soft_wrap=True)
+        stack.enter_context(server.reading())
+    except OSError as error:
+        what = f"the server of {run_dir} cannot be started: {error.filename}: {error.strerror}"
+        raise StoreUnavailable(what) from error
+    except StoreError as error:  # of another version, or damaged
+        raise StoreUnavailable(error.message, hint=error.hint) from error
+
+
+@contextmanager
+def connected(address: Address, deadline_s: float = _DEADLINE_S) -> Iterator[Store]:
+    try:
+        with closing(Servers(address.url, "rolloutmq-cli", timeout_s=deadline_s)) as servers:
             # a client of a cluster has connected to a node already
             if not servers.is_cluster:
                 servers.client("control").ping()
     except redis.RedisError as error:
         raise describe_connection_error(address.url, error) from error
-    store = Store(address.url, name="rolloutmq-cli", deadline_s=_DEADLINE_S)
+    store = Store(address.url, name="rolloutmq-cli", deadline_s=deadline_s)
     try:
-        yield store, address
+        yield store
     finally:
         store.close()
 
@@ -236,7 +243,7 @@ def open_target(redis_url: str | None, run_dir: Path | None, run: str | None) ->
     """Open the run that the options select. Raises RunNotFound and ConfigError."""
     with open_server(redis_url, run_dir) as (store, address):
         opened = Run.open(store, choose_run(store, run))
-        yield Target(opened, _folder_of(opened, address.run_dir))
+        yield Target(opened, folder_of(opened, address.run_dir))
 
 
 class Output(NamedTuple):
@@ -264,11 +271,14 @@ _OF_RUN = [
 ]
 
 
-def on_run(function: Callable[..., Output | None]) -> Callable[..., None]:
+def on_run(
+    function: Callable[..., Output | None], read_folder: Callable[..., Output] | None = None
+) -> Callable[..., None]:
     """Give a command the options that select a run, and --json.
 
     The command gets the open run as its first argument, and `as_json` if it has that parameter.
-    What it returns is printed.
+    What it returns is printed. Where the run's server cannot be reached, `read_folder` gets its
+    folder and the error in place of the open run.
     """
     own = inspect.signature(function, eval_str=True)
     _, *asked = own.parameters.values()
@@ -279,8 +289,18 @@ def on_run(function: Callable[..., Output | None]) -> Callable[..., None]:
         *, redis_url: RedisUrl, run_dir: RunDir, run: RunName, as_json: AsJson, **given: Any
     ) -> None:
         given |= {"as_json": as_json} if takes_json else {}
-        with open_target(redis_url, run_dir, run) as target:
-            answer = function(target, **given)
+        try:
+            with open_target(redis_url, run_dir, run) as target:
+                answer = function(target, **given)
+        except StoreUnavailable as error:
+            folder = folder_without_server(redis_url, run_dir, run)
+            if folder is None:
+                raise
+            if read_folder is None:
+                hint = f"{_OF_FOLDERS} read what {folder} has"
+                raise StoreUnavailable(error.message, hint=hint) from error
+            given.pop("as_json", None)
+            answer = read_folder(folder, error, **given)
         if answer is not None:
             answer.print(as_json=as_json)
 
@@ -289,6 +309,21 @@ def on_run(function: Callable[..., Output | None]) -> Callable[..., None]:
     call.__dict__["__signature__"] = own.replace(parameters=options, return_annotation=None)
     call.__annotations__ = {each.name: each.annotation for each in options}
     return call
+
+
+def or_folder(read_folder: Callable[..., Output]) -> partial[Callable[..., None]]:
+    """Return `on_run` for a command that can also read the run's folder without its server."""
+    return partial(on_run, read_folder=read_folder)
+
+
+def folder_without_server(
+    redis_url: str | None, run_dir: Path | None, run: str | None
+) -> Path | None:
+    """Return the selected run's folder, to be read in place of its server; None if unknown."""
+    if run_dir is None and not (redis_url or run or os.environ.get("REDIS_URL")):
+        newest = newest_server()
+        run_dir = newest[1] if newest else next(iter(known_folders(RUNS)), None)
+    return run_dir if run_dir and last_change(run_dir) else None
 
 
 def choose_run(store: Store, run: str | None) -> str:
@@ -308,7 +343,8 @@ def choose_run(store: Store, run: str | None) -> str:
             hint="choose one with --run NAME",
         )
     raise RunNotFound(
-        f"there is no run {run!r} on this server", hint=f"its runs: {', '.join(names)}"
+        f"there is no run {run!r} on this server",
+        hint=f"{did_you_mean(run, names)}its runs: {', '.join(names)}",
     )
 
 
@@ -318,12 +354,11 @@ def require_yes(yes: bool, plan: str) -> None:
         raise ConfigError(f"this would {plan}; nothing was changed", hint="pass --yes to do it")
 
 
-def require_known(kind: str, name: str | None, known: Iterable[str]) -> None:
+def require_known(kind: str, name: str | None, known: Collection[str]) -> None:
     """Raise ConfigError for a name that is not among `known`; None is accepted."""
     if name is not None and name not in known:
-        raise ConfigError(
-            f"there is no {kind} {name!r}", hint=f"one of {', '.join(known) or 'none'}"
-        )
+        hint = f"{did_you_mean(name, known)}one of {', '.join(known) or 'none'}"
+        raise ConfigError(f"there is no {kind} {name!r}", hint=hint)
 
 
 def read_where(text: str | None) -> Any:

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from buffer.control.worker_record import WorkerRecord, WorkerState
-from buffer.readable import visible
+from buffer.readable import plain, visible
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -99,7 +99,7 @@ def state(word: str, *, width: int = _STATE_WIDTH) -> Text:
 
 def worker_state(worker: WorkerRecord, is_live: bool) -> str:
     if not is_live:
-        return "silent"
+        return worker.state if worker.has_ended else "silent"
     return "barred" if worker.is_barred else worker.state
 
 
@@ -189,11 +189,6 @@ def console(*, stderr: bool = False) -> Console:
         size = shutil.get_terminal_size()
         opened.width = size.columns if opened.is_terminal else UNBOUNDED
     return opened
-
-
-def plain(text: str) -> str:
-    """Make every character that could control a terminal visible."""
-    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
 
 
 @contextmanager

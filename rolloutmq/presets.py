@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from buffer.errors import ConfigError
+from buffer.readable import did_you_mean
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config
 
@@ -28,12 +30,21 @@ def find_config(path: Path) -> Path:
     if path.exists():
         return path
     name = path.name.removesuffix(".toml")
-    if name in preset_names() and str(path.parent) in (".", "configs"):
+    names = preset_names()
+    if name in names and str(path.parent) in (".", "configs"):
         return presets_folder() / f"{name}.toml"
     raise ConfigError(
         f"{path}: there is no such file, and no preset of that name",
-        hint=f"give the path of a TOML file, or one of {', '.join(preset_names())}",
+        hint=did_you_mean(name, names)
+        + f"give the path of a TOML file, or one of {', '.join(names)}",
     )
+
+
+def config_of_run(command: Sequence[str]) -> Config:
+    """Return the config of `rolloutmq run` with these arguments. Raises ConfigError."""
+    path, *flags = command
+    overrides = [value for flag, value in pairwise(flags) if flag == "--set"]
+    return load_config(find_config(Path(path)), overrides)
 
 
 def open_config(path: Path, overrides: Sequence[str] | None = None) -> Config:

@@ -23,7 +23,8 @@ from typing import IO
 import psutil
 from pydantic import BaseModel, ValidationError
 
-from buffer.errors import ConfigError, RoleHeld, RolloutMQError
+from buffer.errors import ConfigError, RoleHeld, RolloutMQError, describe
+from buffer.redis.connection.url import mask_url
 from rolloutmq.versions import all_versions
 
 LOCK_FILE = "launcher.lock"
@@ -109,9 +110,13 @@ def own(folder: Path, run: str, command: list[str], steps: int) -> Iterator[Owne
             owned.note(Stage.STOPPED, account=owned.record.account)
             raise
         except BaseException as error:
-            owned.note(Stage.FAILED, str(error).partition("\n")[0])
+            owned.note(Stage.FAILED, _reason(error))
             raise
         owned.note(Stage.FINISHED, account=owned.record.account)
+
+
+def _reason(error: BaseException) -> str:
+    return mask_url(str(error) if isinstance(error, RolloutMQError) else describe(error))
 
 
 def _take(lock: IO[bytes], folder: Path) -> None:
@@ -201,9 +206,13 @@ def _identify(record: LaunchRecord | None) -> psutil.Process | None:
     return process if abs(process.create_time() - record.started) < _SAME_START_S else None
 
 
+def folders_below(root: Path) -> list[Path]:
+    return sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+
+
 def known_folders(root: Path) -> list[Path]:
     """Return the run folders below `root`: running ones first, then by last use."""
-    found = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    found = folders_below(root)
     runs = [path for path in found if (path / LOCK_FILE).is_file() or (path / "run.json").is_file()]
     return sorted(runs, key=lambda path: (is_owned(path), last_change(path)), reverse=True)
 

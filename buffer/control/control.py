@@ -108,13 +108,19 @@ def _unreadable(fields: Sequence[str]) -> RunDamaged:
 
 
 SHORT_S = 1.0  # work that takes less is not reported
+MOST_DOING = 256  # characters of `doing` that lua/beat.lua accepts
+_WAITS_FOR = "waits for "
 
 
 class Work:
-    """What the loop of a process does, read by its heartbeat thread. `turns` stops if it hangs."""
+    """What the loop of a process does, read by its heartbeat thread. `turns` stops if it hangs.
+
+    `is_wait`: it waits for stopped tasks, perhaps for days, and does not hang.
+    """
 
     def __init__(self) -> None:
         self.turns = 0
+        self.is_wait = False
         self._current: tuple[str, float] | None = None
 
     @contextmanager
@@ -124,6 +130,12 @@ class Work:
             yield
         finally:
             self._current = None
+
+    def wait_for(self, tasks: Sequence[str]) -> None:
+        """Report that the loop waits until these tasks are resumed; (): it does not."""
+        self.is_wait = bool(tasks)
+        what = (_WAITS_FOR + ", ".join(tasks))[:MOST_DOING]
+        self._current = (what, time.monotonic()) if tasks else None
 
     def now(self) -> tuple[str, float]:
         """Return what the loop does, and for how many seconds; ("", 0) if that is short."""
@@ -181,6 +193,12 @@ class RoleHolder:
     def is_alive(self) -> bool:
         """Whether the holder's last heartbeat is younger than the timeout."""
         return bool(self.nonce) and self.silent_ms is not None and self.silent_ms < self.timeout_ms
+
+    @property
+    def waits_for(self) -> list[str]:
+        """The stopped tasks that a trainer waits for."""
+        is_wait = self.doing.startswith(_WAITS_FOR)
+        return self.doing.removeprefix(_WAITS_FOR).split(", ") if is_wait else []
 
     @property
     def word(self) -> str:

@@ -33,6 +33,13 @@ class EventLog:
         )
         return found[0][0].decode() if found else START
 
+    def last(self, count: int) -> list[Event]:
+        """Return the newest events, oldest first."""
+        found: Any = self._store.retrying(
+            "events", lambda: self._store.control.xrevrange(self._keys.events, count=count)
+        )
+        return [parse_event(entry) for entry in reversed(found)]
+
     def read(
         self, after: str = START, *, limit: int = 500, block_ms: int | None = None
     ) -> list[tuple[str, Event]]:

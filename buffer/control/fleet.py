@@ -9,7 +9,7 @@ from typing import Any
 
 from buffer.control.control import STATE_FIELDS, ControlState
 from buffer.control.length_counts import LengthCounts
-from buffer.control.worker_record import HeartbeatReport, WorkerRecord, read_record
+from buffer.control.worker_record import HeartbeatReport, WorkerRecord, WorkerState, read_record
 from buffer.errors import Fenced, RunNotFound, ScriptError
 from buffer.ids import valid_name
 from buffer.job import Job, digest_of
@@ -22,6 +22,10 @@ LOST_SLICE = 200  # groups that one call of the server takes from a worker at mo
 MOST_AGES = 1024  # weights that one heartbeat reports at most
 
 MOST_COUNTED = 64  # workers whose lengths stand for all: each has counted thousands
+
+SEARCHED_EVENTS = 500  # newest events in which ended workers are found: at its end, a run's last
+
+_ENDS = {"worker_left": WorkerState.LEFT, "worker_lost": WorkerState.LOST}
 
 NO_TOKENS: Mapping[Job, PolicyVersion] = {}  # for groups without tokens
 
@@ -252,6 +256,22 @@ class Fleet:
                 pipe.hget(self._keys.worker(worker.decode()), "lengths")
             texts = [(text or b"").decode(errors="replace") for text in pipe.execute()]
         return LengthCounts.joined(texts, len(known) / max(1, len(chosen)))
+
+    def ended(self) -> list[WorkerRecord]:
+        """Return the last records of workers that left or were lost, among the newest events."""
+        return self._store.retrying("ended workers", self._ended)
+
+    def _ended(self) -> list[WorkerRecord]:
+        client = self._store.control
+        seconds, micros = client.time()
+        found: dict[str, WorkerRecord] = {}
+        for _, fields in client.xrevrange(self._keys.events, count=SEARCHED_EVENTS):
+            name, worker = (fields.pop(key, b"").decode() for key in (b"event", b"worker"))
+            if name in _ENDS and worker not in found:
+                written = fields | {b"state": _ENDS[name].value.encode()}
+                now_ms = seconds * 1000 + micros // 1000
+                found[worker] = read_record(worker, written, 0, None, now_ms)
+        return [*found.values()]
 
     def workers(self) -> list[WorkerRecord]:
         """Return the records of all known workers, by their last heartbeat, oldest first."""

@@ -43,6 +43,7 @@ class TaskProgress:
     raw_rewards_sum: float = 0.0  # scores of completed groups, before any is filtered
     raw_rewards_count: int = 0  # number of these scores
     unparsed: int = 0  # rollouts of these groups in which no judge found an answer
+    truncated: int = 0  # rollouts of these groups that ended at their token limit
     produced_groups: int = 0  # groups completed or filtered
     produced_ms: int = 0  # time that workers held these groups, in sum
     produced_samples: int = 0  # rollouts in submitted groups

@@ -32,8 +32,8 @@ class HeldRole:
     """One process's hold on a role of a run.
 
     Every heartbeat carries `waited_s` and `pauses` (the trainer's statistics) and `work` (what the
-    producer's loop does). While one piece of work takes longer than HUNG_S, the thread sends none:
-    the loop hangs, and another process may take the role.
+    loop does). While one piece of work takes longer than HUNG_S, the thread sends none: the loop
+    hangs, and another process may take the role.
     """
 
     def __init__(
@@ -127,8 +127,9 @@ class HeldRole:
         hung = LogOnce(log, "no more heartbeats: this process hangs")
         while not self.ended.wait(every_s()):
             what, busy_s = self._work.now()
-            hung.report(what if busy_s > HUNG_S else "")
-            if busy_s > HUNG_S:
+            is_hung = busy_s > HUNG_S and not self._work.is_wait
+            hung.report(what if is_hung else "")
+            if is_hung:
                 continue
             try:
                 # the first look is before the first heartbeat: what is evicted later is of this run

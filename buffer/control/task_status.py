@@ -7,6 +7,8 @@ A `TaskStop` tells a waiting trainer why the producer starts nothing more of a t
              `rolloutmq resume --task TASK`
     failing  every try fails: the scripts count that themselves, and stop the task likewise
 
+A trainer that needs groups of a stopped task waits for that command, or fails (`are_final`).
+
 `ProduceBatchStatus` (XTuner's name) is neither stored nor sent: both sides derive it from the
 control state, the train step and the limits, so they cannot disagree.
 """
@@ -44,10 +46,18 @@ class TaskStop:
     def is_stopped(self) -> bool:
         return self.kind in ("broken", "failing")
 
+    def describe(self, task: str) -> str:
+        return f"task {task} is stopped: {self.reason}"
+
     def fix(self, task: str) -> str:
         """Return what to do about a stopped task: where its reasons are, and how it continues."""
-        why = "`rolloutmq dead` and `rolloutmq tail` show why; " if self.kind == "failing" else ""
-        return f"{why}fix the cause, then run `rolloutmq resume --task {task}`"
+        resume = f"run `rolloutmq resume --task {task}`"
+        if self.kind == "broken":
+            return f"fix the cause, then {resume}"
+        return (
+            "`rolloutmq dead` and `rolloutmq tail` show why; fix the cause, restart the workers if "
+            f"an agent loop or an inline judge was changed, then {resume}"
+        )
 
     def is_enough_for(self, step: int) -> bool:
         """Return whether the groups that are ready now complete the batch of `step`."""
@@ -55,6 +65,14 @@ class TaskStop:
 
 
 class TaskStops:
+    """Why tasks of a run start no more groups.
+
+    `are_final`: whether this process raises TaskStopped where it would wait for a stopped task to
+    be resumed. For jobs of which nobody takes care (`rolloutmq train --exit-when-stuck`).
+    """
+
+    are_final = False
+
     def __init__(self, store: Store, keys: Keys) -> None:
         self._store = store
         self._keys = keys

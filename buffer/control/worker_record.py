@@ -91,6 +91,8 @@ class WorkerState(StrEnum):
     WORKING = "working"
     PAUSED = "paused"
     DRAINING = "draining"  # finishes what it holds, then leaves
+    LEFT = "left"  # only in the records of `Fleet.ended`: it deregistered
+    LOST = "lost"  # as LEFT, but it fell silent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +169,11 @@ class WorkerRecord(HeartbeatNumbers):
 
     def is_live(self, lease_ms: int) -> bool:
         """Return whether a pause waits for it: its last heartbeat is younger than a lease."""
-        return self.silent_ms < lease_ms
+        return self.silent_ms < lease_ms and not self.has_ended
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in (WorkerState.LEFT, WorkerState.LOST)
 
 
 OF_THE_READER = ("id", "silent_ms", "holds", "bad_groups", "barred_for_ms", "facts")

@@ -1,32 +1,39 @@
 """Dead letters: groups whose tries are used up, or that a trainer could not use (I11).
 
-Each is kept with its reason until an operator requeues or drops it, and the run continues.
+Each is kept with its reason, and the responses with which it died if there is room, until an
+operator requeues or drops it, and the run continues.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import orjson
 
-from buffer.errors import RunDamaged
+from buffer.errors import PayloadMissing, RunDamaged
+from buffer.failure_text import cause_of
 from buffer.ids import split_group_id
+from buffer.job import Job
 from buffer.redis.key_fields import HINT, read_counts
-from buffer.redis.keys import Keys
-from buffer.redis.store import Store
+from buffer.redis.payloads import PayloadStore, pin_listed
+from buffer.redis.scripts import ScriptCall, unknown_reply
+from buffer.redis.store import RunContext
+from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
 
 _SLICE = 500  # letters that one round trip reads
-_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?")
-_LONGEST_CAUSE = 160
 
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """`age_ms`: by the server's clock. `step`: of the batch it was quarantined from, else None."""
+    """`reason`: text of a failure (`buffer.failure_text`). `age_ms`: by the server's clock.
+
+    `step`: of the batch it was quarantined from, else None. `has_responses`: more than its prompt.
+    """
 
     gid: str
     reason: str
@@ -34,6 +41,7 @@ class DeadLetter:
     tries: int
     age_ms: int
     step: int | None = None
+    has_responses: bool = False
 
     @property
     def task(self) -> str:
@@ -41,15 +49,26 @@ class DeadLetter:
 
     @property
     def cause(self) -> str:
-        """The first line of the reason without its numbers: letters with one cause share it."""
-        line = self.reason.strip().partition("\n")[0]
-        return _NUMBER.sub("…", line)[:_LONGEST_CAUSE] or "no reason was given"
+        """What letters of one cause share: "KeyError at judge.py:12"."""
+        return cause_of(self.reason)
+
+
+def by_cause(letters: Iterable[DeadLetter]) -> list[tuple[str, list[DeadLetter]]]:
+    """Return the letters of each cause, the most frequent cause first."""
+    causes: defaultdict[str, list[DeadLetter]] = defaultdict(list)
+    for letter in letters:
+        causes[letter.cause].append(letter)
+    return sorted(causes.items(), key=lambda pair: -len(pair[1]))
+
+
+ROOM_SHARE = 0.5
+"""Share of the low mark up to which a run keeps the responses of dead letters."""
 
 
 class DeadLetters:
-    def __init__(self, store: Store, keys: Keys) -> None:
-        self._store = store
-        self._keys = keys
+    def __init__(self, context: RunContext, payloads: PayloadStore) -> None:
+        self._store, self._keys, self._limits = context
+        self._payloads = payloads
 
     def __len__(self) -> int:
         return int(self._store.ask("dead letters", "ZCARD", self._keys.dead))
@@ -58,6 +77,42 @@ class DeadLetters:
         """Return the letter of a group (JSON with reason and worker); None if it is not dead."""
         letter = self._store.ask("dead letter", "GET", self._keys.dead_letter(gid))
         return _parse(gid, letter) if letter else None
+
+    def keep_responses(self, job: Job, group: RolloutGroup) -> bool:
+        """Keep the responses of a group whose last claim was released as failed.
+
+        They only show why it failed: requeued, it starts from its prompt. Returns whether there was
+        room, and the group was still dead. Raises WireError, GroupChanged, StoreUnavailable, or
+        PayloadMissing.
+        """
+        keys = self._keys
+        data = group_bytes.pieces_checked(group)
+        ref, commands = self._payloads.commands(job.gid, job.token, data, group.signatures)
+        group.check_unchanged()
+        call = ScriptCall(
+            keys.slots(gid=job.gid),
+            {
+                "gid": job.gid,
+                "token": job.token,
+                "tokens": int(group.lengths.sum()),
+                "size": ref.size,
+                "crc": ref.crc,
+                "chunks": ref.chunks,
+                "byte_limit": int(self._limits.low_bytes * ROOM_SHARE) or "",
+            },
+            keys.in_slot(keys.payload_chunks(ref.gid, ref.token, ref.chunks)),
+        )
+        record = keys.group(job.gid)
+        (reply,) = self._store.upload_and_call("keep_responses", record, [(commands, call)])
+        pin_listed(self._store, keys)
+        match reply:
+            case ["OK"]:
+                return True
+            case ["GONE" | "FULL"]:
+                return False
+            case ["MISSING", size]:
+                raise PayloadMissing(f"group {job.gid}: only {size} of {ref.size} bytes arrived")
+        raise unknown_reply("keep_responses", reply)
 
     def newest(self) -> Iterator[DeadLetter]:
         """Yield all letters, newest first; may miss one if others are requeued meanwhile."""
@@ -74,7 +129,7 @@ class DeadLetters:
         pipe = client.pipeline(transaction=False)
         for gid, _ in found:
             pipe.get(keys.dead_letter(gid.decode()))
-            pipe.hget(keys.group(gid.decode()), "tries")
+            pipe.hmget(keys.group(gid.decode()), "tries", "payload")
         replies = pipe.execute() if found else []
         now_ms = seconds * 1000 + micros // 1000
         return [
@@ -83,14 +138,17 @@ class DeadLetters:
         ]
 
 
-def _letter(gid: str, letter: bytes | None, tries: bytes | None, age_ms: int) -> DeadLetter | None:
+def _letter(
+    gid: str, letter: bytes | None, held: Sequence[bytes | None], age_ms: int
+) -> DeadLetter | None:
     if letter is None:  # requeued or dropped since the slice was read
         return None
     fields = _parse(gid, letter)
+    tries, payload = held
     (count,) = read_counts(f"the record of {gid}", ["tries"], [tries])
-    return DeadLetter(
-        gid, fields["reason"], fields.get("worker", ""), count, age_ms, fields.get("step")
-    )
+    has_responses = payload not in (None, b"init")
+    worker, step = fields.get("worker", ""), fields.get("step")
+    return DeadLetter(gid, fields["reason"], worker, count, age_ms, step, has_responses)
 
 
 def _parse(gid: str, letter: bytes) -> dict[str, Any]:

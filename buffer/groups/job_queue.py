@@ -14,6 +14,7 @@ from itertools import zip_longest
 
 import orjson
 
+from buffer.failure_text import cause_of, cut_text, headline
 from buffer.groups.claim import Claim, Enqueued, Reaped, fenced, stage_before
 from buffer.ids import LANES, group_id, new_nonce, split_group_id
 from buffer.job import EndedEarly, Job, ReleaseKind
@@ -70,7 +71,7 @@ MAX_CLAIM = 128  # more would keep the server busy and leave other workers witho
 
 MAX_PASSED_OVER = 500  # draws that one call of `pass_over` inspects
 
-MAX_REASON_CHARS = 2000  # characters of a reason that a dead letter keeps
+_MESSAGE = 150  # characters of a reason on screens
 
 
 class JobQueue:
@@ -239,13 +240,15 @@ class JobQueue:
         reason: str = "",
         ended: EndedEarly | None = None,
     ) -> str:
-        """Release a group without a result; return its stage. Raises Fenced for a lost lease."""
+        """Release a group without a result; return its stage. Raises Fenced for a lost lease.
+
+        `reason`: text of a failure (`buffer.failure_text`).
+        """
         began_ns = time.time_ns()
         task = job.task
-        # half a surrogate pair, say, in the message of a foreign exception
         oldest = ended.oldest if ended else {}
         made_by = [part for pair in oldest.items() for part in ("oldest", *pair)]
-        text = reason[:MAX_REASON_CHARS].encode(errors="replace").decode()
+        text = cut_text(reason)
         letter = orjson.dumps({"reason": text, "worker": worker, "try": job.tries}).decode()
         patience, first = self._limits.failures_in_row(task)
         reply = self._store.call(
@@ -266,7 +269,8 @@ class JobQueue:
                 "task": task,
                 "worker": worker,
                 "lease_ms": self._limits.lease_ms,
-                "message": " ".join(text[:150].split()),
+                "message": headline(text, _MESSAGE),
+                "cause": cause_of(text),
                 "patience": patience,
                 "first": first,
             },

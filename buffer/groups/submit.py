@@ -127,6 +127,7 @@ class Submission:
             "reward_sum": f"{math.fsum(counted):.6g}",
             "reward_count": len(counted),
             "unparsed": group.unparsed,
+            "truncated": int(group.truncated.sum()),
             "ms": int(1000 * float(group.shared.extra.get(GROUP_TIME) or 0.0)),
             "patience": self._limits.of(task).max_consecutive_filtered or "",
         }

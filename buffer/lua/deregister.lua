@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- deregister: remove a worker that has given everything back.
--- include: events, leased
+-- include: leased, worker_end
 -- KEYS workers       ZSET
 -- KEYS worker_record HASH    record of the worker
 -- KEYS leased        HASH    what the worker holds
@@ -13,7 +13,7 @@
 if redis.call('HGET', worker_record, 'nonce') ~= nonce then return {'UNKNOWN'} end
 local held = held_count(leased)
 if held > 0 then return {'HOLDS', held} end
+log_worker_end(events, 'worker_left', worker, worker_record)
 redis.call('ZREM', workers, worker)
 redis.call('UNLINK', worker_record)
-log_event(events, 'worker_left', 'worker', worker)
 return {'OK'}

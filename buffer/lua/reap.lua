@@ -2,7 +2,7 @@
 -- reap: end the registrations of silent workers that hold groups, take the groups back, and forget workers that are long
 -- gone. Any process may call it. A registration ends before its first group is taken, so that it cannot be renewed; what
 -- one call leaves of it, the next one takes.
--- include: clock, events, leased, numbers, take_back
+-- include: clock, leased, numbers, take_back, worker_end
 -- KEYS clock          HASH
 -- KEYS leases         ZSET
 -- KEYS groups         prefix  of the group records (HASH)
@@ -37,7 +37,10 @@ for _, worker in ipairs(silent) do
   if #found == limit then break end
 end
 local gone = redis.call('ZRANGEBYSCORE', workers, '-inf', int(now - worker_timeout_ms), 'LIMIT', 0, 10)
-for _, worker in ipairs(gone) do redis.call('HLEN', leased_by .. worker) end
+for _, worker in ipairs(gone) do
+  redis.call('HLEN', leased_by .. worker)
+  redis.call('HLEN', worker_records .. worker)
+end
 
 local grace = tick(clock, now, lease_ms)
 redis.call('HSET', clock, 'seen_ms', int(now), 'swept_ms', int(now))
@@ -60,9 +63,9 @@ local forgotten = 0
 for _, worker in ipairs(gone) do
   -- a worker that still holds groups is forgotten once its lease has run out
   if held_count(leased_by .. worker) == 0 then
+    log_worker_end(events, 'worker_lost', worker, worker_records .. worker)
     redis.call('ZREM', workers, worker)
     redis.call('UNLINK', worker_records .. worker)
-    log_event(events, 'worker_lost', 'worker', worker)
     forgotten = forgotten + 1
   end
 end

@@ -40,6 +40,7 @@
 -- ARGV worker    name
 -- ARGV lease_ms  1..86_400_000
 -- ARGV message   text..1000                    the reason in one line, for screens
+-- ARGV cause     ''|text..640                 what failures of one cause have in common, "KeyError at judge.py:12"
 -- ARGV patience  ''|1..                        failures of the task in a row after which it is stopped; '' = no limit
 -- ARGV first     ''|1..                        the same while no try of the task has succeeded
 -- ARGV what, lineage, version  oldest|last, name, 0.. x0..128  of an expired group, as in submit; none = as its record says
@@ -71,7 +72,7 @@ redis.call('HSET', record, 'released', token)
 local place
 if kind == 'failed' or kind == 'lost' then
   if kind == 'failed' then
-    local failures = note_failure(progress, workers, worker, lease_ms, message, patience, first)
+    local failures = note_failure(progress, workers, worker, lease_ms, message, cause, patience, first)
     if failures and redis.call('HEXISTS', progress, 'stopped') == 0 then
       stop_task(progress, task, int(failures) .. ' tries in a row failed: ' .. message, bell_trainer, events)
     end
@@ -110,5 +111,5 @@ else
   end
 end
 wake(place == 'waiting' and bell_workers or bell_producer, 1)
-log_event(events, 'released', 'gid', gid, 'kind', kind, 'place', place)
+log_event(events, 'released', 'gid', gid, 'worker', worker, 'kind', kind, 'place', place)
 return {'OK', place}

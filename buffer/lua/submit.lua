@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- submit: accept the result of a group from its worker; its bytes are already stored under the worker's token.
--- include: byte_count, clock, events, leased, numbers, order_index, payloads, staleness, task_failures, wake_ups
+-- include: byte_count, clock, earlier_counts, events, leased, numbers, order_index, payloads, staleness, task_failures, wake_ups
 -- KEYS leases        ZSET
 -- KEYS leased        HASH     what the worker holds
 -- KEYS groups        prefix   of the group records (HASH)
@@ -29,6 +29,7 @@
 -- ARGV reward_sum   number                      of all scores in a completed or filtered group
 -- ARGV reward_count 0..4096                     number of these scores
 -- ARGV unparsed     ''|0..4096                  of these rollouts, those without an answer that a judge could read
+-- ARGV truncated    ''|0..4096                  of these rollouts, those that ended at their token limit
 -- ARGV order        ''|arrival|bucket|number    position in the index: buckets take turns, a number is a score; '' = no index
 -- ARGV token_lead   ''|0..                      steps by which single tokens expire earlier than groups; '' = they do not
 -- ARGV task         name
@@ -58,7 +59,7 @@ if found ~= size then return {'MISSING', int(found)} end
 local version, lineage, score, fields = age_of(lineages, each_unit, token_lead)
 local counts = redis.call('HMGET', progress, 'running', 'produced_samples', 'produced_tokens', 'raw_rewards_sum',
   'raw_rewards_count', 'arrivals', 'failures_in_row', 'filtered_in_row', 'produced_groups', 'produced_ms',
-  'unparsed')
+  'unparsed', 'truncated')
 -- an audit does not blame the worker that completed a group for tokens of others
 if payload ~= 'init' then fields[#fields + 1], fields[#fields + 2] = 'continued', 1 end
 local pool = status == 'completed' and completed or aborted
@@ -82,6 +83,7 @@ if status ~= 'aborted' then
   change('produced_groups', int(num(counts[9]) + 1))
   change('produced_ms', int(num(counts[10]) + ms))
   if (unparsed or 0) > 0 then change('unparsed', int(num(counts[11]) + unparsed)) end
+  if (truncated or 0) > 0 then change('truncated', int(num(counts[12]) + truncated)) end
   -- a filtered group was generated and judged: its task works
   if num(counts[7]) > 0 then change('failures_in_row', 0) end
 end
@@ -114,6 +116,7 @@ else
   redis.call('ZADD', pool, score, arrival .. ':' .. gid)
   if status == 'completed' then put_in_order(order_index, progress, order, arrival, gid) end
 end
+if status ~= 'aborted' then keep_counts(progress, num(counts[9]) + 1) end
 wake(status == 'completed' and bell_trainer or bell_producer, 1)
-log_event(events, status, 'gid', gid, 'version', version, 'tokens', int(tokens))
+log_event(events, status, 'gid', gid, 'worker', held[11], 'version', version, 'tokens', int(tokens))
 return {'OK', arrival}

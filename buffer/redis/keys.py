@@ -67,7 +67,7 @@ TABLE: Mapping[str, KeyRow] = {
         "STRING", "bitmap: bit n = draw n is archived / filtered / dropped"
     ),
     "dead": KeyRow("ZSET", "gid by time of death (ms)"),
-    "dead:<gid>": KeyRow("STRING", "why, as JSON"),
+    "dead:<gid>": KeyRow("STRING", "why, as JSON; `reason`: see `buffer/failure_text.py`"),
     # payloads
     "payload:<gid>:<token>": KeyRow("STRING", "msgpack; more chunks as …:<token>:1, :2 …"),
     "unpinned": KeyRow(

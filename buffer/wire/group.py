@@ -6,7 +6,7 @@ without an object per rollout. `states` makes the objects on first use.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Any
 
@@ -47,7 +47,16 @@ GROUP_TIME = "group_time_s"
 
 OPEN_SESSIONS = "open_sessions"
 SESSIONS_RESTARTED = "sessions_restarted"
-"""Keys of `extra`: the gateway's record of interrupted sessions."""
+NEW_CONTEXTS = "new_contexts"
+GATEWAY_RECORD = (OPEN_SESSIONS, SESSIONS_RESTARTED, NEW_CONTEXTS)
+"""Keys of `extra`: the gateway's record of interrupted sessions and of new contexts."""
+
+
+def new_contexts(extra: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many contexts the agents of a group began anew, by reason."""
+    written = extra.get(NEW_CONTEXTS)
+    counts = written.items() if isinstance(written, dict) else ()
+    return {why: count for why, count in counts if isinstance(count, int)}
 
 
 _REPLACED = frozenset(("mask", "statuses"))

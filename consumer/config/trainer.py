@@ -149,7 +149,8 @@ class SamplesSection(Section):
 
     groups_per_step: Count = Field(4, ge=0, le=1024)
     """groups of each step whose texts are kept: the one with the best mean score, the one with the
-    worst, and others at random, by run.seed and the step (1: the best); 0: none
+    worst, the one with the most truncated responses, and others at random, by run.seed and the step
+    (1: the best); 0: none
     """
     report_every_steps: Count = Field(10, ge=1)
     """interval in train steps at which they are also passed to [trainer] writers, beginning with

@@ -49,8 +49,8 @@ class TinyModelConfig(Section):
 class WarmStartConfig(Section):
     """[warm_start]: supervised training of that model before GRPO."""
 
-    max_steps: Count = Field(2000, ge=1)
-    """stop after this many steps even if the accuracy is lower"""
+    max_steps: Count = Field(2000, ge=0)
+    """stop after this many steps even if the accuracy is lower; 0: keep the random weights"""
     stop_accuracy: float = Field(0.48, ge=0, le=1)
     """stop when the greedy accuracy on the development problems reaches this"""
     check_every_steps: Count = Field(25, ge=1)

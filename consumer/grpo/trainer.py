@@ -24,13 +24,7 @@ from buffer.wire.staleness import staleness
 from consumer.config.training import TrainingConfig
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.evaluation import EvaluationPlan, log_wait_reason
-from consumer.grpo.reporting.metric_writers import (
-    MetricWriter,
-    ProgressBar,
-    SampleWriter,
-    choose,
-    open_writers,
-)
+from consumer.grpo.reporting.metric_writers import MetricWriter, ProgressBar, open_writers
 from consumer.grpo.reporting.metrics import (
     BatchColumns,
     Throughput,
@@ -38,7 +32,7 @@ from consumer.grpo.reporting.metrics import (
     production_metrics,
     staleness_metrics,
 )
-from consumer.grpo.reporting.reporter import ChosenGroup, Reporter
+from consumer.grpo.reporting.reporter import Reporter, choose_groups
 from consumer.grpo.reporting.sample_log import TokenTexts
 from consumer.grpo.reporting.step_log import StepWriter
 from consumer.grpo.trainer_rank import TrainerRank
@@ -142,11 +136,7 @@ class Trainer:
             self.consumer.commit(position.step, keep=self._checkpoints.steps()[0])
 
     def _open_writers(self) -> list[MetricWriter]:
-        config = self._config
-        first = self._position.step + 1
-        writers = open_writers(config, first)
-        if config.samples.groups_per_step:
-            writers.append(SampleWriter(config.run.folder, config.samples.max_size, first))
+        writers = open_writers(self._config, self._position.step + 1)
         if self.shows_progress:
             writers.append(ProgressBar(self._position.step, self._run.limits.steps))
         return writers
@@ -188,7 +178,8 @@ class Trainer:
         self._log.add_step(step, self.consumer.lineage, batch.manifest.gids, metrics)
         self.consumer.report(step, metrics)
         self._reporter.add_step(step, metrics)
-        self._reporter.add_samples(step, self._choose_samples(batch, columns))
+        chosen = choose_groups(self._config, columns, batch.groups, batch.manifest)
+        self._reporter.add_samples(step, chosen)
         log.info("step", extra={"step": step, "reward": metrics.get("rewards/mean")})
         if step % self._config.trainer.checkpoint_every_steps == 0 or self._is_last(step):
             self._checkpoint()
@@ -201,15 +192,6 @@ class Trainer:
         """Adopt changed settings; keep them in the run's folder, as the server may lose them."""
         self._run.refresh_limits()
         self._kept_settings.keep(self._run.settings)
-
-    def _choose_samples(self, batch: Batch, columns: BatchColumns) -> list[ChosenGroup]:
-        """Choose the groups whose texts are logged; with several ranks, read some of them again."""
-        count = self._config.samples.groups_per_step
-        scores = dict(zip(columns.gids, columns.means, strict=True))
-        chosen = choose(scores, count, self._config.run.seed, batch.step)
-        own = {group.gid: group for group in batch.groups}
-        entries = {entry.gid: entry for entry in batch.manifest.entries}
-        return [ChosenGroup(why, own.get(gid), entries[gid]) for gid, why in chosen.items()]
 
     def _take(self, step: int, timing: Timing) -> Batch:
         """Take the batch of a step. If the newest weights are too old for it, publish first."""

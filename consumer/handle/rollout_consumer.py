@@ -28,11 +28,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Literal
 
-from buffer.control.control import ControlState, Mode
+from buffer.control.control import ControlState, Mode, Work
 from buffer.control.events import START, Event
 from buffer.control.roles import HeldRole
 from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram
-from buffer.errors import ModelError, WireError
+from buffer.errors import ConfigError, ModelError, WireError
 from buffer.ledger.position import Position
 from buffer.ledger.trainer_opening import Opening
 from buffer.run import Run
@@ -80,10 +80,12 @@ class RolloutConsumer:
         self.lineage = secrets.token_hex(4)
         self.pauses = Histogram(PAUSE_BOUNDS_S)
         self.waits = WaitClock()
+        work = Work()
         self.role = HeldRole(
             run.control,
             "trainer",
             nonce=nonce,
+            work=work,
             waited_s=lambda: self.waits.seconds,
             pauses=self.pauses,
         )
@@ -91,7 +93,7 @@ class RolloutConsumer:
         self._takes = Counter[str]()
         self._last_waited_s = 0.0
         self._stop = threading.Event()
-        self._taker = BatchTaker(run, self.role.nonce, self._check)
+        self._taker = BatchTaker(run, self.role.nonce, self._check, work)
         self._prefetcher = Prefetcher(run, prefetch_bytes, self.role.ended)
 
     @property
@@ -185,10 +187,15 @@ class RolloutConsumer:
         `WaitReason`. `checkpoint` is called when memory is full of batches that only a checkpoint
         frees: it must write one and commit, or keep only the one of the step before.
 
+        A batch that needs groups of a stopped task waits until somebody has mended the cause and
+        resumed the task, however long that takes: a trainer that ended would lose what it has
+        trained since its checkpoint. `deadline_s` bounds this wait, too, and `WaitReason.stopped`
+        names the task; with `run.task_stops.are_final` set, it raises TaskStopped instead.
+
         Raises TimeoutError after `deadline_s`; Stopped after `stop`; Fenced if another trainer was
         opened; GroupChanged if a group differs from what was sent; CheckpointNow if memory is full
-        and there is no `checkpoint`; TaskStopped if a task that is short produces nothing more; and
-        ExpiredBatch, NoBatch, ProducerGone, WeightsRefused as in `consumer.handle.wait_rules`.
+        and there is no `checkpoint`; and ExpiredBatch, NoBatch, ProducerGone, WeightsRefused as in
+        `consumer.handle.wait_rules`.
         """
         self.delivered.check()
         # before the take: groups that left the pool would be forgotten as unwanted
@@ -208,6 +215,9 @@ class RolloutConsumer:
         self._takes["batches"] += 1
         self._last_waited_s = waited_s
         self._prefetcher.begin(counts)
+        if manifest.is_recorded:
+            for observer in self._run.observers:
+                observer.delivered(manifest, groups, self.lineage, waited_s)
         return batch
 
     def _check(self) -> None:
@@ -341,9 +351,13 @@ class RolloutConsumer:
     def report(self, step: int, metrics: Mapping[str, float], *, task: str = "") -> None:
         """Report metrics of train step `step`, or of an evaluation of `task` after it.
 
-        Raises Fenced. Only metrics in `buffer.control.events.REPORTED` are passed on.
+        The server keeps those in `buffer.control.events.REPORTED`; observers get all. Raises
+        Fenced, and ConfigError for a value that is no number.
         """
-        self._run.control.report(self.nonce, step, metrics, task=task)
+        numbers = _numbers(step, metrics)
+        self._run.control.report(self.nonce, step, numbers, task=task)
+        for observer in self._run.observers:
+            observer.reported(step, numbers, task)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics take/*, prefetch/* and pause/* (consumer/README.md)."""
@@ -373,3 +387,14 @@ class RolloutConsumer:
     ) -> list[tuple[str, Event]]:
         """Return (id, event), oldest first; wait up to `block_ms` ms for the first."""
         return self._run.events.read(after, limit=limit, block_ms=block_ms)
+
+
+def _numbers(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics as floats; numbers of numpy and torch are allowed."""
+    try:
+        return {str(name): float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the metrics reported for step {step} are not all numbers: {error}",
+            hint="report(step, {name: number, …})",
+        ) from error

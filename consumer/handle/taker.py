@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
+from buffer.control.control import Work
 from buffer.errors import (
     CheckpointNow,
     ExpiredBatch,
@@ -78,13 +79,14 @@ class BatchTaker:
     """Takes and reads batches for the trainer `nonce`; replaces unusable groups without a limit.
 
     The server bars workers that submit too many of these (quarantine.lua). `check` raises what ends
-    a wait.
+    a wait. `work` hears which stopped tasks it waits for.
     """
 
-    def __init__(self, run: Run, nonce: str, check: Callable[[], None]) -> None:
+    def __init__(self, run: Run, nonce: str, check: Callable[[], None], work: Work) -> None:
         self._run = run
         self._nonce = nonce
         self._check = check
+        self._work = work
         self.quarantined = 0
         self.delivered = DeliveredGroups()
 
@@ -116,8 +118,9 @@ class BatchTaker:
             )
         try:
             return self._wait(
-                ledger, step, manifest.open_places, options, strict=True, refills=True
-            )
+                ledger, step, manifest.open_places, options, strict=True, refills=True,
+                stops_are_final=bool(manifest.entries),
+            )  # fmt: skip
         except (TaskStopped, TimeoutError, NoBatch, ExpiredBatch) as error:
             if not manifest.entries:
                 raise
@@ -133,37 +136,45 @@ class BatchTaker:
         *,
         strict: bool,
         refills: bool,
+        stops_are_final: bool = False,
     ) -> Manifest:
         """Ask the ledger until the batch is ready: after each wake-up, at least once a second."""
-        trains = ledger.name == "train"
-        outlook = BatchOutlook(self._run, step, options.producer_timeout_s, trains=trains)
         limit_s = float("inf") if options.deadline_s is None else options.deadline_s
         deadline = time.monotonic() + limit_s
         next_report = 0.0
         wanted = counts
-        while True:
-            if refills:
-                answer = ledger.refill(self._nonce, step)
-            else:
-                answer = ledger.take(self._nonce, step, wanted, strict=strict)
-            if isinstance(answer, Manifest):
-                return answer
-            self._check()
-            now = time.monotonic()
-            if now >= deadline:
-                reason = explain(self._run, step, answer)
-                raise TimeoutError(f"step {step} after {limit_s:g} s: {reason}")
-            wanted = outlook.obtainable(counts, answer)
-            outlook.check(answer)
-            if options.waiting and now >= next_report:
-                next_report = now + EXPLAIN_S
-                options.waiting(explain(self._run, step, answer))
-            if answer.checkpoint_now:
-                _free_memory(step, options)
-            self._run.store.wait_for_wake_up(
-                self._run.keys.wake_up("trainer"), min(POLL_S, deadline - now)
-            )
-            self._check()
+        outlook = BatchOutlook(
+            self._run,
+            step,
+            options.producer_timeout_s,
+            work=self._work,
+            trains=ledger.name == "train",
+            stops_are_final=stops_are_final or self._run.task_stops.are_final,
+        )
+        with closing(outlook):
+            while True:
+                if refills:
+                    answer = ledger.refill(self._nonce, step)
+                else:
+                    answer = ledger.take(self._nonce, step, wanted, strict=strict)
+                if isinstance(answer, Manifest):
+                    return answer
+                self._check()
+                now = time.monotonic()
+                if now >= deadline:
+                    reason = explain(self._run, step, answer)
+                    raise TimeoutError(f"step {step} after {limit_s:g} s: {reason}")
+                wanted = outlook.obtainable(counts, answer)
+                outlook.check(answer)
+                if options.waiting and now >= next_report:
+                    next_report = now + EXPLAIN_S
+                    options.waiting(explain(self._run, step, answer))
+                if answer.checkpoint_now:
+                    _free_memory(step, options)
+                self._run.store.wait_for_wake_up(
+                    self._run.keys.wake_up("trainer"), min(POLL_S, deadline - now)
+                )
+                self._check()
 
     def read(
         self, ledger: BatchLedger, manifest: Manifest, reader: BatchReader, known: Known = NOTHING

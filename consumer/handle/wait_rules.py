@@ -9,7 +9,8 @@ T is the step that is asked for, M the newest weights, H the staleness from whic
        │        ├── ready, and M serves T + 1 ─────────▶ a batch: train
        │        ├── ready, but a straggler runs ───────▶ waits ([strategy] on_straggler = "wait")
        │        ├── groups are waiting or running ─────▶ waits
-       │        ├── its task was stopped ──────────────▶ TaskStopped
+       │        ├── its task was stopped ──────────────▶ waits until somebody resumes it, or
+       │        │                                        TaskStopped (`TaskStops.are_final`)
        │        ├── all workers refuse M for REFUSAL_S ▶ WeightsRefused: publish others
        │        ├── no producer for producer_timeout_s ▶ ProducerGone (unless a standby takes over)
        │        └── none waits or runs, and the producer has had a whole round:
@@ -28,9 +29,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from buffer.control.control import ControlState, Mode, RoleHolder
+from buffer.control.control import ControlState, Mode, RoleHolder, Work
 from buffer.control.fleet import Refusals
-from buffer.control.task_status import ProduceBatchStatus, batch_status
+from buffer.control.task_status import ProduceBatchStatus, TaskStop, batch_status
 from buffer.errors import ExpiredBatch, NoBatch, ProducerGone, TaskStopped, WeightsRefused
 from buffer.ledger.account import TaskAccount
 from buffer.manifest import NotReady
@@ -71,6 +72,7 @@ class WaitReason(NotReady):
     started: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     workers: int = 0  # live ones that could claim such a group
     refusals: Refusals | None = None  # live workers that cannot load the newest weights
+    stopped: Mapping[str, TaskStop] = field(default_factory=dict)  # missing tasks to be resumed
     status: ProduceBatchStatus = ProduceBatchStatus.NORMAL
 
     def __str__(self) -> str:
@@ -80,6 +82,7 @@ class WaitReason(NotReady):
             f"of {task}, {waiting} wait and {running} run"
             for task, (waiting, running) in self.started.items()
         ]
+        parts += [stop.describe(task) for task, stop in self.stopped.items()]
         parts.append(f"live workers: {self.workers}" if self.workers else "there is no live worker")
         if self.refusals and self.refusals.reasons:
             parts.append(str(self.refusals))
@@ -89,9 +92,10 @@ class WaitReason(NotReady):
 
 
 def explain(run: Run, step: int, answer: NotReady) -> WaitReason:
-    """Return why step `step` is not ready. Four round trips; changes nothing."""
+    """Return why step `step` is not ready. Few round trips; changes nothing."""
     state = run.control.state()
     refusals = run.fleet.refusals(state.weights)
+    stops = {task: run.task_stops.of(task) for task in _short_tasks(answer)}
     return WaitReason(
         answer.missing,
         answer.recovering,
@@ -100,26 +104,42 @@ def explain(run: Run, step: int, answer: NotReady) -> WaitReason:
         started={each.task: (each.waiting, each.running) for each in _short_accounts(run, answer)},
         workers=refusals.live,
         refusals=refusals,
+        stopped={task: stop for task, stop in stops.items() if stop.is_stopped},
         status=batch_status(state, step, run.limits),
     )
 
 
+def _short_tasks(answer: NotReady) -> list[str]:
+    return [task for task, (ready, wanted) in answer.missing.items() if ready < wanted]
+
+
 def _short_accounts(run: Run, answer: NotReady) -> list[TaskAccount]:
-    short = [task for task, (ready, wanted) in answer.missing.items() if ready < wanted]
+    short = _short_tasks(answer)
     return [account for account in run.account.totals().tasks if account.task in short]
 
 
 class BatchOutlook:
-    """Decides during one wait whether the batch of `step` can still become ready.
+    """Decides during one wait, until `close`, whether the batch of `step` can still become ready.
 
     `trains`: False for an evaluation, whose groups never become too old. `producer_timeout_s`: how
-    long to wait while no producer is alive; None: forever.
+    long to wait while no producer is alive; None: forever. `work`: hears which stopped tasks it
+    waits for. `stops_are_final`: it raises TaskStopped instead.
     """
 
     def __init__(
-        self, run: Run, step: int, producer_timeout_s: float | None, *, trains: bool = True
+        self,
+        run: Run,
+        step: int,
+        producer_timeout_s: float | None,
+        *,
+        work: Work,
+        trains: bool = True,
+        stops_are_final: bool = False,
     ) -> None:
         self._run = run
+        self._work = work
+        self._stops_are_final = stops_are_final
+        self._stopped: list[str] = []
         self._step = step
         self._trains = trains
         self._timeout_s = producer_timeout_s
@@ -135,22 +155,44 @@ class BatchOutlook:
     def obtainable(self, counts: Mapping[str, int], answer: NotReady) -> dict[str, int]:
         """Return how many groups to wait for: `counts`, or what an ended task has ready.
 
-        Raises TaskStopped for a task that starts no more groups (I11).
+        Raises TaskStopped for a stopped task if that is final (I11), NoBatch if all have ended.
         """
         wanted = dict(counts)
+        stops: dict[str, TaskStop] = {}
         for task, (ready, _) in answer.missing.items():
             if ready >= counts[task]:
                 continue
-            halt = self._run.task_stops.of(task)
-            if halt.is_enough_for(self._step):
+            stop = self._run.task_stops.of(task)
+            if stop.is_enough_for(self._step):
                 wanted[task] = ready
-            if halt.is_stopped or not any(wanted.values()):
-                raise TaskStopped(
-                    f"task {task} is stopped: {halt.reason}; the batch needs {counts[task]} groups "
-                    f"of it, {ready} are ready",
-                    hint=f"{halt.fix(task)}, or start `rolloutmq run` again",
+            if stop.is_stopped:
+                stops[task] = stop
+            elif not any(wanted.values()):
+                raise NoBatch(
+                    f"step {self._step} cannot be served: no group is ready, and {stop.reason} "
+                    f"ended task {task}",
+                    hint="let should_continue_fn return True while no group is completed",
                 )
+        self._note_stops(stops)
         return wanted
+
+    def _note_stops(self, stops: Mapping[str, TaskStop]) -> None:
+        for task, stop in stops.items():
+            if self._stops_are_final:
+                hint = f"{stop.fix(task)}, or start `rolloutmq run` again"
+                raise TaskStopped(stop.describe(task), hint=hint)
+            if task not in self._stopped:
+                log.error("the trainer waits: %s; %s", stop.describe(task), stop.fix(task))
+        for task in self._stopped:
+            if task not in stops:
+                log.warning("the trainer waits for task %s no longer", task)
+        if list(stops) != self._stopped:
+            self._stopped = list(stops)
+            self._work.wait_for(self._stopped)
+
+    def close(self) -> None:
+        """End the wait."""
+        self._work.wait_for(())
 
     def check(self, answer: NotReady) -> None:
         """Raise if waiting is useless, as the module describes: Stopped if the run is finished."""
@@ -226,6 +268,7 @@ class BatchOutlook:
         started = sum(task.waiting + task.running for task in accounts)
         if (
             started
+            or self._stopped  # until it is resumed, the producer starts none
             or accounts != self._accounts
             or answer.checkpoint_now
             or self._run.memory.use().refuses_fresh

@@ -46,9 +46,9 @@ train() {
     CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((TRAINER_GPUS - 1)))
     export CUDA_VISIBLE_DEVICES
     if ((TRAINER_GPUS > 1)); then
-        exec torchrun --nproc-per-node="$TRAINER_GPUS" -m rolloutmq train "$CONFIG"
+        exec torchrun --nproc-per-node="$TRAINER_GPUS" -m rolloutmq train "$CONFIG" --exit-when-stuck
     fi
-    exec rolloutmq train "$CONFIG"
+    exec rolloutmq train "$CONFIG" --exit-when-stuck
 }
 train &
 trainer=$!

@@ -7,7 +7,7 @@ import json
 from enum import Enum
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from typer.main import get_command
 
@@ -63,6 +63,8 @@ def _type(param: Any, annotation: Any) -> str:
     """Return the type of a value with its limits, for example "integer, at least 1"."""
     members = [kind for kind in get_args(annotation) or [annotation] if kind is not NoneType]
     kind = get_args(members[0])[0] if get_origin(members[0]) is list else members[0]
+    if get_origin(kind) is Literal:
+        return ", ".join(f"`{choice}`" for choice in get_args(kind))
     if issubclass(kind, Enum):
         return ", ".join(f"`{choice.value}`" for choice in kind)
     text = TYPES[kind]

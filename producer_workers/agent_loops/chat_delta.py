@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -60,12 +61,22 @@ class ChatDelta:
         self._check(safe, has_thought and not self._keep_turns)
         return self._tail(safe, end_turn)
 
+    @cached_property
+    def largest_token(self) -> int | None:
+        """The largest id that the tokenizer knows; None if it does not tell."""
+        vocabulary: dict[str, int] = getattr(self._tokenizer, "get_vocab", dict)()
+        return max(vocabulary.values(), default=None)
+
     def readable(self, messages: Messages) -> list[dict[str, Any]]:
-        """Return the messages without fields that clients add and the template cannot read."""
+        """Return the messages with what the template can read.
+
+        Fields that clients add are left out. A thought in a field of its own becomes a part of the
+        content, and a developer's message one of the system, where the template does not know them.
+        """
         names = self._names
         if names is None:
             return list(messages)
-        return [{key: message[key] for key in message if key in names} for message in messages]
+        return [_readable(message, names) for message in messages]
 
     def harmless(self, messages: Messages) -> list[dict[str, Any]]:
         """Return the messages with special tokens in texts broken up by a zero-width space."""
@@ -186,6 +197,20 @@ def _turn_with_calls(results: Messages, word: str) -> dict[str, Any]:
         for number, result in enumerate(results)
     ]
     return {"role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _readable(message: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
+    kept = {key: message[key] for key in message if key in names}
+    thought = message.get("reasoning_content") or message.get("reasoning")
+    if (
+        thought
+        and message["role"] == "assistant"
+        and not {"reasoning_content", "reasoning"} & {*kept}
+    ):
+        kept["content"] = f"<think>\n{thought}\n</think>\n\n{message.get('content', '')}"
+    if message["role"] == "developer" and "developer" not in names:
+        kept["role"] = "system"
+    return kept
 
 
 def _names(tokenizer: Any) -> frozenset[str] | None:

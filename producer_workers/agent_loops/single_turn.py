@@ -24,12 +24,12 @@ from buffer.errors import (
     RolloutMQError,
     UserCodeError,
     WireError,
-    describe,
 )
 from buffer.wire.rollout import RolloutState, Status, has_ended
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.engines.base import Engine, GenerationError
 from producer_workers.judges.judge import Judge
+from producer_workers.user_code.failure import log_failure
 
 
 class SingleTurnAgentLoop:
@@ -90,7 +90,7 @@ class SingleTurnAgentLoop:
             return
         except JudgeError as error:
             for state in ended:
-                _fail(state, str(error))
+                _fail(state, log_failure(error))
             return
         for state, reward in zip(states, judged, strict=True):
             if state.status is Status.INIT:
@@ -108,7 +108,7 @@ class SingleTurnAgentLoop:
             own = GenerationError | UserCodeError
             if isinstance(error, RolloutMQError) and not isinstance(error, own):
                 raise
-            _fail(state, describe(error))
+            _fail(state, log_failure(error))
 
     async def _run(self, state: RolloutState, engine: Engine, gid: str) -> None:
         reason = self._finished(state) or await self._generate(state, engine, gid)
@@ -164,7 +164,7 @@ class SingleTurnAgentLoop:
         except JudgeInterrupted:
             self._abort(state)
         except JudgeError as error:
-            _fail(state, str(error))
+            _fail(state, log_failure(error))
         else:
             state.status = Status.COMPLETED
 

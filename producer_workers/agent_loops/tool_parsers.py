@@ -63,7 +63,7 @@ _FORM = '<tool_call>\\n\\{{"name": "({})", "arguments": \\{{[^\\n]*\\}}\\}}\\n</
 
 class HermesParser:
     def parse(self, text: str, tools: Tools = None) -> ParsedTurn:
-        start = _end_of_thought(text)
+        start = end_of_thought(text)
         calls = [_tool_call(number, *_call(raw)) for number, raw in enumerate(_calls(text, start))]
         begin = _BEGINS.search(text, start)
         return ParsedTurn(text[: begin.start()] if begin and calls else text, calls)
@@ -72,7 +72,7 @@ class HermesParser:
         return StructuredOutput(regex=_FORM.format("|".join(map(re.escape, names))))
 
 
-def _end_of_thought(text: str) -> int:
+def end_of_thought(text: str) -> int:
     """Return the end of a turn's thought, at a mark outside of a call's JSON; 0 without one."""
     position = 0
     while mark := _THOUGHT_ENDS.search(text, position):

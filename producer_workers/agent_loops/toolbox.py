@@ -62,6 +62,10 @@ class ToolBorder(Border):
         text = result if isinstance(result, str) else orjson.dumps(result, default=str).decode()
         return text[:LONGEST_RESULT].encode(errors="replace").decode()
 
+    def trace(self, error: BaseException) -> str:
+        # the model gave wrong arguments
+        return "" if isinstance(error, ValidationError) else super().trace(error)
+
     def told(self, error: BaseException) -> str:
         if isinstance(error, ValidationError):
             faults = [

@@ -111,8 +111,7 @@ class ContainedDataset:
             with self._lock:
                 return self._call(row, epoch)
         except (UserCodeError, ProcessUnavailable) as error:
-            frames = error.frames.splitlines() if isinstance(error, UserCodeError) else []
-            hint = raised_at(frames) or error.hint
+            hint = raised_at(getattr(error, "trace", "")) or error.hint
             raise DatasetError(where + error.message, hint=hint) from error
 
 

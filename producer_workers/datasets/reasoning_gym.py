@@ -6,7 +6,6 @@ them into held-out, training and warm start. A copy of the section finds them ag
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from buffer.errors import ConfigError
+from buffer.readable import did_you_mean
 from producer_workers.config.dataset import ReasoningGymSection
 from producer_workers.datasets.dataset import permute
 from producer_workers.judges.built_in import (
@@ -145,10 +145,7 @@ def _solves_itself(name: str, line: bytes) -> bool:
 def _entries(section: ReasoningGymSection) -> Iterator[dict[str, Any]]:
     known = task_datasets()
     if section.name not in known:
-        near = difflib.get_close_matches(section.name, known, n=3)
-        hint = (
-            f"did you mean {', '.join(near)}?" if near else "see the list of tasks of reasoning-gym"
-        )
+        hint = f"{did_you_mean(section.name, known)}see the list of tasks of reasoning-gym"
         raise ConfigError(f"reasoning-gym has no task {section.name!r}", hint=hint)
     if reserved := {"seed", "size"} & set(section.config):
         where = "they are keys of the data set, beside config"

@@ -9,13 +9,14 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from buffer.errors import ConfigError, DatasetError, describe, text_of
+from buffer.failure_text import places
 from buffer.imports import load_object
 from buffer.wire.own_copy import own_copy
 from producer_workers.config.dataset import FieldName
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.row_values import HINT as STORABLE
 from producer_workers.datasets.row_values import Unstorable, is_picture, plain_problem, plain_record
-from producer_workers.user_code.border import user_frames
+from producer_workers.user_code.failure import is_of_user, user_trace
 
 EXPECTED = (
     '{"messages": [{"role": "user", "content": "..."}], "ground_truth": ...} '
@@ -169,9 +170,10 @@ def unusable(where: str, error: BaseException, expected: str = "") -> DatasetErr
     if isinstance(error, Unstorable):
         return DatasetError(f"{where}: {error}", hint=STORABLE)
     reason = text_of(error) if isinstance(error, ValueError) else describe(error)
-    return DatasetError(f"{where}: {reason}", hint=raised_at(user_frames(error)) or expected)
+    return DatasetError(f"{where}: {reason}", hint=raised_at(user_trace(error)) or expected)
 
 
-def raised_at(frames: Sequence[str]) -> str:
-    """Return the hint that names places in a user's code, the innermost first, or ""."""
-    return f"raised at {', called at '.join(reversed(frames))}" if frames else ""
+def raised_at(trace: str) -> str:
+    """Return the hint that names the user's lines in a traceback, the innermost first, or ""."""
+    found = [place for place in places(trace) if is_of_user(place)]
+    return f"raised at {', called at '.join(reversed(found))}" if found else ""

@@ -1,1 +1,1 @@
-"""Run agent programs unchanged: a local endpoint of the OpenAI API records what they generate."""
+"""Run agent programs unchanged: a local endpoint of their APIs records what they generate."""

@@ -2,8 +2,9 @@
 
     agent = "my_agent:solve"            # async def solve(task: AgentTask) -> reward or None;
                                         # a plain function runs in a thread
-    command = ["python", "agent.py"]    # with OPENAI_BASE_URL and OPENAI_API_KEY, and its
-                                        # task as JSON on stdin; exit code 0 or the rollout fails
+    command = ["python", "agent.py"]    # with OPENAI_BASE_URL, ANTHROPIC_BASE_URL and their keys,
+                                        # and its task as JSON on stdin; exit code 0 or the rollout
+                                        # fails
     solve.resumable = True              # it continues from task.finished; for programs:
                                         # agent_loop_options resumable = true
 
@@ -22,7 +23,8 @@ from typing import Any
 
 import orjson
 
-from buffer.errors import ConfigError, RolloutMQError, UserCodeError
+from buffer.errors import ConfigError, UserCodeError
+from buffer.failure_text import trace_text
 from buffer.imports import load_object
 from producer_workers.user_code.border import Border, Rules, check_reward
 from producer_workers.user_code.process_function import call_of
@@ -31,16 +33,19 @@ _THREADS = 256  # plain functions that run at the same time in a worker itself; 
 
 MODEL = "policy"  # the model's name; the endpoint accepts any other name, too
 
-LONGEST_STDERR = 2000  # characters of a failed program's stderr that are kept
+LONGEST_STDERR = 2000  # bytes of a failed program's stderr that are kept
 
 
-class AgentError(RolloutMQError):
+class AgentError(UserCodeError):
     """The agent raised, exited with a code other than 0, or took too long."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentTask:
-    """The address and key of a session, for any client of the OpenAI API, and its problem."""
+    """The address and key of a session, for clients of OpenAI's and Anthropic's APIs, and its task.
+
+    `base_url` is OpenAI's.
+    """
 
     base_url: str
     api_key: str
@@ -53,6 +58,10 @@ class AgentTask:
     # For a resumable agent: the conversations of its session so far, with the model's answers; the
     # one continued last is at the end.
     finished: list[list[dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def anthropic_url(self) -> str:
+        return self.base_url.removesuffix("/v1")
 
     @property
     def question(self) -> str:
@@ -93,6 +102,7 @@ class FunctionAgent:
             name=name,
             limit_s=limit_s,
             limit_key="agent_loop_options.time_limit_s",
+            error=AgentError,  # it fails its rollout alone
             processes=4 if is_coroutine else 16,
             mode="coroutines" if is_coroutine else "threads",
             # another run of it would begin another session
@@ -104,10 +114,7 @@ class FunctionAgent:
 
     async def run(self, task: AgentTask) -> dict[str, float] | None:
         """Return the agent's own reward, or None. Raises AgentError; cancelling ends the agent."""
-        try:
-            reward: dict[str, float] | None = await self._call(task)
-        except UserCodeError as error:  # it fails its rollout alone
-            raise AgentError(error.message, hint=error.hint) from error
+        reward: dict[str, float] | None = await self._call(task)
         return reward
 
     def close(self) -> None:
@@ -139,9 +146,12 @@ class ProgramAgent:
             command = [part.replace(f"{{{name}}}", getattr(task, name)) for part in command]
         names = ("messages", "data_source", "extra", "session_id", "finished")
         given = {name: getattr(task, name) for name in names}
+        urls = {"OPENAI": task.base_url, "ANTHROPIC": task.anthropic_url}
+        addresses = {f"{vendor}_BASE_URL": url for vendor, url in urls.items()}
+        keys = {f"{vendor}_API_KEY": task.api_key for vendor in urls}
         process = await asyncio.create_subprocess_exec(
             *command,
-            env={**os.environ, "OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key},
+            env={**os.environ, **addresses, **keys},
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
@@ -156,8 +166,9 @@ class ProgramAgent:
         finally:
             await _end(process)
         if process.returncode:
-            reason = stderr.decode(errors="replace").strip()[-LONGEST_STDERR:]
-            raise AgentError(f"agent {self._command[0]} exited with {process.returncode}: {reason}")
+            said = stderr[-LONGEST_STDERR:].decode(errors="replace").strip().split("\n")
+            message = f"agent {self._command[0]} exited with {process.returncode}: {said[-1]}"
+            raise AgentError(message, trace=trace_text(said))
         return None
 
 

@@ -1,4 +1,4 @@
-"""Make rollouts with agent programs that speak the OpenAI API to a local endpoint.
+"""Make rollouts with agent programs that speak to a local endpoint as to OpenAI or Anthropic.
 
     group ──▶ endpoint ──▶ per rollout: session, key ──▶ agent ──▶ its segments ──judge──▶ rollouts
                                                            └ ended by a pause, started again later
@@ -40,6 +40,7 @@ from producer_workers.gateway.segment import (
 from producer_workers.gateway.server import Endpoint
 from producer_workers.gateway.session import Session
 from producer_workers.judges.judge import Judge
+from producer_workers.user_code.failure import log_failure
 
 # The rollouts of a session, one per segment, all tokens in the response; without tokens if it was
 # interrupted or failed.
@@ -168,9 +169,10 @@ class GatewayAgentLoop:
             reward = None if self._judge else {"score": 0.0}
             is_cut = session.is_full or session.truncation
             if not session.interrupted.is_set() and not is_cut:
-                return [_failed(state, str(error))]
+                return [_failed(state, log_failure(error))]
         finally:
             endpoint.dismiss(key)
+            record.count(session.new_contexts)
         if session.interrupted.is_set():
             return self._interrupted(state, session.segments, record)
         if not session.segments:
@@ -226,10 +228,11 @@ class GatewayAgentLoop:
             _await_judge(sessions)
             return
         except JudgeError as error:
+            reason = log_failure(error)
             for session in sessions:
                 for rollout in session:
                     rollout.status = Status.FAILED
-                    rollout.error = str(error)
+                    rollout.error = reason
             return
         for session, reward in zip(sessions, rewards, strict=True):
             for rollout in session:

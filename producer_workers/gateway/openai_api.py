@@ -1,36 +1,33 @@
-"""Parse requests of the OpenAI API and write its answers.
-
-It refuses fields that would make the logprobs untrue or change what the model reads, and ignores
-unknown ones. The task sets temperature and top_p, because the trainer relies on them.
-"""
+"""Parse requests for OpenAI's chat and text completions, and write their answers."""
 
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, field_validator
 
 from buffer.wire.sampling import StructuredOutput
+from producer_workers.gateway.dialect import (
+    AgentRequest,
+    Json,
+    MaxTokens,
+    Stop,
+    Stops,
+    Tokens,
+    as_json,
+    as_list,
+    joined_text,
+    json_schema,
+    must_call,
+    name_of,
+)
 from producer_workers.gateway.turn import Ask, SampledTurn
-
-Json = dict[str, Any]
-
-Stop = Annotated[str, Field(min_length=1, max_length=1024)]
-
-Tokens = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 
 DEFAULT_MAX_TOKENS = 16  # of /v1/completions
 
@@ -71,58 +68,37 @@ def structure_of(response_format: Any) -> StructuredOutput | None:
             return None
         case {"type": "json_object"}:
             return StructuredOutput(json_schema={"type": "object"})
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            return StructuredOutput(json_schema=schema)
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return json_schema(schema)
     raise ValueError(
         'expected {"type": "text"}, {"type": "json_object"}, or json_schema with its schema'
     )
 
 
-class Request(BaseModel, ABC):
-    """The fields that every request may have; unknown ones are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
-    path: ClassVar[str]
+class OpenAIRequest(AgentRequest):
+    refused = REFUSED
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
 
-    model: str = ""
-    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop: Stop | Stops | None = None
     n: Literal[1] | None = None
-    stream: bool | None = None
     stream_options: Json | None = None
     response_format: Annotated[StructuredOutput | None, BeforeValidator(structure_of)] = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _is_known(cls, fields: Any) -> Any:
-        for name in REFUSED if isinstance(fields, dict) else ():
-            if fields.get(name):
-                raise ValueError(f"{name}: {REFUSED[name]}")
-        return fields
+    def answer(self, turn: SampledTurn, pieces: list[str]) -> Json:
+        frame = self._frame(turn.name, self.kind)
+        return {**frame, "choices": [self._choice(turn, pieces)], "usage": usage_of(turn)}
 
-    def answer(self, turn: SampledTurn, name: str, pieces: list[str]) -> Json:
-        """Return the response `name`; `pieces` are the texts of its tokens, for logprobs."""
-        frame = self._frame(name, self.kind)
-        return {**frame, "choices": [self._choice(turn, pieces)], "usage": _usage(turn)}
-
-    def events(self, turn: SampledTurn, name: str, pieces: list[str]) -> Iterator[bytes]:
-        """Yield the response as a stream, with all tokens in one chunk: the turn is complete."""
+    def events(self, turn: SampledTurn, pieces: list[str]) -> Iterator[bytes]:
         wants_usage = (self.stream_options or {}).get("include_usage")
-        frame = self._frame(name, self.chunk_kind) | ({"usage": None} if wants_usage else {})
+        frame = self._frame(turn.name, self.chunk_kind) | ({"usage": None} if wants_usage else {})
         chunks: list[Json] = [{"choices": [c]} for c in self._chunk_choices(turn, pieces)]
         if wants_usage:
-            chunks.append({"choices": [], "usage": _usage(turn)})
+            chunks.append({"choices": [], "usage": usage_of(turn)})
         for chunk in chunks:
             yield b"data: " + orjson.dumps(frame | chunk) + b"\n\n"
         yield b"data: [DONE]\n\n"
-
-    @staticmethod
-    def error(status: int, message: str, code: str, field: str | None) -> Json:
-        """Return the body of a refusal, as OpenAI's clients parse it."""
-        kind = "server_error" if status >= 500 else "invalid_request_error"
-        return {"error": {"message": message, "type": kind, "code": code, "param": field}}
 
     def _frame(self, name: str, kind: str) -> Json:
         return {
@@ -138,12 +114,8 @@ class Request(BaseModel, ABC):
     def _chunk_choices(self, turn: SampledTurn, pieces: list[str]) -> list[Json]:
         return [self._choice(turn, pieces)]
 
-    @property
-    def _stops(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
-
-class ChatRequest(Request):
+class ChatRequest(OpenAIRequest):
     path = "/v1/chat/completions"
     id_prefix = "chatcmpl"
     kind = "chat.completion"
@@ -152,8 +124,8 @@ class ChatRequest(Request):
     messages: list[Json] = Field(min_length=1)
     tools: list[Json] | None = None
     tool_choice: Literal["auto", "none", "required"] | Json | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: MaxTokens | None = None
+    max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
 
     @field_validator("messages")
@@ -165,29 +137,20 @@ class ChatRequest(Request):
     def wants_logprobs(self) -> bool:
         return bool(self.logprobs)
 
-    @model_validator(mode="after")
-    def _choice_is_offered(self) -> ChatRequest:
-        wants_call = self.tool_choice not in (None, "auto", "none")
-        if wants_call and not self._forced:
-            raise ValueError("tool_choice: the function that is to be called is not among tools")
-        return self
-
     @property
-    def _forced(self) -> list[str]:
-        """Return the functions of which one must be called; empty if the model decides."""
-        offered = [_name(tool) for tool in self.tools or ()]
+    def _choice_of_call(self) -> str | bool | None:
         if isinstance(self.tool_choice, dict):
-            return [name for name in offered if name and name == _name(self.tool_choice)]
-        return list(filter(None, offered)) if self.tool_choice == "required" else []
+            return name_of(self.tool_choice)
+        return True if self.tool_choice == "required" else None
 
     def ask(self) -> Ask:
         return Ask(
             messages=self.messages,
             tools=None if self.tool_choice == "none" else self.tools or None,
             max_tokens=self.max_completion_tokens or self.max_tokens,
-            stops=self._stops,
+            stops=as_list(self.stop),
             structured=self.response_format,
-            call_one_of=self._forced,
+            call_one_of=must_call(self.tools, self._choice_of_call),
         )
 
     def _choice(self, turn: SampledTurn, pieces: list[str]) -> Json:
@@ -200,8 +163,8 @@ class ChatRequest(Request):
 
     def _chunk_choices(self, turn: SampledTurn, pieces: list[str]) -> list[Json]:
         delta = dict(turn.message)
-        if calls := turn.message.get("tool_calls"):
-            delta["tool_calls"] = [{**call, "index": n} for n, call in enumerate(calls)]
+        if turn.calls:
+            delta["tool_calls"] = [{**call, "index": n} for n, call in enumerate(turn.calls)]
         logprobs = self._logprobs(turn, pieces)
         return [
             {"index": 0, "delta": delta, "finish_reason": None, "logprobs": logprobs},
@@ -219,13 +182,13 @@ class ChatRequest(Request):
         return {"content": content, "refusal": None}
 
 
-class TextRequest(Request):
+class TextRequest(OpenAIRequest):
     path = "/v1/completions"
     id_prefix = "cmpl"
     kind = chunk_kind = "text_completion"
 
     prompt: Annotated[str, Field(min_length=1)] | Tokens
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: MaxTokens | None = None
     logprobs: int | None = Field(None, ge=0)
     echo: Literal[False] | None = None
     suffix: Literal[""] | None = None
@@ -248,7 +211,7 @@ class TextRequest(Request):
         return Ask(
             prompt=self.prompt,
             max_tokens=self.max_tokens or DEFAULT_MAX_TOKENS,
-            stops=self._stops,
+            stops=as_list(self.stop),
             structured=self.response_format,
         )
 
@@ -267,19 +230,13 @@ class TextRequest(Request):
         }
 
 
-def _usage(turn: SampledTurn) -> dict[str, int]:
+def usage_of(turn: SampledTurn) -> dict[str, int]:
     made = len(turn.made.token_ids)
     return {
         "prompt_tokens": turn.prompt_tokens,
         "completion_tokens": made,
         "total_tokens": turn.prompt_tokens + made,
     }
-
-
-def _name(tool: Json) -> str:
-    """Return the function's name in a tool or a tool choice; "" without one."""
-    function = tool.get("function")
-    return str(function.get("name", "")) if isinstance(function, dict) else ""
 
 
 def plain_message(message: Json) -> Json:
@@ -299,19 +256,8 @@ def plain_message(message: Json) -> Json:
         raise ValueError("tool_calls is a list")
     if calls:
         kept["tool_calls"] = [_plain_call(call) for call in calls]
-    kept["content"] = _plain_content(kept.get("content", ""))
+    kept["content"] = joined_text(kept.get("content", ""))
     return kept
-
-
-def _plain_content(content: Any) -> str:
-    texts = []
-    for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
-        match part:
-            case {"type": "text", "text": str(text)}:
-                texts.append(text)
-            case _:
-                raise ValueError("only text can be asked")
-    return "".join(texts)
 
 
 def _plain_call(call: Any) -> Json:
@@ -319,7 +265,8 @@ def _plain_call(call: Any) -> Json:
     match call:
         case {"function": {"name": str(name), "arguments": arguments}}:
             function = {"name": name, "arguments": _plain_arguments(arguments)}
-            return {"id": call.get("id"), "type": "function", "function": function}
+            if isinstance(call_id := call.get("id"), str | None):
+                return {"id": call_id, "type": "function", "function": function}
     raise ValueError("tool_calls: each has an id, and a function with name and arguments")
 
 
@@ -327,4 +274,4 @@ def _plain_arguments(arguments: Any) -> str:
     if isinstance(arguments, str):
         with suppress(orjson.JSONDecodeError):
             arguments = orjson.loads(arguments)
-    return arguments if isinstance(arguments, str) else orjson.dumps(arguments).decode()
+    return arguments if isinstance(arguments, str) else as_json(arguments)

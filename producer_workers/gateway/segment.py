@@ -6,14 +6,24 @@ tokenized again; a token is trained in at most one segment.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.wire.group import OPEN_SESSIONS, SESSIONS_RESTARTED
+from buffer.errors import WireError
+from buffer.wire.checks import check_plain
+from buffer.wire.group import (
+    GATEWAY_RECORD,
+    NEW_CONTEXTS,
+    OPEN_SESSIONS,
+    SESSIONS_RESTARTED,
+    new_contexts,
+)
 from buffer.wire.rollout import RolloutState, ToolCall, VersionSpan, with_known_rows
 from producer_workers.engines.base import Generation
 
@@ -40,16 +50,8 @@ class Segment:
         ids = np.array(prompt, "<i4")
         return cls(messages, tools, ids, np.zeros(len(ids), "u1"), np.zeros(len(ids), "<f4"))
 
-    def is_continued_by(self, messages: Messages, tools: Any) -> bool:
-        """Return whether `messages` start with this segment's and have more."""
-        known = len(self.messages)
-        return (
-            len(messages) > known
-            and list(messages[:known]) == list(self.messages)
-            and tools == self.tools
-        )
-
     def read(self, tokens: NDArray[np.int32], messages: Messages) -> Segment:
+        """Return this context with `tokens` behind it, whose conversation is then `messages`."""
         more = len(tokens)
         return replace(
             self,
@@ -142,16 +144,20 @@ class SessionRecord:
 
         extra["open_sessions"] = {"<index>": [[messages, tools, finish_reason], ...]}
         extra["sessions_restarted"] = 2
+        extra["new_contexts"] = {"turn": 3}
 
     An open session, which its agent can resume, has one entry per rollout, in order; their tokens
     are in the rollouts. Sessions that cannot be resumed, or whose tokens are too old, begin again
-    and are counted.
+    and are counted, and so are contexts that began within a session, by the words of `why_new`, or
+    because the chat template rewrites earlier turns ("template"), or because another request had
+    continued the same turn ("branch").
     """
 
     def __init__(self, extra: dict[str, Any]) -> None:
         self._found: dict[str, list[Any]] = dict(extra.get(OPEN_SESSIONS, {}))
         self._open: dict[str, list[Any]] = {}
         self._restarted = int(extra.get(SESSIONS_RESTARTED, 0))
+        self._new_contexts = Counter(new_contexts(extra))
 
     def resume(self, rollouts: Sequence[RolloutState]) -> list[Segment]:
         """Return the segments of an open session; empty if it begins (again)."""
@@ -171,13 +177,28 @@ class SessionRecord:
     def restart(self) -> None:
         self._restarted += 1
 
+    def count(self, contexts: Mapping[str, int]) -> None:
+        self._new_contexts.update(contexts)
+
     def write(self, states: Sequence[RolloutState]) -> None:
-        counts = {SESSIONS_RESTARTED: self._restarted, OPEN_SESSIONS: self._open}
+        counts = {
+            SESSIONS_RESTARTED: self._restarted,
+            OPEN_SESSIONS: self._open,
+            NEW_CONTEXTS: dict(self._new_contexts),
+        }
         record = {name: value for name, value in counts.items() if value}
         for state in states:
             state.extra = without_record(state.extra) | record
 
 
+def check_storable(messages: Messages, tools: Any) -> None:
+    """Raise WireError if the record of an interrupted session could not be stored with these."""
+    check_plain("messages and tools", [{OPEN_SESSIONS: {"0": [[list(messages), tools]]}}])
+    try:
+        msgpack.packb([*messages, tools])
+    except OverflowError as error:
+        raise WireError(f"messages and tools: {error}") from error
+
+
 def without_record(extra: dict[str, Any]) -> dict[str, Any]:
-    own = (OPEN_SESSIONS, SESSIONS_RESTARTED)
-    return {name: value for name, value in extra.items() if name not in own}
+    return {name: value for name, value in extra.items() if name not in GATEWAY_RECORD}

@@ -3,31 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import hmac
 import logging
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import ValidationError
 
-from buffer.errors import ConfigError, RolloutMQError
+from buffer.errors import ConfigError, RolloutMQError, WireError
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.engines.base import EngineDeadError, GenerationError
+from producer_workers.gateway.agents import MODEL
+from producer_workers.gateway.anthropic_api import CountRequest, MessagesRequest
+from producer_workers.gateway.dialect import AgentRequest
 from producer_workers.gateway.openai_api import ChatRequest, TextRequest
+from producer_workers.gateway.openai_responses import ResponsesRequest
 from producer_workers.gateway.session import ContextFull, Session, SessionClosed
-from producer_workers.gateway.turn import Ask, SampledTurn
+from producer_workers.gateway.turn import SampledTurn
+from producer_workers.gateway.vllm_api import GenerateRequest
 
 log = logging.getLogger("rolloutmq.worker")
+
+T = TypeVar("T")
 
 LARGEST_REQUEST = 64 * 2**20  # bytes; a request carries a whole conversation
 
 MOST_FAULTS = 8  # in an error message; a request may have a million
 LONGEST_REFUSAL = 4096  # characters of an error message
+
+MOST_KEPT = 32  # answers of an agent whose request may be repeated
+
+# In which the clients of OpenAI and Anthropic say how often they have asked this before.
+RETRIES = "x-stainless-retry-count"
 
 # An escape of JSON: a surrogate pair, half of one (the group), or any other.
 _ESCAPE = re.compile(
@@ -35,34 +49,9 @@ _ESCAPE = re.compile(
 )
 
 
-class Dialect(Protocol):
-    """A request in one dialect, a model of pydantic, which is served at its `path`."""
-
-    path: ClassVar[str]
-    stream: bool | None
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Return whether the answer needs the texts of the tokens."""
-
-    @classmethod
-    def model_validate_json(cls, body: bytes) -> Self:
-        """Parse a request. Raises ValidationError."""
-
-    def ask(self) -> Ask: ...
-
-    def answer(self, turn: SampledTurn, name: str, pieces: list[str]) -> dict[str, Any]:
-        """Return the response `name`; `pieces` are the texts of its tokens."""
-
-    def events(self, turn: SampledTurn, name: str, pieces: list[str]) -> Iterator[bytes]:
-        """Yield the same response as server-sent events."""
-
-    @staticmethod
-    def error(status: int, message: str, code: str, field: str | None) -> dict[str, Any]:
-        """Return the body of a refusal."""
-
-
-DIALECTS: dict[str, type[Dialect]] = {kind.path: kind for kind in (ChatRequest, TextRequest)}
+_OPENAI = (ChatRequest, TextRequest, ResponsesRequest)
+_OTHERS = (MessagesRequest, CountRequest, GenerateRequest)
+DIALECTS: dict[str, type[AgentRequest]] = {kind.path: kind for kind in (*_OPENAI, *_OTHERS)}
 """All dialects. To add one, write its requests in a file of its own and add them here."""
 
 
@@ -76,26 +65,42 @@ class Refusal(RolloutMQError):
         self.field = field
 
 
+@dataclass(slots=True)
+class Guest:
+    """What runs for an agent's key, and what its requests were answered, by their hashes."""
+
+    session: Session
+    requests: set[asyncio.Task[Any]] = field(default_factory=set)
+    answered: dict[bytes, SampledTurn] = field(default_factory=dict)
+    unsent: dict[bytes, SampledTurn] = field(default_factory=dict)  # its connection broke
+
+    def keep(self, asked: bytes, turn: SampledTurn) -> None:
+        self.answered[asked] = turn
+        if len(self.answered) > MOST_KEPT:
+            del self.answered[next(iter(self.answered))]
+
+    def answer_again(self, asked: bytes, *, is_retry: bool) -> SampledTurn | None:
+        """Return the answer that an agent may not have received; None if it asks for another."""
+        return self.unsent.pop(asked, None) or (self.answered.get(asked) if is_retry else None)
+
+
 class Endpoint:
     """The endpoint of one group. `failure` is the error that ended the engine."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._sessions: dict[str, Session] = {}
-        self._answering: dict[str, set[asyncio.Task[Any]]] = {}
+        self._guests: dict[str, Guest] = {}
         self.url = ""
         self.failure: EngineDeadError | None = None
 
     def admit(self, session: Session) -> str:
         key = f"rmq-{secrets.token_urlsafe(24)}"
-        self._sessions[key] = session
-        self._answering[key] = set()
+        self._guests[key] = Guest(session)
         return key
 
     def dismiss(self, key: str) -> None:
         """End an agent's key, and cancel its open requests."""
-        del self._sessions[key]
-        for request in self._answering.pop(key):
+        for request in self._guests.pop(key).requests:
             request.cancel()
 
     async def __aenter__(self) -> Endpoint:
@@ -121,53 +126,75 @@ class Endpoint:
     async def __aexit__(self, *_: object) -> None:
         await self._runner.cleanup()
 
-    def _key(self, request: web.Request) -> str:
-        """Return the session's key in a request. Raises Refusal."""
-        kind, _, given = request.headers.get("Authorization", "").partition(" ")
-        token = given.strip().encode(errors="surrogateescape") if kind.lower() == "bearer" else b""
-        for key in self._sessions:
+    def _guest(self, request: web.Request) -> Guest:
+        """Return the agent whose key is in a request. Raises Refusal."""
+        kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
+        given = [request.headers.get("x-api-key", ""), bearer if kind.lower() == "bearer" else ""]
+        tokens = [each.strip().encode(errors="surrogateescape") for each in given]
+        for key, guest in self._guests.items():
             # In constant time: another process of this machine may guess keys.
-            if hmac.compare_digest(key.encode(), token):
-                return key
+            if any([hmac.compare_digest(key.encode(), token) for token in tokens]):
+                return guest
         why = "this key belongs to no session, or to one that has ended"
         raise Refusal(401, why, "invalid_api_key")
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._key(request)
-        model = {"id": "policy", "object": "model", "owned_by": "rolloutmq"}
-        return web.json_response({"object": "list", "data": [model]})
+        self._guest(request)
+        kinds = {"object": "model", "type": "model", "created_at": "1970-01-01T00:00:00Z"}
+        model = {"id": MODEL, "display_name": MODEL, "owned_by": "rolloutmq", **kinds}
+        return web.json_response({"object": "list", "data": [model], "has_more": False})
 
-    async def _serve(self, kind: type[Dialect], request: web.Request) -> web.StreamResponse:
-        key = self._key(request)
+    async def _serve(self, kind: type[AgentRequest], request: web.Request) -> web.StreamResponse:
+        guest = self._guest(request)
         answering = asyncio.current_task()
         assert answering is not None
-        requests = self._answering[key]
-        requests.add(answering)
+        guest.requests.add(answering)
         try:
-            return await self._answer(request, kind, self._sessions[key])
+            return await self._answer(request, kind, guest)
         finally:
-            requests.discard(answering)
+            guest.requests.discard(answering)
 
     async def _answer(
-        self, request: web.Request, kind: type[Dialect], session: Session
+        self, request: web.Request, kind: type[AgentRequest], guest: Guest
     ) -> web.StreamResponse:
-        asked = _parse(kind, await request.read())
-        turn = await self._turn(asked.ask(), session)
-        pieces = await in_tokenizer_thread(self._pieces, turn) if asked.wants_logprobs else []
-        name = secrets.token_hex(8)
-        if not asked.stream:
-            return web.json_response(asked.answer(turn, name, pieces))
-        return await _stream(request, asked.events(turn, name, pieces))
-
-    async def _turn(self, ask: Ask, session: Session) -> SampledTurn:
-        """Let the model answer. Raises Refusal."""
+        body = await request.read()
+        asked = _parse(kind, body)
+        session = guest.session
+        if asked.counts:
+            tokens = await self._done(session.count(asked.ask()), session)
+            return web.json_response({"input_tokens": tokens})
+        name = hashlib.sha256(kind.path.encode() + body).digest()
+        is_retry = request.headers.get(RETRIES, "0") != "0"
+        turn = guest.answer_again(name, is_retry=is_retry)
+        if turn is None:
+            turn = await self._done(session.ask(asked.ask()), session)
+            guest.keep(name, turn)
         try:
-            return await session.ask(ask)
+            return await self._send(request, asked, turn)
+        except (OSError, asyncio.CancelledError):  # the agent has gone, and may ask again
+            guest.unsent[name] = turn
+            raise
+
+    async def _send(
+        self, request: web.Request, asked: AgentRequest, turn: SampledTurn
+    ) -> web.StreamResponse:
+        pieces = await in_tokenizer_thread(self._pieces, turn) if asked.wants_logprobs else []
+        if asked.stream:
+            return await _stream(request, asked.events(turn, pieces))
+        response = web.json_response(asked.answer(turn, pieces))
+        await response.prepare(request)
+        await response.write_eof()
+        return response
+
+    async def _done(self, work: Awaitable[T], session: Session) -> T:
+        """Return the result of what a session does. Raises Refusal."""
+        try:
+            return await work
         except (SessionClosed, ContextFull) as error:
             if isinstance(error, SessionClosed) and session.interrupted.is_set():
                 raise Refusal(503, str(error), "interrupted") from error
             raise Refusal(400, str(error), "context_length_exceeded") from error
-        except (ConfigError, GenerationError) as error:
+        except (ConfigError, GenerationError, WireError) as error:
             raise Refusal(400, str(error), "refused") from error
         except EngineDeadError as error:
             self.failure = error
@@ -178,7 +205,7 @@ class Endpoint:
         return [str(self._tokenizer.decode([token])) for token in turn.made.token_ids.tolist()]
 
 
-def _parse(kind: type[Dialect], body: bytes) -> Dialect:
+def _parse(kind: type[AgentRequest], body: bytes) -> AgentRequest:
     """Return the request in `body`, with halves of surrogate pairs replaced by U+FFFD."""
     try:
         return kind.model_validate_json(body)
@@ -213,7 +240,7 @@ async def _stream(request: web.Request, events: Iterator[bytes]) -> web.StreamRe
 
 
 async def _unknown(request: web.Request) -> web.Response:
-    known = f"POST {' and '.join(DIALECTS)}, GET /v1/models"
+    known = f"POST {', '.join(DIALECTS)}, GET /v1/models"
     message = f"{request.method} {request.path} cannot be recorded for training; there are {known}"
     raise Refusal(404, message, "unsupported")
 

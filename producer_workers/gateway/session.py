@@ -1,7 +1,7 @@
 """Keep all requests of one run of an agent, as the tokens that were read and sampled.
 
     request ──▶ it continues a segment ──▶ that segment's ids, then tokens of the new messages
-            └─▶ it continues none (another prompt, an edited or cut history) ──▶ a new segment
+            └─▶ it continues none (history.py says why) ──▶ a new segment, which is counted
 
 If two requests continue the same segment (a second attempt, two tools at once), its tokens are
 trained with the first answer and are only context for the others.
@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import secrets
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -29,7 +31,8 @@ from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, in_tokenizer_thread
 from producer_workers.agent_loops.tool_parsers import ParsedTurn, ToolParser
 from producer_workers.engines.base import Engine, Generation, context_length
-from producer_workers.gateway.segment import Messages, Segment
+from producer_workers.gateway.history import Conversation, Known, continued_by, why_new
+from producer_workers.gateway.segment import Messages, Segment, check_storable
 from producer_workers.gateway.turn import Ask, SampledTurn
 
 log = logging.getLogger("rolloutmq.worker")
@@ -90,11 +93,21 @@ class TokenBudget:
         self.left -= tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What the model reads for a request; `why` it begins a context ("": it does not)."""
+
+    parent: Segment | None
+    context: Segment
+    said: Conversation
+    why: str = ""
+
+
 class Session:
     """The requests of one rollout. An interrupted session continues with its `finished` segments.
 
     `params` are the task's; `max_tokens` limits the whole session. `truncation` is why the last
-    request was refused or cut off, or "".
+    request was refused or cut off, or "". `new_contexts` counts segments but the first by reason.
     """
 
     def __init__(
@@ -121,7 +134,10 @@ class Session:
         self._running = 0
         sampled = sum(int(segment.mask.sum()) for segment in finished)
         self._budget = TokenBudget(params.max_tokens - sampled)
-        self._seen = [*finished]
+        self._known = [Known(Conversation.of(each.messages), each) for each in finished]
+        self._claimed: list[Segment | None] = []  # parents of running requests
+        self._answers: dict[str, Messages] = {}
+        self.new_contexts: Counter[str] = Counter()
         self.truncation = ""
         self.segments = [*finished]
         self.interrupted = asyncio.Event()
@@ -133,7 +149,8 @@ class Session:
     async def ask(self, ask: Ask) -> SampledTurn:
         """Sample one turn; a cancelled call trains nothing.
 
-        Raises SessionClosed, ContextFull, GenerationError, or ConfigError for an unsupported call.
+        Raises SessionClosed, ContextFull, GenerationError, or ConfigError or WireError for what
+        cannot be asked or stored.
         """
         ask = ask.forcing_a_call(self._parser)
         self._check_open()
@@ -144,24 +161,48 @@ class Session:
         finally:
             self._running -= 1
 
+    async def count(self, ask: Ask) -> int:
+        """Return how many tokens the model would read. Raises ConfigError or WireError."""
+        reading = await in_tokenizer_thread(self._context, self._messages(ask), ask.tools)
+        return len(reading.context.ids)
+
     async def _chat(self, number: int, ask: Ask) -> SampledTurn:
-        messages = self._delta.readable(ask.messages)
-        parent, context = await in_tokenizer_thread(self._context, messages, ask.tools)
-        made = await self._generate(number, parent, context, ask)
-        message, text, calls = await in_tokenizer_thread(
-            self._message, number, made, ask.stops, ask.tools
-        )
-        self._keep(parent, context, made, [*messages, message], text, calls)
-        return SampledTurn(message, made, len(context.ids))
+        messages = self._messages(ask)
+        reading = await in_tokenizer_thread(self._claim, messages, ask.tools)
+        try:
+            made = await self._generate(number, reading, ask)
+            turn, text, calls = await in_tokenizer_thread(
+                self._turn, number, made, ask, len(reading.context.ids)
+            )
+            said = Conversation.of([*messages, turn.message]).after(reading.said)
+            self._keep(replace(reading, said=said), made, turn.message, text, calls)
+        finally:
+            self._claimed.remove(reading.parent)
+        if ask.previous is not None:
+            self._answers[turn.name] = [*self._before(ask), *ask.messages, turn.message]
+        return turn
 
     async def _complete(self, number: int, ask: Ask) -> SampledTurn:
-        parent, context = await in_tokenizer_thread(self._raw_context, ask.prompt)
-        made = await self._generate(number, parent, context, ask)
+        reading = await in_tokenizer_thread(self._raw_context, ask.prompt)
+        made = await self._generate(number, reading, ask)
         text = await in_tokenizer_thread(self._text, made, skip_special_tokens=True)
-        messages = [{"role": _RAW, "content": _content(context) + text}]
-        self._keep(parent, context, made, messages, text, [])
-        message = {"role": "assistant", "content": _before(text, ask.stops)}
-        return SampledTurn(message, made, len(context.ids))
+        written = {"role": _RAW, "content": _content(reading.context) + text}
+        context = replace(reading.context, messages=[])
+        self._keep(replace(reading, context=context), made, written, text, [])
+        return _turn(text, [], made, ask, len(context.ids))
+
+    def _messages(self, ask: Ask) -> list[dict[str, Any]]:
+        """Return what the model is to read, in the form that its template knows."""
+        check_storable(ask.messages, ask.tools)
+        opening = [{"role": "system", "content": ask.instructions}] if ask.instructions else []
+        return self._delta.readable([*opening, *self._before(ask), *ask.messages])
+
+    def _before(self, ask: Ask) -> Messages:
+        if not ask.previous:
+            return ()
+        if ask.previous not in self._answers:
+            raise ConfigError(f"this session has no earlier response {ask.previous}")
+        return self._answers[ask.previous]
 
     def _check_open(self) -> None:
         if self.interrupted.is_set():
@@ -185,10 +226,9 @@ class Session:
         self.truncation = _LONG.format(context, tokens) if is_full else ""
         return is_full
 
-    async def _generate(
-        self, number: int, parent: Segment | None, context: Segment, ask: Ask
-    ) -> Generation:
-        self._check_room(parent)
+    async def _generate(self, number: int, reading: Reading, ask: Ask) -> Generation:
+        context = reading.context
+        self._check_room(reading.parent)
         if self._fills_context(len(context.ids)):
             raise ContextFull(self.truncation)
         async with self._budget.reserve(ask.max_tokens) as allowed:
@@ -204,27 +244,51 @@ class Session:
             self._fills_context(len(context.ids) + len(made.token_ids))
         return made
 
-    def _keep(self, parent: Segment | None, context: Segment, *turn: Any) -> None:
+    def _keep(
+        self,
+        reading: Reading,
+        made: Generation,
+        message: dict[str, Any],
+        text: str,
+        calls: Sequence[ToolCall],
+    ) -> None:
         """Store a turn; if another request has continued its parent, that one trains it."""
+        parent, context = reading.parent, reading.context
         is_first = parent is None or parent in self.segments
-        grown = (context if is_first else context.untrained()).add_turn(*turn)
-        self._seen.append(grown)
+        grown = (context if is_first else context.untrained()).add_turn(
+            made, [*context.messages, message], text, calls
+        )
+        why = reading.why if is_first else "branch"
+        if parent is None and self.segments:  # another may have begun at the same time
+            why = why or "conversation"
+        if why:
+            self.new_contexts[why] += 1
+        self._known.append(Known(reading.said, grown))
         self.segments = [*(segment for segment in self.segments if segment is not parent), grown]
 
-    def _context(self, messages: Messages, tools: Any) -> tuple[Segment | None, Segment]:
-        """Return the segment that the request continues (None: it begins one), and its context."""
-        fitting = [segment for segment in self._seen if segment.is_continued_by(messages, tools)]
-        if fitting:
-            parent = max(fitting, key=lambda segment: len(segment.messages))
+    def _claim(self, messages: Messages, tools: Any) -> Reading:
+        """Do as `_context`; another request prefers an equal parent that is not claimed."""
+        reading = self._context(messages, tools)
+        self._claimed.append(reading.parent)
+        return reading
+
+    def _context(self, messages: Messages, tools: Any) -> Reading:
+        """Return what the model reads; without a parent, it begins a segment."""
+        given = Conversation.of(messages)
+        ends = [segment for segment in self.segments if segment not in self._claimed]
+        known = continued_by(self._known, given, tools, ends)
+        why = "template" if known else why_new(self._known, given)
+        if known:
+            parent = known.segment
+            more = messages[len(parent.messages) :]
             try:
-                return parent, parent.read(self._tokens_behind(parent, messages), messages)
+                context = parent.read(self._tokens_behind(parent, more), [*parent.messages, *more])
+                return Reading(parent, context, given.after(known.said))
             except ConfigError:
                 # The template rewrites earlier turns (it may drop the thought), so the model reads
                 # a new context.
-                log.debug(
-                    "new segment: the chat template rewrites earlier turns",
-                    extra={"session": self.name},
-                )
+                pass
+        log.debug("new segment: %s", why or "the first", extra={"session": self.name})
         try:
             safe = self._delta.harmless([_for_template(message) for message in messages])
             prompt = encode_chat(self._tokenizer, safe, tools)
@@ -232,33 +296,39 @@ class Session:
             raise ConfigError(
                 f"the chat template does not accept these messages: {error}"
             ) from error
-        return None, Segment.begin(messages, tools, prompt)
+        return Reading(None, Segment.begin(messages, tools, prompt), given, why)
 
     def _tokens_behind(self, parent: Segment, messages: Messages) -> NDArray[np.int32]:
-        """Return the tokens that `messages` add to a segment. Raises ConfigError."""
+        """Return the tokens of `messages` behind a segment. Raises ConfigError."""
         was_ended = len(parent.ids) > 0 and int(parent.ids[-1]) in self._eos_ids
         turns = [each for each in parent.messages if each["role"] == "assistant"]
         has_thought = any("</think>" in str(turn["content"]) for turn in turns)
-        new = [_for_template(message) for message in messages[len(parent.messages) :]]
+        new = [_for_template(message) for message in messages]
         return self._delta.tokens(new, end_turn=not was_ended, has_thought=has_thought)
 
-    def _raw_context(self, prompt: str | list[int]) -> tuple[Segment | None, Segment]:
+    def _raw_context(self, prompt: str | list[int]) -> Reading:
         """Do as `_context` for a text or tokens, which continue a segment that they begin with."""
+        recorded = [known.segment for known in self._known]
         if isinstance(prompt, str):
-            fitting = [s for s in self._seen if s.tools == _RAW and prompt.startswith(_content(s))]
+            fitting = [s for s in recorded if s.tools == _RAW and prompt.startswith(_content(s))]
             parent = max(fitting, key=lambda segment: len(segment.ids), default=None)
             # Special tokens that are written out count: this agent writes the chat format itself.
             rest = prompt.removeprefix(_content(parent)) if parent else prompt
             new = list(cast(Any, self._tokenizer).encode(rest, add_special_tokens=False))
         else:
-            fitting = [s for s in self._seen if s.ids.tolist() == prompt[: len(s.ids)]]
+            if max(prompt) > (largest := self._delta.largest_token or max(prompt)):
+                raise ConfigError(f"this model has no token {max(prompt)}: its last is {largest}")
+            fitting = [s for s in recorded if s.ids.tolist() == prompt[: len(s.ids)]]
             parent = max(fitting, key=lambda segment: len(segment.ids), default=None)
             new = prompt[len(parent.ids) :] if parent else prompt
             prompt = str(self._tokenizer.decode(prompt, skip_special_tokens=False))
         messages = [{"role": _RAW, "content": prompt}]
-        if parent is None:
-            return None, Segment.begin(messages, _RAW, new)
-        return parent, replace(parent.read(np.array(new, "<i4"), messages), tools=_RAW)
+        context = (
+            replace(parent.read(np.array(new, "<i4"), messages), tools=_RAW)
+            if parent
+            else Segment.begin(messages, _RAW, new)
+        )
+        return Reading(parent, context, Conversation.of([]))
 
     def _text(self, made: Generation, *, skip_special_tokens: bool) -> str:
         ids = made.token_ids.tolist()
@@ -266,31 +336,32 @@ class Session:
             ids.pop()
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
-    def _message(
-        self, number: int, made: Generation, stops: Sequence[str], tools: Any
-    ) -> tuple[dict[str, Any], str, list[ToolCall]]:
-        """Return the agent's message, the whole text, and the calls of offered tools."""
+    def _turn(
+        self, number: int, made: Generation, ask: Ask, prompt_tokens: int
+    ) -> tuple[SampledTurn, str, list[ToolCall]]:
+        """Return the answer, the whole text, and the calls of offered tools."""
         raw = self._text(made, skip_special_tokens=False)
+        tools = ask.tools
         parsed = self._parser.parse(raw, tools) if self._parser and tools else ParsedTurn(raw, [])
         calls = [
             structs.replace(call, id=f"call_{number}_{position}")
             for position, call in enumerate(parsed.calls)
         ]
         text = self._text(made, skip_special_tokens=True)
-        if not calls:
-            return {"role": "assistant", "content": _before(text, stops)}, text, []
-        message = {
-            "role": "assistant",
-            "content": parsed.content.strip(),
-            "tool_calls": [_as_openai(call) for call in calls],
-        }
-        return message, text, calls
+        said = parsed.content.strip() if calls else text
+        return _turn(said, calls, made, ask, prompt_tokens), text, calls
 
 
-def _before(text: str, stops: Sequence[str]) -> str:
-    """Return the text before the first stop string, as the API does; its tokens were sampled."""
-    found = [text.find(stop) for stop in stops if stop in text]
-    return text[: min(found, default=len(text))]
+def _turn(
+    text: str, calls: Sequence[ToolCall], made: Generation, ask: Ask, prompt_tokens: int
+) -> SampledTurn:
+    """Return the answer, cut before the first stop string as the API does it."""
+    found = [] if calls else [(text.find(stop), stop) for stop in ask.stops if stop in text]
+    end, stop = min(found, default=(len(text), ""))
+    message: dict[str, Any] = {"role": "assistant", "content": text[:end]}
+    if calls:
+        message["tool_calls"] = [_as_openai(call) for call in calls]
+    return SampledTurn(secrets.token_hex(8), message, made, prompt_tokens, stop)
 
 
 def _content(segment: Segment) -> str:

@@ -19,14 +19,18 @@ from producer_workers.gateway.segment import Messages
 class Ask:
     """A request: messages, or a prompt without a chat template; the task sets all other sampling.
 
-    Messages and tools are in OpenAI's form.
+    Messages and tools are in the form of OpenAI's chat completions. `previous`: the name of an
+    answer whose conversation comes before the messages ("": none does; None: it is not kept).
     """
 
     messages: Messages = ()
+    instructions: str = ""  # a system prompt, which is no part of the conversation that is kept
+    previous: str | None = None
     tools: Any = None
     prompt: str | list[int] = ""  # text or tokens, in place of messages
     max_tokens: int | None = None  # None: all tokens that the session has left
     stops: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     structured: StructuredOutput | None = None
     call_one_of: Sequence[str] = ()  # the functions of which one must be called
 
@@ -63,18 +67,28 @@ class Ask:
             max_tokens=allowed,
             min_tokens=0,
             stops=[*params.stops, *self.stops],
+            stop_token_ids=[*params.stop_token_ids, *self.stop_token_ids],
             structured=self.structured or params.structured,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTurn:
-    """The answer: a message in OpenAI's form, and what the engine made."""
+    """The answer: a message in OpenAI's form, and what the engine made.
 
+    `stop` is the stop string before which the message was cut off, or "".
+    """
+
+    name: str
     message: dict[str, Any]
     made: Generation
     prompt_tokens: int
+    stop: str = ""
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        return self.message.get("tool_calls") or []
 
     @property
     def finish_reason(self) -> str:
-        return "tool_calls" if self.message.get("tool_calls") else self.made.finish_reason
+        return "tool_calls" if self.calls else self.made.finish_reason

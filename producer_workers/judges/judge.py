@@ -80,6 +80,22 @@ class FunctionJudge(Judge):
         self._call.close()
 
 
+class BareJudge(Judge):
+    """Calls `function` in the caller's thread, without limits, and raises what it raises."""
+
+    def __init__(self, name: str, function: Callable[..., Any]) -> None:
+        self.name = name
+        self.sees_group = _sees_group(function)
+        self._function = function
+        self._border = load_border(BORDERS["group" if self.sees_group else "rollout"])
+
+    async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
+        result = self._border.call(self._function, states)
+        if inspect.isawaitable(result):
+            result = await result
+        return take_columns(self.name, states, self._border.check(self.name, result, states))
+
+
 def process_judge(
     name: str, function: Callable[..., Any], path: str, judging: JudgingSection
 ) -> FunctionJudge:
@@ -112,7 +128,6 @@ def function_rules(
         processes=judging.processes,
         mode="coroutines" if is_coroutine else "plain",
         error=JudgeError,
-        hint="see the rollout that it got in the dead letter",
     )
 
 

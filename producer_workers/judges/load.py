@@ -15,6 +15,7 @@ from buffer.wire.rollout import RolloutState
 from producer_workers.config.sandbox import is_url
 from producer_workers.config.task import JUDGES, RUNS_PROGRAMS, JudgeSpec, JudgingSection
 from producer_workers.judges.judge import (
+    BareJudge,
     FunctionJudge,
     Judge,
     process_judge,
@@ -46,6 +47,11 @@ def load_worker_judge(spec: str, judging: JudgingSection) -> Judge:
     if is_called_inline(function, judging, is_safe=is_safe):
         return FunctionJudge(spec, function, judging.timeout_s)
     return process_judge(spec, function, _path(spec), judging)
+
+
+def load_bare_judge(spec: str, judging: JudgingSection) -> Judge:
+    """Make a judge for a debugger (`BareJudge`). Raises ConfigError."""
+    return HttpJudge(spec, judging) if is_url(spec) else BareJudge(spec, _function(spec, judging))
 
 
 def is_called_inline(

@@ -24,6 +24,7 @@ from rq.job import Job
 from rq.results import Result
 
 from buffer.errors import JudgeError, StoreError
+from buffer.failure_text import cut_text, join_text
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.wire.rollout import RolloutState
@@ -31,6 +32,7 @@ from producer_workers.config.task import JudgingSection
 from producer_workers.judges.judge import Judge, function_rules, rollout_fields, take_columns
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
 from producer_workers.user_code.border import check_answers
+from producer_workers.user_code.failure import CAUSES
 
 T = TypeVar("T")
 
@@ -43,6 +45,8 @@ GRACE_S = 5.0  # how long a job may be between two states before it counts as lo
 RESULT_S = 120  # how long a result is kept to be read
 
 FAILURE_S = 86_400  # how long a failed job is kept to be inspected
+
+_RAISED = f"{JudgeError.__module__}.{JudgeError.__name__}: "  # before the text of `score`'s error
 
 # Most rollouts that one task of one worker waits for; others wait before they are queued.
 _THREADS = 256
@@ -143,10 +147,15 @@ class RqJudge(Judge):
     def _outcome(self, result: Result) -> Any:
         if result.type is Result.Type.SUCCESSFUL:
             return result.return_value
-        reason = (result.exc_string or "no reason").strip().splitlines()[-1]
+        _, is_judges, text = (result.exc_string or "").rpartition(_RAISED)
+        said, _, trace = cut_text(text.strip()).partition("\n")
+        reason = said if is_judges else text.strip().rpartition("\n")[2] or "no reason"
         if "JobTimeoutException" in reason:
             rules = function_rules(f"judge {self.name!r}", self.name, self._judging)
             raise rules.over_limit()
+        if trace and is_judges:
+            CAUSES.note(join_text(said, trace))
+            raise JudgeError(said, trace=trace)
         raise JudgeError(
             f"judge {self.name!r} failed: {reason}",
             hint=f"see job {result.job_id} in the failed registry of rq's queue {self._queue.name}",

@@ -32,6 +32,7 @@ from rq.utils import now
 from rq.worker_registration import WORKERS_BY_QUEUE_KEY, get_keys
 
 from buffer.errors import ConfigError, JudgeError
+from buffer.failure_text import message_of
 from buffer.redis.connection.nodes import Servers
 from buffer.redis.connection.url import open_client
 from buffer.redis.keys import Keys
@@ -41,6 +42,7 @@ from producer_workers.config.task import JudgingSection
 from producer_workers.follow_owner import OWNER, follow_owner
 from producer_workers.judges.judge import columns_of, rollout_of
 from producer_workers.judges.load import load_judge
+from producer_workers.user_code.failure import failure_text
 from producer_workers.user_code.function_server import limit_memory, lower
 
 log = logging.getLogger("rolloutmq.judge")
@@ -93,7 +95,10 @@ def score(
     chosen = load_judge(judge, JudgingSection(sandbox=JudgeJob.judges.get(judge, BUBBLEWRAP)))
     _limit(timeout_s, memory_mb)  # after the imports, which are not the judge's
     states = [rollout_of(fields) for fields in rollouts]
-    rewards = asyncio.run(chosen.judge_group(states))
+    try:
+        rewards = asyncio.run(chosen.judge_group(states))
+    except JudgeError as error:  # its text, with the user's traceback, is all that rq hands on
+        raise JudgeError(failure_text(error)) from None
     return [columns_of(state) | reward for state, reward in zip(states, rewards, strict=True)]
 
 
@@ -158,7 +163,7 @@ class JudgeWorker(Worker):
 
     def handle_exception(self, job: Job, *exc_info: Any) -> None:
         """Log the error in one line: rq's own method logs the whole rollout."""
-        log.warning("job %s failed: %r", job.id, exc_info[1])
+        log.warning("job %s failed: %s", job.id, message_of(failure_text(exc_info[1])))
 
 
 class JudgePool:

@@ -129,7 +129,8 @@ class Producer:
         """Produce until the batch of train step `step` is ready for the trainer to take.
 
         Returns early if the run is paused or finished or its weights are too old; the status says
-        which. Raises TimeoutError after `deadline_s` or `stop`, TaskStopped, Fenced.
+        which. Waits for a stopped task to be resumed, as a trainer does (`TaskStops.are_final`).
+        Raises TimeoutError after `deadline_s` or `stop`, TaskStopped, Fenced.
         """
         began = time.monotonic()
         before = self._run.read_progress()
@@ -140,8 +141,10 @@ class Producer:
             is_late = deadline_s is not None and time.monotonic() - began > deadline_s
             if is_late or (stop and stop.is_set()):
                 sizes = self._run.buffer.count_statuses()
-                raise TimeoutError(f"the batch of step {step} is not ready: {sizes}")
-            self._raise_if_stopped(step)
+                parts = [str(sizes), *(stop.describe(task) for task, stop in self._stops.items())]
+                raise TimeoutError(f"the batch of step {step} is not ready: {'; '.join(parts)}")
+            if self._run.task_stops.are_final:
+                self._raise_if_stopped(step)
             self._round_or_wait(self._run.control.state())
         now = self._run.read_progress()
         return ProducedBatch(status, now.since(before), now.leftovers, time.monotonic() - began)
@@ -159,8 +162,9 @@ class Producer:
 
     def _raise_if_stopped(self, step: int) -> None:
         for task, share in self._run.limits.mix().shares(step).items():
-            if share and (stop := self._stops.get(task)):
-                raise TaskStopped(f"task {task} is stopped: {stop.reason}", hint=stop.fix(task))
+            stop = self._stops.get(task)
+            if stop and not self._run.buffer.is_ready({task: share}):
+                raise TaskStopped(stop.describe(task), hint=stop.fix(task))
 
     # -- rounds --------------------------------------------------------------
 

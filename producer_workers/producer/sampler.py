@@ -14,7 +14,7 @@ from msgspec import structs
 from buffer.errors import DatasetError, MediaError, WireError, describe
 from buffer.ids import group_id
 from buffer.wire import group_bytes
-from buffer.wire.group import GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED, RolloutGroup
+from buffer.wire.group import GATEWAY_RECORD, GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams, derived_seed
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, with_system_prompt
@@ -29,7 +29,7 @@ from producer_workers.datasets.image_records import ImagePrompts
 
 # The origin of a prompt, which a sampler adds to `extra`.
 ORIGIN_KEYS = ("epoch", "row", "prompt_hash")
-RESERVED = {*ORIGIN_KEYS, GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED}
+RESERVED = {*ORIGIN_KEYS, GROUP_TIME, *GATEWAY_RECORD}
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,23 +7,22 @@ must import little.
 from __future__ import annotations
 
 import re
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 
-from buffer.errors import JudgeError, RolloutMQError, UserCodeError, describe
+from buffer.errors import JudgeError, UserCodeError, describe
+from buffer.failure_text import join_text
 from buffer.imports import load_object
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_bytes import decode, encode
 from buffer.wire.rollout import RolloutState
+from producer_workers.user_code.failure import CAUSES, Failure, user_trace
 
 
 class Border:
@@ -67,6 +66,10 @@ class Border:
         """Return the result of the call from what `check` returned."""
         return plain
 
+    def trace(self, error: BaseException) -> str:
+        """Return the traceback of the user's code, "" if the caller is to blame."""
+        return user_trace(error)
+
     def told(self, error: BaseException) -> str:
         """Return an error in words for the model that made the call."""
         return describe(error)
@@ -84,50 +87,6 @@ Mode = Literal["plain", "coroutines", "threads"]
 
 # Calls that one process makes at once.
 ROOM: dict[Mode, int] = {"plain": 1, "coroutines": 64, "threads": 16}
-
-
-_ROOT = Path(__file__).parents[2]
-_OURS = tuple(
-    f"{_ROOT / name}/" for name in ("buffer", "consumer", "producer_workers", "rolloutmq")
-)
-_LIBRARIES = (sys.prefix, sys.base_prefix, "<")
-_MOST = 8
-
-
-def user_frames(error: BaseException) -> list[str]:
-    """Return the places ("file:line in function") in a user's code, the innermost last.
-
-    Without any, return places in libraries, which a user's code may be, unless code of this project
-    raised the error and called no code of a user.
-    """
-    found = traceback.extract_tb(error.__traceback__)
-    others = [each for each in found if not each.filename.startswith(_OURS)]
-    users = [each for each in others if not each.filename.startswith(_LIBRARIES)]
-    if not users and found and found[-1].filename.startswith(_OURS):
-        return []
-    return [f"{each.filename}:{each.lineno} in {each.name}" for each in (users or others)[-_MOST:]]
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a call has no result. It crosses from the process of a function to its caller."""
-
-    said: str
-    told: str  # the text for a model
-    hint: str = ""
-    frames: str = ""  # places in the user's code, the innermost last, one a line
-    is_own: bool = False  # whether `said` is of this project, and names the function
-    is_out_of_memory: bool = False
-
-    @classmethod
-    def of(cls, error: BaseException, border: Border) -> Failure:
-        frames = "\n".join(user_frames(error))
-        if isinstance(error, RolloutMQError):
-            return cls(error.message, border.told(error), error.hint, frames, is_own=True)
-        empty = isinstance(error, StopIteration)
-        hint = "next(...) found nothing: give it a default" if empty else ""
-        is_memory = isinstance(error, MemoryError)
-        return cls(describe(error), border.told(error), hint, frames, is_out_of_memory=is_memory)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,11 +113,14 @@ class Rules:
     hint: str = ""  # what to do about an exception, where nothing better is known
 
     def failed(self, failure: Failure) -> UserCodeError:
+        """Return the error of a call that failed; log its traceback once for its cause."""
         said = failure.said if failure.is_own else f"{self.what} raised {failure.said}"
         hint = failure.hint if failure.is_own else failure.hint or self.hint
         if failure.is_out_of_memory and self.memory_key:
             hint = f"see {self.memory_key}"
-        return self.error(said, hint=hint, told=failure.told, frames=failure.frames)
+        if failure.trace:
+            CAUSES.note(join_text(said, failure.trace))
+        return self.error(said, hint=hint, told=failure.told, trace=failure.trace)
 
     def over_limit(self) -> UserCodeError:
         return self.error(

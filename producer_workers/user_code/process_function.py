@@ -1,6 +1,7 @@
 """Call a user's function in processes of this one, which are killed if it hangs.
 
 call ──▶ a process with room, or a new one ──▶ answer
+             │ idle since a call that failed: a new process imports the code, which may be mended
              │ over its limit, or interrupted: a plain function's process is killed,
              │                                 a coroutine is cancelled, or else killed
              └ ended by itself (os._exit, a crash): each of its calls is repeated alone, in a
@@ -91,6 +92,8 @@ class ProcessFunction:
             ) from error
 
     def _with_room(self) -> UserProcess:
+        for process in self._processes:
+            process.end_if_mended()
         self._processes = [process for process in self._processes if not process.is_ended]
         fitting = [process for process in self._processes if process.room > 0]
         found = max(fitting, key=lambda process: process.room, default=None)

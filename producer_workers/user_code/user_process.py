@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter
 from contextlib import suppress
 from itertools import count
@@ -26,6 +28,8 @@ from producer_workers.user_code.border import ROOM, Border, Rules
 from producer_workers.user_code.function_server import HEADER, READY, CallAnswer, Order
 
 log = logging.getLogger("rolloutmq.worker")
+
+MENDED_S = 5.0  # after a call that failed, until the user may have changed the code
 
 # Processes that were ended for what a call did, by kind and name of their function.
 REPLACED = Counter[str]()
@@ -52,6 +56,7 @@ class UserProcess:
         self._rules = rules
         self._is_shared = is_shared
         self._calls = 0
+        self._failed_s = math.inf  # when its last call failed, if it did
         self._unwanted = set[int]()
         self._is_leaving = False
         self._numbers = count(READY + 1)
@@ -66,6 +71,11 @@ class UserProcess:
             return 0
         most = ROOM[self._rules.mode] if self._is_shared else 1
         return most - self._calls - len(self._unwanted)
+
+    def end_if_mended(self) -> None:
+        """End an idle process whose last call failed a while ago: a new one imports mended code."""
+        if not self._calls and time.monotonic() - self._failed_s > MENDED_S:
+            self.end("its last call failed, and its code may be mended", is_fault=False)
 
     async def ask(self, frame: bytes) -> Any:
         """Return the result of one call. Raises the rules' error, ProcessUnavailable, or Ended."""
@@ -215,6 +225,7 @@ class UserProcess:
             answer.exception()  # retrieved here, as its caller may be gone
 
     def _result(self, answer: CallAnswer) -> Any:
+        self._failed_s = time.monotonic() if answer.failure else math.inf
         if answer.failure is not None:
             raise self._rules.failed(answer.failure)
         return self._border.result(answer.result)

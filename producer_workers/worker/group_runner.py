@@ -12,7 +12,7 @@ import inspect
 import io
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
@@ -31,6 +31,7 @@ from buffer.errors import (
     WireError,
     describe,
 )
+from buffer.failure_text import cause_of, message_of
 from buffer.groups.submit import GROUPS_PER_TRIP, Stored, SubmitOutcome
 from buffer.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.observers import all_of
@@ -40,6 +41,7 @@ from buffer.run import Run
 from buffer.wire.group import GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.engines.base import Engine, EngineDeadError, shown
+from producer_workers.user_code.failure import log_failure
 from producer_workers.user_code.user_function import outcome_of
 from producer_workers.worker.claims import FailureBackoff
 from producer_workers.worker.held_groups import HeldGroups
@@ -52,6 +54,11 @@ T = TypeVar("T")
 
 # Smaller routed experts stay in their column: a file costs more than it saves.
 INLINE_BYTES = 64 << 10
+
+# Dead letters of one cause, and of all, whose responses a worker keeps: a judge that always raises
+# must not fill the server.
+KEPT_OF_CAUSE = 32
+KEPT = 256
 
 
 class GroupRunner:
@@ -75,6 +82,7 @@ class GroupRunner:
         self._submitter = Submitter(run, worker)
         self.tokens = self.done = self.failed = 0
         self.lengths = LengthCounts()
+        self._kept = Counter[str]()  # dead letters with their responses, by cause
         self._outage = LogOnce(log, "waiting for the server with groups that are held")
 
     async def run(self, job: Job) -> None:
@@ -112,10 +120,11 @@ class GroupRunner:
                 raise
             if group:  # lengths that have changed fail a group in many ways
                 group.check_unchanged()
-            is_unknown = not isinstance(error, RolloutMQError)
-            reason = describe(error)  # the text of a user's error may raise
-            log.warning("group failed: %s", reason, extra={"gid": job.gid}, exc_info=is_unknown)
-            await self._release(job, "failed", reason)
+            reason = log_failure(error)
+            is_own = "\n" not in reason and not isinstance(error, RolloutMQError)
+            said = message_of(reason)
+            log.warning("group failed: %s", said, extra={"gid": job.gid}, exc_info=is_own)
+            await self._fail(job, reason, self._held.members.get(job, ()))
         finally:
             self._held.forget(job)
 
@@ -218,7 +227,7 @@ class GroupRunner:
                 group.set_status(status)
         self._held.submitting.add(job)
         if status is Status.FAILED:
-            await self._release(job, "failed", "; ".join(group.errors))
+            await self._fail(job, "\n".join(group.errors), group.states)
         elif (
             status is Status.ABORTED
             and job in self._held.expiring
@@ -261,6 +270,26 @@ class GroupRunner:
             self.failed += 1
             self._failures.failed(time.monotonic())
         return True
+
+    async def _fail(self, job: Job, reason: str, states: Sequence[RolloutState]) -> None:
+        """Release a failed group; keep its responses if it is dead now, one of few of its cause."""
+        is_last = job.tries >= self._run.limits.max_tries
+        if not await self._release(job, "failed", reason) or not is_last:
+            return
+        cause = cause_of(reason)
+        if self._kept[cause] >= KEPT_OF_CAUSE or self._kept.total() >= KEPT or not states:
+            return
+        self._kept[cause] += 1
+        try:
+            kept = await asyncio.to_thread(self._keep, job, states)
+        except Exception as error:  # the states of a user's loop that raised may hold anything
+            log.warning("responses not kept: %s", describe(error), extra={"gid": job.gid})
+        else:
+            log.info("responses kept: %s", kept, extra={"gid": job.gid})
+
+    def _keep(self, job: Job, states: Sequence[RolloutState]) -> bool:
+        slim = [state.model_copy(update={"routed_experts": None}) for state in states]
+        return self._run.dead_letters.keep_responses(job, RolloutGroup(job.gid, job.task, slim))
 
     async def _insist(self, call: Callable[..., T], *args: Any) -> T:
         """Repeat `call` while the server is unreachable."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from buffer.errors import GroupTimeout
+from buffer.failure_text import message_of
 from buffer.imports import load_function
 from buffer.wire.rollout import RolloutState, Status, has_ended
 from buffer.wire.staleness import AgeLimit
@@ -82,7 +83,8 @@ class TaskRunner:
             if not failed or not others:
                 return made
             for index, error in failed.items():
-                log.warning("rollout %d failed: %s", index, error, extra={"gid": gid})
+                said = message_of(error or "")
+                log.warning("rollout %d failed: %s", index, said, extra={"gid": gid})
             tries -= 1
             if any(map(is_interrupted, others)):
                 made = restart(made, failed)

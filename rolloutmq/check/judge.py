@@ -12,6 +12,7 @@ from buffer.errors import JudgeError
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState, Status
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.config.task import RUNS_PROGRAMS, TaskSection
+from producer_workers.datasets.records import raised_at
 from producer_workers.judges.judge import Judge
 from producer_workers.judges.load import load_worker_judge, make_judge
 from producer_workers.judges.watched_judges import JudgeTimes, WatchedJudges
@@ -36,7 +37,9 @@ def judge_findings(
     errors = {kind: each for kind, each in scores.items() if isinstance(each, BaseException)}
     for kind, error in list(errors.items())[:1]:
         what = f"task {name}, asked to score {kind}: {getattr(error, 'message', error)}"
-        yield Finding("judge", "error", what, "[tasks.<name>.judging] has the limits of a judge")
+        limits = "[tasks.<name>.judging] has the limits of a judge"
+        fix = raised_at(getattr(error, "trace", "")) or getattr(error, "hint", "") or limits
+        yield Finding("judge", "error", what, fix)
     if not errors:
         yield from _compared(name, scores)
 

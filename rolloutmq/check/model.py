@@ -48,13 +48,15 @@ def _report_absent(config: Config) -> Iterator[Finding]:
 
 def _check_warm_start(config: Config) -> Iterator[Finding]:
     training = [config.tasks[name] for name in config.training_tasks]
-    if not any(getattr(task.dataset, "warm_start_size", 0) for task in training):
+    has_problems = any(getattr(task.dataset, "warm_start_size", 0) for task in training)
+    if config.warm_start.max_steps and not has_problems:
         yield Finding(
             "model",
             "error",
             "there is no [policy] model, and no task has problems on which one could be trained: "
             "the run cannot start",
-            "set [policy] model, or warm_start_size of a reasoning_gym data set",
+            "set [policy] model, or warm_start_size of a reasoning_gym data set, or [warm_start] "
+            "max_steps = 0 for random weights",
         )
 
 

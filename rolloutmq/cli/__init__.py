@@ -19,8 +19,9 @@ import typer
 
 from buffer.errors import INTERRUPTED, ConfigError, RolloutMQError
 from buffer.imports import missing_extra
-from buffer.readable import visible
+from buffer.readable import plain, visible
 from rolloutmq.command_list import SETTINGS, LazyGroup
+from rolloutmq.completion import complete_names
 from rolloutmq.hang_up import follow_terminal
 
 EPILOG = """
@@ -60,6 +61,13 @@ Environment:
 
 PRIVATE = 0o077
 
+
+class _Commands(LazyGroup):
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        return command and complete_names(command)
+
+
 app = typer.Typer(
     name="rolloutmq",
     help="A Redis-backed message queue between LLM rollout workers and an RL trainer.",
@@ -67,7 +75,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    cls=LazyGroup,
+    cls=_Commands,
     context_settings=SETTINGS,
 )
 
@@ -179,8 +187,6 @@ def _exit(error: RolloutMQError, *, as_json: bool) -> NoReturn:
 
 
 def _format(error: RolloutMQError, mask: Callable[[str], str], *, as_json: bool) -> str:
-    from rolloutmq.output import plain  # here, because it imports redis, too
-
     message = mask(error.message)
     hint = mask(error.command_hint)
     if as_json:

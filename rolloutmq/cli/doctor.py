@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 
 from rich.text import Text
 
@@ -18,6 +19,7 @@ from rolloutmq.options import (
     RunDir,
     RunName,
     choose_run,
+    folder_of,
     open_server,
 )
 from rolloutmq.output import age
@@ -51,7 +53,8 @@ def doctor(
     with open_server(redis_url, run_dir) as (store, address):
         findings = store.retrying("check", lambda: check_all(store.servers))
         names = Run.names(store, damaged=True) if run is None else [choose_run(store, run)]
-        diagnoses = {name: diagnose_run(store, name) for name in names}
+        find_folder = partial(folder_of, named=address.run_dir)
+        diagnoses = {name: diagnose_run(store, name, find_folder) for name in names}
     runs = {name: [asdict(symptom) for symptom in found] for name, (_, found) in diagnoses.items()}
     document = {"server": str(address), "findings": [asdict(found) for found in findings]}
     shown = [Text(f"server {address}", style="bold"), *map(_finding, findings)]
@@ -76,7 +79,9 @@ def _run(name: str, view: RunView | None, symptoms: list[Symptom]) -> Iterator[T
     last_event = "" if quiet is None else f"  last event {age(quiet)} ago"
     yield Text.assemble((f"\nrun {name}", "bold"), (last_event, "dim"))
     for symptom in symptoms:
-        yield _marked(symptom.level, Text(describe(symptom)), symptom.fix)
+        trace = "".join(f"\n       {line}" for line in symptom.trace.splitlines())
+        what = Text.assemble(describe(symptom), (trace, "red"))
+        yield _marked(symptom.level, what, symptom.fix)
     if all(symptom.level == "note" for symptom in symptoms):
         yield _marked("ok", Text("nothing stops this run"))
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from itertools import islice
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, StoreUnavailable
+from buffer.failure_text import message_of, trace_of
+from buffer.groups.dead_letters import DeadLetter, by_cause
 from buffer.groups.record_walk import RecordWalk
 from buffer.ids import POOLS
 from buffer.query.language import FIELDS, OPERATORS, parse
 from buffer.query.record import STAGES, GroupRecord
 from buffer.run import Run
+from consumer.grpo.reporting.dead_letter_file import read_dead_letters
 from rolloutmq.command_list import command
 from rolloutmq.options import (
     GroupId,
@@ -25,6 +30,7 @@ from rolloutmq.options import (
     Target,
     Yes,
     on_run,
+    or_folder,
     read_where,
     require_known,
     require_yes,
@@ -105,26 +111,48 @@ def _cut(what: str, is_cut: bool) -> list[Text]:
     return [Text(f"{what} are shown; --limit shows more", style="dim")] if is_cut else []
 
 
+def _kept_letters(folder: Path, error: StoreUnavailable, task: str | None, limit: int) -> Output:
+    answer = _letters(read_dead_letters(folder), task, limit)
+    note = Text(f"as kept in {folder}, without the server: {error.message}", style="yellow")
+    return answer._replace(shown=[note, *answer.shown])
+
+
 @command("Steer", "dead", epilog="Example: rolloutmq dead --task math --limit 20")
-@on_run
+@or_folder(_kept_letters)
 def dead(target: Target, task: OneTask = None, limit: Limit = 50) -> Output:
     """List dead letters, newest first.
 
     A group becomes a dead letter when its tries are used up, or when the trainer cannot read it.
-    It is kept, with the reason, until it is requeued or dropped.
+    It is kept, with the reason, until it is requeued or dropped. Of a run whose server is lost, the
+    letters in the run's folder are shown.
     """
     require_known("task", task, target.run.limits.tasks)
-    every = target.run.dead_letters.newest()
+    return _letters(target.run.dead_letters.newest(), task, limit)
+
+
+def _letters(every: Iterable[DeadLetter], task: str | None, limit: int) -> Output:
     letters = list(islice((each for each in every if task in (None, each.task)), limit))
     grid = table("gid", "tries", "worker", "age", "reason", right=["tries", "age"])
     for letter in letters:
-        reason = (
-            letter.reason if letter.step is None else f"in batch {letter.step}: {letter.reason}"
-        )
+        said = message_of(letter.reason)
+        reason = said if letter.step is None else f"in batch {letter.step}: {said}"
         cells = (str(letter.tries), letter.worker, age(letter.age_ms), reason)
         grid.add_row(letter.gid, *cells)
-    shown = [grid, *_cut(f"only the newest {limit}", len(letters) == limit)]
-    return Output([asdict(each) for each in letters], shown if letters else _NO_LETTER)
+    shown = [grid, *_cut(f"only the newest {limit}", len(letters) == limit), *_traces(letters)]
+    documents = [asdict(each) | {"cause": each.cause} for each in letters]
+    return Output(documents, shown if letters else [_NO_LETTER])
+
+
+def _traces(letters: Sequence[DeadLetter]) -> Iterator[Text]:
+    """Yield the traceback of each cause, and how to look at one of its groups."""
+    for cause, found in by_cause(letters):
+        if trace := trace_of(found[0].reason):
+            yield Text.assemble(
+                (f"\n{cause}: {plural(len(found), 'dead letter')}\n", "bold"), trace
+            )
+            if gid := next((letter.gid for letter in found if letter.has_responses), None):
+                what = f"rolloutmq rejudge {gid} --pdb runs its judge on these responses again"
+                yield Text(what, style="dim")
 
 
 _NO_LETTER = "There are no dead letters."
@@ -135,7 +163,7 @@ _NO_LETTER = "There are no dead letters."
 def requeue(
     target: Target,
     gid: Annotated[
-        str | None, typer.Argument(metavar="[GID]", help="Id of a group: see rolloutmq dead.")
+        str | None, typer.Argument(metavar="GID", help="Id of a group: see rolloutmq dead.")
     ] = None,
     all_dead: Annotated[bool, typer.Option("--all-dead", help="Requeue all dead letters.")] = False,
     yes: Yes = False,

@@ -29,6 +29,7 @@ from rolloutmq.options import (
     RunDir,
     Yes,
     choose_run,
+    newest_server,
     open_server,
 )
 from rolloutmq.output import age, console, count, known, state, table
@@ -106,11 +107,15 @@ def _read_server(
     redis_url: str | None, run_dir: Path | None, *, is_needed: bool
 ) -> tuple[Address | None, list[RunLine]]:
     """Return a server and its runs; None if none runs and none was named. Raises StoreError."""
+    is_needed |= bool(os.environ.get("REDIS_URL"))
+    newest = newest_server()
+    if not (is_needed or (newest and newest[0].is_running)):
+        return None, []
     try:
         with open_server(redis_url, run_dir) as (store, address):
             return address, [_line_of(store, name) for name in Run.names(store)]
     except StoreUnavailable:
-        if is_needed or os.environ.get("REDIS_URL"):
+        if is_needed:
             raise
         return None, []
 
@@ -247,7 +252,7 @@ def report(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[RUN_FOLDER]",
+            metavar="RUN_FOLDER",
             help="Folder of the run. Default: the one under ./runs that runs, or was used last.",
         ),
     ] = None,

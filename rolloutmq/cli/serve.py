@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from buffer.errors import StoreUnavailable
 from rolloutmq.command_list import command
 from rolloutmq.hang_up import stop_at_signals
 from rolloutmq.http_endpoint import cannot_listen, read_token
@@ -17,13 +20,17 @@ from rolloutmq.options import (
     RunDir,
     RunName,
     choose_run,
+    folder_without_server,
     open_server,
     open_target,
 )
 from rolloutmq.output import console, emit
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     from rolloutmq.views.prometheus import RunCollector
+    from rolloutmq.web.access import Access
 
 WEB_EPILOG = """
 \b
@@ -66,35 +73,58 @@ def web(
 
     Charts, groups, rollouts with their tokens, workers, dead letters, events. The printed address
     contains a token, which every request needs. With the token, a browser can read the run, pause
-    it, and requeue or drop groups. By default it is that of web.token in the run's folder.
+    it, and requeue or drop groups. By default it is that of web.token in the run's folder. Of a run
+    whose server is lost, it shows what the run's folder has.
     """
+    from rolloutmq.web.access import Access, token_of
+    from rolloutmq.web.app import make_app, make_folder_app
+
+    hosts = [host, "localhost", "127.0.0.1", "[::1]", *(name or [])]
+    shown_host = (name or [host])[0]
+
+    def access(folder: Path | None) -> Access:
+        token = read_token(token_file) if token_file else token_of(folder)
+        return Access(token, read_only=read_only)
+
+    try:
+        with open_target(redis_url, run_dir, run) as target:
+            may = access(target.run_dir)
+            make = partial(make_app, target.run, run_dir=target.run_dir, access=may, hosts=hosts)
+            _serve_page(make, may, host, port, shown_host)
+    except StoreUnavailable as error:
+        folder = folder_without_server(redis_url, run_dir, run)
+        if folder is None:
+            raise
+        console(stderr=True).print(
+            f"only the folder {folder} is read: {error.message}", soft_wrap=True
+        )
+        may = access(folder)
+        make = partial(make_folder_app, folder, error.message, access=may, hosts=hosts)
+        _serve_page(make, may, host, port, shown_host)
+
+
+def _serve_page(
+    make: Callable[..., Starlette], access: Access, host: str, port: int, shown_host: str
+) -> None:
+    """Listen, print the address, and serve the application that `make` returns until Ctrl-C."""
     import uvicorn
 
-    from rolloutmq.web.access import Access, token_of
-    from rolloutmq.web.app import make_app
-
-    with open_target(redis_url, run_dir, run) as target:
-        token = read_token(token_file) if token_file else token_of(target.run_dir)
-        app = make_app(
-            target.run,
-            run_dir=target.run_dir,
-            access=Access(token, read_only=read_only),
-            hosts=[host, "localhost", "127.0.0.1", "[::1]", *(name or [])],
-            is_over=lambda: server.should_exit,
-        )
-        server = uvicorn.Server(uvicorn.Config(app, host=host, port=port, log_level="warning"))
-        try:
-            # listens before the address is printed, so that a request that comes at once is queued
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            listening = socket.create_server((host, port), family=family)
-        except OSError as error:
-            raise cannot_listen(host, port, error) from error
-        # the token follows the #: browsers do not send that part, so servers do not log it
-        address = f"{(name or [host])[0]}:{listening.getsockname()[1]}"
-        console().print(f"http://{address}/#token={token}", soft_wrap=True)
-        may = "read the run" if read_only else "read the run, pause it and change it"
-        console().print(f"Only those who have this address can {may}.", style="dim")
-        server.run(sockets=[listening])
+    app = make(is_over=lambda: server.should_exit)
+    server: uvicorn.Server = uvicorn.Server(
+        uvicorn.Config(app, host=host, port=port, log_level="warning")
+    )
+    try:
+        # listens before the address is printed, so that a request that comes at once is queued
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise cannot_listen(host, port, error) from error
+    # the token follows the #: browsers do not send that part, so servers do not log it
+    address = f"{shown_host}:{listening.getsockname()[1]}"
+    console().print(f"http://{address}/#token={access.token}", soft_wrap=True)
+    may = "read the run" if access.read_only else "read the run, pause it and change it"
+    console().print(f"Only those who have this address can {may}.", style="dim")
+    server.run(sockets=[listening])
 
 
 @command("Look", "metrics", epilog=METRICS_EPILOG)

@@ -110,8 +110,8 @@ def server(
 ) -> None:
     """Start or stop the embedded server of a run.
 
-    `rolloutmq run` starts it by itself. This is for inspecting a run that has ended: the server
-    runs until --stop, and the command prints how to reach it with redis-cli.
+    `rolloutmq run` starts it by itself, and the commands that look at an ended run do so for as
+    long as they need it. This keeps it up until --stop, and prints how to reach it with redis-cli.
     """
     found = newest_server() if run_dir is None else (embedded_server(run_dir), run_dir)
     embedded, folder = found or (None, None)

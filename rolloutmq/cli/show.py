@@ -1,39 +1,52 @@
-"""`rolloutmq show` and `batch`: one group, and the groups of a train step."""
+"""`rolloutmq show`, `rejudge` and `batch`: one group, and the groups of a train step."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, RolloutMQError, StoreUnavailable
+from buffer.failure_text import trace_of
 from buffer.ids import split_group_id
 from buffer.ledger.ledger import BatchLedger
 from buffer.manifest import Manifest
 from buffer.readable import format_size
 from buffer.run import Run
 from buffer.wire.staleness import staleness
-from consumer.grpo.reporting.sample_log import Sample
+from consumer.grpo.reporting.sample_log import Sample, SampleLog, TokenTexts, model_folders
+from producer_workers.user_code.failure import failure_text
 from rolloutmq.command_list import command
-from rolloutmq.options import (
-    AsJson,
-    GroupId,
-    Output,
-    RedisUrl,
-    RunDir,
-    RunName,
-    open_target,
-    stopped_samples,
-)
+from rolloutmq.options import AsJson, GroupId, Output, Target, on_run, or_folder
 from rolloutmq.output import count, facts, known, table
 from rolloutmq.views.found_group import FoundGroup, find_group, group_parts
 
+if TYPE_CHECKING:
+    from rolloutmq.check.rejudge import Verdict
+    from rolloutmq.config.config import Config
+
+
+def _show_logged(
+    folder: Path, error: StoreUnavailable, gid: str, member: int | None, tokens: bool
+) -> Output:
+    split_group_id(gid)
+    sample = SampleLog(folder).find(gid)
+    if sample is None:
+        raise error
+    return _shown(FoundGroup(gid, "", [], {}, sample=sample), member, tokens)
+
+
+_PREVIEW = 200  # characters of a response
+
 
 @command("Look", "show", epilog="Example: rolloutmq show math-0000000042 --member 3")
+@or_folder(_show_logged)
 def show(
+    target: Target,
     gid: GroupId,
     member: Annotated[
         int | None, typer.Option(min=0, help="Show only this rollout of the group.")
@@ -41,11 +54,7 @@ def show(
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Also print token ids and logprobs.")
     ] = False,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Output:
     """Show one group: its stage, texts, rewards and versions.
 
     A bar for every rollout shows which weights sampled which tokens, one colour per policy
@@ -53,17 +62,14 @@ def show(
     folder, if they are there ([samples]).
     """
     split_group_id(gid)
-    stopped = stopped_samples(redis_url, run_dir)
-    sample = stopped.find(gid) if stopped else None
-    if sample:
-        found = FoundGroup(gid, "", [], {}, sample=sample)
-    else:
-        with open_target(redis_url, run_dir, run) as target:
-            found = find_group(target.run, gid, target.samples)
+    return _shown(find_group(target.run, gid, target.samples), member, tokens)
+
+
+def _shown(found: FoundGroup, member: int | None, tokens: bool) -> Output:
     document = found.document(tokens=tokens)
     if member is not None:
         document["members"] = [_member(document, member)]
-    Output(document, list(group_parts(document))).print(as_json=as_json)
+    return Output(document, list(group_parts(document)))
 
 
 def _member(document: Mapping[str, Any], index: int) -> Any:
@@ -76,42 +82,105 @@ def _member(document: Mapping[str, Any], index: int) -> Any:
     return members[index]
 
 
+def _batch_logged(folder: Path, error: RolloutMQError, step: int | None, is_eval: bool) -> Output:
+    samples = SampleLog(folder).read(step) if step and not is_eval else []
+    if not samples:
+        raise error
+    return _logged(samples)
+
+
+@command("Look", "rejudge", epilog="Example: rolloutmq rejudge math-0000000042 --member 3 --pdb")
+@on_run
+def rejudge(
+    target: Target,
+    gid: GroupId,
+    member: Annotated[
+        int | None, typer.Option(min=0, help="Judge only this rollout of the group.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CONFIG",
+            help="Config with the judge. Default: that of `rolloutmq run`.",
+        ),
+    ] = None,
+    with_pdb: Annotated[
+        bool, typer.Option("--pdb", help="Open a debugger at the line of yours that raised.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run the judge of a group's task again on its responses.
+
+    It shows rewards and tracebacks, and changes nothing of the run. The judge runs as its code is
+    now, in this process, without limits of time and memory. The group may be in a pool or a batch,
+    in the sample log, or a dead letter that has kept its responses. Exits with 1 if the judge
+    raises.
+    """
+    from rolloutmq.check.rejudge import debug, judge_again, responses_of
+
+    found = find_group(target.run, gid, target.samples)
+    task = _config(target, config).tasks.get(name := split_group_id(gid)[0])
+    if task is None:
+        raise ConfigError(f"the config has no task {name!r}", hint="give another one by --config")
+    texts = TokenTexts(model_folders(target.run, target.run_dir))
+    shown = list(judge_again(name, task, responses_of(found, texts), member))
+    document = {"gid": gid, "verdicts": [verdict.document() for verdict in shown]}
+    Output(document, list(map(_verdict, shown))).print(as_json=as_json)
+    if raised := next((verdict.error for verdict in shown if verdict.error), None):
+        if with_pdb:
+            debug(raised)
+        raise typer.Exit(1)
+
+
+def _verdict(verdict: Verdict) -> Text:
+    before = (verdict.before or {}).get("score")
+    text = Text.assemble((f"#{verdict.index} ", "bold"), f"{verdict.response[:_PREVIEW]!r}\n   ")
+    if verdict.error:
+        said = failure_text(verdict.error)
+        return text.append(trace_of(said).replace("\n", "\n   ") or said, style="red")
+    parts = ", ".join(f"{name} {value:g}" for name, value in (verdict.reward or {}).items())
+    return text.append(parts).append(f"  (before: {known(before, 'g')})", style="dim")
+
+
+def _config(target: Target, path: Path | None) -> Config:
+    """Return the config that the user names, else that of the run's last launcher."""
+    from rolloutmq.presets import config_of_run, open_config
+    from rolloutmq.run_owner import read_record
+
+    if path:
+        return open_config(path)
+    record = read_record(target.run_dir) if target.run_dir else None
+    if record is None or not record.command:
+        raise ConfigError("the run was not started by `rolloutmq run`", hint="give --config CONFIG")
+    return config_of_run(record.command)
+
+
 @command("Look", "batch", epilog="Example: rolloutmq batch 7 --json | jq -r '.groups[].gid'")
+@or_folder(_batch_logged)
 def batch(
+    target: Target,
     step: Annotated[
-        int | None, typer.Argument(min=1, metavar="[STEP]", help="Train step. Default: the newest.")
+        int | None, typer.Argument(min=1, metavar="STEP", help="Train step. Default: the newest.")
     ] = None,
     is_eval: Annotated[
         bool,
         typer.Option("--eval", help="A step of the evaluations, which are counted separately."),
     ] = False,
-    redis_url: RedisUrl = None,
-    run_dir: RunDir = None,
-    run: RunName = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Output:
     """Show the groups of a train step.
 
     They are listed in order, with versions, sizes and rewards. This record is what makes a batch
     the same after a crash. It is kept until its checkpoint and those before it are no longer
-    needed. Of an older train step, and of a run whose own server is stopped, the groups in the
-    sample log of the run's folder are shown ([samples]).
+    needed. Of an older train step, and of a run whose server is lost, the groups in the sample
+    log of the run's folder are shown ([samples]).
     """
-    logs_it = step is not None and not is_eval
-    stopped = stopped_samples(redis_url, run_dir) if logs_it else None
-    samples = stopped.read(step) if stopped and step else []
-    if not samples:
-        with open_target(redis_url, run_dir, run) as target:
-            try:
-                ledger = target.run.evaluations if is_eval else target.run.ledger
-                answer = _recorded(target.run, _manifest(ledger, step))
-            except FreedStep:
-                samples = target.samples.read(step) if logs_it and target.samples and step else []
-                if not samples:
-                    raise
-    if samples:
-        answer = _logged(samples)
-    answer.print(as_json=as_json)
+    ledger = target.run.evaluations if is_eval else target.run.ledger
+    try:
+        return _recorded(target.run, _manifest(ledger, step))
+    except FreedStep as error:
+        if target.run_dir is None:
+            raise
+        return _batch_logged(target.run_dir, error, step, is_eval)
 
 
 class FreedStep(ConfigError):

@@ -6,31 +6,49 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
+from buffer.errors import StoreUnavailable
 from buffer.run import Run
+from consumer.grpo.reporting.step_log import read_steps
 from rolloutmq.command_list import command
-from rolloutmq.options import AsJson, Output, Target, on_run
-from rolloutmq.output import console, emit_line
+from rolloutmq.options import AsJson, Output, Target, on_run, or_folder
+from rolloutmq.output import console, emit_line, facts
+from rolloutmq.views.explain.who_waited import read_waits
 from rolloutmq.views.history import History
 from rolloutmq.views.live import LINE_S, KeyPresses, watch
+from rolloutmq.views.run_folder import RunFolder
 from rolloutmq.views.run_json import describe
 from rolloutmq.views.run_view import read_run_view
 from rolloutmq.views.screen import LiveNotes, status_screen
 
 
+def _folder_status(folder: Path, error: StoreUnavailable) -> Output:
+    read = RunFolder(folder)
+    why = Text(f"the server of this run cannot be read: {error.message}", style="yellow")
+    title = Text(f"run {read.name}, from its folder", style="bold")
+    return Output(
+        read.describe() | {"error": error.message}, [title, why, facts([*read.facts().items()])]
+    )
+
+
 @command("Look", "status", epilog="Example: rolloutmq status --json | python -m json.tool")
-@on_run
+@or_folder(_folder_status)
 def status(target: Target) -> Output:
     """Show the state of a run: groups, weights, workers, staleness.
 
-    Also shows whether it is paused, by whom and since when, and whether every group is accounted
-    for.
+    Also shows whether it is paused, by whom and since when, whether every group is accounted for,
+    and who waited for whom in the last steps. Of a run whose server is lost, it shows what the
+    run's folder has.
     """
     view = read_run_view(target.run)
-    return Output(describe(view), status_screen(view))
+    waits = read_waits(target.run, view, read_steps(target.run_dir))
+    shown = [status_screen(view), Text(f"\n{waits}")] if waits else status_screen(view)
+    return Output(describe(view) | {"waits": waits and waits.shares}, shown)
 
 
 @command("Look", "top", epilog="Example: rolloutmq top --run-dir runs/demo")

@@ -14,10 +14,11 @@ from buffer.control.control import Mode
 from buffer.control.live_settings import KeptSettings, LiveSettings, LiveTaskSettings, parse_change
 from buffer.control.settings_record import SettingsRecord
 from buffer.errors import ConfigError, PauseTimeout
+from buffer.readable import plain
 from buffer.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.options import AsJson, Output, Target, on_run, require_known
-from rolloutmq.output import age, console, plain, plural, table
+from rolloutmq.output import age, console, plural, table
 from rolloutmq.views.operator_mode import set_operator_mode
 from rolloutmq.views.setting_view import overrides, time_text, value_text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, get_args
 
 import typer
@@ -34,7 +35,7 @@ def workers(
         ),
     ] = None,
 ) -> Output:
-    """List the workers of a run.
+    """List the workers of a run; of one that is over, those that have left.
 
     Columns: state, weights, time since the last heartbeat (seen), groups held of its
     capacity (holds), requests in the engine (load), tokens per second, groups done, and groups that
@@ -46,15 +47,17 @@ def workers(
         made = _groups_of(target, groups)
         return Output(made, _groups_table(made) if made else f"No group of {groups} is known.")
     view = read_run_view(target.run)
-    shown = _shown(view, target.run.audits.read()) if view.workers else [_NO_WORKER]
-    return Output([worker_json(row, view) for row in view.workers], shown)
+    rows = view.workers or view.ended_workers
+    shown = _shown(view, rows, target.run.audits.read()) if rows else [_NO_WORKER]
+    return Output([worker_json(row, view) for row in rows], shown)
 
 
 _NO_WORKER = "No worker has registered. `rolloutmq worker CONFIG` starts one."
 
 
-def _shown(view: RunView, audits: AuditAccount) -> list[RenderableType]:
-    rows = view.workers
+def _shown(
+    view: RunView, rows: Sequence[WorkerRecord], audits: AuditAccount
+) -> list[RenderableType]:
     judged = [row for row in rows if row.judged or row.judging]
     return [
         workers_table(rows, view.lease_ms, str(view.weights)),

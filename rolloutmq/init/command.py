@@ -27,7 +27,7 @@ Model = Annotated[
     str | None,
     typer.Option(
         help="Model folder, id of the Hugging Face Hub, or tiny: a model with random weights, "
-        f"built here.  [default: {DEFAULT_MODEL}, or tiny without a GPU]"
+        f"which the run builds.  [default: {DEFAULT_MODEL}, or tiny without a GPU]"
     ),
 ]
 Data = Annotated[

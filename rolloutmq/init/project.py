@@ -9,6 +9,7 @@ from pathlib import Path
 from string import Template
 
 from buffer.errors import ConfigError, SandboxUnavailable
+from buffer.readable import did_you_mean
 from producer_workers.config.sandbox import BUBBLEWRAP, WEAK
 from producer_workers.hub import is_id
 from producer_workers.user_code.sandbox import check_sandbox
@@ -28,14 +29,23 @@ FILES = {
     "judge.py": "scores an answer",
     "calculator.py": "the tool",
     "game.py": "the environment, which answers the model",
+    "held_out.jsonl": "problems for the evaluation before the first step and after the last",
 }
 
-TINY = "tiny"  # the model that is built here, with random weights
+TINY = "tiny"  # the model that the run builds, with random weights
+TINY_MODEL = """
+[tiny_model]                 # without a model in [policy], the run builds one
+max_positions = 2048         # longest prompt and answer together, in tokens
+
+[warm_start]
+max_steps = 0                # its weights are random
+"""
 LONGEST = {TINY: 48}  # tokens of an answer, by model
+NO_MODEL = '# model = "Qwen/Qwen3-0.6B"'
 TINY_NOTE = """
-The model in `model/` was built here, with random weights: it shows that everything works, and
-learns nothing. For a real one set `[policy] model` to a folder or an id of the Hugging Face Hub,
-such as "Qwen/Qwen3-0.6B", and raise `max_tokens`.
+The run builds a small model with random weights: it shows that everything works, and learns
+nothing. For a real one set `[policy] model` to a folder or an id of the Hugging Face Hub, such as
+"Qwen/Qwen3-0.6B", and raise `max_tokens`.
 """
 
 
@@ -56,7 +66,8 @@ def write_project(folder: Path, choices: Choices) -> list[str]:
     """
     if choices.template not in KINDS:
         raise ConfigError(
-            f"there is no template {choices.template!r}", hint=f"known: {', '.join(KINDS)}"
+            f"there is no template {choices.template!r}",
+            hint=f"{did_you_mean(choices.template, KINDS)}known: {', '.join(KINDS)}",
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is not empty", hint="give the path of a new folder")
@@ -71,8 +82,6 @@ def write_project(folder: Path, choices: Choices) -> list[str]:
     parts = [TEMPLATES / "shared" / "head.toml", template / "task.toml", _engine(choices.gpus)]
     _write(folder / "config.toml", parts, values)
     _write(folder / "README.md", [TEMPLATES / "shared" / "README.md"], values)
-    if choices.model == TINY:
-        _build_model(folder / "model")
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -86,7 +95,8 @@ def _values(folder: Path, choices: Choices) -> dict[str, object]:
     own = [name for name in FILES if (TEMPLATES / choices.template / name).exists()]
     return {
         "name": re.sub(r"[^A-Za-z0-9_.-]", "-", folder.resolve().name).lstrip("_.-")[:64] or "mine",
-        "model": "model" if choices.model == TINY else choices.model,
+        "model": NO_MODEL if choices.model == TINY else f'model = "{choices.model}"',
+        "tiny_model": TINY_MODEL if choices.model == TINY else "",
         "max_tokens": LONGEST.get(choices.model, 1024),
         "dataset": _dataset(choices.data),
         "trainer_gpus": list(range(ranks)),
@@ -127,11 +137,3 @@ def _dataset(data: str | None) -> str:
 def _write(file: Path, parts: list[Path], values: dict[str, object]) -> None:
     text = "".join(part.read_text(encoding="utf-8") for part in parts)
     file.write_text(Template(text).substitute(values), encoding="utf-8")
-
-
-def _build_model(folder: Path) -> None:
-    # here, because it imports torch
-    from consumer.config.warm_start import TinyModelConfig
-    from consumer.grpo.models.tiny_model import build_tiny_model
-
-    build_tiny_model(folder, TinyModelConfig(max_positions=2048), seed=0)

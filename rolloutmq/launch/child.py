@@ -11,6 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 from buffer.errors import INTERRUPTED, ConfigError, RankLost, RolloutMQError, RunError
@@ -26,11 +27,17 @@ BACKOFF = Backoff(0.5, 10.0, jitter=0.0)  # pauses before a process that died is
 EARLY_DEATH_S = 60.0  # a process that dies within this time, three times in a row, is not restarted
 
 
+TAIL, FEW = (
+    40,
+    6,
+)  # lines of a log in which an error is looked for; lines that are shown without one
+MOST_REASON = 200  # characters of an error in a report of a restart
+
 RANK_END_S = 10.0  # for the other ranks of a trainer to end after one has; then they are killed
 
 
 class ChildFailed(RolloutMQError):
-    """Raised when a process of the run ended for good; the message has the end of its log."""
+    """Raised when a process of the run ended for good; the message has its error."""
 
 
 class Child:
@@ -164,12 +171,13 @@ class Child:
         )
         if hopeless:
             error = ChildFailed(
-                f"{self._who} {how}:\n{self.log_tail()}", hint=f"its log: {self._log}"
+                f"{self._who} {how}: {self.last_error()}", hint=f"its log: {self._log}"
             )
             error.exit_code = code if code > 0 else 1
             raise error
         self._retry_at = time.monotonic() + BACKOFF.pause_s(self._early_deaths)
-        return f"{self._who} {how}: {self.last_error()}; its log: {self._log}"
+        reason = self.last_error().partition("\n")[0][:MOST_REASON]
+        return f"{self._who} {how}: {reason}; its log: {self._log}"
 
     @property
     def _log(self) -> Path:
@@ -180,10 +188,13 @@ class Child:
         return self.name if len(self._logs) == 1 else f"{self.name} rank {self._cause}"
 
     def last_error(self) -> str:
-        """Return the newest error of its log in one line, or else the last line."""
-        lines = self.log_tail(40).splitlines() or ["(no output)"]
-        errors = [line for line in lines if line.startswith("error: ")]
-        return f"{(errors or lines)[-1].removeprefix('error: '):.200}"
+        """Return the newest error of its log with its hint, or else the last lines."""
+        lines = self.log_tail(TAIL).splitlines() or ["(no output)"]
+        starts = [n for n, line in enumerate(lines) if line.startswith("error: ")]
+        if not starts:
+            return "\n".join([lines[-1], *lines[-FEW:-1]])
+        rest = takewhile(lambda line: line.startswith(("  ", "hint: ")), lines[starts[-1] + 1 :])
+        return "\n".join([lines[starts[-1]].removeprefix("error: "), *rest])
 
     def limit_log(self) -> None:
         """Copy a long log over its older second file, and truncate it.
@@ -195,7 +206,7 @@ class Child:
                 shutil.copyfile(log, _older(log))
                 os.truncate(log, 0)
 
-    def log_tail(self, lines: int = 6) -> str:
+    def log_tail(self, lines: int) -> str:
         tail: deque[bytes] = deque(maxlen=lines)
         for file in (_older(self._log), self._log):
             if file.exists():

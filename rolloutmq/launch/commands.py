@@ -47,6 +47,14 @@ Regenerate = Annotated[
         "does not prove. For a server that lost a part of the run, or all of it.",
     ),
 ]
+ExitWhenStuck = Annotated[
+    bool,
+    typer.Option(
+        "--exit-when-stuck",
+        help="End with exit code 5 where the trainer needs a task that was stopped after too many "
+        "failures, instead of waiting until it is resumed. For batch systems.",
+    ),
+]
 Detach = Annotated[
     bool,
     typer.Option(
@@ -74,6 +82,7 @@ def run(
     overrides: Overrides = None,
     redis_url: ConfigUrl = None,
     regenerate: Regenerate = False,
+    exit_when_stuck: ExitWhenStuck = False,
     detach: Detach = False,
 ) -> None:
     """Start a whole run on this machine, or continue it.
@@ -81,19 +90,28 @@ def run(
     Starts a server, the producer, the workers and the trainer, and shows them live. Ctrl-C or
     `rolloutmq stop` stops them in order: the trainer writes a checkpoint, workers return what they
     hold; so does the end of the terminal, unless it was started with nohup. A second Ctrl-C kills
-    them. The same command continues the run.
+    them. The same command continues the run. A run that needs a stopped task waits until it is
+    resumed (`rolloutmq resume --task NAME`, or the browser).
     """
     given = list(overrides or [])
     settings = open_config(config, given)
     if detach:
-        _detach(settings, config, given, redis_url, regenerate=regenerate)
+        flags = {"regenerate": regenerate, "exit-when-stuck": exit_when_stuck}
+        _detach(settings, config, given, redis_url, flags)
     from rolloutmq.launch.launcher import Launcher
 
-    Launcher(settings, config, given, redis_url=redis_url, regenerate=regenerate).run()
+    Launcher(
+        settings, config, given, redis_url=redis_url,
+        regenerate=regenerate, exit_when_stuck=exit_when_stuck,
+    ).run()  # fmt: skip
 
 
 def _detach(
-    settings: Config, config: Path, given: list[str], redis_url: str | None, **flags: bool
+    settings: Config,
+    config: Path,
+    given: list[str],
+    redis_url: str | None,
+    flags: dict[str, bool],
 ) -> NoReturn:
     command = [str(config), *set_flags(given)]
     command += [f"--{name}" for name, is_set in flags.items() if is_set]
@@ -134,6 +152,7 @@ def train(
     redis_url: ConfigUrl = None,
     take_over: TakeOver = False,
     regenerate: Regenerate = False,
+    exit_when_stuck: ExitWhenStuck = False,
     metrics: MetricsAddress = None,
 ) -> None:
     """Start the trainer of a run, or one rank of it.
@@ -151,6 +170,7 @@ def train(
     run, model_dir = training.open_run(
         settings, redis_url, metrics, take_over=take_over, regenerate=regenerate
     )
+    run.task_stops.are_final = exit_when_stuck
     if not training.train(run, settings, model_dir, take_over=take_over):
         # stopped before its last step: the launcher must not take that for the end of the run
         raise typer.Exit(INTERRUPTED)
@@ -173,8 +193,8 @@ def warm_start(config: ConfigPath, overrides: Overrides = None) -> None:
 @command("Data", "export-model", epilog="Example: rolloutmq export-model configs/demo.toml 40 out")
 def export(
     config: ConfigPath,
-    step: Annotated[int, typer.Argument(min=1, help="Step of a checkpoint of the run.")],
-    folder: Annotated[Path, typer.Argument(help="New folder for the model.")],
+    step: Annotated[int, typer.Argument(min=1, metavar="STEP", help="A step with a checkpoint.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder of the model.")],
     float32: Annotated[
         bool, typer.Option("--float32", help="Write the numbers as trained, not in bfloat16.")
     ] = False,
@@ -198,7 +218,7 @@ def evaluate(
     checkpoint: Annotated[
         str,
         typer.Argument(
-            metavar="[CHECKPOINT]",
+            metavar="CHECKPOINT",
             help="Step of a checkpoint, or a model folder. Default: the newest checkpoint.",
         ),
     ] = "",
@@ -281,7 +301,8 @@ def _wait(folder: Path, *, quiet: bool) -> None:
     shown = ""
     while is_owned(folder):
         record = read_record(folder)
-        if record and record.detail not in ("", shown) and not quiet:
+        is_stopping = record and record.stage is Stage.STOPPING
+        if record and is_stopping and record.detail not in ("", shown) and not quiet:
             shown = record.detail
             console().print(f"  {shown}")
         time.sleep(POLL_S)

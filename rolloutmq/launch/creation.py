@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import signal
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
@@ -11,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from buffer.errors import raise_together
-from buffer.open_run import open_store
+from buffer.open_run import embedded_server, open_store
 from buffer.redis.connection.url import mask_url
-from buffer.redis.server.embedded import EmbeddedServer
 from rolloutmq.config.config import Config
 from rolloutmq.config.sources import fetch
+from rolloutmq.hang_up import interrupted_by_sigterm
 from rolloutmq.launch.create_run import make_run
-from rolloutmq.launch.preparation import is_done, prepare_model, quick_errors, start_server
+from rolloutmq.launch.preparation import is_done, prepare_model, quick_errors
 from rolloutmq.options import set_flags
 from rolloutmq.views.setting_view import override_lines
 
@@ -81,12 +80,9 @@ def _lines(
 @contextmanager
 def _server(config: Config, redis_url: str | None) -> Iterator[tuple[str, bool]]:
     """Yield the URL, and whether the server is embedded: it then runs on only if it did before."""
-    # a signal must not leave the server behind
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    was_running = EmbeddedServer(config.run.folder / "server").is_running
-    url, server = start_server(config, redis_url)
-    try:
-        yield url, server is not None
-    finally:
-        if server and not was_running:
-            server.stop()
+    if url := config.redis.resolve_url(redis_url):
+        yield url, False
+        return
+    server = embedded_server(config)
+    with interrupted_by_sigterm(), server.reading():
+        yield server.url, True

@@ -73,7 +73,7 @@ def evaluate_model(
     with EmbeddedServer(folder / "server") as server:
         launcher = Launcher(
             settings, path, given, redis_url=server.url, screen=screen,
-            is_reported=False,
+            exit_when_stuck=True, is_reported=False,
         )  # fmt: skip
         launcher.run()
     found = {task: metrics for (task, _), metrics in read_evaluations(folder).items()}

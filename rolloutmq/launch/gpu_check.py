@@ -18,7 +18,6 @@ from rich.text import Text
 
 from buffer.errors import ModelError
 from buffer.readable import format_size
-from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.grpo.reporting.step_log import StepLog
 from rolloutmq.check.machine import count_gpus, gpu_names
 from rolloutmq.config.load import load_config
@@ -69,9 +68,7 @@ def measure(steps: int, overrides: Sequence[str]) -> Rows:
         *overrides,
     ]
     config = load_config(CONFIG, settings)
-    # a run that finds a model here does not warm-start one
-    build_tiny_model(folder / "model", config.tiny_model, config.run.seed)
-    Launcher(config, CONFIG, settings, redis_url=None).run()
+    Launcher(config, CONFIG, settings, redis_url=None, exit_when_stuck=True).run()
     rows = read_rows(folder)
     shutil.rmtree(folder)
     return rows

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.open_run import open_store, own_run
+from buffer.redis.connection.url import mask_url
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
 from consumer.grpo.checkpoint import CheckpointFolder
@@ -39,7 +40,7 @@ from rolloutmq.output import console as open_console
 from rolloutmq.run_owner import FIRST_STOP, SECOND_STOP, Stage, own
 from rolloutmq.views.history import History
 from rolloutmq.views.live import watch
-from rolloutmq.views.run_view import read_run_view
+from rolloutmq.views.run_view import RunView, read_run_view
 from rolloutmq.views.screen import LiveNotes
 from rolloutmq.views.setting_view import override_lines
 
@@ -63,11 +64,14 @@ class Launcher:
         *,
         redis_url: str | None,
         regenerate: bool = False,
+        exit_when_stuck: bool = False,
         screen: Console | None = None,
         is_reported: bool = True,
     ) -> None:
         """Make a launcher. `is_reported`: print the outcome, with a plot and the account."""
         self._is_reported = is_reported
+        self._train = ["train", *(["--exit-when-stuck"] if exit_when_stuck else [])]
+        self._stuck_on: set[str] = set()
         self._regenerate = regenerate
         self._config = config
         self._redis_url = redis_url
@@ -108,8 +112,8 @@ class Launcher:
                 self._owned.note(Stage.STOPPING)
             run.janitor.sweep()
             if self._is_reported:
-                cli = self._server.cli if self._server else None
-                account = finish(self._console, self._config, run, cli)
+                is_embedded = self._server is not None
+                account = finish(self._console, self._config, run, is_embedded=is_embedded)
                 self._owned.note(Stage.STOPPING, account=account)
         except (KeyboardInterrupt, OSError) as error:
             # the terminal may be gone before its signal arrives
@@ -123,7 +127,7 @@ class Launcher:
             for child in self._children:
                 child.kill()
             if self._server:
-                self._server.stop()
+                self._server.leave()
 
     # -- before --------------------------------------------------------------
 
@@ -179,7 +183,7 @@ class Launcher:
             self._shared_env["OMP_NUM_THREADS"] = threads
         # never with --regenerate: a trainer that is started again would clear the run again
         self._trainer = self._child(
-            "trainer", ["train"], placement.environment(placement.trainer), ranks
+            "trainer", self._train, placement.environment(placement.trainer), ranks
         )
         self._producer = self._child("producer", ["producer"], {"CUDA_VISIBLE_DEVICES": ""})
         self._workers = [
@@ -223,6 +227,7 @@ class Launcher:
         # this process restarts the server, so it must not wait for it for long
         run.store.deadline_s = 2.0
         notes = LiveNotes(started_s=self._started_s())
+        history = History(self._folder)
 
         def is_over() -> bool:
             # without a terminal, lines are rare, but processes are checked as often
@@ -230,12 +235,13 @@ class Launcher:
                 if self._trainer.succeeded:
                     return True
                 self._note_progress(run)
-                self._report(notes, self._keep_alive())
+                stuck = self._note_stuck(history.last) if history.last else []
+                self._report(notes, [*stuck, *self._keep_alive()])
                 time.sleep(POLL_S)
             notes.started_s = self._started_s()
             return self._trainer.succeeded
 
-        watch(run, History(self._folder), notes, self._console, is_over, every_s=0.01)
+        watch(run, history, notes, self._console, is_over, every_s=0.01)
 
     def _started_s(self) -> dict[str, float]:
         shown = (self._trainer, self._producer, *self._workers)
@@ -250,9 +256,27 @@ class Launcher:
             except StoreUnavailable:
                 return  # the view shows it, and the next poll is soon
             if view.trainer.is_alive and view.producer.is_alive and view.live_workers:
-                self._owned.note(Stage.RUNNING)
+                self._owned.note(Stage.RUNNING, record.detail)
         if run.limits.steps != record.steps:
             self._owned.note(record.stage, record.detail, steps=run.limits.steps)
+
+    def _note_stuck(self, view: RunView) -> list[str]:
+        """Ring and report when the trainer begins to wait for a stopped task, and when that ends.
+
+        A trainer that is started again meanwhile begins no other wait.
+        """
+        before = self._stuck_on
+        stopped = {
+            task.account.task: task.trouble(view.now_ms) for task in view.tasks if task.stop_reason
+        }
+        self._stuck_on = before.union(view.stuck_on).intersection(stopped)
+        if self._stuck_on == before:
+            return []
+        detail = "; ".join(f"task {task} is {stopped[task]}" for task in sorted(self._stuck_on))
+        self._owned.note(self._owned.record.stage, detail)
+        if self._stuck_on - before and self._console.is_terminal:
+            self._console.bell()
+        return [f"the run waits: {detail}"] if detail else ["the stopped task was resumed"]
 
     def _report(self, notes: LiveNotes, news: list[str]) -> None:
         if self._console.is_terminal:
@@ -317,3 +341,5 @@ class Launcher:
         last = run.limits.steps
         self._owned.note(Stage.STOPPING, account=account, steps=last)
         self._console.print(f"stopped: {done} of {last} steps; {account}")
+        where = f"--run-dir {self._folder}" if self._server else f"--redis-url {run.store.url}"
+        self._console.print(mask_url(f"rolloutmq web {where} opens it again"), soft_wrap=True)

@@ -20,7 +20,7 @@ from rolloutmq.views.screen import groups_table
 from rolloutmq.web.report import write_report
 
 
-def finish(console: Console, config: Config, run: Run, server_cli: str | None) -> str:
+def finish(console: Console, config: Config, run: Run, *, is_embedded: bool) -> str:
     """Print the outcome, write the report, return the account in one line. Raises AccountError."""
     folder = config.run.folder
     audit = run.account.fsck()
@@ -37,7 +37,7 @@ def finish(console: Console, config: Config, run: Run, server_cli: str | None) -
     if write_report(folder, page, account_line(audit)):
         console.print(f"report: {page}   steps: {folder / 'steps.jsonl'}", soft_wrap=True)
     console.print(f"logs: {folder / 'logs'}", soft_wrap=True)
-    _print_commands(console, config, run, server_cli)
+    _print_commands(console, config, run, is_embedded=is_embedded)
     if not audit.clean or twice:
         what = [*audit.faults, *audit.lost[:5], *audit.doubled[:5], *list(twice)[:5]]
         raise AccountError("the account does not add up", hint="; ".join(what))
@@ -70,16 +70,12 @@ def activation() -> str:
     return f"source {activate}" if activate.exists() and not shutil.which("rolloutmq") else ""
 
 
-def _print_commands(console: Console, config: Config, run: Run, server_cli: str | None) -> None:
+def _print_commands(console: Console, config: Config, run: Run, *, is_embedded: bool) -> None:
     url = mask_url(run.store.url)
-    where = f"--run-dir {config.run.folder}" if server_cli else f"--redis-url {url}"
-    keys = run.keys
-    console.print("\nto inspect the run:")
+    where = f"--run-dir {config.run.folder}" if is_embedded else f"--redis-url {url}"
+    console.print("\nto open the run again:")
     commands = [activation()] if activation() else []
-    # the embedded server stops with this command; its data stays on disk
-    commands += [f"rolloutmq server {where}"] if server_cli else []
-    commands += [f"rolloutmq {c} {where}" for c in ("status", "ls", "tail --from-start", "fsck")]
-    cli = server_cli or f"redis-cli -u {url}"
-    commands += [f"{cli} HGETALL '{keys.control}'", f"{cli} XREVRANGE '{keys.events}' + - COUNT 5"]
+    names = ("web", "status", "ls", "tail --from-start", "fsck")
+    commands += [f"rolloutmq {name} {where}" for name in names]
     for command in commands:
         console.print(f"  {command}", highlight=False, soft_wrap=True, markup=False)

@@ -101,9 +101,21 @@ def _restarts() -> int:
 
 def train(run: Run, settings: Config, model_dir: Path, *, take_over: bool) -> bool:
     """Train as this rank; return whether rank 0 did not stop before the last step."""
+    if own_rank():
+        return _train(run, settings, model_dir, take_over=take_over)
+    from consumer.grpo.reporting.dead_letter_file import kept_dead_letters
+
+    with kept_dead_letters(run, settings.run.folder):
+        return _train(run, settings, model_dir, take_over=take_over)
+
+
+def _train(run: Run, settings: Config, model_dir: Path, *, take_over: bool) -> bool:
     if settings.trainer.loop:
         loop = load_object(settings.trainer.loop, kind="loop of a trainer")
-        loop(run, settings, model_dir, take_over=take_over)
+        from consumer.grpo.reporting.step_recorder import recorded
+
+        with recorded(run, settings, model_dir):
+            loop(run, settings, model_dir, take_over=take_over)
         return True
     from consumer.grpo.trainer import Trainer
     from consumer.grpo.trainer_rank import TrainerRank

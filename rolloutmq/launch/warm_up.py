@@ -30,11 +30,15 @@ def make_model(config: Config) -> None:
     if folder.exists():
         console.print(f"the model exists already: {folder}")
         return
+    most = config.warm_start.max_steps
+    if most == 0:
+        build_tiny_model(folder, config.tiny_model, config.run.seed)
+        console.print(f"built a model with random weights: {folder}")
+        return
     random_model = config.run.folder / "model.random"
     shutil.rmtree(random_model, ignore_errors=True)
     build_tiny_model(random_model, config.tiny_model, config.run.seed)
     started = time.monotonic()
-    most = config.warm_start.max_steps
     console.print(f"warm start: at most {most} steps")  # a log shows the bar only at its end
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:

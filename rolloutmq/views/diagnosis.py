@@ -11,26 +11,30 @@ from buffer.control.control import RoleHolder
 from buffer.control.task_status import TaskStop
 from buffer.control.worker_record import WorkerRecord
 from rolloutmq.output import age, plural
+from rolloutmq.views.explain.shares import Share, shares_of
 from rolloutmq.views.run_view import RunView, TaskView
 
-Level = Literal["note", "warning", "stuck", "fault"]
+Level = Literal["note", "warning", "error", "stuck", "fault"]
 
 PATIENCE_MS = 30_000  # a shorter pause of the trainer, or wait, is normal
 
-# groups in a row that were filtered: a hard task may do so, but it is worth a note
-MANY_FILTERED = 64
+MOST_CAUSES = 3  # that one line names
 
 MOST_BIAS = 0.1  # the mean trained length may be this much below the mean started one
 
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """One finding: what is the case, what to do, and for how many ms (None: unknown)."""
+    """One finding: what is the case, what to do, and for how many ms (None: unknown).
+
+    `trace`: of the user's code, if that raised.
+    """
 
     level: Level
     what: str
     fix: str = ""
     since_ms: int | None = None
+    trace: str = ""
 
 
 _fault = partial(Symptom, "fault")
@@ -50,16 +54,16 @@ def diagnose(snap: RunView) -> list[Symptom]:
     """
     if snap.mode == "finish":
         over = _note("the run is finished: its last step is done", since_ms=snap.paused_ms)
-        return [*_account(snap), over, *_dead(snap)]
+        return worst_first([*_account(snap), over, *_shares(snap), *_dead(snap)])
     parts = [_account, _pauses, _roles, _slow_data_set, _workers, _failed_audits, _unclaimed,
-             _leases, _memory, _tasks, _curriculum, _recovery, _dead]  # fmt: skip
+             _leases, _memory, _tasks, _shares, _curriculum, _recovery, _dead]  # fmt: skip
     parts += [] if snap.paused_by else [_weights, _supply]
     return worst_first(symptom for part in parts for symptom in part(snap))
 
 
 def worst_first(symptoms: Iterable[Symptom]) -> list[Symptom]:
-    """Sort symptoms by level: fault, stuck, warning, note."""
-    order: tuple[Level, ...] = ("fault", "stuck", "warning", "note")
+    """Sort symptoms by level: fault, stuck, error, warning, note."""
+    order: tuple[Level, ...] = ("fault", "stuck", "error", "warning", "note")
     return sorted(symptoms, key=lambda symptom: order.index(symptom.level))
 
 
@@ -235,13 +239,11 @@ def _task(task: TaskView, snap: RunView) -> Iterator[Symptom]:
     name, account = task.account.task, task.account
     error_ms = int(task.number("error_ms"))
     since_ms = max(0, snap.now_ms - error_ms) if error_ms else None
-    fix_cause = (
-        "`rolloutmq dead` has the reasons in full; fix the cause, restart the workers, then run "
-        f"`rolloutmq resume --task {name}`"
-    )
+    fix_cause = TaskStop("failing").fix(name)
     if task.stop_reason:
         fix = fix_cause if task.progress.get("stopped") else TaskStop("broken").fix(name)
-        yield _stuck(f"task {name} is stopped: {task.stop_reason}", fix, since_ms)
+        waits = ", and the trainer waits for it" if name in snap.stuck_on else ""
+        yield _stuck(f"task {name} is stopped{waits}: {task.stop_reason}", fix, since_ms)
     elif task.progress.get("halt") == "enough":
         reason = task.progress.get("halt_reason", "")
         what = f"task {name} has enough groups up to step {task.progress['halt_step']} ({reason})"
@@ -252,12 +254,6 @@ def _task(task: TaskView, snap: RunView) -> Iterator[Symptom]:
         yield Symptom(
             level, f"task {name}: {failures} failed, {scope}: {task.error}", fix_cause, since_ms
         )
-    if (filtered := int(task.number("filtered_in_row"))) >= MANY_FILTERED:
-        fix = (
-            "`rolloutmq tail` shows their rewards: if they are all alike, check the judge, or "
-            "change the difficulty of the prompts"
-        )
-        yield _note(f"task {name}: the last {filtered} groups were all filtered", fix)
     metrics = snap.report.training.metrics if snap.report.training else {}
     if metrics.get(f"length_bias/mean/{name}", 1.0) < 1 - MOST_BIAS:
         yield _length_bias(name, metrics)
@@ -268,6 +264,25 @@ def _task(task: TaskView, snap: RunView) -> Iterator[Symptom]:
             "they continue"
         )
         yield _note(f"the config lacks task {name} now: {plural(kept, 'group')} kept", fix)
+
+
+def _shares(snap: RunView) -> Iterator[Symptom]:
+    """Report what is missing from the data, or distorts it; not again for a task that stopped."""
+    for task in snap.tasks:
+        is_reported = task.stop_reason or task.has_never_succeeded
+        for share in shares_of(task):
+            if share.level != "note" and not (share.name == "failed" and is_reported):
+                what = f"task {task.account.task}: {share}{_causes(task, share)}"
+                yield Symptom(share.level, what, share.fix)
+
+
+def _causes(task: TaskView, share: Share) -> str:
+    """Return "; failed tries of the run: 12 x ValueError: …" for failed groups, the most first."""
+    if share.name != "failed":
+        return ""
+    counts = sorted((-number, cause) for cause, number in task.failures_by_cause.items())
+    causes = [f"{-number} x {cause:.120}" for number, cause in counts[:MOST_CAUSES]]
+    return f"; failed tries of the run: {', '.join(causes)}" if causes else ""
 
 
 def _curriculum(snap: RunView) -> Iterator[Symptom]:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import orjson
 from rich.console import RenderableType
 from rich.text import Text
 
 from buffer.errors import AccountError, ConfigError
+from buffer.failure_text import headline
 from buffer.ids import ENDS, IMPORTED_FROM, split_group_id
 from buffer.job import PayloadRef
 from buffer.run import Run
@@ -70,7 +70,7 @@ class FoundGroup:
                 made_by = f", made by weights {record['version']}" if record.get("version") else ""
                 return record["status"] + made_by
             case "dead":
-                return f"dead: {self.letter['reason']}" if self.letter else "dead"
+                return f"dead: {headline(self.letter['reason'], 200)}" if self.letter else "dead"
             case stage:
                 return str(stage)
 
@@ -170,7 +170,8 @@ def group_parts(document: Mapping[str, Any]) -> Iterator[RenderableType]:
         named.append(("trace", trace))
     yield facts(named)
     if letter := document["dead_letter"]:
-        yield Text(f"dead letter: {orjson.dumps(letter).decode()}", style="red")
+        worker = f" (worker {letter['worker']})" if letter.get("worker") else ""
+        yield Text(f"dead letter{worker}: {letter['reason']}", style="red")
     if document["members"]:
         yield from _texts(document)
 

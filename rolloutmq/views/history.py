@@ -26,20 +26,20 @@ class History:
         self.waits: dict[str, float] = {}
         self._waited_ms: dict[str, float] = dict.fromkeys((TRAINER, WORKERS, PRODUCER, PAUSED), 0.0)
         self._watched_ms = 0.0
-        self._last: RunView | None = None
+        self.last: RunView | None = None
 
     def observe(self, snap: RunView) -> None:
         """Add a snapshot; count the time since the last one in the state of the last one."""
         if self.log is not None:
             self.log.read_new()
-        if self._last is not None:
-            elapsed_ms = max(0, snap.now_ms - self._last.now_ms)
+        if self.last is not None:
+            elapsed_ms = max(0, snap.now_ms - self.last.now_ms)
             self._watched_ms += elapsed_ms
             for wait, part in self.waits.items():
                 self._waited_ms[wait] += part * elapsed_ms
         self.token_rates.append(snap.tokens_per_s)
         self.waits = who_waits(snap, self.last_step)
-        self._last = snap
+        self.last = snap
 
     @property
     def last_step(self) -> TrainedStep | None:

@@ -5,7 +5,7 @@ Each may be inaccessible (missing rights, another machine's folder), and is then
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,23 +13,34 @@ from typing import Any
 from redis.exceptions import ResponseError
 
 from buffer.errors import RunError, SchemaVersionError, StoreError, StoreUnavailable, WireError
+from buffer.failure_text import headline, trace_of
+from buffer.groups.dead_letters import by_cause
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.weights import folder_manifest as weights_manifest
+from consumer.grpo.reporting.step_log import TrainedStep, read_steps
 from rolloutmq.output import plural
-from rolloutmq.views.diagnosis import Symptom, diagnose, worst_first
+from rolloutmq.views.diagnosis import Level, Symptom, diagnose, worst_first
+from rolloutmq.views.explain.failed_rows import failed_rows
+from rolloutmq.views.explain.shares import shares_of
+from rolloutmq.views.explain.who_waited import read_waits
 from rolloutmq.views.run_view import RunView, read_run_view
 
 FEW = 20_000  # groups and keys up to which all of a run is checked, within a second or two
-SHOWN = 5  # faults that are shown one by one
+FEW_LETTERS = 500  # newest dead letters whose causes are counted
+SHOWN = 5  # faults, or causes, that are shown one by one
 
 
-def diagnose_run(store: Store, name: str) -> tuple[RunView | None, list[Symptom]]:
+def diagnose_run(
+    store: Store, name: str, find_folder: Callable[[Run], Path | None] = lambda _: None
+) -> tuple[RunView | None, list[Symptom]]:
     """Return the snapshot of a run and its symptoms; no snapshot if the run cannot be opened."""
     try:
         run = Run.open(store, name)
         snap = read_run_view(run)
-        return snap, worst_first([*diagnose(snap), *inspect(run, snap)])
+        return snap, worst_first(
+            [*diagnose(snap), *inspect(run, snap, read_steps(find_folder(run)))]
+        )
     except StoreUnavailable:
         raise
     except (RunError, StoreError, SchemaVersionError) as error:
@@ -37,9 +48,10 @@ def diagnose_run(store: Store, name: str) -> tuple[RunView | None, list[Symptom]
         return None, [Symptom("fault", error.message, fix)]
 
 
-def inspect(run: Run, snap: RunView) -> list[Symptom]:
-    """Return the symptoms of a run that are not visible in its snapshot."""
-    return [*_damage(run, snap), *_judges(run), *_weights(snap), *_newest_letter(run, snap)]
+def inspect(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> list[Symptom]:
+    """Return the symptoms of a run that are not visible in its snapshot; `steps`: as trained."""
+    found = [*_damage(run, snap), *_judges(run), *_weights(snap), *_dead_letters(run, snap)]
+    return [*found, *_failed_rows(run, snap), *_waits(run, snap, steps)]
 
 
 def _damage(run: Run, snap: RunView) -> Iterator[Symptom]:
@@ -90,14 +102,43 @@ def _weights(snap: RunView) -> Iterator[Symptom]:
         )
 
 
-def _newest_letter(run: Run, snap: RunView) -> Iterator[Symptom]:
+def _dead_letters(run: Run, snap: RunView) -> Iterator[Symptom]:
+    """Report the most frequent causes of the newest dead letters."""
     if not snap.dead:
         return
     try:
-        letters = list(islice(run.dead_letters.newest(), 1))
+        causes = by_cause(islice(run.dead_letters.newest(), FEW_LETTERS))
     except StoreError:
         return
-    for letter in letters:
-        what = f"the newest dead letter is {letter.gid}: {letter.reason:.200}"
-        fix = "fix the cause, then run `rolloutmq requeue` or `rolloutmq drop`"
-        yield Symptom("note", what, fix, letter.age_ms)
+    for _, letters in causes[:SHOWN]:
+        newest = letters[0]
+        gid = next((letter.gid for letter in letters if letter.has_responses), newest.gid)
+        what = f"{plural(len(letters), 'dead letter')}: {headline(newest.reason, 200)}"
+        fix = (
+            f"`rolloutmq show {gid}` shows one, `rolloutmq rejudge {gid} --pdb` runs its judge "
+            "again; fix the cause, then run `rolloutmq requeue` or `rolloutmq drop`"
+        )
+        yield Symptom("note", what, fix, newest.age_ms, trace_of(newest.reason))
+
+
+def _waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Iterator[Symptom]:
+    try:
+        waits = read_waits(run, snap, steps)
+    except StoreError:
+        return
+    if waits:
+        yield Symptom("note", str(waits), waits.advice)
+
+
+def _failed_rows(run: Run, snap: RunView) -> Iterator[Symptom]:
+    """Report which rows a task fails for, where their share is a finding."""
+    for task in snap.tasks:
+        is_failing = any(s.name == "failed" and s.level != "note" for s in shares_of(task))
+        try:
+            rows = failed_rows(run, task.account.task) if is_failing else None
+        except StoreError:
+            continue
+        if rows:
+            level: Level = "warning" if rows.is_biased else "note"
+            fix = "until they are fixed, the model is trained on the others alone"
+            yield Symptom(level, f"task {task.account.task}: {rows}", fix if rows.is_biased else "")

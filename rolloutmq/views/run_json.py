@@ -7,16 +7,17 @@ from typing import Any
 
 from buffer.control.control import RoleHolder
 from buffer.control.worker_record import WorkerRecord
+from rolloutmq.views.explain.shares import Share, shares_of
 from rolloutmq.views.run_view import RunView, TaskView
 
-_RUN = ("run", "mode", "paused_by", "created_ms", "acknowledged", "tokens_per_s", "leases",
-        "judging", "garbage")  # fmt: skip
+_RUN = ("run", "mode", "phase", "paused_by", "stuck_on", "created_ms", "acknowledged",
+        "tokens_per_s", "leases", "judging", "garbage")  # fmt: skip
 _ACCOUNT = ("enqueued", "put", "imported", "cursor", "target", "consumed")
 _TASK = ("in_flight", "in_flight_limit", "backlog", "ready", "too_old", "staleness", "mean_reward")
 _COUNTERS = (
-    "produced_samples", "produced_tokens", "produced_groups", "produced_ms", "unparsed", "failed",
-    "leases_lost", "expirations", "ended_early", "discarded_tokens", "unmade_tokens", "reasserted",
-    "regenerated",
+    "produced_samples", "produced_tokens", "produced_groups", "produced_ms", "unparsed",
+    "truncated", "failed", "leases_lost", "expirations", "ended_early", "discarded_tokens",
+    "unmade_tokens", "reasserted", "regenerated",
 )  # fmt: skip
 _WORKER = (
     "id", "engine", "state", "weights", "silent_ms", "holds", "judging", "tokens_per_s",
@@ -39,6 +40,7 @@ def describe(view: RunView) -> dict[str, Any]:
         "curriculum_error": control.get("curriculum_error") or None,
         "tasks": {task.account.task: _task_json(task, view.now_ms) for task in view.tasks},
         "workers": [worker_json(worker, view) for worker in view.workers],
+        "ended_workers": [worker_json(worker, view) for worker in view.ended_workers],
         "overdue_leases": view.overdue,
         "dead_letters": view.dead,
         "memory": {f"{name}_bytes": number for name, number in asdict(memory).items()},
@@ -61,9 +63,14 @@ def _task_json(task: TaskView, now_ms: int) -> dict[str, Any]:
         **_named(task.account, _ACCOUNT),
         **_named(task, _TASK),
         "trouble": task.trouble(now_ms),
+        "shares": {share.name: _share_json(share) for share in shares_of(task)},
         "stale_threshold": None if task.is_eval else task.stale_threshold,
         **{name: int(task.number(name)) for name in _COUNTERS},
     }
+
+
+def _share_json(share: Share) -> dict[str, Any]:
+    return _named(share, ("share", "number", "total", "level"))
 
 
 def worker_json(worker: WorkerRecord, view: RunView) -> dict[str, Any]:

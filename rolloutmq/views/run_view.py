@@ -5,6 +5,7 @@ The account is of one instant (I1); everything else may be a few milliseconds yo
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +49,9 @@ class TaskView:
     def trouble(self, now_ms: int) -> str:
         """Return the task's present trouble in one line, or ""."""
         if self.stop_reason:
-            return f"stopped: {self.stop_reason}"
+            return (
+                f"stopped until `rolloutmq resume --task {self.account.task}`: {self.stop_reason}"
+            )
         is_recent = now_ms - self.number("error_ms") < RECENT_MS
         if self.error and (is_recent or self.number("failures_in_row")):
             return f"{self.number('failed'):.0f} failed: {self.error}"
@@ -76,7 +79,7 @@ class TaskView:
 
     @property
     def failures_by_cause(self) -> dict[str, int]:
-        """Failed tries by the type of their error; after eight types, "other"."""
+        """Failed tries by their cause (`DeadLetter.cause`); after eight causes, "other"."""
         counts = self.progress.items()
         mark = "failed:"
         return {name.removeprefix(mark): int(n) for name, n in counts if name.startswith(mark)}
@@ -85,11 +88,13 @@ class TaskView:
         """Return a counter of `progress:<task>`; 0 if it was never written."""
         return float(self.progress.get(name, 0))
 
-    @property
-    def unparsed(self) -> float | None:
-        """The share of rollouts in which no judge found an answer; None if all had one."""
-        scores, unparsed = self.number("raw_rewards_count"), self.number("unparsed")
-        return unparsed / scores if scores and unparsed else None
+    def recent(self, name: str) -> int:
+        """Return what a counter counted over the newest groups; `lua/include/earlier_counts.lua`.
+
+        `rolloutmq requeue` and a server that lost data lower counters: 0 then.
+        """
+        found = re.search(rf"\b{name}=(\d+)", self.progress.get("counts_before", ""))
+        return max(0, int(self.number(name)) - int(found[1] if found else 0))
 
     @property
     def mean_reward(self) -> float | None:
@@ -116,6 +121,7 @@ class RunView:
     dead: int
     garbage: int
     workers: tuple[WorkerRecord, ...]
+    ended_workers: tuple[WorkerRecord, ...]  # the newest that left or were lost; none beside others
     trainer: RoleHolder
     producer: RoleHolder
     report: TrainerReport
@@ -132,13 +138,22 @@ class RunView:
         return self.control.get("mode", "run")
 
     @property
+    def phase(self) -> str:
+        """The mode; of a run without a live process: finished, or stopped."""
+        if self.mode == "finish":
+            return "finished"
+        has_begun = self.trainer.silent_ms is not None
+        lives = self.trainer.is_alive or self.producer.is_alive or self.live_workers
+        return "stopped" if has_begun and not lives else self.mode
+
+    @property
     def created_ms(self) -> int:
         return int(self.meta["created_ms"])
 
     @property
     def paused_by(self) -> str | None:
         for who in ("operator", "trainer"):
-            if self.control.get(f"{who}_mode", "run") != "run":
+            if self.control.get(f"{who}_mode", "run") not in ("run", "finish"):
                 return who
         return None
 
@@ -190,6 +205,14 @@ class RunView:
         return [task for task in self.tasks if not (task.is_eval or task.is_gone)]
 
     @property
+    def stuck_on(self) -> list[str]:
+        """The stopped tasks whose restart would let the trainer go on."""
+        if self.paused_by == "operator" or self.phase != self.mode:
+            return []
+        stopped = {task.account.task for task in self.tasks if task.stop_reason}
+        return [task for task in self.trainer.waits_for if task in stopped]
+
+    @property
     def troubles(self) -> list[str]:
         """The present troubles, one line per task."""
         troubles = {task.account.task: task.trouble(self.now_ms) for task in self.tasks}
@@ -224,6 +247,7 @@ def read_run_view(run: Run, *, events: int = 8) -> RunView:
     control = _hash(run.keys.control, "control", replies["control"])
     steps = run.keys.ledger("train")
     ledger = read_counts(steps, LedgerSteps._fields, replies["ledger"])
+    workers = run.fleet.workers()
     seconds, micros = replies["time"]
     now_ms = seconds * 1000 + micros // 1000
     timeout_ms = run.limits.role_timeout_ms
@@ -241,7 +265,8 @@ def read_run_view(run: Run, *, events: int = 8) -> RunView:
         overdue=replies["overdue"],
         dead=replies["dead"],
         garbage=replies["garbage"],
-        workers=tuple(run.fleet.workers()),
+        workers=tuple(workers),
+        ended_workers=() if workers else tuple(run.fleet.ended()),
         trainer=RoleHolder.parse("trainer", control, now_ms, timeout_ms),
         producer=RoleHolder.parse("producer", control, now_ms, timeout_ms),
         report=TrainerReport.parse(text_fields(replies["report"])),

@@ -31,18 +31,20 @@ from rolloutmq.output import (
     table,
     worker_state,
 )
+from rolloutmq.views.explain.shares import shares_of
 from rolloutmq.views.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
 from rolloutmq.views.run_view import RunView, TaskView
 
 MOST_EVENTS = 5
 MOST_WORKERS = 8
-MOST_TROUBLE = 120  # characters of an error in one line of output
+MOST_TROUBLE = 160  # characters of an error in one line of output
 _WIDTH = 36
 _COLUMNS = {
     "waiting": "wait", "running": "run", "completed": "ready", "aborted": "abort",
     "expired": "exp", "taken": "taken", "archived": "done",
     "filtered": "filt", "dropped": "drop", "dead": "dead",
 }  # fmt: skip
+_LEVELS = {"note": "", "warning": "yellow", "error": "red"}
 _LOADING = {"trainer": "loads the model", "producer": "opens the data sets"}
 _EVENT_STYLES = {
     **dict.fromkeys(("completed", "committed"), "green"),
@@ -108,6 +110,7 @@ def one_line(view: RunView, history: History, notes: LiveNotes) -> str:
     ]
     words += [view.mode] if view.mode != "run" else []
     words += [wait for wait, part in history.waits.items() if part and wait != PAUSED]
+    words += ["WAITS FOR YOU"] if view.stuck_on else []
     words += [trouble[:MOST_TROUBLE] for trouble in view.troubles]
     words += ["THE ACCOUNT DOES NOT ADD UP"] if view.faults else []
     return " · ".join([*words, *notes.lines[:1]])
@@ -131,10 +134,16 @@ def _title(view: RunView) -> Text:
 
 def _mode(view: RunView) -> Text:
     """Return the mode, who set it, since when, and how many workers confirmed it."""
+    if view.phase == "finished":
+        return Text.assemble(
+            state(view.phase), f" the last step was done {age(view.paused_ms)} ago"
+        )
+    if view.phase == "stopped":
+        return Text.assemble(state(view.phase), " no process of the run is alive")
+    if view.stuck_on:
+        return Text(f"it waits until you resume task {', '.join(view.stuck_on)}", style="bold red")
     if view.paused_by is None:
         return Text.assemble(state(view.mode), f" for {age(view.paused_ms)}")
-    if view.mode == "finish":
-        return Text.assemble(state(view.mode), f" the last step was done {age(view.paused_ms)} ago")
     confirmed = f"{len(view.acknowledged)} of {len(view.live_workers)} confirmed"
     text = Text.assemble(
         state(view.mode),
@@ -173,12 +182,13 @@ def _role(role: RoleHolder) -> Text:
 def _workers_text(view: RunView) -> Text:
     live = len(view.live_workers)
     silent = len(view.workers) - live
+    counts = {"alive": live, "silent": silent, "gone": len(view.ended_workers)}
     parts = [
-        f"{live} alive, {silent} silent" if silent else f"{live} alive",
+        ", ".join(f"{number} {what}" for what, number in counts.items() if number) or "0 alive",
         f"{count(view.tokens_per_s)} tokens/s",
         f"{plural(view.leases, 'group')} running{_judged(view)}",
     ]
-    return Text(" · ".join(parts), style="" if live else "yellow")
+    return Text(" · ".join(parts), style="" if live or view.mode == "finish" else "yellow")
 
 
 def _judged(view: RunView) -> str:
@@ -245,8 +255,10 @@ def _task(task: TaskView) -> Iterator[Text]:
         ("produced     ", "dim"), f"{count(task.number('produced_tokens'))} tokens",
         f" · {task.number('produced_ms') / 1000 / groups:.1f} s a group" if groups else "",
         (" · mean reward ", "dim"), reward,
-        "" if task.unparsed is None else (f" · unparsed {task.unparsed:.0%}", "yellow"),
     ))  # fmt: skip
+    if shares := list(shares_of(task)):
+        parts = [(f"{each.name} {each.share:.0%}   ", _LEVELS[each.level]) for each in shares]
+        yield Text.assemble(("shares       ", "dim"), *parts)
     yield _staleness(task)
     reasserted, regenerated = int(task.number("reasserted")), int(task.number("regenerated"))
     if reasserted + regenerated:
@@ -326,7 +338,7 @@ def workers_table(rows: Sequence[WorkerRecord], lease_ms: int, newest: str) -> T
             row.id,
             state(worker_state(row, is_live)),
             Text(row.weights or "-", style="" if row.weights == newest else "yellow"),
-            Text(age(row.silent_ms), style="" if is_live else "red"),
+            Text(age(row.silent_ms), style="" if is_live or row.has_ended else "red"),
             f"{row.holds}/{row.concurrency}" if row.concurrency else str(row.holds),
             known(row.requests),
             count(row.tokens_per_s),

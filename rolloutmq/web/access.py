@@ -83,7 +83,7 @@ def token_of(folder: Path | None) -> str:
     if folder is None:
         return token
     file = folder / "web.token"
-    with suppress(PermissionError):
+    with suppress(OSError):  # on a disk that cannot be written, or another user's
         if not file.exists() or file.stat().st_mode & 0o077:
             part = file.with_suffix(".tmp")
             part.touch(mode=0o600)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,16 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from buffer.errors import ConfigError
 from buffer.run import Run
 from consumer.grpo.reporting.sample_log import SampleLog, TokenTexts, model_folders
+from rolloutmq.views.found_group import FoundGroup
 from rolloutmq.views.history import History
 from rolloutmq.web.access import ERRORS, Access
 from rolloutmq.web.control_routes import ControlRoutes
-from rolloutmq.web.group_routes import GroupRoutes
+from rolloutmq.web.group_routes import GroupRoutes, logged_samples
+from rolloutmq.web.log_routes import LogRoutes
+from rolloutmq.web.report import read_contents
 from rolloutmq.web.run_routes import RunRoutes
 from rolloutmq.web.watcher import Watcher
 
@@ -53,9 +58,8 @@ def make_app(
     watcher = Watcher(run, History(run_dir), is_over)
     texts = TokenTexts(model_folders(run, run_dir))
     routes = [
-        Route("/", _page),
-        Mount("/static", StaticFiles(directory=STATIC)),
-        *RunRoutes(watcher, run_dir, access).all(),
+        *RunRoutes(run, watcher, run_dir, access).all(),
+        *LogRoutes(run_dir, access, is_over).all(),
         *GroupRoutes(run, texts, SampleLog(run_dir) if run_dir else None).all(access),
         *ControlRoutes(run).all(access),
     ]
@@ -68,9 +72,45 @@ def make_app(
         with suppress(asyncio.CancelledError):
             await task
 
+    return _application(routes, hosts, recording)
+
+
+def make_folder_app(
+    run_dir: Path,
+    why: str,
+    *,
+    access: Access,
+    hosts: list[str],
+    is_over: Callable[[], bool] = lambda: False,
+) -> Starlette:
+    """Return the application for a run whose server is lost, from its folder; `why` it is lost."""
+    samples = SampleLog(run_dir)
+
+    def contents(request: Request) -> Any:
+        saved = read_contents(run_dir)
+        saved["facts"]["not read"] = f"this is read from the run's folder alone: {why}"
+        return {"own": saved["run"], "runs": [saved["run"]], "saved": saved}
+
+    def group(request: Request) -> Any:
+        gid = request.path_params["gid"]
+        sample = samples.find(gid)
+        if sample is None:
+            raise ConfigError(f"the run's folder has no sample of {gid[:80]}", hint=why)
+        return FoundGroup(gid, "", [], {}, sample=sample).document(tokens=True)
+
+    routes = [
+        access.reading("/api/runs", contents),
+        access.reading("/api/samples", partial(logged_samples, samples)),
+        access.reading("/api/groups/{gid}", group),
+        *LogRoutes(run_dir, access, is_over).all(),
+    ]
+    return _application(routes, hosts)
+
+
+def _application(routes: list[Route], hosts: list[str], lifespan: Any = None) -> Starlette:
     return Starlette(
-        routes=routes,
-        lifespan=recording,
+        routes=[Route("/", _page), Mount("/static", StaticFiles(directory=STATIC)), *routes],
+        lifespan=lifespan,
         middleware=[
             Middleware(TrustedHostMiddleware, allowed_hosts=hosts),
             Middleware(_SafeHeaders),

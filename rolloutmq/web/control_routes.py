@@ -12,7 +12,6 @@ POST /api/dead/requeue  /api/dead/drop  ?cause=…: all letters of that cause
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
 from itertools import islice
@@ -22,7 +21,6 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from buffer.control.control import Mode
-from buffer.control.events import parse_event
 from buffer.control.live_settings import parse_change
 from buffer.errors import AccountError, ConfigError
 from buffer.groups.dead_letters import DeadLetter
@@ -31,11 +29,11 @@ from rolloutmq.options import require_known
 from rolloutmq.views.operator_mode import set_operator_mode
 from rolloutmq.views.setting_view import live_settings
 from rolloutmq.web.access import Access
+from rolloutmq.web.letters import letters_by_cause
 
 SEARCHED_EVENTS = 5_000  # newest events among which those of one worker are found
 SHOWN_EVENTS = 50
 MOST_LETTERS = 10_000  # letters that one request reads or moves
-SHOWN_LETTERS = 50  # letters of one cause that are listed
 
 
 class ControlRoutes:
@@ -67,13 +65,9 @@ class ControlRoutes:
         return [asdict(setting) for setting in live_settings(self._run.limits)]
 
     def _worker_events(self, request: Request) -> Any:
-        run = self._run
-        entries: Any = run.store.retrying(
-            "events", lambda: run.store.control.xrevrange(run.keys.events, count=SEARCHED_EVENTS)
-        )
         found = [
             {"at_ms": at_ms, "event": name, **fields}
-            for at_ms, name, fields in map(parse_event, entries)
+            for at_ms, name, fields in reversed(self._run.events.last(SEARCHED_EVENTS))
             if fields.get("worker") == request.path_params["worker"]
         ]
         return found[:SHOWN_EVENTS]
@@ -106,16 +100,7 @@ class ControlRoutes:
         return list(islice(self._run.dead_letters.newest(), MOST_LETTERS))
 
     def _dead(self, request: Request) -> Any:
-        causes: defaultdict[str, list[DeadLetter]] = defaultdict(list)
-        letters = self._letters()
-        for letter in letters:
-            causes[letter.cause].append(letter)
-        groups = sorted(causes.items(), key=lambda pair: -len(pair[1]))
-        return {
-            "total": len(self._run.dead_letters),
-            "read": len(letters),
-            "causes": [_described(cause, found) for cause, found in groups],
-        }
+        return letters_by_cause(self._letters(), len(self._run.dead_letters))
 
     def _move(self, request: Request, move: Callable[[str], str]) -> Any:
         """Move all letters of a cause; skip those that are no longer dead."""
@@ -137,14 +122,3 @@ class ControlRoutes:
 
 def _of_group(move: Callable[[str], str]) -> Callable[[Request], Any]:
     return lambda request: {"before": move(request.path_params["gid"])}
-
-
-def _described(cause: str, letters: list[DeadLetter]) -> dict[str, Any]:
-    return {
-        "cause": cause,
-        "count": len(letters),
-        "tasks": sorted({letter.task for letter in letters}),
-        "workers": sorted({letter.worker for letter in letters if letter.worker}),
-        "newest_ms": min(letter.age_ms for letter in letters),
-        "letters": [asdict(letter) for letter in letters[:SHOWN_LETTERS]],
-    }

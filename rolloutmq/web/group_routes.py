@@ -1,33 +1,31 @@
 """What browsers read of groups and rollouts.
 
-GET /api/groups          ?where=JSON&order=-tokens&page=1&text=WORDS, see buffer/query
+GET /api/groups          ?where=JSON&order=-tokens&page=1 (buffer/query) &text=WORDS
+                         &outcome=dead&cause=… (rolloutmq/views/group_list.py)
 GET /api/groups/{gid}    one group with its tokens, or with its sample where it has ended;
                          ?step=50: with its sample of that step
-GET /api/samples         ?step=50 (default: the newest) or ?text=WORDS: the sample log
+GET /api/samples         ?step=50 (default: the newest), or of all steps ?text=WORDS&why=worst
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
 from starlette.requests import Request
 from starlette.routing import Route
 
-from buffer.errors import AccountError, ConfigError, PayloadMissing, WireError
-from buffer.query.record import GroupRecord
+from buffer.errors import AccountError, ConfigError
 from buffer.run import Run
-from buffer.wire.group_json import group_json
 from consumer.grpo.reporting.sample_log import Sample, SampleLog, TokenTexts, add_texts, contains
-from rolloutmq.options import read_where
-from rolloutmq.views.found_group import FoundGroup, find_group, locate, payload_of
+from rolloutmq.options import read_where, require_known
+from rolloutmq.views.found_group import FoundGroup, find_group, locate
+from rolloutmq.views.group_list import MOST_READ, OUTCOMES, Wanted, list_groups
 from rolloutmq.web.access import Access, number_in
 
-PAGE = 50
-MOST_PAGES = 200
-MOST_READ = 500  # groups whose payloads are read for one search of their texts
+PAGE = 25
+MOST_PAGES = 400
 
 
 class GroupRoutes:
@@ -45,26 +43,16 @@ class GroupRoutes:
 
     def _groups(self, request: Request) -> Any:
         query: Mapping[str, str] = request.query_params
-        where = read_where(query.get("where"))
         page = number_in(query.get("page") or "1", MOST_PAGES)
-        text = query.get("text") or ""
-        order = query.get("order") or ""
-        limit = MOST_READ if text else page * PAGE + 1
-        found = self._run.groups.find(where, limit=limit, order=order)
-        rows = self._with_text(found, text) if text else (asdict(row) for row in found)
-        shown = list(islice(rows, (page - 1) * PAGE, page * PAGE + 1))
-        return {"groups": shown[:PAGE], "has_more": len(shown) > PAGE, "most_read": MOST_READ}
-
-    def _with_text(self, found: Iterator[GroupRecord], text: str) -> Iterator[dict[str, Any]]:
-        """Yield the groups whose texts contain `text`, with the surrounding words."""
-        for row in found:
-            record = self._run.record(row.gid)
-            try:
-                group = self._run.buffer.read(payload_of(row.gid, record)) if record else None
-            except (PayloadMissing, WireError):  # it has ended since, or `fsck` reports it
-                continue
-            if group and (excerpt := contains(group_json(group, tokens=False), text)):
-                yield asdict(row) | {"excerpt": excerpt}
+        require_known("outcome", query.get("outcome") or "completed", OUTCOMES)
+        named = {name: query.get(name) or "" for name in ("order", "outcome", "cause", "text")}
+        wanted = Wanted(read_where(query.get("where")), **named)
+        rows = list_groups(self._run, self._texts, wanted, (page - 1) * PAGE, PAGE + 1)
+        return {
+            "groups": rows[:PAGE],
+            "has_more": len(rows) > PAGE,
+            "most_read": MOST_READ if wanted.reads_contents else None,
+        }
 
     def _group(self, request: Request) -> Any:
         gid = request.path_params["gid"]
@@ -91,15 +79,17 @@ class GroupRoutes:
         return next((sample for sample in samples if sample["gid"] == gid), None)
 
     def _logged(self, request: Request) -> Any:
-        log = self._samples
-        steps = log.steps() if log else None
-        if log is None or steps is None:
-            return {"steps": None, "step": None, "groups": []}
-        if text := request.query_params.get("text"):
-            groups = [
-                sample | {"excerpt": contains(sample, text)}
-                for sample in islice(log.search(text), PAGE)
-            ]
-            return {"steps": steps, "step": None, "groups": groups}
-        step = number_in(request.query_params.get("step") or str(steps[1]), 10**9)
-        return {"steps": steps, "step": step, "groups": log.read(step)}
+        return logged_samples(self._samples, request)
+
+
+def logged_samples(log: SampleLog | None, request: Request) -> Any:
+    steps = log.steps() if log else None
+    if log is None or steps is None:
+        return {"steps": None, "step": None, "groups": []}
+    text, why = (request.query_params.get(name) or "" for name in ("text", "why"))
+    if text or why:
+        found = islice(log.search(text, why), PAGE)
+        groups = [sample | {"excerpt": text and contains(sample, text)} for sample in found]
+        return {"steps": steps, "step": None, "groups": groups}
+    step = number_in(request.query_params.get("step") or str(steps[1]), 10**9)
+    return {"steps": steps, "step": step, "groups": log.read(step)}

@@ -6,9 +6,7 @@ Stylesheets, scripts and modules are inlined, so it needs neither a server nor a
 from __future__ import annotations
 
 import re
-import time
 from base64 import b64encode
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +15,11 @@ import orjson
 from buffer.errors import RolloutMQError
 from buffer.redis.connection.url import mask_url
 from consumer.grpo.reporting.sample_log import SampleLog
-from consumer.grpo.reporting.step_log import StepLog
-from rolloutmq.config.load import load_config
-from rolloutmq.output import age
-from rolloutmq.presets import find_config
-from rolloutmq.run_owner import LaunchRecord, read_record
+from rolloutmq.presets import config_of_run
+from rolloutmq.run_owner import LaunchRecord
 from rolloutmq.versions import all_versions
+from rolloutmq.views.run_folder import RunFolder
+from rolloutmq.web.letters import letters_by_cause
 from rolloutmq.web.series import Mark, RunSeries
 
 SAMPLED_STEPS = 6  # steps whose samples are shown: the first, the last, and some between
@@ -39,7 +36,7 @@ def write_report(folder: Path, file: Path, account: str = "") -> int:
     """
     saved = read_contents(folder, account)
     series = saved["series"]
-    if not (series["steps"]["x"] or series["evaluations"]["x"]):
+    if not (series["steps"]["x"] or series["evaluations"]["x"] or saved["dead"]["total"]):
         return 0
     page = _page(saved).encode()
     file.write_bytes(page)
@@ -91,42 +88,22 @@ def _name(file: Path) -> str:
 
 
 def read_contents(folder: Path, account: str = "") -> dict[str, Any]:
-    record = read_record(folder)
-    log = StepLog(folder / "steps.jsonl")
-    log.read_new()
+    run = RunFolder(folder)
     series = RunSeries(folder)
     series.refresh()
     curves, _ = series.since(Mark())
     samples = SampleLog(folder)
-    facts = _facts(folder, record, log)
+    record = run.record
     return {
-        "run": record.run if record else folder.name,
-        "facts": facts | ({"account": account} if account else {}),
+        "run": run.name,
+        "facts": run.facts() | ({"account": account} if account else {}),
         "series": curves | {"thinned": False},
         "steps": samples.steps(),
         "samples": [sample for step in _sampled(samples) for sample in samples.read(step)],
+        "dead": letters_by_cause(run.letters, len(run.letters)),
         "settings": _settings(record),
         "versions": record.versions if record and record.versions else all_versions(),
     }
-
-
-def _facts(folder: Path, record: LaunchRecord | None, log: StepLog) -> dict[str, str]:
-    done = log.steps[-1].step if log.steps else 0
-    seconds = sum(step.metrics.get("time/step_s", 0.0) for step in log.steps)
-    groups = sum(len(step.gids) for step in log.steps)
-    facts = {
-        "folder": str(folder.resolve()),
-        "state": record.stage if record else "not started by `rolloutmq run`",
-        "steps": f"{done} of {record.steps}" if record else str(done),
-        "groups trained": f"{groups:,}",
-        "trained twice": str(len(log.trained_twice())),
-        "time in steps": age(1000 * seconds),
-        "written": time.strftime("%Y-%m-%d %H:%M"),
-    }
-    if record:
-        facts["account"] = record.account or "not checked at its end: see rolloutmq fsck"
-        facts["command"] = mask_url("rolloutmq run " + " ".join(record.command))
-    return facts
 
 
 def _sampled(samples: SampleLog) -> list[int]:
@@ -143,9 +120,7 @@ def _settings(record: LaunchRecord | None) -> dict[str, Any]:
     """Return the config of the newest start without secrets, or why it cannot be read any more."""
     if record is None or not record.command:
         return {}
-    path, *flags = record.command
-    overrides = [value for flag, value in pairwise(flags) if flag == "--set"]
     try:
-        return load_config(find_config(Path(path)), overrides).public()
+        return config_of_run(record.command).public()
     except RolloutMQError as error:
         return {"not readable": mask_url(error.message)}

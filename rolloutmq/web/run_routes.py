@@ -3,6 +3,7 @@
 GET /api/runs      the runs whose curves can be shown
 GET /api/stream    ?runs=a,b: server-sent events, one per second, with a snapshot of the run
                    (rolloutmq/web/watcher.py) and what was added to the curves of the named runs
+GET /api/waits     who waited for whom in the last steps: a lane for the trainer and each worker
 GET /api/steps     ?run=a&first=100&last=200: the curves of these steps in detail
 """
 
@@ -19,6 +20,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from buffer.errors import ConfigError
+from buffer.run import Run
+from rolloutmq.views.explain.who_waited import read_waits
+from rolloutmq.views.run_view import read_run_view
 from rolloutmq.web.access import Access, encoded, number_in
 from rolloutmq.web.series import Mark, RunSeries, run_folders
 from rolloutmq.web.watcher import Watcher
@@ -27,7 +31,8 @@ MOST_STEPS = 1_000_000_000
 
 
 class RunRoutes:
-    def __init__(self, watcher: Watcher, run_dir: Path | None, access: Access) -> None:
+    def __init__(self, run: Run, watcher: Watcher, run_dir: Path | None, access: Access) -> None:
+        self._run = run
         self._watcher = watcher
         self._run_dir = run_dir
         self._access = access
@@ -37,6 +42,7 @@ class RunRoutes:
     def all(self) -> list[Route]:
         return [
             self._access.reading("/api/runs", self._runs),
+            self._access.reading("/api/waits", self._waits),
             self._access.reading("/api/steps", self._steps),
             Route("/api/stream", self._stream),
         ]
@@ -44,6 +50,10 @@ class RunRoutes:
     def _runs(self, request: Request) -> Any:
         own = self._run_dir.resolve().name if self._run_dir else None
         return {"own": own, "runs": list(run_folders(self._run_dir))}
+
+    def _waits(self, request: Request) -> Any:
+        found = read_waits(self._run, read_run_view(self._run), self._watcher.steps)
+        return found.document() if found else {"lanes": {}, "words": ""}
 
     def _steps(self, request: Request) -> Any:
         query = request.query_params

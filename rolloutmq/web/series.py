@@ -16,6 +16,7 @@ from consumer.grpo.reporting.step_log import (
     TrainedStep,
     read_evaluations,
 )
+from rolloutmq.run_owner import folders_below
 
 MOST_ROWS = 2000  # per table; of more steps, the extremes of each range are sent
 Table = dict[str, Any]
@@ -138,6 +139,6 @@ def run_folders(run_dir: Path | None) -> dict[str, Path]:
     """Return the comparable runs by name: the folders beside its own with logged steps."""
     if run_dir is None:
         return {}
-    beside = run_dir.resolve().parent
-    found = {path.parent.name: path.parent for path in beside.glob(f"*/{STEPS_FILE}")}
-    return {run_dir.resolve().name: run_dir, **dict(sorted(found.items()))}
+    beside = folders_below(run_dir.resolve().parent)
+    logged = {path.name: path for path in beside if (path / STEPS_FILE).exists()}
+    return {run_dir.resolve().name: run_dir, **logged}

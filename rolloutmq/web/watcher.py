@@ -10,6 +10,7 @@ from typing import Any
 
 from buffer.errors import RolloutMQError
 from buffer.run import Run
+from consumer.grpo.reporting.step_log import TrainedStep
 from rolloutmq.views.diagnosis import Symptom, diagnose, worst_first
 from rolloutmq.views.history import History
 from rolloutmq.views.inspection import inspect
@@ -35,6 +36,11 @@ class Watcher:
         self._taken_at = float("-inf")
         self._inspected: list[Symptom] = []
         self._inspected_at = float("-inf")
+
+    @property
+    def steps(self) -> list[TrainedStep]:
+        """The steps of the run's history, as of the newest snapshot; [] without its folder."""
+        return self._history.log.steps if self._history.log else []
 
     async def snapshots(self) -> AsyncIterator[dict[str, Any]]:
         """Yield a snapshot now, and one every second, until `is_over` returns True."""
@@ -66,17 +72,13 @@ class Watcher:
         except RolloutMQError as error:
             return self._newest | {"trouble": error.message, "hint": error.hint}
         self._history.observe(snap)
-        self.live.add(snap.now_ms, numbers_of(snap, self._history.waits))
+        self.live.add(snap.now_ms, numbers_of(snap))
         return {
             "trouble": "",
             "now_ms": snap.now_ms,
             "status": describe(snap),
             "control": _control(snap),
             "findings": [asdict(finding) for finding in findings],
-            "waits": {
-                wait: {"now": now, "share": self._history.share(wait)}
-                for wait, now in self._history.waits.items()
-            },
             "events": [
                 {"at_ms": at_ms, "event": name, **fields} for at_ms, name, fields in snap.events
             ],
@@ -84,7 +86,7 @@ class Watcher:
 
     def _inspect(self, snap: RunView) -> list[Symptom]:
         if time.monotonic() - self._inspected_at >= INSPECT_EVERY_S:
-            self._inspected = inspect(self._run, snap)
+            self._inspected = inspect(self._run, snap, self.steps)
             self._inspected_at = time.monotonic()
         return self._inspected
 
@@ -141,13 +143,12 @@ class LiveRecord:
         return self._rows[-1][0] if self._rows else 0
 
 
-def numbers_of(snap: RunView, waits: dict[str, float]) -> dict[str, float]:
+def numbers_of(snap: RunView) -> dict[str, float]:
     numbers = {
         f"groups/{task.account.task}/{stage}": float(task.account.stages[stage])
         for task in snap.tasks
         for stage in STAGES
     }
-    numbers |= {f"waits/{who}": share for who, share in waits.items()}
     numbers |= {
         f"worker_tokens_per_s/{worker.id}": worker.tokens_per_s
         for worker in snap.live_workers[:MOST_WORKERS]

@@ -130,6 +130,18 @@ class Scene:
         assert claim.refusal is None
         return claim.jobs
 
+    def bury(self, job: Job, reason: str = "KeyError: 'x'", *, keep: bool = True) -> Job:
+        """Fail the only group in all its tries, and `keep` its responses; return its last job."""
+        while self.run.jobs.release("w0", job, "failed", reason) != "dead":
+            self.run.jobs.resume_task(job.task)
+            (job,) = self.claim()
+        if keep:
+            assert self.run.dead_letters.keep_responses(job, self.failed(job))
+        return job
+
+    def failed(self, job: Job) -> RolloutGroup:
+        return extend(self.run.buffer.read(job.prompt), Status.FAILED, FIRST)
+
     def beat(
         self,
         held: Sequence[Job],

@@ -195,3 +195,8 @@ def put_right_by_hand(scene: Scene) -> None:
     assert scene.run.jobs.drop(job.gid, revoke="w0") == "running"
     scene.submit(other)
     assert scene.run.jobs.drop(other.gid) == "completed"
+    scene.enqueue(1)
+    *others, job = scene.claim(9)
+    for other in others:
+        scene.submit(other)
+    scene.bury(job)

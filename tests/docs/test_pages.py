@@ -15,6 +15,7 @@ import pytest
 import tomlkit
 
 from buffer.redis.server.embedded import EmbeddedServer
+from consumer.grpo.reporting.step_log import StepLog
 from tests.consumer.grpo.models.tiny import build_model
 
 ROOT = Path(__file__).parents[2]
@@ -95,8 +96,11 @@ def test_your_own_data_set_judge_agent_loop_and_trainer_make_a_run(tmp_path: Pat
     finally:
         EmbeddedServer(tmp_path / "runs" / "mine" / "server").kill()
     assert "lost 0 · in two places 0 · trained twice 0" in reader.said
-    lines = (tmp_path / "runs" / "mine" / "logs" / "trainer.log").read_text(encoding="utf-8")
-    assert re.findall(r"^step (\d): 2 groups", lines, re.M) == ["1", "2", "3"]
+    log = StepLog(tmp_path / "runs" / "mine" / "steps.jsonl")
+    log.read_new()
+    assert [(step.step, len(step.gids)) for step in log.steps] == [(1, 2), (2, 2), (3, 2)]
+    assert all({"rewards/mean", "my/weight"} <= step.metrics.keys() for step in log.steps)
+    assert "3 of 3" in reader.run("rolloutmq", "runs")
     tests = sorted(path.name for path in tmp_path.glob("test_my_*.py"))
     assert "5 passed" in reader.run(
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests
@@ -110,7 +114,11 @@ def test_every_extra_is_explained() -> None:
     assert sorted(explained) == sorted(project["optional-dependencies"])
 
 
-def test_the_first_gpu_run_names_every_preset() -> None:
+def test_the_first_gpu_run_names_every_preset_and_its_time() -> None:
     text = (PAGES / "first_gpu_run.md").read_text(encoding="utf-8")
-    presets = {path.stem for path in (ROOT / "configs").glob("qwen3*.toml")}
-    assert set(re.findall(r"^\| `(qwen3\w[\w.]*)` \|", text, re.M)) == presets
+    hours = {
+        path.stem: re.findall(r"^# Time: ([\d.]+) hours", path.read_text("utf-8"), re.M)[0]
+        for path in (ROOT / "configs").glob("qwen3*.toml")
+    }
+    rows = re.findall(r"^\| `(qwen3\w[\w.]*)` \|.*\| ([\d.]+) h \|$", text, re.M)
+    assert dict(rows) == hours

@@ -13,6 +13,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 
@@ -22,11 +23,14 @@ from buffer.ledger.position import Position
 from buffer.manifest import Manifest
 from buffer.redis.store import Store
 from consumer.grpo.checkpoint import CheckpointFolder
+from consumer.grpo.reporting.sample_log import SampleLog
 from consumer.grpo.reporting.step_log import StepLog, read_evaluations
+from consumer.grpo.reporting.step_recorder import recorded
 from consumer.handle.rollout_consumer import RolloutConsumer
-from examples import low_level_loop, plain_loop
 from rolloutmq.config.load import load_config
 from rolloutmq.launch.create_run import create_run
+from rolloutmq.launch.training import train
+from rolloutmq.web.report import write_report
 from tests.consumer.handle.crew import MEMBERS, at_work, wait_until
 from tests.servers import Server
 from tests.warm_process import start_command
@@ -80,6 +84,7 @@ class Site:
 
     def __init__(self, server: Server, name: str, folder: Path, model: Path, loop: str) -> None:
         self.file = folder / "run.toml"
+        self.model = model
         facts = {"name": name, "folder": folder, "model": model, "loop": loop}
         self.file.write_text(
             CONFIG.format(steps=STEPS, groups=GROUPS, members=MEMBERS, **facts), encoding="utf-8"
@@ -94,6 +99,10 @@ class Site:
         words = ["train", str(self.file), "--take-over"]
         log = self.file.parent / "train.log"
         return start_command(log, words, os.environ | {"REDIS_URL": self.url})
+
+    def train(self, *, take_over: bool = False) -> None:
+        """Train in this process, as `rolloutmq train` does."""
+        train(self.run, self.config, self.model, take_over=take_over)
 
     def fields(self, key: str) -> dict[str, str]:
         found = self.store.control.hgetall(key)
@@ -128,22 +137,15 @@ def site(server: Server, run_name: str, tmp_path: Path, model_dir: Path, request
     site.store.close()
 
 
-LOOPS = {"plain": plain_loop.train, "low_level": low_level_loop.train}
-
-
 @pytest.mark.parametrize(
-    ("site", "loop"),
-    [(f"examples.{name}_loop:train", name) for name in LOOPS],
-    indirect=["site"],
-    ids=list(LOOPS),
+    "site", ["examples.plain_loop:train", "examples.low_level_loop:train"], indirect=True
 )
 @pytest.mark.parametrize(
     ("owner", "method", "call"), CRASHES, ids=lambda v: getattr(v, "__name__", str(v))
 )
 def test_a_loop_trains_every_step_once_although_it_dies_right_after(
-    site: Site, loop: str, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, call: int
+    site: Site, monkeypatch: pytest.MonkeyPatch, owner: type, method: str, call: int
 ) -> None:
-    train = LOOPS[loop]
     calls: list[str] = []
 
     def dying(*args: Any, **kwargs: Any) -> Any:
@@ -154,19 +156,72 @@ def test_a_loop_trains_every_step_once_although_it_dies_right_after(
         return result
 
     original = getattr(owner, method)
-    arguments = (site.run, site.config, site.config.policy.model)
     with at_work(site.run, math=STEPS * GROUPS):
         monkeypatch.setattr(owner, method, dying)
         with pytest.raises(Killed):
-            train(*arguments)  # type: ignore[arg-type]
+            site.train()
         monkeypatch.undo()
-        train(*arguments, take_over=True)  # type: ignore[arg-type]
+        site.train(take_over=True)
     check(site)
     assert set(read_evaluations(site.config.run.folder)) == {("quiz", STEPS)}
     report = TrainerReport.parse(site.fields(site.run.keys.report))
     assert report.training
     assert report.training.step == STEPS
     assert report.evaluations["quiz"].step == STEPS
+
+
+@pytest.mark.parametrize("site", ["my_trainer:train"], indirect=True)
+def test_a_trainer_that_reports_nothing_has_curves_and_samples(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the README. It dies between its second checkpoint and the commit of that."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(# my_trainer\.py.*?)^```", text, re.DOTALL | re.MULTILINE)
+    (tmp_path / "my_trainer.py").write_text(code, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    commit = RolloutConsumer.commit
+
+    def dying(self: RolloutConsumer, step: int, *, keep: int) -> None:
+        if step == 2:
+            raise Killed
+        commit(self, step, keep=keep)
+
+    with at_work(site.run, math=STEPS * GROUPS):
+        with monkeypatch.context() as patch:
+            patch.setattr(RolloutConsumer, "commit", dying)
+            with pytest.raises(Killed):
+                site.train()
+        site.train(take_over=True)
+    steps = site.log().steps
+    assert [step.step for step in steps] == list(range(1, STEPS + 1))
+    assert site.log().trained_twice() == {}
+    assert len({gid for step in steps for gid in step.gids}) == STEPS * GROUPS
+    # the rewards of step 2 were known to the dead process alone
+    assert [step.metrics.get("rewards/mean") for step in steps] == [0.5, None, 0.5, 0.5]
+    assert all("staleness/max" in step.metrics for step in steps)
+    folder = site.config.run.folder
+    assert SampleLog(folder).steps() == (1, STEPS)
+    assert {sample["why"] for sample in SampleLog(folder).read(STEPS)} >= {"best", "worst"}
+    assert write_report(folder, tmp_path / "report.html")
+
+
+@pytest.mark.parametrize("site", ["unused:train"], indirect=True)
+def test_a_report_that_comes_late_is_added_to_its_step(site: Site) -> None:
+    with at_work(site.run, math=STEPS * GROUPS), recorded(site.run, site.config, site.model):
+        consumer = RolloutConsumer(site.run)
+        consumer.open()
+        for step in (1, 2):  # it takes ahead
+            consumer.take_batch(step, {"math": GROUPS})
+        consumer.commit(1, keep=1)
+        assert [step.step for step in site.log().steps] == [1]
+        consumer.report(2, {"loss/policy": 0.25})
+        consumer.report(1, {"loss/policy": np.float32(0.5)})  # type: ignore[dict-item]
+        with pytest.raises(ConfigError, match="step 2 are not all numbers"):
+            consumer.report(2, {"loss/policy": "low"})  # type: ignore[dict-item]
+        consumer.close()
+    steps = site.log().steps
+    assert [(step.step, step.metrics.get("loss/policy")) for step in steps] == [(1, 0.5), (2, 0.25)]
+    assert all(step.metrics["rewards/mean"] == 0.5 for step in steps)
 
 
 @pytest.mark.parametrize("site", ["unused:train"], indirect=True)

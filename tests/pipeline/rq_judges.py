@@ -20,6 +20,10 @@ def ranks(*, states: list[Any]) -> list[float]:
     return [float(sorted(lengths).index(length)) for length in lengths]
 
 
+def raises(*, response: str, **_: Any) -> float:
+    return float(response)  # raises
+
+
 def steps(*, response: str, ground_truth: Any, state: Any) -> dict[str, Any]:
     return {"score": 1, "token_rewards": state.response_ids / 2}
 

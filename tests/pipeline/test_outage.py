@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from buffer.control.control import Work
 from buffer.control.roles import HeldRole
 from buffer.errors import Fenced, ProducerGone, ScriptError
 from buffer.groups.submit import SubmitOutcome
@@ -87,7 +88,7 @@ def test_a_trainer_does_not_miss_a_producer_that_could_not_send_heartbeats(
     make_yard: Callable[..., Yard], clock: Clock
 ) -> None:
     yard = silent_since_long(make_yard())
-    outlook = BatchOutlook(yard.run, 1, producer_timeout_s=5.0)
+    outlook = BatchOutlook(yard.run, 1, producer_timeout_s=5.0, work=Work())
     answer = NotReady({TASK: (0, 1)})
     outlook.check(answer)
     clock.now += OUTAGE_S

@@ -24,6 +24,7 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
+from consumer.grpo.reporting.step_log import read_evaluations
 from producer_workers.agent_loops.multi_turn import turns_of
 from rolloutmq.init.project import TINY, Choices, write_project
 from tests.pipeline.site import Site
@@ -204,3 +205,5 @@ def test_a_new_project_runs_to_its_end(tmp_path: Path) -> None:
     flags = [word for change in CHANGES for word in ("--set", change)]
     said = run_to_end(project, "run", "config.toml", *flags)
     assert "lost 0 · in two places 0 · trained twice 0" in said
+    folder = project / "runs" / "mine"
+    assert sorted(read_evaluations(folder)) == [("held_out", 0), ("held_out", 1)]

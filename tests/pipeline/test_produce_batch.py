@@ -12,8 +12,8 @@ import pytest
 
 from buffer.control.control import Mode
 from buffer.control.progress import ProduceProgress, TaskProgress
-from buffer.control.task_status import ProduceBatchStatus
-from buffer.errors import Fenced, RoleHeld, TaskStopped
+from buffer.control.task_status import ProduceBatchStatus, TaskStop
+from buffer.errors import Fenced, NoBatch, RoleHeld, TaskStopped
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
@@ -83,10 +83,11 @@ def test_a_batch_that_no_worker_works_on_is_a_timeout_with_what_there_is(
             site.manager.produce_batch(1, deadline_s=0.0)
 
 
-def test_a_broken_task_stops_alone_and_fails_the_trainer_that_waits_for_it(
+def test_a_broken_task_stops_alone_until_it_is_resumed(
     make_mixture: Callable[..., Mixture],
 ) -> None:
     site = make_mixture()
+    site.run.task_stops.are_final = True
     site.rows["math"].broken = ZeroDivisionError("row of a user")
     with site.manager.opened():
         site.rounds()
@@ -98,6 +99,9 @@ def test_a_broken_task_stops_alone_and_fails_the_trainer_that_waits_for_it(
         assert "rolloutmq resume --task math" in caught.value.hint
         with pytest.raises(TaskStopped, match="math is stopped"):
             site.manager.produce_batch(1)
+        site.run.task_stops.are_final = False
+        with pytest.raises(TimeoutError, match="math is stopped"):
+            site.manager.produce_batch(1, deadline_s=0.2)
         # the others are not held up, unless a batch of all is asked for
         assert len(site.consumer.take_batch(1, {"code": 2}).groups) == 2
         site.publish(1)
@@ -107,6 +111,10 @@ def test_a_broken_task_stops_alone_and_fails_the_trainer_that_waits_for_it(
         site.run.jobs.resume_task("math")
         site.rounds()
         assert site.ready()["math"] == 5
+        # what is ready is enough for this batch
+        site.run.task_stops.publish(site.manager.nonce, "math", TaskStop("broken", 0, "again"))
+        assert len(site.take(2).groups) == 7
+        site.run.jobs.resume_task("math")
     assert not site.run.task_stops.of("math").kind
     site.scene.check()
 
@@ -155,7 +163,7 @@ def test_enough_of_nothing_is_an_error_and_no_empty_batch(
     site = make_mixture(should_continue=dict.fromkeys(("math", "code"), lambda *_, **__: False))
     with site.manager.opened():
         site.rounds()
-        with pytest.raises(TaskStopped, match="should_continue_fn"):
+        with pytest.raises(NoBatch, match="should_continue_fn"):
             site.take(1)
 
 

@@ -21,6 +21,7 @@ import pytest
 import rq
 
 from buffer.errors import ConfigError, JudgeError
+from buffer.failure_text import cause_of, trace_of
 from buffer.redis.connection.nodes import Servers
 from buffer.redis.store import Store
 from buffer.wire.rollout import RolloutState
@@ -29,6 +30,8 @@ from producer_workers.judges import rq_judge
 from producer_workers.judges.load import load_judge
 from producer_workers.judges.rq_judge import RqJudge
 from producer_workers.judges.rq_worker import FUNCTION, judge_url, open_queue
+from producer_workers.user_code.failure import failure_text
+from tests.pipeline import rq_judges
 from tests.pipeline.site import ROOT
 from tests.servers import Server
 
@@ -38,7 +41,7 @@ on_one = pytest.mark.parametrize("server", ["valkey"], indirect=True)
 RUN = f"judged-{os.getpid()}"
 MINE = "tests.pipeline.rq_judges:"
 REWARD = {"score": 4.0, "messages": 1.0, "tokens": 3.5}
-NAMES = ("length", "ranks", "steps", "hangs_once", "spins", "sleeps", "eats")
+NAMES = ("length", "ranks", "raises", "steps", "hangs_once", "spins", "sleeps", "eats")
 TASK = """
 [tasks.{name}]
 judge = "{mine}{name}"
@@ -153,6 +156,20 @@ def test_groups_and_programs_are_judged_in_work_horses(pool: Server) -> None:
             response="```python\nx = 5\n```", ground_truth=["assert x == 5", "assert x == 6"]
         )
         assert asyncio.run(programs.judge(state)) == {"score": 0.5, "passed_all": 0.0}
+
+
+@on_one
+def test_a_judge_that_raises_is_known_by_the_users_line(
+    make_judge: Callable[..., RqJudge], pool: Server
+) -> None:
+    with pytest.raises(JudgeError) as raised:
+        ask(make_judge("raises", retries=0))
+    lines = Path(rq_judges.__file__).read_text().split("\n")
+    line = 1 + next(n for n, text in enumerate(lines) if text.endswith("# raises"))
+    text = failure_text(raised.value)
+    assert cause_of(text) == f"ValueError at rq_judges.py:{line}"
+    assert "return float(response)" in trace_of(text)
+    assert "rq_worker.py" not in text
 
 
 def test_pickled_jobs_and_other_functions_are_refused(pool: Server, tmp_path: Path) -> None:

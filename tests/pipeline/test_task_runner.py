@@ -16,6 +16,7 @@ from buffer.errors import TaskStopped
 from buffer.wire.group import GROUP_TIME
 from buffer.wire.rollout import RolloutState
 from consumer.handle.rollout_consumer import RolloutConsumer
+from consumer.handle.wait_rules import WaitReason
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.engine import Fixed, SimulatedConfig
 from producer_workers.judges.judge import FunctionJudge
@@ -69,7 +70,7 @@ async def test_a_group_over_its_time_limit_fails_its_tries_and_frees_the_engine(
 
 
 @on_both
-async def test_a_broken_task_is_stopped_and_the_trainer_fails_instead_of_waiting(
+async def test_a_trainer_waits_for_a_stopped_task_until_it_is_resumed_unless_that_is_final(
     yard: Yard, tmp_path: Path
 ) -> None:
     def broken(**_: object) -> float:
@@ -87,15 +88,29 @@ async def test_a_broken_task_is_stopped_and_the_trainer_fails_instead_of_waiting
             await asyncio.sleep(0.01)
         for _ in range(5):
             assert await asyncio.to_thread(producer.round, yard.run.control.state()) == 0
+    reason = r"task sums is stopped: \d+ tries in a row failed: judge .* ValueError"
     consumer = RolloutConsumer(yard.run, nonce=yard.trainer)
-    with pytest.raises(
-        TaskStopped, match=r"task sums is stopped: \d+ tries in a row failed: judge .* ValueError"
-    ) as caught:
+    with pytest.raises(TimeoutError, match=reason):
+        consumer.take_batch(1, {TASK: 2}, deadline_s=0.2)
+    yard.run.task_stops.are_final = True
+    with pytest.raises(TaskStopped, match=reason) as caught:
         consumer.take_batch(1, {TASK: 2})
     assert "rolloutmq resume --task sums" in str(caught.value.hint)
-    yard.run.jobs.resume_task(TASK)
-    with pytest.raises(TimeoutError):
-        consumer.take_batch(1, {TASK: 2}, deadline_s=0.2)
+    yard.run.task_stops.are_final = False
+
+    waits: list[WaitReason] = []
+    async with yard.working(yard.worker()):
+        taken = asyncio.create_task(
+            asyncio.to_thread(consumer.take_batch, 1, {TASK: 2}, waiting=waits.append)
+        )
+        while not (waits and waits[-1].stopped):
+            await asyncio.sleep(0.01)
+        assert not await asyncio.to_thread(producer.round, yard.run.control.state())
+        yard.run.jobs.resume_task(TASK)
+        while not taken.done():
+            await asyncio.to_thread(producer.round, yard.run.control.state())
+            await asyncio.sleep(0.01)
+        assert len((await taken).groups) == 2
     yard.check()
 
 

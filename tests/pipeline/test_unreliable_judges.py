@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from buffer.control.control import Mode
+from buffer.failure_text import cause_of
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
@@ -71,9 +72,9 @@ async def test_a_judge_that_does_anything_fails_its_own_group_only(yard: Yard, f
 
     async with yard.working(yard.worker(judge=FunctionJudge("mine", judge))):
         await yard.until_places(dead=1, completed=3)
-    letter = str(yard.run.dead_letters.reason(bad))
+    letter = yard.run.dead_letters.reason(bad)["reason"]
     assert re.search(reason, letter), letter
-    assert "\\n" not in letter
+    assert " at test_unreliable_judges.py:" in cause_of(letter)
     assert [record["tries"] for record in yard.records()[1:]] == ["0"] * 3
     yard.check()
 
@@ -100,7 +101,7 @@ async def test_a_judge_that_hangs_in_all_its_threads_leaves_them_to_the_next_gro
     async with yard.working(yard.worker(judge=judge)):
         await yard.until_places(dead=1, completed=2)
     gate.set()
-    assert "judge 'slow' exceeded its limit of 0.3 s" in str(yard.run.dead_letters.reason(bad))
+    assert "judge 'slow' exceeded its limit of 0.3 s" in yard.run.dead_letters.reason(bad)["reason"]
 
 
 @pytest.mark.parametrize(
@@ -121,7 +122,7 @@ async def test_a_filter_that_does_anything_fails_its_own_group_only(
 
     async with yard.working(yard.worker(is_valid_sample=is_valid)):
         await yard.until_places(dead=1, completed=2)
-    assert reason in str(yard.run.dead_letters.reason(bad))
+    assert reason in yard.run.dead_letters.reason(bad)["reason"]
 
 
 class ExitingLoop(SingleTurnAgentLoop):
@@ -148,7 +149,7 @@ async def test_an_agent_loop_that_exits_fails_its_own_group_only(yard: Yard, in_
     worker._runner._runners = {TASK: TaskRunner(loop)}
     async with yard.working(worker):
         await yard.until_places(dead=3)
-    assert "SystemExit" in str(yard.run.dead_letters.reason(bad))
+    assert "SystemExit" in yard.run.dead_letters.reason(bad)["reason"]
 
 
 class Gate:
@@ -313,4 +314,4 @@ async def test_an_order_policy_that_does_anything_fails_its_own_group_only(
     buffer.order_function = order
     async with yard.working(yard.worker()):
         await yard.until_places(dead=1, completed=2)
-    assert "order policy 'mine:order' raised" in str(yard.run.dead_letters.reason(bad))
+    assert "order policy 'mine:order' raised" in yard.run.dead_letters.reason(bad)["reason"]

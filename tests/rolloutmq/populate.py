@@ -52,18 +52,20 @@ class Scene:
         self.running: Job
         self.taken: PayloadRef
 
-    def enqueue(self, groups: int) -> None:
+    def enqueue(self, groups: int, prompt: int = 3, source: str | None = None) -> None:
+        """Enqueue groups whose prompts have this length and data source."""
         for first in range(0, groups, 128):
-            self._enqueue(min(groups - first, 128))
+            self._enqueue(min(groups - first, 128), prompt, source)
 
-    def _enqueue(self, groups: int) -> None:
+    def _enqueue(self, groups: int, prompt: int, source: str | None) -> None:
         run = self.run
         start = self.run.jobs.cursor("math")
         states = [
             RolloutState(
                 index=i,
                 messages=[{"role": "user", "content": "What is 1 + 1?"}],
-                prompt_ids=[1, 2, 3],
+                prompt_ids=range(1, prompt + 1),
+                data_source=source,
             )
             for i in range(2)
         ]
@@ -92,7 +94,13 @@ class Scene:
         return self.run.jobs.claim(worker, self.workers[worker], new_nonce(), WEIGHTS, limit).jobs
 
     def submit(
-        self, worker: str, job: Job, status: Status = Status.COMPLETED, *, filtered: bool = False
+        self,
+        worker: str,
+        job: Job,
+        status: Status = Status.COMPLETED,
+        *,
+        filtered: bool = False,
+        finish: str = "stop",
     ) -> None:
         group = self.run.buffer.read(job.payload)
         for place, state in enumerate(group.states):
@@ -100,7 +108,7 @@ class Scene:
             state.append(np.array([5, 6, 7], "<i4"), np.array([-0.1, -0.2, -0.3], "<f4"), spans)
             state.response = f"It is {ESCAPE} 2."
             state.status = status
-            state.finish_reason = "stop"
+            state.finish_reason = finish
             state.reward = {"score": float(place), "length": 3.0}
         self.run.buffer.submit(
             worker, job, RolloutGroup(job.gid, job.task, group.states), 6, filtered=filtered

@@ -87,7 +87,7 @@ def test_there_is_one_owner_and_its_end_is_recorded(tmp_path: Path) -> None:
         raise ConfigError("no such model\nsecond line")
     record = read_record(tmp_path)
     assert record
-    assert (record.stage, record.detail) == (Stage.FAILED, "no such model")
+    assert (record.stage, record.detail) == (Stage.FAILED, "no such model\nsecond line")
 
 
 def test_a_killed_owner_has_died(tmp_path: Path, owner: subprocess.Popen[str]) -> None:

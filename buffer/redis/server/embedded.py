@@ -5,6 +5,17 @@ that started it, cannot adopt a running one, and needs valkey-py. At most one se
 folder: it inherits a lock on `valkey.lock`, which the kernel frees however the server ends (a pid
 may be stale or reused). An answered write is on disk (`appendfsync always`). The server has a
 session of its own, which Ctrl-C in a terminal does not reach.
+
+Its owner (`rolloutmq run` or `server`) starts it to stay; readers (`web`, `status`, …) of a run
+that is over start it for themselves, and the last of them stops it:
+
+    readers.lock         held (flock) by each reader, shared, as long as it lives; alone by the
+                         reader that stops the server, and an owner or a new reader waits for that
+    stops_with_readers   exists for a server that its last reader stops. Written before the server
+                         starts; removed by an owner that adopts it
+
+An owner that ends while readers are there leaves the server to them. After the SIGKILL of all
+readers the server stays: the next reader stops it at its end, the next owner adopts it.
 """
 
 from __future__ import annotations
@@ -21,6 +32,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 from urllib.parse import quote
 
 import redis
@@ -139,8 +151,60 @@ class EmbeddedServer:
         if it runs but does not answer.
         """
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with self._reader():
+            self._start()
+            self._for_readers.unlink(missing_ok=True)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Keep the server running for the block; the last reader stops it unless it has an owner.
+
+        Raises what `start` raises.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with self._reader() as lock:
+            try:
+                self._start(for_readers=True)
+                yield
+            finally:
+                self._stop_unread(lock)
+
+    def leave(self) -> None:
+        """Stop the server; if it has readers, the last of them stops it in their place."""
+        if not self.folder.is_dir():
+            return
+        with self._reader() as lock:
+            self._for_readers.touch()
+            self._stop_unread(lock)
+
+    @property
+    def has_data(self) -> bool:
+        return (self.folder / "appendonlydir").is_dir()
+
+    @property
+    def _for_readers(self) -> Path:
+        return self.folder / "stops_with_readers"
+
+    @contextmanager
+    def _reader(self) -> Iterator[IO[bytes]]:
+        with (self.folder / "readers.lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            yield lock
+
+    def _stop_unread(self, lock: IO[bytes]) -> None:
+        """Stop the server if this was its last reader, and no owner wants it to stay."""
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return  # another one reads, and does this at its end
+        if self._for_readers.exists():
+            self.stop()
+            self._for_readers.unlink(missing_ok=True)
+
+    def _start(self, *, for_readers: bool = False) -> None:
         deadline = time.monotonic() + self.deadline_s
-        while not self._try_spawn():
+        while not self._try_spawn(for_readers):
             # another process started the server of this folder: it runs, still starts, or stops
             if self._is_loading() is not None:
                 break
@@ -200,10 +264,16 @@ class EmbeddedServer:
             os.close(descriptor)  # a server that inherited it keeps the lock
 
     def _is_locked(self) -> bool:
-        if not self.folder.is_dir():
+        try:
+            lock = (self.folder / "valkey.lock").open("rb")  # also on a read-only disk
+        except (FileNotFoundError, NotADirectoryError):
             return False
-        with self._lock() as descriptor:
-            return descriptor is None
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False
 
     def _read_pid(self) -> int | None:
         try:
@@ -211,10 +281,12 @@ class EmbeddedServer:
         except (FileNotFoundError, ValueError):
             return None
 
-    def _try_spawn(self) -> bool:
+    def _try_spawn(self, for_readers: bool) -> bool:
         with self._lock() as descriptor:
             if descriptor is None:
                 return False
+            if for_readers:
+                self._for_readers.touch()
             # the lock proves that no server uses these files
             (self.folder / "valkey.pid").unlink(missing_ok=True)
             self.socket_path.unlink(missing_ok=True)

@@ -55,7 +55,7 @@ class MetricWriter:
 
 
 def open_writers(config: TrainingConfig, first: int) -> list[MetricWriter]:
-    """Open [trainer] writers at step `first`.
+    """Open [trainer] writers and the sample log at step `first`.
 
     Raises ConfigError where a package is not installed.
     """
@@ -63,7 +63,10 @@ def open_writers(config: TrainingConfig, first: int) -> list[MetricWriter]:
         "tensorboard": TensorBoardWriter,
         "wandb": WandbWriter,
     }
-    return [makers[name](config, first) for name in config.trainer.writers]
+    writers = [makers[name](config, first) for name in config.trainer.writers]
+    if config.samples.groups_per_step:
+        writers.append(SampleWriter(config.run.folder, config.samples.max_size, first))
+    return writers
 
 
 class TensorBoardWriter(MetricWriter):
@@ -205,17 +208,22 @@ class ProgressBar(MetricWriter):
         self._bar.stop()
 
 
-def choose(scores: Mapping[str, float], count: int, seed: int, step: int) -> dict[str, str]:
-    """Return which groups of a step are logged, and why: gid to best, worst or random.
+def choose(
+    scores: Mapping[str, float], truncated: Mapping[str, int], count: int, seed: int, step: int
+) -> dict[str, str]:
+    """Return which groups of a step are logged, and why: best, worst, truncated or random, by gid.
 
-    `scores`: each group's mean. A step that is trained again logs the same groups. Of equal scores,
-    the first is best and the last is worst.
+    `scores`: each group's mean; of equal ones, the first is best and the last is worst.
+    `truncated`: how many of its responses reached their token limit; the group with the most is
+    chosen. A step that is trained again logs the same groups.
     """
     gids = list(scores)
     best = sorted(gids, key=lambda gid: -scores[gid])
-    chosen = {gid: "best" for gid in best[: min(count, 1)]}
-    if count > 1:
-        chosen |= {gid: "worst" for gid in best[1:][-1:]}
+    longest = sorted(filter(truncated.get, gids), key=lambda gid: -truncated[gid])
+    ranked = (("best", best), ("worst", best[::-1]), ("truncated", longest))
+    chosen: dict[str, str] = {}
+    for why, order in ranked[:count]:
+        chosen |= {gid: why for gid in [gid for gid in order if gid not in chosen][:1]}
     others = [gid for gid in gids if gid not in chosen]
     drawn = random.Random(f"{seed} {step}").sample(others, min(count - len(chosen), len(others)))
     return chosen | dict.fromkeys(drawn, "random")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
@@ -16,7 +16,7 @@ from buffer.control.events import REWARD_OF_TASK
 from buffer.control.progress import ProduceProgress, TaskProgress
 from buffer.ids import split_group_id
 from buffer.manifest import Manifest
-from buffer.wire.group import GROUP_TIME, RolloutGroup
+from buffer.wire.group import GROUP_TIME, RolloutGroup, new_contexts
 from buffer.wire.staleness import staleness
 
 POOLS = ("completed", "aborted", "expired")
@@ -49,6 +49,8 @@ class BatchColumns:
     advantages: list[float]
     gids: list[str]
     means: list[float]  # mean score of each group; a missing score counts as 0
+    truncated: list[int]  # responses of each group that reached their token limit
+    contexts: list[dict[str, int]]  # that agents of each group began anew, by reason
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup], advantages: NDArray[np.float32]) -> BatchColumns:
@@ -70,6 +72,8 @@ class BatchColumns:
             advantages=advantages.tolist(),
             gids=[group.gid for group in groups],
             means=[float(np.nan_to_num(group.scores).mean()) for group in groups],
+            truncated=[int(group.truncated.sum()) for group in groups],
+            contexts=[new_contexts(group.shared.extra) for group in groups],
         )
 
     def lists(self) -> dict[str, list[Any]]:
@@ -92,6 +96,13 @@ class BatchColumns:
             scores[task].append(score)
         return {f"{REWARD_OF_TASK}{task}": float(np.mean(own)) for task, own in scores.items()}
 
+    def contexts_by_task(self) -> dict[str, float]:
+        counts: Counter[str] = Counter()
+        for gid, contexts in zip(self.gids, self.contexts, strict=True):
+            task, _ = split_group_id(gid)
+            counts.update({f"new_contexts/{task}/{why}": n for why, n in contexts.items()})
+        return dict(counts)
+
     @property
     def tokens(self) -> int:
         return sum(self.lengths)
@@ -104,6 +115,7 @@ class BatchColumns:
             **_spread("response_len", self.lengths),
             "response_len/tokens": float(self.tokens),
             **_group_times(self.seconds),
+            **self.contexts_by_task(),
         }
         if self.lengths:
             metrics |= {
@@ -145,8 +157,16 @@ def production_metrics(before: ProduceProgress, now: ProduceProgress) -> dict[st
     for name, task in now.since(before).items():
         if ended := task.consumed + task.expirations:
             metrics[f"expired/{name}"] = task.expirations / ended
-        if now.tasks[name].unparsed and task.raw_rewards_count:
-            metrics[f"unparsed/{name}"] = task.unparsed / task.raw_rewards_count
+        dead = max(0, task.dead)  # `rolloutmq requeue` lowers it
+        shares = {
+            "unparsed": (task.unparsed, task.raw_rewards_count, now.tasks[name].unparsed),
+            "truncated": (task.truncated, task.raw_rewards_count, now.tasks[name].truncated),
+            "filtered_groups": (task.filtered, task.produced_groups, now.tasks[name].filtered),
+            "failed": (dead, task.produced_groups + dead, now.tasks[name].dead),
+        }
+        for share, (number, total, ever) in shares.items():
+            if total and ever:
+                metrics[f"{share}/{name}"] = number / total
     return metrics
 
 

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 from buffer.errors import RolloutMQError
-from buffer.manifest import ManifestEntry
+from buffer.manifest import Manifest, ManifestEntry
 from buffer.redis.connection.retry import LogOnce
 from buffer.replay_buffer import ReplayBuffer
 from buffer.wire.group import RolloutGroup
 from buffer.wire.staleness import staleness
-from consumer.grpo.reporting.metric_writers import MetricWriter
+from consumer.config.training import TrainingConfig
+from consumer.grpo.reporting.metric_writers import MetricWriter, choose
+from consumer.grpo.reporting.metrics import BatchColumns
 from consumer.grpo.reporting.sample_log import Sample, TokenTexts, describe_sample
 
 log = logging.getLogger("rolloutmq.trainer")
@@ -34,6 +36,19 @@ class ChosenGroup:
     why: str
     group: RolloutGroup | None
     entry: ManifestEntry
+
+
+def choose_groups(
+    config: TrainingConfig, columns: BatchColumns, groups: Sequence[RolloutGroup], batch: Manifest
+) -> list[ChosenGroup]:
+    """Choose the groups of a batch whose texts are logged; `groups` are those that are here."""
+    scores = dict(zip(columns.gids, columns.means, strict=True))
+    truncated = dict(zip(columns.gids, columns.truncated, strict=True))
+    count = config.samples.groups_per_step
+    chosen = choose(scores, truncated, count, config.run.seed, batch.step)
+    own = {group.gid: group for group in groups}
+    entries = {entry.gid: entry for entry in batch.entries}
+    return [ChosenGroup(why, own.get(gid), entries[gid]) for gid, why in chosen.items()]
 
 
 class Reporter:

@@ -72,15 +72,19 @@ class SampleLog:
         lines = _lines(files[-1], step + 1) if files else ()
         return [orjson.loads(line) for line in lines if _step_of(line) == step]
 
-    def search(self, text: str) -> Iterator[Sample]:
-        """Yield the samples that contain a text in any case, newest steps first."""
+    def search(self, text: str, why: str = "") -> Iterator[Sample]:
+        """Yield the samples that contain a text in any case, and were chosen for `why`.
+
+        Newest steps come first.
+        """
         end = math.inf
         # parsing a line costs far more than searching its bytes
         is_plain = text.isascii() and text.isprintable() and not set(text) & set('"\\')
         raw = text.lower().encode() if is_plain else b""
         for file in reversed(sample_files(self._run_dir)):
             samples = [orjson.loads(line) for line in _lines(file, end) if raw in line.lower()]
-            yield from (sample for sample in reversed(samples) if contains(sample, text))
+            chosen = [sample for sample in reversed(samples) if why in ("", sample["why"])]
+            yield from (sample for sample in chosen if not text or contains(sample, text))
             end = min(end, file.first)
 
     def find(self, gid: str) -> Sample | None:
@@ -121,9 +125,9 @@ def describe_sample(
 ) -> Sample:
     """Return a group as a line of the log: the JSON of `show --json`, without tokens.
 
-    `why` it was chosen: best, worst or random. `texts` decodes what the group does not have as
-    text: a prompt without messages (`prompt`), and a rollout's runs of tokens that were sampled or
-    not (`turns` of the member).
+    `why` it was chosen: best, worst, truncated or random. `texts` decodes what the group does not
+    have as text: a prompt without messages (`prompt`), and a rollout's runs of tokens that were
+    sampled or not (`turns` of the member).
     """
     sample: Sample = {"step": step, "why": why, "gid": group.gid, "task": group.task}
     sample["staleness"] = staleness

@@ -95,6 +95,15 @@ class TrainedStep:
         )
 
 
+def read_steps(folder: Path | None) -> list[TrainedStep]:
+    """Return the steps that remain in a run's history; [] without a folder."""
+    if folder is None:
+        return []
+    log = StepLog(folder / STEPS_FILE)
+    log.read_new()
+    return log.steps
+
+
 class StepLog:
     """Reads the trainer's log as it grows; `steps` is the remaining history, oldest first."""
 

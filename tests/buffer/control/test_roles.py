@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
+from buffer.control import control, roles
+from buffer.control.control import Work
 from buffer.control.roles import HeldRole
 from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram
 from buffer.errors import Fenced
@@ -46,6 +49,23 @@ def test_standing_by_ends_when_it_is_stopped(scene: Scene) -> None:
     stop = threading.Event()
     threading.Timer(0.2, stop.set).start()
     assert not role.wait_until_vacant(stop)
+
+
+def test_a_process_that_waits_for_days_keeps_its_role_and_says_what_for(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "SHORT_S", 0.0)
+    monkeypatch.setattr(roles, "HUNG_S", 0.0)
+    work = Work()
+    role = HeldRole(scene.run.control, "trainer", nonce=scene.open_trainer(), work=work)
+    work.wait_for(["math"])
+    role.renew_in_background(lambda: 0.01, lambda: None)
+    while scene.run.control.holder("trainer").waits_for != ["math"]:
+        time.sleep(0.01)
+    work.wait_for(())
+    while scene.run.control.holder("trainer").waits_for:
+        time.sleep(0.01)
+    role.close()
 
 
 def test_a_trainer_reports_its_waits_and_pauses(scene: Scene) -> None:

@@ -9,6 +9,7 @@ from buffer.errors import PayloadMissing, WireError
 from buffer.ids import group_id
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status
+from rolloutmq.views.explain.shares import shares_of
 from rolloutmq.views.run_view import read_run_view
 from tests.buffer.scene import FIRST, Scene, extend
 
@@ -86,19 +87,22 @@ def test_group_is_where_it_should_be_after_each_step_of_its_life(scene: Scene) -
     scene.check()
 
 
-def test_rollouts_in_which_no_judge_found_an_answer_are_counted(scene: Scene) -> None:
+def test_rollouts_without_an_answer_and_truncated_ones_are_counted(scene: Scene) -> None:
     scene.enqueue(3)
     for filtered, job in zip((False, True, False), scene.claim(3), strict=True):
         group = extend(scene.run.buffer.read(job.payload), Status.COMPLETED, FIRST)
         for state, unparsed in zip(group.states, (1.0, 0.0), strict=True):
             state.reward = {"score": 0.0, "unparsed": unparsed}
+            state.finish_reason = "length"
         group = RolloutGroup(group.gid, group.task, group.states)
         scene.run.buffer.submit("w0", job, group, 4, filtered=filtered)
         scene.run.buffer.submit("w0", job, group, 4, filtered=filtered)  # again, as a lost reply
     counters = scene.counters()
     assert (counters["unparsed"], counters["raw_rewards_count"]) == ("3", "6")
     (task,) = [each for each in read_run_view(scene.run).tasks if each.account.task == "math"]
-    assert task.unparsed == 0.5
+    assert {each.name: (each.number, each.total) for each in shares_of(task)} == {
+        "unparsed": (3, 6), "truncated": (6, 6), "filtered": (1, 3),
+    }  # fmt: skip
     scene.check()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from buffer.job import PayloadRef
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.scene import FIRST, Scene, rollout
@@ -51,6 +52,37 @@ def bytes_follow_groups_from_outside(scene: Scene) -> None:
             group,
             [rollout(Status.COMPLETED, PolicyVersion("l0", 9), response="longer than before")],
         )
+        scene.check()
+
+
+def bytes_follow_the_responses_of_dead_letters(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    keep = scene.run.dead_letters.keep_responses
+    for is_begun in (False, True):
+        scene.enqueue(1)
+        (job,) = scene.claim()
+        if is_begun:
+            scene.submit(job, status=Status.ABORTED)
+            scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000)
+            (job,) = scene.claim()
+        dead = scene.bury(job)
+        scene.check()
+        assert keep(dead, scene.failed(dead))
+        scene.run.payloads.collect()
+        kept = scene.run.buffer.read(PayloadRef(dead.gid, dead.token, 1, 0, ""))
+        assert kept.status is Status.FAILED
+        scene.check()
+        assert scene.run.jobs.requeue(dead.gid) == "dead"
+        # another claim may hold it by now
+        assert not keep(dead, scene.failed(dead))
+        scene.check()
+        (job,) = scene.claim()
+        assert not job.is_begun
+        again = scene.bury(job, keep=False)
+        assert not keep(dead, scene.failed(dead))
+        scene.check()
+        assert keep(again, scene.failed(again))
+        assert scene.run.jobs.drop(dead.gid) == "dead"
         scene.check()
 
 

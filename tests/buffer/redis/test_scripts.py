@@ -208,7 +208,16 @@ def test_no_script_reads_payloads_or_walks_the_key_space(name: str) -> None:
 @pytest.mark.parametrize("name", BODIES)
 def test_flags_let_scripts_that_free_memory_run_when_there_is_none(name: str) -> None:
     shebang = BODIES[name].partition("\n")[0]
-    if name in {"claim", "create_run", "enqueue", "put", "reissue", "requeue", "update"}:
+    if name in {
+        "claim",
+        "create_run",
+        "enqueue",
+        "keep_responses",
+        "put",
+        "reissue",
+        "requeue",
+        "update",
+    }:
         assert shebang == "#!lua"
     elif name in {"check", "check_leased", "counts", "peek", "silent", "totals"}:
         assert shebang == "#!lua flags=no-writes"

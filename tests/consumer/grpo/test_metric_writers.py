@@ -44,7 +44,7 @@ def train_twice(config: Config, name: str) -> None:
     """Report like a trainer that was killed after step 3, of which there is no checkpoint."""
     config = Config.model_validate(config.model_dump() | {"trainer": {"writers": [name]}})
     for first, steps in ((1, (1, 2, 3)), (3, (3, 4))):
-        (writer,) = open_writers(config, first)
+        writer, _ = open_writers(config, first)  # the other is the sample log
         for step in steps:
             writer.write(step, {"rewards/mean": step + first / 10})
             writer.write_samples(step, [{"step": step, **SAMPLE}])

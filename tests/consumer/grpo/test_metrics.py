@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
-from buffer.wire.group import GROUP_TIME, RolloutGroup
+from buffer.wire.group import GROUP_TIME, NEW_CONTEXTS, RolloutGroup
 from buffer.wire.rollout import RolloutState
 from consumer.grpo.reporting.metrics import BatchColumns, Throughput, Timing, production_metrics
 
@@ -71,3 +71,15 @@ def test_group_times_are_those_of_the_groups_that_carry_one() -> None:
     assert (metrics["task/n"], metrics["task/p50_s"], metrics["task/p99_s"]) == (100.0, 51.0, 100.0)
     assert metrics["task/p99_p50_ratio"] == pytest.approx(100 / 51)
     assert (metrics["rewards/mean"], metrics["rewards/solved"]) == (0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    "written", [{"turn": 2, "branch": 1}, {"turn": 2, "branch": 1, "odd": "x"}]
+)
+def test_new_contexts_of_agents_are_added_up_by_task_and_reason(written: object) -> None:
+    groups = [group(1.0, seconds=None) for _ in range(3)]
+    for each, contexts in zip(groups, (written, "rubbish", {"turn": 1}), strict=True):
+        each.shared.extra[NEW_CONTEXTS] = contexts
+    metrics = BatchColumns.of(groups, np.zeros(3, "<f4")).metrics()
+    counted = {name: value for name, value in metrics.items() if name.startswith("new_contexts/")}
+    assert counted == {"new_contexts/math/turn": 3, "new_contexts/math/branch": 1}

@@ -108,16 +108,22 @@ def test_the_oldest_files_are_deleted_above_the_limit(tmp_path: Path) -> None:
     assert set(as_logged(tmp_path, 299)) == set(range(first, 300))
 
 
-def test_best_and_worst_and_a_seeded_draw_are_chosen() -> None:
+def test_best_worst_and_truncated_and_a_seeded_draw_are_chosen() -> None:
     scores = {f"math-{n:010d}": float(n % 5) for n in range(12)}
-    chosen = choose(scores, 4, seed=3, step=50)
-    assert chosen == choose(scores, 4, seed=3, step=50)
+    whole = dict.fromkeys(scores, 0)
+    chosen = choose(scores, whole, 4, seed=3, step=50)
+    assert chosen == choose(scores, whole, 4, seed=3, step=50)
     assert list(chosen.values()) == ["best", "worst", "random", "random"]
     assert [scores[gid] for gid in chosen][:2] == [4.0, 0.0]
-    assert {frozenset(choose(scores, 4, 3, step)) for step in range(20)} != {frozenset(chosen)}
-    assert len(choose(scores, 99, 3, 1)) == 12
-    assert list(choose(scores, 1, 3, 1).values()) == ["best"]
-    assert choose(scores, 0, 3, 1) == {} == choose({}, 4, 3, 1)
+    draws = {frozenset(choose(scores, whole, 4, 3, step)) for step in range(20)}
+    assert draws != {frozenset(chosen)}
+    worst = list(chosen)[1]
+    cut = whole | {worst: 8, "math-0000000007": 2, "math-0000000008": 1}
+    chosen = choose(scores, cut, 4, 3, 1)
+    assert (chosen[worst], chosen["math-0000000007"]) == ("worst", "truncated")
+    assert len(choose(scores, cut, 99, 3, 1)) == 12
+    assert list(choose(scores, cut, 1, 3, 1).values()) == ["best"]
+    assert choose(scores, cut, 0, 3, 1) == {} == choose({}, {}, 4, 3, 1)
 
 
 def group(step: int) -> RolloutGroup:

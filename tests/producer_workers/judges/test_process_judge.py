@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from buffer.errors import JudgeError
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.config.task import JudgingSection
 from producer_workers.judges.judge import (
@@ -21,7 +22,7 @@ from producer_workers.judges.judge import (
     Judge,
 )
 from producer_workers.judges.load import load_worker_judge
-from producer_workers.user_code import border
+from producer_workers.user_code import border, user_process
 from producer_workers.user_code.process_function import ProcessFunction
 
 HOSTILE = "tests.producer_workers.judges.hostile"
@@ -56,6 +57,20 @@ async def ask(judge: Judge, *truths: str) -> list[Any]:
     asked = (judge.judge_group([state]) for state in states)
     answers = await asyncio.gather(*asked, return_exceptions=True)
     return [each if isinstance(each, BaseException) else each[0]["score"] for each in answers]
+
+
+async def test_a_mended_judge_is_imported_again_after_a_call_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(user_process, "MENDED_S", 0.0)
+    source = "def judge(*, response, ground_truth, state):\n    return {}\n"
+    (tmp_path / "mendable.py").write_text(source.format('float("no")'), encoding="utf-8")
+    judge = load_worker_judge("mendable:judge", JudgingSection())
+    assert [type(answer) for answer in await ask(judge, "")] == [JudgeError]
+    (tmp_path / "mendable.py").write_text(source.format("0.5 + 0.25"), encoding="utf-8")
+    assert await ask(judge, "") == [0.75]
+    judge.close()
 
 
 async def test_a_process_sees_what_a_judge_in_the_worker_sees() -> None:

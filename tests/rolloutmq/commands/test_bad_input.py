@@ -38,18 +38,6 @@ def test_a_server_that_is_not_named(
     check(in_process(*words, cwd=tmp_path), code, *said)
 
 
-def test_stopped_server_says_that_its_data_is_safe(tmp_path: Path) -> None:
-    with EmbeddedServer(tmp_path / "runs" / "old"):
-        pass
-    check(
-        in_process("status", cwd=tmp_path),
-        3,
-        "runs/old is not running",
-        "rolloutmq server",
-        "rolloutmq run",
-    )
-
-
 def test_nothing_listens_at_the_url() -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -20,6 +20,7 @@ COMMANDS: dict[str, Any] = all_commands()
 ONE = ["math-0000000042"]
 ARGUMENTS = {
     "show": ONE,
+    "rejudge": ONE,
     "requeue": ONE,
     "drop": ONE,
     "batch": ["3"],
@@ -61,6 +62,12 @@ def test_the_list_names_every_command_as_its_own_help_does() -> None:
         summary = " ".join(command.help.split("\n\n")[0].split())
         assert f" {name} {summary}" in listed
     assert COMMANDS.keys() == command_list._FUNCTIONS.keys()
+
+
+def test_a_wrong_command_is_answered_with_a_close_one() -> None:
+    done = in_process("statsu")
+    assert done.returncode == 2
+    assert "'status'" in done.stderr
 
 
 def test_help_and_completion_import_no_command() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import shlex
+from itertools import pairwise
 from pathlib import Path
 
+import orjson
 import pytest
 
 from buffer.errors import ConfigError
@@ -14,6 +17,7 @@ from producer_workers.config.task import JUDGES
 from producer_workers.hub import model_repository
 from producer_workers.judges.load import load_judge, make_judge
 from rolloutmq.config.load import load_config
+from tests.rolloutmq.conftest import in_process
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FILES = sorted(CONFIGS.glob("*.toml"))
@@ -51,6 +55,40 @@ def test_a_preset_says_what_it_needs(path: Path) -> None:
     for task in config.tasks.values():
         longest = (config.producer.max_prompt_tokens or 0) + task.sample.max_tokens
         assert longest <= (config.engine.max_model_len or 0) <= config.learner.token_budget
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.name)
+def test_a_preset_says_what_simulate_says_of_it(path: Path) -> None:
+    config = load_config(path)
+    text = path.read_text("utf-8")
+    said, lines = re.findall(r"^# Simulated: (.*)\n((?:# {5,}.*\n)+)", text, re.M)[0]
+    _, *words = shlex.split(re.sub(r"\\\n#|^#", "", lines))
+    (task,) = (config.tasks[name] for name in config.training_tasks)
+    assert isinstance(config.engine, VllmConfig)
+    assert (
+        dict(pairwise(words)).items()
+        >= {
+            "--workers": str(config.launch.workers),
+            "--sequences": str(config.engine.max_num_seqs),
+            "--concurrency": str(config.worker.concurrency),
+            "--batch-size": str(config.plan.batch_size),
+            "--over-sample": str(config.strategy.over_sample_threshold),
+            "--ahead": str(config.policy.max_ahead),
+            "--staleness": str(config.policy.max_staleness),
+            "--pause": config.policy.pause_mode,
+            "--longest": str(task.sample.max_tokens),
+        }.items()
+    )
+    assert (task.prompt_repeat_k, config.policy.sync_weights_interval) == (8, 1)  # its defaults
+    done = in_process(*words, "--json")
+    found = orjson.loads(done.stdout)["chosen"]
+    shares = [100 * found[name] for name in ("worker_idle", "trainer_idle", "waste")]
+    figures = [float(number) for number in re.findall(r"[\d.]+", said)]
+    assert figures[0] == pytest.approx(found["step_s"], rel=0.01)
+    assert figures[1:4] == pytest.approx(shares, abs=1)
+    assert figures[4] == pytest.approx(found["staleness_mean"], abs=0.1)
+    (hours,) = re.findall(r"^# Time: ([\d.]+) hours", text, re.M)
+    assert float(hours) == pytest.approx(config.plan.steps * figures[0] / 3600, abs=0.06)
 
 
 def test_evaluation_asks_every_line_of_a_jsonl_file(tmp_path: Path) -> None:

@@ -12,9 +12,12 @@ from selenium import webdriver
 from selenium.webdriver.support.ui import WebDriverWait
 
 from buffer.errors import ConfigError
+from buffer.groups.dead_letters import DeadLetter
+from consumer.grpo.reporting.dead_letter_file import write_dead_letters
 from consumer.grpo.reporting.step_log import StepWriter
 from rolloutmq.run_owner import own
 from tests.rolloutmq.conftest import ROOT, in_process
+from tests.rolloutmq.web.conftest import serving
 from tests.rolloutmq.web.test_charts import until_legend
 from tests.rolloutmq.web.test_page import turn, until
 
@@ -33,7 +36,12 @@ def run_folder(tmp_path: Path) -> Path:
         owned.note(owned.record.stage, account="account: lost 0 · in two places 0")
     writer = StepWriter(folder)
     for step in range(1, 31):
-        metrics = {"rewards/mean": step / 30, "loss/policy": 0.5, "odd/metric": 1.0}
+        metrics = {
+            "rewards/mean": step / 30,
+            "loss/policy": 0.5,
+            "odd/metric": 1.0,
+            "failed/sums": 0.25,
+        }
         writer.add_step(step, "l1", [f"sums-{step}"], metrics)
     writer.add_evaluation(0, "held_out", {"eval/accuracy": 0.25})
     writer.add_evaluation(30, "held_out", {"eval/accuracy": 0.75})
@@ -89,9 +97,33 @@ def test_the_page_shows_the_run_and_loads_nothing(
     assert HOSTILE in until(chromium, "taken over")
     assert chromium.find_elements("css selector", "main img, main script") == []
     turn(chromium, "about")
+    assert "failed sums 25%" in until(chromium, "lost and cut")
     assert "qwen3" in until(chromium, "Versions").lower() or "demo" in until(chromium, "Versions")
     faults = [line for line in chromium.get_log("browser") if line["level"] == "SEVERE"]  # type: ignore[no-untyped-call]
     assert faults == []
+
+
+def test_web_shows_the_folder_of_a_run_whose_server_is_lost(
+    run_folder: Path, chromium: webdriver.Chrome
+) -> None:
+    write_dead_letters(run_folder, [DeadLetter("sums-0000000007", HOSTILE, "w0", 3, 1000)])
+    (run_folder / "logs").mkdir()
+    (run_folder / "logs" / "trainer.log").write_text('{"time": "2026-11-26T06", "message": "hi"}\n')
+    with serving(run_folder) as address:
+        chromium.get(address)
+        until(chromium, "has no embedded server", "#trouble")
+        assert "step 30 of 30" in chromium.find_element("tag name", "header").text
+        until_legend(chromium, "reward", "1")
+        turn(chromium, "groups?step=1")
+        until(chromium, "sums-1")
+        turn(chromium, "dead")
+        assert HOSTILE in until(chromium, "sums-0000000007")
+        turn(chromium, "logs")
+        until(chromium, "hi")
+        turn(chromium, "about")
+        until(chromium, "not here")
+        nav = chromium.find_element("tag name", "nav").text
+        assert ("Workers" in nav, "Control" in nav) == (False, False)
 
 
 def test_a_folder_without_steps_is_refused(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram
 from buffer.errors import ConfigError, Fenced
+from buffer.failure_text import join_text, trace_text
 from buffer.ids import new_nonce
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
@@ -140,15 +141,17 @@ def test_failures_are_counted_by_eight_causes_and_other_ones_together(
     scene.enqueue(12)
     jobs = scene.claim("w1", 16)
     for number, job in enumerate(jobs[:10]):
-        scene.run.jobs.release("w1", job, "failed", f"Odd{number}Error: of the judge")
+        trace = trace_text([f'  File "/home/me/judge.py", line {number}, in score'])
+        text = join_text(f"judge 'mine' raised KeyError: {number}", trace)
+        scene.run.jobs.release("w1", job, "failed", text)
     scene.run.jobs.release("w1", jobs[10], "failed", "\x1b[31m")
     counts = {
         labels[1]: number
         for labels, number in samples(fetch(f"{endpoint.url}/metrics")).items()
         if labels[0] == "rolloutmq_failures_total"
     }
-    kept = {"ValueError": 1, **{f"Odd{n}Error": 1 for n in range(7)}}
-    assert counts == {**kept, "other": 4}
+    kept = {f"KeyError at judge.py:{n}": 1 for n in range(7)}
+    assert counts == {"ValueError: the judge said no": 1, **kept, "other": 4}
 
 
 def test_a_server_that_is_away_is_told_and_comes_back(tmp_path: Path) -> None:

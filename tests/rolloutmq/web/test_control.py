@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import time
 from urllib.parse import urlsplit
 
 from selenium.common.exceptions import StaleElementReferenceException
@@ -10,7 +11,8 @@ from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
-from buffer.control.control import Mode
+from buffer.control.control import SHORT_S, Mode, Work
+from buffer.control.task_status import TaskStop
 from buffer.redis.server.embedded import EmbeddedServer
 from tests.rolloutmq.populate import Scene
 from tests.rolloutmq.web.conftest import serving
@@ -52,6 +54,26 @@ def test_a_pause_is_asked_for_and_says_who_holds_the_run(
     assert chromium.find_elements(By.XPATH, "//button[text()='Pause…']") == []
     press(chromium, "Resume")
     until_mode(chromium, scene, Mode.RUN)
+
+
+def test_a_run_that_waits_for_a_stopped_task_leads_to_the_button_that_restarts_it(
+    chromium: Chrome, address: str, scene: Scene
+) -> None:
+    run, work = scene.run, Work()
+    run.control.open_producer(scene.producer, take_over=True)
+    run.task_stops.publish(scene.producer, "math", TaskStop("broken", 0, "row 7 cannot be read"))
+    work.wait_for(["math"])
+    time.sleep(SHORT_S)
+    run.control.renew_role("trainer", scene.trainer, work=work)
+    go(chromium, address, "run")
+    until(chromium, "waits until you restart task math", "#headline")
+    chromium.find_element(By.CSS_SELECTOR, "#headline a").click()
+    until(chromium, "The run waits until you restart task math")
+    press(chromium, "Restart task math…")
+    until(chromium, "row 7 cannot be read", "dialog")
+    press(chromium, "Restart", "dialog")
+    WebDriverWait(chromium, PATIENCE_S).until(lambda _: not run.task_stops.of("math").is_stopped)
+    until(chromium, "The run is running")
 
 
 def test_a_setting_is_changed_after_a_question_and_a_wrong_value_is_explained(

@@ -51,6 +51,10 @@ def test_the_run_at_one_glance(chromium: Chrome, address: str, scene: Scene, sho
     for place, groups in scene.run.account.totals().tasks[0].stages.items():
         assert f"{place} {groups} " in text.replace("\n", " ") + " "
     assert "trainer alive" in chromium.find_element(By.ID, "headline").text
+    until(chromium, "Who waited for whom")
+    lanes = chromium.find_elements(By.CSS_SELECTOR, ".lane")
+    assert [lane.text for lane in lanes] == ["w0", "w1"]
+    assert all(lane.find_elements(By.TAG_NAME, "rect") for lane in lanes)
     chromium.save_screenshot(str(shots / "run.png"))
     scene.run.store.control.hincrby(scene.run.keys.progress("math"), "enqueued", 1)
     until(chromium, "does not add up", "#account")
@@ -105,7 +109,11 @@ def test_a_rollout_with_its_tokens(
     tokens = chromium.find_elements(By.CSS_SELECTOR, ".tokens span")
     assert [token.text for token in tokens] == ["5", "6", "7"] * 2
     assert [token.get_attribute("class") for token in tokens[:3]] == ["v0", "v0", "v1"]
-    for colour, classes in (("logprob", {"p3"}), ("advantage", {"plus", "minus"}), ("mask", {""})):
+    for colour, classes in (
+        ("logprob", {"p3"}),
+        ("advantage", {"plus", "minus"}),
+        ("mask", {"trained"}),
+    ):
         Select(chromium.find_element(By.ID, "colour")).select_by_value(colour)
         until(
             chromium,

@@ -58,6 +58,8 @@ function state({ status, control }) {
 const role = ({ state, silent_ms: silent }) => (state === "never opened" ? "nobody has held it yet" : state === "closed" ? `given up ${age(silent)} ago` : `${state}, last heartbeat ${age(silent)} ago`);
 
 function headline(status, control) {
+  if (status.stuck_on.length) return `The run waits until you restart task ${status.stuck_on.join(", ")}`;
+  if (status.phase === "stopped") return "The run is stopped: no process of it is alive";
   if (status.mode === "run") return "The run is running";
   if (status.mode === "finish") return "The run is finished";
   if (control.is_orphaned && status.paused_by === "trainer") return "Paused by a trainer that is gone";

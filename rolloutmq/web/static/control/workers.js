@@ -22,12 +22,13 @@ export const workers = {
     rate = null;
   },
   update({ status }) {
-    const found = status.workers;
+    const found = status.workers.length ? status.workers : status.ended_workers;
     patch(places.now, [...found.filter((w) => w.barred_for_ms !== null).map(reasonBarred), found.length ? table(columns(status), found) : el("p", { class: "near" }, "No worker has registered: `rolloutmq worker CONFIG` starts one, which joins once its engine is loaded.")]);
     const worker = found.find(({ id }) => id === one);
     if (!one) return;
     if (worker) patch(document.getElementById("worker-now"), [details(worker)]);
     const values = data.live.columns[`worker_tokens_per_s/${one}`];
+    rate.node.hidden = !values; // a worker that has left has none
     if (values) rate.show([{ label: one, x: data.live.x, values, colour: "--s0" }], 0, false);
   },
 };
@@ -53,7 +54,8 @@ function reasonBarred(w) {
   return el("p", { class: "bad" }, `${w.id} is barred: ${reason}. See `, source, w.failed_audit ? `; \`rolloutmq workers --groups ${w.id}\` lists those that were trained, too.` : ".");
 }
 
-const perHour = (w) => (w.registered_ms > 0 ? (3_600_000 * w.done) / w.registered_ms : null);
+const workedMs = (w) => w.registered_ms - (w.alive ? 0 : w.silent_ms);
+const perHour = (w) => (w.registered_ms !== null && workedMs(w) > 0 ? (3_600_000 * w.done) / workedMs(w) : null);
 
 function details(w) {
   const tries = w.done + w.failed;
@@ -74,8 +76,9 @@ function details(w) {
 async function history(id) {
   const events = await ask(`workers/${encodeURIComponent(id)}/events`);
   const said = ({ at_ms, event, worker, ...fields }) => Object.entries(fields).map(([name, value]) => `${name}=${value}`).join(" ");
-  const rows = [["when", (e) => new Date(e.at_ms).toLocaleTimeString([], { hour12: false })], ["event", (e) => e.event], ["", said]];
+  const rows = [["when", (e) => new Date(e.at_ms).toLocaleTimeString([], { hour12: false })], ["event", (e) => e.event], ["", said, "text"]];
   rate = new Chart({ key: "worker", title: "Tokens per second", unit: "of this worker" }, "time");
+  rate.show([], 0, false); // hidden until there are values
   return el("section", { class: "panel worker" }, el("h2", {}, `Worker ${id}`), el("div", { id: "worker-now" }), rate.node,
     el("h3", {}, "Its newest events"), events.length ? table(rows, events) : el("p", { class: "dim" }, "none is kept"));
 }

@@ -46,12 +46,19 @@ export function code(text) {
   return text.split("`").map((part, at) => (at % 2 ? el("code", {}, part) : part));
 }
 
-// columns: [title, how to show a row, is it a number]
+// Rows of bars whose labels and numbers stand below one another.
+export const bars = (...rows) => el("div", { class: "bars" }, ...rows);
+
+// columns: [title, how to show a row, is it a number, or "text" that wraps]
 export function table(columns, rows) {
-  const head = el("tr", {}, columns.map(([title, , isNumber]) => el("th", { scope: "col", class: isNumber ? "n" : "" }, title)));
-  const body = rows.map((row) => el("tr", {}, columns.map(([, show, isNumber]) => el("td", { class: isNumber ? "n" : "" }, show(row)))));
-  return el("div", { class: "scroll" }, el("table", {}, el("thead", {}, head), el("tbody", {}, body)));
+  const head = el("tr", {}, columns.map(([title, , kind]) => el("th", { scope: "col", class: classOf(kind) }, title)));
+  // on a narrow screen, the rows of a wide table become blocks, in which each of many values has its name
+  const hasNames = columns.length > 4;
+  const body = rows.map((row) => el("tr", {}, columns.map(([title, show, kind]) => el("td", { class: classOf(kind), "data-name": hasNames ? title : null }, show(row)))));
+  return el("div", { class: "scroll" }, el("table", { class: hasNames || columns.some(([, , kind]) => kind === "text") ? "wide-table" : "" }, el("thead", {}, head), el("tbody", {}, body)));
 }
+
+const classOf = (kind) => (kind === "text" ? kind : kind ? "n" : "");
 
 // Make the children of a place equal to some nodes, and change only what differs, so that the
 // focus, a selection and an opened <details> stay while numbers change each second.

@@ -10,16 +10,17 @@
 
 import { age, el, number, patch } from "./draw.js";
 import { data, watch } from "./data.js";
-import { ask, keepToken, saved } from "./server.js";
+import { ask, isServed, keepToken, saved } from "./server.js";
 import { about } from "./about.js";
 import { control } from "../control/control.js";
 import { dead } from "../control/dead.js";
 import { workers } from "../control/workers.js";
 import { rollouts } from "../rollouts/rollouts.js";
 import { events } from "../run/events.js";
+import { logs } from "../run/logs.js";
 import { overview } from "../run/overview.js";
 
-const VIEWS = { run: overview, groups: rollouts, workers, dead, control, events, about };
+const VIEWS = { run: overview, groups: rollouts, workers, dead, control, events, logs, about };
 const main = document.getElementById("view");
 let opened = null, opening = 0, ofStream = "";
 
@@ -51,11 +52,7 @@ async function open() {
   const view = VIEWS[name] ?? overview;
   for (const link of document.querySelectorAll("nav a")) {
     if (VIEWS[link.getAttribute("href").slice(2)] !== view) link.removeAttribute("aria-current");
-    else {
-      link.setAttribute("aria-current", "page");
-      // on a narrow screen, the row of views scrolls
-      link.parentElement.scrollLeft = link.offsetLeft - link.parentElement.clientWidth / 2;
-    }
+    else link.setAttribute("aria-current", "page");
   }
   const mine = ++opening;
   opened?.close?.();
@@ -101,23 +98,27 @@ function login(error) {
 const STATES = {
   run: ["running", "good"], drain: ["paused: running groups are finished", "near"],
   abort: ["paused: running groups were returned", "near"], keep: ["paused: running groups are frozen", "near"],
-  finish: ["finished", "dim"],
+  finished: ["finished", "dim"], stopped: ["stopped: no process of the run is alive", "near"],
 };
 
 function headline({ status, findings, control: { last_step: last } }) {
   document.getElementById("run").textContent = status.run;
   document.title = `${status.run}: step ${status.steps.taken}`;
-  const stops = findings.filter(({ level }) => level !== "note").length;
+  const stops = findings.some(({ level }) => level === "stuck" || level === "fault"), warns = findings.some(({ level }) => level !== "note"), hasErrors = findings.some(({ level }) => level === "error");
   // the trainer's own pause around a weight update is short, and a part of running
-  const isUpdate = status.paused_by === "trainer" && !stops;
-  const [words, kind] = isUpdate ? ["running: weight update", "good"]
-    : status.mode === "run" && stops ? ["running, but it waits", "near"] : STATES[status.mode] ?? [status.mode, "near"];
-  const by = status.paused_by && !isUpdate ? `, by the ${status.paused_by}, for ${age(status.mode_age_ms)}` : "";
+  const lives = status.phase === status.mode, isUpdate = lives && status.paused_by === "trainer" && !stops;
+  const isStuck = status.stuck_on.length > 0;
+  const [words, kind] = !lives ? STATES[status.phase]
+    : isStuck ? [el("a", { href: "#/control" }, `waits until you restart task ${status.stuck_on.join(", ")}`), "bad"]
+    : isUpdate ? ["running: weight update", "good"]
+    : status.mode === "run" && stops ? ["running, but it waits", "near"]
+    : status.mode === "run" && warns ? (hasErrors ? ["running, with errors", "bad"] : ["running, with warnings", "near"]) : STATES[status.mode] ?? [status.mode, "near"];
+  const by = lives && status.paused_by && !isUpdate && !isStuck ? `, by the ${status.paused_by}, for ${age(status.mode_age_ms)}` : "";
   const judged = status.judging ? `, ${number(status.judging)} being judged` : "";
   const fact = (label, value, kind = "") => el("span", { class: "fact" }, el("span", { class: "dim" }, label), " ", el("b", { class: kind }, value));
-  const role = (state) => (state === "alive" ? "" : "near");
+  const role = (state) => (state === "alive" || status.phase === "finished" ? "" : "near");
   patch(document.getElementById("headline"), [
-    el("span", { class: `state ${kind}` }, words + by),
+    el("span", { class: `state ${kind}` }, words, by),
     fact("step", `${number(status.steps.taken)} / ${number(last)}`),
     fact("weights", status.weights.version),
     fact("trainer", status.trainer.state, role(status.trainer.state)),
@@ -149,19 +150,21 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   main.focus();
 });
 
-// A report shows curves, samples and what is known of the run; nothing of it changes.
-function headOfReport({ run, facts }) {
+// A report shows curves, samples, dead letters and what is known of the run; nothing of it changes.
+function headOfReport({ run, facts, dead: { total } }) {
   document.title = `${run}: rolloutmq report`;
   document.getElementById("run").textContent = run;
   document.getElementById("headline").textContent = `${facts.state}, step ${facts.steps}, written ${facts.written}`;
   document.getElementById("account").textContent = facts.account ?? "";
-  for (const link of document.querySelectorAll("nav a")) link.hidden = !["#/run", "#/groups", "#/about"].includes(link.getAttribute("href"));
+  document.getElementById("dead-count").textContent = total ? `(${total})` : "";
+  const shown = ["#/run", "#/groups", "#/dead", "#/about", ...(isServed ? ["#/logs"] : [])];
+  for (const link of document.querySelectorAll("nav a")) link.hidden = !shown.includes(link.getAttribute("href"));
 }
 
 async function start() {
-  if (saved) headOfReport(saved);
   try {
     const { own } = await ask("runs");
+    if (saved) headOfReport(saved);
     page.watchRuns(own ? [own] : []);
   } catch (error) {
     onTrouble(error);

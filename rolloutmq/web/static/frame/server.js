@@ -1,8 +1,10 @@
 // Requests to `rolloutmq web`. The token comes with the address (#token=…) or from the login form,
-// and is kept for this tab only. In a report, the answers are in the page.
+// and is kept for this tab only. In a report, the answers are in the page. Where the run's server is
+// lost, `rolloutmq web` answers from the run's folder, and sends the contents of its report.
 
 const inside = document.getElementById("saved");
-export const saved = inside && JSON.parse(inside.textContent);
+export let saved = inside && JSON.parse(inside.textContent);
+export const isServed = !inside;
 
 const found = /token=([^&]+)/.exec(location.hash);
 if (found) {
@@ -27,20 +29,23 @@ export class Refused extends Error {
 }
 
 export async function ask(path, method = "GET") {
-  if (saved) return fromReport(path);
+  if (inside || (saved && path === "dead")) return fromReport(path);
   const answer = await fetch(`/api/${path}`, { method, headers: headers() });
   const document = await answer.json();
   if (!answer.ok) throw new Refused(answer.status, document);
+  if (document.saved) saved = document.saved;
   return document;
 }
 
 function fromReport(path) {
   const [name, query] = path.split("?");
   const { steps, samples } = saved;
+  if (name === "dead") return saved.dead;
   if (name === "runs") return { own: saved.run, runs: [saved.run] };
-  const asked = new URLSearchParams(query), text = asked.get("text");
+  const asked = new URLSearchParams(query), text = asked.get("text") || "", why = asked.get("why") || "";
   if (name === "samples") {
-    if (text) return { steps, step: null, groups: samples.filter((sample) => JSON.stringify(sample).toLowerCase().includes(text.toLowerCase())) };
+    const isWanted = (sample) => (!why || sample.why === why) && JSON.stringify(sample).toLowerCase().includes(text.toLowerCase());
+    if (text || why) return { steps, step: null, groups: samples.filter(isWanted).reverse() };
     const step = Number(asked.get("step")) || null;
     return { steps, step, groups: step ? samples.filter((sample) => sample.step === step) : samples };
   }
@@ -53,12 +58,10 @@ function fromReport(path) {
 // Server-sent events by fetch, because an EventSource cannot send the token. Reconnects until
 // `signal` is aborted.
 export async function follow(query, signal, onEvent, onTrouble) {
-  if (saved) return onEvent({ may_act: false, live: { x: [], columns: {} }, series: { [saved.run]: saved.series } });
+  if (saved) return onEvent({ trouble: saved.facts["not read"], may_act: false, live: { x: [], columns: {} }, series: { [saved.run]: saved.series } });
   while (!signal.aborted) {
     try {
-      const answer = await fetch(`/api/stream?${query}`, { headers: headers(), signal });
-      if (!answer.ok) throw new Refused(answer.status, await answer.json());
-      await read(answer.body, signal, onEvent);
+      await listen(`stream?${query}`, signal, onEvent);
       if (!signal.aborted) onTrouble(new Error("`rolloutmq web` was stopped"));
     } catch (error) {
       if (signal.aborted) return;
@@ -69,8 +72,11 @@ export async function follow(query, signal, onEvent, onTrouble) {
   }
 }
 
-async function read(body, signal, onEvent) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+// Server-sent events of one request, until it ends or `signal` is aborted.
+export async function listen(path, signal, onEvent) {
+  const answer = await fetch(`/api/${path}`, { headers: headers(), signal });
+  if (!answer.ok) throw new Refused(answer.status, await answer.json());
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
     const { value, done } = await reader.read();

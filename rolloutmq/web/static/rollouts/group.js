@@ -10,7 +10,8 @@ import { COLOURS, key, tokenCells, versionsOf } from "./tokens.js";
 const VIEWS = { rendered: "rendered", text: "text", tokens: "tokens", changes: "differences" };
 const RECORD_NOISE = ["entry", "token", "payload", "crc"];
 
-export function showGroup(group, query, page, list) {
+// way: {list: where `u` leads, before, after: what opens the neighbours in it, words}
+export function showGroup(group, query, page, way) {
   const members = group.members.filter((member) => member.tokens);
   const hasTokens = members.some((member) => member.response_ids);
   const state = { view: query.get("view") || "rendered", colour: query.get("colour") || "version", base: Number(query.get("base") || members[0]?.index || 0) };
@@ -26,22 +27,25 @@ export function showGroup(group, query, page, list) {
   draw();
   const views = Object.keys(VIEWS).filter((name) => hasTokens || name !== "tokens"), panels = () => [...root.querySelectorAll(".member")];
   const selected = () => Number(root.querySelector(".member.selected")?.dataset.index ?? state.base);
-  setKeys({ j: () => selectNext(panels(), 1), k: () => selectNext(panels(), -1), u: () => { location.hash = list; }, v: () => change({ view: views[(views.indexOf(state.view) + 1) % views.length] }),
-    d: () => change(state.view === "changes" ? { view: "rendered" } : { view: "changes", base: selected() }), "/": () => { location.hash = list; } });
-  return [heading(group, page, list), root];
+  setKeys({ j: () => selectNext(panels(), 1), k: () => selectNext(panels(), -1), u: () => { location.hash = way.list; }, "[": () => way.before?.(), "]": () => way.after?.(), v: () => change({ view: views[(views.indexOf(state.view) + 1) % views.length] }),
+    d: () => change(state.view === "changes" ? { view: "rendered" } : { view: "changes", base: selected() }), "/": () => { location.hash = way.list; } });
+  return [heading(group, page, way), root];
 }
 
-function heading(group, page, list) {
+function heading(group, page, way) {
   const place = group.sampled ? `step ${group.sampled.step}, ${group.sampled.why}, from the sample log` : group.places.join(" + ") || "lost";
   const records = Object.entries({ ...group.record, trace: group.trace_id }).filter(([name, value]) => value && !RECORD_NOISE.includes(name));
   return el("div", { class: "group-head" },
-    el("p", { class: "back" }, el("a", { href: list }, "← back"), el("button", { type: "button", class: "quiet", onclick: showHelp, "aria-label": "keys" }, "?")),
+    el("p", { class: "back" }, el("a", { href: way.list }, "← back"), neighbour("previous", "‹", way.before), way.words ? el("span", { class: "dim" }, way.words) : null, neighbour("next", "›", way.after), el("button", { type: "button", class: "quiet", onclick: showHelp, "aria-label": "keys" }, "?")),
     el("h2", {}, group.gid, " ", el("small", {}, place)),
-    group.dead_letter ? el("p", { class: "bad" }, `dead letter: ${visible(asText(group.dead_letter.reason ?? group.dead_letter))}`) : null,
+    group.dead_letter ? el("pre", { class: "bad trace" }, `dead letter: ${visible(asText(group.dead_letter.reason ?? group.dead_letter))}`) : null,
     group.gone ? el("p", { class: "dim" }, group.gone, group.sampled ? "; this is what the sample log holds of it" : ". The sample log has it only if it was chosen: ", group.sampled ? null : el("a", { href: "#/groups?step=newest" }, "sample log")) : null,
+    page.snapshot() ? el("p", {}, el("a", { href: `#/logs?${new URLSearchParams({ about: group.gid })}` }, "its lines in the logs")) : null,
     groupActs(group.gid, group.may, page),
     el("details", { class: "record" }, el("summary", {}, "record"), table([["field", (r) => r[0]], ["value", (r) => visible(asText(r[1]))]], records)));
 }
+
+const neighbour = (name, sign, open) => (open ? el("button", { type: "button", id: name, "aria-label": `${name} group of the list`, onclick: open }, sign) : null);
 
 function body(group, members, state, change, hasTokens) {
   const isRendered = state.view !== "text", prompt = (group.messages || []).map((message) => showMessage(message, isRendered));
@@ -62,10 +66,11 @@ function siblings(members, state, change) {
   const columns = [
     ["", (m) => el("button", { type: "button", class: "quiet", onclick: () => document.getElementById(`member-${m.index}`).scrollIntoView({ behavior: "smooth", block: "start" }) }, `#${m.index}`)],
     ...names.map((name) => [visible(name), (m) => number(m.reward?.[name] ?? null, 3), true]),
-    ["advantage", (m) => signed(advantageOf(m, members)), true], ["tokens", (m) => number(m.tokens), true], ["finish", (m) => visible(m.finish_reason ?? "–")], ["status", (m) => m.status], ["weights", (m) => versionsOf(m), true],
+    ["advantage", (m) => signed(advantageOf(m, members)), true], ["tokens", (m) => number(m.tokens), true], ["finish", (m) => el("span", { class: m.finish_reason === "length" ? "near" : "" }, visible(m.finish_reason ?? "–"))], ["status", (m) => m.status], ["weights", (m) => versionsOf(m), true],
+    ["response", (m) => el("span", { class: "first-line" }, visible(textOf(m).trimStart().slice(0, 160)))],
     ["", (m) => el("button", { type: "button", class: "quiet", "aria-pressed": String(state.view === "changes" && state.base === m.index), onclick: () => change({ view: "changes", base: m.index }) }, "compare")],
   ];
-  return el("div", { class: "scores" }, table(columns, members));
+  return el("details", { class: "scores", open: matchMedia("(min-width: 40rem)").matches }, el("summary", { class: "dim" }, "all rollouts"), table(columns, members));
 }
 
 function controls(members, state, change, hasTokens) {
@@ -83,7 +88,7 @@ function showMember(member, members, state) {
     el("small", {}, ` ${signed(advantage)} · ${number(member.tokens)} tokens · ${visible(member.finish_reason ?? "–")}`, member.status === "completed" ? "" : ` · ${member.status}`));
   return el("section", { class: "panel member", id: `member-${member.index}`, "data-index": member.index }, title,
     (member.messages || []).map((message) => showMessage(message, state.view !== "text")), content(member, members, advantage, state),
-    member.error ? el("p", { class: "bad" }, visible(member.error)) : null);
+    member.error ? el("pre", { class: "bad trace" }, visible(member.error)) : null);
 }
 
 function content(member, members, advantage, state) {

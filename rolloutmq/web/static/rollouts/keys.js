@@ -3,7 +3,7 @@
 import { el } from "../frame/draw.js";
 
 const HELP = [["j, k", "next, previous"], ["Enter", "open the selected group"], ["u", "back to the list"], ["v", "rendered, text, tokens"], ["d", "differences from the selected rollout"],
-  ["[, ]", "previous, next step of the sample log"], ["/", "search"], ["1 to 9", "the views"], ["?", "this help"]];
+  ["[, ]", "previous, next group of the list; in a list, page or step"], ["e", "all responses of the selected group"], ["/", "search"], ["1 to 9", "the views"], ["?", "this help"]];
 let actions = {};
 
 export function showHelp() {

@@ -47,7 +47,7 @@ export function queryForm(query, tasks, search) {
     search({ text: form.elements.text.value.trim(), where: written.value.trim(), order: form.elements.order.value });
   } },
   el("div", { class: "line" }, el("input", { name: "text", type: "search", value: query.get("text") || "", "aria-label": "words or the id of a group", placeholder: "words in prompts and responses, or the id of a group" }), el("button", {}, "Find"), el("button", { type: "button", onclick: () => search({ text: "", where: "", order: "" }) }, "Clear")),
-  el("details", { class: "filters", open: Boolean(where || order) || matchMedia("(min-width: 50rem)").matches }, el("summary", {}, "filters"), fields), el("label", { class: "line" }, el("span", { class: "dim" }, "query"), written));
+  el("details", { class: "more-fields", open: Boolean(where || order) || matchMedia("(min-width: 50rem)").matches }, el("summary", {}, "filters"), fields), el("label", { class: "line" }, el("span", { class: "dim" }, "query"), written));
   if (where && !fill(form, where)) fields.disabled = true; // written by hand: the form would replace it by less
   fields.addEventListener("change", (event) => {
     if (event.target.name !== "order") written.value = build(form);

@@ -1,18 +1,21 @@
 // The rollouts page: groups found by a query, the samples of a step, or the one group that the address names.
 //
-//   #/groups?text=…&where=JSON&order=-tokens&page=2      what is in the queue now
-//   #/groups?step=50     or ?step=newest, ?logged=WORDS  the sample log
-//   #/groups/GID?step=50&view=text&base=0                one group, now or as it was logged
+//   #/groups?outcome=dead&cause=…&text=…&where=JSON&order=-tokens&page=2   what is in the queue now
+//   #/groups?step=50     or ?step=newest, ?logged=WORDS, ?why=worst        the sample log
+//   #/groups/GID?step=50&view=text&base=0                                  one group, now or as it was logged
 
-import { el, number } from "../frame/draw.js";
+import { el } from "../frame/draw.js";
 import { ask, saved } from "../frame/server.js";
 import { showGroup } from "./group.js";
 import { selectNext, setKeys, showHelp } from "./keys.js";
-import { loadLibraries, SPECIAL, visible } from "./said.js";
 import { queryForm } from "./query_form.js";
+import { groupRows, ofQueue, ofSample } from "./rows.js";
+import { loadLibraries } from "./said.js";
 
 const GID = /^[\w.-]+-\d{10}$/;
-let list = "#/groups"; // the address to which `u` goes back
+const OUTCOMES = ["completed", "truncated", "aborted", "expired", "filtered", "dead"];
+const WHYS = ["best", "worst", "truncated", "random"];
+let list = "#/groups", listed = []; // the address to which `u` goes back, and its groups
 
 export function address(gid, parameters = {}) {
   const given = Object.entries(parameters).filter(([, value]) => value !== "" && value !== null && value !== undefined);
@@ -28,72 +31,92 @@ export const rollouts = {
 
 async function showList(query, page) {
   list = location.hash || "#/groups";
-  const logged = query.get("step") || query.get("logged") || (saved && "newest");
-  const parts = logged ? await showSamples(query) : await showQueue(query, page);
+  listed = [];
+  const isLogged = ["step", "logged", "why"].some((name) => query.get(name)) || Boolean(saved);
+  const parts = isLogged ? await showSamples(query) : await showQueue(query, page);
+  const selected = () => document.querySelector("main .selected");
   setKeys({
     j: () => selectNext(rows(), 1), k: () => selectNext(rows(), -1), "/": () => document.querySelector("input[type=search]").focus(),
-    Enter: () => { const link = document.querySelector("main .selected a") ?? document.activeElement.closest?.("a"); if (link) location.hash = link.getAttribute("href"); },
+    Enter: () => { const link = selected()?.querySelector("a") ?? document.activeElement.closest?.("a"); if (link) location.hash = link.getAttribute("href"); },
+    e: () => { const all = selected()?.querySelector("details"); if (all) all.open = !all.open; },
     "[": () => document.getElementById("previous")?.click(), "]": () => document.getElementById("next")?.click(),
   });
-  return [sources(logged), ...parts];
+  return [sources(isLogged), ...parts];
 }
 
-const rows = () => [...document.querySelectorAll("main tbody tr, main .card")];
+const rows = () => [...document.querySelectorAll("main tbody tr")];
+const tab = (words, href, isOpen) => el("a", { href, "aria-current": isOpen ? "page" : null }, words);
 
-function sources(logged) {
-  const tab = (words, href, isOpen) => el("a", { href, "aria-current": isOpen ? "page" : null }, words);
-  return el("div", { class: "sources" }, saved ? null : tab("In the queue", "#/groups", !logged), tab("Sample log", "#/groups?step=newest", Boolean(logged)), el("button", { type: "button", class: "quiet", onclick: showHelp, "aria-label": "keys" }, "?"));
+function sources(isLogged) {
+  return el("div", { class: "sources" }, saved ? null : tab("In the queue", "#/groups", !isLogged), tab("Sample log", "#/groups?step=newest", isLogged), el("button", { type: "button", class: "quiet", onclick: showHelp, "aria-label": "keys" }, "?"));
 }
+
+// Links that leave only the groups with one value of `name`. Filtered groups have no records that a query could match.
+function chips(name, values, parameters) {
+  const chosen = parameters[name] || "";
+  const link = (value) => address("", value === "filtered" ? { [name]: value } : { ...parameters, [name]: value, cause: "" });
+  return el("div", { class: "sources chips", role: "group", "aria-label": name }, ["", ...values].map((value) => tab(value || "all", link(value), value === chosen)));
+}
+
+const unsorted = (title, field) => el("th", { scope: "col", class: field ? "n" : "" }, title);
+
+function show(entries, heading) {
+  if (!entries.length) return null;
+  listed = entries.map(({ gid, step }) => ({ gid, step }));
+  return el("div", { class: "scroll" }, groupRows(entries, heading, ({ gid, step }) => groupLink(gid, step)));
+}
+
+// -- the queue -----------------------------------------------------------------------------
 
 async function showQueue(query, page) {
-  const parameters = Object.fromEntries(["text", "where", "order"].map((name) => [name, query.get(name) || ""])), at = Number(query.get("page") || 1);
+  const parameters = Object.fromEntries(["text", "where", "order", "outcome", "cause"].map((name) => [name, query.get(name) || ""])), at = Number(query.get("page") || 1);
   const search = (asked) => {
     const gid = [asked.text, asked.where].find((words) => GID.test(words));
-    location.hash = gid ? address(gid) : address("", asked);
+    location.hash = gid ? address(gid) : address("", { ...parameters, ...asked });
   };
-  const form = queryForm(query, Object.keys(page.snapshot()?.status.tasks ?? {}), search);
+  const isFiltered = parameters.outcome === "filtered";
+  const form = [chips("outcome", OUTCOMES, parameters), isFiltered ? null : queryForm(query, Object.keys(page.snapshot()?.status.tasks ?? {}), search)];
   let found;
   try {
+    if (parameters.outcome === "dead") form.splice(1, 0, await causes(parameters));
     found = await ask(`groups?${new URLSearchParams({ ...parameters, page: at })}`);
   } catch (error) {
-    return [form, el("p", { class: "bad", role: "alert" }, error.message)];
+    return [...form, el("p", { class: "bad", role: "alert" }, error.message)];
   }
   const { groups } = found, goto = (n) => address("", { ...parameters, page: n });
   const pages = el("p", { class: "pages" }, at > 1 ? el("a", { id: "previous", href: goto(at - 1) }, "← previous") : null, ` page ${at} `, found.has_more ? el("a", { id: "next", href: goto(at + 1) }, "next →") : null);
   const notes = [];
-  if (parameters.text) notes.push(el("p", { class: "dim" }, `Searched are the texts of the first ${found.most_read} groups that match the query. `, el("a", { href: address("", { logged: parameters.text }) }, "Search the sample log")));
+  if (found.most_read) notes.push(el("p", { class: "dim" }, `Of the groups that match the query, the first ${found.most_read} are read. `, el("a", { href: address("", parameters.text ? { logged: parameters.text } : { why: parameters.outcome }) }, "Search the sample log")));
   if (!groups.length) notes.push(el("p", {}, "no group matches. Groups that were trained have left the queue: see the ", el("a", { href: "#/groups?step=newest" }, "sample log"), "."));
-  return [form, ...notes, groups.length ? sortedTable(groups, parameters) : null, at > 1 || found.has_more ? pages : null];
+  return [...form, ...notes, show(groups.map(ofQueue), isFiltered ? unsorted : sorting(parameters)), at > 1 || found.has_more ? pages : null];
 }
 
-const COLUMNS = [
-  ["group", null, (r) => groupLink(r.gid)], ["stage", null, (r) => r.stage], ["status", null, (r) => r.status], ["reward", "reward", (r) => number(r.reward, 3)],
-  ["version", "version", (r) => r.version ?? "–"], ["staleness", "staleness", (r) => r.staleness ?? "–"], ["tokens", "tokens", (r) => number(r.tokens)],
-  ["tries", "tries", (r) => r.tries], ["held by", null, (r) => r.owner ?? r.batch ?? ""],
-];
+async function causes(parameters) {
+  const found = (await ask("dead")).causes;
+  const choose = (event) => { location.hash = address("", { ...parameters, cause: event.target.value }); };
+  return el("label", { class: "causes" }, "cause ", el("select", { name: "cause", onchange: choose }, el("option", { value: "" }, "any"),
+    found.map(({ cause, count }) => el("option", { value: cause, selected: cause === parameters.cause }, `${count}: ${cause}`))));
+}
 
-function sortedTable(groups, parameters) {
-  const columns = parameters.text ? [...COLUMNS, ["found", null, (r) => el("span", { class: "excerpt" }, visible(r.excerpt))]] : COLUMNS;
-  const heading = ([title, field]) => {
+function sorting(parameters) {
+  return (title, field) => {
     if (!field) return el("th", { scope: "col" }, title);
     const isDown = parameters.order === `-${field}`, isUp = parameters.order === field;
     return el("th", { scope: "col", class: "n", "aria-sort": isDown ? "descending" : isUp ? "ascending" : null },
       el("a", { href: address("", { ...parameters, order: isDown ? field : `-${field}` }) }, title, isDown ? " ↓" : isUp ? " ↑" : ""));
   };
-  const row = (group) => el("tr", {}, columns.map(([, field, show]) => el("td", { class: field ? "n" : "" }, show(group))));
-  return el("div", { class: "scroll" }, el("table", { class: "groups" }, el("thead", {}, el("tr", {}, columns.map(heading))), el("tbody", {}, groups.map(row))));
 }
 
 // -- the sample log ------------------------------------------------------------------------
 
 async function showSamples(query) {
-  const text = query.get("logged") || "", asked = query.get("step");
-  const found = await ask(`samples?${new URLSearchParams(text ? { text } : asked && asked !== "newest" ? { step: asked } : {})}`);
-  if (!found.steps) return [el("p", { class: "dim" }, "The sample log is empty: it is written by the reference trainer after each step, into the run's folder ([samples] groups_per_step).")];
-  const parts = [stepForm(found, text)];
-  if (text) parts.push(el("p", { class: "dim" }, found.groups.length ? `${found.groups.length} groups contain it, the newest first` : "no logged group contains it"));
+  const text = query.get("logged") || "", why = query.get("why") || "", asked = query.get("step");
+  const found = await ask(`samples?${new URLSearchParams(text || why ? { text, why } : asked && asked !== "newest" ? { step: asked } : {})}`);
+  if (!found.steps) return [el("p", { class: "dim" }, "The sample log is empty: the trainer writes it after each step, into the run's folder ([samples] groups_per_step).")];
+  const parts = [stepForm(found, text), chips("why", WHYS, { why, logged: text, step: text || why ? "" : asked })];
+  if (text || why) parts.push(el("p", { class: "dim" }, found.groups.length ? `the newest ${found.groups.length} groups of all steps${text ? " that contain it" : ""}` : "no logged group is like that"));
   else if (!found.groups.length) parts.push(el("p", {}, `no group of step ${found.step} is in the log`));
-  return [...parts, el("ol", { class: "cards" }, found.groups.map(card))];
+  return [...parts, show(found.groups.map(ofSample), unsorted)];
 }
 
 function stepForm({ steps: [first, last], step }, text) {
@@ -111,24 +134,14 @@ function stepForm({ steps: [first, last], step }, text) {
   el("input", { name: "text", type: "search", value: text, "aria-label": "words in the sample log", placeholder: "words, in all steps" }), el("button", {}, "Show"));
 }
 
-const scoresOf = (sample) => sample.members.map((member) => member.reward?.score ?? null);
-const oneLine = (text) => visible(text).replace(/\s+/g, " ").slice(0, 400);
-
-function card(sample) {
-  const scores = scoresOf(sample), known = scores.filter((score) => score !== null), tokens = sample.members.reduce((sum, member) => sum + member.tokens, 0) / sample.members.length;
-  const mean = known.length ? known.reduce((a, b) => a + b, 0) / scores.length : null, best = sample.members[scores.indexOf(Math.max(...known))] ?? sample.members[0];
-  const asked = sample.messages?.at(-1)?.content ?? sample.prompt ?? "", answer = best.turns?.at(-1).text ?? best.response ?? "";
-  const line = (name, text) => el("p", { class: "excerpt", dir: "auto" }, el("span", { class: "dim" }, name, " "), oneLine(text));
-  return el("li", { class: "card panel" },
-    el("div", { class: "facts" }, el("span", { class: `why ${sample.why}` }, sample.why), el("b", {}, groupLink(sample.gid, sample.step)), el("span", { class: "dots", title: scores.map((score) => number(score, 2)).join(", ") }, scores.map((score) => el("i", { class: score === null ? "" : score > 0 ? "plus" : "minus" }))),
-      el("span", { class: "dim" }, `step ${sample.step} · mean score ${number(mean, 3)} · ${number(tokens)} tokens each${sample.staleness === null ? "" : ` · staleness ${sample.staleness}`}`)),
-    sample.excerpt ? line("…", sample.excerpt) : [line("prompt", typeof asked === "string" ? asked : JSON.stringify(asked)), line("best", answer.replace(/^[^]*<\/think>/, "").replace(SPECIAL, ""))]);
-}
-
 // -- one group -----------------------------------------------------------------------------
 
 async function showOneGroup(gid, query, page) {
   const step = query.get("step");
   const [group] = await Promise.all([ask(`groups/${encodeURIComponent(gid)}${step ? `?${new URLSearchParams({ step })}` : ""}`), loadLibraries()]);
-  return showGroup(group, query, page, list);
+  const at = listed.findIndex((each) => each.gid === gid && String(each.step ?? "") === (step ?? ""));
+  // a neighbour is shown as this one is
+  const go = (to) => () => { location.hash = address(to.gid, { step: to.step, view: query.get("view"), colour: query.get("colour") }); };
+  const [before, after] = [listed[at - 1], listed[at + 1]].map((to) => (at >= 0 && to ? go(to) : null));
+  return showGroup(group, query, page, { list, before, after, words: at >= 0 ? `${at + 1} of ${listed.length}` : "" });
 }

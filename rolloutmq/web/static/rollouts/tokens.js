@@ -13,8 +13,8 @@ export function key(colour, members) {
   const entries = {
     version: [...new Set(members.flatMap((m) => m.spans.map((s) => s.version)))].sort((a, b) => a - b).map((v) => [`v${v % 6}`, `version ${v}`]).concat([["not-sampled", "not sampled"]]),
     logprob: [["p0", "p < 0.1 %"], ["p1", "p < 5 %"], ["p2", "p < 30 %"], ["p3", "likely"]],
-    mask: [["", "trained"], ["masked", "not trained"]],
-    advantage: [["plus", "better than its siblings"], ["minus", "worse"]],
+    mask: [["trained", "trained"], ["masked", "not trained"]],
+    advantage: [["plus large", "1 or more above its siblings"], ["plus", "better"], ["", "no advantage"], ["minus", "worse"], ["minus large", "1 or more below"], ["masked", "not trained"]],
   }[colour];
   return el("p", { class: "key", id: "key" }, (entries ?? []).map(([name, words]) => el("span", { class: name }, words)));
 }
@@ -39,8 +39,8 @@ const trained = (member, position) => member.response_mask === null || Boolean(m
 const versionAt = (member, position) => member.spans.find((span) => span.start <= position && position < span.start + span.length)?.version;
 
 function classOf(member, position, advantage, colour) {
-  if (colour === "mask") return trained(member, position) ? "" : "masked";
-  if (colour === "advantage") return !trained(member, position) || !advantage ? "" : advantage > 0 ? "plus" : "minus";
+  if (colour === "mask" || (colour === "advantage" && !trained(member, position))) return trained(member, position) ? "trained" : "masked";
+  if (colour === "advantage") return !advantage ? "" : `${advantage > 0 ? "plus" : "minus"}${Math.abs(advantage) < 1 ? "" : " large"}`;
   const version = versionAt(member, position);
   if (version === undefined) return "not-sampled";
   if (colour === "version") return `v${version % 6}`;

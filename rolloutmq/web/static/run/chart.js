@@ -106,7 +106,7 @@ export class Chart {
       scales: { x: { time: this.axis === "time" }, y: this.isLog ? { distr: 3 } : { range: (_, low, high) => this.rangeOf(low, high) } },
       axes: [
         { stroke, grid: { show: false }, ticks, font, size: 30, ...(this.axis === "time" ? { values: clock, space: 80 } : {}) },
-        { stroke, grid, ticks, font, size: 52, values: (_, values) => values.map((value) => this.words(value)) },
+        { stroke, grid, ticks, font, size: (_, shown) => Math.max(52, 20 + 7 * Math.max(0, ...(shown ?? []).map((words) => words?.length ?? 0))), values: (_, values) => values.map((value) => this.words(value)) },
       ],
       cursor: {
         sync: { key: this.axis, scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },

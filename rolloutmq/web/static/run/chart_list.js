@@ -2,6 +2,7 @@
 // numbers of the live record (rolloutmq/web/watcher.py).
 
 const STAGES = ["waiting", "running", "completed", "aborted", "expired", "taken"];
+const SHARES = ["failed", "truncated", "expired", "unparsed", "filtered_groups"];
 const PARTS = ["wait", "read", "pause", "train", "publish"];
 
 const line = (name, label, options = {}) => ({ name, label, ...options });
@@ -29,6 +30,8 @@ export const BY_STEP = [
     lines: [...PARTS.map((part) => line(`time/${part}_s`, part)), line("", "other", { rest: "time/step_s" })] },
   { key: "throughput", title: "Throughput", unit: "tokens per second and GPU", lines: [
     line("throughput/rollout_tgs", "rollouts"), line("throughput/training_tgs", "training alone"), line("throughput/effective_tgs", "whole step")] },
+  { key: "shares", title: "Lost and cut", unit: "share since the step before", percent: true,
+    lines: (columns) => SHARES.flatMap((share) => named(columns, `${share}/`).map(({ name, label }) => line(name, `${share.replace("_", " ")} ${label}`))) },
   { key: "pools", title: "Groups left in the pools", unit: "groups after a step", lines: [
     line("async/completed_groups", "completed"), line("async/aborted_groups", "aborted"), line("async/expired_groups", "expired")] },
 ];
@@ -37,7 +40,6 @@ export const BY_TIME = [
   { key: "stages", title: "Groups by stage", unit: "groups", stacked: true, perTask: true,
     lines: (columns, task) => STAGES.map((stage) => line("", stage, { sum: named(columns, "groups/").map(({ name }) => name)
       .filter((name) => name.endsWith(`/${stage}`) && (!task || name === `groups/${task}/${stage}`)) })) },
-  { key: "waits", title: "Who waits for whom", unit: "share now", percent: true, lines: (columns) => named(columns, "waits/") },
   { key: "tokens", title: "Tokens per second", unit: "all workers", lines: [line("tokens_per_s", "all workers")] },
   { key: "worker-tokens", title: "Tokens per second by worker", unit: "tokens/s", lines: (columns) => named(columns, "worker_tokens_per_s/") },
 ];
@@ -46,7 +48,7 @@ export const BY_TIME = [
 export function otherCharts(columns, evaluations) {
   const shown = new Set(BY_STEP.flatMap(({ lines }) => (Array.isArray(lines) ? lines : []))
     .flatMap(({ name, band = [], rest }) => [name, rest, ...band]));
-  const kept = Object.keys(columns).filter((name) => !shown.has(name) && !/^rewards\/mean\/|^pause\/le_/.test(name));
+  const kept = Object.keys(columns).filter((name) => !shown.has(name) && !/^rewards\/mean\/|^pause\/le_/.test(name) && !SHARES.some((share) => name.startsWith(`${share}/`)));
   const measured = [...new Set(Object.keys(evaluations).map((name) => name.slice(0, name.lastIndexOf("/") + 1)))].filter((name) => name !== "eval/accuracy/");
   return [...kept.sort().map((name) => ({ key: name, title: name, unit: "", lines: [line(name, name.split("/").at(-1))] })),
     ...measured.sort().map((prefix) => ({ key: prefix, title: prefix.slice(0, -1), unit: "by task", table: "evaluations", lines: (all) => named(all, prefix) }))];

@@ -20,7 +20,7 @@ function draw() {
   patch(kinds, [el("option", { value: "" }, "all kinds"), ...names.map((name) => el("option", { value: name }, name))]);
   kinds.value = chosen;
   const shown = newest.filter(({ event }) => !chosen || event === chosen);
-  patch(place, [table([["when", ({ at_ms }) => new Date(at_ms).toLocaleTimeString([], { hour12: false })], ["event", ({ event }) => event], ["", details]], shown)]);
+  patch(place, [table([["when", ({ at_ms }) => new Date(at_ms).toLocaleTimeString([], { hour12: false })], ["event", ({ event }) => event], ["", details, "text"]], shown)]);
 }
 
 function details({ at_ms, event, ...fields }) {

@@ -2,7 +2,7 @@
 
 import { age, code, el } from "../frame/draw.js";
 
-const WORDS = { fault: "fault", stuck: "waits", warning: "warning", note: "note" };
+const WORDS = { fault: "fault", stuck: "waits", error: "error", warning: "warning", note: "note" };
 
 export function findings({ findings: found }) {
   const stops = found.filter(({ level }) => level !== "note"), notes = found.filter(({ level }) => level === "note");
@@ -11,14 +11,19 @@ export function findings({ findings: found }) {
   return [el("section", { class: "panel findings", "aria-label": "What stops this run" }, list(stops)), folded];
 }
 
-// The view where something can be done about a finding.
+// The view where something can be done about a finding: its buttons do what the command does.
 function placeOf(fix) {
-  if (/rolloutmq (dead|requeue|drop)/.test(fix)) return el("a", { href: "#/dead" }, "Dead letters");
-  if (/rolloutmq resume --worker/.test(fix)) return el("a", { href: "#/workers" }, "Workers");
-  return /rolloutmq (resume|set)/.test(fix) ? el("a", { href: "#/control" }, "Control") : null;
+  if (/rolloutmq (dead|requeue|drop)/.test(fix)) return button("#/dead", "Open dead letters");
+  if (/sample\.max_tokens/.test(fix)) return button("#/groups?outcome=truncated", "Open truncated");
+  if (/rolloutmq tail/.test(fix)) return button("#/groups?outcome=filtered", "Open filtered");
+  if (/rolloutmq resume --worker/.test(fix)) return button("#/workers", "Open workers");
+  if (/\blogs?\b/.test(fix)) return button("#/logs?level=warning", "Open logs");
+  return /rolloutmq (resume|set)/.test(fix) ? button("#/control", "Open control") : null;
 }
 
+const button = (href, words) => el("a", { class: "button", href }, words);
+
 function list(found) {
-  return el("ul", {}, found.map(({ level, what, since_ms, fix }) => el("li", { class: level },
-    el("b", { class: "level" }, WORDS[level]), " ", what, since_ms === null ? "" : `, for ${age(since_ms)}`, fix ? el("div", { class: "dim" }, code(fix), " ", placeOf(fix)) : null)));
+  return el("ul", {}, found.map(({ level, what, since_ms, fix, trace }) => el("li", { class: level },
+    el("b", { class: "level" }, WORDS[level]), " ", what, since_ms === null ? "" : `, for ${age(since_ms)}`, trace ? el("pre", { class: "trace" }, trace) : null, fix ? el("div", { class: "dim" }, code(fix), " ", placeOf(fix)) : null)));
 }

@@ -1,19 +1,21 @@
 // The run at one glance: what stops it, curves by train step (of several runs, if wanted), what
 // happens now, and the groups of each task.
 
-import { bar, bytes, el, number, panel, patch, table } from "../frame/draw.js";
+import { bar, bars, bytes, el, number, panel, patch, table } from "../frame/draw.js";
 import { data } from "../frame/data.js";
 import { ask, saved } from "../frame/server.js";
 import { band } from "./curves.js";
 import { Chart, onZoom, zoom, zoomOf } from "./chart.js";
 import { BY_STEP, BY_TIME, linesOf, otherCharts, valuesOf } from "./chart_list.js";
 import { findings } from "./findings.js";
+import { Lanes } from "./lanes.js";
 
 const STAGES = ["waiting", "running", "completed", "aborted", "expired", "taken", "archived", "filtered", "dropped", "dead"];
 const COLOURS = ["--s0", "--s1", "--s2", "--s3", "--s4", "--s5", "--s6", "--s7"];
+const LEVELS = { warning: "near", error: "bad" };
 const choice = { runs: null, own: null, all: [], smoothing: 0, x: "step", task: "" };
 const detail = new Map(); // run -> its steps in the zoomed range, where all steps are thinned out
-let charts = [], others = [], places = null, thePage = null;
+let charts = [], others = [], places = null, thePage = null, lanes = null;
 
 export const overview = {
   async open(route, page) {
@@ -32,15 +34,18 @@ export const overview = {
     onZoom.add(readDetail);
     addEventListener("themechange", redraw);
     addEventListener("click", closeMenu);
+    lanes = new Lanes();
     places.more = el("details", { class: "more", ontoggle: () => drawOthers() }, el("summary", {}, "All other metrics"), places.others);
     return [places.findings, heading("Training", toolbar(page)), places.runs, places.noSteps, places.steps, places.more,
-      ...(saved ? [] : [heading("Now", taskChoice()), places.time, heading("Groups"), places.tasks])];
+      ...(saved ? [] : [heading("Now", taskChoice()), lanes.node, places.time, heading("Groups"), places.tasks])];
   },
   update(snapshot, hasSteps) {
     if (snapshot) {
       patch(places.findings, findings(snapshot));
       drawTasks(snapshot);
+      places.time.hidden = snapshot.status.mode === "finish"; // nothing changes any more
       drawTime();
+      lanes.update(snapshot.now_ms);
     }
     if (hasSteps) drawSteps();
   },
@@ -193,31 +198,28 @@ function drawTime() {
   }
 }
 
-function drawTasks({ status, waits }) {
+function drawTasks({ status }) {
   const tasks = Object.entries(status.tasks);
   const count = (n) => el("span", { class: n ? "" : "dim" }, number(n));
   const columns = [["stage", (row) => row], ...tasks.map(([name, task]) => [name, (row) => count(task.places[row]), true])];
   const groups = panel("Groups by stage", null, table(columns, STAGES));
   groups.classList.add(tasks.length > 3 ? "wide" : "tall");
-  patch(places.tasks, [groups, ...tasks.map(task), waiting(waits), memory(status)]);
+  patch(places.tasks, [groups, ...tasks.map(task), memory(status)]);
 }
 
 function task([name, task]) {
-  const ages = Object.entries(task.staleness), most = Math.max(1, ...ages.map(([, n]) => n));
+  const found = Object.entries(task.staleness), ages = found.some(([, n]) => n) ? found : [], most = Math.max(1, ...ages.map(([, n]) => n));
   return panel(name, `mean score ${number(task.mean_reward, 3)}`,
-    bar("ahead", task.in_flight, task.in_flight_limit || task.in_flight, `${task.in_flight} / ${task.in_flight_limit}`, task.in_flight_limit && task.in_flight >= task.in_flight_limit ? "near" : ""),
-    ages.map(([staleness, n]) => bar(`staleness ${staleness}`, n, most, number(n))),
+    bars(bar("ahead", task.in_flight, task.in_flight_limit || task.in_flight, `${task.in_flight} / ${task.in_flight_limit}`, task.in_flight_limit && task.in_flight >= task.in_flight_limit ? "near" : ""),
+      ages.map(([staleness, n]) => bar(`staleness ${staleness}`, n, most, number(n))),
+      Object.entries(task.shares).map(([name, { share, level }]) => bar(name, share, 1, `${number(100 * share)} %`, LEVELS[level]))),
     task.too_old ? el("p", { class: "near" }, `${task.too_old} too old, about to expire`) : null,
     task.ended_early ? el("p", { class: "dim" }, `${task.ended_early} ended early, too old (${number(task.discarded_tokens)} tokens)`) : null,
     task.trouble ? el("p", { class: "bad" }, task.trouble) : null);
 }
 
-function waiting(waits) {
-  return panel("Waiting", "share of the observed time", Object.entries(waits).map(([who, wait]) => bar(who, wait.share, 1, `${number(100 * wait.share)} %`, wait.now ? "near" : "")));
-}
-
 function memory({ memory: { held_bytes, low_bytes, high_bytes } }) {
   return panel("Memory", null, ...(high_bytes
-    ? [bar("payloads", held_bytes, high_bytes, bytes(held_bytes)), el("p", { class: "dim" }, `new prompts wait above ${bytes(low_bytes)}`)]
+    ? [bars(bar("payloads", held_bytes, high_bytes, bytes(held_bytes))), el("p", { class: "dim" }, `new prompts wait above ${bytes(low_bytes)}`)]
     : [el("p", {}, `payloads hold ${bytes(held_bytes)}`), el("p", { class: "dim" }, "no limit is set")]));
 }

@@ -148,3 +148,78 @@ def test_any_folder_will_do(tmp_path: Path, name: str) -> None:
         assert again.url == server.url
         with again.connect() as client:
             assert client.ping()
+
+
+READ = """
+import sys
+from pathlib import Path
+from buffer.redis.server.embedded import EmbeddedServer
+with EmbeddedServer(Path(sys.argv[1])).reading():
+    print("reads", flush=True)
+    sys.stdin.read()
+"""
+
+
+class Reader:
+    """A process that reads a server; it ends in order, or by SIGKILL."""
+
+    def __init__(self, folder: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", READ, str(folder)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.process.stdout
+        assert self.process.stdout.readline() == "reads\n"
+
+    def end(self) -> None:
+        self.process.communicate()
+        assert self.process.returncode == 0
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        "a+ b+ a- b-",
+        "a+ own a- leave",
+        "own a+ leave b+ a- b-",
+        "own a+ a- leave",
+        "a+ a! b+ b-",
+        "a+ a! own b+ b- b+ leave b-",
+        "own a+ leave own a- leave",
+    ],
+)
+def test_a_server_ends_with_its_last_reader_unless_it_has_an_owner(
+    embedded: EmbeddedServer, history: str
+) -> None:
+    """+ and -: a reader comes and ends; !: it is killed. The server is there until the last."""
+    moves = history.split()
+    readers: dict[str, Reader] = {}
+    for left, move in zip(reversed(range(len(moves))), moves, strict=True):
+        match move[-1]:
+            case "+":
+                readers[move[0]] = Reader(embedded.folder)
+            case "-":
+                readers.pop(move[0]).end()
+            case "!":
+                readers.pop(move[0]).kill()
+            case _:
+                embedded.start() if move == "own" else embedded.leave()
+        assert embedded.is_running == (left > 0), (move, left)
+
+
+def test_a_reader_waits_for_the_one_that_stops_the_server(embedded: EmbeddedServer) -> None:
+    reader = Reader(embedded.folder)
+    for _ in range(5):
+        with reader.process as ending:
+            assert ending.stdin
+            ending.stdin.close()  # it ends while the next one comes
+            reader = Reader(embedded.folder)
+        assert ending.returncode == 0
+        with embedded.connect() as client:
+            assert client.ping()
+    reader.end()
+    assert not embedded.is_running

@@ -18,6 +18,8 @@ from buffer.weights import folder_manifest as weights_manifest
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
 from rolloutmq.views import diagnosis
+from rolloutmq.views.explain.shares import shares_of
+from rolloutmq.views.run_view import read_run_view
 from tests.rolloutmq.conftest import Command, json_of
 from tests.rolloutmq.populate import Scene, populate
 
@@ -63,7 +65,7 @@ BROKEN: dict[Callable[[Scene, Path], None], tuple[str, str]] = {
         "[worker] tasks, lanes",
     ),
     a_letter: (
-        "the newest dead letter is math-0000000005: ValueError: the judge said no",
+        "1 dead letter: ValueError: the judge said no",
         "rolloutmq requeue",
     ),
 }
@@ -111,6 +113,45 @@ def test_a_task_that_learns_to_be_short_is_named(
     found = [each for each in symptoms(command) if "short" in each["what"]]
     assert [each["level"] for each in found] == levels
     assert all("math" in each["what"] and "max_staleness" in each["fix"] for each in found)
+
+
+def test_a_task_whose_long_rows_fail_is_biased(store: Store, command: Command) -> None:
+    scene = Scene(store, "demo")
+    scene.enqueue(80, prompt=10, source="short")
+    scene.join("w0")
+    for job in scene.claim("w0", 80):
+        scene.submit("w0", job)
+    assert not [each for each in symptoms(command) if each["level"] in ("warning", "error")]
+    scene.enqueue(24, prompt=100, source="long")
+    for job in scene.claim("w0", 20):
+        scene.run.jobs.release("w0", job, "failed", "ValueError: the judge said no")
+    error, rows = (each for each in symptoms(command) if each["level"] in ("warning", "error"))
+    assert (error["level"], "20% of the last 100 groups" in error["what"]) == ("error", True)
+    assert "20 x ValueError" in error["what"]
+    assert "100 / 100 / 100 tokens" in rows["what"]
+    assert "others 10 / 10 / 10" in rows["what"]
+    assert "100% of them are of 'long', of the others" in rows["what"]
+    (share,) = json_of(command("status", "--json"))["tasks"]["math"]["shares"].values()
+    assert share == {"share": 0.2, "number": 20, "total": 100, "level": "error"}
+    for letter in list(scene.run.dead_letters.newest()):
+        scene.run.jobs.requeue(letter.gid)
+    assert not [each for each in symptoms(command) if each["level"] == "error"]
+
+
+def test_a_share_is_that_of_the_newest_groups(store: Store) -> None:
+    scene = Scene(store, "demo")
+    scene.join("w0")
+    for filtered in (True, False, False):
+        scene.enqueue(128)
+        for job in scene.claim("w0", 128):
+            scene.submit("w0", job, filtered=filtered)
+        (task, _) = read_run_view(scene.run).tasks
+        if found := list(shares_of(task)):
+            assert [(each.number, each.level) for each in found] == [
+                (128, "error" if filtered else "note")
+            ]
+    assert (found, task.recent("produced_groups")) == ([], 128)
+    assert scene.run.account.fsck().damage == []
 
 
 def test_who_was_never_there_is_missed_since_the_run_was_made(

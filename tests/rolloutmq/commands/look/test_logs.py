@@ -7,14 +7,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import orjson
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolloutmq.cli.logs import LogFiles
 from rolloutmq.run_owner import own
+from rolloutmq.views.explain import log_files
+from rolloutmq.views.explain.log_files import Entry, LogFiles, LogFilter
 from tests.rolloutmq.conftest import ROOT, in_process
 
 
@@ -115,3 +118,53 @@ def test_following_ends_with_the_run_and_shows_what_was_written_last(tmp_path: P
         append(logs, "trainer", line(3, "last"))
     assert "last" in following.communicate(timeout=400)[0]
     assert following.returncode == 0
+
+
+LINES = st.lists(
+    st.tuples(
+        st.sampled_from(["info", "warning", "error", ""]),
+        st.sampled_from(["", "math-0000000001", "math-00000000011", "xmath-0000000001"]),
+        st.integers(1, 12),
+    ),
+    max_size=60,
+)
+
+
+@given(LINES, st.integers(0, 30), st.booleans(), st.integers(1, 400))
+def test_the_newest_lines_that_match_are_found_however_far_back(
+    made: list[tuple[str, str, int]], most: int, is_rotated: bool, first_bytes: int
+) -> None:
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        folder = Path(name)
+        patch.setattr(log_files, "FIRST_BYTES", first_bytes)
+        for second, (level, gid, step) in enumerate(made):
+            text = line(second, f"{second}", level=level, gid=gid, step=step)
+            append(folder, "trainer", text if level else f"{gid} step {step}\n")
+            if is_rotated and second == len(made) // 2:
+                rotate(folder / "trainer.log")
+        for wanted in (
+            LogFilter(level="warning"),
+            LogFilter(about="math-0000000001"),
+            LogFilter(about="1", level="error"),
+            LogFilter(since="2026-01-02T03:00:20", until="2026-01-02T03:00:30"),
+        ):
+            everything = LogFiles(folder, "").last(1000)
+            found = LogFiles(folder, "").last(most, wanted)
+            matching = [entry for entry in everything if wanted.passes(entry)]
+            assert found == matching[max(0, len(matching) - most) :]
+    about = LogFilter(about="math-0000000001")
+    matches = [about.passes(Entry("", "", f'{{"gid":"{gid}"}}', {})) for _, gid, _ in made]
+    assert matches == [gid == "math-0000000001" for _, gid, _ in made]
+
+
+def test_a_train_step_has_the_lines_that_were_written_during_it(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    ended = time.mktime((2026, 1, 2, 3, 0, 10, 0, 0, -1))
+    step = {"step": 7, "gids": [], "ended_s": ended, "metrics": {"time/step_s": 4.0}}
+    (tmp_path / "steps.jsonl").write_bytes(orjson.dumps(step) + b"\n")
+    append(logs, "trainer", "".join(line(at, f"at {at}") for at in range(15)))
+    append(logs, "worker-0", line(2, "keeps groups for step 7"))
+    done = in_process("logs", "--about", "7", "--run-dir", str(tmp_path))
+    said = [row.split(maxsplit=2)[2] for row in done.stdout.splitlines()]
+    assert said == ["keeps groups for step 7", *(f"at {at}" for at in range(7, 11))]

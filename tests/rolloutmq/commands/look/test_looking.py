@@ -162,7 +162,7 @@ def test_what_was_said_is_read_of_a_run_that_is_over(
     (over / "valkey.lock").touch()
     assert "has these 2 groups" in command("batch", "1", cwd=tmp_path).stdout
     assert "It was worst." in command("show", gid(1), cwd=tmp_path).stdout
-    assert "is not running" in command("batch", "2", cwd=tmp_path).stderr
+    assert "are gone" in command("batch", "2", cwd=tmp_path).stderr
 
 
 def test_show_of_a_lost_group_is_an_account_error(

@@ -15,6 +15,7 @@ def test_dead_lists_reason_tries_worker_and_age(scene: Scene, command: Command) 
     (row,) = json_of(command("dead", "--json"))
     assert row.pop("age_ms") >= 0
     said = {"reason": "ValueError: the judge said no", "worker": "w0", "tries": 1, "step": None}
+    said |= {"cause": said["reason"], "has_responses": False}
     assert row == {"gid": DEAD} | said
     shown = command("dead").stdout
     assert DEAD in shown

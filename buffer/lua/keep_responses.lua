@@ -1,0 +1,32 @@
+#!lua
+-- keep_responses: keep the responses with which a group became a dead letter; their bytes are stored under the claim's token.
+-- include: byte_count, numbers, payloads
+-- KEYS record    HASH   record of the group
+-- KEYS garbage   SET
+-- KEYS bytes     HASH
+-- KEYS unpinned  SET
+-- KEYS payloads  STRING* x0..1024  the chunks, in order; none in a cluster
+-- ARGV gid        gid
+-- ARGV token      token                 of the claim that was released as failed
+-- ARGV tokens     0..1_000_000_000_000  in all responses
+-- ARGV size       0..1_000_000_000_000  bytes of all chunks
+-- ARGV crc        hex                   CRC-32 of all bytes, hex
+-- ARGV byte_limit ''|0..                payload bytes of the run above which nothing is kept; '' = no limit
+-- ARGV chunks     1..1024
+-- replies OK | GONE (the group is no longer dead, or died in another claim) | FULL | MISSING size_found
+-- keeps I1 (nothing moves), I2, I12 (counts bytes; takes no room that work needs), I13 (token), I14
+
+local held = redis.call('HMGET', record, 'stage', 'released', 'payload', 'chunks', 'size')
+local before = held[3]
+if before == token then return {'OK'} end
+if held[1] ~= 'dead' or held[2] ~= token then return {'GONE'} end
+local counts = redis.call('HMGET', bytes, 'came', 'went')
+if byte_limit and num(counts[1]) - num(counts[2]) + size > byte_limit then return {'FULL'} end
+local found = seen_bytes(payloads, 0, chunks, size)
+if found ~= size then return {'MISSING', int(found)} end
+
+pin(payloads, 0, unpinned, gid .. ' ' .. token .. ' ' .. chunks)
+if before ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. before .. ' ' .. held[4]) end
+count_bytes(bytes, size, before == 'init' and 0 or num(held[5]))
+redis.call('HSET', record, 'payload', token, 'chunks', chunks, 'size', int(size), 'crc', crc, 'tokens', int(tokens))
+return {'OK'}

@@ -1,0 +1,85 @@
+"""`dead_letters.jsonl` in the run's folder: the newest dead letters, readable without the server.
+
+The trainer's process owns it and writes it again, whole, whenever the letters have changed: it is
+bounded, never torn, and has no letter that was requeued or dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from itertools import islice
+from pathlib import Path
+
+import orjson
+
+from buffer.errors import RolloutMQError
+from buffer.groups.dead_letters import DeadLetter
+from buffer.run import Run
+
+log = logging.getLogger("rolloutmq.trainer")
+
+FILE = "dead_letters.jsonl"
+MOST = 500  # letters, the newest; their reasons are bounded
+EVERY_S = 10.0
+LAST_S = 5.0  # for the last look, where the server may be gone
+
+
+@contextmanager
+def kept_dead_letters(run: Run, folder: Path) -> Iterator[None]:
+    """Keep the file as the server's dead letters are, during this block and at its end."""
+    is_over = threading.Event()
+    keeper = threading.Thread(
+        target=_keep, args=(run, folder, is_over), name="dead letters", daemon=True
+    )
+    keeper.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        keeper.join(LAST_S)
+
+
+def _keep(run: Run, folder: Path, is_over: threading.Event) -> None:
+    written = None
+    is_last = False
+    while not is_last:
+        is_last = is_over.wait(EVERY_S)
+        try:
+            letters = list(islice(run.dead_letters.newest(), MOST))
+            known = [(letter.gid, letter.tries, letter.reason) for letter in letters]
+            if known != written and (known or (folder / FILE).exists()):
+                write_dead_letters(folder, letters)
+                written = known
+        except (RolloutMQError, OSError) as error:  # it tries again, and training continues
+            log.warning("dead letters are not kept in %s now: %s", folder, error)
+
+
+def write_dead_letters(folder: Path, letters: list[DeadLetter]) -> None:
+    now_ms = round(1000 * time.time())
+    part = folder / "dead_letters.tmp"
+    part.touch(mode=0o600)
+    with part.open("wb") as file:
+        for letter in letters:
+            file.write(orjson.dumps(replace(letter, age_ms=now_ms - letter.age_ms)) + b"\n")
+    part.replace(folder / FILE)
+
+
+def read_dead_letters(folder: Path) -> list[DeadLetter]:
+    """Return the letters that were kept, newest first; their ages are by this machine's clock."""
+    file = folder / FILE
+    lines = file.read_bytes().splitlines() if file.is_file() else []
+    names = {each.name for each in fields(DeadLetter)}  # another version may have written more
+    kept = [
+        DeadLetter(**{name: value for name, value in orjson.loads(line).items() if name in names})
+        for line in lines
+    ]
+    now_ms = round(1000 * time.time())
+    # their responses are only on the server
+    return [
+        replace(each, age_ms=max(0, now_ms - each.age_ms), has_responses=False) for each in kept
+    ]

@@ -1,0 +1,120 @@
+"""Record the steps of a trainer that does not do so itself, from the calls that it makes anyway.
+
+    take_batch   rewards, lengths and staleness of the batch; its samples
+    report       the trainer's own metrics of the step, and of evaluations
+
+A step is written to `steps.jsonl` at the first of: its report, its commit, the take of the next
+step. A later report writes it again, and what follows it. A trainer that dies between a checkpoint
+and its commit has written no line: the next one writes it from the batch that the server still has.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from buffer.manifest import Manifest
+from buffer.observers import Observer
+from buffer.run import Run
+from buffer.wire.group import RolloutGroup
+from consumer.config.training import TrainingConfig
+from consumer.grpo.reporting.metric_writers import open_writers
+from consumer.grpo.reporting.metrics import BatchColumns, staleness_metrics
+from consumer.grpo.reporting.reporter import Reporter, choose_groups
+from consumer.grpo.reporting.sample_log import TokenTexts
+from consumer.grpo.reporting.step_log import STEPS_FILE, StepLog, StepWriter
+
+KEPT = 8  # newest steps that may still be reported: trainers take ahead
+
+
+@dataclass(slots=True)
+class _Step:
+    lineage: str
+    gids: list[str]
+    metrics: dict[str, float]
+    began: float  # when the trainer asked for the batch
+    is_written: bool = False
+
+
+@contextmanager
+def recorded(run: Run, config: TrainingConfig, model_dir: Path) -> Iterator[None]:
+    """Record the steps of every trainer of `run` in this process within this block."""
+    recorder = StepRecorder(run, config, model_dir)
+    run.observers.append(recorder)
+    try:
+        yield
+    finally:
+        run.observers.remove(recorder)
+        recorder.close()
+
+
+class StepRecorder(Observer):
+    """Writes steps, evaluations and samples into the run's folder, and to [trainer] writers."""
+
+    def __init__(self, run: Run, config: TrainingConfig, model_dir: Path) -> None:
+        self._run = run
+        self._config = config
+        self._log = StepWriter(config.run.folder)
+        self._reporter = Reporter(run.buffer, TokenTexts([model_dir]))
+        self._lock = threading.Lock()  # every thread may call the methods of a consumer
+        self._steps: dict[int, _Step] = {}
+
+    def delivered(
+        self, manifest: Manifest, groups: Sequence[RolloutGroup], lineage: str, waited_s: float
+    ) -> None:
+        step = manifest.step
+        columns = BatchColumns.of(groups, np.empty(0, np.float32))
+        metrics = columns.metrics() | staleness_metrics(manifest) | {"time/wait_s": waited_s}
+        if len(self._run.limits.training_tasks) > 1:
+            metrics |= columns.rewards_by_task()
+        with self._lock:
+            if not self._steps:
+                self._begin(step)
+            self._write(step - 1)
+            self._steps = {n: kept for n, kept in self._steps.items() if step - KEPT < n < step}
+            began = time.monotonic() - waited_s
+            self._steps[step] = _Step(lineage, manifest.gids, metrics, began)
+        self._reporter.add_samples(step, choose_groups(self._config, columns, groups, manifest))
+
+    def reported(self, step: int, metrics: Mapping[str, float], task: str) -> None:
+        with self._lock:
+            if task:
+                self._log.add_evaluation(step, task, dict(metrics))
+                self._reporter.add_evaluation(step, task, metrics)
+            elif known := self._steps.get(step):
+                known.metrics |= metrics
+                known.is_written = False
+                self._write(step)
+
+    def committed(self, step: int, began_ns: int) -> None:
+        with self._lock:
+            self._write(step)
+        self._reporter.flush()
+
+    def close(self) -> None:
+        self._reporter.close()
+
+    def _begin(self, first: int) -> None:
+        self._reporter.open(open_writers(self._config, first))
+        log = StepLog(self._config.run.folder / STEPS_FILE)
+        log.read_new()
+        logged = log.steps[-1].step if log.steps else 0
+        for step in range(max(logged, self._run.ledger.steps().freed) + 1, first):
+            if manifest := self._run.ledger.manifest(step):
+                self._log.add_step(step, "", manifest.gids, staleness_metrics(manifest))
+
+    def _write(self, last: int) -> None:
+        """Write the steps up to `last` that are not; again those that such a line replaces."""
+        replaces = False
+        for number, step in sorted(self._steps.items()):
+            if replaces if step.is_written else number <= last:
+                step.metrics.setdefault("time/step_s", time.monotonic() - step.began)
+                self._log.add_step(number, step.lineage, step.gids, step.metrics)
+                self._reporter.add_step(number, step.metrics)
+                step.is_written = replaces = True

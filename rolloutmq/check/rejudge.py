@@ -1,0 +1,109 @@
+"""Run a task's judge again on the responses of one group, in this process.
+
+Nothing of the run changes. The judge is called without limits of time and memory, in this thread:
+its exceptions are its own, and a debugger can stop in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pdb
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from buffer.errors import ConfigError
+from buffer.wire.rollout import RolloutState, ToolCall
+from consumer.grpo.reporting.sample_log import Sample, TokenTexts
+from producer_workers.config.task import NO_JUDGE, TaskSection
+from producer_workers.judges.judge import Judge
+from producer_workers.judges.load import load_bare_judge, make_judge
+from producer_workers.user_code.failure import failure_text, is_of_user
+from rolloutmq.views.found_group import FoundGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the judge returned for one rollout, or raised. `before`: the reward that it has."""
+
+    index: int
+    response: str
+    before: dict[str, float] | None
+    reward: dict[str, float] | None = None
+    error: BaseException | None = None
+
+    def document(self) -> dict[str, Any]:
+        return {
+            "index": self.index,
+            "before": self.before,
+            "reward": self.reward,
+            "error": failure_text(self.error) if self.error else None,
+        }
+
+
+def responses_of(found: FoundGroup, texts: TokenTexts) -> list[RolloutState]:
+    """Return the rollouts of a group that have a response. Raises ConfigError without any."""
+    states = found.group.states if found.group else []
+    if found.sample:
+        states = [_of_sample(found.sample, member) for member in found.sample["members"]]
+    for state in states:
+        if len(state.response_ids) and not state.response:
+            ids = state.response_ids.tolist()
+            state.response = texts.joined(ids, skip_special_tokens=True) or ""
+    if having := [state for state in states if state.response or len(state.response_ids)]:
+        return having
+    hint = "a worker keeps those of few groups of one cause: `rolloutmq dead` lists others"
+    raise ConfigError(f"the responses of {found.gid} are not kept", hint=hint)
+
+
+def _of_sample(sample: Sample, member: dict[str, Any]) -> RolloutState:
+    """Return a rollout of the sample log, which has no tokens."""
+    shared = ("ground_truth", "data_source", "extra", "messages")
+    own = ("index", "response", "reward", "finish_reason", "messages")
+    fields = {name: sample[name] for name in shared if sample.get(name) is not None}
+    fields |= {name: member[name] for name in own if member.get(name) is not None}
+    calls = [ToolCall(**call) for call in member.get("tool_calls", [])]
+    return RolloutState(**fields, tool_calls=calls)
+
+
+def judge_again(
+    name: str, task: TaskSection, states: Sequence[RolloutState], member: int | None
+) -> Iterator[Verdict]:
+    """Yield the verdict on each rollout, or on one `member`.
+
+    Raises ConfigError for a task without a judge, or an unknown member.
+    """
+    wanted = [state for state in states if member in (None, state.index)]
+    if not wanted:
+        known = ", ".join(str(state.index) for state in states)
+        raise ConfigError(f"there is no response of member {member}", hint=f"known: {known}")
+    if task.judge == NO_JUDGE:
+        raise ConfigError(f"task {name} has no judge: its agent loop gives the rewards")
+    judge = make_judge(task.judge, lambda spec: load_bare_judge(spec, task.judging))
+    for asked in [list(states)] if judge.sees_group else [[state] for state in wanted]:
+        yield from (each for each in _ask(judge, asked) if member in (None, each.index))
+
+
+def _ask(judge: Judge, states: list[RolloutState]) -> Iterator[Verdict]:
+    before = [state.reward for state in states]
+    given = [state.model_copy(deep=True) for state in states]
+    rewards: list[dict[str, float] | None] = [None] * len(states)
+    raised: BaseException | None = None
+    try:
+        rewards = list(asyncio.run(judge.judge_group(given)))
+    except (Exception, SystemExit) as error:  # a judge may raise anything; Ctrl-C ends this command
+        raised = error
+    for state, old, reward in zip(states, before, rewards, strict=True):
+        yield Verdict(state.index, state.response, old, reward, raised)
+
+
+def debug(error: BaseException) -> None:
+    """Open pdb at the line of the user's code that raised an error, or called what raised it."""
+    nodes = []
+    node = error.__traceback__
+    while node:
+        nodes.append(node)
+        node = node.tb_next
+    users = [each for each in nodes if is_of_user(each.tb_frame.f_code.co_filename)] or nodes
+    users[-1].tb_next = None  # pdb opens the innermost frame
+    pdb.post_mortem(users[0])

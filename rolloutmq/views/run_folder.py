@@ -1,0 +1,71 @@
+"""Read a run from its folder alone: for its report, and where its server is lost."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from buffer.groups.dead_letters import DeadLetter
+from buffer.redis.connection.url import mask_url
+from consumer.grpo.reporting.dead_letter_file import read_dead_letters
+from consumer.grpo.reporting.step_log import StepLog
+from rolloutmq.output import age
+from rolloutmq.run_owner import LaunchRecord, read_record
+from rolloutmq.views.explain.shares import mean_shares
+
+ON_SERVER = "groups in the queue, records of batches, workers and events, which were on the server"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    folder: Path
+
+    @cached_property
+    def record(self) -> LaunchRecord | None:
+        return read_record(self.folder)
+
+    @cached_property
+    def log(self) -> StepLog:
+        log = StepLog(self.folder / "steps.jsonl")
+        log.read_new()
+        return log
+
+    @cached_property
+    def letters(self) -> list[DeadLetter]:
+        return read_dead_letters(self.folder)
+
+    @property
+    def name(self) -> str:
+        return self.record.run if self.record else self.folder.resolve().name
+
+    def facts(self) -> dict[str, str]:
+        """Return what the folder knows, and what it lacks, as texts by name."""
+        record, steps = self.record, self.log.steps
+        done = steps[-1].step if steps else 0
+        seconds = sum(step.metrics.get("time/step_s", 0.0) for step in steps)
+        reward = steps[-1].metrics.get("rewards/mean") if steps else None
+        logs = sorted(path.stem for path in (self.folder / "logs").glob("*.log"))
+        facts = {
+            "folder": str(self.folder.resolve()),
+            "state": record.stage if record else "not started by `rolloutmq run`",
+            "reason": record.detail if record else "",
+            "steps": f"{done} of {record.steps}" if record else str(done),
+            "reward": "" if reward is None else f"{reward:.3f}",
+            "groups trained": f"{sum(len(step.gids) for step in steps):,}",
+            "trained twice": str(len(self.log.trained_twice())),
+            "time in steps": age(1000 * seconds),
+            "lost and cut at the end": mean_shares(steps) or "nothing",
+            "dead letters": str(len(self.letters)),
+            "logs": ", ".join(logs),
+            "written": time.strftime("%Y-%m-%d %H:%M"),
+        }
+        if record:
+            facts["account"] = record.account or "not checked at its end: see rolloutmq fsck"
+            facts["command"] = mask_url("rolloutmq run " + " ".join(record.command))
+        return {name: text for name, text in facts.items() if text} | {"not here": ON_SERVER}
+
+    def describe(self) -> dict[str, Any]:
+        return {"run": self.name, "phase": "no server", "folder": self.facts()}

@@ -1,0 +1,92 @@
+"""The logs of the run's processes on this machine.
+
+GET /api/logs  ?process=worker&level=warning&about=math-0000000042&text=…&since=…&until=…&lines=200:
+               server-sent events; the first has the newest lines that match, later ones new lines
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from buffer.errors import ConfigError
+from buffer.readable import plain
+from rolloutmq.views.explain.log_files import (
+    FIELDS_OF_ALL,
+    LEVELS,
+    OUTPUT,
+    Entry,
+    LogFiles,
+    LogFilter,
+    filter_about,
+)
+from rolloutmq.web.access import Access, encoded, number_in
+
+POLL_S = 0.5
+MOST_LINES = 1000
+MOST_FIELDS = 40
+LONGEST = 20_000  # characters of a line that are sent
+
+
+class LogRoutes:
+    def __init__(self, run_dir: Path | None, access: Access, is_over: Callable[[], bool]) -> None:
+        self._run_dir = run_dir
+        self._access = access
+        self._is_over = is_over
+
+    def all(self) -> list[Route]:
+        return [Route("/api/logs", self._logs)]
+
+    async def _logs(self, request: Request) -> Response:
+        self._access.to_read(request)
+        query = request.query_params
+        lines = number_in(query.get("lines") or "200", MOST_LINES)
+        if self._run_dir is None:
+            raise ConfigError(
+                "the folder of this run is not known here, and so are its logs",
+                hint="start `rolloutmq web` with --run-dir on the machine of its processes",
+            )
+        if (level := query.get("level", "")) and level not in LEVELS:
+            raise ConfigError(f"{level[:20]!r} is no level", hint=f"one of {', '.join(LEVELS)}")
+        about = await asyncio.to_thread(filter_about, self._run_dir, query.get("about", ""))
+        text, since, until = (query.get(name, "") for name in ("text", "since", "until"))
+        wanted = replace(about, level=level, text=text, since=since, until=until)
+        files = LogFiles(self._run_dir / "logs", query.get("process", ""))
+        events = self._events(request, files, wanted, lines)
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    async def _events(
+        self, request: Request, files: LogFiles, wanted: LogFilter, lines: int
+    ) -> AsyncIterator[bytes]:
+        found = await asyncio.to_thread(files.last, lines, wanted)
+        processes = [name for role in ("", OUTPUT) for name in LogFiles(files.folder, role).roles]
+        yield _event(found, processes=processes, is_cut=files.is_cut)
+        while not self._is_over() and not await request.is_disconnected():
+            if found := await asyncio.to_thread(files.new, wanted):
+                yield _event(found[-MOST_LINES:])
+            await asyncio.sleep(POLL_S)
+
+
+def _event(entries: list[Entry], **more: Any) -> bytes:
+    return b"data: " + encoded({"lines": [_line(entry) for entry in entries], **more}) + b"\n\n"
+
+
+def _line(entry: Entry) -> dict[str, Any]:
+    """Return a line with texts only, so that its fields can be of any kind."""
+    fields = entry.fields
+    own = [(name, value) for name, value in fields.items() if name not in FIELDS_OF_ALL]
+    return {
+        "time": entry.time[:40],
+        "process": entry.role,
+        "level": entry.level if fields else "",
+        "message": plain(str(fields.get("message", entry.line))[:LONGEST]),
+        "exception": plain(str(fields.get("exception", ""))[:LONGEST]),
+        "fields": {plain(name[:40]): plain(str(value)[:200]) for name, value in own[:MOST_FIELDS]},
+    }
