@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from math import nan
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -215,14 +216,17 @@ def train(
 
 
 def figures(started: Sequence[RolloutGroup], trained: Sequence[RolloutGroup]) -> dict[str, float]:
-    """Return rewards of the groups that began with the newest weights, and mean lengths."""
+    """Return rewards of the groups that began with the newest weights, and mean lengths.
+
+    Near the end none begins: nan, which is null in the line.
+    """
     values = {
         "hard": [group.scores.mean() for group in started if is_hard(group)],
         "easy": [group.scores.mean() for group in started if not is_hard(group)],
         "started_length": [group.lengths.mean() for group in started],
         "trained_length": [group.lengths.mean() for group in trained],
     }
-    return {name: float(np.mean(each)) if each else 0.0 for name, each in values.items()}
+    return {name: float(np.mean(each)) if each else nan for name, each in values.items()}
 
 
 def is_hard(group: RolloutGroup) -> bool:
