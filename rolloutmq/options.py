@@ -33,7 +33,7 @@ from buffer.run import Run
 from consumer.grpo.reporting.sample_log import SampleLog
 from rolloutmq.hang_up import interrupted_by_sigterm
 from rolloutmq.output import console, emit
-from rolloutmq.run_owner import folders_below, known_folders, last_change
+from rolloutmq.run_owner import folders_below, is_owned, known_folders, last_change
 
 RUNS = Path("runs")
 
@@ -319,11 +319,14 @@ def or_folder(read_folder: Callable[..., Output]) -> partial[Callable[..., None]
 def folder_without_server(
     redis_url: str | None, run_dir: Path | None, run: str | None
 ) -> Path | None:
-    """Return the selected run's folder, to be read in place of its server; None if unknown."""
+    """Return the selected run's folder, to be read in place of its server; None if unknown.
+
+    None, too, for a run in progress: its server is only unreachable for a while.
+    """
     if run_dir is None and not (redis_url or run or os.environ.get("REDIS_URL")):
         newest = newest_server()
         run_dir = newest[1] if newest else next(iter(known_folders(RUNS)), None)
-    return run_dir if run_dir and last_change(run_dir) else None
+    return run_dir if run_dir and last_change(run_dir) and not is_owned(run_dir) else None
 
 
 def choose_run(store: Store, run: str | None) -> str:

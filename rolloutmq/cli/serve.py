@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -98,7 +99,7 @@ def web(
         console(stderr=True).print(
             f"only the folder {folder} is read: {error.message}", soft_wrap=True
         )
-        may = access(folder)
+        may = replace(access(folder), read_only=True)
         make = partial(make_folder_app, folder, error.message, access=may, hosts=hosts)
         _serve_page(make, may, host, port, shown_host)
 

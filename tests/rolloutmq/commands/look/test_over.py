@@ -22,6 +22,7 @@ from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from consumer.grpo.reporting import dead_letter_file
 from consumer.grpo.reporting.dead_letter_file import kept_dead_letters, read_dead_letters
+from rolloutmq.run_owner import own
 from rolloutmq.views.run_view import read_run_view
 from tests.rolloutmq.conftest import ROOT, in_process, json_of
 from tests.rolloutmq.populate import Scene, populate, write_samples
@@ -129,6 +130,8 @@ def test_a_run_whose_data_are_lost_is_read_from_its_folder(over: EmbeddedServer)
     shown = json_of(in_process("show", "math-0000000001", "--json", cwd=cwd))
     assert shown["members"][0]["response"] == "It was worst."
     assert in_process("report", cwd=cwd).returncode == 0
+    with own(over.folder.parent, "demo", ["demo.toml"], 2):  # it has not lost its server for ever
+        assert in_process("status", cwd=cwd).returncode == 3
     for words in ("ls", "fsck", "show math-0000000003"):
         done = in_process(*words.split(), cwd=cwd)
         assert (done.returncode, done.stdout) == (3, "")
