@@ -1,4 +1,4 @@
-"""What the live views remember of a run: rates, trained steps, and who waited for whom."""
+"""What the live views remember of a run: rates, trained steps, and who waits for whom."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from rolloutmq.views.run_view import RunView
 TRAINER = "trainer waits for groups"
 WORKERS = "workers wait for jobs"
 PRODUCER = "producer is at its limit"
-PAUSED = "paused"
 
 _KEPT = 600
 
@@ -24,19 +23,12 @@ class History:
         self.log = StepLog(run_dir / "steps.jsonl") if run_dir else None
         self.token_rates: deque[float] = deque(maxlen=_KEPT)
         self.waits: dict[str, float] = {}
-        self._waited_ms: dict[str, float] = dict.fromkeys((TRAINER, WORKERS, PRODUCER, PAUSED), 0.0)
-        self._watched_ms = 0.0
         self.last: RunView | None = None
 
     def observe(self, snap: RunView) -> None:
-        """Add a snapshot; count the time since the last one in the state of the last one."""
+        """Add a snapshot, and read the steps that were trained since the last one."""
         if self.log is not None:
             self.log.read_new()
-        if self.last is not None:
-            elapsed_ms = max(0, snap.now_ms - self.last.now_ms)
-            self._watched_ms += elapsed_ms
-            for wait, part in self.waits.items():
-                self._waited_ms[wait] += part * elapsed_ms
         self.token_rates.append(snap.tokens_per_s)
         self.waits = who_waits(snap, self.last_step)
         self.last = snap
@@ -50,10 +42,6 @@ class History:
         """Return a metric of all trained steps that have it, oldest first."""
         steps = self.log.steps if self.log else []
         return [step.metrics[name] for step in steps if name in step.metrics]
-
-    def share(self, wait: str) -> float:
-        """Return which fraction of the observed time a wait took, 0 to 1."""
-        return self._waited_ms[wait] / self._watched_ms if self._watched_ms else 0.0
 
 
 def who_waits(snap: RunView, trained: TrainedStep | None) -> dict[str, float]:
@@ -69,7 +57,6 @@ def who_waits(snap: RunView, trained: TrainedStep | None) -> dict[str, float]:
         TRAINER: float(running and _trainer_waits(snap, trained)),
         WORKERS: len(idle) / len(live) if running and live and not has_jobs else 0.0,
         PRODUCER: float(running and snap.producer.is_alive and at_limit),
-        PAUSED: float(not running),
     }
 
 

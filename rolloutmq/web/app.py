@@ -96,7 +96,7 @@ def make_folder_app(
         sample = samples.find(gid)
         if sample is None:
             raise ConfigError(f"the run's folder has no sample of {gid[:80]}", hint=why)
-        return FoundGroup(gid, "", [], {}, sample=sample).document(tokens=True)
+        return FoundGroup(gid, sample=sample).document(tokens=True)
 
     routes = [
         access.reading("/api/runs", contents),

@@ -11,9 +11,9 @@ from typing import Any
 from buffer.errors import RolloutMQError
 from buffer.run import Run
 from consumer.grpo.reporting.step_log import TrainedStep
-from rolloutmq.views.diagnosis import Symptom, diagnose, worst_first
+from rolloutmq.views.explain.diagnosis import Symptom, diagnose, worst_first
+from rolloutmq.views.explain.inspection import inspect
 from rolloutmq.views.history import History
-from rolloutmq.views.inspection import inspect
 from rolloutmq.views.run_json import describe
 from rolloutmq.views.run_view import RunView, read_run_view
 

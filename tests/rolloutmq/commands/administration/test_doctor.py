@@ -17,7 +17,7 @@ from buffer.redis.store import Store
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
-from rolloutmq.views import diagnosis
+from rolloutmq.views.explain import diagnosis, inspection
 from rolloutmq.views.explain.shares import shares_of
 from rolloutmq.views.run_view import read_run_view
 from tests.rolloutmq.conftest import Command, json_of
@@ -86,6 +86,20 @@ def test_doctor_names_what_is_wrong_since_when_and_what_to_do(
     (found,) = [symptom for symptom in symptoms(command) if what in symptom["what"]]
     assert fix in found["fix"]
     assert found["since_ms"] is not None or damage in (torn_weights, judge_queue_without_judges)
+
+
+def test_each_dead_letter_is_counted_once(
+    scene: Scene, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "SHOWN", 2)
+    scene.enqueue(6)
+    for number, job in enumerate(scene.claim("w1", 6)):
+        error = ("KeyError", "TypeError", "ValueError")[number % 3]
+        scene.run.jobs.release("w1", job, "failed", f"{error}: no")
+    found = [symptom["what"] for symptom in symptoms(command) if "dead letter" in symptom["what"]]
+    counts = [int(what.split()[0]) for what in found]
+    assert len(counts) == 3
+    assert sum(counts) == len(scene.run.dead_letters)
 
 
 def symptoms(command: Command) -> list[dict[str, Any]]:

@@ -54,9 +54,9 @@ def diagnose(snap: RunView) -> list[Symptom]:
     """
     if snap.mode == "finish":
         over = _note("the run is finished: its last step is done", since_ms=snap.paused_ms)
-        return worst_first([*_account(snap), over, *_shares(snap), *_dead(snap)])
+        return worst_first([*_account(snap), over, *_shares(snap)])
     parts = [_account, _pauses, _roles, _slow_data_set, _workers, _failed_audits, _unclaimed,
-             _leases, _memory, _tasks, _shares, _curriculum, _recovery, _dead]  # fmt: skip
+             _leases, _memory, _tasks, _shares, _curriculum, _recovery]  # fmt: skip
     parts += [] if snap.paused_by else [_weights, _supply]
     return worst_first(symptom for part in parts for symptom in part(snap))
 
@@ -334,9 +334,3 @@ def _recovery(snap: RunView) -> Iterator[Symptom]:
         what = "a trainer began to open the run and did not finish"
         fix = "start the trainer again: it repeats the opening"
         yield _stuck(what, fix, snap.trainer.silent_ms)
-
-
-def _dead(snap: RunView) -> Iterator[Symptom]:
-    if snap.dead:
-        what = plural(snap.dead, "dead letter")
-        yield _note(what, "`rolloutmq dead` lists them with their reasons")
