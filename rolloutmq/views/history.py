@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 from buffer.control.worker_record import WorkerState
@@ -30,21 +31,20 @@ class History:
         if self.log is not None:
             self.log.read_new()
         self.token_rates.append(snap.tokens_per_s)
-        self.waits = who_waits(snap, self.last_step)
+        self.waits = who_waits(snap, self.steps)
         self.last = snap
 
     @property
-    def last_step(self) -> TrainedStep | None:
-        """The newest trained step; None if the trainer's log is unknown or empty."""
-        return self.log.steps[-1] if self.log and self.log.steps else None
+    def steps(self) -> list[TrainedStep]:
+        """The trained steps, oldest first; [] if the trainer's log is unknown."""
+        return self.log.steps if self.log else []
 
     def metric(self, name: str) -> list[float]:
         """Return a metric of all trained steps that have it, oldest first."""
-        steps = self.log.steps if self.log else []
-        return [step.metrics[name] for step in steps if name in step.metrics]
+        return [step.metrics[name] for step in self.steps if name in step.metrics]
 
 
-def who_waits(snap: RunView, trained: TrainedStep | None) -> dict[str, float]:
+def who_waits(snap: RunView, steps: Sequence[TrainedStep]) -> dict[str, float]:
     """Return how much of each wait exists now, 0 to 1; of workers, the idle fraction."""
     running = snap.mode == "run"
     live = snap.live_workers
@@ -54,14 +54,14 @@ def who_waits(snap: RunView, trained: TrainedStep | None) -> dict[str, float]:
         t.account.target and t.in_flight >= t.in_flight_limit for t in snap.training
     )
     return {
-        TRAINER: float(running and _trainer_waits(snap, trained)),
+        TRAINER: float(running and _trainer_waits(snap, steps)),
         WORKERS: len(idle) / len(live) if running and live and not has_jobs else 0.0,
         PRODUCER: float(running and snap.producer.is_alive and at_limit),
     }
 
 
-def _trainer_waits(snap: RunView, trained: TrainedStep | None) -> bool:
-    done = snap.committed if trained is None else max(trained.step, snap.committed)
+def _trainer_waits(snap: RunView, steps: Sequence[TrainedStep]) -> bool:
+    done = max(steps[-1].step, snap.committed) if steps else snap.committed
     is_training = snap.taken > done
     short = any(task.ready < max(1, task.batch_share) for task in snap.training)
     return snap.trainer.is_alive and not is_training and short
