@@ -101,12 +101,12 @@ def read_waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Waits |
 
     Reads up to MOST_EVENTS events in one round trip; the window is no longer than these.
     """
-    known = steps[-STEPS:]
-    trainer = [span for step in known for span in _parts(step)]
     events = run.events.last(MOST_EVENTS)
     if not events:
         return None
     began_s, ended_s = events[0][0] / 1000, snap.now_ms / 1000
+    known = [step for step in steps[-STEPS:] if (step.ended_s or 0.0) > began_s]
+    trainer = [span for step in known for span in _parts(step)]
     if trainer:
         began_s, ended_s = max(began_s, trainer[0].began_s), known[-1].ended_s or ended_s
     elif snap.mode == "finish":
@@ -116,8 +116,7 @@ def read_waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Waits |
     lanes = {name: cut for name, spans in workers if (cut := [*_within(spans, *window)])}
     if not (trainer or lanes):
         return None
-    whole = sum((step.ended_s or 0.0) > began_s for step in known)
-    return Waits(whole, *window, [*_within(trainer, *window)], lanes, *_times(snap))
+    return Waits(len(known), *window, [*_within(trainer, *window)], lanes, *_times(snap))
 
 
 def _times(snap: RunView) -> tuple[float, float]:
