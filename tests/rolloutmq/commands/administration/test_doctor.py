@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ BROKEN: dict[Callable[[Scene, Path], None], tuple[str, str]] = {
     ),
     a_letter: (
         "1 dead letter: ValueError: the judge said no",
-        "rolloutmq requeue",
+        "rolloutmq requeue --all-dead --yes",
     ),
 }
 
@@ -86,6 +87,15 @@ def test_doctor_names_what_is_wrong_since_when_and_what_to_do(
     (found,) = [symptom for symptom in symptoms(command) if what in symptom["what"]]
     assert fix in found["fix"]
     assert found["since_ms"] is not None or damage in (torn_weights, judge_queue_without_judges)
+
+
+def test_the_command_that_doctor_gives_for_dead_letters_requeues_them(
+    scene: Scene, command: Command
+) -> None:
+    (found,) = [each for each in symptoms(command) if "1 dead letter:" in each["what"]]
+    commands = re.findall("`rolloutmq ([^`]+)`", found["fix"])
+    command(*commands[-1].split())
+    assert not len(scene.run.dead_letters)
 
 
 def symptoms(command: Command) -> list[dict[str, Any]]:
