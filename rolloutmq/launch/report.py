@@ -74,7 +74,8 @@ def _print_commands(console: Console, config: Config, run: Run, *, is_embedded: 
     where = f"--run-dir {config.run.folder}" if is_embedded else f"--redis-url {url}"
     console.print("\nto open the run again:")
     commands = [activation()] if activation() else []
-    names = ("web", "status", "ls", "tail --from-start", "fsck")
+    dead = ("dead",) if len(run.dead_letters) else ()
+    names = ("web", "status", *dead, "ls", "tail --from-start", "fsck")
     commands += [f"rolloutmq {name} {where}" for name in names]
     for command in commands:
         console.print(f"  {command}", highlight=False, soft_wrap=True, markup=False)

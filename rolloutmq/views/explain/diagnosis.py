@@ -51,7 +51,8 @@ def diagnose(snap: RunView) -> list[Symptom]:
     During a pause, no process loads weights or starts groups: only the pause itself is reported.
     """
     if snap.mode == "finish":
-        over = _note("the run is finished: its last step is done", since_ms=snap.paused_ms)
+        more = "to train further, raise `plan.steps` in its config and start it again"
+        over = _note("the run is finished: its last step is done", more, snap.paused_ms)
         return worst_first([*_account(snap), over, *_shares(snap)])
     parts = [_account, _pauses, _roles, _slow_data_set, _workers, _failed_audits, _unclaimed,
              _leases, _memory, _tasks, _shares, _curriculum, _recovery]  # fmt: skip

@@ -117,7 +117,7 @@ def _dead_letters(run: Run, snap: RunView) -> Iterator[Symptom]:
         what = f"{plural(len(letters), 'dead letter')}: {headline(newest.reason, 200)}"
         fix = (
             f"`rolloutmq show {gid}` shows one, `rolloutmq rejudge {gid} --pdb` runs its judge "
-            "again; fix the cause, then run `rolloutmq requeue` or `rolloutmq drop`"
+            "again; fix the cause, then run `rolloutmq requeue --all-dead --yes`"
         )
         yield Symptom("note", what, fix, newest.age_ms, trace_of(newest.reason))
     if (more := snap.dead - sum(len(letters) for _, letters in shown)) > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ BROKEN: dict[Callable[[Scene, Path], None], tuple[str, str]] = {
     ),
     a_letter: (
         "1 dead letter: ValueError: the judge said no",
-        "rolloutmq requeue",
+        "rolloutmq requeue --all-dead --yes",
     ),
 }
 
@@ -101,6 +102,15 @@ def test_each_dead_letter_is_counted_once(
     counts = [int(what.split()[0]) for what in found]
     assert len(counts) == 3
     assert sum(counts) == len(scene.run.dead_letters)
+
+
+def test_the_command_that_doctor_gives_for_dead_letters_requeues_them(
+    scene: Scene, command: Command
+) -> None:
+    (found,) = [each for each in symptoms(command) if "1 dead letter:" in each["what"]]
+    commands = re.findall("`rolloutmq ([^`]+)`", found["fix"])
+    command(*commands[-1].split())
+    assert not len(scene.run.dead_letters)
 
 
 def symptoms(command: Command) -> list[dict[str, Any]]:
