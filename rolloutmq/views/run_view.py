@@ -121,7 +121,9 @@ class RunView:
     dead: int
     garbage: int
     workers: tuple[WorkerRecord, ...]
-    ended_workers: tuple[WorkerRecord, ...]  # the newest that left or were lost; none beside others
+    ended_workers: tuple[
+        WorkerRecord, ...
+    ]  # those that left or were lost; only read if `workers` is empty
     trainer: RoleHolder
     producer: RoleHolder
     report: TrainerReport
