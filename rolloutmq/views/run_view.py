@@ -121,9 +121,7 @@ class RunView:
     dead: int
     garbage: int
     workers: tuple[WorkerRecord, ...]
-    ended_workers: tuple[
-        WorkerRecord, ...
-    ]  # those that left or were lost; only read if `workers` is empty
+    ended_workers: tuple[WorkerRecord, ...]  # that left or were lost; () beside others
     trainer: RoleHolder
     producer: RoleHolder
     report: TrainerReport
