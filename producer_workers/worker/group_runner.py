@@ -31,7 +31,7 @@ from buffer.errors import (
     WireError,
     describe,
 )
-from buffer.failure_text import cause_of, message_of
+from buffer.failure_text import cause_of, headline, message_of
 from buffer.groups.submit import GROUPS_PER_TRIP, Stored, SubmitOutcome
 from buffer.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.observers import all_of
@@ -277,6 +277,10 @@ class GroupRunner:
         is_last = job.tries >= self._run.limits.max_tries
         if not await self._release(job, "failed", reason) or not is_last:
             return
+        said = headline(reason, 200)
+        log.warning(
+            "failed %d times, a dead letter now: %s", job.tries, said, extra={"gid": job.gid}
+        )
         cause = cause_of(reason)
         if self._kept[cause] >= KEPT_OF_CAUSE or self._kept.total() >= KEPT or not states:
             return
@@ -288,9 +292,7 @@ class GroupRunner:
 
     def _keep(self, job: Job, states: Sequence[RolloutState]) -> None:
         slim = [state.model_copy(update={"routed_experts": None}) for state in states]
-        group = RolloutGroup(job.gid, job.task, slim)
-        if not self._run.dead_letters.keep_responses(job, group):
-            log.debug("responses not kept: no room", extra={"gid": job.gid})
+        self._run.dead_letters.keep_responses(job, RolloutGroup(job.gid, job.task, slim))
 
     async def _insist(self, call: Callable[..., T], *args: Any) -> T:
         """Repeat `call` while the server is unreachable."""

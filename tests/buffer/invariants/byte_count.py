@@ -68,7 +68,8 @@ def bytes_follow_the_responses_of_dead_letters(scene: Scene) -> None:
         assert scene.run.jobs.release("w0", job, "failed") == "waiting"
         assert not keep(job, scene.failed(job))
         scene.run.jobs.resume_task(job.task)
-        dead = scene.bury(*scene.claim())
+        (job,) = scene.claim()
+        dead = scene.bury(job)
         scene.check()
         assert keep(dead, scene.failed(dead))
         scene.run.payloads.collect()
