@@ -168,7 +168,7 @@ class Riddle:
     [({}, {}, 1.0), ({"max_tokens": 1}, {}, 0.0), ({}, {"max_turns": 1}, 0.0)],
 )
 def test_a_conversation_that_a_limit_ends_without_a_score_has_score_0(
-    chat: Any, limits: dict[str, int], options: dict[str, int], score: float
+    chat: Any, limits: dict[str, int], options: dict[str, Any], score: float
 ) -> None:
     loop = MultiTurnAgentLoop(
         environment=Riddle(), judge=None, tokenizer=chat, eos_ids=[chat.eos_token_id], **options
