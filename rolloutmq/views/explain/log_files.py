@@ -84,7 +84,7 @@ def filter_about(folder: Path, about: str) -> LogFilter:
     """Return a filter for lines about something; of a train step, all that were written in it."""
     if not about.isdecimal():
         return LogFilter(about=about)
-    trained = next((step for step in read_steps(folder) if step.step == int(about)), None)
+    trained = next((step for step in read_steps(folder) if str(step.step) == about), None)
     if trained is None or trained.ended_s is None:
         return LogFilter(about=about)
     began_s = trained.ended_s - trained.metrics.get("time/step_s", 0.0)

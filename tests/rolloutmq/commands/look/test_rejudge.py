@@ -32,6 +32,9 @@ def fail(*, response, **_):
 
 def read(text):
     return int(text)  # here
+
+def fail_all(states):
+    return read("nothing")
 """
 CONFIG = """
 [run]
@@ -106,6 +109,12 @@ def test_what_it_raises_is_shown_with_the_users_line(rejudge: Any) -> None:
     line = JUDGES.split("\n").index("    return int(text)  # here") + 1
     assert f'/judges_again.py", line {line}, in read' in verdict["error"]
     assert "rejudge.py" not in verdict["error"]
+
+
+def test_an_error_of_a_whole_group_is_shown_once(rejudge: Any) -> None:
+    done = rejudge(3, "fail_all")
+    assert done.returncode == 1
+    assert done.stdout.count("in read") == 1
 
 
 def test_pdb_opens_at_the_users_line(rejudge: Any, monkeypatch: pytest.MonkeyPatch) -> None:
