@@ -55,8 +55,8 @@ class TaskStop:
         if self.kind == "broken":
             return f"fix the cause, then {resume}"
         return (
-            "`rolloutmq dead` and `rolloutmq tail` show why; fix the cause, restart the workers if "
-            f"an agent loop or an inline judge was changed, then {resume}"
+            "`rolloutmq logs --level warning` and `rolloutmq dead` show why; fix the cause, "
+            f"restart the workers if an agent loop or an inline judge was changed, then {resume}"
         )
 
     def is_enough_for(self, step: int) -> bool:

@@ -119,6 +119,9 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
             if not await self._append(state, answer, engine):
                 reason = "length"
                 break
+        # a limit ended it before the environment did: a failed group would favour short ones
+        if self._judge is None and (reason == "length" or answer.messages):
+            state.reward = {"score": 0.0, **(state.reward or {})}
         await self._finish(state, "length" if self._is_full(state) else reason)
 
     async def _finish(self, state: RolloutState, reason: str) -> None:

@@ -31,7 +31,7 @@ from buffer.errors import (
     WireError,
     describe,
 )
-from buffer.failure_text import cause_of, message_of
+from buffer.failure_text import cause_of, headline, message_of
 from buffer.groups.submit import GROUPS_PER_TRIP, Stored, SubmitOutcome
 from buffer.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.observers import all_of
@@ -273,23 +273,26 @@ class GroupRunner:
 
     async def _fail(self, job: Job, reason: str, states: Sequence[RolloutState]) -> None:
         """Release a failed group; keep its responses if it is dead now, one of few of its cause."""
+        self._held.submitting.add(job)
         is_last = job.tries >= self._run.limits.max_tries
         if not await self._release(job, "failed", reason) or not is_last:
             return
+        said = headline(reason, 200)
+        log.warning(
+            "failed %d times, a dead letter now: %s", job.tries, said, extra={"gid": job.gid}
+        )
         cause = cause_of(reason)
         if self._kept[cause] >= KEPT_OF_CAUSE or self._kept.total() >= KEPT or not states:
             return
         self._kept[cause] += 1
         try:
-            kept = await asyncio.to_thread(self._keep, job, states)
+            await asyncio.to_thread(self._keep, job, states)
         except Exception as error:  # the states of a user's loop that raised may hold anything
             log.warning("responses not kept: %s", describe(error), extra={"gid": job.gid})
-        else:
-            log.info("responses kept: %s", kept, extra={"gid": job.gid})
 
-    def _keep(self, job: Job, states: Sequence[RolloutState]) -> bool:
+    def _keep(self, job: Job, states: Sequence[RolloutState]) -> None:
         slim = [state.model_copy(update={"routed_experts": None}) for state in states]
-        return self._run.dead_letters.keep_responses(job, RolloutGroup(job.gid, job.task, slim))
+        self._run.dead_letters.keep_responses(job, RolloutGroup(job.gid, job.task, slim))
 
     async def _insist(self, call: Callable[..., T], *args: Any) -> T:
         """Repeat `call` while the server is unreachable."""

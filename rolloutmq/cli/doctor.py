@@ -23,8 +23,8 @@ from rolloutmq.options import (
     open_server,
 )
 from rolloutmq.output import age
-from rolloutmq.views.diagnosis import Symptom, describe, last_event_ms
-from rolloutmq.views.inspection import diagnose_run
+from rolloutmq.views.explain.diagnosis import Symptom, describe, last_event_ms
+from rolloutmq.views.explain.inspection import diagnose_run
 from rolloutmq.views.run_view import RunView
 
 _MARKS = {

@@ -7,7 +7,6 @@ is in two manifests or, if the trainer's `steps.jsonl` is accessible, in two sur
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
@@ -17,10 +16,11 @@ from buffer.errors import AccountError
 from buffer.ledger.account import FsckReport
 from buffer.redis.server.check import check_all
 from buffer.run import Run
-from consumer.grpo.reporting.step_log import StepLog
+from consumer.grpo.reporting.step_log import STEPS_FILE, StepLog
 from rolloutmq.command_list import command
 from rolloutmq.options import AsJson, Output, Target, on_run
 from rolloutmq.output import count, plural, progress
+from rolloutmq.views.run_folder import RunFolder
 from rolloutmq.views.screen import groups_table
 
 _SHOWN = 20
@@ -41,7 +41,9 @@ def fsck(target: Target, as_json: AsJson = False) -> None:
         found = target.run.account.fsck(
             lambda done, total: advance(f"checked, of {count(total)} groups", done)
         )
-    steps = read_steps(target.run_dir)
+    folder = target.run_dir
+    has_log = folder and (folder / STEPS_FILE).is_file()
+    steps = RunFolder(folder).log if folder and has_log else None
     risks = could_lose(target.run)
     warnings = [Text(f"[warn] {risk}", style="yellow") for risk in risks]
     document = report(found, steps) | {"could_lose": risks}
@@ -61,15 +63,6 @@ def could_lose(run: Run) -> list[str]:
     """Return how the server could lose data with its settings."""
     findings = run.store.retrying("check", lambda: check_all(run.store.servers))
     return [f"{finding.what}: {finding.why}" for finding in findings if finding.level != "ok"]
-
-
-def read_steps(folder: Path | None) -> StepLog | None:
-    """Read the trainer's `steps.jsonl`; None without it."""
-    if folder is None or not (folder / "steps.jsonl").is_file():
-        return None
-    log = StepLog(folder / "steps.jsonl")
-    log.read_new()
-    return log
 
 
 def report(found: FsckReport, steps: StepLog | None) -> dict[str, Any]:

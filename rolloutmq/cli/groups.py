@@ -155,7 +155,7 @@ def _traces(letters: Sequence[DeadLetter]) -> Iterator[Text]:
                 yield Text(what, style="dim")
 
 
-_NO_LETTER = "There are no dead letters."
+_NO_LETTER = "There are no dead letters. Failed tries are in `rolloutmq logs --level warning`."
 
 
 @command("Steer", "requeue", epilog="Example: rolloutmq requeue math-0000000042 --yes")

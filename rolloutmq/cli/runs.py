@@ -18,7 +18,6 @@ from buffer.readable import format_size
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.run import Run
-from consumer.grpo.reporting.step_log import StepLog
 from rolloutmq.command_list import command
 from rolloutmq.options import (
     RUNS,
@@ -33,7 +32,8 @@ from rolloutmq.options import (
     open_server,
 )
 from rolloutmq.output import age, console, count, known, state, table
-from rolloutmq.run_owner import choose_folder, known_folders, last_change, read_record
+from rolloutmq.run_owner import choose_folder, known_folders, last_change
+from rolloutmq.views.run_folder import RunFolder
 from rolloutmq.views.run_view import RunView, read_run_view
 from rolloutmq.web.report import write_report
 
@@ -99,7 +99,8 @@ def runs(
         shown.append(_runs_table(lines) if lines else f"There is no run on {address}.")
     if folders:
         shown += [*([""] if address else []), _folders_table(folders)]
-    document = [_as_json(line) for line in lines] + [_folder_json(line) for line in folders]
+    document = [_as_json(line) for line in lines]
+    document += [line._asdict() | {"folder": str(line.folder)} for line in folders]
     Output(document, shown).print(as_json=as_json)
 
 
@@ -167,7 +168,7 @@ def _runs_table(lines: list[RunLine]) -> Table:
         seen = "never" if line.seen_ms is None else f"{age(line.seen_ms)} ago"
         grid.add_row(
             line.name,
-            state(line.view.mode),
+            state(line.view.phase),
             str(line.view.taken),
             count(sum(line.view.stages.values())),
             format_size(line.view.memory.held),
@@ -192,12 +193,11 @@ class FolderLine(NamedTuple):
 
 
 def _folder_line(folder: Path) -> FolderLine:
-    record = read_record(folder)
-    log = StepLog(folder / "steps.jsonl")
-    log.read_new()
-    newest = log.steps[-1] if log.steps else None
+    read = RunFolder(folder)
+    record = read.record
+    newest = read.log.steps[-1] if read.log.steps else None
     return FolderLine(
-        run=record.run if record else folder.name,
+        run=read.name,
         folder=folder,
         stage=record.stage if record else "",
         step=newest.step if newest else 0,
@@ -217,10 +217,6 @@ def _size(folder: Path) -> int:
             with suppress(FileNotFoundError):
                 total += Path(parent, name).lstat().st_size
     return total
-
-
-def _folder_json(line: FolderLine) -> dict[str, Any]:
-    return line._asdict() | {"folder": str(line.folder)}
 
 
 def _folders_table(lines: list[FolderLine]) -> Table:

@@ -37,7 +37,7 @@ def _show_logged(
     sample = SampleLog(folder).find(gid)
     if sample is None:
         raise error
-    return _shown(FoundGroup(gid, "", [], {}, sample=sample), member, tokens)
+    return _shown(FoundGroup(gid, sample=sample), member, tokens)
 
 
 _PREVIEW = 200  # characters of a response
@@ -125,17 +125,20 @@ def rejudge(
     texts = TokenTexts(model_folders(target.run, target.run_dir))
     shown = list(judge_again(name, task, responses_of(found, texts), member))
     document = {"gid": gid, "verdicts": [verdict.document() for verdict in shown]}
-    Output(document, list(map(_verdict, shown))).print(as_json=as_json)
+    before = [None, *(verdict.error for verdict in shown)]
+    Output(document, list(map(_verdict, shown, before))).print(as_json=as_json)
     if raised := next((verdict.error for verdict in shown if verdict.error), None):
         if with_pdb:
             debug(raised)
         raise typer.Exit(1)
 
 
-def _verdict(verdict: Verdict) -> Text:
+def _verdict(verdict: Verdict, shown: BaseException | None) -> Text:
     before = (verdict.before or {}).get("score")
     text = Text.assemble((f"#{verdict.index} ", "bold"), f"{verdict.response[:_PREVIEW]!r}\n   ")
     if verdict.error:
+        if verdict.error is shown:  # a judge of groups raises for all of them
+            return text.append("the same error", style="red")
         said = failure_text(verdict.error)
         return text.append(trace_of(said).replace("\n", "\n   ") or said, style="red")
     parts = ", ".join(f"{name} {value:g}" for name, value in (verdict.reward or {}).items())

@@ -31,9 +31,9 @@ def _folder_status(folder: Path, error: StoreUnavailable) -> Output:
     read = RunFolder(folder)
     why = Text(f"the server of this run cannot be read: {error.message}", style="yellow")
     title = Text(f"run {read.name}, from its folder", style="bold")
-    return Output(
-        read.describe() | {"error": error.message}, [title, why, facts([*read.facts().items()])]
-    )
+    known = read.facts()
+    document = {"run": read.name, "phase": "no server", "folder": known, "error": error.message}
+    return Output(document, [title, why, facts([*known.items()])])
 
 
 @command("Look", "status", epilog="Example: rolloutmq status --json | python -m json.tool")

@@ -21,16 +21,14 @@ from producer_workers.follow_owner import OWNER
 # exit codes after which a restart would fail in the same way
 HOPELESS = frozenset({ConfigError.exit_code, RunError.exit_code})
 
-# pause before a restart after success: at the end of a run, others exit before the trainer
+# pause before a process that ended by itself is restarted
 RESTART_DELAY_S = 5.0
 BACKOFF = Backoff(0.5, 10.0, jitter=0.0)  # pauses before a process that died is started again
 EARLY_DEATH_S = 60.0  # a process that dies within this time, three times in a row, is not restarted
 
 
-TAIL, FEW = (
-    40,
-    6,
-)  # lines of a log in which an error is looked for; lines that are shown without one
+TAIL = 40  # lines of a log in which an error is looked for
+FEW = 6  # lines that are shown without one
 MOST_REASON = 200  # characters of an error in a report of a restart
 
 RANK_END_S = 10.0  # for the other ranks of a trainer to end after one has; then they are killed
@@ -137,11 +135,14 @@ class Child:
                 self._killed.add(rank)
                 process.kill()
 
-    def keep_alive(self, *more: str) -> str | None:
-        """Restart an ended process; return a report. Raises ChildFailed if that is hopeless."""
+    def keep_alive(self, *more: str, is_over: bool = False) -> str | None:
+        """Restart an ended process; return a report. Raises ChildFailed if that is hopeless.
+
+        One that succeeded is not restarted if the run `is_over`: it has seen the end of the run.
+        """
         self._end_together()
         code = self.exit_code
-        if code is None:
+        if code is None or (code == 0 and is_over):
             return None
         if self._retry_at == 0.0:
             return self._note_end(code)

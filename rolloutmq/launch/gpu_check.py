@@ -18,7 +18,7 @@ from rich.text import Text
 
 from buffer.errors import ModelError
 from buffer.readable import format_size
-from consumer.grpo.reporting.step_log import StepLog
+from consumer.grpo.reporting.step_log import read_steps
 from rolloutmq.check.machine import count_gpus, gpu_names
 from rolloutmq.config.load import load_config
 from rolloutmq.launch.launcher import Launcher
@@ -76,9 +76,8 @@ def measure(steps: int, overrides: Sequence[str]) -> Rows:
 
 def read_rows(folder: Path) -> Rows:
     """Read the measurements of a finished run, without its first step, which is a warm-up."""
-    log = StepLog(folder / "steps.jsonl")
-    log.read_new()
-    warm = [step.metrics for step in (log.steps[1:] or log.steps)]
+    steps = read_steps(folder)
+    warm = [step.metrics for step in (steps[1:] or steps)]
 
     def average(name: str) -> float:
         return mean([m[name] for m in warm if name in m] or [nan])
@@ -92,7 +91,7 @@ def read_rows(folder: Path) -> Rows:
     return [
         ("GPU", gpu_names()),
         *((name, versions[name]) for name in VERSIONS if name in versions),
-        ("train steps", str(len(log.steps))),
+        ("train steps", str(len(steps))),
         ("step", f"{step_s:.2f} s"),
         ("waiting", f"{average('time/wait_s'):.2f} s"),
         ("training", f"{train_s:.2f} s"),

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from buffer.control.control import Mode
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.open_run import open_store, own_run
 from buffer.redis.connection.url import mask_url
@@ -236,7 +237,7 @@ class Launcher:
                     return True
                 self._note_progress(run)
                 stuck = self._note_stuck(history.last) if history.last else []
-                self._report(notes, [*stuck, *self._keep_alive()])
+                self._report(notes, [*stuck, *self._keep_alive(run)])
                 time.sleep(POLL_S)
             notes.started_s = self._started_s()
             return self._trainer.succeeded
@@ -285,14 +286,16 @@ class Launcher:
             for line in news:
                 self._console.print(line)
 
-    def _keep_alive(self) -> list[str]:
+    def _keep_alive(self, run: Run) -> list[str]:
+        is_over = any(child.succeeded for child in self._children) and _is_over(run)
         # this process saw them die, so there is no need to wait until their heartbeats are old
-        news = [child.keep_alive("--take-over") for child in (self._trainer, self._producer)]
+        news = [self._trainer.keep_alive("--take-over")]
+        news.append(self._producer.keep_alive("--take-over", is_over=is_over))
         if self._server and not self._server.is_running:
             self._server.start()
             news.append("server restarted")
         for child in (*self._judges, *self._workers):
-            news.append(child.keep_alive())
+            news.append(child.keep_alive(is_over=is_over))
         for child in self._children:
             child.limit_log()
         return [line for line in news if line]
@@ -343,3 +346,10 @@ class Launcher:
         self._console.print(f"stopped: {done} of {last} steps; {account}")
         where = f"--run-dir {self._folder}" if self._server else f"--redis-url {run.store.url}"
         self._console.print(mask_url(f"rolloutmq web {where} opens it again"), soft_wrap=True)
+
+
+def _is_over(run: Run) -> bool:
+    try:
+        return run.control.state().mode is Mode.FINISH
+    except RolloutMQError:  # the view shows it
+        return False

@@ -13,9 +13,10 @@ from buffer.errors import AccountError
 from buffer.ledger.account import FsckReport
 from buffer.redis.connection.url import mask_url
 from buffer.run import Run
-from consumer.grpo.reporting.step_log import Evaluations, StepLog, read_evaluations
+from consumer.grpo.reporting.step_log import Evaluations, read_evaluations
 from rolloutmq.config.config import Config
 from rolloutmq.output import table
+from rolloutmq.views.run_folder import RunFolder
 from rolloutmq.views.screen import groups_table
 from rolloutmq.web.report import write_report
 
@@ -24,13 +25,11 @@ def finish(console: Console, config: Config, run: Run, *, is_embedded: bool) -> 
     """Print the outcome, write the report, return the account in one line. Raises AccountError."""
     folder = config.run.folder
     audit = run.account.fsck()
-    log = StepLog(folder / "steps.jsonl")
-    log.read_new()
     evaluations = read_evaluations(folder)
     if evaluations:
         console.print(accuracy_table(evaluations))
     console.print(groups_table(audit.tasks))
-    twice = log.trained_twice()
+    twice = RunFolder(folder).log.trained_twice()
     style = "green" if audit.clean and not twice else "bold red"
     console.print(f"{account_line(audit)} · trained twice {len(twice)}", style=style)
     page = folder / "report.html"
@@ -75,7 +74,8 @@ def _print_commands(console: Console, config: Config, run: Run, *, is_embedded: 
     where = f"--run-dir {config.run.folder}" if is_embedded else f"--redis-url {url}"
     console.print("\nto open the run again:")
     commands = [activation()] if activation() else []
-    names = ("web", "status", "ls", "tail --from-start", "fsck")
+    dead = ("dead",) if len(run.dead_letters) else ()
+    names = ("web", "status", *dead, "ls", "tail --from-start", "fsck")
     commands += [f"rolloutmq {name} {where}" for name in names]
     for command in commands:
         console.print(f"  {command}", highlight=False, soft_wrap=True, markup=False)

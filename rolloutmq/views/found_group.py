@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import RenderableType
@@ -34,9 +34,9 @@ class FoundGroup:
     """A group with everything known of it; `record` is empty for one that has ended."""
 
     gid: str
-    trace: str
-    places: list[str]
-    record: dict[str, str]
+    trace: str = ""
+    places: list[str] = field(default_factory=list)
+    record: dict[str, str] = field(default_factory=dict)
     letter: Any = None
     group: RolloutGroup | None = None
     sample: Sample | None = None  # line of the sample log, for a group that has ended
@@ -44,11 +44,9 @@ class FoundGroup:
     @property
     def gone(self) -> str:
         """How the group ended; "" if it has not."""
-        return (
-            ""
-            if self.record or not self.places
-            else f"{_WHY_GONE[self.places[0]]}; its payload is freed"
-        )
+        if self.record or not self.places:
+            return ""
+        return f"{_WHY_GONE[self.places[0]]}; its payload is freed"
 
     @property
     def may(self) -> tuple[str, ...]:
@@ -73,9 +71,6 @@ class FoundGroup:
                 return f"dead: {headline(self.letter['reason'], 200)}" if self.letter else "dead"
             case stage:
                 return str(stage)
-
-    def with_sample(self, sample: Sample) -> FoundGroup:
-        return replace(self, group=None, sample=sample)
 
     def document(self, *, tokens: bool) -> dict[str, Any]:
         """Return the group as JSON; `tokens` adds ids, logprobs and masks.
@@ -111,7 +106,7 @@ def locate(run: Run, gid: str) -> FoundGroup:
     record = run.record(gid)
     trace = trace_id(run.nonce, gid)
     if not record:
-        return FoundGroup(gid, trace, [_end(run, gid, places)], {})
+        return FoundGroup(gid, trace, [_end(run, gid, places)])
     return FoundGroup(gid, trace, places, record, run.dead_letters.reason(gid))
 
 

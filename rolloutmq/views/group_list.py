@@ -8,7 +8,6 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any, NamedTuple
 
-from buffer.control.events import parse_event
 from buffer.errors import PayloadMissing, WireError
 from buffer.query.record import GroupRecord
 from buffer.run import Run
@@ -73,10 +72,7 @@ def _query(run: Run, wanted: Wanted) -> dict[str, Any]:
 
 def _filtered(run: Run) -> Iterator[dict[str, Any]]:
     """Yield the filtered groups that the event log still names, newest first."""
-    entries: Any = run.store.retrying(
-        "events", lambda: run.store.control.xrevrange(run.keys.events, count=MOST_EVENTS)
-    )
-    for at_ms, name, fields in map(parse_event, entries):
+    for at_ms, name, fields in reversed(run.events.last(MOST_EVENTS)):
         if name == "filtered":
             facts = {"tokens": int(fields["tokens"]), "version": fields["version"] or None}
             yield {"gid": fields["gid"], "status": name, "at_ms": at_ms, **facts}

@@ -1,8 +1,9 @@
-"""What the live views remember of a run: rates, trained steps, and who waited for whom."""
+"""What the live views remember of a run: rates, trained steps, and who waits for whom."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 from buffer.control.worker_record import WorkerState
@@ -12,7 +13,6 @@ from rolloutmq.views.run_view import RunView
 TRAINER = "trainer waits for groups"
 WORKERS = "workers wait for jobs"
 PRODUCER = "producer is at its limit"
-PAUSED = "paused"
 
 _KEPT = 600
 
@@ -24,39 +24,27 @@ class History:
         self.log = StepLog(run_dir / "steps.jsonl") if run_dir else None
         self.token_rates: deque[float] = deque(maxlen=_KEPT)
         self.waits: dict[str, float] = {}
-        self._waited_ms: dict[str, float] = dict.fromkeys((TRAINER, WORKERS, PRODUCER, PAUSED), 0.0)
-        self._watched_ms = 0.0
         self.last: RunView | None = None
 
     def observe(self, snap: RunView) -> None:
-        """Add a snapshot; count the time since the last one in the state of the last one."""
+        """Add a snapshot, and read the steps that were trained since the last one."""
         if self.log is not None:
             self.log.read_new()
-        if self.last is not None:
-            elapsed_ms = max(0, snap.now_ms - self.last.now_ms)
-            self._watched_ms += elapsed_ms
-            for wait, part in self.waits.items():
-                self._waited_ms[wait] += part * elapsed_ms
         self.token_rates.append(snap.tokens_per_s)
-        self.waits = who_waits(snap, self.last_step)
+        self.waits = who_waits(snap, self.steps)
         self.last = snap
 
     @property
-    def last_step(self) -> TrainedStep | None:
-        """The newest trained step; None if the trainer's log is unknown or empty."""
-        return self.log.steps[-1] if self.log and self.log.steps else None
+    def steps(self) -> list[TrainedStep]:
+        """The trained steps, oldest first; [] if the trainer's log is unknown."""
+        return self.log.steps if self.log else []
 
     def metric(self, name: str) -> list[float]:
         """Return a metric of all trained steps that have it, oldest first."""
-        steps = self.log.steps if self.log else []
-        return [step.metrics[name] for step in steps if name in step.metrics]
-
-    def share(self, wait: str) -> float:
-        """Return which fraction of the observed time a wait took, 0 to 1."""
-        return self._waited_ms[wait] / self._watched_ms if self._watched_ms else 0.0
+        return [step.metrics[name] for step in self.steps if name in step.metrics]
 
 
-def who_waits(snap: RunView, trained: TrainedStep | None) -> dict[str, float]:
+def who_waits(snap: RunView, steps: Sequence[TrainedStep]) -> dict[str, float]:
     """Return how much of each wait exists now, 0 to 1; of workers, the idle fraction."""
     running = snap.mode == "run"
     live = snap.live_workers
@@ -66,15 +54,14 @@ def who_waits(snap: RunView, trained: TrainedStep | None) -> dict[str, float]:
         t.account.target and t.in_flight >= t.in_flight_limit for t in snap.training
     )
     return {
-        TRAINER: float(running and _trainer_waits(snap, trained)),
+        TRAINER: float(running and _trainer_waits(snap, steps)),
         WORKERS: len(idle) / len(live) if running and live and not has_jobs else 0.0,
         PRODUCER: float(running and snap.producer.is_alive and at_limit),
-        PAUSED: float(not running),
     }
 
 
-def _trainer_waits(snap: RunView, trained: TrainedStep | None) -> bool:
-    done = snap.committed if trained is None else max(trained.step, snap.committed)
+def _trainer_waits(snap: RunView, steps: Sequence[TrainedStep]) -> bool:
+    done = max(steps[-1].step, snap.committed) if steps else snap.committed
     is_training = snap.taken > done
     short = any(task.ready < max(1, task.batch_share) for task in snap.training)
     return snap.trainer.is_alive and not is_training and short

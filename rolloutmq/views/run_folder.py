@@ -6,7 +6,6 @@ import time
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from buffer.groups.dead_letters import DeadLetter
 from buffer.redis.connection.url import mask_url
@@ -66,6 +65,3 @@ class RunFolder:
             facts["account"] = record.account or "not checked at its end: see rolloutmq fsck"
             facts["command"] = mask_url("rolloutmq run " + " ".join(record.command))
         return {name: text for name, text in facts.items() if text} | {"not here": ON_SERVER}
-
-    def describe(self) -> dict[str, Any]:
-        return {"run": self.name, "phase": "no server", "folder": self.facts()}

@@ -7,7 +7,7 @@ from typing import Any
 
 from buffer.control.control import RoleHolder
 from buffer.control.worker_record import WorkerRecord
-from rolloutmq.views.explain.shares import Share, shares_of
+from rolloutmq.views.explain.shares import shares_of
 from rolloutmq.views.run_view import RunView, TaskView
 
 _RUN = ("run", "mode", "phase", "paused_by", "stuck_on", "created_ms", "acknowledged",
@@ -19,8 +19,9 @@ _COUNTERS = (
     "truncated", "failed", "leases_lost", "expirations", "ended_early", "discarded_tokens",
     "unmade_tokens", "reasserted", "regenerated",
 )  # fmt: skip
+_SHARE = ("share", "number", "total", "level")
 _WORKER = (
-    "id", "engine", "state", "weights", "silent_ms", "holds", "judging", "tokens_per_s",
+    "id", "engine", "state", "weights", "holds", "judging", "tokens_per_s",
     "done", "failed", "quarantined", "concurrency", "requests", "judged", "judge_failures",
     "judge_buckets", "replaced", "refusal", "bad_groups", "barred_for_ms",
 )  # fmt: skip
@@ -63,19 +64,16 @@ def _task_json(task: TaskView, now_ms: int) -> dict[str, Any]:
         **_named(task.account, _ACCOUNT),
         **_named(task, _TASK),
         "trouble": task.trouble(now_ms),
-        "shares": {share.name: _share_json(share) for share in shares_of(task)},
+        "shares": {share.name: _named(share, _SHARE) for share in shares_of(task)},
         "stale_threshold": None if task.is_eval else task.stale_threshold,
         **{name: int(task.number(name)) for name in _COUNTERS},
     }
 
 
-def _share_json(share: Share) -> dict[str, Any]:
-    return _named(share, ("share", "number", "total", "level"))
-
-
 def worker_json(worker: WorkerRecord, view: RunView) -> dict[str, Any]:
     registered_ms = max(0, view.now_ms - worker.joined_ms) if worker.joined_ms else None
     return _named(worker, _WORKER) | {
+        "silent_ms": worker.silent_ms if worker.seen_ms else None,
         "registered_ms": registered_ms,
         "failed_audit": view.failed_audits.get(worker.id, ""),
         "judge_s": worker.judging_ms / 1000 / worker.judged if worker.judged else None,

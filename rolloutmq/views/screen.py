@@ -32,7 +32,7 @@ from rolloutmq.output import (
     worker_state,
 )
 from rolloutmq.views.explain.shares import shares_of
-from rolloutmq.views.history import PAUSED, PRODUCER, TRAINER, WORKERS, History
+from rolloutmq.views.history import History
 from rolloutmq.views.run_view import RunView, TaskView
 
 MOST_EVENTS = 5
@@ -109,7 +109,7 @@ def one_line(view: RunView, history: History, notes: LiveNotes) -> str:
         *starting_lines(view, notes.started_s),
     ]
     words += [view.mode] if view.mode != "run" else []
-    words += [wait for wait, part in history.waits.items() if part and wait != PAUSED]
+    words += [wait for wait, part in history.waits.items() if part]
     words += ["WAITS FOR YOU"] if view.stuck_on else []
     words += [trouble[:MOST_TROUBLE] for trouble in view.troubles]
     words += ["THE ACCOUNT DOES NOT ADD UP"] if view.faults else []
@@ -308,14 +308,9 @@ def _curve(name: str, values: list[float], width: int, now: str) -> Text:
 
 
 def _waits(history: History) -> Text:
-    """Return which process waits for which, now and as a share of the observed time."""
-    cells = []
-    for wait in (TRAINER, WORKERS, PRODUCER, PAUSED):
-        now = history.waits.get(wait, 0.0)
-        cell = f"{'>' if now else ' '} {wait:<25} {history.share(wait):4.0%}"
-        cells.append(Text(cell, style="yellow" if now else "dim"))
-    rows = [Text.assemble(cells[i], "   ", cells[i + 1]) for i in (0, 2)]
-    return _fit(Text("\n").join(rows))
+    """Return which process waits for which now."""
+    waits = " · ".join(wait for wait, part in history.waits.items() if part)
+    return _fit(Text.assemble((f"{'waits':<13}", "dim"), (waits or "nobody", "yellow")))
 
 
 def _workers(view: RunView) -> Iterator[RenderableType]:
@@ -334,11 +329,12 @@ def workers_table(rows: Sequence[WorkerRecord], lease_ms: int, newest: str) -> T
     grid = table("worker", "state", "weights", *numbers, right=numbers)
     for row in rows:
         is_live = row.is_live(lease_ms)
+        seen = age(row.silent_ms) if row.seen_ms else "-"
         grid.add_row(
             row.id,
             state(worker_state(row, is_live)),
             Text(row.weights or "-", style="" if row.weights == newest else "yellow"),
-            Text(age(row.silent_ms), style="" if is_live or row.has_ended else "red"),
+            Text(seen, style="" if is_live or row.has_ended else "red"),
             f"{row.holds}/{row.concurrency}" if row.concurrency else str(row.holds),
             known(row.requests),
             count(row.tokens_per_s),

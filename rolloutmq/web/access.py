@@ -100,7 +100,7 @@ def encoded(document: Any) -> bytes:
 
 def number_in(text: str, most: int) -> int:
     """Return the number of a parameter, from 1 to `most`."""
-    if not text.isdecimal() or not 1 <= int(text) <= most:
+    if not (text.isdecimal() and len(text) < 20 and 1 <= int(text) <= most):
         raise ConfigError(f"{text[:20]!r} is not a number from 1 to {most}")
     return int(text)
 

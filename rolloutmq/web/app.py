@@ -58,7 +58,7 @@ def make_app(
     watcher = Watcher(run, History(run_dir), is_over)
     texts = TokenTexts(model_folders(run, run_dir))
     routes = [
-        *RunRoutes(run, watcher, run_dir, access).all(),
+        *RunRoutes(watcher, run_dir, access).all(),
         *LogRoutes(run_dir, access, is_over).all(),
         *GroupRoutes(run, texts, SampleLog(run_dir) if run_dir else None).all(access),
         *ControlRoutes(run).all(access),
@@ -96,7 +96,7 @@ def make_folder_app(
         sample = samples.find(gid)
         if sample is None:
             raise ConfigError(f"the run's folder has no sample of {gid[:80]}", hint=why)
-        return FoundGroup(gid, "", [], {}, sample=sample).document(tokens=True)
+        return FoundGroup(gid, sample=sample).document(tokens=True)
 
     routes = [
         access.reading("/api/runs", contents),

@@ -10,6 +10,7 @@ GET /api/samples         ?step=50 (default: the newest), or of all steps ?text=W
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -58,7 +59,7 @@ class GroupRoutes:
         gid = request.path_params["gid"]
         step = request.query_params.get("step")
         if step and (sample := self._sample(gid, number_in(step, 10**9))):
-            return self._place(gid).with_sample(sample).document(tokens=True)
+            return replace(self._place(gid), sample=sample).document(tokens=True)
         found = find_group(self._run, gid, self._samples)
         document = found.document(tokens=True)
         if found.group:
@@ -72,7 +73,7 @@ class GroupRoutes:
         try:
             return locate(self._run, gid)
         except (ConfigError, AccountError):
-            return FoundGroup(gid, "", [], {})
+            return FoundGroup(gid)
 
     def _sample(self, gid: str, step: int) -> Sample | None:
         samples = self._samples.read(step) if self._samples else []

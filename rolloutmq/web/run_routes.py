@@ -20,9 +20,6 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from buffer.errors import ConfigError
-from buffer.run import Run
-from rolloutmq.views.explain.who_waited import read_waits
-from rolloutmq.views.run_view import read_run_view
 from rolloutmq.web.access import Access, encoded, number_in
 from rolloutmq.web.series import Mark, RunSeries, run_folders
 from rolloutmq.web.watcher import Watcher
@@ -31,8 +28,7 @@ MOST_STEPS = 1_000_000_000
 
 
 class RunRoutes:
-    def __init__(self, run: Run, watcher: Watcher, run_dir: Path | None, access: Access) -> None:
-        self._run = run
+    def __init__(self, watcher: Watcher, run_dir: Path | None, access: Access) -> None:
         self._watcher = watcher
         self._run_dir = run_dir
         self._access = access
@@ -52,7 +48,7 @@ class RunRoutes:
         return {"own": own, "runs": list(run_folders(self._run_dir))}
 
     def _waits(self, request: Request) -> Any:
-        found = read_waits(self._run, read_run_view(self._run), self._watcher.steps)
+        found = self._watcher.waits()
         return found.document() if found else {"lanes": {}, "words": ""}
 
     def _steps(self, request: Request) -> Any:

@@ -10,10 +10,10 @@ from typing import Any
 
 from buffer.errors import RolloutMQError
 from buffer.run import Run
-from consumer.grpo.reporting.step_log import TrainedStep
-from rolloutmq.views.diagnosis import Symptom, diagnose, worst_first
+from rolloutmq.views.explain.diagnosis import Symptom, diagnose, worst_first
+from rolloutmq.views.explain.inspection import inspect
+from rolloutmq.views.explain.who_waited import Waits, read_waits
 from rolloutmq.views.history import History
-from rolloutmq.views.inspection import inspect
 from rolloutmq.views.run_json import describe
 from rolloutmq.views.run_view import RunView, read_run_view
 
@@ -37,10 +37,9 @@ class Watcher:
         self._inspected: list[Symptom] = []
         self._inspected_at = float("-inf")
 
-    @property
-    def steps(self) -> list[TrainedStep]:
-        """The steps of the run's history, as of the newest snapshot; [] without its folder."""
-        return self._history.log.steps if self._history.log else []
+    def waits(self) -> Waits | None:
+        """Return who waited for whom now, in the steps as of the newest snapshot."""
+        return read_waits(self._run, read_run_view(self._run), self._history.steps)
 
     async def snapshots(self) -> AsyncIterator[dict[str, Any]]:
         """Yield a snapshot now, and one every second, until `is_over` returns True."""
@@ -86,7 +85,7 @@ class Watcher:
 
     def _inspect(self, snap: RunView) -> list[Symptom]:
         if time.monotonic() - self._inspected_at >= INSPECT_EVERY_S:
-            self._inspected = inspect(self._run, snap, self.steps)
+            self._inspected = inspect(self._run, snap, self._history.steps)
             self._inspected_at = time.monotonic()
         return self._inspected
 

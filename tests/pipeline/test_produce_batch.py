@@ -23,7 +23,7 @@ from producer_workers.datasets.files import JsonlDataset
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import EvaluationStrategy
-from rolloutmq.views.diagnosis import diagnose
+from rolloutmq.views.explain.diagnosis import diagnose
 from rolloutmq.views.run_view import read_run_view
 from tests.buffer.scene import Scene
 from tests.pipeline.mixture import TASKS, Mixture

@@ -24,7 +24,7 @@ from producer_workers.datasets.dataset import Problem
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import AsyncProduceStrategy
-from rolloutmq.views.diagnosis import diagnose
+from rolloutmq.views.explain.diagnosis import diagnose
 from rolloutmq.views.run_view import read_run_view
 from tests.pipeline.produce import make_producer
 from tests.pipeline.yard import SLOW_S, TASK, Letters, Yard

@@ -1,1 +1,1 @@
-"""Readings that explain a run: shares of lost groups, rows that fail, logs, who waited."""
+"""Readings that explain a run: what stops it, lost groups, failing rows, logs, who waited."""

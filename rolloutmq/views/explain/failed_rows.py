@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -21,72 +20,21 @@ LENGTH_RATIO = 1.5  # medians further apart than this are a bias
 SOURCE_DIFFERENCE = 0.3  # so are shares of a source
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Prompt lengths, in tokens or else in characters, and data sources of some groups."""
+def failed_rows(run: Run, task: str) -> tuple[str, bool] | None:
+    """Return how the prompts differ, and whether the model's data is biased by that.
 
-    unit: str
-    lengths: list[int]
-    sources: Counter[str]
-
-    @classmethod
-    def of(cls, prompts: list[RolloutGroup]) -> Rows:
-        has_tokens = all(len(prompt.prompt_ids) for prompt in prompts)
-        measure = _tokens if has_tokens else _characters
-        sources = Counter(prompt.shared.data_source or "" for prompt in prompts)
-        return cls("tokens" if has_tokens else "characters", [*map(measure, prompts)], sources)
-
-    @property
-    def quartiles(self) -> list[int]:
-        return [int(n) for n in np.percentile(self.lengths, (25, 50, 75))]
-
-    def share_of(self, source: str) -> float:
-        return self.sources[source] / len(self.lengths)
-
-
-@dataclass(frozen=True, slots=True)
-class FailedRows:
-    """The rows of a task's newest dead letters, and of other groups."""
-
-    failed: Rows
-    others: Rows
-
-    @property
-    def source(self) -> str:
-        """The data source of which the failed rows have the most, compared with the others."""
-        failed, others = self.failed, self.others
-        return max(failed.sources, key=lambda name: failed.share_of(name) - others.share_of(name))
-
-    @property
-    def is_biased(self) -> bool:
-        medians = sorted(max(1, rows.quartiles[1]) for rows in (self.failed, self.others))
-        difference = self.failed.share_of(self.source) - self.others.share_of(self.source)
-        return medians[1] / medians[0] > LENGTH_RATIO or difference > SOURCE_DIFFERENCE
-
-    def __str__(self) -> str:
-        failed, others, source = self.failed, self.others, self.source
-        lengths = [" / ".join(map(str, rows.quartiles)) for rows in (failed, others)]
-        words = (
-            f"its failed prompts have {lengths[0]} {failed.unit} (quartiles), others {lengths[1]}"
-        )
-        if len(failed.sources + others.sources) < 2:
-            return words
-        return (
-            f"{words}; {failed.share_of(source):.0%} of them are of {source or 'no source'!r}, "
-            f"of the others {others.share_of(source):.0%}"
-        )
-
-
-def failed_rows(run: Run, task: str) -> FailedRows | None:
-    """Return the comparison; None with too few groups of either kind. Raises StoreError."""
+    None with too few groups of either kind. Raises StoreError.
+    """
     letters = islice(run.dead_letters.newest(), MOST_LETTERS)
     dead = (letter.gid for letter in letters if letter.task == task)
-    alive = {"task": task, "stage": {"$ne": "dead"}}
-    others = (record.gid for record in run.groups.find(alive, limit=MOST))
-    failed, compared = (list(_prompts(run, gids)) for gids in (dead, others))
-    if min(len(failed), len(compared)) < FEWEST:
+    alive = run.groups.find({"task": task, "stage": {"$ne": "dead"}}, limit=MOST)
+    failed = list(_prompts(run, dead))
+    others = list(_prompts(run, (record.gid for record in alive)))
+    if min(len(failed), len(others)) < FEWEST:
         return None
-    return FailedRows(Rows.of(failed), Rows.of(compared))
+    lengths, is_biased = _lengths(failed, others)
+    sources, is_one_source = _sources(failed, others)
+    return lengths + sources, is_biased or is_one_source
 
 
 def _prompts(run: Run, gids: Iterable[str]) -> Iterator[RolloutGroup]:
@@ -97,9 +45,41 @@ def _prompts(run: Run, gids: Iterable[str]) -> Iterator[RolloutGroup]:
             continue
 
 
+def _lengths(failed: Sequence[RolloutGroup], others: Sequence[RolloutGroup]) -> tuple[str, bool]:
+    """Compare lengths, in tokens if all prompts have them, else in characters."""
+    has_tokens = all(len(prompt.prompt_ids) for prompt in (*failed, *others))
+    measure, unit = (_tokens, "tokens") if has_tokens else (_characters, "characters")
+    quartiles = [
+        [int(n) for n in np.percentile([measure(prompt) for prompt in prompts], (25, 50, 75))]
+        for prompts in (failed, others)
+    ]
+    words = [" / ".join(map(str, each)) for each in quartiles]
+    low, high = sorted(max(1, median) for _, median, _ in quartiles)
+    said = f"its failed prompts have {words[0]} {unit} (quartiles), others {words[1]}"
+    return said, high / low > LENGTH_RATIO
+
+
 def _tokens(prompt: RolloutGroup) -> int:
     return len(prompt.prompt_ids)
 
 
 def _characters(prompt: RolloutGroup) -> int:
     return sum(len(str(message.get("content", ""))) for message in prompt.shared.messages)
+
+
+def _sources(failed: Sequence[RolloutGroup], others: Sequence[RolloutGroup]) -> tuple[str, bool]:
+    """Compare the shares of the data source that is most typical of the failed prompts."""
+    counts = [
+        Counter(each.shared.data_source or "" for each in prompts) for prompts in (failed, others)
+    ]
+    if len(counts[0] + counts[1]) < 2:
+        return "", False
+
+    def share(place: int, source: str) -> float:
+        return counts[place][source] / counts[place].total()
+
+    source = max(counts[0], key=lambda name: share(0, name) - share(1, name))
+    failed_share, other_share = share(0, source), share(1, source)
+    named = source or "no source"
+    said = f"; {failed_share:.0%} of them are of {named!r}, of the others {other_share:.0%}"
+    return said, failed_share - other_share > SOURCE_DIFFERENCE

@@ -46,7 +46,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class LogFilter:
-    """What a line must have; "" is no condition. Times are compared as texts.
+    """Conditions on a line; "" is none. Times are compared as texts.
 
     `about` is a group id, a worker, or a number of a train step. `within`: lines between these two
     times count as being about it.
@@ -84,7 +84,7 @@ def filter_about(folder: Path, about: str) -> LogFilter:
     """Return a filter for lines about something; of a train step, all that were written in it."""
     if not about.isdecimal():
         return LogFilter(about=about)
-    trained = next((step for step in read_steps(folder) if step.step == int(about)), None)
+    trained = next((step for step in read_steps(folder) if str(step.step) == about), None)
     if trained is None or trained.ended_s is None:
         return LogFilter(about=about)
     began_s = trained.ended_s - trained.metrics.get("time/step_s", 0.0)

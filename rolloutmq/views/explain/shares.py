@@ -30,8 +30,8 @@ class _Rule(NamedTuple):
 _RULES = {
     # whatever the cause, the rows that fail are not trained: the data is biased towards the others
     "failed": _Rule(0.05, 0.2, "groups", "failed in every try",
-        "`rolloutmq dead` has the causes; fix them, then `rolloutmq requeue` starts these groups "
-        "again"),
+        "`rolloutmq dead` has the causes; fix them, then `rolloutmq requeue --all-dead --yes` "
+        "starts these groups again"),
     # a cut response gets a score for its length: the model learns to be short
     "truncated": _Rule(0.1, 0.2, "rollouts", "reached their token limit",
         "a larger `tasks.TASK.sample.max_tokens`"),

@@ -29,7 +29,7 @@ _RESETS = _GONE | {"worker_joined"}  # it holds nothing after these
 MUCH, LITTLE = 0.3, 0.1  # shares of the time from which, and below which, a wait has a remedy
 
 
-class Span(NamedTuple):
+class LaneSpan(NamedTuple):
     began_s: float
     ended_s: float
     what: str
@@ -42,8 +42,8 @@ class Waits:
     steps: int
     began_s: float
     ended_s: float
-    trainer: list[Span]
-    workers: dict[str, list[Span]]
+    trainer: list[LaneSpan]
+    workers: dict[str, list[LaneSpan]]
     group_s: float = 0.0  # mean time of a group on a worker, and of a judge's answer; 0: unknown
     judge_s: float = 0.0
 
@@ -101,12 +101,12 @@ def read_waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Waits |
 
     Reads up to MOST_EVENTS events in one round trip; the window is no longer than these.
     """
-    known = steps[-STEPS:]
-    trainer = [span for step in known for span in _parts(step)]
     events = run.events.last(MOST_EVENTS)
     if not events:
         return None
     began_s, ended_s = events[0][0] / 1000, snap.now_ms / 1000
+    known = [step for step in steps[-STEPS:] if (step.ended_s or 0.0) > began_s]
+    trainer = [span for step in known for span in _parts(step)]
     if trainer:
         began_s, ended_s = max(began_s, trainer[0].began_s), known[-1].ended_s or ended_s
     elif snap.mode == "finish":
@@ -116,8 +116,7 @@ def read_waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Waits |
     lanes = {name: cut for name, spans in workers if (cut := [*_within(spans, *window)])}
     if not (trainer or lanes):
         return None
-    whole = sum((step.ended_s or 0.0) > began_s for step in known)
-    return Waits(whole, *window, [*_within(trainer, *window)], lanes, *_times(snap))
+    return Waits(len(known), *window, [*_within(trainer, *window)], lanes, *_times(snap))
 
 
 def _times(snap: RunView) -> tuple[float, float]:
@@ -129,7 +128,7 @@ def _times(snap: RunView) -> tuple[float, float]:
     return groups_ms / max(groups, 1) / 1000, answers_ms / max(answers, 1) / 1000
 
 
-def _parts(step: TrainedStep) -> Iterator[Span]:
+def _parts(step: TrainedStep) -> Iterator[LaneSpan]:
     """Yield the parts of a step in their order, up to its end."""
     if step.ended_s is None:
         return
@@ -137,7 +136,7 @@ def _parts(step: TrainedStep) -> Iterator[Span]:
     for part in PARTS:
         seconds = step.metrics.get(f"time/{part}_s", 0.0)
         if seconds > 0:
-            yield Span(at_s, at_s + seconds, part)
+            yield LaneSpan(at_s, at_s + seconds, part)
         at_s += seconds
 
 
@@ -150,12 +149,12 @@ class _Lane:
     changed_s: float
     is_there: bool = True
     is_behind: bool = False  # newer weights were published, and it has claimed nothing since
-    spans: list[Span] = field(default_factory=list)
+    spans: list[LaneSpan] = field(default_factory=list)
 
     def close(self, at_s: float, mode: str) -> None:
         """Add the span that ends now."""
         if self.is_there and at_s > self.changed_s:
-            span = Span(self.changed_s, at_s, self._what(mode))
+            span = LaneSpan(self.changed_s, at_s, self._what(mode))
             last = self.spans[-1] if self.spans else None
             if last and (last.what, last.ended_s) == (span.what, span.began_s):
                 self.spans[-1] = span._replace(began_s=last.began_s)
@@ -171,7 +170,7 @@ class _Lane:
         return "works" if not self.most or 2 * self.held >= self.most else "partly"
 
 
-def _workers(events: Sequence[Event], snap: RunView) -> Iterator[tuple[str, list[Span]]]:
+def _workers(events: Sequence[Event], snap: RunView) -> Iterator[tuple[str, list[LaneSpan]]]:
     """Yield each worker with its spans over all events."""
     lanes = _first(events, snap)
     mode = "run"
@@ -217,14 +216,14 @@ def _change(name: str, fields: Mapping[str, str]) -> int:
     return -1 if name in _ENDS else 0
 
 
-def _within(spans: Iterable[Span], began_s: float, ended_s: float) -> Iterator[Span]:
+def _within(spans: Iterable[LaneSpan], began_s: float, ended_s: float) -> Iterator[LaneSpan]:
     for span in spans:
-        cut = Span(max(span.began_s, began_s), min(span.ended_s, ended_s), span.what)
+        cut = LaneSpan(max(span.began_s, began_s), min(span.ended_s, ended_s), span.what)
         if cut.ended_s > cut.began_s:
             yield cut
 
 
-def _shares(spans: list[Span], whole_s: float) -> dict[str, float]:
+def _shares(spans: list[LaneSpan], whole_s: float) -> dict[str, float]:
     shares: defaultdict[str, float] = defaultdict(float)
     for began_s, ended_s, what in spans:
         shares[what] += (ended_s - began_s) / max(whole_s, 1e-9)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from buffer.errors import ConfigError, ProcessUnavailable
-from buffer.wire.rollout import Status, ToolCall
+from buffer.wire.rollout import RolloutState, Status, ToolCall
+from producer_workers.agent_loops.environment import Answer, Turn
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.toolbox import Toolbox, tool_schemas
 from tests.producer_workers.agent_loops.test_multi_turn import (
@@ -150,3 +151,27 @@ def test_tools_and_environment_in_the_readme_work_as_written(
     (state,) = run(loop, TalkingEngine(chat, ["3", "5"]), [state])
     assert state.reward == {"score": 0.5}
     assert "No. Try again." in chat.decode(state.response_ids)
+
+
+class Riddle:
+    """Ends a conversation, with a score, at the right answer only."""
+
+    async def answer(self, state: RolloutState, turn: Turn) -> Answer:
+        right = turn.text.startswith("5")
+        return (
+            Answer(reward={"score": 1.0}) if right else Answer([{"role": "user", "content": "?"}])
+        )
+
+
+@pytest.mark.parametrize(
+    ("limits", "options", "score"),
+    [({}, {}, 1.0), ({"max_tokens": 1}, {}, 0.0), ({}, {"max_turns": 1}, 0.0)],
+)
+def test_a_conversation_that_a_limit_ends_without_a_score_has_score_0(
+    chat: Any, limits: dict[str, int], options: dict[str, Any], score: float
+) -> None:
+    loop = MultiTurnAgentLoop(
+        environment=Riddle(), judge=None, tokenizer=chat, eos_ids=[chat.eos_token_id], **options
+    )
+    (state,) = run(loop, TalkingEngine(chat, ["3 or 4", "5"]), [rollout(**limits)])
+    assert (state.status, state.reward) == (Status.COMPLETED, {"score": score})

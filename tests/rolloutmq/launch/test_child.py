@@ -43,6 +43,21 @@ def test_a_process_without_output_is_reported(tmp_path: Path) -> None:
     assert "was killed by SIGKILL: (no output)" in (ended(child) or "")
 
 
+def test_a_process_that_saw_the_end_of_the_run_is_not_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolloutmq.launch.child.RESTART_DELAY_S", 0.0)
+    child = Child("producer", ["--version"], tmp_path / "p.log", {}, restarts=5)
+    child.start()
+    assert child.wait(60.0)
+    assert child.succeeded
+    assert [child.keep_alive(is_over=True) for _ in range(3)] == [None] * 3
+    assert child.keep_alive() is None  # continued since: it is started again after a pause
+    assert child.keep_alive() == "producer restarted"
+    child.kill()
+    assert child.wait(60.0)
+
+
 def test_a_log_is_bounded_and_its_tail_is_found_after_a_cut(tmp_path: Path) -> None:
     file = tmp_path / "worker-0.log"
     child = Child("worker-0", [], file, {}, restarts=0, log_bytes=1000)

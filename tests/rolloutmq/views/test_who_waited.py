@@ -89,6 +89,15 @@ def test_the_trainer_waited_for_a_share_of_the_last_steps(scene: Scene, command:
     assert json_of(command("status", "--json"))["waits"]["workers"]
 
 
+def test_steps_before_the_oldest_event_are_left_out(scene: Scene) -> None:
+    metrics = {"time/wait_s": 6.0, "time/step_s": 10.0}
+    time.sleep(APART_S)
+    found = waits(scene, [TrainedStep(1, "l1", (), metrics, time.time() - 500)])
+    assert (found.steps, found.trainer) == (0, [])
+    assert found.ended_s > found.began_s
+    assert found.workers
+
+
 def test_a_worker_that_leaves_and_joins_again_has_no_lane_between(store: Store) -> None:
     scene = Scene(store, "demo")
     scene.join("w0")

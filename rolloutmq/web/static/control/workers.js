@@ -40,7 +40,7 @@ function columns(status) {
     ["worker", (w) => el("a", { href: `#/workers/${encodeURIComponent(w.id)}` }, w.id)], ["engine", (w) => w.engine],
     ["state", (w) => el("span", { class: w.barred_for_ms !== null ? "bad" : kind[w.state] ?? "" }, w.barred_for_ms !== null ? "barred" : w.state)],
     ["weights", (w) => el("span", { class: w.weights === newest ? "" : "near" }, w.weights || "–")],
-    ["heartbeat", (w) => `${age(w.silent_ms)} ago`, true], ["registered", (w) => (w.registered_ms === null ? "–" : `${age(w.registered_ms)} ago`), true],
+    ["heartbeat", (w) => ago(w.silent_ms), true], ["registered", (w) => ago(w.registered_ms), true],
     ["holds", (w) => `${w.holds}${w.concurrency ? ` / ${w.concurrency}` : ""}`, true], ["judging", (w) => number(w.judging), true],
     ["tokens/s", (w) => number(w.tokens_per_s), true], ["done", (w) => number(w.done), true],
     ["per hour", (w) => number(perHour(w)), true], ["failed", (w) => el("span", { class: w.failed ? "near" : "dim" }, number(w.failed)), true],
@@ -54,6 +54,7 @@ function reasonBarred(w) {
   return el("p", { class: "bad" }, `${w.id} is barred: ${reason}. See `, source, w.failed_audit ? `; \`rolloutmq workers --groups ${w.id}\` lists those that were trained, too.` : ".");
 }
 
+const ago = (ms) => (ms === null ? "–" : `${age(ms)} ago`);
 const workedMs = (w) => w.registered_ms - (w.alive ? 0 : w.silent_ms);
 const perHour = (w) => (w.registered_ms !== null && workedMs(w) > 0 ? (3_600_000 * w.done) / workedMs(w) : null);
 

@@ -11,19 +11,19 @@ export function findings({ findings: found }) {
   return [el("section", { class: "panel findings", "aria-label": "What stops this run" }, list(stops)), folded];
 }
 
-// The view where something can be done about a finding: its buttons do what the command does.
-function placeOf(fix) {
-  if (/rolloutmq (dead|requeue|drop)/.test(fix)) return button("#/dead", "Open dead letters");
-  if (/sample\.max_tokens/.test(fix)) return button("#/groups?outcome=truncated", "Open truncated");
-  if (/rolloutmq tail/.test(fix)) return button("#/groups?outcome=filtered", "Open filtered");
-  if (/rolloutmq resume --worker/.test(fix)) return button("#/workers", "Open workers");
-  if (/\blogs?\b/.test(fix)) return button("#/logs?level=warning", "Open logs");
-  return /rolloutmq (resume|set)/.test(fix) ? button("#/control", "Open control") : null;
-}
+// The views where something can be done about a finding: their buttons do what the commands do.
+const PLACES = [
+  [/rolloutmq (dead|requeue|drop)/, "#/dead", "Open dead letters"],
+  [/sample\.max_tokens/, "#/groups?outcome=truncated", "Open truncated"],
+  [/rolloutmq tail/, "#/groups?outcome=filtered", "Open filtered"],
+  [/rolloutmq resume --worker/, "#/workers", "Open workers"],
+  [/\blogs?\b/, "#/logs?level=warning", "Open logs"],
+  [/rolloutmq (resume(?! --worker)|set)\b/, "#/control", "Open control"],
+];
 
-const button = (href, words) => el("a", { class: "button", href }, words);
+const buttonsOf = (fix) => PLACES.filter(([words]) => words.test(fix)).flatMap(([, href, label]) => [el("a", { class: "button", href }, label), " "]);
 
 function list(found) {
   return el("ul", {}, found.map(({ level, what, since_ms, fix, trace }) => el("li", { class: level },
-    el("b", { class: "level" }, WORDS[level]), " ", what, since_ms === null ? "" : `, for ${age(since_ms)}`, trace ? el("pre", { class: "trace" }, trace) : null, fix ? el("div", { class: "dim" }, code(fix), " ", placeOf(fix)) : null)));
+    el("b", { class: "level" }, WORDS[level]), " ", what, since_ms === null ? "" : `, for ${age(since_ms)}`, trace ? el("pre", { class: "trace" }, trace) : null, fix ? el("div", { class: "dim" }, code(fix), " ", buttonsOf(fix)) : null)));
 }

@@ -24,7 +24,7 @@ from consumer.grpo.audit.audit_log import FILE, groups_of
 from consumer.grpo.audit.auditor import Auditor, check_auditable
 from rolloutmq.cli import main
 from rolloutmq.config.config import Config
-from rolloutmq.views.diagnosis import diagnose
+from rolloutmq.views.explain.diagnosis import diagnose
 from rolloutmq.views.run_view import read_run_view
 from tests.consumer.conftest import Trainers
 from tests.consumer.grpo.audit.yard import BATCH, Change, Yard, leave

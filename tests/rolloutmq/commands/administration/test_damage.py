@@ -19,8 +19,8 @@ from buffer.errors import RolloutMQError
 from buffer.redis.store import Store
 from buffer.run import Run
 from rolloutmq.output import console
-from rolloutmq.views import inspection
-from rolloutmq.views.inspection import diagnose_run
+from rolloutmq.views.explain import inspection
+from rolloutmq.views.explain.inspection import diagnose_run
 from rolloutmq.views.run_view import read_run_view
 from rolloutmq.views.screen import status_screen
 from tests.buffer.busy_run import busy_run, moves

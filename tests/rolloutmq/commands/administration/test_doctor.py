@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from buffer.redis.store import Store
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
-from rolloutmq.views import diagnosis
+from rolloutmq.views.explain import diagnosis, inspection
+from rolloutmq.views.explain.failed_rows import failed_rows
 from rolloutmq.views.explain.shares import shares_of
 from rolloutmq.views.run_view import read_run_view
 from tests.rolloutmq.conftest import Command, json_of
@@ -66,7 +68,7 @@ BROKEN: dict[Callable[[Scene, Path], None], tuple[str, str]] = {
     ),
     a_letter: (
         "1 dead letter: ValueError: the judge said no",
-        "rolloutmq requeue",
+        "rolloutmq requeue --all-dead --yes",
     ),
 }
 
@@ -86,6 +88,30 @@ def test_doctor_names_what_is_wrong_since_when_and_what_to_do(
     (found,) = [symptom for symptom in symptoms(command) if what in symptom["what"]]
     assert fix in found["fix"]
     assert found["since_ms"] is not None or damage in (torn_weights, judge_queue_without_judges)
+
+
+def test_each_dead_letter_is_counted_once(
+    scene: Scene, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inspection, "SHOWN", 2)
+    scene.enqueue(6)
+    for number, job in enumerate(scene.claim("w1", 6)):
+        error = ("KeyError", "TypeError", "ValueError")[number % 3]
+        scene.run.jobs.release("w1", job, "failed", f"{error}: no")
+    found = [symptom["what"] for symptom in symptoms(command) if "dead letter" in symptom["what"]]
+    counts = [int(what.split()[0]) for what in found]
+    assert len(counts) == 3
+    assert sum(counts) == len(scene.run.dead_letters)
+
+
+def test_the_command_that_doctor_gives_for_dead_letters_requeues_them(
+    scene: Scene, command: Command
+) -> None:
+    (found,) = [each for each in symptoms(command) if "1 dead letter:" in each["what"]]
+    assert "rejudge" not in found["fix"]  # it has no responses
+    commands = re.findall("`rolloutmq ([^`]+)`", found["fix"])
+    command(*commands[-1].split())
+    assert not len(scene.run.dead_letters)
 
 
 def symptoms(command: Command) -> list[dict[str, Any]]:
@@ -127,7 +153,8 @@ def test_a_task_whose_long_rows_fail_is_biased(store: Store, command: Command) -
         scene.run.jobs.release("w0", job, "failed", "ValueError: the judge said no")
     error, rows = (each for each in symptoms(command) if each["level"] in ("warning", "error"))
     assert (error["level"], "20% of the last 100 groups" in error["what"]) == ("error", True)
-    assert "20 x ValueError" in error["what"]
+    (cause,) = (each["what"] for each in symptoms(command) if "dead letter" in each["what"])
+    assert cause.startswith("20 dead letters: ValueError")
     assert "100 / 100 / 100 tokens" in rows["what"]
     assert "others 10 / 10 / 10" in rows["what"]
     assert "100% of them are of 'long', of the others" in rows["what"]
@@ -136,6 +163,18 @@ def test_a_task_whose_long_rows_fail_is_biased(store: Store, command: Command) -
     for letter in list(scene.run.dead_letters.newest()):
         scene.run.jobs.requeue(letter.gid)
     assert not [each for each in symptoms(command) if each["level"] == "error"]
+
+
+def test_prompts_with_and_without_tokens_are_compared_in_characters(store: Store) -> None:
+    scene = Scene(store, "demo")
+    scene.join("w0")
+    for prompt in (0, 100):
+        scene.enqueue(10, prompt=prompt)
+    for job in scene.claim("w0", 20)[10:]:
+        scene.run.jobs.release("w0", job, "failed", "ValueError: no")
+    said, is_biased = failed_rows(scene.run, "math") or ("", True)
+    assert "characters" in said
+    assert not is_biased
 
 
 def test_a_share_is_that_of_the_newest_groups(store: Store) -> None:

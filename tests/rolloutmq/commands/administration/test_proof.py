@@ -14,7 +14,7 @@ from buffer.ids import group_id
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
-from rolloutmq.views.diagnosis import diagnose
+from rolloutmq.views.explain.diagnosis import diagnose
 from rolloutmq.views.run_view import read_run_view
 from tests.rolloutmq.conftest import Command, in_process, json_of
 from tests.rolloutmq.populate import Scene, write_steps

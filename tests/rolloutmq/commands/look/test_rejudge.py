@@ -18,10 +18,18 @@ from tests.rolloutmq.conftest import Command, json_of
 from tests.rolloutmq.populate import Scene, write_samples
 
 JUDGES = """
+import asyncio
+
 def score(*, response, ground_truth, state):
     return {"score": 3.0, "length": len(response)}
 
-async def late(*, response, **_):
+CLIENT = {}
+
+async def late(*, state, **_):
+    loop = asyncio.get_running_loop()
+    if state.index == 0:
+        CLIENT["loop"] = loop
+    assert CLIENT["loop"] is loop  # as an HTTP client demands
     return 2.0
 
 def rank(states):
@@ -32,6 +40,9 @@ def fail(*, response, **_):
 
 def read(text):
     return int(text)  # here
+
+def fail_all(states):
+    return read("nothing")
 """
 CONFIG = """
 [run]
@@ -106,6 +117,12 @@ def test_what_it_raises_is_shown_with_the_users_line(rejudge: Any) -> None:
     line = JUDGES.split("\n").index("    return int(text)  # here") + 1
     assert f'/judges_again.py", line {line}, in read' in verdict["error"]
     assert "rejudge.py" not in verdict["error"]
+
+
+def test_an_error_of_a_whole_group_is_shown_once(rejudge: Any) -> None:
+    done = rejudge(3, "fail_all")
+    assert done.returncode == 1
+    assert done.stdout.count("in read") == 1
 
 
 def test_pdb_opens_at_the_users_line(rejudge: Any, monkeypatch: pytest.MonkeyPatch) -> None:

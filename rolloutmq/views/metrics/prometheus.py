@@ -16,9 +16,9 @@ from buffer.redis.server.check import ServerMemory, read_memory
 from buffer.redis.store import Store
 from buffer.run import Run
 from rolloutmq.http_endpoint import MetricsEndpoint
-from rolloutmq.views.run_metrics import FAMILIES
+from rolloutmq.views.metrics.run_metrics import FAMILIES
+from rolloutmq.views.metrics.workers_wanted import WorkersWanted, observation_in
 from rolloutmq.views.run_view import RunView, read_run_view
-from rolloutmq.views.workers_wanted import WorkersWanted, observation_in
 
 
 class RunCollector(Collector):

@@ -11,14 +11,12 @@ from buffer.control.control import RoleHolder
 from buffer.control.task_status import TaskStop
 from buffer.control.worker_record import WorkerRecord
 from rolloutmq.output import age, plural
-from rolloutmq.views.explain.shares import Share, shares_of
+from rolloutmq.views.explain.shares import shares_of
 from rolloutmq.views.run_view import RunView, TaskView
 
 Level = Literal["note", "warning", "error", "stuck", "fault"]
 
 PATIENCE_MS = 30_000  # a shorter pause of the trainer, or wait, is normal
-
-MOST_CAUSES = 3  # that one line names
 
 MOST_BIAS = 0.1  # the mean trained length may be this much below the mean started one
 
@@ -53,10 +51,11 @@ def diagnose(snap: RunView) -> list[Symptom]:
     During a pause, no process loads weights or starts groups: only the pause itself is reported.
     """
     if snap.mode == "finish":
-        over = _note("the run is finished: its last step is done", since_ms=snap.paused_ms)
-        return worst_first([*_account(snap), over, *_shares(snap), *_dead(snap)])
+        more = "to train further, raise `plan.steps` in its config and start it again"
+        over = _note("the run is finished: its last step is done", more, snap.paused_ms)
+        return worst_first([*_account(snap), over, *_shares(snap)])
     parts = [_account, _pauses, _roles, _slow_data_set, _workers, _failed_audits, _unclaimed,
-             _leases, _memory, _tasks, _shares, _curriculum, _recovery, _dead]  # fmt: skip
+             _leases, _memory, _tasks, _shares, _curriculum, _recovery]  # fmt: skip
     parts += [] if snap.paused_by else [_weights, _supply]
     return worst_first(symptom for part in parts for symptom in part(snap))
 
@@ -235,7 +234,7 @@ def _tasks(snap: RunView) -> Iterator[Symptom]:
 
 
 def _task(task: TaskView, snap: RunView) -> Iterator[Symptom]:
-    """Report a task that is stopped, fails, filters everything, or is not in the config."""
+    """Report a task that is stopped, fails, learns to be short, or is not in the config."""
     name, account = task.account.task, task.account
     error_ms = int(task.number("error_ms"))
     since_ms = max(0, snap.now_ms - error_ms) if error_ms else None
@@ -272,17 +271,7 @@ def _shares(snap: RunView) -> Iterator[Symptom]:
         is_reported = task.stop_reason or task.has_never_succeeded
         for share in shares_of(task):
             if share.level != "note" and not (share.name == "failed" and is_reported):
-                what = f"task {task.account.task}: {share}{_causes(task, share)}"
-                yield Symptom(share.level, what, share.fix)
-
-
-def _causes(task: TaskView, share: Share) -> str:
-    """Return "; failed tries of the run: 12 x ValueError: …" for failed groups, the most first."""
-    if share.name != "failed":
-        return ""
-    counts = sorted((-number, cause) for cause, number in task.failures_by_cause.items())
-    causes = [f"{-number} x {cause:.120}" for number, cause in counts[:MOST_CAUSES]]
-    return f"; failed tries of the run: {', '.join(causes)}" if causes else ""
+                yield Symptom(share.level, f"task {task.account.task}: {share}", share.fix)
 
 
 def _curriculum(snap: RunView) -> Iterator[Symptom]:
@@ -334,9 +323,3 @@ def _recovery(snap: RunView) -> Iterator[Symptom]:
         what = "a trainer began to open the run and did not finish"
         fix = "start the trainer again: it repeats the opening"
         yield _stuck(what, fix, snap.trainer.silent_ms)
-
-
-def _dead(snap: RunView) -> Iterator[Symptom]:
-    if snap.dead:
-        what = plural(snap.dead, "dead letter")
-        yield _note(what, "`rolloutmq dead` lists them with their reasons")

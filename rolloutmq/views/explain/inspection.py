@@ -20,7 +20,7 @@ from buffer.run import Run
 from buffer.weights import folder_manifest as weights_manifest
 from consumer.grpo.reporting.step_log import TrainedStep, read_steps
 from rolloutmq.output import plural
-from rolloutmq.views.diagnosis import Level, Symptom, diagnose, worst_first
+from rolloutmq.views.explain.diagnosis import Level, Symptom, diagnose, worst_first
 from rolloutmq.views.explain.failed_rows import failed_rows
 from rolloutmq.views.explain.shares import shares_of
 from rolloutmq.views.explain.who_waited import read_waits
@@ -110,15 +110,19 @@ def _dead_letters(run: Run, snap: RunView) -> Iterator[Symptom]:
         causes = by_cause(islice(run.dead_letters.newest(), FEW_LETTERS))
     except StoreError:
         return
-    for _, letters in causes[:SHOWN]:
+    shown = causes[:SHOWN]
+    for _, letters in shown:
         newest = letters[0]
-        gid = next((letter.gid for letter in letters if letter.has_responses), newest.gid)
+        judged = next((letter.gid for letter in letters if letter.has_responses), None)
+        again = f", `rolloutmq rejudge {judged} --pdb` runs its judge again" if judged else ""
         what = f"{plural(len(letters), 'dead letter')}: {headline(newest.reason, 200)}"
         fix = (
-            f"`rolloutmq show {gid}` shows one, `rolloutmq rejudge {gid} --pdb` runs its judge "
-            "again; fix the cause, then run `rolloutmq requeue` or `rolloutmq drop`"
+            f"`rolloutmq show {judged or newest.gid}` shows one{again}; fix the cause, then run "
+            "`rolloutmq requeue --all-dead --yes`"
         )
         yield Symptom("note", what, fix, newest.age_ms, trace_of(newest.reason))
+    if (more := snap.dead - sum(len(letters) for _, letters in shown)) > 0:
+        yield Symptom("note", plural(more, "more dead letter"), "`rolloutmq dead` lists them")
 
 
 def _waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Iterator[Symptom]:
@@ -139,6 +143,7 @@ def _failed_rows(run: Run, snap: RunView) -> Iterator[Symptom]:
         except StoreError:
             continue
         if rows:
-            level: Level = "warning" if rows.is_biased else "note"
+            said, is_biased = rows
+            level: Level = "warning" if is_biased else "note"
             fix = "until they are fixed, the model is trained on the others alone"
-            yield Symptom(level, f"task {task.account.task}: {rows}", fix if rows.is_biased else "")
+            yield Symptom(level, f"task {task.account.task}: {said}", fix if is_biased else "")
