@@ -171,6 +171,8 @@ class ExpiredBatch(LedgerError):
 class NoBatch(LedgerError):
     """No group is ready or running for a step, and no newer weights could change that."""
 
+    exit_code = 5
+
 
 class StepFailed(RolloutMQError):
     """A rank of the trainer cannot read its share of a step, which is delivered again."""

@@ -109,19 +109,15 @@ def _unreadable(fields: Sequence[str]) -> RunDamaged:
 
 SHORT_S = 1.0  # work that takes less is not reported
 MOST_DOING = 256  # characters of `doing` that lua/beat.lua accepts
-_WAITS_FOR = "waits for "
+WAITS_FOR = "waits for "  # begins what a loop does that waits, perhaps for days, and does not hang
 
 
 class Work:
-    """What the loop of a process does, read by its heartbeat thread. `turns` stops if it hangs.
-
-    `is_wait`: it waits for stopped tasks, perhaps for days, and does not hang.
-    """
+    """What the loop of a process does, read by its heartbeat thread. `turns` stops if it hangs."""
 
     def __init__(self) -> None:
         self.turns = 0
-        self.is_wait = False
-        self._current: tuple[str, float] | None = None
+        self._current = ("", 0.0)
 
     @contextmanager
     def on(self, what: str) -> Iterator[None]:
@@ -129,17 +125,17 @@ class Work:
         try:
             yield
         finally:
-            self._current = None
+            self._current = ("", 0.0)
 
     def wait_for(self, tasks: Sequence[str]) -> None:
         """Report that the loop waits until these tasks are resumed; (): it does not."""
-        self.is_wait = bool(tasks)
-        what = (_WAITS_FOR + ", ".join(tasks))[:MOST_DOING]
-        self._current = (what, time.monotonic()) if tasks else None
+        what = (WAITS_FOR + ", ".join(tasks))[:MOST_DOING] if tasks else ""
+        if what != self._current[0]:
+            self._current = (what, time.monotonic())
 
     def now(self) -> tuple[str, float]:
         """Return what the loop does, and for how many seconds; ("", 0) if that is short."""
-        what, since_s = self._current or ("", 0.0)
+        what, since_s = self._current
         busy_s = time.monotonic() - since_s
         return (what, busy_s) if what and busy_s >= SHORT_S else ("", 0.0)
 
@@ -197,8 +193,8 @@ class RoleHolder:
     @property
     def waits_for(self) -> list[str]:
         """The stopped tasks that a trainer waits for."""
-        is_wait = self.doing.startswith(_WAITS_FOR)
-        return self.doing.removeprefix(_WAITS_FOR).split(", ") if is_wait else []
+        tasks = self.doing.removeprefix(WAITS_FOR)
+        return tasks.split(", ") if tasks != self.doing else []
 
     @property
     def word(self) -> str:
@@ -269,17 +265,8 @@ class RunControl:
         stage: Literal["next", "newest"] = "newest",
     ) -> ControlState:
         """Record weights: "newest" to claim with, or "next" to fetch in advance. Raises Fenced."""
-        reply = self._store.call(
-            "publish_weights",
-            self._keys.slots(),
-            {
-                "nonce": nonce,
-                "weights": str(weights),
-                "path": path,
-                "checksum": checksum,
-                "stage": stage,
-            },
-        )
+        facts = {"weights": str(weights), "path": path, "checksum": checksum, "stage": stage}
+        reply = self._store.call("publish_weights", self._keys.slots(), {"nonce": nonce, **facts})
         _, *state = unfenced(reply, "trainer")
         return ControlState.parse(state)
 

@@ -14,7 +14,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from buffer.control.control import ControlState, Mode, Role, RunControl, Work
+from buffer.control.control import WAITS_FOR, ControlState, Mode, Role, RunControl, Work
 from buffer.control.worker_record import Histogram
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.ids import new_nonce
@@ -127,7 +127,7 @@ class HeldRole:
         hung = LogOnce(log, "no more heartbeats: this process hangs")
         while not self.ended.wait(every_s()):
             what, busy_s = self._work.now()
-            is_hung = busy_s > HUNG_S and not self._work.is_wait
+            is_hung = busy_s > HUNG_S and not what.startswith(WAITS_FOR)
             hung.report(what if is_hung else "")
             if is_hung:
                 continue

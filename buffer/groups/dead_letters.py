@@ -85,7 +85,7 @@ class DeadLetters:
         room, and the group was still dead. Raises WireError, GroupChanged, StoreUnavailable, or
         PayloadMissing.
         """
-        keys = self._keys
+        keys, low_bytes = self._keys, self._limits.low_bytes
         data = group_bytes.pieces_checked(group)
         ref, commands = self._payloads.commands(job.gid, job.token, data, group.signatures)
         group.check_unchanged()
@@ -98,7 +98,7 @@ class DeadLetters:
                 "size": ref.size,
                 "crc": ref.crc,
                 "chunks": ref.chunks,
-                "byte_limit": int(self._limits.low_bytes * ROOM_SHARE) or "",
+                "byte_limit": int(low_bytes * ROOM_SHARE) if low_bytes else "",
             },
             keys.in_slot(keys.payload_chunks(ref.gid, ref.token, ref.chunks)),
         )

@@ -13,7 +13,7 @@
 -- ARGV crc        hex                   CRC-32 of all bytes, hex
 -- ARGV byte_limit ''|0..                payload bytes of the run above which nothing is kept; '' = no limit
 -- ARGV chunks     1..1024
--- replies OK | GONE (the group is no longer dead, or died in another claim) | FULL | MISSING size_found
+-- replies OK | GONE (the group is no longer dead, died in another claim, or was answered FULL) | FULL | MISSING size_found
 -- keeps I1 (nothing moves), I2, I12 (counts bytes; takes no room that work needs), I13 (token), I14
 
 local held = redis.call('HMGET', record, 'stage', 'released', 'payload', 'chunks', 'size')
@@ -21,7 +21,12 @@ local before = held[3]
 if before == token then return {'OK'} end
 if held[1] ~= 'dead' or held[2] ~= token then return {'GONE'} end
 local counts = redis.call('HMGET', bytes, 'came', 'went')
-if byte_limit and num(counts[1]) - num(counts[2]) + size > byte_limit then return {'FULL'} end
+if byte_limit and num(counts[1]) - num(counts[2]) + size > byte_limit then
+  -- a late copy of this call must not keep bytes that are garbage
+  redis.call('HSET', record, 'released', '')
+  redis.call('SADD', garbage, gid .. ' ' .. token .. ' ' .. chunks)
+  return {'FULL'}
+end
 local found = seen_bytes(payloads, 0, chunks, size)
 if found ~= size then return {'MISSING', int(found)} end
 

@@ -49,7 +49,7 @@ if before ~= 'aborted' then
   redis.call('HSET', record, 'status', 'init', 'payload', 'init', 'chunks', 1, 'size', num(held[10]), 'crc', '',
     'version', '', 'lineage', '', 'tokens', 0)
 end
-redis.call('HSET', record, 'tries', 0, 'requeued', operation)
+redis.call('HSET', record, 'tries', 0, 'requeued', operation, 'released', '')
 to_waiting(jobs, record, gid, lane, payload)
 keep_age(age_index, gid, payload, held[11])
 wake(bell_workers, 1)

@@ -26,7 +26,7 @@ _CUT_OFF = "…"
 _TAIL = 2000  # characters searched at the end of a response without a mark
 
 
-class Span(NamedTuple):
+class AnswerSpan(NamedTuple):
     """A part of a response that may be its answer; `is_marked`: the response says that it is."""
 
     text: str
@@ -44,7 +44,7 @@ def answer_text(response: str) -> str:
     return text
 
 
-def spans(response: str) -> Iterator[Span]:
+def spans(response: str) -> Iterator[AnswerSpan]:
     """Yield possible answers of a response, the most probable first."""
     text = answer_text(response).translate(_ASCII)
     _, thought_end, said = text.rpartition("</think>")
@@ -89,9 +89,9 @@ _TAKEN_BACK = re.compile(
 )
 
 
-def _boxes(text: str) -> Iterator[Span]:
+def _boxes(text: str) -> Iterator[AnswerSpan]:
     r"""Yield the last boxes; "\boxed{1} and \boxed{2}" is one answer."""
-    found: list[Span] = []
+    found: list[AnswerSpan] = []
     for box in _braced(text):
         before = text[max(0, box.start - 40) : box.start]
         if not box.text.strip() or _DENIED.search(before) or _DENIAL.match(text, box.end):
@@ -103,14 +103,14 @@ def _boxes(text: str) -> Iterator[Span]:
         between = text[found[-1].end : box.start] if found else ""
         if between.strip(" $.\n") and len(between) < 40 and _JOINED.fullmatch(between):
             last = found.pop()
-            box = Span(f"{last.text}, {box.text}", True, last.start, box.end)
+            box = AnswerSpan(f"{last.text}, {box.text}", True, last.start, box.end)
         found.append(box)
     yield from found
     for token in deque(_BOXED_TOKEN.finditer(text), _MOST):
-        yield Span(token[1], True, *token.span())
+        yield AnswerSpan(token[1], True, *token.span())
 
 
-def _braced(text: str) -> Iterator[Span]:
+def _braced(text: str) -> Iterator[AnswerSpan]:
     """Yield the last outermost boxes in their order, and an empty one for a box that is cut off."""
     if "\\boxed" not in text and "\\fbox" not in text:
         return
@@ -127,12 +127,12 @@ def _braced(text: str) -> Iterator[Span]:
                 found.append((start, opened, brace.end()))
                 start = -1
     for start_of, opened_at, end in found:
-        yield Span(text[opened_at : end - 1][:_LONGEST], True, start_of, end)
+        yield AnswerSpan(text[opened_at : end - 1][:_LONGEST], True, start_of, end)
     if start >= 0:
-        yield Span(_CUT_OFF, True, start, len(text))
+        yield AnswerSpan(_CUT_OFF, True, start, len(text))
 
 
-def _hashes(text: str) -> Iterator[Span]:
+def _hashes(text: str) -> Iterator[AnswerSpan]:
     for mark in deque(re.finditer(r"####+(?!#)", text), _MOST):
         line = text[mark.end() : mark.end() + _LONGEST].partition("\n")[0]
         line = line.partition("####")[0].strip().rstrip("#").strip()
@@ -142,7 +142,7 @@ def _hashes(text: str) -> Iterator[Span]:
             r"\d{1,2}[.)]\s+[A-Za-z*]|[A-Za-z]{2}", line.lstrip("*_ ")
         )
         if line and not is_heading:
-            yield Span(line, True, mark.start(), mark.end() + len(line))
+            yield AnswerSpan(line, True, mark.start(), mark.end() + len(line))
 
 
 _WORD = re.compile(
@@ -181,14 +181,16 @@ _SENTENCE_END = re.compile(r"[.!?。](?=[\s*_`)\"]|$)|\n|</")
 _ABBREVIATION = re.compile(r"(?i)\b(approx|rs|no|ca|vs|e\.g|i\.e)\.")
 
 
-def _sentences_with_answer(text: str) -> Iterator[Span]:
+def _sentences_with_answer(text: str) -> Iterator[AnswerSpan]:
     for word in deque(_WORD.finditer(text), _MOST):
         before = text[max(0, word.start() - 80) : word.start()]
         after = text[word.end() : word.end() + _LONGEST]
         if _is_unsure(before, after):
             continue
         if content := _behind(before, after):
-            yield Span(content, True, word.start(), word.end() + after.find(content) + len(content))
+            yield AnswerSpan(
+                content, True, word.start(), word.end() + after.find(content) + len(content)
+            )
         elif _BEFORE.search(before):
             yield from _before(text, word)
 
@@ -221,7 +223,7 @@ def _first_sentence(text: str) -> str:
     return text.strip()
 
 
-def _before(text: str, word: re.Match[str]) -> Iterator[Span]:
+def _before(text: str, word: re.Match[str]) -> Iterator[AnswerSpan]:
     """Yield the part of a sentence before "is the answer"."""
     left = text[max(0, word.start() - 300) : word.start()]
     left = left[: (found.start() if (found := _BEFORE.search(left)) else len(left))]
@@ -229,7 +231,7 @@ def _before(text: str, word: re.Match[str]) -> Iterator[Span]:
     content = re.sub(r",?\s*\b(?:which|that|this|it)\s*$", "", parts[-1].strip())
     content = re.sub(r"(?i)^\W*(?:so|thus|therefore|hence|then)\b[,\s]*", "", content)
     if content:
-        yield Span(content, False, word.start(), word.end())
+        yield AnswerSpan(content, False, word.start(), word.end())
 
 
 def _speaks_unsurely(sentence: str) -> bool:
@@ -247,7 +249,7 @@ _BOLD = re.compile(r"\*\*([^*\n]{1,200})\*\*(\s*:)?")
 _BULLET = re.compile(r"^\s*(?:[-*•>]\s+)+")
 
 
-def _last_sentences(text: str) -> Iterator[Span]:
+def _last_sentences(text: str) -> Iterator[AnswerSpan]:
     for line in islice(reversed(text.splitlines()), _MOST):
         sentences = [
             each
@@ -261,13 +263,13 @@ def _last_sentences(text: str) -> Iterator[Span]:
                 if re.search(r"\d", text) and not colon and not text.endswith(":")
             ]
             if len(bold) == 1 and not _WORD.search(sentence):
-                yield Span(bold[0], False)
+                yield AnswerSpan(bold[0], False)
             if not _speaks_unsurely(sentence):
-                yield Span(sentence[-_LONGEST:], False)
+                yield AnswerSpan(sentence[-_LONGEST:], False)
             elif " but " in sentence and not _speaks_unsurely(
                 part := sentence.rpartition(" but ")[2]
             ):
-                yield Span(part, False)
+                yield AnswerSpan(part, False)
 
 
 _CHARACTERS = str.maketrans(

@@ -19,7 +19,7 @@ from buffer.wire.group import UNPARSED
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.sandbox import BUBBLEWRAP
 from producer_workers.judges.answer_numbers import Number, names_number, only_denies, read_number
-from producer_workers.judges.answers import Span, answer_text, spans
+from producer_workers.judges.answers import AnswerSpan, answer_text, spans
 from producer_workers.judges.expressions import Truth
 from producer_workers.user_code.sandbox import Limits, run_program
 
@@ -74,7 +74,7 @@ def final_number(text: str) -> Number | None:
     return read_number(span.text, is_answer=span.is_marked) if span else None
 
 
-def number_span(text: str) -> Span | None:
+def number_span(text: str) -> AnswerSpan | None:
     """Return the part of a text in which `final_number` reads, or None."""
     for span in spans(text):
         if names_number(span.text) and not (span.is_marked and only_denies(span.text)):

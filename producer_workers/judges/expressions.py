@@ -14,7 +14,7 @@ from producer_workers.judges.answer_numbers import (
     read_number,
     whole_number,
 )
-from producer_workers.judges.answers import Span, plain, powers, spans
+from producer_workers.judges.answers import AnswerSpan, plain, powers, spans
 
 _SEGMENT = re.compile(
     r"\$\$(.{1,1000}?)\$\$|\\\[(.{1,1000}?)\\\]|\\\((.{1,1000}?)\\\)"
@@ -69,7 +69,7 @@ class Truth:
         is_words = re.fullmatch(r"[A-Z]|[^\W\d_]{2,}(?: [^\W\d_]+){0,5}", words)
         return cls(text, whole_number(text), words if is_words else None)
 
-    def fits(self, span: Span) -> bool:
+    def fits(self, span: AnswerSpan) -> bool:
         if self.words is not None:
             return span.is_marked or self._is_words(span.text)
         if self.number is not None:
@@ -80,7 +80,7 @@ class Truth:
             )
         return bool(_LATEX.search(span.text)) or (span.is_marked and len(span.text) <= 60)
 
-    def compare(self, span: Span) -> tuple[bool, bool]:
+    def compare(self, span: AnswerSpan) -> tuple[bool, bool]:
         """Return whether an answer could be read, and whether it is right.
 
         Raises ValueError if the ground truth holds no mathematics.
@@ -116,7 +116,7 @@ def _words(text: str) -> str:
     return re.sub(r"^\(([A-Za-z])\)$", r"\1", text)
 
 
-def expression_of(span: Span) -> str | None:
+def expression_of(span: AnswerSpan) -> str | None:
     """Return the expression of a part of a response, as LaTeX without dollars, or None."""
     found = list(_SEGMENT.finditer(span.text))
     if found:
@@ -130,7 +130,7 @@ def expression_of(span: Span) -> str | None:
     return None if not text or _DENIED.search(text) else text
 
 
-def _joined(span: Span, found: list[re.Match[str]]) -> str | None:
+def _joined(span: AnswerSpan, found: list[re.Match[str]]) -> str | None:
     """Return the first segment of an answer, or the last one of a sentence, and those listed."""
     found = found if span.is_marked else found[::-1]
     taken = found[:1]

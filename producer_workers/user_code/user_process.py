@@ -56,7 +56,7 @@ class UserProcess:
         self._rules = rules
         self._is_shared = is_shared
         self._calls = 0
-        self._failed_s = math.inf  # when its last call failed, if it did
+        self._failed_s = math.inf  # when its code raised in the last call, if it did
         self._unwanted = set[int]()
         self._is_leaving = False
         self._numbers = count(READY + 1)
@@ -73,9 +73,9 @@ class UserProcess:
         return most - self._calls - len(self._unwanted)
 
     def end_if_mended(self) -> None:
-        """End an idle process whose last call failed a while ago: a new one imports mended code."""
+        """End an idle process whose code raised a while ago: a new one imports mended code."""
         if not self._calls and time.monotonic() - self._failed_s > MENDED_S:
-            self.end("its last call failed, and its code may be mended", is_fault=False)
+            self.end("its code raised, and may be mended", is_fault=False)
 
     async def ask(self, frame: bytes) -> Any:
         """Return the result of one call. Raises the rules' error, ProcessUnavailable, or Ended."""
@@ -225,9 +225,10 @@ class UserProcess:
             answer.exception()  # retrieved here, as its caller may be gone
 
     def _result(self, answer: CallAnswer) -> Any:
-        self._failed_s = time.monotonic() if answer.failure else math.inf
-        if answer.failure is not None:
-            raise self._rules.failed(answer.failure)
+        failure = answer.failure
+        self._failed_s = time.monotonic() if failure and failure.trace else math.inf
+        if failure is not None:
+            raise self._rules.failed(failure)
         return self._border.result(answer.result)
 
 

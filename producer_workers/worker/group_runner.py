@@ -273,6 +273,7 @@ class GroupRunner:
 
     async def _fail(self, job: Job, reason: str, states: Sequence[RolloutState]) -> None:
         """Release a failed group; keep its responses if it is dead now, one of few of its cause."""
+        self._held.submitting.add(job)
         is_last = job.tries >= self._run.limits.max_tries
         if not await self._release(job, "failed", reason) or not is_last:
             return

@@ -80,17 +80,20 @@ def judge_again(
     if task.judge == NO_JUDGE:
         raise ConfigError(f"task {name} has no judge: its agent loop gives the rewards")
     judge = make_judge(task.judge, lambda spec: load_bare_judge(spec, task.judging))
-    for asked in [list(states)] if judge.sees_group else [[state] for state in wanted]:
-        yield from (each for each in _ask(judge, asked) if member in (None, each.index))
+    calls = [list(states)] if judge.sees_group else [[state] for state in wanted]
+    with asyncio.Runner() as runner:  # one loop, to which clients of an async judge belong
+        for asked in calls:
+            verdicts = _ask(runner, judge, asked)
+            yield from (each for each in verdicts if member in (None, each.index))
 
 
-def _ask(judge: Judge, states: list[RolloutState]) -> Iterator[Verdict]:
+def _ask(runner: asyncio.Runner, judge: Judge, states: list[RolloutState]) -> Iterator[Verdict]:
     before = [state.reward for state in states]
     given = [state.model_copy(deep=True) for state in states]
     rewards: list[dict[str, float] | None] = [None] * len(states)
     raised: BaseException | None = None
     try:
-        rewards = list(asyncio.run(judge.judge_group(given)))
+        rewards = list(runner.run(judge.judge_group(given)))
     except (Exception, SystemExit) as error:  # a judge may raise anything; Ctrl-C ends this command
         raised = error
     for state, old, reward in zip(states, before, rewards, strict=True):
@@ -99,11 +102,9 @@ def _ask(judge: Judge, states: list[RolloutState]) -> Iterator[Verdict]:
 
 def debug(error: BaseException) -> None:
     """Open pdb at the line of the user's code that raised an error, or called what raised it."""
-    nodes = []
-    node = error.__traceback__
-    while node:
-        nodes.append(node)
-        node = node.tb_next
+    nodes = [error.__traceback__] if error.__traceback__ else []
+    while nodes and nodes[-1].tb_next:
+        nodes.append(nodes[-1].tb_next)
     users = [each for each in nodes if is_of_user(each.tb_frame.f_code.co_filename)] or nodes
     users[-1].tb_next = None  # pdb opens the innermost frame
     pdb.post_mortem(users[0])

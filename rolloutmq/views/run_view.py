@@ -121,7 +121,7 @@ class RunView:
     dead: int
     garbage: int
     workers: tuple[WorkerRecord, ...]
-    ended_workers: tuple[WorkerRecord, ...]  # the newest that left or were lost; none beside others
+    ended_workers: tuple[WorkerRecord, ...]  # that left or were lost; () beside others
     trainer: RoleHolder
     producer: RoleHolder
     report: TrainerReport

@@ -50,7 +50,7 @@ class LogRoutes:
         lines = number_in(query.get("lines") or "200", MOST_LINES)
         if self._run_dir is None:
             raise ConfigError(
-                "the folder of this run is not known here, and so are its logs",
+                "the folder of this run is not known here, nor are its logs",
                 hint="start `rolloutmq web` with --run-dir on the machine of its processes",
             )
         if (level := query.get("level", "")) and level not in LEVELS:

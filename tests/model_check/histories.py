@@ -205,6 +205,13 @@ HISTORIES = (
         waiting=1,
         limits={"max_tries": 1},
     ),
+    History(
+        "the responses of a dead group arrive late",
+        (Operator(1), W0, Janitor(("reap", "collect"))),
+        Budget(commands=1, failures=2, deaths=1, lost_replies=1, late_calls=1, ticks=2),
+        waiting=1,
+        limits={"max_tries": 1},
+    ),
     History("a heartbeat is overtaken", (W0,), Budget(ticks=1), waiting=2),
     History(
         "calls of a producer arrive late", (PRODUCER._replace(groups=3),), Budget(late_calls=1)

@@ -150,6 +150,10 @@ def release(run: Run, worker: str, job: Job, kind: Any) -> str:
     return run.jobs.release(worker, job, kind)
 
 
+def keep_responses(run: Run, worker: str, job: Job, made_by: tuple[PolicyVersion, ...]) -> bool:
+    return run.dead_letters.keep_responses(job, _group(job.gid, made_by, "failed"))
+
+
 def deregister(run: Run, worker: str, nonce: str) -> bool:
     return run.fleet.deregister(worker, nonce)
 

@@ -41,6 +41,8 @@ class Worker(NamedTuple):
     weights: PolicyVersion = FIRST
     jobs: tuple[tuple[Job, tuple[PolicyVersion, ...]], ...] = ()
     """what it holds, with the weights of the tokens that each has from an earlier claim"""
+    dead: tuple[Job, ...] = ()
+    """groups that died in its hands, whose responses it has not kept yet"""
     epoch: int = 0
     """the newest state of the control hash that it knows"""
     under_way: tuple[Pending | None, Pending | None] = (None, None)
@@ -68,6 +70,8 @@ class Worker(NamedTuple):
             yield Start(0, Pending("submit", (self.name, job, done, "filtered")), "filters")
             yield Start(0, Pending("release", (self.name, job, "failed")), "failures")
             yield Start(0, Pending("release", (self.name, job, "handback")), "handbacks")
+        for job in self.dead:
+            yield Start(0, Pending("keep_responses", (self.name, job, (self.weights,))))
 
     def ended(self, slot: int, pending: Pending, over: Finished, made: Any) -> Worker:
         done = self._replace(under_way=_without(self.under_way, slot))
@@ -87,9 +91,13 @@ class Worker(NamedTuple):
                 epoch = beat.control.epoch if beat.control else done.epoch
                 is_known = done.is_registered and beat.known
                 return done._replace(is_registered=is_known, epoch=epoch).without(beat.lost)
-            case (("submit" | "release"), Finished(_, error)):
+            case (("submit" | "release"), Finished(place, error)):
                 assert error is None or isinstance(error, Fenced), error
-                return done.without((pending.args[1],))
+                job = pending.args[1]
+                died = (job,) if place == "dead" else ()
+                return done.without((job,))._replace(dead=(*done.dead, *died))
+            case "keep_responses", Finished(_, None):
+                return done._replace(dead=tuple(j for j in done.dead if j != pending.args[1]))
         raise AssertionError(f"{pending.name} of {self.name} ended with {over}")
 
     def without(self, lost: tuple[Job, ...]) -> Worker:

@@ -111,10 +111,10 @@ async def test_one_cause_keeps_few_responses_and_a_full_run_none(
         await yard.until_places(dead=5)
     without = [gid for gid in letters(yard) if yard.run.record(gid)["payload"] == "init"]
     assert len(without) == 3
-    gid = without[0]
-    job = Job(gid, yard.run.record(gid)["released"], "fresh", 1, PayloadRef(gid, "init", 1, 0, ""))
-    group = yard.group(gid)
-    for low_bytes, is_kept in ((2, False), (0, True)):
+    for gid, low_bytes, is_kept in zip(without, (2, 0), (False, True), strict=False):
+        token = yard.run.record(gid)["released"]
+        job = Job(gid, token, "fresh", 1, PayloadRef(gid, "init", 1, 0, ""))
+        group = yard.group(gid)
         yard.run.limits.adopt(yard.run.limits.model_copy(update={"low_bytes": low_bytes}))
         assert yard.run.dead_letters.keep_responses(job, group) is is_kept
     yard.check()

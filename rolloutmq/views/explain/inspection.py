@@ -113,11 +113,12 @@ def _dead_letters(run: Run, snap: RunView) -> Iterator[Symptom]:
     shown = causes[:SHOWN]
     for _, letters in shown:
         newest = letters[0]
-        gid = next((letter.gid for letter in letters if letter.has_responses), newest.gid)
+        judged = next((letter.gid for letter in letters if letter.has_responses), None)
+        again = f", `rolloutmq rejudge {judged} --pdb` runs its judge again" if judged else ""
         what = f"{plural(len(letters), 'dead letter')}: {headline(newest.reason, 200)}"
         fix = (
-            f"`rolloutmq show {gid}` shows one, `rolloutmq rejudge {gid} --pdb` runs its judge "
-            "again; fix the cause, then run `rolloutmq requeue --all-dead --yes`"
+            f"`rolloutmq show {judged or newest.gid}` shows one{again}; fix the cause, then run "
+            "`rolloutmq requeue --all-dead --yes`"
         )
         yield Symptom("note", what, fix, newest.age_ms, trace_of(newest.reason))
     if (more := snap.dead - sum(len(letters) for _, letters in shown)) > 0:

@@ -46,7 +46,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class LogFilter:
-    """What a line must have; "" is no condition. Times are compared as texts.
+    """Conditions on a line; "" is none. Times are compared as texts.
 
     `about` is a group id, a worker, or a number of a train step. `within`: lines between these two
     times count as being about it.

@@ -49,6 +49,8 @@ class Group:
     result: str = "init"
     tries: int = 0
     aborts: int = 0
+    released: str = ""
+    """the token of the claim that was released last, unless it was requeued since"""
     arrival: int = 0
     made_by: list[PolicyVersion] = field(default_factory=list)
     prompt_bytes: int = 0

@@ -26,6 +26,7 @@ class OperatorMoves(World):
         group.lane = "resume"
         group.token = ""
         group.tries = 0
+        group.released = ""
         if before != "aborted":
             group.made_by, group.result = [], "init"
 

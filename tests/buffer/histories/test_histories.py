@@ -80,6 +80,7 @@ COMMON = [
 ]
 RARE = [
     moves("heartbeat", worker=worker),
+    moves("keep_responses", worker=worker, which=pick),
     moves("acknowledge", worker=worker),
     moves("acknowledge_a_pause", worker=worker),
     moves("leases_run_out", worker=worker),

@@ -136,6 +136,7 @@ class WorkerMoves(World):
             assert self.totals() == before
             return
         self.scene.run.jobs.release(worker, job, kind)
+        group.released = job.token
         if kind in ("failed", "lost"):
             self.wait_or_die(group)
             return
@@ -151,6 +152,25 @@ class WorkerMoves(World):
         else:
             group.place = "waiting"
             group.lane = "resume"
+
+    def keep_responses(self, worker: str, which: int) -> None:
+        """The responses of a dead letter, often of one that is no longer dead."""
+        jobs = [job for job in self.jobs[worker] if job.token == self.groups[job.gid].released]
+        if not jobs:
+            return
+        job = jobs[which % len(jobs)]
+        group = self.groups[job.gid]
+        if not self.readable(group):
+            return
+        made = self.engines[worker]
+        result = extend(self.scene.run.buffer.read(job.prompt), Status.FAILED, made)
+        if self.scene.run.dead_letters.keep_responses(job, result):
+            assert group.place == "dead"
+            group.made_by, group.result = [made], job.token
+            group.result_bytes = self.stored_bytes(job.gid, job.token)
+        elif group.place == "dead":
+            assert self.scene.run.limits.low_bytes
+            group.released = ""
 
     def leases_run_out(self, worker: str) -> None:
         self.hold(worker)

@@ -65,6 +65,10 @@ def bytes_follow_the_responses_of_dead_letters(scene: Scene) -> None:
             scene.submit(job, status=Status.ABORTED)
             scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000)
             (job,) = scene.claim()
+        assert scene.run.jobs.release("w0", job, "failed") == "waiting"
+        assert not keep(job, scene.failed(job))
+        scene.run.jobs.resume_task(job.task)
+        (job,) = scene.claim()
         dead = scene.bury(job)
         scene.check()
         assert keep(dead, scene.failed(dead))
@@ -82,7 +86,29 @@ def bytes_follow_the_responses_of_dead_letters(scene: Scene) -> None:
         assert not keep(dead, scene.failed(dead))
         scene.check()
         assert keep(again, scene.failed(again))
+        # it dies once more, with its worker, before a copy of that call arrives
+        assert scene.run.jobs.requeue(dead.gid) == "dead"
+        while scene.record(dead.gid)["stage"] != "dead":
+            scene.claim()
+            scene.expire_leases("w0")
+            scene.run.jobs.reap()
+        assert not keep(again, scene.failed(again))
+        scene.run.payloads.collect()
+        scene.check()
         assert scene.run.jobs.drop(dead.gid) == "dead"
+        scene.check()
+
+
+def responses_of_dead_letters_are_refused_for_good(scene: Scene) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    dead = scene.bury(job, keep=False)
+    for low_bytes in (2, 0):
+        limits = scene.run.limits.model_copy(update={"low_bytes": low_bytes})
+        scene.run.limits.adopt(limits)
+        assert not scene.run.dead_letters.keep_responses(dead, scene.failed(dead))
+        assert scene.run.payloads.collect() == (low_bytes > 0)
         scene.check()
 
 

@@ -22,7 +22,6 @@ from buffer.run import Run as RunHandle
 from buffer.wire.rollout import MediaRef, PolicyVersion
 from buffer.wire.sampling import SampleParams
 from consumer.grpo.reporting.step_log import StepLog
-from examples.image_loop import train
 from producer_workers.build import make_producer, make_worker
 from producer_workers.config.dataset import ImagesSection
 from producer_workers.engines import build_engine
@@ -32,6 +31,7 @@ from producer_workers.images import ImageReader, ReadImage, png_of
 from rolloutmq.config.fingerprint import origin_of
 from rolloutmq.config.load import load_config
 from rolloutmq.launch.create_run import create_run
+from rolloutmq.launch.training import train
 from tests.producer_workers.engines.conformance import LONG, TOLERANCE, interrupt, sampling
 from tests.producer_workers.engines.conftest import CPU_ENGINE, FIRST, Run
 from tests.producer_workers.engines.tiny_vision_model import (
@@ -315,7 +315,11 @@ def test_images_of_a_data_set_are_sampled_trained_and_freed(
             sending = asyncio.create_task(asyncio.to_thread(producer.produce_loop, stop))
             try:
                 await asyncio.to_thread(
-                    train, RunHandle.open(for_trainer, run_name), training, models[0]
+                    train,
+                    RunHandle.open(for_trainer, run_name),
+                    training,
+                    models[0],
+                    take_over=False,
                 )
             finally:
                 worker.stop()

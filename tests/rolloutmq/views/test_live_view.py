@@ -90,6 +90,17 @@ def test_history_counts_idle_workers(scene: Scene, store: Store) -> None:
     assert history.waits[WORKERS] == pytest.approx(1 / 3)
 
 
+def test_a_worker_that_was_lost_without_a_heartbeat_has_no_age(scene: Scene) -> None:
+    scene.run.jobs.release("w0", scene.running, "failed", "its last one")
+    for worker in ("w0", "w1"):
+        assert scene.run.fleet.deregister(worker, scene.workers[worker])
+    lost = {"event": "worker_lost", "worker": "w9"}
+    scene.run.store.control.xadd(scene.run.keys.events, lost)
+    rows = describe(read_run_view(scene.run))["ended_workers"]
+    assert [row["id"] for row in rows if row["silent_ms"] is None] == ["w9"]
+    assert len(rows) == 3
+
+
 def test_watch_survives_a_server_that_goes_away(tmp_path: Path) -> None:
     with EmbeddedServer(tmp_path) as server:
         scene = Scene(Store(server.url, deadline_s=400.0), "demo")
@@ -112,14 +123,20 @@ def test_watch_survives_a_server_that_goes_away(tmp_path: Path) -> None:
     assert "step 0" in lines[-1]
 
 
+TRACE = """\
+  Traceback (most recent call last):
+    File "/home/me/judge.py", line 3, in judge
+  KeyError: 'solution'"""
+
+
 def test_the_first_error_of_a_task_is_on_every_screen_at_once(store: Store) -> None:
     scene = Scene(store, "demo")
     scene.enqueue(3)
     scene.join("w0")
     for job in scene.claim("w0", 2):
-        scene.run.jobs.release("w0", job, "failed", "KeyError: 'solution'\n  in line 3")
+        scene.run.jobs.release("w0", job, "failed", "KeyError: 'solution'\n" + TRACE)
     snap = read_run_view(scene.run)
-    said = "math: 2 failed: KeyError: 'solution'"
+    said = "math: 2 failed: KeyError: 'solution' (at judge.py:3)"
     assert said in one_line(snap, History(), LiveNotes())
     assert said in drawn(snap)
     assert describe(snap)["tasks"]["math"]["trouble"] == said.removeprefix("math: ")

@@ -18,10 +18,18 @@ from tests.rolloutmq.conftest import Command, json_of
 from tests.rolloutmq.populate import Scene, write_samples
 
 JUDGES = """
+import asyncio
+
 def score(*, response, ground_truth, state):
     return {"score": 3.0, "length": len(response)}
 
-async def late(*, response, **_):
+CLIENT = {}
+
+async def late(*, state, **_):
+    loop = asyncio.get_running_loop()
+    if state.index == 0:
+        CLIENT["loop"] = loop
+    assert CLIENT["loop"] is loop  # as an HTTP client demands
     return 2.0
 
 def rank(states):
