@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 from producer_workers.gateway.dialect import (
     AgentRequest,
     Json,
+    JsonList,
     MaxTokens,
     Stops,
     as_json,
@@ -151,9 +152,9 @@ class MessagesRequest(AgentRequest):
     path = "/v1/messages"
     refused = REFUSED
 
-    messages: Annotated[list[Json], Field(min_length=1), BeforeValidator(_messages)]
+    messages: Annotated[JsonList, Field(min_length=1), BeforeValidator(_messages)]
     system: Annotated[str, BeforeValidator(_system)] = ""
-    tools: Annotated[list[Json] | None, BeforeValidator(_tools)] = None
+    tools: Annotated[JsonList | None, BeforeValidator(_tools)] = None
     tool_choice: ToolChoice = ToolChoice()
     max_tokens: MaxTokens | None = None
     stop_sequences: Stops | None = None

@@ -20,10 +20,13 @@ from producer_workers.gateway.turn import Ask, SampledTurn
 Json = dict[str, Any]
 
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
-Stops = Annotated[list[Stop], Field(max_length=16)]
+Stops = Annotated[list[Stop], Field(max_length=16, fail_fast=True)]
 MaxTokens = Annotated[int, Field(ge=1)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
-Tokens = Annotated[list[Token], Field(min_length=1)]
+# The first fault of a list is enough: it may have millions.
+TokenList = Annotated[list[Token], Field(fail_fast=True)]
+Tokens = Annotated[TokenList, Field(min_length=1)]
+JsonList = Annotated[list[Json], Field(fail_fast=True)]
 
 
 class AgentRequest(BaseModel, ABC):

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby, takewhile
+from operator import and_, eq
 from typing import Any
 
 import orjson
@@ -71,20 +72,18 @@ class Conversation:
         return made
 
     def continues(self, known: Conversation) -> bool:
-        length = len(known.turns)
-        return (
-            len(self.turns) > length
-            and self.turns[:length] == known.turns
-            and all(map(_same_thought, known.thoughts, self.thoughts))
-        )
+        return len(self.turns) > len(known.turns) == self.shared(known)
 
     def shared(self, other: Conversation) -> int:
         """Return how many first messages both have."""
-        pairs = zip(self.turns, other.turns, self.thoughts, other.thoughts, strict=False)
-        alike = takewhile(
-            lambda pair: pair[0] == pair[1] and _same_thought(pair[3], pair[2]), pairs
-        )
-        return sum(1 for _ in alike)
+        thoughts = map(_same_thought, other.thoughts, self.thoughts)
+        return sum(takewhile(bool, map(and_, map(eq, self.turns, other.turns), thoughts)))
+
+    def with_turn(self, message: dict[str, Any]) -> Conversation:
+        """Return this with a message of the model."""
+        last = Conversation.of([message])
+        parts = (self.turns + last.turns, self.thoughts + last.thoughts, self.calls + last.calls)
+        return Conversation(*parts)
 
     def after(self, known: Conversation | None) -> Conversation:
         """Return this, which continues `known`, with the thoughts of that."""

@@ -16,6 +16,7 @@ from buffer.wire.sampling import StructuredOutput
 from producer_workers.gateway.dialect import (
     AgentRequest,
     Json,
+    JsonList,
     MaxTokens,
     Stop,
     Stops,
@@ -121,8 +122,8 @@ class ChatRequest(OpenAIRequest):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    messages: list[Json] = Field(min_length=1)
-    tools: list[Json] | None = None
+    messages: JsonList = Field(min_length=1)
+    tools: JsonList | None = None
     tool_choice: Literal["auto", "none", "required"] | Json | None = None
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 from producer_workers.gateway.dialect import (
     AgentRequest,
     Json,
+    JsonList,
     MaxTokens,
     event,
     function_tool,
@@ -135,10 +136,10 @@ class ResponsesRequest(AgentRequest):
     path = "/v1/responses"
     refused = REFUSED
 
-    input: Annotated[list[Json], Field(min_length=1), BeforeValidator(_messages)]
+    input: Annotated[JsonList, Field(min_length=1), BeforeValidator(_messages)]
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: Annotated[list[Json] | None, BeforeValidator(_tools)] = None
+    tools: Annotated[JsonList | None, BeforeValidator(_tools)] = None
     tool_choice: Literal["auto", "none", "required"] | FunctionChoice | None = None
     max_output_tokens: MaxTokens | None = None
     text: Json | None = None

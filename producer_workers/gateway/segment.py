@@ -44,6 +44,7 @@ class Segment:
     text: str = ""
     finish_reason: str = ""
     experts: NDArray[np.int16] | str | None = None  # of all ids but the last, if recorded
+    after: int = 0  # how many answers its session had when its last turn was asked
 
     @classmethod
     def begin(cls, messages: Messages, tools: Any, prompt: Sequence[int]) -> Segment:
@@ -60,6 +61,13 @@ class Segment:
             mask=np.concatenate([self.mask, np.zeros(more, "u1")]),
             logprobs=np.concatenate([self.logprobs, np.zeros(more, "<f4")]),
         )
+
+    def order(self) -> tuple[int, bool]:
+        """Order segments by when their last turn was asked; of those at once, by tools.
+
+        Agents ask for a title beside their first question, without tools.
+        """
+        return self.after, bool(self.tools)
 
     def add_turn(
         self, made: Generation, messages: Messages, text: str, calls: Sequence[ToolCall]
@@ -166,9 +174,10 @@ class SessionRecord:
         if not known or len(sampled) != len(known):
             self._restarted += bool(known)
             return []
+        names = ("messages", "tools", "finish_reason")
         return [
-            replace(Segment.of_state(rollout), messages=messages, tools=tools, finish_reason=reason)
-            for rollout, (messages, tools, reason) in zip(sampled, known, strict=True)
+            replace(Segment.of_state(rollout), after=n, **dict(zip(names, kept, strict=True)))
+            for n, (rollout, kept) in enumerate(zip(sampled, known, strict=True))
         ]
 
     def keep(self, index: int, segments: Sequence[Segment]) -> None:

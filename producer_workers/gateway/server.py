@@ -33,7 +33,7 @@ log = logging.getLogger("rolloutmq.worker")
 
 T = TypeVar("T")
 
-LARGEST_REQUEST = 64 * 2**20  # bytes; a request carries a whole conversation
+LARGEST_REQUEST = 32 * 2**20  # bytes; a request carries a whole conversation
 
 MOST_FAULTS = 8  # in an error message; a request may have a million
 LONGEST_REFUSAL = 4096  # characters of an error message
@@ -158,7 +158,7 @@ class Endpoint:
         self, request: web.Request, kind: type[AgentRequest], guest: Guest
     ) -> web.StreamResponse:
         body = await request.read()
-        asked = _parse(kind, body)
+        asked = await in_tokenizer_thread(_parse, kind, body)  # long ones take seconds
         session = guest.session
         if asked.counts:
             tokens = await self._done(session.count(asked.ask()), session)

@@ -108,6 +108,7 @@ class Session:
 
     `params` are the task's; `max_tokens` limits the whole session. `truncation` is why the last
     request was refused or cut off, or "". `new_contexts` counts segments but the first by reason.
+    The last of `segments` has the turn that was asked last.
     """
 
     def __init__(
@@ -128,14 +129,13 @@ class Session:
         self._eos_ids = frozenset(eos_ids)
         self._params = params
         self._parser = parser
-        turns = sum(int((np.diff(s.mask, prepend=np.uint8(0)) == 1).sum()) for s in finished)
-        # requests count on, so that none has the seed of an earlier one
-        self._requests = itertools.count(turns)
-        self._running = 0
         sampled = sum(int(segment.mask.sum()) for segment in finished)
+        # Each recorded turn has a token, so no request has the seed of an earlier one.
+        self._requests = itertools.count(sampled)
+        self._running: dict[int, int] = {}  # by number: how many answers came before the request
         self._budget = TokenBudget(params.max_tokens - sampled)
         self._known = [Known(Conversation.of(each.messages), each) for each in finished]
-        self._claimed: list[Segment | None] = []  # parents of running requests
+        self._parents: dict[int, Segment | None] = {}  # of requests, by number
         self._answers: dict[str, Messages] = {}
         self.new_contexts: Counter[str] = Counter()
         self.truncation = ""
@@ -155,29 +155,26 @@ class Session:
         ask = ask.forcing_a_call(self._parser)
         self._check_open()
         ask.check(self._params, self._engine)
-        self._running += 1
+        number = next(self._requests)
+        self._running[number] = len(self._known)
         try:
-            return await (self._complete if ask.prompt else self._chat)(next(self._requests), ask)
+            return await (self._complete if ask.prompt else self._chat)(number, ask)
         finally:
-            self._running -= 1
+            del self._running[number]
+            self._parents.pop(number, None)
 
     async def count(self, ask: Ask) -> int:
         """Return how many tokens the model would read. Raises ConfigError or WireError."""
-        reading = await in_tokenizer_thread(self._context, self._messages(ask), ask.tools)
+        reading = await in_tokenizer_thread(self._context, ask)
         return len(reading.context.ids)
 
     async def _chat(self, number: int, ask: Ask) -> SampledTurn:
-        messages = self._messages(ask)
-        reading = await in_tokenizer_thread(self._claim, messages, ask.tools)
-        try:
-            made = await self._generate(number, reading, ask)
-            turn, text, calls = await in_tokenizer_thread(
-                self._turn, number, made, ask, len(reading.context.ids)
-            )
-            said = Conversation.of([*messages, turn.message]).after(reading.said)
-            self._keep(replace(reading, said=said), made, turn.message, text, calls)
-        finally:
-            self._claimed.remove(reading.parent)
+        reading = await in_tokenizer_thread(self._claim, number, ask)
+        made = await self._generate(number, reading, ask)
+        turn, text, calls = await in_tokenizer_thread(
+            self._turn, number, made, ask, len(reading.context.ids)
+        )
+        self._keep(number, reading, made, turn.message, text, calls)
         if ask.previous is not None:
             self._answers[turn.name] = [*self._before(ask), *ask.messages, turn.message]
         return turn
@@ -188,7 +185,7 @@ class Session:
         text = await in_tokenizer_thread(self._text, made, skip_special_tokens=True)
         written = {"role": _RAW, "content": _content(reading.context) + text}
         context = replace(reading.context, messages=[])
-        self._keep(replace(reading, context=context), made, written, text, [])
+        self._keep(number, replace(reading, context=context), made, written, text, [])
         return _turn(text, [], made, ask, len(context.ids))
 
     def _messages(self, ask: Ask) -> list[dict[str, Any]]:
@@ -213,8 +210,8 @@ class Session:
 
     def _check_room(self, parent: Segment | None) -> None:
         """Raise if the running requests could need more than MOST_SEGMENTS."""
-        adds_one = parent not in self.segments or self._running > 1
-        if adds_one and len(self.segments) + self._running > MOST_SEGMENTS:
+        adds_one = parent not in self.segments or len(self._running) > 1
+        if adds_one and len(self.segments) + len(self._running) > MOST_SEGMENTS:
             raise ConfigError(
                 f"this session has {MOST_SEGMENTS} contexts, the limit: continue one of them"
             )
@@ -246,6 +243,7 @@ class Session:
 
     def _keep(
         self,
+        number: int,
         reading: Reading,
         made: Generation,
         message: dict[str, Any],
@@ -253,7 +251,8 @@ class Session:
         calls: Sequence[ToolCall],
     ) -> None:
         """Store a turn; if another request has continued its parent, that one trains it."""
-        parent, context = reading.parent, reading.context
+        parent = reading.parent
+        context = replace(reading.context, after=self._running[number])
         is_first = parent is None or parent in self.segments
         grown = (context if is_first else context.untrained()).add_turn(
             made, [*context.messages, message], text, calls
@@ -263,19 +262,22 @@ class Session:
             why = why or "conversation"
         if why:
             self.new_contexts[why] += 1
-        self._known.append(Known(reading.said, grown))
-        self.segments = [*(segment for segment in self.segments if segment is not parent), grown]
+        self._known.append(Known(reading.said.with_turn(message), grown))
+        others = [segment for segment in self.segments if segment is not parent]
+        self.segments = sorted([*others, grown], key=Segment.order)
 
-    def _claim(self, messages: Messages, tools: Any) -> Reading:
+    def _claim(self, number: int, ask: Ask) -> Reading:
         """Do as `_context`; another request prefers an equal parent that is not claimed."""
-        reading = self._context(messages, tools)
-        self._claimed.append(reading.parent)
+        reading = self._context(ask)
+        self._parents[number] = reading.parent
         return reading
 
-    def _context(self, messages: Messages, tools: Any) -> Reading:
+    def _context(self, ask: Ask) -> Reading:
         """Return what the model reads; without a parent, it begins a segment."""
+        messages, tools = self._messages(ask), ask.tools
         given = Conversation.of(messages)
-        ends = [segment for segment in self.segments if segment not in self._claimed]
+        claimed = [parent for n, parent in [*self._parents.items()] if n in self._running]
+        ends = [segment for segment in self.segments if segment not in claimed]
         known = continued_by(self._known, given, tools, ends)
         why = "template" if known else why_new(self._known, given)
         if known:
@@ -318,7 +320,8 @@ class Session:
         else:
             if max(prompt) > (largest := self._delta.largest_token or max(prompt)):
                 raise ConfigError(f"this model has no token {max(prompt)}: its last is {largest}")
-            fitting = [s for s in recorded if s.ids.tolist() == prompt[: len(s.ids)]]
+            tokens = np.array(prompt, "<i4")
+            fitting = [s for s in recorded if np.array_equal(s.ids, tokens[: len(s.ids)])]
             parent = max(fitting, key=lambda segment: len(segment.ids), default=None)
             new = prompt[len(parent.ids) :] if parent else prompt
             prompt = str(self._tokenizer.decode(prompt, skip_special_tokens=False))

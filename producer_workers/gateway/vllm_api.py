@@ -15,7 +15,7 @@ from producer_workers.gateway.dialect import (
     MaxTokens,
     Stop,
     Stops,
-    Token,
+    TokenList,
     Tokens,
     as_list,
     refuse,
@@ -39,7 +39,7 @@ class Sampling(BaseModel):
     n: Literal[1] | None = None
     max_tokens: MaxTokens | None = None
     stop: Stop | Stops | None = None
-    stop_token_ids: list[Token] | None = None
+    stop_token_ids: TokenList | None = None
     logprobs: int | None = Field(None, ge=0, le=1)
 
     @model_validator(mode="before")

@@ -76,6 +76,43 @@ def test_tool_calls_of_an_agent_stay_in_one_segment(chat: Any) -> None:
     assert text == f"\ufffdlet me see {CALL}{CALL}{between}\ufffdit is 5<|im_end|>"
 
 
+@pytest.mark.parametrize(
+    ("turns", "writer", "judged"), [(1, False, "main"), (2, False, "main"), (2, True, "report")]
+)
+def test_the_judge_sees_the_turn_that_was_asked_last_and_no_title_that_was_late(
+    chat: Any, turns: int, writer: bool, judged: str
+) -> None:
+    class Late(Recorder):
+        """Answers a question for a title after all others."""
+
+        async def generate(self, request_id: str, ids: NDArray[np.int32], *more: Any) -> Generation:
+            kind = re.findall(r"main|title|report", chat.decode(ids))[-1]
+            while kind == "title" and len(self.said) < turns + writer:
+                await asyncio.sleep(0.005)
+            self.lines = [kind] * 9
+            return await super().generate(request_id, ids, *more)
+
+    async def solve(task: AgentTask) -> None:
+        async def said(messages: list[Any], **more: Any) -> Any:
+            return (await ask(task, messages, max_tokens=100, **more)).message
+
+        title = asyncio.create_task(said([{"role": "user", "content": "title"}]))
+        await asyncio.sleep(0.01)
+        messages: list[Any] = []
+        for _ in range(turns):
+            messages.append({"role": "user", "content": "main"})
+            messages.append(await said(messages, tools=[TOOL]))
+        if writer:
+            await said([{"role": "user", "content": "report"}])
+        await title
+
+    judge = FunctionJudge("j", lambda *, response, **_: float(response.endswith(judged)))
+    engine = Late(chat)
+    states = run(loop_of(chat, agent=solve, judge=judge), engine, questions("x", max_tokens=1000))
+    engine.check(states)
+    assert [state.reward for state in states] == [{"score": 1.0}] * (2 + writer)
+
+
 @pytest.mark.parametrize("sees_group", [False, True])
 def test_a_group_that_only_waits_for_its_judge_has_its_finish_reasons(
     chat: Any, sees_group: bool
@@ -222,7 +259,7 @@ def test_a_resumable_session_is_continued_behind_its_turns_by_another_worker(
 
         async def generate(self, request_id: str, *request: Any) -> Generation:
             _, session, number = request_id.split("/")
-            if int(number) >= self.at.get(int(session), 9):
+            if int(number) >= self.at.get(int(session), 10_000):
                 return Generation(np.array([5], "<i4"), np.zeros(1, "<f4"), (), "abort")
             return await super().generate(request_id, *request)
 
