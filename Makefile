@@ -72,8 +72,9 @@ bench: setup ## measure against raw Redis, naive ways and ideal fleets; 12 minut
 	@$(PY) -m benchmarks
 
 .PHONY: bench-learning
-bench-learning: setup ## reward by step and wall time for several staleness bounds and losses; about 30 minutes, goes on where it was stopped
+bench-learning: setup ## reward by step and wall time for several staleness bounds and losses, and with long answers; about an hour, goes on where it was stopped
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.learning
+	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.learning.long_answers
 
 fuzz: setup ## coverage-guided fuzz of the decoder, then of all other entrances, FUZZ_S seconds each (300); see build/fuzz
 	@mkdir -p build/fuzz
