@@ -117,7 +117,7 @@ class Work:
 
     def __init__(self) -> None:
         self.turns = 0
-        self._current: tuple[str, float] | None = None
+        self._current = ("", 0.0)
 
     @contextmanager
     def on(self, what: str) -> Iterator[None]:
@@ -125,16 +125,17 @@ class Work:
         try:
             yield
         finally:
-            self._current = None
+            self._current = ("", 0.0)
 
     def wait_for(self, tasks: Sequence[str]) -> None:
         """Report that the loop waits until these tasks are resumed; (): it does not."""
-        what = (WAITS_FOR + ", ".join(tasks))[:MOST_DOING]
-        self._current = (what, time.monotonic()) if tasks else None
+        what = (WAITS_FOR + ", ".join(tasks))[:MOST_DOING] if tasks else ""
+        if what != self._current[0]:
+            self._current = (what, time.monotonic())
 
     def now(self) -> tuple[str, float]:
         """Return what the loop does, and for how many seconds; ("", 0) if that is short."""
-        what, since_s = self._current or ("", 0.0)
+        what, since_s = self._current
         busy_s = time.monotonic() - since_s
         return (what, busy_s) if what and busy_s >= SHORT_S else ("", 0.0)
 

@@ -183,16 +183,14 @@ class BatchOutlook:
                 raise TaskStopped(stop.describe(task), hint=hint)
             if task not in self._stopped:
                 log.error("the trainer waits: %s; %s", stop.describe(task), stop.fix(task))
-        for task in self._stopped:
-            if task not in stops:
-                log.warning("the trainer waits for task %s no longer", task)
-        if list(stops) != self._stopped:
-            self._stopped = list(stops)
-            self._work.wait_for(self._stopped)
+        if stops or self._stopped:  # another wait of this process may have told of its own
+            self._work.wait_for([*stops])
+        self._stopped = list(stops)
 
     def close(self) -> None:
         """End the wait."""
-        self._work.wait_for(())
+        if self._stopped:
+            self._work.wait_for(())
 
     def check(self, answer: NotReady) -> None:
         """Raise if waiting is useless, as the module describes: Stopped if the run is finished."""

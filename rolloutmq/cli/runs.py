@@ -159,7 +159,7 @@ def _as_json(line: RunLine) -> dict[str, Any]:
 
 
 def _runs_table(lines: list[RunLine]) -> Table:
-    grid = table("run", "mode", "step", "groups", "size", "age", "last seen",
+    grid = table("run", "state", "step", "groups", "size", "age", "last seen",
                  right=["step", "groups", "size"])  # fmt: skip
     for line in lines:
         if line.view is None:

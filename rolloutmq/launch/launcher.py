@@ -293,7 +293,7 @@ class Launcher:
         news.append(self._producer.keep_alive("--take-over", is_over=is_over))
         if self._server and not self._server.is_running:
             self._server.start()
-            news.append("server restarted")
+            news.append(f"server restarted{self._server.full_disk}")
         for child in (*self._judges, *self._workers):
             news.append(child.keep_alive(is_over=is_over))
         for child in self._children:

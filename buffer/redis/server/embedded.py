@@ -24,12 +24,13 @@ import fcntl
 import importlib.util
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -43,6 +44,7 @@ from buffer.errors import StoreError, StoreUnavailable
 
 SOCKET_PATH_BYTES = 100  # the path of a Unix socket may have 107 on Linux, 103 on macOS
 
+FULL_BYTES = 1 << 20  # with less free space, the server soon cannot write its log
 _POLL_S = 0.02
 _LOG_LINES = 20
 
@@ -211,7 +213,7 @@ class EmbeddedServer:
             if time.monotonic() > deadline:
                 raise StoreUnavailable(
                     f"the Valkey server of {self.folder} runs (pid {self._read_pid()}) "
-                    "but does not answer",
+                    f"but does not answer{self.full_disk}",
                     hint=f"stop it with: kill {self._read_pid()}, then start again",
                 )
             time.sleep(_POLL_S)
@@ -233,11 +235,18 @@ class EmbeddedServer:
                 os.kill(pid, number)
             if time.monotonic() > deadline:
                 raise StoreError(
-                    f"the Valkey server in {self.folder} does not stop", hint=f"kill -9 {pid}"
+                    f"the Valkey server in {self.folder} does not stop{self.full_disk}",
+                    hint=f"kill -9 {pid}",
                 )
             self._reap()
             time.sleep(_POLL_S)
         self._reap()
+
+    @property
+    def full_disk(self) -> str:
+        """Return words for a message if the disk of the folder is full, else ""."""
+        is_full = shutil.disk_usage(self.folder).free < FULL_BYTES
+        return f": the disk of {self.folder} is full; free some space" if is_full else ""
 
     def _reap(self) -> int | None:
         """Return the exit code of this process's server, once it has ended; leave no zombie."""
@@ -278,8 +287,16 @@ class EmbeddedServer:
     def _read_pid(self) -> int | None:
         try:
             return int((self.folder / "valkey.pid").read_text(encoding="ascii"))
-        except (FileNotFoundError, ValueError):
+        except FileNotFoundError:
             return None
+        except ValueError:  # the disk was full when the server wrote it
+            return self._ask_pid()
+
+    def _ask_pid(self) -> int | None:
+        with suppress(redis.RedisError), self.connect(timeout_s=5.0) as client:
+            # another server may listen at a port
+            return int(client.info("server")["process_id"]) if self.port is None else None
+        return None
 
     def _try_spawn(self, for_readers: bool) -> bool:
         with self._lock() as descriptor:

@@ -223,7 +223,8 @@ def choose(
     ranked = (("best", best), ("worst", best[::-1]), ("truncated", longest))
     chosen: dict[str, str] = {}
     for why, order in ranked[:count]:
-        chosen |= {gid: why for gid in [gid for gid in order if gid not in chosen][:1]}
+        if gid := next((gid for gid in order if gid not in chosen), ""):
+            chosen[gid] = why
     others = [gid for gid in gids if gid not in chosen]
     drawn = random.Random(f"{seed} {step}").sample(others, min(count - len(chosen), len(others)))
     return chosen | dict.fromkeys(drawn, "random")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
@@ -97,11 +97,11 @@ class BatchColumns:
         return {f"{REWARD_OF_TASK}{task}": float(np.mean(own)) for task, own in scores.items()}
 
     def contexts_by_task(self) -> dict[str, float]:
-        counts: Counter[str] = Counter()
+        counts: defaultdict[str, float] = defaultdict(float)  # JSON has no sum of large integers
         for gid, contexts in zip(self.gids, self.contexts, strict=True):
-            task, _ = split_group_id(gid)
-            counts.update({f"new_contexts/{task}/{why}": n for why, n in contexts.items()})
-        return dict(counts)
+            for why, count in contexts.items():
+                counts[f"new_contexts/{split_group_id(gid)[0]}/{why}"] += count
+        return counts
 
     @property
     def tokens(self) -> int:
@@ -155,18 +155,19 @@ def production_metrics(before: ProduceProgress, now: ProduceProgress) -> dict[st
     if scores:
         metrics["raw_rewards/mean"] = _total(produced, "raw_rewards_sum") / scores
     for name, task in now.since(before).items():
-        if ended := task.consumed + task.expirations:
-            metrics[f"expired/{name}"] = task.expirations / ended
-        dead = max(0, task.dead)  # `rolloutmq requeue` lowers it
+        dead, ever = max(0, task.dead), now.tasks[name]  # `rolloutmq requeue` lowers it
         shares = {
-            "unparsed": (task.unparsed, task.raw_rewards_count, now.tasks[name].unparsed),
-            "truncated": (task.truncated, task.raw_rewards_count, now.tasks[name].truncated),
-            "filtered_groups": (task.filtered, task.produced_groups, now.tasks[name].filtered),
-            "failed": (dead, task.produced_groups + dead, now.tasks[name].dead),
+            "expired": (task.expirations, task.consumed + task.expirations, True),
+            "unparsed": (task.unparsed, task.raw_rewards_count, ever.unparsed),
+            "truncated": (task.truncated, task.raw_rewards_count, ever.truncated),
+            "filtered_groups": (task.filtered, task.produced_groups, ever.filtered),
+            "failed": (dead, task.produced_groups + dead, ever.dead),
         }
-        for share, (number, total, ever) in shares.items():
-            if total and ever:
-                metrics[f"{share}/{name}"] = number / total
+        metrics |= {
+            f"{share}/{name}": number / total
+            for share, (number, total, is_shown) in shares.items()
+            if total and is_shown
+        }
     return metrics
 
 

@@ -83,8 +83,9 @@ class SampleLog:
         raw = text.lower().encode() if is_plain else b""
         for file in reversed(sample_files(self._run_dir)):
             samples = [orjson.loads(line) for line in _lines(file, end) if raw in line.lower()]
-            chosen = [sample for sample in reversed(samples) if why in ("", sample["why"])]
-            yield from (sample for sample in chosen if not text or contains(sample, text))
+            for sample in reversed(samples):
+                if why in ("", sample.get("why")) and (not text or contains(sample, text)):
+                    yield sample
             end = min(end, file.first)
 
     def find(self, gid: str) -> Sample | None:

@@ -191,7 +191,8 @@ def _weights(snap: RunView) -> Iterator[Symptom]:
 def _unclaimed(snap: RunView) -> Iterator[Symptom]:
     """Report waiting groups whose live workers hang, or serve other tasks or lanes."""
     quiet_ms = last_event_ms(snap)
-    waiting = sum(task.account.waiting for task in snap.tasks if not task.is_gone)
+    claimable = [task for task in snap.tasks if not task.is_gone and not task.stop_reason]
+    waiting = sum(task.account.waiting for task in claimable)
     can_claim = [worker for worker in snap.live_workers if worker.weights == str(snap.weights)]
     is_quiet = (quiet_ms or 0) > PATIENCE_MS and not snap.leases
     if waiting and can_claim and is_quiet and snap.mode == "run":

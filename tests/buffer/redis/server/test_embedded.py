@@ -110,6 +110,17 @@ def test_stale_files_do_not_matter_when_no_server_runs(embedded: EmbeddedServer)
     assert embedded.pid not in (None, os.getpid())
 
 
+def test_a_server_that_could_not_write_its_pid_is_adopted_and_stopped(
+    embedded: EmbeddedServer,
+) -> None:
+    embedded.start()
+    (embedded.folder / "valkey.pid").write_text("")  # as on a full disk
+    other = EmbeddedServer(embedded.folder)
+    other.start()
+    other.stop(timeout_s=10.0)
+    assert not embedded.is_running
+
+
 def test_no_second_server_starts_when_the_first_has_lost_its_socket(
     embedded: EmbeddedServer,
 ) -> None:
