@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -93,8 +94,9 @@ def edited(messages: list[Any], edit: str, at: int) -> list[Any]:
             if edit != DROP_THOUGHT:
                 turn["reasoning_content"] = thought.removeprefix("<think>")
         for call in calls if edit == "arguments anew" else ():
-            arguments = json.loads(call["function"]["arguments"])
-            call["function"]["arguments"] = json.dumps(arguments, indent=2, sort_keys=True)
+            with suppress(json.JSONDecodeError):  # the model may have written no JSON
+                arguments = json.loads(call["function"]["arguments"])
+                call["function"]["arguments"] = json.dumps(arguments, indent=2, sort_keys=True)
     for message in made if edit in ("rename", "one id") else ():
         for holder, key in [(message, "tool_call_id"), *((c, "id") for c in calls_of(message))]:
             if key in holder:
@@ -170,8 +172,7 @@ def test_the_record_is_what_was_read_and_sampled_whatever_clients_do_and_where_t
         loop = loop_of(chat, agent, partial_rollout=True, resumable=True)
         group = RolloutGroup("math-0000000001", "math", run(loop, engine, states))
         states = group_bytes.decode(group_bytes.encode(group)).states
-        if not engine.said:
-            continue
+        assert states[0].error is None or not engine.said
         sampled = [state for state in states if len(state.response_ids)]
         trained = check(engine, sampled)
         assert kept <= trained, "a resumed session keeps its turns"
