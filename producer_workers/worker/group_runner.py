@@ -278,9 +278,7 @@ class GroupRunner:
         if not await self._release(job, "failed", reason) or not is_last:
             return
         said = headline(reason, 200)
-        log.warning(
-            "failed %d times, a dead letter now: %s", job.tries, said, extra={"gid": job.gid}
-        )
+        log.warning("dead after %d tries: %s", job.tries, said, extra={"gid": job.gid})
         cause = cause_of(reason)
         if self._kept[cause] >= KEPT_OF_CAUSE or self._kept.total() >= KEPT or not states:
             return
