@@ -96,10 +96,11 @@ class MemoryNeed:
 
     def problem(self, memory: MemorySection, budget: int) -> str:
         """Return why `budget` is not enough, and what would be; "" where it is enough."""
-        # beside a single batch, responses of dead letters may fill half of the low mark
-        stay = max(2, self.batches) * self.batch_size * self.group_bytes
+        batch = self.batch_size * self.group_bytes
+        stay = self.batches * batch
         ahead = self.in_flight * self.group_bytes
-        enough = max(int(stay / memory.low_water) + 1, stay + ahead)
+        # beside a single batch, responses of dead letters may fill half of the low mark
+        enough = max(int(max(stay, 2 * batch) / memory.low_water) + 1, stay + ahead)
         if budget == 0 or budget >= enough:
             return ""
         return (
