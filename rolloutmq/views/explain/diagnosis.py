@@ -17,7 +17,7 @@ from rolloutmq.views.run_view import RunView, TaskView
 Level = Literal["note", "warning", "error", "stuck", "fault"]
 
 PATIENCE_MS = 30_000  # a shorter pause of the trainer, or wait, is normal
-
+LOADING_MS = 5_000  # a worker that loads weights, or has not reported it yet, needs that long
 MOST_BIAS = 0.1  # the mean trained length may be this much below the mean started one
 
 
@@ -181,7 +181,8 @@ def _weights(snap: RunView) -> Iterator[Symptom]:
     what += refusal and f"; {refusal.removeprefix(newest).strip():.300}"
     published_ms = snap.control.get("weights_ms")
     since = max(0, snap.now_ms - int(published_ms)) if published_ms else None
-    # right after a publication, all workers are still loading
+    if since is not None and since <= LOADING_MS and not refusal:
+        return
     is_long = since is None or since > PATIENCE_MS or refusal
     level: Level = "stuck" if is_long and len(behind) == len(snap.live_workers) else "note"
     path = snap.control.get("weights_path", "")
