@@ -56,9 +56,6 @@ class StepWriter:
             self._folder / EVALUATIONS_FILE, {"step": step, "task": task, "metrics": metrics}
         )
 
-    def evaluations(self) -> Evaluations:
-        return read_evaluations(self._folder)
-
 
 def append_line(file: Path, entry: dict[str, Any]) -> None:
     """Append one entry as a line of JSON; return once it is on disk."""
