@@ -79,6 +79,12 @@ class TrainedStep:
     metrics: dict[str, float] = field(default_factory=dict)
     ended_s: float | None = None  # since 1970; None in a log without it
 
+    @property
+    def began_s(self) -> float | None:
+        if self.ended_s is None:
+            return None
+        return self.ended_s - self.metrics.get("time/step_s", 0.0)
+
     @classmethod
     def parse(cls, line: dict[str, Any]) -> TrainedStep:
         """Return the step in a decoded line; metrics that are not numbers are left out."""

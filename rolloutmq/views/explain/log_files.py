@@ -46,10 +46,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class LogFilter:
-    """Conditions on a line; "" is none. Times are compared as texts.
+    """Conditions that a line must meet; an empty one is met by every line.
 
-    `about` is a group id, a worker, or a number of a train step. `within`: lines between these two
-    times count as being about it.
+    Times are compared as texts. `about` is a group id, a worker, or the number of a train step. A
+    line that was written between the two times of `within` is about it, too.
     """
 
     level: str = ""
@@ -81,14 +81,13 @@ class LogFilter:
 
 
 def filter_about(folder: Path, about: str) -> LogFilter:
-    """Return a filter for lines about something; of a train step, all that were written in it."""
+    """Return a filter for lines about something; about a train step: all lines written in it."""
     if not about.isdecimal():
         return LogFilter(about=about)
-    trained = next((step for step in read_steps(folder) if str(step.step) == about), None)
-    if trained is None or trained.ended_s is None:
-        return LogFilter(about=about)
-    began_s = trained.ended_s - trained.metrics.get("time/step_s", 0.0)
-    return LogFilter(about=about, within=(_clock(began_s), _clock(trained.ended_s)))
+    for step in read_steps(folder):
+        if str(step.step) == about and step.began_s and step.ended_s:
+            return LogFilter(about=about, within=(_clock(step.began_s), _clock(step.ended_s)))
+    return LogFilter(about=about)
 
 
 def _clock(seconds: float) -> str:

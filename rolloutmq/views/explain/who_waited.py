@@ -106,12 +106,12 @@ def read_waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Waits |
     if not events:
         return None
     began_s, ended_s = events[0][0] / 1000, snap.now_ms / 1000
-    known = [step for step in steps[-STEPS:] if _start(step) >= began_s]
-    if known:
-        began_s, ended_s = _start(known[0]), known[-1].ended_s or ended_s
+    known = [step for step in steps[-STEPS:] if (step.began_s or 0.0) >= began_s]
+    trainer = [span for step in known for span in _parts(step)]
+    if trainer:
+        began_s, ended_s = trainer[0].began_s, known[-1].ended_s or ended_s
     elif snap.mode == "finish":
         ended_s = events[-1][0] / 1000
-    trainer = [span for step in known for span in _parts(step)]
     lanes = {}
     for worker, lane in _lanes(events, snap).items():
         cut = [(max(begin, began_s), min(end, ended_s), what) for begin, end, what in lane.spans]
@@ -122,13 +122,9 @@ def read_waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Waits |
     return Waits(len(known), began_s, ended_s, trainer, lanes)
 
 
-def _start(step: TrainedStep) -> float:
-    return (step.ended_s or 0.0) - step.metrics.get("time/step_s", 0.0)
-
-
 def _parts(step: TrainedStep) -> Iterator[LaneSpan]:
     """Yield the parts of a step in their order."""
-    at_s = _start(step)
+    at_s = step.began_s or 0.0
     for part in PARTS:
         seconds = step.metrics.get(f"time/{part}_s", 0.0)
         if seconds > 0:
