@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import orjson
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from producer_workers.gateway.dialect import (
-    AgentRequest,
+    FormatHolder,
     Json,
     JsonList,
     MaxTokens,
     Stops,
+    ToolRequest,
     as_json,
     event,
     function_tool,
     joined_text,
-    json_schema,
-    must_call,
 )
 from producer_workers.gateway.history import split_thought
 from producer_workers.gateway.turn import Ask, SampledTurn
@@ -139,39 +138,25 @@ def _of_user(blocks: Sequence[Any]) -> Iterator[Json]:
         yield {"role": "user", "content": "".join(texts)}
 
 
-class OutputConfig(BaseModel):
-    format: Json | None = None
-
-
-class ToolChoice(BaseModel):
-    type: Literal["auto", "any", "tool", "none"] = "auto"
-    name: str = ""
-
-
-class MessagesRequest(AgentRequest):
+class MessagesRequest(ToolRequest):
     path = "/v1/messages"
     refused = REFUSED
 
     messages: Annotated[JsonList, Field(min_length=1), BeforeValidator(_messages)]
     system: Annotated[str, BeforeValidator(_system)] = ""
     tools: Annotated[JsonList | None, BeforeValidator(_tools)] = None
-    tool_choice: ToolChoice = ToolChoice()
     max_tokens: MaxTokens | None = None
     stop_sequences: Stops | None = None
-    output_config: OutputConfig | None = None
+    output_config: FormatHolder = None
 
     def ask(self) -> Ask:
-        form = self.output_config and self.output_config.format
-        choice = self.tool_choice
-        wanted = choice.name if choice.type == "tool" else choice.type == "any" or None
         return Ask(
             messages=self.messages,
             instructions=self.system,
-            tools=None if choice.type == "none" else self.tools or None,
             max_tokens=self.max_tokens,
             stops=self.stop_sequences or (),
-            structured=json_schema(form.get("schema")) if form else None,
-            call_one_of=must_call(self.tools, wanted),
+            structured=self.output_config,
+            **self.of_tools(),
         )
 
     def answer(self, turn: SampledTurn, pieces: list[str]) -> Json:

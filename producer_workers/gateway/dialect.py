@@ -8,11 +8,11 @@ them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Self
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from buffer.wire.sampling import StructuredOutput
 from producer_workers.gateway.turn import Ask, SampledTurn
@@ -29,24 +29,76 @@ Tokens = Annotated[TokenList, Field(min_length=1)]
 JsonList = Annotated[list[Json], Field(fail_fast=True)]
 
 
-class AgentRequest(BaseModel, ABC):
-    """A request in one dialect, which is served at its `path`."""
+def structure_of(form: Any) -> StructuredOutput | None:
+    """Return a `response_format` as a structure, None for plain text. Raises ValueError."""
+    match form:
+        case None | {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return StructuredOutput(json_schema={"type": "object"})
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}} | {
+            "type": "json_schema",
+            "schema": dict(schema),
+        }:
+            return StructuredOutput(json_schema=schema)
+    raise ValueError(
+        'expected {"type": "text"}, {"type": "json_object"}, or json_schema with its schema'
+    )
+
+
+def _structure_in(holder: Any) -> StructuredOutput | None:
+    return structure_of(holder.get("format")) if isinstance(holder, dict) else None
+
+
+ResponseFormat = Annotated[StructuredOutput | None, BeforeValidator(structure_of)]
+FormatHolder = Annotated[StructuredOutput | None, BeforeValidator(_structure_in)]
+
+
+def _choice_of(given: Any) -> str | bool | None:
+    """Return a function that must be called by name; True for any, False if none may be."""
+    match given:
+        case None | "auto" | {"type": "auto"}:
+            return None
+        case "required" | {"type": "any"}:
+            return True
+        case "none" | {"type": "none"}:
+            return False
+        case (
+            {"function": {"name": str(name)}}
+            | {"type": "function", "name": str(name)}
+            | {"type": "tool", "name": str(name)}
+        ):
+            return name
+    raise ValueError("expected auto, none, a call of any function, or a function by its name")
+
+
+ToolChoice = Annotated[str | bool | None, BeforeValidator(_choice_of)]
+
+
+class Fields(BaseModel):
+    """Fields of a request; those in `refused` must be null or empty, others are ignored."""
 
     model_config = ConfigDict(extra="ignore")
+    refused: ClassVar[Mapping[str, str]] = {}  # with advice
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_known(cls, fields: Any) -> Any:
+        for name, advice in cls.refused.items() if isinstance(fields, dict) else ():
+            if fields.get(name):
+                raise ValueError(f"{name}: {advice}")
+        return fields
+
+
+class AgentRequest(Fields, ABC):
+    """A request in one dialect, which is served at its `path`."""
+
     path: ClassVar[str]
-    # Fields that are refused unless they are null or empty, with advice.
-    refused: ClassVar[Mapping[str, str]] = {}
     # It asks only how many tokens the model would read.
     counts: ClassVar[bool] = False
 
     model: str = ""
     stream: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_known(cls, fields: Any) -> Any:
-        refuse(fields, cls.refused)
-        return fields
 
     @model_validator(mode="after")
     def _can_be_asked(self) -> Self:
@@ -77,15 +129,35 @@ class AgentRequest(BaseModel, ABC):
         return {"error": {"message": message, "type": kind, "code": code, "param": field}}
 
 
-def refuse(fields: Any, refused: Mapping[str, str]) -> None:
-    """Raise ValueError with advice if a map has one of the `refused` fields."""
-    for name in refused if isinstance(fields, dict) else ():
-        if fields.get(name):
-            raise ValueError(f"{name}: {refused[name]}")
+class ToolRequest(AgentRequest):
+    """A request that may offer functions, in the form of chat completions."""
+
+    tools: JsonList | None = None
+    tool_choice: ToolChoice = None
+
+    def of_tools(self) -> Json:
+        """Return the arguments of `Ask` for tools. Raises ValueError."""
+        choice = self.tool_choice
+        tools = self.tools or []
+        if choice in (None, False):
+            return {"tools": None if choice is False else self.tools or None}
+        functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
+        names = [str(function.get("name", "")) for function in functions]
+        wanted = [name for name in names if name and choice in (name, True)]
+        if not wanted:
+            raise ValueError("tool_choice: the function that is to be called is not among tools")
+        return {"tools": tools, "call_one_of": wanted}
 
 
 def as_list(stop: str | list[str] | None) -> list[str]:
     return [stop] if isinstance(stop, str) else stop or []
+
+
+def data_events(contents: Iterable[Json]) -> Iterator[bytes]:
+    """Yield server-sent events without names, and the one that ends them."""
+    for content in contents:
+        yield b"data: " + orjson.dumps(content) + b"\n\n"
+    yield b"data: [DONE]\n\n"
 
 
 def event(content: Json) -> bytes:
@@ -119,26 +191,3 @@ def as_json(value: Any) -> str:
         return orjson.dumps(value).decode()
     except TypeError as error:  # an integer over 64 bits, or too deep
         raise ValueError(f"arguments: {error}") from error
-
-
-def json_schema(schema: Any) -> StructuredOutput:
-    if not isinstance(schema, dict):
-        raise ValueError("expected json_schema with its schema")
-    return StructuredOutput(json_schema=schema)
-
-
-def must_call(tools: Sequence[Json] | None, choice: str | bool | None) -> list[str]:
-    """Return the functions of which one must be called: `choice` by name, True for any.
-
-    Raises ValueError if that is not offered.
-    """
-    names = [name for name in map(name_of, tools or ()) if name and choice in (name, True)]
-    if choice is not None and not names:
-        raise ValueError("tool_choice: the function that is to be called is not among tools")
-    return names
-
-
-def name_of(tool: Json) -> str:
-    """Return the function's name in a tool or a tool choice of chat completions; "" without one."""
-    function = tool.get("function")
-    return str(function.get("name", "")) if isinstance(function, dict) else ""

@@ -10,23 +10,22 @@ from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import Field, field_validator
 
-from buffer.wire.sampling import StructuredOutput
 from producer_workers.gateway.dialect import (
     AgentRequest,
     Json,
     JsonList,
     MaxTokens,
+    ResponseFormat,
     Stop,
     Stops,
     Tokens,
+    ToolRequest,
     as_json,
     as_list,
+    data_events,
     joined_text,
-    json_schema,
-    must_call,
-    name_of,
 )
 from producer_workers.gateway.turn import Ask, SampledTurn
 
@@ -62,20 +61,6 @@ REFUSED = {
 }
 
 
-def structure_of(response_format: Any) -> StructuredOutput | None:
-    """Return OpenAI's `response_format` as a structure, None for plain text. Raises ValueError."""
-    match response_format:
-        case None | {"type": "text"}:
-            return None
-        case {"type": "json_object"}:
-            return StructuredOutput(json_schema={"type": "object"})
-        case {"type": "json_schema", "json_schema": {"schema": schema}}:
-            return json_schema(schema)
-    raise ValueError(
-        'expected {"type": "text"}, {"type": "json_object"}, or json_schema with its schema'
-    )
-
-
 class OpenAIRequest(AgentRequest):
     refused = REFUSED
     id_prefix: ClassVar[str]
@@ -85,7 +70,7 @@ class OpenAIRequest(AgentRequest):
     stop: Stop | Stops | None = None
     n: Literal[1] | None = None
     stream_options: Json | None = None
-    response_format: Annotated[StructuredOutput | None, BeforeValidator(structure_of)] = None
+    response_format: ResponseFormat = None
 
     def answer(self, turn: SampledTurn, pieces: list[str]) -> Json:
         frame = self._frame(turn.name, self.kind)
@@ -97,9 +82,7 @@ class OpenAIRequest(AgentRequest):
         chunks: list[Json] = [{"choices": [c]} for c in self._chunk_choices(turn, pieces)]
         if wants_usage:
             chunks.append({"choices": [], "usage": usage_of(turn)})
-        for chunk in chunks:
-            yield b"data: " + orjson.dumps(frame | chunk) + b"\n\n"
-        yield b"data: [DONE]\n\n"
+        return data_events(frame | chunk for chunk in chunks)
 
     def _frame(self, name: str, kind: str) -> Json:
         return {
@@ -116,15 +99,13 @@ class OpenAIRequest(AgentRequest):
         return [self._choice(turn, pieces)]
 
 
-class ChatRequest(OpenAIRequest):
+class ChatRequest(OpenAIRequest, ToolRequest):
     path = "/v1/chat/completions"
     id_prefix = "chatcmpl"
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
     messages: JsonList = Field(min_length=1)
-    tools: JsonList | None = None
-    tool_choice: Literal["auto", "none", "required"] | Json | None = None
     max_tokens: MaxTokens | None = None
     max_completion_tokens: MaxTokens | None = None
     logprobs: bool | None = None
@@ -138,20 +119,13 @@ class ChatRequest(OpenAIRequest):
     def wants_logprobs(self) -> bool:
         return bool(self.logprobs)
 
-    @property
-    def _choice_of_call(self) -> str | bool | None:
-        if isinstance(self.tool_choice, dict):
-            return name_of(self.tool_choice)
-        return True if self.tool_choice == "required" else None
-
     def ask(self) -> Ask:
         return Ask(
             messages=self.messages,
-            tools=None if self.tool_choice == "none" else self.tools or None,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             stops=as_list(self.stop),
             structured=self.response_format,
-            call_one_of=must_call(self.tools, self._choice_of_call),
+            **self.of_tools(),
         )
 
     def _choice(self, turn: SampledTurn, pieces: list[str]) -> Json:

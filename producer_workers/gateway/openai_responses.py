@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 
 from producer_workers.gateway.dialect import (
-    AgentRequest,
+    FormatHolder,
     Json,
     JsonList,
     MaxTokens,
+    ToolRequest,
     event,
     function_tool,
     joined_text,
-    must_call,
 )
 from producer_workers.gateway.history import split_thought
-from producer_workers.gateway.openai_api import plain_message, structure_of
+from producer_workers.gateway.openai_api import plain_message
 from producer_workers.gateway.turn import Ask, SampledTurn
 
 REFUSED = {
@@ -119,20 +119,7 @@ def _tools(tools: Any, namespace: str = "") -> Any:
     return functions
 
 
-def _format(text: Any) -> Any:
-    """Return the structure that `text.format` demands."""
-    form = text.get("format") if isinstance(text, dict) else None
-    if isinstance(form, dict) and form.get("type") == "json_schema":
-        form = {"type": "json_schema", "json_schema": form}
-    return structure_of(form)
-
-
-class FunctionChoice(BaseModel):
-    type: Literal["function"]
-    name: str
-
-
-class ResponsesRequest(AgentRequest):
+class ResponsesRequest(ToolRequest):
     path = "/v1/responses"
     refused = REFUSED
 
@@ -140,21 +127,17 @@ class ResponsesRequest(AgentRequest):
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Annotated[JsonList | None, BeforeValidator(_tools)] = None
-    tool_choice: Literal["auto", "none", "required"] | FunctionChoice | None = None
     max_output_tokens: MaxTokens | None = None
-    text: Json | None = None
+    text: FormatHolder = None
 
     def ask(self) -> Ask:
-        choice = self.tool_choice
-        wanted = choice.name if isinstance(choice, FunctionChoice) else choice == "required" or None
         return Ask(
             messages=self.input,
             instructions=self.instructions or "",
             previous=(self.previous_response_id or "").removeprefix("resp_"),
-            tools=None if choice == "none" else self.tools or None,
             max_tokens=self.max_output_tokens,
-            structured=_format(self.text),
-            call_one_of=must_call(self.tools, wanted),
+            structured=self.text,
+            **self.of_tools(),
         )
 
     def answer(self, turn: SampledTurn, pieces: list[str]) -> Json:

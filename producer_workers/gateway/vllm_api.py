@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
-import orjson
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field
 
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.gateway.dialect import (
     AgentRequest,
+    Fields,
     Json,
     MaxTokens,
     Stop,
@@ -18,7 +18,7 @@ from producer_workers.gateway.dialect import (
     TokenList,
     Tokens,
     as_list,
-    refuse,
+    data_events,
 )
 from producer_workers.gateway.openai_api import usage_of
 from producer_workers.gateway.turn import Ask, SampledTurn
@@ -33,20 +33,16 @@ REFUSED_SAMPLING = {
 }
 
 
-class Sampling(BaseModel):
+class Sampling(Fields):
     """Fields of vLLM's sampling parameters; the task sets all others."""
+
+    refused = REFUSED_SAMPLING
 
     n: Literal[1] | None = None
     max_tokens: MaxTokens | None = None
     stop: Stop | Stops | None = None
     stop_token_ids: TokenList | None = None
     logprobs: int | None = Field(None, ge=0, le=1)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _is_known(cls, fields: Any) -> Any:
-        refuse(fields, REFUSED_SAMPLING)
-        return fields
 
 
 class GenerateRequest(AgentRequest):
@@ -79,8 +75,7 @@ class GenerateRequest(AgentRequest):
         }
 
     def events(self, turn: SampledTurn, pieces: list[str]) -> Iterator[bytes]:
-        yield b"data: " + orjson.dumps(self.answer(turn, pieces)) + b"\n\n"
-        yield b"data: [DONE]\n\n"
+        return data_events([self.answer(turn, pieces)])
 
     def _choice(self, turn: SampledTurn) -> Json:
         tokens, logprobs = turn.made.token_ids.tolist(), turn.made.logprobs.tolist()
