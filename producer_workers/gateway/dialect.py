@@ -47,7 +47,9 @@ def structure_of(form: Any) -> StructuredOutput | None:
 
 
 def _structure_in(holder: Any) -> StructuredOutput | None:
-    return structure_of(holder.get("format")) if isinstance(holder, dict) else None
+    if not isinstance(holder, dict | None):
+        raise ValueError("expected an object with a format")
+    return structure_of((holder or {}).get("format"))
 
 
 ResponseFormat = Annotated[StructuredOutput | None, BeforeValidator(structure_of)]
@@ -138,15 +140,12 @@ class ToolRequest(AgentRequest):
     def of_tools(self) -> Json:
         """Return the arguments of `Ask` for tools. Raises ValueError."""
         choice = self.tool_choice
-        tools = self.tools or []
-        if choice in (None, False):
-            return {"tools": None if choice is False else self.tools or None}
-        functions = [tool["function"] for tool in tools if isinstance(tool.get("function"), dict)]
-        names = [str(function.get("name", "")) for function in functions]
+        functions = [tool.get("function") for tool in self.tools or ()]
+        names = [str(each.get("name", "")) for each in functions if isinstance(each, dict)]
         wanted = [name for name in names if name and choice in (name, True)]
-        if not wanted:
+        if choice not in (None, False) and not wanted:
             raise ValueError("tool_choice: the function that is to be called is not among tools")
-        return {"tools": tools, "call_one_of": wanted}
+        return {"tools": None if choice is False else self.tools or None, "call_one_of": wanted}
 
 
 def as_list(stop: str | list[str] | None) -> list[str]:
