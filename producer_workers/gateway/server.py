@@ -67,21 +67,25 @@ class Refusal(RolloutMQError):
 
 @dataclass(slots=True)
 class Guest:
-    """What runs for an agent's key, and what its requests were answered, by their hashes."""
+    """What runs for an agent's key, and its last answers, by the hashes of their requests.
+
+    It goes with the key.
+    """
 
     session: Session
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
     answered: dict[bytes, SampledTurn] = field(default_factory=dict)
     unsent: dict[bytes, SampledTurn] = field(default_factory=dict)  # its connection broke
 
-    def keep(self, asked: bytes, turn: SampledTurn) -> None:
-        self.answered[asked] = turn
-        if len(self.answered) > MOST_KEPT:
-            del self.answered[next(iter(self.answered))]
-
     def answer_again(self, asked: bytes, *, is_retry: bool) -> SampledTurn | None:
         """Return the answer that an agent may not have received; None if it asks for another."""
         return self.unsent.pop(asked, None) or (self.answered.get(asked) if is_retry else None)
+
+
+def _keep(answers: dict[bytes, SampledTurn], asked: bytes, turn: SampledTurn) -> None:
+    answers[asked] = turn
+    if len(answers) > MOST_KEPT:
+        del answers[next(iter(answers))]
 
 
 class Endpoint:
@@ -168,11 +172,11 @@ class Endpoint:
         turn = guest.answer_again(name, is_retry=is_retry)
         if turn is None:
             turn = await self._done(session.ask(asked.ask()), session)
-            guest.keep(name, turn)
+            _keep(guest.answered, name, turn)
         try:
             return await self._send(request, asked, turn)
         except (OSError, asyncio.CancelledError):  # the agent has gone, and may ask again
-            guest.unsent[name] = turn
+            _keep(guest.unsent, name, turn)
             raise
 
     async def _send(

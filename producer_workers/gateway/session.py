@@ -178,9 +178,9 @@ class Session:
         turn, text, calls = await in_tokenizer_thread(
             self._turn, number, made, ask, len(reading.context.ids)
         )
-        self._keep(number, reading, made, turn.message, text, calls)
+        grown = self._keep(number, reading, made, turn.message, text, calls)
         if ask.previous is not None:
-            self._answers[turn.name] = [*self._before(ask), *ask.messages, turn.message]
+            self._answers[turn.name] = grown.messages[1 if ask.instructions else 0 :]
         return turn
 
     async def _complete(self, number: int, ask: Ask) -> SampledTurn:
@@ -251,7 +251,7 @@ class Session:
         message: dict[str, Any],
         text: str,
         calls: Sequence[ToolCall],
-    ) -> None:
+    ) -> Segment:
         """Store a turn; if another request has continued its parent, that one trains it."""
         parent = reading.parent
         context = replace(reading.context, after=self._running[number])
@@ -265,6 +265,7 @@ class Session:
         self._answered += 1
         others = [segment for segment in self.segments if segment is not parent]
         self.segments = sorted([*others, grown], key=Segment.order)
+        return grown
 
     def _claim(self, number: int, ask: Ask) -> Reading:
         """Do as `_context`; another request prefers an equal parent that is not claimed."""
@@ -314,40 +315,31 @@ class Session:
 
     def _raw_context(self, prompt: str | list[int]) -> Reading:
         """Do as `_context` for a text or tokens, which continue a segment that they begin with."""
-        ends = [(segment, end) for segment in self.segments for end in segment.ends]
-        if isinstance(prompt, str):
-            fitting = [
-                (s, end)
-                for s, end in ends
-                if s.tools == _RAW and prompt.startswith(_text_of(s, end))
-            ]
-        else:
+        if not isinstance(prompt, str):
             if max(prompt) > (largest := self._delta.largest_token or max(prompt)):
                 raise ConfigError(f"this model has no token {max(prompt)}: its last is {largest}")
             tokens = np.array(prompt, "<i4")
-            fitting = [
-                (s, end)
-                for s, end in ends
-                if np.array_equal(s.ids[: end.tokens], tokens[: end.tokens])
-            ]
-        parent: Segment | None = None
-        known, text = 0, ""
-        if fitting:
-            segment, end = max(fitting, key=lambda fit: fit[1].tokens)
-            parent, known, text = segment.until(end), end.tokens, _text_of(segment, end)
+
+        def begins_with(segment: Segment, end: TurnEnd) -> bool:
+            if isinstance(prompt, str):
+                written = _text_of(segment, end.messages)
+                return segment.tools == _RAW and prompt.startswith(written)
+            return np.array_equal(segment.ids[: end.tokens], tokens[: end.tokens])
+
+        ends = [(s, end) for s in self.segments for end in s.ends if begins_with(s, end)]
+        longest = max(ends, key=lambda found: found[1].tokens, default=None)
+        parent = longest[0].until(longest[1]) if longest else None
+        known = parent or Segment.begin([], Conversation.of([]), _RAW, [])
         if isinstance(prompt, str):
             # Special tokens that are written out count: this agent writes the chat format itself.
-            text = prompt.removeprefix(text)
+            text = prompt.removeprefix(_text_of(known, len(known.messages)))
             new = list(cast(Any, self._tokenizer).encode(text, add_special_tokens=False))
         else:
-            new = prompt[known:]
+            new = prompt[len(known.ids) :]
             text = str(self._tokenizer.decode(new, skip_special_tokens=False))
         messages = [{"role": _RAW, "content": text}]
-        said = Conversation.of(messages)
-        if parent is None:
-            return Reading(None, Segment.begin(messages, said, _RAW, new))
-        read = parent.read(np.array(new, "<i4"), messages, said)
-        return Reading(parent, replace(read, tools=_RAW))
+        context = known.read(np.array(new, "<i4"), messages, Conversation.of(messages))
+        return Reading(parent, replace(context, tools=_RAW))
 
     def _text(self, made: Generation, *, skip_special_tokens: bool) -> str:
         ids = made.token_ids.tolist()
@@ -380,11 +372,12 @@ def _turn(
     message: dict[str, Any] = {"role": "assistant", "content": text[:end]}
     if calls:
         message["tool_calls"] = [_as_openai(call) for call in calls]
-    return SampledTurn(secrets.token_hex(8), message, made, prompt_tokens, stop)
+    kept = replace(made, routed_experts=None)  # the segment has them; answers are kept for a while
+    return SampledTurn(secrets.token_hex(8), message, kept, prompt_tokens, stop)
 
 
-def _text_of(segment: Segment, end: TurnEnd) -> str:
-    return "".join(str(message["content"]) for message in segment.messages[: end.messages])
+def _text_of(segment: Segment, messages: int) -> str:
+    return "".join(str(message["content"]) for message in segment.messages[:messages])
 
 
 def _as_openai(call: ToolCall) -> dict[str, Any]:
