@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from itertools import takewhile
 
-from buffer.readable import plain
+from buffer.readable import visible
 
 LONGEST_TRACE = 2500  # characters
 LONGEST_TEXT = 3500  # characters, of which JSON needs at most four bytes each
@@ -24,19 +24,19 @@ _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+(\.\d+)?")
 
 def trace_text(lines: list[str]) -> str:
     """Return a traceback as it stands in a failure's text; of a long one, its end."""
-    text = plain("\n".join(line[:_LONGEST_LINE] for line in lines))[-LONGEST_TRACE:]
+    text = visible("\n".join(line[:_LONGEST_LINE] for line in lines))[-LONGEST_TRACE:]
     return "\n".join(f"  {line}" for line in text.split("\n"))
 
 
 def join_text(message: str, trace: str) -> str:
     """Return the text of a failure: its message as one line, and its trace (`trace_text`)."""
-    line = plain(" ".join(message.split()))
+    line = visible(" ".join(message.split()))
     return f"{line}\n{trace}" if trace else line
 
 
 def cut_text(text: str) -> str:
     """Return a text that fits a dead letter, without control characters."""
-    return plain(text)[:LONGEST_TEXT]
+    return visible(text)[:LONGEST_TEXT]
 
 
 def places(text: str) -> list[str]:

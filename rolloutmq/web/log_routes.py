@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from buffer.errors import ConfigError
-from buffer.readable import plain
+from buffer.readable import visible
 from rolloutmq.views.explain.log_files import (
     FIELDS_OF_ALL,
     LEVELS,
@@ -86,7 +86,9 @@ def _line(entry: Entry) -> dict[str, Any]:
         "time": entry.time[:40],
         "process": entry.role,
         "level": entry.level if fields else "",
-        "message": plain(str(fields.get("message", entry.line))[:LONGEST]),
-        "exception": plain(str(fields.get("exception", ""))[:LONGEST]),
-        "fields": {plain(name[:40]): plain(str(value)[:200]) for name, value in own[:MOST_FIELDS]},
+        "message": visible(str(fields.get("message", entry.line))[:LONGEST]),
+        "exception": visible(str(fields.get("exception", ""))[:LONGEST]),
+        "fields": {
+            visible(name[:40]): visible(str(value)[:200]) for name, value in own[:MOST_FIELDS]
+        },
     }
