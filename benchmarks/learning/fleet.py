@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -110,6 +112,18 @@ class Fleet:
                 {gid: group_bytes.encode(self._sampler.prompt(gid)) for gid in gids}
             )
             jobs.enqueue(self._producer, new_nonce(), TASK, cursor, [self._k] * room, target)
+
+
+@contextmanager
+def serving(run: Run, fleet: Fleet) -> Iterator[None]:
+    """Let a thread serve for the block. Raises what ended the fleet."""
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(fleet.serve)
+        try:
+            yield
+        finally:
+            run.control.set_mode("operator", Mode.FINISH)
+            served.result()
 
 
 def main(url: str, name: str, model: str, k: str, batch: str, seed: str) -> None:

@@ -9,9 +9,7 @@ is not run again. The plot is made of the lines.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import nan
 from pathlib import Path
@@ -24,11 +22,11 @@ import torch
 import typer
 
 from benchmarks.learning.__main__ import missing
-from benchmarks.learning.fleet import TASK, Fleet
+from benchmarks.learning.fleet import TASK, Fleet, serving
 from benchmarks.learning.plot import smooth
 from benchmarks.learning.sampler import Sampler
 from benchmarks.learning.sums import MOST_TERMS, RUNNING_SUMS, make_model
-from buffer.control.control import ControlState, Mode
+from buffer.control.control import ControlState
 from buffer.ids import new_nonce
 from buffer.job import EndedEarly, Job
 from buffer.limits import RunLimits, TaskLimits
@@ -166,17 +164,6 @@ def run_trial(url: str, model: Path, trial: Trial, folder: Path) -> dict[str, li
             return train(run, fleet, controller, trial, folder / run.name, model)
     finally:
         store.close()
-
-
-@contextmanager
-def serving(run: Run, fleet: LateFleet) -> Iterator[None]:
-    with ThreadPoolExecutor(1) as pool:
-        served = pool.submit(fleet.serve)
-        try:
-            yield
-        finally:
-            run.control.set_mode("operator", Mode.FINISH)
-            served.result()  # raises what ended the fleet
 
 
 def train(

@@ -46,16 +46,11 @@ class Sampler:
         ]
         return RolloutGroup(gid, task, states)
 
-    def answer(
-        self, groups: Sequence[RolloutGroup], weights: PolicyVersion, salt: int = 0
-    ) -> list[RolloutGroup]:
-        """Return the groups with sampled and scored responses.
-
-        The same `salt` gives the same random numbers for a group.
-        """
+    def answer(self, groups: Sequence[RolloutGroup], weights: PolicyVersion) -> list[RolloutGroup]:
+        """Return the groups with sampled and scored responses."""
         if not groups:
             return []
-        tokens, logprobs = self._sample(groups, salt)
+        tokens, logprobs = self._sample(groups)
         for place, group in enumerate(groups):
             for number, state in enumerate(group.states):
                 self._fill(state, tokens[place, number], logprobs[place, number], weights)
@@ -63,14 +58,14 @@ class Sampler:
 
     @torch.no_grad()
     def _sample(
-        self, groups: Sequence[RolloutGroup], salt: int
+        self, groups: Sequence[RolloutGroup]
     ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Return tokens and logprobs, [groups, k, steps], until every response has ended.
 
         Each group has its own random numbers.
         """
         draws = [
-            torch.Generator().manual_seed(hash_of(self._seed, split_group_id(g.gid)[1] + salt))
+            torch.Generator().manual_seed(hash_of(self._seed, split_group_id(g.gid)[1]))
             for g in groups
         ]
         prompts = np.stack([group.prompt_ids.astype(np.int64) for group in groups])

@@ -6,15 +6,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.learning.fleet import TASK, Fleet
+from benchmarks.learning.fleet import TASK, Fleet, serving
 from benchmarks.learning.sampler import Sampler
-from buffer.control.control import Mode
 from buffer.ids import group_id, new_nonce
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
@@ -160,15 +158,9 @@ def fleet_process(url: str, run: Run, model: Path, setting: Setting) -> Iterator
 
 @contextmanager
 def fleet_thread(run: Run, model: Path, setting: Setting) -> Iterator[Fleet]:
-    """Raise an error of the fleet as an error of the trial."""
     fleet = Fleet(run, Sampler(model, setting.k, setting.seed), setting.k, setting.batch)
-    with ThreadPoolExecutor(1) as pool:
-        serving = pool.submit(fleet.serve)
-        try:
-            yield fleet
-        finally:
-            run.control.set_mode("operator", Mode.FINISH)
-            serving.result()
+    with serving(run, fleet):
+        yield fleet
 
 
 def _wait_for(run: Run, groups: int) -> None:

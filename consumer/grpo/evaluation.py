@@ -20,7 +20,7 @@ from buffer.manifest import NotReady
 from buffer.wire.group import RolloutGroup
 from consumer.config.training import TrainingConfig
 from consumer.grpo.reporting.reporter import Reporter
-from consumer.grpo.reporting.step_log import StepWriter
+from consumer.grpo.reporting.step_log import read_evaluations
 from consumer.handle.evaluation_round import EvaluationRound
 from consumer.handle.rollout_consumer import RolloutConsumer
 
@@ -86,7 +86,6 @@ class EvaluationPlan:
         config: TrainingConfig,
         known: Collection[str],
         consumer: RolloutConsumer,
-        writer: StepWriter,
         reporter: Reporter,
         start: int,
         free_memory: Callable[[], None],
@@ -95,7 +94,6 @@ class EvaluationPlan:
         self._held_out = [name for name in known if name in config.tasks]
         self._config = config
         self._consumer = consumer
-        self._writer = writer
         self._reporter = reporter
         self._start = start
         self._free_memory = free_memory
@@ -111,7 +109,8 @@ class EvaluationPlan:
         is_due = step in (0, last) or (every is not None and step % every == 0)
         if not is_due:
             return []
-        done = self._started.union(self._writer.evaluations() if step == self._start else ())
+        logged = read_evaluations(self._config.run.folder) if step == self._start else ()
+        done = self._started.union(logged)
         return [name for name in self._held_out if (name, step) not in done]
 
     def measure(self, step: int, last: int) -> None:
@@ -156,9 +155,8 @@ class EvaluationPlan:
         metrics["eval/newest_version"] = float(newest)
         for group in groups:
             group.check_unchanged()
-        self._writer.add_evaluation(step, task, metrics)
-        self._reporter.add_evaluation(step, task, metrics)
         self._consumer.report(step, metrics, task=task)
+        self._reporter.add_evaluation(step, task, metrics)
         log.info("evaluation finished", extra={"task": task, "step": step, **metrics})
 
 

@@ -24,7 +24,7 @@ from buffer.wire.staleness import staleness
 from consumer.config.training import TrainingConfig
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.evaluation import EvaluationPlan, log_wait_reason
-from consumer.grpo.reporting.metric_writers import MetricWriter, ProgressBar, open_writers
+from consumer.grpo.reporting.metric_writers import ProgressBar, open_writers
 from consumer.grpo.reporting.metrics import (
     BatchColumns,
     Throughput,
@@ -32,9 +32,7 @@ from consumer.grpo.reporting.metrics import (
     production_metrics,
     staleness_metrics,
 )
-from consumer.grpo.reporting.reporter import Reporter, choose_groups
-from consumer.grpo.reporting.sample_log import TokenTexts
-from consumer.grpo.reporting.step_log import StepWriter
+from consumer.grpo.reporting.reporter import Reporter
 from consumer.grpo.trainer_rank import TrainerRank
 from consumer.handle.batch import Batch, Stopped
 from consumer.handle.publication import Publisher, open_sender, published
@@ -59,8 +57,7 @@ class Trainer:
         self._begun: tuple[Position, Path] | None = None
         self._kept_settings = KeptSettings(folder, run.nonce)
         self._weights = open_sender(config, run)
-        self._log = StepWriter(folder)
-        self._reporter = Reporter(run.buffer, TokenTexts([model_dir]))
+        self._reporter = Reporter(config, run.buffer, model_dir)
         self.shows_progress = False
         # what rank 0 reads ahead of the take would be mostly the shares of others
         ahead = PREFETCH_BYTES if ranks.size == 1 else 0
@@ -89,7 +86,6 @@ class Trainer:
             self._config,
             self._run.limits.eval_tasks,
             self.consumer,
-            self._log,
             self._reporter,
             self._position.step,
             self._free_memory,
@@ -130,16 +126,13 @@ class Trainer:
         self._checkpoints.clear(after=position.step)
         self._weights.clear()
         self.rank.load(position.step)
-        self._reporter.open(self._open_writers())
+        writers = open_writers(self._config, position.step + 1)
+        if self.shows_progress:
+            writers.append(ProgressBar(position.step, self._run.limits.steps))
+        self._reporter.open(writers)
         if position.step:
             # the last trainer may have died between its checkpoint and the commit
             self.consumer.commit(position.step, keep=self._checkpoints.steps()[0])
-
-    def _open_writers(self) -> list[MetricWriter]:
-        writers = open_writers(self._config, self._position.step + 1)
-        if self.shows_progress:
-            writers.append(ProgressBar(self._position.step, self._run.limits.steps))
-        return writers
 
     def _newest_position(self) -> Position:
         position = self._checkpoints.newest_whole()
@@ -174,12 +167,9 @@ class Trainer:
         timing.step = time.monotonic() - started
         metrics |= self._step_metrics(batch.manifest, columns, timing)
         # before the checkpoint: a step in a checkpoint must be in the log, and only this trainer's
-        self.consumer.check_role()
-        self._log.add_step(step, self.consumer.lineage, batch.manifest.gids, metrics)
         self.consumer.report(step, metrics)
-        self._reporter.add_step(step, metrics)
-        chosen = choose_groups(self._config, columns, batch.groups, batch.manifest)
-        self._reporter.add_samples(step, chosen)
+        self._reporter.add_step(step, self.consumer.lineage, batch.manifest.gids, metrics)
+        self._reporter.add_samples(batch.manifest, columns, batch.groups)
         log.info("step", extra={"step": step, "reward": metrics.get("rewards/mean")})
         if step % self._config.trainer.checkpoint_every_steps == 0 or self._is_last(step):
             self._checkpoint()

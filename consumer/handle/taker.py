@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from buffer.control.control import Work
 from buffer.errors import (
@@ -18,7 +19,7 @@ from buffer.errors import (
     TaskStopped,
 )
 from buffer.ledger.ledger import BatchLedger
-from buffer.manifest import Manifest
+from buffer.manifest import Manifest, NotReady
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.handle.batch import DeliveredGroups
@@ -104,7 +105,8 @@ class BatchTaker:
         A task that `should_continue_fn` ended gives less; without `strict`, take what is ready.
         Raises as `RolloutConsumer.take_batch`.
         """
-        return self._wait(ledger, step, counts, options, strict=strict, refills=False)
+        ask = partial(ledger.take, self._nonce, step, strict=strict)
+        return self._wait(ledger, ask, step, counts, options)
 
     def refill(self, ledger: BatchLedger, manifest: Manifest, options: WaitOptions) -> Manifest:
         """Wait until every slot of the batch has a group, or no more will come.
@@ -118,8 +120,8 @@ class BatchTaker:
             )
         try:
             return self._wait(
-                ledger, step, manifest.open_places, options, strict=True, refills=True,
-                stops_are_final=bool(manifest.entries),
+                ledger, lambda _: ledger.refill(self._nonce, step), step, manifest.open_places,
+                options, stops_are_final=bool(manifest.entries),
             )  # fmt: skip
         except (TaskStopped, TimeoutError, NoBatch, ExpiredBatch) as error:
             if not manifest.entries:
@@ -130,15 +132,14 @@ class BatchTaker:
     def _wait(
         self,
         ledger: BatchLedger,
+        ask: Callable[[Mapping[str, int]], Manifest | NotReady],
         step: int,
         counts: Mapping[str, int],
         options: WaitOptions,
         *,
-        strict: bool,
-        refills: bool,
         stops_are_final: bool = False,
     ) -> Manifest:
-        """Ask the ledger until the batch is ready: after each wake-up, at least once a second."""
+        """Call `ask` until the batch is ready: at each wake-up, at least once a second."""
         limit_s = float("inf") if options.deadline_s is None else options.deadline_s
         deadline = time.monotonic() + limit_s
         next_report = 0.0
@@ -153,10 +154,7 @@ class BatchTaker:
         )
         with closing(outlook):
             while True:
-                if refills:
-                    answer = ledger.refill(self._nonce, step)
-                else:
-                    answer = ledger.take(self._nonce, step, wanted, strict=strict)
+                answer = ask(wanted)
                 if isinstance(answer, Manifest):
                     return answer
                 self._check()

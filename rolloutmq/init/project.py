@@ -15,6 +15,7 @@ from producer_workers.hub import is_id
 from producer_workers.user_code.sandbox import check_sandbox
 
 TEMPLATES = Path(__file__).parent / "templates"
+SHARED = TEMPLATES / "shared"
 
 # what each template is about
 KINDS = {
@@ -74,25 +75,26 @@ def write_project(folder: Path, choices: Choices) -> list[str]:
     values = _values(folder, choices)
     template = TEMPLATES / choices.template
     folder.mkdir(parents=True, exist_ok=True)
-    for file in sorted(template.iterdir()):
+    for file in [SHARED / "judge.py", *sorted(template.iterdir())]:  # most have their own judge
         if file.suffix == ".py":
             _write(folder / file.name, [file], values)
         elif file.suffix == ".jsonl":
             shutil.copyfile(file, folder / file.name)
-    parts = [TEMPLATES / "shared" / "head.toml", template / "task.toml", _engine(choices.gpus)]
+    parts = [SHARED / "head.toml", template / "task.toml", _engine(choices.gpus)]
     _write(folder / "config.toml", parts, values)
-    _write(folder / "README.md", [TEMPLATES / "shared" / "README.md"], values)
+    _write(folder / "README.md", [SHARED / "README.md"], values)
     return sorted(path.name for path in folder.iterdir())
 
 
 def _engine(gpus: int) -> Path:
     name = {0: "cpu", 1: "one_gpu"}.get(gpus, "gpus")
-    return TEMPLATES / "shared" / f"{name}.toml"
+    return SHARED / f"{name}.toml"
 
 
 def _values(folder: Path, choices: Choices) -> dict[str, object]:
     ranks = choices.gpus // 2
-    own = [name for name in FILES if (TEMPLATES / choices.template / name).exists()]
+    folders = (SHARED, TEMPLATES / choices.template)
+    own = [name for name in FILES if any((each / name).exists() for each in folders)]
     return {
         "name": re.sub(r"[^A-Za-z0-9_.-]", "-", folder.resolve().name).lstrip("_.-")[:64] or "mine",
         "model": NO_MODEL if choices.model == TINY else f'model = "{choices.model}"',

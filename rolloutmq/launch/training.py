@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -101,11 +102,9 @@ def _restarts() -> int:
 
 def train(run: Run, settings: Config, model_dir: Path, *, take_over: bool) -> bool:
     """Train as this rank; return whether rank 0 did not stop before the last step."""
-    if own_rank():
-        return _train(run, settings, model_dir, take_over=take_over)
     from consumer.grpo.reporting.dead_letter_file import kept_dead_letters
 
-    with kept_dead_letters(run, settings.run.folder):
+    with nullcontext() if own_rank() else kept_dead_letters(run, settings.run.folder):
         return _train(run, settings, model_dir, take_over=take_over)
 
 

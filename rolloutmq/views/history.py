@@ -23,7 +23,7 @@ class History:
     def __init__(self, run_dir: Path | None = None) -> None:
         self.log = StepLog(run_dir / "steps.jsonl") if run_dir else None
         self.token_rates: deque[float] = deque(maxlen=_KEPT)
-        self.waits: dict[str, float] = {}
+        self.waits: list[str] = []
         self.last: RunView | None = None
 
     def observe(self, snap: RunView) -> None:
@@ -44,20 +44,20 @@ class History:
         return [step.metrics[name] for step in self.steps if name in step.metrics]
 
 
-def who_waits(snap: RunView, steps: Sequence[TrainedStep]) -> dict[str, float]:
-    """Return how much of each wait exists now, 0 to 1; of workers, the idle fraction."""
-    running = snap.mode == "run"
-    live = snap.live_workers
-    idle = [worker for worker in live if worker.state == WorkerState.IDLE and not worker.holds]
-    has_jobs = snap.stages.get("waiting", 0) > 0
+def who_waits(snap: RunView, steps: Sequence[TrainedStep]) -> list[str]:
+    """Return which processes wait now, and for what."""
+    if snap.mode != "run":
+        return []
+    idle = [w for w in snap.live_workers if w.state == WorkerState.IDLE and not w.holds]
     at_limit = bool(snap.training) and all(
         t.account.target and t.in_flight >= t.in_flight_limit for t in snap.training
     )
-    return {
-        TRAINER: float(running and _trainer_waits(snap, steps)),
-        WORKERS: len(idle) / len(live) if running and live and not has_jobs else 0.0,
-        PRODUCER: float(running and snap.producer.is_alive and at_limit),
+    waits = {
+        TRAINER: _trainer_waits(snap, steps),
+        WORKERS: bool(idle) and not snap.stages.get("waiting", 0),
+        PRODUCER: snap.producer.is_alive and at_limit,
     }
+    return [wait for wait, is_so in waits.items() if is_so]
 
 
 def _trainer_waits(snap: RunView, steps: Sequence[TrainedStep]) -> bool:

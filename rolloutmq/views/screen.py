@@ -109,7 +109,7 @@ def one_line(view: RunView, history: History, notes: LiveNotes) -> str:
         *starting_lines(view, notes.started_s),
     ]
     words += [view.mode] if view.mode != "run" else []
-    words += [wait for wait, part in history.waits.items() if part]
+    words += history.waits
     words += ["WAITS FOR YOU"] if view.stuck_on else []
     words += [trouble[:MOST_TROUBLE] for trouble in view.troubles]
     words += ["THE ACCOUNT DOES NOT ADD UP"] if view.faults else []
@@ -309,8 +309,8 @@ def _curve(name: str, values: list[float], width: int, now: str) -> Text:
 
 def _waits(history: History) -> Text:
     """Return which process waits for which now."""
-    waits = " · ".join(wait for wait, part in history.waits.items() if part)
-    return _fit(Text.assemble((f"{'waits':<13}", "dim"), (waits or "nobody", "yellow")))
+    waits = " · ".join(history.waits) or "nobody"
+    return _fit(Text.assemble((f"{'waits':<13}", "dim"), (waits, "yellow")))
 
 
 def _workers(view: RunView) -> Iterator[RenderableType]:

@@ -31,8 +31,11 @@ from rolloutmq.web.access import Access, encoded, number_in
 
 POLL_S = 0.5
 MOST_LINES = 1000
-MOST_FIELDS = 40
-LONGEST = 20_000  # characters of a line that are sent
+# of a line, which then has about 10,000 characters at most
+MOST_FIELDS = 20
+LONGEST_FIELD = 200
+LONGEST_MESSAGE = 2_000
+LONGEST_TRACE = 4_000
 
 
 class LogRoutes:
@@ -67,10 +70,10 @@ class LogRoutes:
     ) -> AsyncIterator[bytes]:
         found = await asyncio.to_thread(files.last, lines, wanted)
         processes = [name for role in ("", OUTPUT) for name in LogFiles(files.folder, role).roles]
-        yield _event(found, processes=processes, is_cut=files.is_cut)
+        yield await asyncio.to_thread(_event, found, processes=processes, is_cut=files.is_cut)
         while not self._is_over() and not await request.is_disconnected():
             if found := await asyncio.to_thread(files.new, wanted):
-                yield _event(found[-MOST_LINES:])
+                yield await asyncio.to_thread(_event, found[-MOST_LINES:])
             await asyncio.sleep(POLL_S)
 
 
@@ -86,9 +89,17 @@ def _line(entry: Entry) -> dict[str, Any]:
         "time": entry.time[:40],
         "process": entry.role,
         "level": entry.level if fields else "",
-        "message": visible(str(fields.get("message", entry.line))[:LONGEST]),
-        "exception": visible(str(fields.get("exception", ""))[:LONGEST]),
-        "fields": {
-            visible(name[:40]): visible(str(value)[:200]) for name, value in own[:MOST_FIELDS]
-        },
+        "message": _cut(fields.get("message", entry.line), LONGEST_MESSAGE),
+        "exception": _cut(fields.get("exception", ""), LONGEST_TRACE),
+        "fields": {_cut(n, 40): _cut(value, LONGEST_FIELD) for n, value in own[:MOST_FIELDS]},
     }
+
+
+def _cut(value: object, most: int) -> str:
+    """Return a text with visible control characters, without its middle if it is too long."""
+    # cut twice: `visible` is slow, and makes a text longer
+    return _ends(visible(_ends(str(value), most)), most)
+
+
+def _ends(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"

@@ -49,7 +49,7 @@ class RunRoutes:
 
     def _waits(self, request: Request) -> Any:
         found = self._watcher.waits()
-        return found.document() if found else {"lanes": {}, "words": ""}
+        return found.document() if found else {"lanes": [], "words": ""}
 
     def _steps(self, request: Request) -> Any:
         query = request.query_params

@@ -11,14 +11,17 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import orjson
+from pydantic import TypeAdapter, ValidationError
 
-from buffer.errors import RolloutMQError
+from buffer.errors import ConfigError, RolloutMQError
 from buffer.groups.dead_letters import DeadLetter
+from buffer.ids import split_group_id
+from buffer.redis.connection.retry import LogOnce
 from buffer.run import Run
 
 log = logging.getLogger("rolloutmq.trainer")
@@ -45,6 +48,7 @@ def kept_dead_letters(run: Run, folder: Path) -> Iterator[None]:
 
 
 def _keep(run: Run, folder: Path, is_over: threading.Event) -> None:
+    problem = LogOnce(log, f"dead letters are not kept in {folder}", ended="dead letters are kept")
     written = None
     is_last = False
     while not is_last:
@@ -55,8 +59,9 @@ def _keep(run: Run, folder: Path, is_over: threading.Event) -> None:
             if known != written and (known or (folder / FILE).exists()):
                 write_dead_letters(folder, letters)
                 written = known
+            problem.report("")
         except (RolloutMQError, OSError) as error:  # it tries again, and training continues
-            log.warning("dead letters are not kept in %s now: %s", folder, error)
+            problem.report(type(error).__name__, str(error))
 
 
 def write_dead_letters(folder: Path, letters: list[DeadLetter]) -> None:
@@ -70,16 +75,22 @@ def write_dead_letters(folder: Path, letters: list[DeadLetter]) -> None:
 
 
 def read_dead_letters(folder: Path) -> list[DeadLetter]:
-    """Return the letters that were kept, newest first; their ages are by this machine's clock."""
+    """Return the letters that were kept, newest first; their ages are by this machine's clock.
+
+    Lines that cannot be read are left out, and logged.
+    """
     file = folder / FILE
-    lines = file.read_bytes().splitlines() if file.is_file() else []
-    names = {each.name for each in fields(DeadLetter)}  # another version may have written more
-    kept = [
-        DeadLetter(**{name: value for name, value in orjson.loads(line).items() if name in names})
-        for line in lines
-    ]
+    parsed = TypeAdapter(DeadLetter)  # ignores what another version may have written besides
     now_ms = round(1000 * time.time())
-    # their responses are only on the server
-    return [
-        replace(each, age_ms=max(0, now_ms - each.age_ms), has_responses=False) for each in kept
-    ]
+    kept = []
+    for number, line in enumerate(file.read_bytes().splitlines() if file.is_file() else [], 1):
+        try:
+            letter = parsed.validate_json(line)
+            split_group_id(letter.gid)
+        except (ValidationError, ConfigError) as error:
+            log.warning("line %s of %s is left out: %s", number, file, error)
+            continue
+        # its responses are only on the server
+        age_ms = max(0, now_ms - letter.age_ms)
+        kept.append(replace(letter, age_ms=age_ms, has_responses=False))
+    return kept

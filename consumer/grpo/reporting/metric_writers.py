@@ -28,6 +28,7 @@ from rich.progress import (
 from buffer.errors import ConfigError
 from buffer.imports import install_command
 from consumer.config.training import TrainingConfig
+from consumer.grpo.reporting.metrics import BatchColumns
 from consumer.grpo.reporting.sample_log import Sample, SampleFile, sample_files
 
 STEPS_PER_FILE = 100
@@ -208,16 +209,15 @@ class ProgressBar(MetricWriter):
         self._bar.stop()
 
 
-def choose(
-    scores: Mapping[str, float], truncated: Mapping[str, int], count: int, seed: int, step: int
-) -> dict[str, str]:
-    """Return which groups of a step are logged, and why: best, worst, truncated or random, by gid.
+def choose(columns: BatchColumns, count: int, seed: int, step: int) -> dict[str, str]:
+    """Return which groups of a batch are logged, and why: best, worst, truncated or random, by gid.
 
-    `scores`: each group's mean; of equal ones, the first is best and the last is worst.
-    `truncated`: how many of its responses reached their token limit; the group with the most is
-    chosen. A step that is trained again logs the same groups.
+    Of groups with equal mean scores, the first is best and the last is worst. The group with the
+    most truncated responses is chosen. A step that is trained again logs the same groups.
     """
-    gids = list(scores)
+    gids = columns.gids
+    scores = dict(zip(gids, columns.means, strict=True))
+    truncated = dict(zip(gids, columns.truncated, strict=True))
     best = sorted(gids, key=lambda gid: -scores[gid])
     longest = sorted(filter(truncated.get, gids), key=lambda gid: -truncated[gid])
     ranked = (("best", best), ("worst", best[::-1]), ("truncated", longest))

@@ -1,6 +1,7 @@
-"""Pass metrics, evaluations and samples to their destinations, in a thread of its own.
+"""Write metrics, evaluations and samples: to the run's log at once, elsewhere in a thread.
 
-No destination delays or ends a run: what one raises is logged, and it gets the next report.
+No destination but the log delays or ends a run: what one raises is logged, and it gets the next
+report.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 
 from buffer.errors import RolloutMQError
@@ -21,6 +22,7 @@ from consumer.config.training import TrainingConfig
 from consumer.grpo.reporting.metric_writers import MetricWriter, choose
 from consumer.grpo.reporting.metrics import BatchColumns
 from consumer.grpo.reporting.sample_log import Sample, TokenTexts, describe_sample
+from consumer.grpo.reporting.step_log import StepWriter
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -29,34 +31,14 @@ MOST_WAITING = 16  # reports in the queue above which samples, but never metrics
 FLUSH_S = 30.0  # a checkpoint, and the end of the trainer, wait this long
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenGroup:
-    """A group whose texts are logged, and why; `group` is None where another rank has it."""
-
-    why: str
-    group: RolloutGroup | None
-    entry: ManifestEntry
-
-
-def choose_groups(
-    config: TrainingConfig, columns: BatchColumns, groups: Sequence[RolloutGroup], batch: Manifest
-) -> list[ChosenGroup]:
-    """Choose the groups of a batch whose texts are logged; `groups` are those that are here."""
-    scores = dict(zip(columns.gids, columns.means, strict=True))
-    truncated = dict(zip(columns.gids, columns.truncated, strict=True))
-    count = config.samples.groups_per_step
-    chosen = choose(scores, truncated, count, config.run.seed, batch.step)
-    own = {group.gid: group for group in groups}
-    entries = {entry.gid: entry for entry in batch.entries}
-    return [ChosenGroup(why, own.get(gid), entries[gid]) for gid, why in chosen.items()]
-
-
 class Reporter:
     """Owns the destinations: only its thread calls them after `open`."""
 
-    def __init__(self, buffer: ReplayBuffer, texts: TokenTexts) -> None:
+    def __init__(self, config: TrainingConfig, buffer: ReplayBuffer, model_dir: Path) -> None:
+        self._config = config
         self._buffer = buffer
-        self._texts = texts
+        self._texts = TokenTexts([model_dir])
+        self._log = StepWriter(config.run.folder)
         self._destinations: list[tuple[MetricWriter, LogOnce]] = []
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._behind = LogOnce(log, "samples are left out")
@@ -69,18 +51,30 @@ class Reporter:
         ]
         self._thread.start()
 
-    def add_step(self, step: int, metrics: Mapping[str, float]) -> None:
+    def add_step(self, step: int, lineage: str, gids: list[str], metrics: dict[str, float]) -> None:
+        """Report a step, which is in the log when this returns. Raises OSError."""
+        self._log.add_step(step, lineage, gids, metrics)
         self._put(lambda writer: writer.write(step, metrics))
 
-    def add_evaluation(self, step: int, task: str, metrics: Mapping[str, float]) -> None:
+    def add_evaluation(self, step: int, task: str, metrics: dict[str, float]) -> None:
+        """Report an evaluation, which is in the log when this returns. Raises OSError."""
+        self._log.add_evaluation(step, task, metrics)
         self._put(lambda writer: writer.write_evaluation(step, task, metrics))
 
-    def add_samples(self, step: int, chosen: Sequence[ChosenGroup]) -> None:
-        """Report the texts of these groups, unless the destinations are far behind."""
+    def add_samples(
+        self, batch: Manifest, columns: BatchColumns, groups: Sequence[RolloutGroup]
+    ) -> None:
+        """Report the texts of some groups of a batch, unless the destinations are far behind.
+
+        `columns`: of the whole batch. Groups that are not in `groups` are read from the server.
+        """
+        count = self._config.samples.groups_per_step
+        chosen = choose(columns, count, self._config.run.seed, batch.step)
+        own = {group.gid: group for group in groups if group.gid in chosen}
         is_behind = self._queue.qsize() > MOST_WAITING
         self._behind.report("their destinations are slower than the train steps" * is_behind)
         if chosen and not is_behind:
-            self._queue.put(lambda: self._pass_samples(step, chosen))
+            self._queue.put(lambda: self._pass_samples(batch, chosen, own))
 
     def flush(self) -> bool:
         """Wait until all is reported, `FLUSH_S` at most; return whether it is."""
@@ -113,16 +107,23 @@ class Reporter:
             else:
                 state.report("")
 
-    def _pass_samples(self, step: int, chosen: Sequence[ChosenGroup]) -> None:
+    def _pass_samples(
+        self, batch: Manifest, chosen: Mapping[str, str], own: Mapping[str, RolloutGroup]
+    ) -> None:
+        entries = {entry.gid: entry for entry in batch.entries}
         try:
-            samples = [self._describe(step, each) for each in chosen]
+            samples = [
+                self._describe(batch.step, why, entries[gid], own.get(gid))
+                for gid, why in chosen.items()
+            ]
         except RolloutMQError as error:
-            log.warning("the samples of step %s are not logged: %s", step, error)
+            log.warning("the samples of step %s are not logged: %s", batch.step, error)
             return
-        self._pass(lambda writer: writer.write_samples(step, samples))
+        self._pass(lambda writer: writer.write_samples(batch.step, samples))
 
-    def _describe(self, step: int, chosen: ChosenGroup) -> Sample:
-        group = chosen.group or self._buffer.read(chosen.entry.payload)
-        version = chosen.entry.version
-        age = None if version is None else staleness(step, version)
-        return describe_sample(group, step, chosen.why, age, self._texts)
+    def _describe(
+        self, step: int, why: str, entry: ManifestEntry, group: RolloutGroup | None
+    ) -> Sample:
+        group = group or self._buffer.read(entry.payload)
+        age = None if entry.version is None else staleness(step, entry.version)
+        return describe_sample(group, step, why, age, self._texts)

@@ -25,7 +25,7 @@ import orjson
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_json import group_json
-from consumer.grpo.reporting.step_log import StepLog
+from consumer.grpo.reporting.step_log import read_steps
 
 log = logging.getLogger("rolloutmq.samples")
 
@@ -90,9 +90,8 @@ class SampleLog:
 
     def find(self, gid: str) -> Sample | None:
         """Return the sample of a group that was trained; None where it is not in the log."""
-        steps = StepLog(self._run_dir / "steps.jsonl")
-        steps.read_new()
-        trained = (step.step for step in reversed(steps.steps) if gid in step.gids)
+        steps = read_steps(self._run_dir)
+        trained = (step.step for step in reversed(steps) if gid in step.gids)
         samples = self.read(next(trained, 0))
         return next((sample for sample in samples if sample["gid"] == gid), None)
 

@@ -56,9 +56,6 @@ class StepWriter:
             self._folder / EVALUATIONS_FILE, {"step": step, "task": task, "metrics": metrics}
         )
 
-    def evaluations(self) -> Evaluations:
-        return read_evaluations(self._folder)
-
 
 def append_line(file: Path, entry: dict[str, Any]) -> None:
     """Append one entry as a line of JSON; return once it is on disk."""
@@ -81,6 +78,12 @@ class TrainedStep:
     gids: tuple[str, ...]
     metrics: dict[str, float] = field(default_factory=dict)
     ended_s: float | None = None  # since 1970; None in a log without it
+
+    @property
+    def began_s(self) -> float | None:
+        if self.ended_s is None:
+            return None
+        return self.ended_s - self.metrics.get("time/step_s", 0.0)
 
     @classmethod
     def parse(cls, line: dict[str, Any]) -> TrainedStep:

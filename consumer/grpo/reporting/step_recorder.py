@@ -26,9 +26,8 @@ from buffer.wire.group import RolloutGroup
 from consumer.config.training import TrainingConfig
 from consumer.grpo.reporting.metric_writers import open_writers
 from consumer.grpo.reporting.metrics import BatchColumns, staleness_metrics
-from consumer.grpo.reporting.reporter import Reporter, choose_groups
-from consumer.grpo.reporting.sample_log import TokenTexts
-from consumer.grpo.reporting.step_log import STEPS_FILE, StepLog, StepWriter
+from consumer.grpo.reporting.reporter import Reporter
+from consumer.grpo.reporting.step_log import read_steps
 
 KEPT = 8  # newest steps that may still be reported: trainers take ahead
 
@@ -60,8 +59,7 @@ class StepRecorder(Observer):
     def __init__(self, run: Run, config: TrainingConfig, model_dir: Path) -> None:
         self._run = run
         self._config = config
-        self._log = StepWriter(config.run.folder)
-        self._reporter = Reporter(run.buffer, TokenTexts([model_dir]))
+        self._reporter = Reporter(config, run.buffer, model_dir)
         self._lock = threading.Lock()  # every thread may call the methods of a consumer
         self._steps: dict[int, _Step] = {}
 
@@ -80,13 +78,12 @@ class StepRecorder(Observer):
             self._steps = {n: kept for n, kept in self._steps.items() if step - KEPT < n < step}
             began = time.monotonic() - waited_s
             self._steps[step] = _Step(lineage, manifest.gids, metrics, began)
-        self._reporter.add_samples(step, choose_groups(self._config, columns, groups, manifest))
+        self._reporter.add_samples(manifest, columns, groups)
 
     def reported(self, step: int, metrics: Mapping[str, float], task: str) -> None:
         with self._lock:
             if task:
-                self._log.add_evaluation(step, task, dict(metrics))
-                self._reporter.add_evaluation(step, task, metrics)
+                self._reporter.add_evaluation(step, task, dict(metrics))
             elif known := self._steps.get(step):
                 known.metrics |= metrics
                 known.is_written = False
@@ -102,12 +99,11 @@ class StepRecorder(Observer):
 
     def _begin(self, first: int) -> None:
         self._reporter.open(open_writers(self._config, first))
-        log = StepLog(self._config.run.folder / STEPS_FILE)
-        log.read_new()
-        logged = log.steps[-1].step if log.steps else 0
+        steps = read_steps(self._config.run.folder)
+        logged = steps[-1].step if steps else 0
         for step in range(max(logged, self._run.ledger.steps().freed) + 1, first):
             if manifest := self._run.ledger.manifest(step):
-                self._log.add_step(step, "", manifest.gids, staleness_metrics(manifest))
+                self._reporter.add_step(step, "", manifest.gids, staleness_metrics(manifest))
 
     def _write(self, last: int) -> None:
         """Write the steps up to `last` that are not; again those that such a line replaces."""
@@ -115,6 +111,5 @@ class StepRecorder(Observer):
         for number, step in sorted(self._steps.items()):
             if replaces if step.is_written else number <= last:
                 step.metrics.setdefault("time/step_s", time.monotonic() - step.began)
-                self._log.add_step(number, step.lineage, step.gids, step.metrics)
-                self._reporter.add_step(number, step.metrics)
+                self._reporter.add_step(number, step.lineage, step.gids, step.metrics)
                 step.is_written = replaces = True

@@ -17,15 +17,15 @@ from rolloutmq.views.run_view import RunView, TaskView
 Level = Literal["note", "warning", "error", "stuck", "fault"]
 
 PATIENCE_MS = 30_000  # a shorter pause of the trainer, or wait, is normal
-
+LOADING_MS = 5_000  # a worker that loads weights, or has not reported it yet, needs that long
 MOST_BIAS = 0.1  # the mean trained length may be this much below the mean started one
 
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """One finding: what is the case, what to do, and for how many ms (None: unknown).
+    """One finding: what was found, what to do, and for how many ms it lasts (None: unknown).
 
-    `trace`: of the user's code, if that raised.
+    `trace`: the traceback of the user's code, if that raised.
     """
 
     level: Level
@@ -181,7 +181,8 @@ def _weights(snap: RunView) -> Iterator[Symptom]:
     what += refusal and f"; {refusal.removeprefix(newest).strip():.300}"
     published_ms = snap.control.get("weights_ms")
     since = max(0, snap.now_ms - int(published_ms)) if published_ms else None
-    # right after a publication, all workers are still loading
+    if since is not None and since <= LOADING_MS and not refusal:
+        return
     is_long = since is None or since > PATIENCE_MS or refusal
     level: Level = "stuck" if is_long and len(behind) == len(snap.live_workers) else "note"
     path = snap.control.get("weights_path", "")

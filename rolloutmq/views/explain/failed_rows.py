@@ -16,8 +16,9 @@ from buffer.wire.group import RolloutGroup
 MOST = 32  # prompts that are read of each kind
 FEWEST = 8  # below this, their quartiles say nothing
 MOST_LETTERS = 1000  # dead letters of all tasks that are looked through
-LENGTH_RATIO = 1.5  # medians further apart than this are a bias
-SOURCE_DIFFERENCE = 0.3  # so are shares of a source
+# from which the model's data is biased: a ratio of medians, a difference of a source's shares
+LENGTH_RATIO = 1.5
+SOURCE_DIFFERENCE = 0.3
 
 
 def failed_rows(run: Run, task: str) -> tuple[str, bool] | None:
@@ -48,9 +49,9 @@ def _prompts(run: Run, gids: Iterable[str]) -> Iterator[RolloutGroup]:
 def _lengths(failed: Sequence[RolloutGroup], others: Sequence[RolloutGroup]) -> tuple[str, bool]:
     """Compare lengths, in tokens if all prompts have them, else in characters."""
     has_tokens = all(len(prompt.prompt_ids) for prompt in (*failed, *others))
-    measure, unit = (_tokens, "tokens") if has_tokens else (_characters, "characters")
+    unit = "tokens" if has_tokens else "characters"
     quartiles = [
-        [int(n) for n in np.percentile([measure(prompt) for prompt in prompts], (25, 50, 75))]
+        [int(n) for n in np.percentile([_length(each, unit) for each in prompts], (25, 50, 75))]
         for prompts in (failed, others)
     ]
     words = [" / ".join(map(str, each)) for each in quartiles]
@@ -59,27 +60,24 @@ def _lengths(failed: Sequence[RolloutGroup], others: Sequence[RolloutGroup]) -> 
     return said, high / low > LENGTH_RATIO
 
 
-def _tokens(prompt: RolloutGroup) -> int:
-    return len(prompt.prompt_ids)
-
-
-def _characters(prompt: RolloutGroup) -> int:
+def _length(prompt: RolloutGroup, unit: str) -> int:
+    if unit == "tokens":
+        return len(prompt.prompt_ids)
     return sum(len(str(message.get("content", ""))) for message in prompt.shared.messages)
 
 
 def _sources(failed: Sequence[RolloutGroup], others: Sequence[RolloutGroup]) -> tuple[str, bool]:
     """Compare the shares of the data source that is most typical of the failed prompts."""
-    counts = [
-        Counter(each.shared.data_source or "" for each in prompts) for prompts in (failed, others)
-    ]
-    if len(counts[0] + counts[1]) < 2:
+    of_failed, of_others = _source_shares(failed), _source_shares(others)
+    if len(of_failed.keys() | of_others) < 2:
         return "", False
-
-    def share(place: int, source: str) -> float:
-        return counts[place][source] / counts[place].total()
-
-    source = max(counts[0], key=lambda name: share(0, name) - share(1, name))
-    failed_share, other_share = share(0, source), share(1, source)
+    source = max(of_failed, key=lambda name: of_failed[name] - of_others.get(name, 0))
+    failed_share, other_share = of_failed[source], of_others.get(source, 0)
     named = source or "no source"
     said = f"; {failed_share:.0%} of them are of {named!r}, of the others {other_share:.0%}"
     return said, failed_share - other_share > SOURCE_DIFFERENCE
+
+
+def _source_shares(prompts: Sequence[RolloutGroup]) -> dict[str, float]:
+    counts = Counter(prompt.shared.data_source or "" for prompt in prompts)
+    return {source: number / len(prompts) for source, number in counts.items()}

@@ -1,6 +1,6 @@
 """The logs of a run's processes on this machine: newest lines and new ones, merged by time.
 
-Only the end of a file is read: MOST_BYTES of it, with the older file that it continues.
+Only the last MOST_BYTES of a log are read; they may begin in its older file (`….log.1`).
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Entry:
 
     @property
     def level(self) -> str:
-        """The level; that of a line that is not JSON is "warning": it may be of a traceback."""
+        """The level; "warning" for a line that is not JSON: it may belong to a traceback."""
         level = self.fields.get("level")
         return level if level in LEVELS else "warning"
 
 
 @dataclass(frozen=True)
 class LogFilter:
-    """Conditions on a line; "" is none. Times are compared as texts.
+    """Conditions that a line must meet; an empty one is met by every line.
 
-    `about` is a group id, a worker, or a number of a train step. `within`: lines between these two
-    times count as being about it.
+    Times are compared as texts. `about` is a group id, a worker, or the number of a train step. A
+    line that was written between the two times of `within` is about it, too.
     """
 
     level: str = ""
@@ -81,14 +81,13 @@ class LogFilter:
 
 
 def filter_about(folder: Path, about: str) -> LogFilter:
-    """Return a filter for lines about something; of a train step, all that were written in it."""
+    """Return a filter for lines about something; about a train step: all lines written in it."""
     if not about.isdecimal():
         return LogFilter(about=about)
-    trained = next((step for step in read_steps(folder) if str(step.step) == about), None)
-    if trained is None or trained.ended_s is None:
-        return LogFilter(about=about)
-    began_s = trained.ended_s - trained.metrics.get("time/step_s", 0.0)
-    return LogFilter(about=about, within=(_clock(began_s), _clock(trained.ended_s)))
+    for step in read_steps(folder):
+        if str(step.step) == about and step.began_s and step.ended_s:
+            return LogFilter(about=about, within=(_clock(step.began_s), _clock(step.ended_s)))
+    return LogFilter(about=about)
 
 
 def _clock(seconds: float) -> str:
@@ -97,7 +96,7 @@ def _clock(seconds: float) -> str:
 
 
 class LogFiles:
-    """Reads the logs of processes named `role` or `role-…`; an empty `role` is all but `OUTPUT`."""
+    """Reads the logs of processes named `role` or `role-…`; "": all logs but `OUTPUT`."""
 
     def __init__(self, folder: Path, role: str) -> None:
         self.folder = folder
@@ -138,7 +137,7 @@ class LogFiles:
             self._times.pop(path, None)
             found, self._read[path], is_whole = _end_of(path, size)
             every = self._entries(path, found)
-            if not is_whole:  # the time of the first lines is that of a line further back
+            if not is_whole:  # the first lines may belong to a line further back, and have its time
                 every = list(dropwhile(lambda entry: not entry.fields, every))
             entries = [entry for entry in every if wanted.passes(entry)]
             if len(entries) >= lines or is_whole or size >= MOST_BYTES:

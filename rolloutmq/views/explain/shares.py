@@ -1,7 +1,7 @@
 """Shares of a task's newest groups that are missing from its training data, or distort it.
 
-The counts are those of the newest 128 to 256 produced groups (`include/earlier_counts.lua`); of a
-young run, of all.
+The newest 128 to 256 produced groups are counted (`include/earlier_counts.lua`), or all groups of
+a young run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from rolloutmq.views.run_view import TaskView
 
 METRICS = ("failed", "truncated", "expired", "unparsed", "filtered_groups")  # of a train step
 STEPS = 20  # whose mean is reported
-FEWEST, FEWEST_CASES = 20, 3  # groups or rollouts, and cases, below which a share says nothing
+# a share of fewer groups or rollouts in all, or with fewer of its kind, may be chance
+FEWEST, FEWEST_CASES = 20, 3
 
 
 class _Rule(NamedTuple):
@@ -28,20 +29,20 @@ class _Rule(NamedTuple):
 
 
 _RULES = {
-    # whatever the cause, the rows that fail are not trained: the data is biased towards the others
+    # rows that fail are never trained: the model learns from the other rows only
     "failed": _Rule(0.05, 0.2, "groups", "failed in every try",
         "`rolloutmq dead` has the causes; fix them, then `rolloutmq requeue --all-dead --yes` "
         "starts these groups again"),
     # a cut response gets a score for its length: the model learns to be short
     "truncated": _Rule(0.1, 0.2, "rollouts", "reached their token limit",
         "a larger `tasks.TASK.sample.max_tokens`"),
-    # these start again or are dropped: wasted time, and fewer long responses
+    # such groups start again or are dropped: time is lost, and long responses are trained less
     "expired": _Rule(0.2, 0.5, "groups", "became too old",
         "a larger `tasks.TASK.max_staleness`, or fewer groups ahead"),
-    # normal for a model that learns the form of an answer, but not that hardly any has one
+    # some are normal while a model learns the form of an answer
     "unparsed": _Rule(0.5, 0.9, "rollouts", "have no answer that the judge could find",
         "ask for a form of answer in the prompt, or let the judge read more of them"),
-    # groups with equal scores teach nothing: half is healthy, 95 % is 20 times the work
+    # groups with equal scores teach nothing: half is normal, 95 % makes a batch 20 times the work
     "filtered": _Rule(0.8, 0.95, "groups", "were filtered",
         "`rolloutmq tail` shows them; prompts of another difficulty give more to learn"),
 }  # fmt: skip

@@ -1,14 +1,15 @@
 """Who waited for whom in the last train steps: a lane of spans for the trainer and each worker.
 
-The trainer's spans are those of its step log; a worker's follow from the events that name it, and
-the groups that it holds now. Clocks of machines may differ by milliseconds.
+The trainer's spans are read from its step log. Those of a worker are derived from the events that
+name it and from the number of groups that it holds now. Clocks of machines may differ by
+milliseconds.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +26,6 @@ MOST_WORKERS = 32  # that are drawn
 PARTS = ("wait", "read", "pause", "train", "publish")  # of a train step, in their order
 _ENDS = frozenset({"completed", "aborted", "filtered", "released", "reaped"})
 _GONE = frozenset({"worker_left", "worker_lost", "worker_fenced"})
-_RESETS = _GONE | {"worker_joined"}  # it holds nothing after these
 MUCH, LITTLE = 0.3, 0.1  # shares of the time from which, and below which, a wait has a remedy
 
 
@@ -37,21 +37,19 @@ class LaneSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """`steps`: how many train steps the window has; 0: it is that of the newest events."""
+    """`steps`: the number of train steps in the window; 0 if it is that of the newest events."""
 
     steps: int
     began_s: float
     ended_s: float
     trainer: list[LaneSpan]
     workers: dict[str, list[LaneSpan]]
-    group_s: float = 0.0  # mean time of a group on a worker, and of a judge's answer; 0: unknown
-    judge_s: float = 0.0
 
     @property
-    def shares(self) -> dict[str, dict[str, float]]:
+    def shares(self) -> dict[str, defaultdict[str, float]]:
         """The shares of the time of the trainer, and of all workers together, by what they did."""
         workers = [span for spans in self.workers.values() for span in spans]
-        whole_s = sum(ended_s - began_s for began_s, ended_s, _ in workers)
+        whole_s = sum(span.ended_s - span.began_s for span in workers)
         return {
             "trainer": _shares(self.trainer, self.ended_s - self.began_s),
             "workers": _shares(workers, whole_s),
@@ -59,41 +57,44 @@ class Waits:
 
     def __str__(self) -> str:
         trainer, workers = self.shares["trainer"], self.shares["workers"]
-        whole_s = self.ended_s - self.began_s
         said = []
         if trainer:
-            waits = f"{trainer.get('wait', 0):.0%} of the time for groups"
-            said.append(f"the trainer waited {waits}, {trainer.get('publish', 0):.0%} to publish")
+            waits = f"{trainer['wait']:.0%} of the time for groups"
+            said.append(f"the trainer waited {waits}, {trainer['publish']:.0%} to publish")
         if workers:
-            jobs, weights, partly = (workers.get(what, 0) for what in ("jobs", "weights", "partly"))
-            waits = f"{jobs:.0%} for jobs, {weights:.0%} for weights"
-            said.append(f"workers waited {waits}, and were half empty {partly:.0%}")
-        if self.judge_s and self.group_s:
-            judge = f"a judge's answer {self.judge_s:.1f} s"
-            said.append(f"a group takes {self.group_s:.1f} s, {judge}")
-        last = plural(self.steps, "step") if self.steps else age(1000 * whole_s)
+            waits = f"{workers['jobs']:.0%} for jobs, {workers['weights']:.0%} for weights"
+            said.append(f"workers waited {waits}, and were half empty {workers['partly']:.0%}")
+        window = age(1000 * (self.ended_s - self.began_s))
+        last = plural(self.steps, "step") if self.steps else window
         return f"in the last {last}, {'; '.join(said)}"
 
     @property
     def advice(self) -> str:
         """Return what would shorten the longest wait; "" where none is long."""
         trainer, workers = self.shares["trainer"], self.shares["workers"]
-        if workers.get("jobs", 0) > MUCH:
+        if workers["jobs"] > MUCH:
             return "the trainer is the bottleneck: fewer workers do as well"
-        is_short = trainer.get("wait", 0) > MUCH and workers.get("jobs", 0) < LITTLE
+        is_short = trainer["wait"] > MUCH and workers["jobs"] < LITTLE
         return "generation is the bottleneck: add workers" if is_short else ""
 
     def document(self) -> dict[str, Any]:
         """Return the lanes for a drawing, without very short spans."""
         shortest_s = (self.ended_s - self.began_s) * SHORTEST
-        workers = dict(sorted(self.workers.items())[:MOST_WORKERS])
-        lanes = {"trainer": self.trainer, **workers} if self.trainer else workers
-        drawn = {
-            name: [[*span] for span in spans if span.ended_s - span.began_s >= shortest_s]
-            for name, spans in lanes.items()
-        }
+        lanes = [("trainer", self.trainer)] if self.trainer else []
+        lanes += sorted(self.workers.items())[:MOST_WORKERS]
+        drawn = [
+            (name, [[*span] for span in spans if span.ended_s - span.began_s >= shortest_s])
+            for name, spans in lanes
+        ]
         window = {"began_s": self.began_s, "ended_s": self.ended_s}
         return window | {"words": str(self), "lanes": drawn}
+
+
+def _shares(spans: list[LaneSpan], whole_s: float) -> defaultdict[str, float]:
+    shares: defaultdict[str, float] = defaultdict(float)
+    for began_s, ended_s, what in spans:
+        shares[what] += (ended_s - began_s) / whole_s
+    return shares
 
 
 def read_waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Waits | None:
@@ -105,34 +106,25 @@ def read_waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Waits |
     if not events:
         return None
     began_s, ended_s = events[0][0] / 1000, snap.now_ms / 1000
-    known = [step for step in steps[-STEPS:] if (step.ended_s or 0.0) > began_s]
+    known = [step for step in steps[-STEPS:] if (step.began_s or 0.0) >= began_s]
     trainer = [span for step in known for span in _parts(step)]
     if trainer:
-        began_s, ended_s = max(began_s, trainer[0].began_s), known[-1].ended_s or ended_s
+        began_s, ended_s = trainer[0].began_s, known[-1].ended_s or ended_s
     elif snap.mode == "finish":
         ended_s = events[-1][0] / 1000
-    window = (began_s, max(began_s, ended_s))
-    workers = _workers(events, snap)
-    lanes = {name: cut for name, spans in workers if (cut := [*_within(spans, *window)])}
+    lanes = {}
+    for worker, lane in _lanes(events, snap).items():
+        cut = [(max(begin, began_s), min(end, ended_s), what) for begin, end, what in lane.spans]
+        if spans := [LaneSpan(*span) for span in cut if span[0] < span[1]]:
+            lanes[worker] = spans
     if not (trainer or lanes):
         return None
-    return Waits(len(known), *window, [*_within(trainer, *window)], lanes, *_times(snap))
-
-
-def _times(snap: RunView) -> tuple[float, float]:
-    """Return the mean seconds of a group on a worker, and of a judge's answer; 0: unknown."""
-    groups = sum(task.number("produced_groups") for task in snap.training)
-    groups_ms = sum(task.number("produced_ms") for task in snap.training)
-    answers = sum(worker.judged for worker in snap.workers)
-    answers_ms = sum(worker.judging_ms for worker in snap.workers)
-    return groups_ms / max(groups, 1) / 1000, answers_ms / max(answers, 1) / 1000
+    return Waits(len(known), began_s, ended_s, trainer, lanes)
 
 
 def _parts(step: TrainedStep) -> Iterator[LaneSpan]:
-    """Yield the parts of a step in their order, up to its end."""
-    if step.ended_s is None:
-        return
-    at_s = step.ended_s - step.metrics.get("time/step_s", 0.0)
+    """Yield the parts of a step in their order."""
+    at_s = step.began_s or 0.0
     for part in PARTS:
         seconds = step.metrics.get(f"time/{part}_s", 0.0)
         if seconds > 0:
@@ -144,25 +136,30 @@ def _parts(step: TrainedStep) -> Iterator[LaneSpan]:
 class _Lane:
     """A worker at one moment of the events, and its spans so far."""
 
-    held: int
-    most: int
-    changed_s: float
+    held: int = 0
+    most: int = 0
     is_there: bool = True
     is_behind: bool = False  # newer weights were published, and it has claimed nothing since
+    what: str = ""  # it does since `since_s`; "" while it is not there
+    since_s: float = 0.0
     spans: list[LaneSpan] = field(default_factory=list)
 
-    def close(self, at_s: float, mode: str) -> None:
-        """Add the span that ends now."""
-        if self.is_there and at_s > self.changed_s:
-            span = LaneSpan(self.changed_s, at_s, self._what(mode))
-            last = self.spans[-1] if self.spans else None
-            if last and (last.what, last.ended_s) == (span.what, span.began_s):
-                self.spans[-1] = span._replace(began_s=last.began_s)
-            else:
-                self.spans.append(span)
-        self.changed_s = max(self.changed_s, at_s)
+    def turn_to(self, what: str, at_s: float) -> None:
+        if what != self.what:
+            if self.what:
+                self.spans.append(LaneSpan(self.since_s, at_s, self.what))
+            self.what, self.since_s = what, at_s
 
-    def _what(self, mode: str) -> str:
+    def apply(self, name: str, fields: Mapping[str, str]) -> None:
+        """Change the state by an event that names this worker."""
+        is_reset = name in _GONE or name == "worker_joined"
+        self.held = 0 if is_reset else max(0, self.held + _change(name, fields))
+        self.is_behind &= name != "claimed"
+        self.is_there = name not in _GONE
+
+    def does(self, mode: str) -> str:
+        if not self.is_there:
+            return ""
         if mode == "keep" or (mode != "run" and not self.held):
             return "paused"
         if not self.held:
@@ -170,61 +167,43 @@ class _Lane:
         return "works" if not self.most or 2 * self.held >= self.most else "partly"
 
 
-def _workers(events: Sequence[Event], snap: RunView) -> Iterator[tuple[str, list[LaneSpan]]]:
-    """Yield each worker with its spans over all events."""
+def _lanes(events: Sequence[Event], snap: RunView) -> dict[str, _Lane]:
+    """Return each worker with its spans over all events."""
     lanes = _first(events, snap)
     mode = "run"
+    for lane in lanes.values():
+        lane.turn_to(lane.does(mode), events[0][0] / 1000)
     for at_ms, name, fields in events:
         own = lanes.get(fields.get("worker", ""))
-        for lane in lanes.values() if name in ("control", "weights") else [own] if own else []:
-            lane.close(at_ms / 1000, mode)
         if name == "control":
             mode = fields.get("mode", mode)
-        elif name == "weights":
-            for lane in lanes.values():
-                lane.is_behind = True
         elif own:
-            own.held = 0 if name in _RESETS else max(0, own.held + _change(name, fields))
-            own.is_behind &= name != "claimed"
-            own.is_there = name not in _GONE
-    for worker, lane in lanes.items():
-        lane.close(snap.now_ms / 1000, mode)
-        yield worker, lane.spans
+            own.apply(name, fields)
+        for lane in lanes.values() if name in ("control", "weights") else [own] if own else []:
+            lane.is_behind |= name == "weights"
+            lane.turn_to(lane.does(mode), at_ms / 1000)
+    for lane in lanes.values():
+        lane.turn_to("", snap.now_ms / 1000)
+    return lanes
 
 
 def _first(events: Sequence[Event], snap: RunView) -> dict[str, _Lane]:
-    """Return every worker as it was before the first event."""
-    held: defaultdict[str, int] = defaultdict(int)
-    held |= {worker.id: worker.holds for worker in snap.workers}
-    joins: dict[str, float] = {}
-    for at_ms, name, fields in reversed(events):
+    """Return every worker as it was before the first event, counted back from the last one."""
+    lanes = {worker.id: _Lane(worker.holds, worker.concurrency) for worker in snap.workers}
+    for _, name, fields in reversed(events):
         if worker := fields.get("worker", ""):
-            held[worker] = 0 if name in _RESETS else held[worker] - _change(name, fields)
-            joins[worker] = at_ms / 1000 if name == "worker_joined" else joins.get(worker, 0.0)
-    most = {worker.id: worker.concurrency for worker in snap.workers}
-    began_s = events[0][0] / 1000
-    return {
-        worker: _Lane(max(0, groups), most.get(worker, 0), joins.get(worker) or began_s)
-        for worker, groups in held.items()
-    }
+            lane = lanes.setdefault(worker, _Lane())
+            lane.held -= _change(name, fields)
+            if name in _GONE or name == "worker_joined":
+                lane.held, lane.is_there = 0, name in _GONE
+    for lane in lanes.values():
+        lane.held = max(0, lane.held)
+    return lanes
 
 
 def _change(name: str, fields: Mapping[str, str]) -> int:
+    """Return by how many groups an event changes what its worker holds."""
     groups = fields.get("groups", "")
     if name == "claimed":
         return int(groups) if re.fullmatch(r"\d{1,6}", groups) else 0
     return -1 if name in _ENDS else 0
-
-
-def _within(spans: Iterable[LaneSpan], began_s: float, ended_s: float) -> Iterator[LaneSpan]:
-    for span in spans:
-        cut = LaneSpan(max(span.began_s, began_s), min(span.ended_s, ended_s), span.what)
-        if cut.ended_s > cut.began_s:
-            yield cut
-
-
-def _shares(spans: list[LaneSpan], whole_s: float) -> dict[str, float]:
-    shares: defaultdict[str, float] = defaultdict(float)
-    for began_s, ended_s, what in spans:
-        shares[what] += (ended_s - began_s) / max(whole_s, 1e-9)
-    return shares

@@ -6,6 +6,7 @@ import random
 import resource
 import signal
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ import numpy as np
 import pytest
 
 from buffer.job import PayloadRef
-from buffer.manifest import ManifestEntry
+from buffer.manifest import Manifest, ManifestEntry
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from consumer.grpo.reporting import metric_writers
 from consumer.grpo.reporting.metric_writers import MetricWriter, SampleWriter, choose
-from consumer.grpo.reporting.reporter import MOST_WAITING, ChosenGroup, Reporter
+from consumer.grpo.reporting.metrics import BatchColumns
+from consumer.grpo.reporting.reporter import MOST_WAITING, Reporter
 from consumer.grpo.reporting.sample_log import SampleLog, TokenTexts, describe_sample, sample_files
+from rolloutmq.config.config import Config
 
 LARGE = 2**30
 
@@ -109,21 +112,23 @@ def test_the_oldest_files_are_deleted_above_the_limit(tmp_path: Path) -> None:
 
 
 def test_best_worst_and_truncated_and_a_seeded_draw_are_chosen() -> None:
+    none = BatchColumns.of([], np.zeros(0, "<f4"))
     scores = {f"math-{n:010d}": float(n % 5) for n in range(12)}
-    whole = dict.fromkeys(scores, 0)
-    chosen = choose(scores, whole, 4, seed=3, step=50)
-    assert chosen == choose(scores, whole, 4, seed=3, step=50)
+    whole = replace(none, gids=[*scores], means=[*scores.values()], truncated=[0] * 12)
+    chosen = choose(whole, 4, seed=3, step=50)
+    assert chosen == choose(whole, 4, seed=3, step=50)
     assert list(chosen.values()) == ["best", "worst", "random", "random"]
     assert [scores[gid] for gid in chosen][:2] == [4.0, 0.0]
-    draws = {frozenset(choose(scores, whole, 4, 3, step)) for step in range(20)}
+    draws = {frozenset(choose(whole, 4, 3, step)) for step in range(20)}
     assert draws != {frozenset(chosen)}
     worst = list(chosen)[1]
-    cut = whole | {worst: 8, "math-0000000007": 2, "math-0000000008": 1}
-    chosen = choose(scores, cut, 4, 3, 1)
+    lengths = {worst: 8, "math-0000000007": 2, "math-0000000008": 1}
+    cut = replace(whole, truncated=[lengths.get(gid, 0) for gid in scores])
+    chosen = choose(cut, 4, 3, 1)
     assert (chosen[worst], chosen["math-0000000007"]) == ("worst", "truncated")
-    assert len(choose(scores, cut, 99, 3, 1)) == 12
-    assert list(choose(scores, cut, 1, 3, 1).values()) == ["best"]
-    assert choose(scores, cut, 0, 3, 1) == {} == choose({}, {}, 4, 3, 1)
+    assert len(choose(cut, 99, 3, 1)) == 12
+    assert list(choose(cut, 1, 3, 1).values()) == ["best"]
+    assert choose(cut, 0, 3, 1) == {} == choose(none, 4, 3, 1)
 
 
 def group(step: int) -> RolloutGroup:
@@ -140,11 +145,6 @@ def group(step: int) -> RolloutGroup:
     return RolloutGroup(f"math-{step:010d}", "math", [state])
 
 
-def chosen(step: int) -> ChosenGroup:
-    made = group(step)
-    return ChosenGroup("best", made, ManifestEntry(PayloadRef(made.gid, "t", 1, 1, ""), 1, 4))
-
-
 class Stuck(MetricWriter):
     """A destination that stands still until it is let go, and then fails."""
 
@@ -159,12 +159,19 @@ class Stuck(MetricWriter):
 def test_a_destination_that_hangs_or_fails_delays_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reporter = Reporter(None, TokenTexts([]))  # type: ignore[arg-type]  # it reads no group again
+    math = {"judge": "exact_match", "dataset": {"kind": "jsonl", "path": "p"}}
+    config = Config.model_validate(
+        {"run": {"name": "demo", "dir": tmp_path}, "tasks": {"math": math}}
+    )
+    reporter = Reporter(config, None, tmp_path)  # type: ignore[arg-type]  # it reads no group again
     stuck = Stuck()
     reporter.open([stuck, SampleWriter(tmp_path, LARGE, 1)])
     steps = range(1, MOST_WAITING + 20)
     for step in steps:
-        reporter.add_samples(step, [chosen(step)])
+        made = group(step)
+        entry = ManifestEntry(PayloadRef(made.gid, "t", 1, 1, ""), 1, 4)
+        columns = BatchColumns.of([made], np.zeros(1, "<f4"))
+        reporter.add_samples(Manifest(step, "", (entry,)), columns, [made])
     assert "slower than the train steps" in caplog.text
     stuck.goes_on.set()
     assert reporter.flush()

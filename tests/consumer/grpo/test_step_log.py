@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from consumer.grpo.reporting.step_log import StepLog, StepWriter
+from consumer.grpo.reporting.step_log import StepLog, StepWriter, read_evaluations
 
 
 def steps(folder: Path) -> StepLog:
@@ -51,7 +51,7 @@ def test_step_is_written_again_when_its_line_was_torn_anywhere(tmp_path: Path) -
 
 def test_evaluations_survive_a_line_that_was_torn_anywhere(tmp_path: Path) -> None:
     writer = StepWriter(tmp_path)
-    assert writer.evaluations() == {}
+    assert read_evaluations(tmp_path) == {}
     writer.add_evaluation(0, "quiz", {"eval/accuracy": 0.25})
     file = tmp_path / "evaluations.jsonl"
     first = file.read_bytes()
@@ -59,9 +59,9 @@ def test_evaluations_survive_a_line_that_was_torn_anywhere(tmp_path: Path) -> No
     both = file.read_bytes()
     for cut in range(len(first), len(both)):
         file.write_bytes(both[:cut])
-        assert writer.evaluations().keys() - {("quiz", 9)} == {("quiz", 0)}
+        assert read_evaluations(tmp_path).keys() - {("quiz", 9)} == {("quiz", 0)}
         writer.add_evaluation(9, "quiz", {"eval/accuracy": 0.75})
-        assert writer.evaluations() == {
+        assert read_evaluations(tmp_path) == {
             ("quiz", 0): {"eval/accuracy": 0.25},
             ("quiz", 9): {"eval/accuracy": 0.75},
         }

@@ -6,6 +6,7 @@ import http.client
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import orjson
 import pytest
 from selenium.webdriver import Chrome
 from selenium.webdriver.common.by import By
@@ -76,3 +77,15 @@ def test_a_wrong_filter_is_refused(address: str, logs: Path, query: str, status:
     connection.request("GET", f"/api/logs?{query}", headers={"Authorization": "Bearer secret"})
     assert connection.getresponse().status == status
     connection.close()
+
+
+def test_huge_lines_are_sent_without_their_middle(address: str, logs: Path) -> None:
+    huge = "\x1b" * 20_000
+    fields = {f"{number}{huge}": huge for number in range(30)}
+    append(logs, "trainer", line(20, huge, exception=f"{huge}ValueError: no", **fields))
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=400)
+    connection.request("GET", "/api/logs?lines=1", headers={"Authorization": "Bearer secret"})
+    event = connection.getresponse().readline()
+    connection.close()
+    assert len(event) < 30_000
+    assert orjson.loads(event.removeprefix(b"data: "))["lines"][0]["exception"].endswith("no")

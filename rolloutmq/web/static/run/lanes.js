@@ -23,12 +23,12 @@ export class Lanes {
   async update(nowMs) {
     if (nowMs - this.readMs < EVERY_MS) return;
     this.readMs = nowMs;
-    const { lanes, words, began_s: began, ended_s: ended } = await ask("waits").catch((error) => ({ lanes: {}, words: error.message }));
+    const { lanes, words, began_s: began, ended_s: ended } = await ask("waits").catch((error) => ({ lanes: [], words: error.message }));
     this.node.hidden = !words;
-    const kinds = new Set(Object.values(lanes).flat().map(([, , what]) => what));
+    const kinds = new Set(lanes.flatMap(([, spans]) => spans.map(([, , what]) => what)));
     const key = Object.entries(WORDS).filter(([what]) => kinds.has(what)).map(([, [said, colour]]) => el("span", { class: "entry" }, el("span", { class: `swatch ${colour}` }), said));
     const clock = (seconds) => new Date(1000 * seconds).toLocaleTimeString([], { hour12: false });
-    patch(this.place, [el("p", {}, words), ...Object.entries(lanes).map(([name, spans]) => lane(name, spans, began, ended - began)),
+    patch(this.place, [el("p", {}, words), ...lanes.map(([name, spans]) => lane(name, spans, began, ended - began)),
       began && el("div", { class: "ends dim" }, el("span", {}, clock(began)), el("span", {}, clock(ended))), el("div", { class: "legend" }, key)]);
   }
 }

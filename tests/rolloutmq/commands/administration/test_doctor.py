@@ -81,7 +81,8 @@ def test_doctor_names_what_is_wrong_since_when_and_what_to_do(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(diagnosis, "PATIENCE_MS", -1)
+    for patience in ("PATIENCE_MS", "LOADING_MS"):
+        monkeypatch.setattr(diagnosis, patience, -1)
     what, fix = BROKEN[damage]
     assert what not in command("doctor", "--json").stdout or damage is a_letter
     damage(scene, tmp_path)

@@ -178,6 +178,10 @@ def test_kept_dead_letters_follow_the_server_and_survive_its_end(
             server.kill()
         scene.run.store.close()
     assert kept(tmp_path) == [(job.gid, "another")]
+    whole = file.read_bytes()
+    for damage in (b"", b"\xff", b"[]", b'{"gid": 7}', whole[:-9], whole.replace(b"-0000", b"")):
+        file.write_bytes(damage + b"\n" + whole)
+        assert kept(tmp_path) == [(job.gid, "another")]
 
 
 def kept(folder: Path) -> list[tuple[str, str]]:
