@@ -299,7 +299,6 @@ def on_run(
             if read_folder is None:
                 hint = f"{_OF_FOLDERS} read what {folder} has"
                 raise StoreUnavailable(error.message, hint=hint) from error
-            given.pop("as_json", None)
             answer = read_folder(folder, error, **given)
         if answer is not None:
             answer.print(as_json=as_json)

@@ -24,18 +24,16 @@ from rolloutmq.views.found_group import FoundGroup
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the judge returned for one rollout, or raised. `before`: the reward that it has."""
+    """What the judge returned for one rollout, or raised."""
 
-    index: int
-    response: str
-    before: dict[str, float] | None
+    state: RolloutState
     reward: dict[str, float] | None = None
     error: BaseException | None = None
 
     def document(self) -> dict[str, Any]:
         return {
-            "index": self.index,
-            "before": self.before,
+            "index": self.state.index,
+            "before": self.state.reward,
             "reward": self.reward,
             "error": failure_text(self.error) if self.error else None,
         }
@@ -83,21 +81,18 @@ def judge_again(
     calls = [list(states)] if judge.sees_group else [[state] for state in wanted]
     with asyncio.Runner() as runner:  # one loop, to which clients of an async judge belong
         for asked in calls:
-            verdicts = _ask(runner, judge, asked)
-            yield from (each for each in verdicts if member in (None, each.index))
+            yield from (
+                each for each in _ask(runner, judge, asked) if member in (None, each.state.index)
+            )
 
 
-def _ask(runner: asyncio.Runner, judge: Judge, states: list[RolloutState]) -> Iterator[Verdict]:
-    before = [state.reward for state in states]
+def _ask(runner: asyncio.Runner, judge: Judge, states: list[RolloutState]) -> list[Verdict]:
     given = [state.model_copy(deep=True) for state in states]
-    rewards: list[dict[str, float] | None] = [None] * len(states)
-    raised: BaseException | None = None
     try:
-        rewards = list(runner.run(judge.judge_group(given)))
+        rewards = runner.run(judge.judge_group(given))
     except (Exception, SystemExit) as error:  # a judge may raise anything; Ctrl-C ends this command
-        raised = error
-    for state, old, reward in zip(states, before, rewards, strict=True):
-        yield Verdict(state.index, state.response, old, reward, raised)
+        return [Verdict(state, error=error) for state in states]
+    return [Verdict(state, reward) for state, reward in zip(states, rewards, strict=True)]
 
 
 def debug(error: BaseException) -> None:

@@ -195,14 +195,13 @@ class FolderLine(NamedTuple):
 def _folder_line(folder: Path) -> FolderLine:
     read = RunFolder(folder)
     record = read.record
-    newest = read.log.steps[-1] if read.log.steps else None
     return FolderLine(
         run=read.name,
         folder=folder,
         stage=record.stage if record else "",
-        step=newest.step if newest else 0,
+        step=read.step,
         steps=record.steps if record else None,
-        reward=newest.metrics.get("rewards/mean") if newest else None,
+        reward=read.reward,
         bytes=_size(folder),
         changed_s_ago=round(max(0.0, time.time() - last_change(folder)), 1),
         detail=record.detail if record else "",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import RenderableType
 from rich.text import Text
 
 from buffer.errors import ConfigError, RolloutMQError, StoreUnavailable
@@ -30,6 +31,13 @@ if TYPE_CHECKING:
     from rolloutmq.config.config import Config
 
 
+Member = Annotated[
+    int | None, typer.Option("--member", min=0, help="Only this rollout of the group.")
+]
+
+_PREVIEW = 200  # characters of a response
+
+
 def _show_logged(
     folder: Path, error: StoreUnavailable, gid: str, member: int | None, tokens: bool
 ) -> Output:
@@ -40,17 +48,12 @@ def _show_logged(
     return _shown(FoundGroup(gid, sample=sample), member, tokens)
 
 
-_PREVIEW = 200  # characters of a response
-
-
 @command("Look", "show", epilog="Example: rolloutmq show math-0000000042 --member 3")
 @or_folder(_show_logged)
 def show(
     target: Target,
     gid: GroupId,
-    member: Annotated[
-        int | None, typer.Option(min=0, help="Show only this rollout of the group.")
-    ] = None,
+    member: Member = None,
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Also print token ids and logprobs.")
     ] = False,
@@ -61,7 +64,6 @@ def show(
     version. The texts of a group whose payload is freed are read from the sample log in the run's
     folder, if they are there ([samples]).
     """
-    split_group_id(gid)
     return _shown(find_group(target.run, gid, target.samples), member, tokens)
 
 
@@ -82,21 +84,12 @@ def _member(document: Mapping[str, Any], index: int) -> Any:
     return members[index]
 
 
-def _batch_logged(folder: Path, error: RolloutMQError, step: int | None, is_eval: bool) -> Output:
-    samples = SampleLog(folder).read(step) if step and not is_eval else []
-    if not samples:
-        raise error
-    return _logged(samples)
-
-
 @command("Look", "rejudge", epilog="Example: rolloutmq rejudge math-0000000042 --member 3 --pdb")
 @on_run
 def rejudge(
     target: Target,
     gid: GroupId,
-    member: Annotated[
-        int | None, typer.Option(min=0, help="Judge only this rollout of the group.")
-    ] = None,
+    member: Member = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -125,24 +118,26 @@ def rejudge(
     texts = TokenTexts(model_folders(target.run, target.run_dir))
     shown = list(judge_again(name, task, responses_of(found, texts), member))
     document = {"gid": gid, "verdicts": [verdict.document() for verdict in shown]}
-    before = [None, *(verdict.error for verdict in shown)]
-    Output(document, list(map(_verdict, shown, before))).print(as_json=as_json)
+    above = [None, *(verdict.error for verdict in shown)]
+    Output(document, list(map(_verdict, shown, above))).print(as_json=as_json)
     if raised := next((verdict.error for verdict in shown if verdict.error), None):
         if with_pdb:
             debug(raised)
         raise typer.Exit(1)
 
 
-def _verdict(verdict: Verdict, shown: BaseException | None) -> Text:
-    before = (verdict.before or {}).get("score")
-    text = Text.assemble((f"#{verdict.index} ", "bold"), f"{verdict.response[:_PREVIEW]!r}\n   ")
+def _verdict(verdict: Verdict, above: BaseException | None) -> Text:
+    """Return a verdict as text; `above`: the error that the verdict above it shows."""
+    state = verdict.state
+    text = Text.assemble((f"#{state.index} ", "bold"), f"{state.response[:_PREVIEW]!r}\n   ")
     if verdict.error:
-        if verdict.error is shown:  # a judge of groups raises for all of them
+        if verdict.error is above:  # a judge of groups raises for all of them
             return text.append("the same error", style="red")
         said = failure_text(verdict.error)
         return text.append(trace_of(said).replace("\n", "\n   ") or said, style="red")
     parts = ", ".join(f"{name} {value:g}" for name, value in (verdict.reward or {}).items())
-    return text.append(parts).append(f"  (before: {known(before, 'g')})", style="dim")
+    before = known((state.reward or {}).get("score"), "g")
+    return text.append(parts).append(f"  (before: {before})", style="dim")
 
 
 def _config(target: Target, path: Path | None) -> Config:
@@ -156,6 +151,13 @@ def _config(target: Target, path: Path | None) -> Config:
     if record is None or not record.command:
         raise ConfigError("the run was not started by `rolloutmq run`", hint="give --config CONFIG")
     return config_of_run(record.command)
+
+
+def _batch_logged(folder: Path, error: RolloutMQError, step: int | None, is_eval: bool) -> Output:
+    samples = SampleLog(folder).read(step) if step and not is_eval else []
+    if not samples:
+        raise error
+    return _logged(samples)
 
 
 @command("Look", "batch", epilog="Example: rolloutmq batch 7 --json | jq -r '.groups[].gid'")
@@ -219,16 +221,18 @@ def _rewards(run: Run, manifest: Manifest) -> list[float | None]:
 def _logged(samples: list[Sample]) -> Output:
     groups = [_sampled(sample) for sample in samples]
     step = samples[0]["step"]
-    names = ("gid", "why", "samples", "version", "staleness", "reward")
-    grid = table(*names, right=names[2:])
-    for group in groups:
-        *cells, reward = (group[name] for name in names)
-        grid.add_row(*map(known, cells), known(reward, ".3f"))
     title = f"of step {step}, the sample log has these {len(groups)} groups"
-    return Output({"step": step, "is_sample": True, "groups": groups}, [title, grid, _SHOW])
+    shown = _listed(groups, "why", "samples", "version", "staleness", "reward")
+    return Output({"step": step, "is_sample": True, "groups": groups}, [title, *shown])
 
 
-_SHOW = Text("rolloutmq show GID shows one of them", style="dim")
+def _listed(groups: list[dict[str, Any]], *names: str) -> list[RenderableType]:
+    formats: dict[str, Callable[[Any], str]]
+    formats = {"size": format_size, "reward": lambda reward: known(reward, ".3f")}
+    grid = table("gid", *names, right=[name for name in names if name != "why"])
+    for group in groups:
+        grid.add_row(group["gid"], *(formats.get(name, known)(group[name]) for name in names))
+    return [grid, Text("rolloutmq show GID shows one of them", style="dim")]
 
 
 def _sampled(sample: Sample) -> dict[str, Any]:
@@ -268,11 +272,5 @@ def _recorded(run: Run, manifest: Manifest) -> Output:
         ("size", format_size(sum(entry.payload.size for entry in manifest.entries))),
         ("quarantined", count(manifest.revision)),
     ])  # fmt: skip
-    numbers = ("samples", "version", "staleness")
-    grid = table("gid", *numbers, "size", "reward", right=[*numbers, "size", "reward"])
-    for group in groups:
-        cells = (known(group[name]) for name in numbers)
-        grid.add_row(
-            group["gid"], *cells, format_size(group["size"]), known(group["reward"], ".3f")
-        )
-    return Output(document, [about, grid, _SHOW])
+    shown = _listed(groups, "samples", "version", "staleness", "size", "reward")
+    return Output(document, [about, *shown])

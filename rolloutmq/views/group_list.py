@@ -33,7 +33,11 @@ OUTCOMES: Mapping[str, Mapping[str, Any]] = {
 
 
 class Wanted(NamedTuple):
-    """`cause`: of dead letters, as `DeadLetter.cause`. `text`: in prompts and responses."""
+    """The groups that a list has.
+
+    `where`: a query. `outcome`: a key of `OUTCOMES`. `cause`: a `DeadLetter.cause`. `text`: words
+    in prompts and responses.
+    """
 
     where: Mapping[str, Any]
     order: str = ""

@@ -40,19 +40,27 @@ class RunFolder:
     def name(self) -> str:
         return self.record.run if self.record else self.folder.resolve().name
 
+    @property
+    def step(self) -> int:
+        """The newest trained step; 0 before the first."""
+        return self.log.steps[-1].step if self.log.steps else 0
+
+    @property
+    def reward(self) -> float | None:
+        """The mean reward of the newest trained step."""
+        return self.log.steps[-1].metrics.get("rewards/mean") if self.log.steps else None
+
     def facts(self) -> dict[str, str]:
         """Return what the folder knows, and what it lacks, as texts by name."""
         record, steps = self.record, self.log.steps
-        done = steps[-1].step if steps else 0
         seconds = sum(step.metrics.get("time/step_s", 0.0) for step in steps)
-        reward = steps[-1].metrics.get("rewards/mean") if steps else None
         logs = sorted(path.stem for path in (self.folder / "logs").glob("*.log"))
         facts = {
             "folder": str(self.folder.resolve()),
             "state": record.stage if record else "not started by `rolloutmq run`",
             "reason": record.detail if record else "",
-            "steps": f"{done} of {record.steps}" if record else str(done),
-            "reward": "" if reward is None else f"{reward:.3f}",
+            "steps": f"{self.step} of {record.steps}" if record else str(self.step),
+            "reward": "" if self.reward is None else f"{self.reward:.3f}",
             "groups trained": f"{sum(len(step.gids) for step in steps):,}",
             "trained twice": str(len(self.log.trained_twice())),
             "time in steps": age(1000 * seconds),

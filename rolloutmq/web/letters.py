@@ -18,11 +18,8 @@ def letters_by_cause(letters: Sequence[DeadLetter], total: int) -> dict[str, Any
     return {"total": total, "read": len(letters), "causes": causes}
 
 
-def _letter(letter: DeadLetter) -> dict[str, Any]:
-    return asdict(letter) | {"reason": message_of(letter.reason)}
-
-
 def _described(cause: str, letters: list[DeadLetter]) -> dict[str, Any]:
+    shown = letters[:SHOWN_LETTERS]
     return {
         "cause": cause,
         "count": len(letters),
@@ -30,5 +27,5 @@ def _described(cause: str, letters: list[DeadLetter]) -> dict[str, Any]:
         "workers": sorted({letter.worker for letter in letters if letter.worker}),
         "newest_ms": min(letter.age_ms for letter in letters),
         "trace": trace_of(letters[0].reason),
-        "letters": [_letter(letter) for letter in letters[:SHOWN_LETTERS]],
+        "letters": [asdict(each) | {"reason": message_of(each.reason)} for each in shown],
     }

@@ -23,9 +23,9 @@ MOST_BIAS = 0.1  # the mean trained length may be this much below the mean start
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """One finding: what is the case, what to do, and for how many ms (None: unknown).
+    """One finding: what was found, what to do, and for how many ms it lasts (None: unknown).
 
-    `trace`: of the user's code, if that raised.
+    `trace`: the traceback of the user's code, if that raised.
     """
 
     level: Level

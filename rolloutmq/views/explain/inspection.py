@@ -49,7 +49,7 @@ def diagnose_run(
 
 
 def inspect(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> list[Symptom]:
-    """Return the symptoms of a run that are not visible in its snapshot; `steps`: as trained."""
+    """Return the symptoms of a run that its snapshot does not show; `steps`: the trained ones."""
     found = [*_damage(run, snap), *_judges(run), *_weights(snap), *_dead_letters(run, snap)]
     return [*found, *_failed_rows(run, snap), *_waits(run, snap, steps)]
 

@@ -1,6 +1,6 @@
 """The logs of a run's processes on this machine: newest lines and new ones, merged by time.
 
-Only the end of a file is read: MOST_BYTES of it, with the older file that it continues.
+Only the last MOST_BYTES of a log are read; they may begin in its older file (`….log.1`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Entry:
 
     @property
     def level(self) -> str:
-        """The level; that of a line that is not JSON is "warning": it may be of a traceback."""
+        """The level; "warning" for a line that is not JSON: it may belong to a traceback."""
         level = self.fields.get("level")
         return level if level in LEVELS else "warning"
 
@@ -96,7 +96,7 @@ def _clock(seconds: float) -> str:
 
 
 class LogFiles:
-    """Reads the logs of processes named `role` or `role-…`; an empty `role` is all but `OUTPUT`."""
+    """Reads the logs of processes named `role` or `role-…`; "": all logs but `OUTPUT`."""
 
     def __init__(self, folder: Path, role: str) -> None:
         self.folder = folder
@@ -137,7 +137,7 @@ class LogFiles:
             self._times.pop(path, None)
             found, self._read[path], is_whole = _end_of(path, size)
             every = self._entries(path, found)
-            if not is_whole:  # the time of the first lines is that of a line further back
+            if not is_whole:  # the first lines may belong to a line further back, and have its time
                 every = list(dropwhile(lambda entry: not entry.fields, every))
             entries = [entry for entry in every if wanted.passes(entry)]
             if len(entries) >= lines or is_whole or size >= MOST_BYTES:

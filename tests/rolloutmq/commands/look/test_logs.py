@@ -88,7 +88,7 @@ def test_lines_of_all_processes_by_time_with_what_is_not_json_below_its_line(
     done = in_process("logs", "--run-dir", str(tmp_path))
     assert [row.split(maxsplit=1)[1] for row in done.stdout.splitlines()] == [
         "trainer     loads",
-        r"trainer     Traceback \x1b[2J",
+        r"trainer     Traceback \u001b[2J",
         "trainer       ValueError",
         "worker-0    claims  gid math-1  seconds 0.1235",
         "trainer     ok",
@@ -99,7 +99,7 @@ def test_lines_of_all_processes_by_time_with_what_is_not_json_below_its_line(
     assert len(done.stdout.splitlines()) == 1
     done = in_process("logs", "judge", "--run-dir", str(tmp_path))
     assert done.returncode == 2
-    assert "one of run, trainer, worker-0" in done.stderr or "trainer, worker-0" in done.stderr
+    assert "trainer, worker-0" in done.stderr
 
 
 def test_following_ends_with_the_run_and_shows_what_was_written_last(tmp_path: Path) -> None:
