@@ -2,14 +2,16 @@
 
 Invariant: `ids` are exactly what the engine was given and what it sampled, never a text that was
 tokenized again; a token is trained in at most one segment.
+
+An earlier turn is a prefix of its segment (`ends`), so a session keeps each token once.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -26,8 +28,14 @@ from buffer.wire.group import (
 )
 from buffer.wire.rollout import RolloutState, ToolCall, VersionSpan, with_known_rows
 from producer_workers.engines.base import Generation
+from producer_workers.gateway.history import Conversation, Messages
 
-Messages = Sequence[dict[str, Any]]
+
+class TurnEnd(NamedTuple):
+    """The end of a turn in a segment."""
+
+    messages: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +43,7 @@ class Segment:
     """One context of the model: its tokens, and the conversation in them as the agent sees it."""
 
     messages: Messages
+    said: Conversation  # the messages, as far as they are compared with a request
     tools: Any
     ids: NDArray[np.int32]  # [n]
     mask: NDArray[np.uint8]  # [n], 1 for sampled and trained
@@ -44,19 +53,24 @@ class Segment:
     text: str = ""
     finish_reason: str = ""
     experts: NDArray[np.int16] | str | None = None  # of all ids but the last, if recorded
+    ends: tuple[TurnEnd, ...] = ()  # of the model's turns in it
     after: int = 0  # how many answers its session had when its last turn was asked
 
     @classmethod
-    def begin(cls, messages: Messages, tools: Any, prompt: Sequence[int]) -> Segment:
+    def begin(
+        cls, messages: Messages, said: Conversation, tools: Any, prompt: Sequence[int]
+    ) -> Segment:
         ids = np.array(prompt, "<i4")
-        return cls(messages, tools, ids, np.zeros(len(ids), "u1"), np.zeros(len(ids), "<f4"))
+        zeros = np.zeros(len(ids), "u1")
+        return cls(messages, said, tools, ids, zeros, zeros.astype("<f4"))
 
-    def read(self, tokens: NDArray[np.int32], messages: Messages) -> Segment:
-        """Return this context with `tokens` behind it, whose conversation is then `messages`."""
+    def read(self, tokens: NDArray[np.int32], messages: Messages, said: Conversation) -> Segment:
+        """Return this context with more messages behind it, which are `tokens`."""
         more = len(tokens)
         return replace(
             self,
-            messages=messages,
+            messages=[*self.messages, *messages],
+            said=self.said.then(said),
             ids=np.concatenate([self.ids, tokens]).astype("<i4"),
             mask=np.concatenate([self.mask, np.zeros(more, "u1")]),
             logprobs=np.concatenate([self.logprobs, np.zeros(more, "<f4")]),
@@ -70,13 +84,16 @@ class Segment:
         return self.after, bool(self.tools)
 
     def add_turn(
-        self, made: Generation, messages: Messages, text: str, calls: Sequence[ToolCall]
+        self, made: Generation, message: dict[str, Any], text: str, calls: Sequence[ToolCall]
     ) -> Segment:
-        """Return this context with the model's turn, which ends `messages`."""
+        """Return this context with the model's turn, whose `text` no stop string has cut."""
         start = len(self.ids)
+        end = TurnEnd(len(self.messages) + 1, start + len(made.token_ids))
         return replace(
             self,
-            messages=messages,
+            messages=[*self.messages, message],
+            said=self.said.then(Conversation.of([message])),
+            ends=(*self.ends, end),
             ids=np.concatenate([self.ids, made.token_ids]).astype("<i4"),
             mask=np.concatenate([self.mask, np.ones(len(made.token_ids), "u1")]),
             logprobs=np.concatenate([self.logprobs, made.logprobs]).astype("<f4"),
@@ -92,6 +109,21 @@ class Segment:
         nothing = np.zeros(len(self.ids), "u1")
         return replace(self, mask=nothing, logprobs=nothing.astype("<f4"), spans=(), calls=())
 
+    def until(self, end: TurnEnd) -> Segment:
+        """Return this if it ends there; else an earlier context, which this segment trains."""
+        if end == self.ends[-1]:
+            return self
+        known = self.experts
+        cut = replace(
+            self,
+            messages=self.messages[: end.messages],
+            said=self.said.part(0, end.messages),
+            ids=self.ids[: end.tokens],
+            experts=known[: end.tokens - 1] if isinstance(known, np.ndarray) else None,
+            ends=self.ends[: self.ends.index(end) + 1],
+        )
+        return cut.untrained()
+
     # -- as rollouts
 
     @classmethod
@@ -103,6 +135,7 @@ class Segment:
             trained = np.ones(len(state.response_ids), "u1")
         return cls(
             [],
+            Conversation.of([]),
             None,
             np.concatenate([state.prompt_ids, state.response_ids]).astype("<i4"),
             np.concatenate([np.zeros(before, "u1"), trained]),
@@ -112,6 +145,21 @@ class Segment:
             state.response,
             state.finish_reason or "",
             state.routed_experts,
+        )
+
+    @classmethod
+    def resumed(
+        cls, state: RolloutState, messages: Messages, tools: Any, finish_reason: str, *, after: int
+    ) -> Segment:
+        made = cls.of_state(state)
+        return replace(
+            made,
+            messages=messages,
+            said=Conversation.of(messages),
+            tools=tools,
+            finish_reason=finish_reason,
+            ends=(TurnEnd(len(messages), len(made.ids)),),
+            after=after,
         )
 
     def filled(self, state: RolloutState, **changes: Any) -> RolloutState:
@@ -147,6 +195,54 @@ def common_prompt(segments: Sequence[Segment]) -> int:
     return shortest
 
 
+def _fitting(segments: Sequence[Segment], given: Conversation) -> Iterator[tuple[Segment, TurnEnd]]:
+    """Yield where `given` continues segments."""
+    for segment in segments:
+        shared = min(given.shared(segment.said), len(given.turns) - 1)
+        if ends := [end for end in segment.ends if end.messages <= shared]:
+            yield segment, ends[-1]
+
+
+def continued_by(
+    segments: Sequence[Segment], given: Conversation, tools: Any, free: Collection[Segment]
+) -> Segment | None:
+    """Return the context that a request continues; if several fit, the one that is most alike.
+
+    `free` are segments that no request continues yet.
+    """
+
+    def likeness(fit: tuple[Segment, TurnEnd]) -> tuple[Any, ...]:
+        segment, end = fit
+        is_free = end == segment.ends[-1] and segment in free
+        return (end.messages, *segment.said.is_like(given, end.messages), is_free)
+
+    offered = [segment for segment in segments if segment.tools == tools]
+    found = max(_fitting(offered, given), key=likeness, default=None)
+    return found and found[0].until(found[1])
+
+
+def why_new(segments: Sequence[Segment], given: Conversation) -> str:
+    """Return why a request continues no context: a word for its count; "" for the first one.
+
+    conversation: another one began. again: the same was asked again. tools: others were offered.
+    system: the system prompt was changed. turn: a turn of the model was changed. history: another
+    earlier message was changed or cut.
+    """
+    if not segments:
+        return ""
+    if any(_fitting(segments, given)):
+        return "tools"
+    nearest = max((segment.said for segment in segments), key=given.shared)
+    shared = given.shared(nearest)
+    if given.part(0, shared).opening is None:
+        openings = [segment.said.opening for segment in segments]
+        return "system" if given.opening in openings else "conversation"
+    if shared == len(given.turns):
+        return "again"
+    both = isinstance(nearest.turns[shared], tuple) and isinstance(given.turns[shared], tuple)
+    return "turn" if both else "history"
+
+
 class SessionRecord:
     """The interrupted sessions of a claimed group, kept in its `extra` for the next worker.
 
@@ -174,9 +270,8 @@ class SessionRecord:
         if not known or len(sampled) != len(known):
             self._restarted += bool(known)
             return []
-        names = ("messages", "tools", "finish_reason")
         return [
-            replace(Segment.of_state(rollout), after=n, **dict(zip(names, kept, strict=True)))
+            Segment.resumed(rollout, *kept, after=n)
             for n, (rollout, kept) in enumerate(zip(sampled, known, strict=True))
         ]
 

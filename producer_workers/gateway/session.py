@@ -1,7 +1,7 @@
 """Keep all requests of one run of an agent, as the tokens that were read and sampled.
 
     request ──▶ it continues a segment ──▶ that segment's ids, then tokens of the new messages
-            └─▶ it continues none (history.py says why) ──▶ a new segment, which is counted
+            └─▶ it continues none (`why_new`) ──▶ a new segment, which is counted
 
 If two requests continue the same segment (a second attempt, two tools at once), its tokens are
 trained with the first answer and are only context for the others.
@@ -16,8 +16,8 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import orjson
@@ -31,8 +31,14 @@ from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, in_tokenizer_thread
 from producer_workers.agent_loops.tool_parsers import ParsedTurn, ToolParser
 from producer_workers.engines.base import Engine, Generation, context_length
-from producer_workers.gateway.history import Conversation, Known, continued_by, why_new
-from producer_workers.gateway.segment import Messages, Segment, check_storable
+from producer_workers.gateway.history import Conversation, Messages
+from producer_workers.gateway.segment import (
+    Segment,
+    TurnEnd,
+    check_storable,
+    continued_by,
+    why_new,
+)
 from producer_workers.gateway.turn import Ask, SampledTurn
 
 log = logging.getLogger("rolloutmq.worker")
@@ -93,13 +99,11 @@ class TokenBudget:
         self.left -= tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """What the model reads for a request; `why` it begins a context ("": it does not)."""
 
     parent: Segment | None
     context: Segment
-    said: Conversation
     why: str = ""
 
 
@@ -133,8 +137,8 @@ class Session:
         # Each recorded turn has a token, so no request has the seed of an earlier one.
         self._requests = itertools.count(sampled)
         self._running: dict[int, int] = {}  # by number: how many answers came before the request
+        self._answered = len(finished)
         self._budget = TokenBudget(params.max_tokens - sampled)
-        self._known = [Known(Conversation.of(each.messages), each) for each in finished]
         self._parents: dict[int, Segment | None] = {}  # of requests, by number
         self._answers: dict[str, Messages] = {}
         self.new_contexts: Counter[str] = Counter()
@@ -156,7 +160,7 @@ class Session:
         self._check_open()
         ask.check(self._params, self._engine)
         number = next(self._requests)
-        self._running[number] = len(self._known)
+        self._running[number] = self._answered
         try:
             return await (self._complete if ask.prompt else self._chat)(number, ask)
         finally:
@@ -183,10 +187,8 @@ class Session:
         reading = await in_tokenizer_thread(self._raw_context, ask.prompt)
         made = await self._generate(number, reading, ask)
         text = await in_tokenizer_thread(self._text, made, skip_special_tokens=True)
-        written = {"role": _RAW, "content": _content(reading.context) + text}
-        context = replace(reading.context, messages=[])
-        self._keep(number, replace(reading, context=context), made, written, text, [])
-        return _turn(text, [], made, ask, len(context.ids))
+        self._keep(number, reading, made, {"role": _RAW, "content": text}, text, [])
+        return _turn(text, [], made, ask, len(reading.context.ids))
 
     def _messages(self, ask: Ask) -> list[dict[str, Any]]:
         """Return what the model is to read, in the form that its template knows."""
@@ -254,15 +256,13 @@ class Session:
         parent = reading.parent
         context = replace(reading.context, after=self._running[number])
         is_first = parent is None or parent in self.segments
-        grown = (context if is_first else context.untrained()).add_turn(
-            made, [*context.messages, message], text, calls
-        )
+        grown = (context if is_first else context.untrained()).add_turn(made, message, text, calls)
         why = reading.why if is_first else "branch"
         if parent is None and self.segments:  # another may have begun at the same time
             why = why or "conversation"
         if why:
             self.new_contexts[why] += 1
-        self._known.append(Known(reading.said.with_turn(message), grown))
+        self._answered += 1
         others = [segment for segment in self.segments if segment is not parent]
         self.segments = sorted([*others, grown], key=Segment.order)
 
@@ -276,16 +276,20 @@ class Session:
         """Return what the model reads; without a parent, it begins a segment."""
         messages, tools = self._messages(ask), ask.tools
         given = Conversation.of(messages)
+        segments = self.segments
         claimed = [parent for n, parent in [*self._parents.items()] if n in self._running]
-        ends = [segment for segment in self.segments if segment not in claimed]
-        known = continued_by(self._known, given, tools, ends)
-        why = "template" if known else why_new(self._known, given)
-        if known:
-            parent = known.segment
+        free = [segment for segment in segments if segment not in claimed]
+        parent = continued_by(segments, given, tools, free)
+        why = "template" if parent else why_new(segments, given)
+        if parent:
             more = messages[len(parent.messages) :]
             try:
-                context = parent.read(self._tokens_behind(parent, more), [*parent.messages, *more])
-                return Reading(parent, context, given.after(known.said))
+                return Reading(
+                    parent,
+                    parent.read(
+                        self._tokens_behind(parent, more), more, given.part(len(parent.messages))
+                    ),
+                )
             except ConfigError:
                 # The template rewrites earlier turns (it may drop the thought), so the model reads
                 # a new context.
@@ -298,7 +302,7 @@ class Session:
             raise ConfigError(
                 f"the chat template does not accept these messages: {error}"
             ) from error
-        return Reading(None, Segment.begin(messages, tools, prompt), given, why)
+        return Reading(None, Segment.begin(messages, given, tools, prompt), why)
 
     def _tokens_behind(self, parent: Segment, messages: Messages) -> NDArray[np.int32]:
         """Return the tokens of `messages` behind a segment. Raises ConfigError."""
@@ -310,28 +314,40 @@ class Session:
 
     def _raw_context(self, prompt: str | list[int]) -> Reading:
         """Do as `_context` for a text or tokens, which continue a segment that they begin with."""
-        recorded = [known.segment for known in self._known]
+        ends = [(segment, end) for segment in self.segments for end in segment.ends]
         if isinstance(prompt, str):
-            fitting = [s for s in recorded if s.tools == _RAW and prompt.startswith(_content(s))]
-            parent = max(fitting, key=lambda segment: len(segment.ids), default=None)
-            # Special tokens that are written out count: this agent writes the chat format itself.
-            rest = prompt.removeprefix(_content(parent)) if parent else prompt
-            new = list(cast(Any, self._tokenizer).encode(rest, add_special_tokens=False))
+            fitting = [
+                (s, end)
+                for s, end in ends
+                if s.tools == _RAW and prompt.startswith(_text_of(s, end))
+            ]
         else:
             if max(prompt) > (largest := self._delta.largest_token or max(prompt)):
                 raise ConfigError(f"this model has no token {max(prompt)}: its last is {largest}")
             tokens = np.array(prompt, "<i4")
-            fitting = [s for s in recorded if np.array_equal(s.ids, tokens[: len(s.ids)])]
-            parent = max(fitting, key=lambda segment: len(segment.ids), default=None)
-            new = prompt[len(parent.ids) :] if parent else prompt
-            prompt = str(self._tokenizer.decode(prompt, skip_special_tokens=False))
-        messages = [{"role": _RAW, "content": prompt}]
-        context = (
-            replace(parent.read(np.array(new, "<i4"), messages), tools=_RAW)
-            if parent
-            else Segment.begin(messages, _RAW, new)
-        )
-        return Reading(parent, context, Conversation.of([]))
+            fitting = [
+                (s, end)
+                for s, end in ends
+                if np.array_equal(s.ids[: end.tokens], tokens[: end.tokens])
+            ]
+        parent: Segment | None = None
+        known, text = 0, ""
+        if fitting:
+            segment, end = max(fitting, key=lambda fit: fit[1].tokens)
+            parent, known, text = segment.until(end), end.tokens, _text_of(segment, end)
+        if isinstance(prompt, str):
+            # Special tokens that are written out count: this agent writes the chat format itself.
+            text = prompt.removeprefix(text)
+            new = list(cast(Any, self._tokenizer).encode(text, add_special_tokens=False))
+        else:
+            new = prompt[known:]
+            text = str(self._tokenizer.decode(new, skip_special_tokens=False))
+        messages = [{"role": _RAW, "content": text}]
+        said = Conversation.of(messages)
+        if parent is None:
+            return Reading(None, Segment.begin(messages, said, _RAW, new))
+        read = parent.read(np.array(new, "<i4"), messages, said)
+        return Reading(parent, replace(read, tools=_RAW))
 
     def _text(self, made: Generation, *, skip_special_tokens: bool) -> str:
         ids = made.token_ids.tolist()
@@ -367,8 +383,8 @@ def _turn(
     return SampledTurn(secrets.token_hex(8), message, made, prompt_tokens, stop)
 
 
-def _content(segment: Segment) -> str:
-    return str(segment.messages[0]["content"])
+def _text_of(segment: Segment, end: TurnEnd) -> str:
+    return "".join(str(message["content"]) for message in segment.messages[: end.messages])
 
 
 def _as_openai(call: ToolCall) -> dict[str, Any]:

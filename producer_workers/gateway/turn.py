@@ -12,7 +12,7 @@ from buffer.errors import ConfigError
 from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.agent_loops.tool_parsers import ToolParser
 from producer_workers.engines.base import Engine, Generation, structures
-from producer_workers.gateway.segment import Messages
+from producer_workers.gateway.history import Messages
 
 
 @dataclass(frozen=True, slots=True)
