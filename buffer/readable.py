@@ -11,18 +11,14 @@ REASON_BYTES = 2000
 
 
 def visible(text: str) -> str:
-    r"""Return JSON of the same value, with each unprintable character of a string as \uXXXX.
+    r"""Return a text with each character that could control a terminal as \uXXXX.
 
-    JSON demands it only for the first 32: U+009B begins an escape sequence, U+202E reverses text.
+    JSON stays JSON of the same value. It demands this only for the first 32 characters, but U+009B
+    begins an escape sequence, and U+202E reverses text.
     """
-    if text.isascii() and "\x7f" not in text:
+    if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c == "\n" else _escape(c) for c in text)
-
-
-def plain(text: str) -> str:
-    """Make every character that could control a terminal visible."""
-    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
+    return "".join(c if c.isprintable() or c in "\n\t" else _escape(c) for c in text)
 
 
 def _escape(character: str) -> str:

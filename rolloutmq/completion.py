@@ -32,13 +32,12 @@ def _server(context: Any) -> Iterator[Store]:
         yield store
 
 
-@contextmanager
-def _run(context: Any) -> Iterator[Run]:
+def _of_run(read: Callable[[Run], Iterable[str]], context: Any) -> list[str]:
     from buffer.run import Run
     from rolloutmq.options import choose_run
 
     with _server(context) as store:
-        yield Run.open(store, choose_run(store, context.params.get("run")))
+        return list(read(Run.open(store, choose_run(store, context.params.get("run")))))
 
 
 def _configs(_: Any) -> list[str]:
@@ -60,14 +59,8 @@ def _runs(context: Any) -> list[str]:
         return Run.names(store, damaged=True)
 
 
-def _tasks(context: Any) -> list[str]:
-    with _run(context) as run:
-        return list(run.limits.tasks)
-
-
-def _workers(context: Any) -> list[str]:
-    with _run(context) as run:
-        return [worker.id for worker in run.fleet.workers()]
+_tasks = partial(_of_run, lambda run: run.limits.tasks)
+_workers = partial(_of_run, lambda run: (worker.id for worker in run.fleet.workers()))
 
 
 def _settings(context: Any) -> list[str]:

@@ -114,6 +114,11 @@ def set_flags(overrides: Sequence[str]) -> list[str]:
     return [part for override in overrides for part in ("--set", override)]
 
 
+def server_flags(url: str | None, folder: Path) -> str:
+    """Return how a command finds a run; without `url`, the server of its folder."""
+    return f"--redis-url {mask_url(url)}" if url else f"--run-dir {folder}"
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """The URL of a server, the run's folder if it is known, and its server if that is embedded."""

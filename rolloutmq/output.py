@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from buffer.control.worker_record import WorkerRecord, WorkerState
-from buffer.readable import plain, visible
+from buffer.readable import visible
 
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -166,7 +166,7 @@ UNBOUNDED = 10_000  # a width that no line reaches
 
 
 class PlainConsole(Console):
-    """Prints every text as `plain` returns it.
+    """Prints every text as `visible` returns it.
 
     Rollouts and worker names come from other machines: an escape sequence in one could rewrite an
     operator's screen or clipboard.
@@ -176,7 +176,7 @@ class PlainConsole(Console):
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=plain(segment.text))
+            yield segment if segment.control else segment._replace(text=visible(segment.text))
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from random import SystemRandom
 from typing import Any
 
 from buffer.control.control import STATE_FIELDS, ControlState
@@ -14,6 +13,7 @@ from buffer.errors import Fenced, RunNotFound, ScriptError
 from buffer.ids import valid_name
 from buffer.job import Job, digest_of
 from buffer.limits import STAMP_FIELDS, LimitsStamp, parse_stamp
+from buffer.redis.connection.retry import SYSTEM_RANDOM
 from buffer.redis.store import RunContext
 from buffer.wire.rollout import PolicyVersion
 
@@ -250,7 +250,7 @@ class Fleet:
     def _response_lengths(self) -> LengthCounts:
         client: Any = self._store.control
         known = client.zrange(self._keys.workers, 0, -1)
-        chosen = SystemRandom().sample(known, min(len(known), MOST_COUNTED))
+        chosen = SYSTEM_RANDOM.sample(known, min(len(known), MOST_COUNTED))
         with client.pipeline(transaction=False) as pipe:
             for worker in chosen:
                 pipe.hget(self._keys.worker(worker.decode()), "lengths")

@@ -31,7 +31,7 @@ class Lengths:
     tokens: int = 0
     counts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(BOUNDS) + 1, np.int64))
 
-    def add(self, lengths: NDArray[np.int32] | list[int], window: int = WINDOW) -> None:
+    def add(self, lengths: NDArray[np.int32] | list[int], window: int) -> None:
         if self.count > window:
             self.tokens //= 2
             self.counts //= 2
@@ -67,19 +67,16 @@ class Lengths:
 class LengthCounts(dict[str, Lengths]):
     """`Lengths` by task. One thread adds; others may read."""
 
-    def add(self, task: str, lengths: NDArray[np.int32] | list[int], window: int = WINDOW) -> None:
-        self.setdefault(task, Lengths()).add(lengths, window)
-
-    def add_beside(
-        self, started: Mapping[str, Lengths], task: str, lengths: NDArray[np.int32] | list[int]
+    def add(
+        self, task: str, lengths: NDArray[np.int32] | list[int], beside: LengthCounts | None = None
     ) -> None:
-        """Add lengths, and remember as many as `started` does.
+        """Add lengths, and remember as many of a task as `beside` does.
 
         A fleet remembers a window per worker: lengths that change with the model would look like a
         bias if one of the two reached further back.
         """
-        count = started[task].count if task in started else 0
-        self.add(task, lengths, max(WINDOW, count))
+        window = beside[task].count if beside and task in beside else 0
+        self.setdefault(task, Lengths()).add(lengths, max(WINDOW, window))
 
     def text(self) -> str:
         """Return "task=sum count count …;…" without the empty buckets at the end."""

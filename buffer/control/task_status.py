@@ -65,10 +65,10 @@ class TaskStop:
 
 
 class TaskStops:
-    """Why tasks of a run start no more groups.
+    """Reads and publishes why tasks of a run start no more groups.
 
-    `are_final`: whether this process raises TaskStopped where it would wait for a stopped task to
-    be resumed. For jobs of which nobody takes care (`rolloutmq train --exit-when-stuck`).
+    `are_final`: this process raises TaskStopped instead of waiting until a stopped task is resumed,
+    for runs that nobody watches (`rolloutmq train --exit-when-stuck`).
     """
 
     are_final = False

@@ -16,13 +16,13 @@ import orjson
 
 from buffer.errors import PayloadMissing, RunDamaged
 from buffer.failure_text import cause_of
+from buffer.groups.submit import to_store
 from buffer.ids import split_group_id
 from buffer.job import Job
 from buffer.redis.key_fields import HINT, read_counts
 from buffer.redis.payloads import PayloadStore, pin_listed
 from buffer.redis.scripts import ScriptCall, unknown_reply
 from buffer.redis.store import RunContext
-from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 
 _SLICE = 500  # letters that one round trip reads
@@ -86,9 +86,7 @@ class DeadLetters:
         PayloadMissing.
         """
         keys, low_bytes = self._keys, self._limits.low_bytes
-        data = group_bytes.pieces_checked(group)
-        ref, commands = self._payloads.commands(job.gid, job.token, data, group.signatures)
-        group.check_unchanged()
+        ref, commands = to_store(self._payloads, job, group)
         call = ScriptCall(
             keys.slots(gid=job.gid),
             {

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from buffer.errors import PayloadMissing, WireError
 from buffer.groups.claim import fenced
 from buffer.groups.order_policy import OrderFunction, submit_argument
-from buffer.job import PayloadRef, Result
+from buffer.job import Job, PayloadRef, Result
 from buffer.limits import RunLimits
-from buffer.redis.payloads import PayloadStore, pin_listed
+from buffer.redis.payloads import PayloadStore, SetCommand, pin_listed
 from buffer.redis.scripts import ScriptCall, Upload, unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
@@ -100,12 +100,7 @@ class Submission:
                     f"group {result.group.gid} is {result.group.status}",
                     hint="only completed or aborted groups are submitted",
                 )
-            data = group_bytes.pieces_checked(result.group)
-            ref, commands = self._payloads.commands(
-                result.job.gid, result.job.token, data, result.group.signatures
-            )
-            # after the checksum: wrong bytes must not have a right one
-            result.group.check_unchanged()
+            ref, commands = to_store(self._payloads, result.job, result.group)
             return commands, self.call(worker, result, ref)
         except Exception as error:  # an order policy is a user's code and may raise anything
             return error
@@ -137,6 +132,17 @@ class Submission:
             keys.in_slot(keys.payload_chunks(ref.gid, ref.token, ref.chunks)),
             group.made_by(arguments["token_lead"] != ""),
         )
+
+
+def to_store(
+    payloads: PayloadStore, job: Job, group: RolloutGroup
+) -> tuple[PayloadRef, list[SetCommand]]:
+    """Return where a claim stores its group, and the commands. Raises WireError, GroupChanged."""
+    data = group_bytes.pieces_checked(group)
+    made = payloads.commands(job.gid, job.token, data, group.signatures)
+    # after the checksum: wrong bytes must not have a right one
+    group.check_unchanged()
+    return made
 
 
 def described(

@@ -244,7 +244,7 @@ class Trainer:
         produced = production_metrics(before, self._progress)
         started = self._run.fleet.response_lengths()
         for task, lengths in batch.lengths_by_task():
-            self._trained_lengths.add_beside(started, task, lengths)
+            self._trained_lengths.add(task, lengths, started)
         return {
             **length_bias(self._trained_lengths, started),
             **batch.metrics(),

@@ -111,7 +111,7 @@ class ContainedDataset:
             with self._lock:
                 return self._call(row, epoch)
         except (UserCodeError, ProcessUnavailable) as error:
-            hint = raised_at(getattr(error, "trace", "")) or error.hint
+            hint = raised_at(error) or error.hint
             raise DatasetError(where + error.message, hint=hint) from error
 
 

@@ -170,10 +170,10 @@ def unusable(where: str, error: BaseException, expected: str = "") -> DatasetErr
     if isinstance(error, Unstorable):
         return DatasetError(f"{where}: {error}", hint=STORABLE)
     reason = text_of(error) if isinstance(error, ValueError) else describe(error)
-    return DatasetError(f"{where}: {reason}", hint=raised_at(user_trace(error)) or expected)
+    return DatasetError(f"{where}: {reason}", hint=raised_at(error) or expected)
 
 
-def raised_at(trace: str) -> str:
-    """Return the hint that names the user's lines in a traceback, the innermost first, or ""."""
-    found = [place for place in places(trace) if is_of_user(place)]
+def raised_at(error: BaseException) -> str:
+    """Return the hint that names the user's lines that raised, the innermost first, or ""."""
+    found = [place for place in places(user_trace(error)) if is_of_user(place)]
     return f"raised at {', called at '.join(reversed(found))}" if found else ""

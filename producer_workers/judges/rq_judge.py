@@ -24,15 +24,14 @@ from rq.job import Job
 from rq.results import Result
 
 from buffer.errors import JudgeError, StoreError
-from buffer.failure_text import cut_text, join_text
+from buffer.failure_text import cut_text
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JudgingSection
 from producer_workers.judges.judge import Judge, function_rules, rollout_fields, take_columns
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
-from producer_workers.user_code.border import check_answers
-from producer_workers.user_code.failure import CAUSES
+from producer_workers.user_code.border import Failure, check_answers
 
 T = TypeVar("T")
 
@@ -150,12 +149,11 @@ class RqJudge(Judge):
         _, is_judges, text = (result.exc_string or "").rpartition(_RAISED)
         said, _, trace = cut_text(text.strip()).partition("\n")
         reason = said if is_judges else text.strip().rpartition("\n")[2] or "no reason"
+        rules = function_rules(f"judge {self.name!r}", self.name, self._judging)
         if "JobTimeoutException" in reason:
-            rules = function_rules(f"judge {self.name!r}", self.name, self._judging)
             raise rules.over_limit()
         if trace and is_judges:
-            CAUSES.note(join_text(said, trace))
-            raise JudgeError(said, trace=trace)
+            raise rules.failed(Failure(said, said, trace=trace, is_own=True))
         raise JudgeError(
             f"judge {self.name!r} failed: {reason}",
             hint=f"see job {result.job_id} in the failed registry of rq's queue {self._queue.name}",

@@ -18,7 +18,6 @@ from buffer.errors import JudgeError, JudgeInterrupted, RolloutMQError, describe
 from buffer.observers import Observer, all_of
 from buffer.wire.rollout import RolloutState
 from producer_workers.judges.judge import Judge
-from producer_workers.user_code.failure import user_trace
 from producer_workers.user_code.process_function import ProcessFunction
 from producer_workers.user_code.user_function import UserFunction, outcome_of
 
@@ -127,10 +126,9 @@ class WatchedJudges:
 def _judge_error(what: str, error: BaseException) -> JudgeError:
     if isinstance(error, JudgeError):
         return error
-    trace = user_trace(error)
     if isinstance(error, RolloutMQError):
-        return JudgeError(error.message, hint=error.hint, trace=trace)
-    return JudgeError(f"{what} raised {describe(error)}", trace=trace)
+        return JudgeError(error.message, hint=error.hint)
+    return JudgeError(f"{what} raised {describe(error)}")
 
 
 class _WatchedJudge(Judge):

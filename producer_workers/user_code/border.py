@@ -16,13 +16,13 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from buffer.errors import JudgeError, UserCodeError, describe
+from buffer.errors import JudgeError, RolloutMQError, UserCodeError, describe
 from buffer.failure_text import join_text
 from buffer.imports import load_object
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_bytes import decode, encode
 from buffer.wire.rollout import RolloutState
-from producer_workers.user_code.failure import CAUSES, Failure, user_trace
+from producer_workers.user_code.failure import log_once, user_trace
 
 
 class Border:
@@ -89,6 +89,28 @@ Mode = Literal["plain", "coroutines", "threads"]
 ROOM: dict[Mode, int] = {"plain": 1, "coroutines": 64, "threads": 16}
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a call has no result. It crosses from the process of a function to its caller."""
+
+    said: str
+    told: str  # the text for a model
+    hint: str = ""
+    trace: str = ""  # `user_trace`
+    is_own: bool = False  # whether `said` is of this project, and names the function
+    is_out_of_memory: bool = False
+
+    @classmethod
+    def of(cls, error: BaseException, border: Border) -> Failure:
+        trace = border.trace(error)
+        if isinstance(error, RolloutMQError):
+            return cls(error.message, border.told(error), error.hint, trace, is_own=True)
+        empty = isinstance(error, StopIteration)
+        hint = "next(...) found nothing: give it a default" if empty else ""
+        is_memory = isinstance(error, MemoryError)
+        return cls(describe(error), border.told(error), hint, trace, is_out_of_memory=is_memory)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """How one function is called, and how errors name it.
@@ -119,7 +141,7 @@ class Rules:
         if failure.is_out_of_memory and self.memory_key:
             hint = f"see {self.memory_key}"
         if failure.trace:
-            CAUSES.note(join_text(said, failure.trace))
+            log_once(join_text(said, failure.trace))
         return self.error(said, hint=hint, told=failure.told, trace=failure.trace)
 
     def over_limit(self) -> UserCodeError:

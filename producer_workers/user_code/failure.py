@@ -9,15 +9,10 @@ import logging
 import sys
 import traceback
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from buffer.errors import RolloutMQError, UserCodeError, describe
+from buffer.errors import UserCodeError, describe
 from buffer.failure_text import cause_of, join_text, trace_text
-
-if TYPE_CHECKING:
-    from producer_workers.user_code.border import Border
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -30,6 +25,7 @@ _MOST_FRAMES = 8
 _MOST_ERRORS = 3  # of a chain: the error, and what it was raised from
 
 MOST_CAUSES = 1000  # that a process counts
+RAISED = Counter[str]()  # failures of this process, by cause
 
 
 def user_trace(error: BaseException) -> str:
@@ -55,10 +51,18 @@ def user_trace(error: BaseException) -> str:
 
 
 def _lines(error: BaseException) -> list[str]:
-    frames = user_frames(error)
-    if not frames:
+    """Return the traceback of one error, with the innermost frames in a user's code.
+
+    Without any, show frames in libraries, which a user's code may be, unless code of this project
+    raised the error.
+    """
+    found = traceback.extract_tb(error.__traceback__)
+    others = [each for each in found if not each.filename.startswith(_OURS)]
+    users = [each for each in others if is_of_user(each.filename)]
+    if not others or (not users and found[-1].filename.startswith(_OURS)):
         return []
-    shown = "".join(traceback.format_list(frames)).rstrip("\n").split("\n")
+    frames = traceback.format_list((users or others)[-_MOST_FRAMES:])
+    shown = "".join(frames).rstrip("\n").split("\n")
     return ["Traceback (most recent call last):", *shown, describe(error)]
 
 
@@ -67,62 +71,20 @@ def is_of_user(file: str) -> bool:
     return not file.startswith((*_OURS, *_LIBRARIES)) and "/site-packages/" not in file
 
 
-def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the innermost frames in a user's code, the innermost last.
+def log_once(text: str) -> None:
+    """Log the first failure of a cause with its traceback; of later ones the 10th, 100th, ….
 
-    Without any, return frames in libraries, which a user's code may be, unless code of this project
-    raised the error.
+    `text`: of the failure (`buffer.failure_text`).
     """
-    found = traceback.extract_tb(error.__traceback__)
-    others = [each for each in found if not each.filename.startswith(_OURS)]
-    users = [each for each in others if is_of_user(each.filename)]
-    if not users and found and found[-1].filename.startswith(_OURS):
-        return []
-    return (users or others)[-_MOST_FRAMES:]
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """Why a call has no result. It crosses from the process of a function to its caller."""
-
-    said: str
-    told: str  # the text for a model
-    hint: str = ""
-    trace: str = ""  # `user_trace`
-    is_own: bool = False  # whether `said` is of this project, and names the function
-    is_out_of_memory: bool = False
-
-    @classmethod
-    def of(cls, error: BaseException, border: Border) -> Failure:
-        trace = border.trace(error)
-        if isinstance(error, RolloutMQError):
-            return cls(error.message, border.told(error), error.hint, trace, is_own=True)
-        empty = isinstance(error, StopIteration)
-        hint = "next(...) found nothing: give it a default" if empty else ""
-        is_memory = isinstance(error, MemoryError)
-        return cls(describe(error), border.told(error), hint, trace, is_out_of_memory=is_memory)
-
-
-class CauseLog:
-    """Logs the traceback of each cause once, and then how often it was raised."""
-
-    def __init__(self) -> None:
-        self._counts = Counter[str]()
-
-    def note(self, text: str) -> None:
-        """Count a failure by its text; log the first, and the 10th, 100th … of its cause."""
-        cause = cause_of(text)
-        if cause not in self._counts and len(self._counts) >= MOST_CAUSES:
-            self._counts.clear()
-        self._counts[cause] += 1
-        times = self._counts[cause]
-        if times == 1:
-            log.warning("%s", text)
-        elif times in (10**power for power in range(1, 12)):
-            log.warning("raised %d times in this process: %s", times, cause)
-
-
-CAUSES = CauseLog()
+    cause = cause_of(text)
+    if cause not in RAISED and len(RAISED) >= MOST_CAUSES:
+        RAISED.clear()
+    RAISED[cause] += 1
+    times = RAISED[cause]
+    if times == 1:
+        log.warning("%s", text)
+    elif times in (10**power for power in range(1, 12)):
+        log.warning("raised %d times in this process: %s", times, cause)
 
 
 def failure_text(error: BaseException) -> str:
@@ -135,5 +97,5 @@ def log_failure(error: BaseException) -> str:
     """Log an error's traceback once for its cause, unless its call has; return `failure_text`."""
     text = failure_text(error)
     if "\n" in text and not getattr(error, "trace", ""):
-        CAUSES.note(text)
+        log_once(text)
     return text

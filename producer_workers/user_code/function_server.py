@@ -24,8 +24,7 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from producer_workers.user_code.border import Border, Mode, load_border
-from producer_workers.user_code.failure import Failure
+from producer_workers.user_code.border import Border, Failure, Mode, load_border
 from producer_workers.user_code.user_function import CallOutcome, attempt, contain_exits, outcome_of
 
 HEADER = struct.Struct("<QQ")

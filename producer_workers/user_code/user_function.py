@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 from buffer.errors import ProcessUnavailable, RolloutMQError, describe
 from buffer.wire.own_copy import readers_copy
-from producer_workers.user_code.border import Border, Rules
-from producer_workers.user_code.failure import Failure
+from producer_workers.user_code.border import Border, Failure, Rules
 
 TURNS = 4  # calls of one function that run in threads at once, by default
 

@@ -12,10 +12,10 @@ import inspect
 import io
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -32,7 +32,6 @@ from buffer.errors import (
     describe,
 )
 from buffer.failure_text import cause_of, headline, message_of
-from buffer.groups.submit import GROUPS_PER_TRIP, Stored, SubmitOutcome
 from buffer.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.observers import all_of
 from buffer.redis.connection.retry import LogOnce
@@ -47,6 +46,7 @@ from producer_workers.worker.claims import FailureBackoff
 from producer_workers.worker.held_groups import HeldGroups
 from producer_workers.worker.loop_border import LoopInput, check_weights
 from producer_workers.worker.shared_engine import SharedEngine
+from producer_workers.worker.submitter import Submitter
 from producer_workers.worker.task_runner import TaskRunner, restart_too_old, restart_unfinished
 
 log = logging.getLogger("rolloutmq.worker")
@@ -225,7 +225,6 @@ class GroupRunner:
             except JudgeInterrupted:  # judged and filtered again at its next claim
                 status = Status.ABORTED
                 group.set_status(status)
-        self._held.submitting.add(job)
         if status is Status.FAILED:
             await self._fail(job, "\n".join(group.errors), group.states)
         elif (
@@ -237,6 +236,7 @@ class GroupRunner:
         elif status is Status.ABORTED and not len(group.response_ids) and not job.is_begun:
             await self._release(job, "aborted", "paused")
         else:
+            self._held.submitting.add(job)
             new_tokens = max(0, len(group.response_ids) - known_tokens)
             await self._submitter.submit(Result(job, group, new_tokens, filtered))
             self.tokens += new_tokens
@@ -250,7 +250,6 @@ class GroupRunner:
         return self._run.limits.retries_expired(group.task) and bool(group.newest_by_lineage(False))
 
     async def _end_early(self, job: Job, known_tokens: int) -> None:
-        self._held.submitting.add(job)
         count = partial(self._engine.ended_early, job.gid, known_tokens)
         ended = self._held.figure(job, count, count(()))
         lengths = self._held.figure(job, partial(self._engine.lengths, job.gid), list[int]())
@@ -261,6 +260,7 @@ class GroupRunner:
         self, job: Job, kind: ReleaseKind, reason: str, ended: EndedEarly | None = None
     ) -> bool:
         """Release a group. Return whether its lease still held."""
+        self._held.submitting.add(job)
         try:
             await self._insist(self._run.jobs.release, self._worker, job, kind, reason, ended)
         except Fenced as error:
@@ -273,7 +273,6 @@ class GroupRunner:
 
     async def _fail(self, job: Job, reason: str, states: Sequence[RolloutState]) -> None:
         """Release a failed group; keep its responses if it is dead now, one of few of its cause."""
-        self._held.submitting.add(job)
         is_last = job.tries >= self._run.limits.max_tries
         if not await self._release(job, "failed", reason) or not is_last:
             return
@@ -327,73 +326,3 @@ def put_experts_into_files(
             np.save(file, experts, allow_pickle=False)
             name = f"experts-{token}-{position}.npy"
             state.routed_experts = media.put(gid, name, file.getbuffer())
-
-
-class _Waiting(NamedTuple):
-    result: Result
-    submitted: asyncio.Future[Stored]
-
-
-class Submitter:
-    """Submits finished groups; those that pile up during a round trip travel in the next.
-
-    While the server is unreachable or full, the worker keeps results. A thread checks, encodes and
-    sends them, because the event loop feeds the engine. If the worker dies before the script of a
-    group runs, its bytes are dropped or expire, its lease runs out, and another worker generates it
-    again; after it, the group is in its pool.
-    """
-
-    def __init__(self, run: Run, worker: str) -> None:
-        self._run = run
-        self._worker = worker
-        self._waiting = deque[_Waiting]()
-        self._task: asyncio.Task[None] | None = None
-        self._outage = LogOnce(log, "keeping finished groups until the server takes them")
-
-    async def submit(self, result: Result) -> None:
-        """Submit one group, however long the server is unreachable. Raises Fenced, WireError."""
-        waiting = _Waiting(result, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
-        if self._task is None:
-            self._task = asyncio.create_task(self._submit_all(), name="submitter")
-        await waiting.submitted
-
-    async def _submit_all(self) -> None:
-        try:
-            while batch := self._next_batch():
-                try:
-                    outcomes = await asyncio.to_thread(self._send, [each.result for each in batch])
-                except StoreUnavailable as error:
-                    self._outage.report(error.hint)
-                    self._waiting.extendleft(reversed(batch))
-                    continue
-                self._outage.report("")
-                for (_, submitted), outcome in zip(batch, outcomes, strict=True):
-                    if submitted.done():  # the group was cancelled
-                        continue
-                    if isinstance(outcome, Exception):
-                        submitted.set_exception(outcome)
-                    else:
-                        submitted.set_result(outcome)
-        finally:
-            self._task = None
-
-    def _send(self, results: Sequence[Result]) -> list[SubmitOutcome]:
-        try:
-            return self._run.buffer.submit_many(self._worker, results)
-        except StoreUnavailable:
-            raise
-        except Exception as error:
-            if len(results) == 1:
-                return [error]
-            # one group's error must not fail the others; submitting again is harmless (I13)
-            return [self._send([result])[0] for result in results]
-
-    def _next_batch(self) -> list[_Waiting]:
-        batch: list[_Waiting] = []
-        while self._waiting and len(batch) < GROUPS_PER_TRIP:
-            waiting = self._waiting.popleft()
-            # a group that was cancelled is not wanted any more
-            if not waiting.submitted.done():
-                batch.append(waiting)
-        return batch

@@ -38,7 +38,7 @@ def judge_findings(
     for kind, error in list(errors.items())[:1]:
         what = f"task {name}, asked to score {kind}: {getattr(error, 'message', error)}"
         limits = "[tasks.<name>.judging] has the limits of a judge"
-        fix = raised_at(getattr(error, "trace", "")) or getattr(error, "hint", "") or limits
+        fix = raised_at(error) or getattr(error, "hint", "") or limits
         yield Finding("judge", "error", what, fix)
     if not errors:
         yield from _compared(name, scores)

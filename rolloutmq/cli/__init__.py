@@ -19,7 +19,7 @@ import typer
 
 from buffer.errors import INTERRUPTED, ConfigError, RolloutMQError
 from buffer.imports import missing_extra
-from buffer.readable import plain, visible
+from buffer.readable import visible
 from rolloutmq.command_list import SETTINGS, LazyGroup
 from rolloutmq.completion import complete_names
 from rolloutmq.hang_up import follow_terminal
@@ -193,7 +193,7 @@ def _format(error: RolloutMQError, mask: Callable[[str], str], *, as_json: bool)
         document = {"error": message, "hint": hint, "kind": type(error).__name__}
         code = {"exit_code": error.exit_code}
         return visible(json.dumps(document | code, ensure_ascii=False))
-    return plain(f"error: {message}" + (f"\nhint:  {hint}" if hint else ""))
+    return visible(f"error: {message}" + (f"\nhint:  {hint}" if hint else ""))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from buffer.control.control import Mode
 from buffer.control.live_settings import KeptSettings, LiveSettings, LiveTaskSettings, parse_change
 from buffer.control.settings_record import SettingsRecord
 from buffer.errors import ConfigError, PauseTimeout
-from buffer.readable import plain
+from buffer.readable import visible
 from buffer.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.options import AsJson, Output, Target, on_run, require_known
@@ -246,7 +246,7 @@ def _overridden(record: SettingsRecord) -> Output:
     for each in found:
         name, config = each["name"], value_text(each["name"], each["config"])
         row = (name, config, str(each["value"]), time_text(each["set_ms"]), each["by"] or "-")
-        grid.add_row(*map(plain, row))
+        grid.add_row(*map(visible, row))
     return Output({"settings": found}, grid if found else "every setting is as in the config")
 
 

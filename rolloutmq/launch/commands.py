@@ -12,7 +12,6 @@ import typer
 from rich.console import Console
 
 from buffer.errors import INTERRUPTED
-from buffer.redis.connection.url import mask_url
 from consumer.grpo.checkpoint import CheckpointFolder
 from producer_workers.follow_owner import follow_owner
 from rolloutmq.command_list import command
@@ -25,6 +24,7 @@ from rolloutmq.options import (
     MetricsAddress,
     Overrides,
     RunDir,
+    server_flags,
     set_flags,
 )
 from rolloutmq.output import age, console, emit, table
@@ -116,9 +116,8 @@ def _detach(
     command = [str(config), *set_flags(given)]
     command += [f"--{name}" for name, is_set in flags.items() if is_set]
     command += ["--redis-url", redis_url] if redis_url else []
-    url = settings.redis.resolve_url(redis_url)
     folder = settings.run.folder
-    where = f"--redis-url {mask_url(url)}" if url else f"--run-dir {folder}"
+    where = server_flags(settings.redis.resolve_url(redis_url), folder)
     raise typer.Exit(start_detached(command, folder, console(), where=where))
 
 

@@ -17,7 +17,6 @@ from rich.console import Console
 from buffer.control.control import Mode
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.open_run import open_store, own_run
-from buffer.redis.connection.url import mask_url
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
 from consumer.grpo.checkpoint import CheckpointFolder
@@ -36,7 +35,7 @@ from rolloutmq.launch.preparation import (
     start_server,
 )
 from rolloutmq.launch.report import account_line, finish
-from rolloutmq.options import set_flags
+from rolloutmq.options import server_flags, set_flags
 from rolloutmq.output import console as open_console
 from rolloutmq.run_owner import FIRST_STOP, SECOND_STOP, Stage, own
 from rolloutmq.views.history import History
@@ -79,6 +78,7 @@ class Launcher:
         self._source = [str(path), *overrides]
         self._command = [str(path), *set_flags(overrides)]
         self._folder = config.run.folder
+        self._where = server_flags(config.redis.resolve_url(redis_url), self._folder)
         self._console = screen or open_console()
         self._children: list[Child] = []
         self._judges: list[Child] = []
@@ -113,8 +113,7 @@ class Launcher:
                 self._owned.note(Stage.STOPPING)
             run.janitor.sweep()
             if self._is_reported:
-                is_embedded = self._server is not None
-                account = finish(self._console, self._config, run, is_embedded=is_embedded)
+                account = finish(self._console, self._config, run, self._where)
                 self._owned.note(Stage.STOPPING, account=account)
         except (KeyboardInterrupt, OSError) as error:
             # the terminal may be gone before its signal arrives
@@ -344,8 +343,7 @@ class Launcher:
         last = run.limits.steps
         self._owned.note(Stage.STOPPING, account=account, steps=last)
         self._console.print(f"stopped: {done} of {last} steps; {account}")
-        where = f"--run-dir {self._folder}" if self._server else f"--redis-url {run.store.url}"
-        self._console.print(mask_url(f"rolloutmq web {where} opens it again"), soft_wrap=True)
+        self._console.print(f"rolloutmq web {self._where} opens it again", soft_wrap=True)
 
 
 def _is_over(run: Run) -> bool:

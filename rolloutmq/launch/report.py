@@ -11,7 +11,6 @@ from rich.table import Table
 
 from buffer.errors import AccountError
 from buffer.ledger.account import FsckReport
-from buffer.redis.connection.url import mask_url
 from buffer.run import Run
 from consumer.grpo.reporting.step_log import Evaluations, read_evaluations
 from rolloutmq.config.config import Config
@@ -21,8 +20,11 @@ from rolloutmq.views.screen import groups_table
 from rolloutmq.web.report import write_report
 
 
-def finish(console: Console, config: Config, run: Run, *, is_embedded: bool) -> str:
-    """Print the outcome, write the report, return the account in one line. Raises AccountError."""
+def finish(console: Console, config: Config, run: Run, where: str) -> str:
+    """Print the outcome, write the report, return the account in one line. Raises AccountError.
+
+    `where`: the options by which other commands find the run.
+    """
     folder = config.run.folder
     audit = run.account.fsck()
     evaluations = read_evaluations(folder)
@@ -36,7 +38,7 @@ def finish(console: Console, config: Config, run: Run, *, is_embedded: bool) -> 
     if write_report(folder, page, account_line(audit)):
         console.print(f"report: {page}   steps: {folder / 'steps.jsonl'}", soft_wrap=True)
     console.print(f"logs: {folder / 'logs'}", soft_wrap=True)
-    _print_commands(console, config, run, is_embedded=is_embedded)
+    _print_commands(console, run, where)
     if not audit.clean or twice:
         what = [*audit.faults, *audit.lost[:5], *audit.doubled[:5], *list(twice)[:5]]
         raise AccountError("the account does not add up", hint="; ".join(what))
@@ -69,9 +71,7 @@ def activation() -> str:
     return f"source {activate}" if activate.exists() and not shutil.which("rolloutmq") else ""
 
 
-def _print_commands(console: Console, config: Config, run: Run, *, is_embedded: bool) -> None:
-    url = mask_url(run.store.url)
-    where = f"--run-dir {config.run.folder}" if is_embedded else f"--redis-url {url}"
+def _print_commands(console: Console, run: Run, where: str) -> None:
     console.print("\nto open the run again:")
     commands = [activation()] if activation() else []
     dead = ("dead",) if len(run.dead_letters) else ()

@@ -17,7 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from buffer.errors import ConfigError
-from buffer.readable import plain
+from buffer.readable import visible
 from rolloutmq.views.explain.log_files import (
     FIELDS_OF_ALL,
     LEVELS,
@@ -97,8 +97,8 @@ def _line(entry: Entry) -> dict[str, Any]:
 
 def _cut(value: object, most: int) -> str:
     """Return a text with visible control characters, without its middle if it is too long."""
-    # cut twice: `plain` is slow, and makes a text longer
-    return _ends(plain(_ends(str(value), most)), most)
+    # cut twice: `visible` is slow, and makes a text longer
+    return _ends(visible(_ends(str(value), most)), most)
 
 
 def _ends(text: str, most: int) -> str:

@@ -5,6 +5,7 @@ One of them as a user does it: `rolloutmq train` with a loop of one's own.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import runpy
@@ -24,7 +25,7 @@ from buffer.manifest import Manifest
 from buffer.redis.store import Store
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.reporting.sample_log import SampleLog
-from consumer.grpo.reporting.step_log import StepLog, read_evaluations
+from consumer.grpo.reporting.step_log import StepLog, StepWriter, read_evaluations
 from consumer.grpo.reporting.step_recorder import recorded
 from consumer.handle.rollout_consumer import RolloutConsumer
 from rolloutmq.config.load import load_config
@@ -170,15 +171,41 @@ def test_a_loop_trains_every_step_once_although_it_dies_right_after(
     assert report.evaluations["quiz"].step == STEPS
 
 
-@pytest.mark.parametrize("site", ["my_trainer:train"], indirect=True)
-def test_a_trainer_that_reports_nothing_has_curves_and_samples(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That of the README. It dies between its second checkpoint and the commit of that."""
+@pytest.fixture
+def my_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write the trainer of the README, which reports nothing, where it can be imported."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"^```python\n(# my_trainer\.py.*?)^```", text, re.DOTALL | re.MULTILINE)
     (tmp_path / "my_trainer.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("my_trainer")
+@pytest.mark.parametrize("site", ["my_trainer:train"], indirect=True)
+def test_a_full_disk_at_a_commit_loses_no_step(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = StepWriter.add_step
+
+    def full(self: StepWriter, step: int, *rest: Any) -> None:
+        if step == 2:
+            raise OSError(errno.ENOSPC, "full")
+        add(self, step, *rest)
+
+    with at_work(site.run, math=STEPS * GROUPS):
+        with monkeypatch.context() as patch:
+            patch.setattr(StepWriter, "add_step", full)
+            with pytest.raises(OSError, match="full"):
+                site.train()
+        site.train(take_over=True)
+    assert [step.step for step in site.log().steps] == list(range(1, STEPS + 1))
+    assert len({gid for step in site.log().steps for gid in step.gids}) == STEPS * GROUPS
+
+
+@pytest.mark.usefixtures("my_trainer")
+@pytest.mark.parametrize("site", ["my_trainer:train"], indirect=True)
+def test_a_trainer_that_reports_nothing_has_curves_and_samples(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It dies between its second checkpoint and the commit of that."""
     commit = RolloutConsumer.commit
 
     def dying(self: RolloutConsumer, step: int, *, keep: int) -> None:

@@ -25,7 +25,7 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from consumer.handle import wait_rules as batch_outlook
 from consumer.handle.wait_rules import BatchOutlook
-from producer_workers.worker.group_runner import Submitter
+from producer_workers.worker.submitter import Submitter
 from tests.pipeline.yard import FIRST, TASK, Yard
 
 OUTAGE_S = 300.0

@@ -139,12 +139,21 @@ class EmbeddedServer:
 
     @property
     def pid(self) -> int | None:
-        return self._read_pid() if self._is_locked() else None
+        return self._read_pid() if self.is_running else None
 
     @property
     def is_running(self) -> bool:
         """Return whether a server runs, or starts, on this folder."""
-        return self._is_locked()
+        try:
+            lock = (self.folder / "valkey.lock").open("rb")  # also on a read-only disk
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False
 
     def start(self) -> None:
         """Start the server, or adopt the running one, and return once its data is loaded.
@@ -152,7 +161,6 @@ class EmbeddedServer:
         Raises StoreError, with the end of its log, if it stopped while starting; StoreUnavailable
         if it runs but does not answer.
         """
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with self._reader():
             self._start()
             self._for_readers.unlink(missing_ok=True)
@@ -163,7 +171,6 @@ class EmbeddedServer:
 
         Raises what `start` raises.
         """
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with self._reader() as lock:
             try:
                 self._start(for_readers=True)
@@ -189,6 +196,7 @@ class EmbeddedServer:
 
     @contextmanager
     def _reader(self) -> Iterator[IO[bytes]]:
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         with (self.folder / "readers.lock").open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH)
             yield lock
@@ -230,7 +238,7 @@ class EmbeddedServer:
     def _end(self, number: signal.Signals, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         pid = None
-        while self._is_locked():
+        while self.is_running:
             if pid is None and (pid := self._read_pid()) is not None:
                 os.kill(pid, number)
             if time.monotonic() > deadline:
@@ -271,18 +279,6 @@ class EmbeddedServer:
             yield descriptor
         finally:
             os.close(descriptor)  # a server that inherited it keeps the lock
-
-    def _is_locked(self) -> bool:
-        try:
-            lock = (self.folder / "valkey.lock").open("rb")  # also on a read-only disk
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-            return False
 
     def _read_pid(self) -> int | None:
         try:

@@ -144,10 +144,9 @@ class MicroBatches:
         """Copy float32[N] of every micro-batch into float32[R] of each group."""
         for layout, own in zip(self._layouts, values, strict=True):
             parts = self._table.parts(columns, layout.chosen)
-            ends = np.cumsum([len(part) for part in parts])[:-1]
-            # one transfer from the device for all of them
-            for part, values_of_part in zip(parts, np.split(own.cpu().numpy(), ends), strict=True):
-                part[:] = values_of_part
+            rest = own.cpu().numpy()  # one transfer from the device for all parts
+            for part in parts:
+                part[:], rest = rest[: len(part)], rest[len(part) :]
 
     def _build(self, layout: Layout) -> MicroBatch:
         chosen = layout.chosen

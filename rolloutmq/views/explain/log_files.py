@@ -198,12 +198,9 @@ def _end_of(path: Path, size: int) -> tuple[list[bytes], int, bool]:
     """Return the whole lines at the end, the position after them, and whether these are all."""
     start = max(0, path.stat().st_size - size)
     lines, read = _from(path, start)
-    position, missing = start + read, size - read
     if start:
-        return lines[1:], position, False
+        return lines[1:], start + read, False
     older = _older(path)
-    if missing <= 0 or not older.exists():
-        return lines, position, not older.exists()
-    start = max(0, older.stat().st_size - missing)
-    before, _ = _from(older, start)
-    return before[1 if start else 0 :] + lines, position, not start
+    first = max(0, older.stat().st_size - (size - read)) if older.exists() else 0
+    before, _ = _from(older, first)
+    return before[1 if first else 0 :] + lines, read, not first

@@ -93,7 +93,7 @@ class Waits:
 def _shares(spans: list[LaneSpan], whole_s: float) -> defaultdict[str, float]:
     shares: defaultdict[str, float] = defaultdict(float)
     for began_s, ended_s, what in spans:
-        shares[what] += (ended_s - began_s) / whole_s
+        shares[what] += (ended_s - began_s) / max(whole_s, 1e-9)
     return shares
 
 

@@ -69,7 +69,7 @@ def test_lengths_that_grow_with_the_model_are_no_bias_in_a_large_fleet() -> None
             worker.add("math", [length] * 100)
         started = LengthCounts.joined(worker.text() for worker in workers)
         for _ in range(16):
-            trained.add_beside(started, "math", [length] * 100)
+            trained.add("math", [length] * 100, started)
     assert length_bias(trained, started)["length_bias/mean/math"] == pytest.approx(1, abs=0.1)
 
 

@@ -189,7 +189,7 @@ def test_dead_letters_are_listed_newest_first_with_strange_reasons(scene: Scene)
     quarantine(scene, 1, scene.take(1).entries[0], 'bytes "\\" \x00')
     letters = {letter.gid: letter for letter in scene.run.dead_letters.newest()}
     assert len(scene.run.dead_letters) == 2
-    assert (letters[first.gid].reason, letters[first.gid].tries) == ('he said "no"\n\\x1b[31m', 3)
+    assert (letters[first.gid].reason, letters[first.gid].tries) == ('he said "no"\n\\u001b[31m', 3)
     assert (letters[gid].reason, letters[gid].step, letters[gid].worker) == (
         'bytes "\\" \x00',
         1,

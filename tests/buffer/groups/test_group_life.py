@@ -116,7 +116,7 @@ def test_failing_group_becomes_a_dead_letter_after_max_tries(scene: Scene) -> No
     assert scene.raw.zrange(scene.keys.dead, 0, -1) == [GID.encode()]
     letter = orjson.loads(scene.raw.get(scene.keys.dead_letter(GID)))
     assert (letter["reason"], letter["worker"], letter["try"]) == (
-        "the judge \\xd800 fell over",
+        "the judge \\ud800 fell over",
         "w0",
         3,
     )

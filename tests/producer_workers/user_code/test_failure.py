@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from producer_workers.config.task import JudgingSection
 from producer_workers.judges.judge import Judge
 from producer_workers.judges.load import load_judge, load_worker_judge
 from producer_workers.user_code import failure
-from producer_workers.user_code.failure import CauseLog, failure_text, log_failure
+from producer_workers.user_code.failure import failure_text, log_failure
 from tests.producer_workers.user_code import broken
 from tests.producer_workers.user_code.test_containment import rollout
 
@@ -70,7 +71,7 @@ async def test_what_an_error_was_raised_from_is_shown_with_its_line_of_source() 
 def test_a_cause_is_logged_with_its_traceback_once_and_then_counted(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(failure, "CAUSES", CauseLog())
+    monkeypatch.setattr(failure, "RAISED", Counter())
     with caplog.at_level(logging.WARNING, "rolloutmq.worker"):
         for number in range(72):
             log_failure(_raised(broken.fail, response=str(number)))

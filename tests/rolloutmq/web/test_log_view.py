@@ -53,7 +53,7 @@ def test_lines_are_filtered_followed_and_of_one_group(
     turn(chromium, "logs?process=worker-0")
     chromium.find_element(By.CSS_SELECTOR, "[role=log] button").click()
     beside = until(chromium, f"About {GID}", "aside")
-    assert r"\x202e" in beside
+    assert r"\u202e" in beside
     assert "judged" in beside and "group failed" in beside and "loads" not in beside  # noqa: PT018
     chromium.save_screenshot(str(shots / "logs.png"))
     chromium.set_window_size(*PHONE)

@@ -101,24 +101,30 @@ const STATES = {
   finished: ["finished", "dim"], stopped: ["stopped: no process of the run is alive", "near"],
 };
 
+// What the run does, in words and as a kind of words.
+function stateOf(status, findings) {
+  const has = (...levels) => findings.some(({ level }) => levels.includes(level));
+  if (status.phase !== status.mode) return STATES[status.phase];
+  if (status.stuck_on.length) return [el("a", { href: "#/control" }, `waits until you restart task ${status.stuck_on.join(", ")}`), "bad"];
+  const stops = has("stuck", "fault");
+  // the trainer's own pause around a weight update is short, and a part of running
+  if (status.paused_by === "trainer" && !stops) return ["running: weight update", "good"];
+  if (status.mode === "run" && stops) return ["running, but it waits", "near"];
+  if (status.mode === "run" && has("error")) return ["running, with errors", "bad"];
+  if (status.mode === "run" && has("warning")) return ["running, with warnings", "near"];
+  const [words, kind] = STATES[status.mode] ?? [status.mode, "near"];
+  return [status.paused_by ? `${words}, by the ${status.paused_by}, for ${age(status.mode_age_ms)}` : words, kind];
+}
+
 function headline({ status, findings, control: { last_step: last } }) {
   document.getElementById("run").textContent = status.run;
   document.title = `${status.run}: step ${status.steps.taken}`;
-  const stops = findings.some(({ level }) => level === "stuck" || level === "fault"), warns = findings.some(({ level }) => level !== "note"), hasErrors = findings.some(({ level }) => level === "error");
-  // the trainer's own pause around a weight update is short, and a part of running
-  const lives = status.phase === status.mode, isUpdate = lives && status.paused_by === "trainer" && !stops;
-  const isStuck = status.stuck_on.length > 0;
-  const [words, kind] = !lives ? STATES[status.phase]
-    : isStuck ? [el("a", { href: "#/control" }, `waits until you restart task ${status.stuck_on.join(", ")}`), "bad"]
-    : isUpdate ? ["running: weight update", "good"]
-    : status.mode === "run" && stops ? ["running, but it waits", "near"]
-    : status.mode === "run" && warns ? (hasErrors ? ["running, with errors", "bad"] : ["running, with warnings", "near"]) : STATES[status.mode] ?? [status.mode, "near"];
-  const by = lives && status.paused_by && !isUpdate && !isStuck ? `, by the ${status.paused_by}, for ${age(status.mode_age_ms)}` : "";
+  const [words, kind] = stateOf(status, findings);
   const judged = status.judging ? `, ${number(status.judging)} being judged` : "";
   const fact = (label, value, kind = "") => el("span", { class: "fact" }, el("span", { class: "dim" }, label), " ", el("b", { class: kind }, value));
   const role = (state) => (state === "alive" || status.phase === "finished" ? "" : "near");
   patch(document.getElementById("headline"), [
-    el("span", { class: `state ${kind}` }, words, by),
+    el("span", { class: `state ${kind}` }, words),
     fact("step", `${number(status.steps.taken)} / ${number(last)}`),
     fact("weights", status.weights.version),
     fact("trainer", status.trainer.state, role(status.trainer.state)),

@@ -32,11 +32,10 @@ export const logs = {
 
 function filters(query) {
   const field = (name, words, type = "search") => el("label", {}, `${words} `, el("input", { name, type, value: query.get(name) ?? "", step: "1" }));
-  const made = el("form", { class: "filters", onchange: apply, onsubmit: apply },
+  return el("form", { class: "filters", onchange: apply, onsubmit: apply },
     el("label", {}, "process ", el("select", { name: "process" }, el("option", { value: "" }, "all"))),
     el("label", {}, "level ", el("select", { name: "level" }, LEVELS.map((name) => el("option", { value: name, selected: name === query.get("level") }, name ? `${name} and above` : "all")))),
     field("about", "group, worker or step"), field("text", "text"), field("since", "from", "datetime-local"), field("until", "to", "datetime-local"));
-  return made;
 }
 
 function apply(event) {

@@ -88,7 +88,7 @@ def test_lines_of_all_processes_by_time_with_what_is_not_json_below_its_line(
     done = in_process("logs", "--run-dir", str(tmp_path))
     assert [row.split(maxsplit=1)[1] for row in done.stdout.splitlines()] == [
         "trainer     loads",
-        r"trainer     Traceback \x1b[2J",
+        r"trainer     Traceback \u001b[2J",
         "trainer       ValueError",
         "worker-0    claims  gid math-1  seconds 0.1235",
         "trainer     ok",
