@@ -354,7 +354,7 @@ def test_what_anthropics_client_may_not_ask_raises_its_own_errors(
     engine.max_model_len = 200
 
     async def scene(desk: Desk) -> None:
-        url = desk.endpoint.url.removesuffix("/v1")
+        url = desk.gateway.url.removesuffix("/v1")
         key = body.pop("api_key", desk.key)
         async with anthropic.AsyncAnthropic(base_url=url, api_key=key) as client:
             asked: Any = {**CLAUDE, "messages": [{"role": "user", "content": "x"}], **body}
@@ -674,7 +674,7 @@ def test_whatever_types_a_client_sends_it_is_answered_or_refused(
     ]
 
     async def scene(desk: Desk) -> None:
-        root = desk.endpoint.url.removesuffix("/v1")
+        root = desk.gateway.url.removesuffix("/v1")
         for path, field, value in [*fields, *odd]:
             body = json.dumps({**PATHS[path], field: value}).encode()
             headers = {"x-api-key": desk.key}
@@ -754,7 +754,7 @@ def test_an_agent_whose_stream_breaks_may_ask_again_without_saying_so(
         headers = {"Authorization": f"Bearer {desk.key}"}
         texts = []
         for _ in range(3):
-            url = f"{desk.endpoint.url}/chat/completions"
+            url = f"{desk.gateway.url}/chat/completions"
             with contextlib.suppress(aiohttp.ClientError):
                 async with desk.http.post(url, json=body, headers=headers) as reply:
                     texts.append(await reply.text())
