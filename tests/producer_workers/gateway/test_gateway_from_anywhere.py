@@ -30,7 +30,7 @@ from producer_workers.gateway.agents import AgentTask
 from producer_workers.gateway.server import Gateway
 from producer_workers.gateway.session import Session
 from rolloutmq.config.load import load_config
-from tests.cluster import free_ports
+from tests.cluster import adjacent_ports
 from tests.producer_workers.recorder import Recorder, loop_of, questions, run
 from tests.tls import Authority
 
@@ -352,17 +352,8 @@ def test_an_agent_gets_the_public_url_and_its_proxy_carries_it(
     assert carried[0].startswith(f"POST {urls[0]}/chat/completions ".encode())
 
 
-def next_to_each_other() -> int:
-    """Return the first of two free ports."""
-    while True:
-        (port,) = free_ports(1)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port + 1)):
-                return port
-
-
 def test_workers_of_one_machine_share_a_range_of_ports() -> None:
-    first = next_to_each_other()
+    first = adjacent_ports()
 
     async def scene() -> None:
         async with serving(port=first, ports=2) as one:
