@@ -27,6 +27,7 @@ from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.config.gateway import GatewaySection
 from producer_workers.gateway import server
 from producer_workers.gateway.agents import AgentTask
+from producer_workers.gateway.roles import AgentSessions
 from producer_workers.gateway.server import Gateway
 from producer_workers.gateway.session import Session
 from rolloutmq.config.load import load_config
@@ -39,10 +40,11 @@ CHAT = {"messages": USER}
 GENEROUS_S = 400.0
 
 
-def session_of(chat: Any, engine: Any) -> Session:
+def session_of(chat: Any, engine: Any) -> AgentSessions:
     ends = [chat.eos_token_id]
     params = SampleParams(max_tokens=100_000)
-    return Session("g/0", engine, chat, ChatDelta(chat, ends), ends, params, None)
+    made = Session("g/0", engine, chat, ChatDelta(chat, ends), ends, params, None)
+    return AgentSessions(lambda *_: made)
 
 
 @asynccontextmanager
@@ -138,7 +140,8 @@ def raw(request: Request) -> bytes:
 @settings(max_examples=60)
 def test_nobody_without_a_key_is_told_anything(requests: list[Request]) -> None:
     class Closed(Session):
-        def __init__(self) -> None: ...
+        def __init__(self) -> None:
+            self.interrupted = asyncio.Event()
 
         async def ask(self, ask: Any) -> Any:
             raise AssertionError("asked without a key")
@@ -147,7 +150,7 @@ def test_nobody_without_a_key_is_told_anything(requests: list[Request]) -> None:
 
     async def scene() -> None:
         async with serving() as gateway:
-            key = gateway.admit(Closed())
+            key = gateway.admit(AgentSessions(lambda *_: Closed()))
             for request in requests:
                 reader, writer = await asyncio.open_connection(*address(gateway))
                 writer.write(raw(request))
