@@ -40,7 +40,13 @@ BUILT_IN = {
     "multi_turn": "producer_workers.agent_loops.multi_turn:MultiTurnAgentLoop",
     "tools": "producer_workers.agent_loops.multi_turn:ToolAgentLoop",
     "gateway": "producer_workers.gateway.loop:GatewayAgentLoop",
+    "verifiers": "producer_workers.environments.loops:verifiers_loop",
 }
+
+
+def uses_gateway(loop: str) -> bool:
+    """Return whether the agents of a built-in loop ask over HTTP, with prompts of their own."""
+    return BUILT_IN.get(loop, "").startswith("producer_workers.gateway.")
 
 
 def load_agent_loop(

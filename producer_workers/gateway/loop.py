@@ -11,7 +11,7 @@ text that a segment read before its first turn is in its response, with mask 0.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -50,11 +50,11 @@ Rollouts = list[RolloutState]
 class GatewayAgentLoop:
     """Runs one agent for each rollout of a group, for up to `time_limit_s` seconds.
 
-    `agent` is a function or "module:function"; or `command` is a program. `parser`: see
-    tool_parsers.py, "" for none. An interrupted session begins again, unless its agent is
-    `resumable` and the task has partial rollout: then any worker continues it after its finished
-    turns (`SessionRecord`). Sessions of its group that had ended keep their rollouts; those without
-    a reward are only judged.
+    `agent` is a function or "module:function", with `agent_options` as its keyword arguments; or
+    `command` is a program. `parser`: see tool_parsers.py, "" for none. An interrupted session
+    begins again, unless its agent is `resumable` and the task has partial rollout: then any worker
+    continues it after its finished turns (`SessionRecord`). Sessions of its group that had ended
+    keep their rollouts; those without a reward are only judged.
     """
 
     makes_prompts = True  # what its sessions have in common
@@ -67,6 +67,7 @@ class GatewayAgentLoop:
         eos_ids: Collection[int],
         partial_rollout: bool = False,
         agent: Any = None,
+        agent_options: Mapping[str, Any] | None = None,
         command: Sequence[str] = (),
         parser: str = "hermes",
         time_limit_s: float = 600.0,
@@ -79,7 +80,9 @@ class GatewayAgentLoop:
             )
         keep_loopback_direct()
         self._agent = (
-            ProgramAgent(command, time_limit_s) if command else FunctionAgent(agent, time_limit_s)
+            ProgramAgent(command, time_limit_s)
+            if command
+            else FunctionAgent(agent, time_limit_s, agent_options)
         )
         self._is_resumable = partial_rollout and (resumable or self._agent.resumable)
         self._judge = judge
