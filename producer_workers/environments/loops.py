@@ -10,15 +10,17 @@ from producer_workers.datasets.verifiers_tasks import REQUIREMENT
 from producer_workers.gateway.loop import GatewayAgentLoop
 
 
-def verifiers_loop(
-    *, environment: str, environment_options: Mapping[str, Any] | None = None, **gateway: Any
-) -> GatewayAgentLoop:
-    """Return the loop that plays tasks of an environment of verifiers. Raises ConfigError.
+class VerifiersAgentLoop(GatewayAgentLoop):
+    """Plays tasks of an environment of verifiers, which a data set of this kind names."""
 
-    `environment`, `environment_options`: those of a data set of kind "verifiers", which gives them.
-    """
-    require("verifiers.v1", REQUIREMENT)
-    options = {"environment": environment, "options": dict(environment_options or {})}
-    return GatewayAgentLoop(
-        agent="producer_workers.environments.verifiers:play", agent_options=options, **gateway
-    )
+    def __init__(
+        self,
+        *,
+        environment: str,
+        environment_options: Mapping[str, Any] | None = None,
+        **given: Any,
+    ) -> None:
+        require("verifiers.v1", REQUIREMENT)
+        options = {"environment": environment, "options": dict(environment_options or {})}
+        play = "producer_workers.environments.verifiers:play"
+        super().__init__(agent=play, agent_options=options, **given)

@@ -1,6 +1,6 @@
 """Make rollouts with agent programs that speak to a local endpoint as to OpenAI or Anthropic.
 
-    group ──▶ endpoint ──▶ per rollout: session, key ──▶ agent ──▶ its segments ──judge──▶ rollouts
+    group ──▶ gateway ──▶ per rollout: session, key ──▶ agent ──▶ its segments ──judge──▶ rollouts
                                                            └ ended by a pause, started again later
 
 A session gives one rollout per segment, with the same `index`, `session_id` and reward, so the
@@ -37,7 +37,7 @@ from producer_workers.gateway.segment import (
     common_prompt,
     without_record,
 )
-from producer_workers.gateway.server import Endpoint
+from producer_workers.gateway.server import Gateway
 from producer_workers.gateway.session import Session
 from producer_workers.judges.judge import Judge
 from producer_workers.user_code.failure import log_failure
@@ -58,6 +58,7 @@ class GatewayAgentLoop:
     """
 
     makes_prompts = True  # what its sessions have in common
+    uses_gateway = True
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class GatewayAgentLoop:
         parser: str = "hermes",
         time_limit_s: float = 600.0,
         resumable: bool = False,
+        gateway: Gateway | None = None,
     ) -> None:
         if (agent is None) == (not command):
             raise ConfigError(
@@ -90,9 +92,14 @@ class GatewayAgentLoop:
         self._eos_ids = frozenset(eos_ids)
         self._delta = ChatDelta(tokenizer, eos_ids)
         self._parser = tool_parser(parser, tokenizer) if parser else None
+        self._gateway = gateway or Gateway()
+
+    async def open(self) -> None:
+        await self._gateway.start()
 
     async def close(self) -> None:
         self._agent.close()
+        await self._gateway.close()  # all loops of a worker close together
 
     async def generate_group(
         self, states: list[RolloutState], engine: Engine, gid: str
@@ -108,18 +115,16 @@ class GatewayAgentLoop:
             by_index.setdefault(state.index, []).append(state)
         unjudged = {index for index, session in by_index.items() if _is_unjudged(session[0])}
         record = SessionRecord(states[0].extra)
-        async with Endpoint(self._tokenizer) as endpoint:
 
-            async def run(index: int, rollouts: Rollouts) -> None:
-                by_index[index] = await self._session(rollouts, engine, endpoint, gid, record)
+        async def run(index: int, rollouts: Rollouts) -> None:
+            by_index[index] = await self._session(rollouts, engine, gid, record)
 
-            await run_all(
-                run(index, rollouts)
-                for index, rollouts in by_index.items()
-                if rollouts[0].status is not Status.COMPLETED and index not in unjudged
-            )
-        if endpoint.failure:  # agents cannot raise it: they got it as an HTTP status
-            raise endpoint.failure
+        await self._gateway.start()
+        await run_all(
+            run(index, rollouts)
+            for index, rollouts in by_index.items()
+            if rollouts[0].status is not Status.COMPLETED and index not in unjudged
+        )
         sessions = [by_index[index] for index in sorted(by_index)]
         if self._judge and self._judge.sees_group:
             await self._judge_together(sessions)
@@ -134,7 +139,6 @@ class GatewayAgentLoop:
         self,
         rollouts: Sequence[RolloutState],
         engine: Engine,
-        endpoint: Endpoint,
         gid: str,
         record: SessionRecord,
     ) -> Rollouts:
@@ -152,9 +156,9 @@ class GatewayAgentLoop:
             self._parser,
             finished,
         )
-        key = endpoint.admit(session)
+        key = self._gateway.admit(session)
         task = AgentTask(
-            endpoint.url,
+            self._gateway.url,
             key,
             own_copy(state.messages),
             state.data_source,
@@ -174,8 +178,10 @@ class GatewayAgentLoop:
             if not session.interrupted.is_set() and not is_cut:
                 return [_failed(state, log_failure(error))]
         finally:
-            endpoint.dismiss(key)
+            self._gateway.dismiss(key)
             record.count(session.new_contexts)
+        if session.failure:  # the agent cannot raise it: it got it as an HTTP status
+            raise session.failure
         if session.interrupted.is_set():
             return self._interrupted(state, session.segments, record)
         if not session.segments:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.imports import EXTRAS, install_command
-from producer_workers.agent_loops.agent_loop import uses_gateway
+from producer_workers.agent_loops.agent_loop import has_agents
 from rolloutmq.config.config import Config
 from rolloutmq.config.launch import LaunchSection
 
@@ -139,7 +139,7 @@ def _packages(config: Config) -> Iterator[tuple[str, str]]:
         yield f"[engine] kind = {config.engine.kind}", config.engine.package
     for name, task in config.tasks.items():
         loop = task.loop(config.worker.agent_loop)
-        if uses_gateway(loop):
+        if has_agents(loop):
             yield f"agent_loop = {loop}", "aiohttp"
         if task.dataset.package:
             yield f"[tasks.{name}.dataset] kind = {task.dataset.kind}", task.dataset.package
