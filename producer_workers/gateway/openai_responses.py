@@ -177,8 +177,8 @@ class ResponsesRequest(ToolRequest):
     previous_response_id: str | None = None
     tools: Annotated[JsonList | None, BeforeValidator(_tools)] = None
     custom: Annotated[
-        list[str], BeforeValidator(_names_of_custom), Field(validation_alias="tools")
-    ] = []
+        tuple[str, ...], BeforeValidator(_names_of_custom), Field(validation_alias="tools")
+    ] = ()
     max_output_tokens: MaxTokens | None = None
     text: FormatHolder = None
 
