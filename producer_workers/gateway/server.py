@@ -24,6 +24,7 @@ from producer_workers.gateway.anthropic_api import CountRequest, MessagesRequest
 from producer_workers.gateway.dialect import AgentRequest
 from producer_workers.gateway.openai_api import ChatRequest, TextRequest
 from producer_workers.gateway.openai_responses import ResponsesRequest
+from producer_workers.gateway.roles import AgentSessions
 from producer_workers.gateway.session import ContextFull, Session, SessionClosed
 from producer_workers.gateway.turn import SampledTurn
 from producer_workers.gateway.vllm_api import GenerateRequest
@@ -72,9 +73,17 @@ class Guest:
     """
 
     session: Session
+    sessions: AgentSessions
+    roles: dict[str, Guest] = field(default_factory=dict)
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
     answered: dict[bytes, SampledTurn] = field(default_factory=dict)
     unsent: dict[bytes, SampledTurn] = field(default_factory=dict)  # its connection broke
+
+    def in_role(self, name: str) -> Guest:
+        """Return what runs for a role's key, which begins with the agent's. Raises ConfigError."""
+        if name and name not in self.roles:
+            self.roles[name] = Guest(self.sessions.of(name), self.sessions)
+        return self.roles[name] if name else self
 
     def answer_again(self, asked: bytes, *, is_retry: bool) -> SampledTurn | None:
         """Return the answer that an agent may not have received; None if it asks for another."""
@@ -96,16 +105,18 @@ class Gateway:
         self._runner: web.AppRunner | None = None
         self.url = ""
 
-    def admit(self, session: Session) -> str:
-        """Return a new key, with which requests reach the session until it is dismissed."""
+    def admit(self, sessions: AgentSessions) -> str:
+        """Return a new key, with which requests reach these sessions until it is dismissed."""
         key = f"rmq-{secrets.token_urlsafe(24)}"
-        self._guests[_hash(key)] = Guest(session)
+        self._guests[_hash(key)] = Guest(sessions.own, sessions)
         return key
 
     def dismiss(self, key: str) -> None:
         """End an agent's key, and cancel its open requests."""
-        for request in self._guests.pop(_hash(key)).requests:
-            request.cancel()
+        guest = self._guests.pop(_hash(key))
+        for each in (guest, *guest.roles.values()):
+            for request in each.requests:
+                request.cancel()
 
     async def start(self) -> None:
         """Listen, unless it does."""
@@ -142,9 +153,12 @@ class Gateway:
         """Return the agent whose key is in a request. Raises Refusal."""
         kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
         given = [request.headers.get("x-api-key", ""), bearer if kind.lower() == "bearer" else ""]
-        for key in given:
-            if guest := self._guests.get(_hash(key.strip())):
-                return guest
+        for key, _, role in (each.strip().partition(":") for each in given):
+            if guest := self._guests.get(_hash(key)):
+                try:
+                    return guest.in_role(role)
+                except ConfigError as error:
+                    raise Refusal(400, str(error), "refused") from error
         why = "this key belongs to no session, or to one that has ended"
         raise Refusal(401, why, "invalid_api_key")
 

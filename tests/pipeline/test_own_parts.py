@@ -25,7 +25,6 @@ from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 from consumer.grpo.reporting.step_log import read_evaluations
-from producer_workers.agent_loops.multi_turn import turns_of
 from rolloutmq.init.project import TINY, Choices, write_project
 from tests.pipeline.site import Site
 from tests.programs import python
@@ -117,9 +116,9 @@ def test_parts_of_a_stranger_and_an_agent_program_train_together(site: Site) -> 
     )
     for group in by_task["twice"]:
         for state in group.states:
-            first, second = turns_of(state)
+            first, second = state.turns()
             assert tokenizer.decode(state.response_ids[first.stop : second.start]) == " Sure? "
-    assert {len(turns_of(state)) for group in by_task["hints"] for state in group.states} <= {
+    assert {len(state.turns()) for group in by_task["hints"] for state in group.states} <= {
         1,
         2,
         3,
@@ -151,7 +150,7 @@ def check_sessions(groups: list[RolloutGroup], folder: Path, tokenizer: Any) -> 
             sessions.setdefault(str(state.session_id), []).append(state)
         assert [len(states) for states in sessions.values()] == [1 + odd] * 2
         for states in sessions.values():
-            turns = [(state, turn) for state in states for turn in turns_of(state)]
+            turns = [(state, turn) for state in states for turn in state.turns()]
             assert [_as_seen(state, turn, tokenizer) for state, turn in turns] in seen
 
 
@@ -176,7 +175,7 @@ def check_logprobs(states: list[RolloutState], folder: Path) -> None:
                 .gather(1, whole[0, 1:, None])[:, 0]
                 .numpy()
             )
-        sampled = np.concatenate([np.arange(turn.start, turn.stop) for turn in turns_of(state)])
+        sampled = np.concatenate([np.arange(turn.start, turn.stop) for turn in state.turns()])
         offset = len(state.prompt_ids) - 1
         np.testing.assert_allclose(state.logprobs[sampled], truth[sampled + offset], atol=1e-4)
 
