@@ -258,13 +258,14 @@ def _make_runner(
     task = config.tasks[name]
     strategy = config.strategy_of(name)
     is_partial = strategy.enable_partial_rollout
+    name_of_loop = task.loop(config.worker.agent_loop)
     loop = load_agent_loop(
-        task.agent_loop or config.worker.agent_loop,
+        name_of_loop,
         judge=_make_judge(config, run, name, judges),
         tokenizer=task_tokenizer(tokenizer, task),
         eos_ids=eos_ids,
         partial_rollout=is_partial,
-        options=task.agent_loop_options,
+        options=task.loop_options(name_of_loop),
         gateway=gateway,
     )
     # an evaluation counts every problem, also those that are not worth training on

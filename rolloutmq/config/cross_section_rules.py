@@ -16,6 +16,7 @@ from buffer.config.run_settings import PolicySection
 from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig
 from consumer.config.trainer import MOST_PROBLEMS, WITHIN_A_GROUP
+from producer_workers.agent_loops.agent_loop import has_agents
 from producer_workers.config.task import TaskSection
 from producer_workers.hub import is_id
 
@@ -98,7 +99,7 @@ def context_problems(
     for name in tasks:
         task = config.tasks[name]
         # an agent's requests have prompts of their own, and share max_tokens
-        if (task.agent_loop or config.worker.agent_loop) == "gateway":
+        if has_agents(task.loop(config.worker.agent_loop)):
             continue
         # the default limit is no wish of the user: responses then end where the context does
         if prompt is None and "max_tokens" not in task.sample.model_fields_set:
