@@ -53,7 +53,7 @@ gpu-day: setup ## all that one CUDA GPU can show in 25 minutes: a report with fi
 	@$(PY) -m benchmarks.gpu_day
 
 test: lint type arch ## everything that CI runs
-	@$(PYTEST) -m "not chaos and not gpu and not modes" -n 4 --no-loadscope-reorder
+	@$(PYTEST) -m "not chaos and not gpu and not modes and not agents" -n 4 --no-loadscope-reorder
 
 .PHONY: test-modes
 test-modes: setup ## vLLM in shards, as pipeline stages and as replicas, or on 2 and 4 GPUs where there are some; 2 minutes
@@ -67,6 +67,24 @@ test-foreign: setup ## workers in other languages against the protocol's tests; 
 	@mkdir -p build/foreign && cp tests/foreign/package.json tests/foreign/package-lock.json build/foreign/
 	@npm ci --prefix build/foreign --no-audit --no-fund
 	@$(PYTEST) tests/pipeline/test_worker_contract.py
+
+.PHONY: test-environments
+test-environments: setup ## environments of verifiers and OpenEnv against the gateway; installs them into build/environments
+	@for package in verifiers==0.4.0 openenv==0.10.0; do \
+		venv=build/environments/$$package; \
+		test -f $$venv/done || { $(PYTHON) -m venv $$venv && $$venv/bin/pip install -q $$package && \
+			$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$venv/lib/python3*/site-packages/rolloutmq.pth \
+			&& touch $$venv/done; } || exit; \
+		$$venv/bin/python -m pytest tests/producer_workers/environments/test_$${package%%=*}_environment.py || exit; \
+	done
+
+AGENTS := tests/producer_workers/real_agents
+.PHONY: test-agents
+test-agents: setup ## Codex, opencode, qwen-code, mini-swe-agent and others, as users start them; installs 1.8 GB into build/agents
+	@mkdir -p build/agents && cp $(AGENTS)/package.json $(AGENTS)/package-lock.json build/agents/
+	@npm ci --prefix build/agents --no-audit --no-fund
+	@$(PYTHON) -m venv build/agents/venv && build/agents/venv/bin/pip install -q -r $(AGENTS)/requirements.txt
+	@$(PYTEST) -m agents $(AGENTS)
 
 bench: setup ## measure against raw Redis, naive ways and ideal fleets; 12 minutes at most, fills benchmarks/README.md
 	@$(PY) -m benchmarks

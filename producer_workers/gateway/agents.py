@@ -116,10 +116,16 @@ AGENT = AgentBorder()
 class FunctionAgent:
     """Runs a function, in processes if it is named as "module:function". Raises ConfigError.
 
-    A plain function runs in a thread. `limit_s` limits one session.
+    A plain function runs in a thread. `limit_s` limits one session. `options`: its keyword
+    arguments.
     """
 
-    def __init__(self, agent: str | Callable[[AgentTask], Any], limit_s: float) -> None:
+    def __init__(
+        self,
+        agent: str | Callable[..., Any],
+        limit_s: float,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         path = agent if isinstance(agent, str) else None
         function: Any = load_object(path, kind="agent") if path else agent
         if not callable(function):
@@ -140,7 +146,9 @@ class FunctionAgent:
             # the endpoint refuses its next request, which ends it in order
             grace_s=10.0,
         )
-        self._call = call_of(function, f"{__name__}:AGENT", rules, path=path, turns=_THREADS)
+        self._call = call_of(
+            function, f"{__name__}:AGENT", rules, path=path, options=options, turns=_THREADS
+        )
 
     async def run(self, task: AgentTask) -> Earned | None:
         """Return the agent's own rewards, or None. Raises AgentError; cancelling ends the agent."""

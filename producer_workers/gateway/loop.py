@@ -13,7 +13,7 @@ is in its response, with mask 0.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
 from typing import Any
@@ -56,11 +56,11 @@ Rollouts = list[RolloutState]
 class GatewayAgentLoop:
     """Runs one agent for each rollout of a group, for up to `time_limit_s` seconds.
 
-    `agent` is a function or "module:function"; or `command` is a program. `parser`: see
-    tool_parsers.py, "" for none. An interrupted session begins again, unless its agent is
-    `resumable` and the task has partial rollout: then any worker continues it after its finished
-    turns (`SessionRecord`). Sessions of its group that had ended keep their rollouts; those without
-    a reward are only judged.
+    `agent` is a function or "module:function", with `agent_options` as its keyword arguments; or
+    `command` is a program. `parser`: see tool_parsers.py, "" for none. An interrupted session
+    begins again, unless its agent is `resumable` and the task has partial rollout: then any worker
+    continues it after its finished turns (`SessionRecord`). Sessions of its group that had ended
+    keep their rollouts; those without a reward are only judged.
     """
 
     makes_prompts = True  # what its sessions have in common
@@ -74,6 +74,7 @@ class GatewayAgentLoop:
         eos_ids: Collection[int],
         partial_rollout: bool = False,
         agent: Any = None,
+        agent_options: Mapping[str, Any] | None = None,
         command: Sequence[str] = (),
         parser: str = "hermes",
         time_limit_s: float = 600.0,
@@ -87,7 +88,9 @@ class GatewayAgentLoop:
             )
         keep_loopback_direct()
         self._agent = (
-            ProgramAgent(command, time_limit_s) if command else FunctionAgent(agent, time_limit_s)
+            ProgramAgent(command, time_limit_s)
+            if command
+            else FunctionAgent(agent, time_limit_s, agent_options)
         )
         self._is_resumable = partial_rollout and (resumable or self._agent.resumable)
         self._judge = judge
