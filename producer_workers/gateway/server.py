@@ -120,7 +120,8 @@ class Guest:
     def asking(self, request: web.Request) -> Iterator[None]:
         """Let `request` end with the key. Raises Refusal."""
         is_packed = "Content-Encoding" in request.headers
-        size = LARGEST_REQUEST if is_packed else request.content_length or LARGEST_REQUEST
+        told = None if is_packed else request.content_length
+        size = min(told or LARGEST_REQUEST, LARGEST_REQUEST)  # a larger one is refused as it comes
         if len(self.requests) >= MOST_AT_ONCE or size + sum(self.requests.values()) > MOST_BYTES:
             _refuse_for_now(f"more than {MOST_AT_ONCE} requests of this key, or {MOST_BYTES} bytes")
         answering = asyncio.current_task()
