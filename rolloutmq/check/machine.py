@@ -140,7 +140,7 @@ def _packages(config: Config) -> Iterator[tuple[str, str]]:
         yield from (("the trainer", name) for name in ("torch", "transformers", "safetensors"))
     if config.engine.package:
         yield f"[engine] kind = {config.engine.kind}", config.engine.package
-    for loop in {task.loop(config.worker.agent_loop) for task in config.tasks.values()}:
+    for loop in sorted({task.loop(config.worker.agent_loop) for task in config.tasks.values()}):
         if has_agents(loop):
             yield f"agent_loop = {loop}", "aiohttp"
         if loop in _PACKAGES_OF_LOOPS:
