@@ -34,11 +34,12 @@ from producer_workers.gateway.agents import (
 from producer_workers.gateway.segment import (
     Segment,
     SessionRecord,
-    common_prompt,
+    share_prompt,
     without_record,
 )
 from producer_workers.gateway.server import Endpoint
 from producer_workers.gateway.session import Session
+from producer_workers.gateway.turn_record import Keeper, TurnWriter, with_turns
 from producer_workers.judges.judge import Judge
 from producer_workers.user_code.failure import log_failure
 
@@ -58,6 +59,7 @@ class GatewayAgentLoop:
     """
 
     makes_prompts = True  # what its sessions have in common
+    with_turns = staticmethod(with_turns)
 
     def __init__(
         self,
@@ -91,8 +93,13 @@ class GatewayAgentLoop:
     async def close(self) -> None:
         self._agent.close()
 
+    @property
+    def keeps_turns(self) -> bool:
+        """Whether another worker can continue its sessions."""
+        return self._is_resumable
+
     async def generate_group(
-        self, states: list[RolloutState], engine: Engine, gid: str
+        self, states: list[RolloutState], engine: Engine, gid: str, keeper: Keeper | None = None
     ) -> list[RolloutState]:
         """Like `AgentLoop`; it may return more rollouts than it got."""
         if any(state.multimodal for state in states):
@@ -108,7 +115,9 @@ class GatewayAgentLoop:
         async with Endpoint(self._tokenizer) as endpoint:
 
             async def run(index: int, rollouts: Rollouts) -> None:
-                by_index[index] = await self._session(rollouts, engine, endpoint, gid, record)
+                by_index[index] = await self._session(
+                    rollouts, engine, endpoint, gid, record, keeper
+                )
 
             await run_all(
                 run(index, rollouts)
@@ -123,7 +132,7 @@ class GatewayAgentLoop:
         else:
             await asyncio.gather(*(self._reward([by_index[index]]) for index in unjudged))
         group = [rollout for session in sessions for rollout in session]
-        _share_prompt(group)
+        share_prompt(group)
         record.write(group)
         return group
 
@@ -134,11 +143,13 @@ class GatewayAgentLoop:
         endpoint: Endpoint,
         gid: str,
         record: SessionRecord,
+        keeper: Keeper | None,
     ) -> Rollouts:
         finished = record.resume(rollouts)
         state = rollouts[0]
         state.reset_response()
         name = f"{gid}/{state.index}"
+        writer = TurnWriter(keeper, state.index, finished) if keeper else None
         session = Session(
             name,
             engine,
@@ -148,6 +159,7 @@ class GatewayAgentLoop:
             state.sample_params,
             self._parser,
             finished,
+            writer,
         )
         key = endpoint.admit(session)
         task = AgentTask(
@@ -169,6 +181,8 @@ class GatewayAgentLoop:
             reward = None if self._judge else {"score": 0.0}
             is_cut = session.is_full or session.truncation
             if not session.interrupted.is_set() and not is_cut:
+                if writer:
+                    writer.failed()
                 return [_failed(state, log_failure(error))]
         finally:
             endpoint.dismiss(key)
@@ -180,6 +194,8 @@ class GatewayAgentLoop:
             return [_failed(state, why)]
         if session.truncation:
             session.segments[-1] = replace(session.segments[-1], finish_reason="length")
+        if writer:
+            writer.ended(session.segments[-1].finish_reason, reward)
         return await self._finish(state, session.segments, reward)
 
     def _interrupted(
@@ -267,15 +283,3 @@ def _failed(state: RolloutState, reason: str) -> RolloutState:
     state.status = Status.FAILED
     state.error = reason
     return state
-
-
-def _share_prompt(group: Rollouts) -> None:
-    """Make what all segments of a group begin with its prompt."""
-    segments = [(state, Segment.of_state(state)) for state in group if len(state.response_ids)]
-    if not segments:
-        return
-    prompt = common_prompt([segment for _, segment in segments])
-    for state in group:
-        state.prompt_ids = segments[0][1].ids[:prompt]
-    for state, segment in segments:
-        segment.fill(state, prompt)

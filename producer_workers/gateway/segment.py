@@ -195,6 +195,18 @@ def common_prompt(segments: Sequence[Segment]) -> int:
     return shortest
 
 
+def share_prompt(group: Sequence[RolloutState]) -> None:
+    """Make what all segments of a group begin with its prompt."""
+    segments = [(state, Segment.of_state(state)) for state in group if len(state.response_ids)]
+    if not segments:
+        return
+    prompt = common_prompt([segment for _, segment in segments])
+    for state in group:
+        state.prompt_ids = segments[0][1].ids[:prompt]
+    for state, segment in segments:
+        segment.fill(state, prompt)
+
+
 def _fitting(segments: Sequence[Segment], given: Conversation) -> Iterator[tuple[Segment, TurnEnd]]:
     """Yield where `given` continues segments."""
     for segment in segments:

@@ -174,6 +174,7 @@ class Endpoint:
             turn = await self._done(session.ask(asked.ask()), session)
             _keep(guest.answered, name, turn)
         try:
+            await self._done(session.stored(), session)
             return await self._send(request, asked, turn)
         except (OSError, asyncio.CancelledError):  # the agent has gone, and may ask again
             _keep(guest.unsent, name, turn)
