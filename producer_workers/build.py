@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import os
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from buffer.control.origin import Origin
 from buffer.errors import ConfigError, ModelError
@@ -186,7 +188,10 @@ def make_worker(
     order = config.policy.order
     run.buffer.order_function = order_call(order, load_order(run.limits.order, order))
     judges = WatchedJudges(JudgeTimes(run.observers))
-    runners = {name: _make_runner(config, run, name, tokenizer, ends, judges) for name in names}
+    gateway = functools.cache(_make_gateway)
+    runners = {
+        name: _make_runner(config, run, name, tokenizer, ends, judges, gateway) for name in names
+    }
     return Worker(
         run,
         engine,
@@ -204,6 +209,12 @@ def make_worker(
             "engine_restarts": str(restarts),
         },
     )
+
+
+def _make_gateway() -> Any:
+    from producer_workers.gateway.server import Gateway  # needs aiohttp
+
+    return Gateway()
 
 
 def _task_names(config: ProducingConfig) -> list[str]:
@@ -241,6 +252,7 @@ def _make_runner(
     tokenizer: Tokenizer,
     eos_ids: set[int],
     judges: WatchedJudges,
+    gateway: Callable[[], Any],
 ) -> TaskRunner:
     task = config.tasks[name]
     strategy = config.strategy_of(name)
@@ -252,6 +264,7 @@ def _make_runner(
         eos_ids=eos_ids,
         partial_rollout=is_partial,
         options=task.agent_loop_options,
+        gateway=gateway,
     )
     # an evaluation counts every problem, also those that are not worth training on
     spec = None if task.eval_of else strategy.is_valid_sample_fn

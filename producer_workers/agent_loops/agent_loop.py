@@ -15,7 +15,11 @@ from producer_workers.judges.judge import Judge
 
 
 class AgentLoop(Protocol):
-    """Generates and judges groups. One instance of a task serves many groups at once."""
+    """Generates and judges groups. One instance of a task serves many groups at once.
+
+    It may have coroutines `open()` and `close()`, which a worker calls when it starts and leaves.
+    A class with `uses_gateway = True` gets the gateway of its worker as `gateway`.
+    """
 
     async def generate_group(
         self, states: list[RolloutState], engine: Engine, gid: str
@@ -51,8 +55,12 @@ def load_agent_loop(
     eos_ids: Collection[int],
     partial_rollout: bool = False,
     options: Mapping[str, Any] | None = None,
+    gateway: Callable[[], Any] | None = None,
 ) -> AgentLoop:
-    """Make a loop from a name in BUILT_IN, a class, or "module:Class". Raises ConfigError."""
+    """Make a loop from a name in BUILT_IN, a class, or "module:Class". Raises ConfigError.
+
+    `gateway` returns the one of the worker; default: a loop that uses one has its own.
+    """
     name = spec if isinstance(spec, str) else getattr(spec, "__name__", "agent loop")
     factory: Any = spec
     if isinstance(spec, str):
@@ -65,6 +73,8 @@ def load_agent_loop(
         "eos_ids": eos_ids,
         "partial_rollout": partial_rollout,
     }
+    if gateway and getattr(factory, "uses_gateway", False):
+        given["gateway"] = gateway()
     try:
         loop: AgentLoop = factory(**{**(options or {}), **given})
     except TypeError as error:

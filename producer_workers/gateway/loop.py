@@ -1,6 +1,6 @@
 """Make rollouts with agent programs that speak to a local endpoint as to OpenAI or Anthropic.
 
-    group ──▶ endpoint ──▶ per rollout: session, key ──▶ agent ──▶ its segments ──judge──▶ rollouts
+    group ──▶ gateway ──▶ per rollout: session, key ──▶ agent ──▶ its segments ──judge──▶ rollouts
                                                            └ ended by a pause, started again later
 
 A session gives one rollout per segment, with the same `index`, `session_id` and reward, so the
@@ -37,7 +37,7 @@ from producer_workers.gateway.segment import (
     share_prompt,
     without_record,
 )
-from producer_workers.gateway.server import Endpoint
+from producer_workers.gateway.server import Gateway
 from producer_workers.gateway.session import Session
 from producer_workers.gateway.turn_record import Keeper, TurnWriter, with_turns
 from producer_workers.judges.judge import Judge
@@ -59,6 +59,7 @@ class GatewayAgentLoop:
     """
 
     makes_prompts = True  # what its sessions have in common
+    uses_gateway = True
     with_turns = staticmethod(with_turns)
 
     def __init__(
@@ -73,6 +74,7 @@ class GatewayAgentLoop:
         parser: str = "hermes",
         time_limit_s: float = 600.0,
         resumable: bool = False,
+        gateway: Gateway | None = None,
     ) -> None:
         if (agent is None) == (not command):
             raise ConfigError(
@@ -89,9 +91,14 @@ class GatewayAgentLoop:
         self._eos_ids = frozenset(eos_ids)
         self._delta = ChatDelta(tokenizer, eos_ids)
         self._parser = tool_parser(parser, tokenizer) if parser else None
+        self._gateway = gateway or Gateway()
+
+    async def open(self) -> None:
+        await self._gateway.start()
 
     async def close(self) -> None:
         self._agent.close()
+        await self._gateway.close()  # all loops of a worker close together
 
     @property
     def keeps_turns(self) -> bool:
@@ -112,20 +119,16 @@ class GatewayAgentLoop:
             by_index.setdefault(state.index, []).append(state)
         unjudged = {index for index, session in by_index.items() if _is_unjudged(session[0])}
         record = SessionRecord(states[0].extra)
-        async with Endpoint(self._tokenizer) as endpoint:
 
-            async def run(index: int, rollouts: Rollouts) -> None:
-                by_index[index] = await self._session(
-                    rollouts, engine, endpoint, gid, record, keeper
-                )
+        async def run(index: int, rollouts: Rollouts) -> None:
+            by_index[index] = await self._session(rollouts, engine, gid, record, keeper)
 
-            await run_all(
-                run(index, rollouts)
-                for index, rollouts in by_index.items()
-                if rollouts[0].status is not Status.COMPLETED and index not in unjudged
-            )
-        if endpoint.failure:  # agents cannot raise it: they got it as an HTTP status
-            raise endpoint.failure
+        await self._gateway.start()
+        await run_all(
+            run(index, rollouts)
+            for index, rollouts in by_index.items()
+            if rollouts[0].status is not Status.COMPLETED and index not in unjudged
+        )
         sessions = [by_index[index] for index in sorted(by_index)]
         if self._judge and self._judge.sees_group:
             await self._judge_together(sessions)
@@ -140,7 +143,6 @@ class GatewayAgentLoop:
         self,
         rollouts: Sequence[RolloutState],
         engine: Engine,
-        endpoint: Endpoint,
         gid: str,
         record: SessionRecord,
         keeper: Keeper | None,
@@ -161,9 +163,9 @@ class GatewayAgentLoop:
             finished,
             writer,
         )
-        key = endpoint.admit(session)
+        key = self._gateway.admit(session)
         task = AgentTask(
-            endpoint.url,
+            self._gateway.url,
             key,
             own_copy(state.messages),
             state.data_source,
@@ -185,8 +187,10 @@ class GatewayAgentLoop:
                     writer.failed()
                 return [_failed(state, log_failure(error))]
         finally:
-            endpoint.dismiss(key)
+            self._gateway.dismiss(key)
             record.count(session.new_contexts)
+        if session.failure:  # the agent cannot raise it: it got it as an HTTP status
+            raise session.failure
         if session.interrupted.is_set():
             return self._interrupted(state, session.segments, record)
         if not session.segments:

@@ -1,10 +1,9 @@
-"""Serve the dialects of agents to one group; a session's API key ends with the group."""
+"""Serve the dialects of agents on one port per worker; a key decides the session."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import logging
 import re
 import secrets
@@ -18,7 +17,7 @@ from aiohttp.typedefs import Handler
 from pydantic import ValidationError
 
 from buffer.errors import ConfigError, RolloutMQError, WireError
-from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
+from producer_workers.agent_loops.tokenizer import in_tokenizer_thread
 from producer_workers.engines.base import EngineDeadError, GenerationError
 from producer_workers.gateway.agents import MODEL
 from producer_workers.gateway.anthropic_api import CountRequest, MessagesRequest
@@ -88,26 +87,39 @@ def _keep(answers: dict[bytes, SampledTurn], asked: bytes, turn: SampledTurn) ->
         del answers[next(iter(answers))]
 
 
-class Endpoint:
-    """The endpoint of one group. `failure` is the error that ended the engine."""
+class Gateway:
+    """The server of a worker, shared by all sessions of its groups. `url` is OpenAI's."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._guests: dict[str, Guest] = {}
+    def __init__(self) -> None:
+        self._guests: dict[bytes, Guest] = {}  # by the hash of the key
+        self._changing = asyncio.Lock()
+        self._runner: web.AppRunner | None = None
         self.url = ""
-        self.failure: EngineDeadError | None = None
 
     def admit(self, session: Session) -> str:
+        """Return a new key, with which requests reach the session until it is dismissed."""
         key = f"rmq-{secrets.token_urlsafe(24)}"
-        self._guests[key] = Guest(session)
+        self._guests[_hash(key)] = Guest(session)
         return key
 
     def dismiss(self, key: str) -> None:
         """End an agent's key, and cancel its open requests."""
-        for request in self._guests.pop(key).requests:
+        for request in self._guests.pop(_hash(key)).requests:
             request.cancel()
 
-    async def __aenter__(self) -> Endpoint:
+    async def start(self) -> None:
+        """Listen, unless it does."""
+        async with self._changing:
+            self._runner = self._runner or await self._listen()
+
+    async def close(self) -> None:
+        """Stop listening; `start` may follow."""
+        async with self._changing:
+            runner, self._runner = self._runner, None
+            if runner:
+                await runner.cleanup()
+
+    async def _listen(self) -> web.AppRunner:
         app = web.Application(client_max_size=LARGEST_REQUEST, middlewares=[_write_refusals])
         app.add_routes(
             [
@@ -117,27 +129,21 @@ class Endpoint:
             ],
         )
         # A request whose agent has gone is cancelled, so that the engine stops sampling for it.
-        self._runner = web.AppRunner(
+        runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
         )
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
-        await site.start()
-        host, port = self._runner.addresses[0][:2]
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        host, port = runner.addresses[0][:2]
         self.url = f"http://{host}:{port}/v1"
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._runner.cleanup()
+        return runner
 
     def _guest(self, request: web.Request) -> Guest:
         """Return the agent whose key is in a request. Raises Refusal."""
         kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
         given = [request.headers.get("x-api-key", ""), bearer if kind.lower() == "bearer" else ""]
-        tokens = [each.strip().encode(errors="surrogateescape") for each in given]
-        for key, guest in self._guests.items():
-            # In constant time: another process of this machine may guess keys.
-            if any([hmac.compare_digest(key.encode(), token) for token in tokens]):
+        for key in given:
+            if guest := self._guests.get(_hash(key.strip())):
                 return guest
         why = "this key belongs to no session, or to one that has ended"
         raise Refusal(401, why, "invalid_api_key")
@@ -165,49 +171,55 @@ class Endpoint:
         asked = await in_tokenizer_thread(_parse, kind, body)  # long ones take seconds
         session = guest.session
         if asked.counts:
-            tokens = await self._done(session.count(asked.ask()), session)
+            tokens = await _done(session.count(asked.ask()), session)
             return web.json_response({"input_tokens": tokens})
         name = hashlib.sha256(kind.path.encode() + body).digest()
         is_retry = request.headers.get(RETRIES, "0") != "0"
         turn = guest.answer_again(name, is_retry=is_retry)
         if turn is None:
-            turn = await self._done(session.ask(asked.ask()), session)
+            turn = await _done(session.ask(asked.ask()), session)
             _keep(guest.answered, name, turn)
         try:
-            await self._done(session.stored(), session)
-            return await self._send(request, asked, turn)
+            await _done(session.stored(), session)
+            return await _send(request, asked, turn, session)
         except (OSError, asyncio.CancelledError):  # the agent has gone, and may ask again
             _keep(guest.unsent, name, turn)
             raise
 
-    async def _send(
-        self, request: web.Request, asked: AgentRequest, turn: SampledTurn
-    ) -> web.StreamResponse:
-        pieces = await in_tokenizer_thread(self._pieces, turn) if asked.wants_logprobs else []
-        if asked.stream:
-            return await _stream(request, asked.events(turn, pieces))
-        response = web.json_response(asked.answer(turn, pieces))
-        await response.prepare(request)
-        await response.write_eof()
-        return response
 
-    async def _done(self, work: Awaitable[T], session: Session) -> T:
-        """Return the result of what a session does. Raises Refusal."""
-        try:
-            return await work
-        except (SessionClosed, ContextFull) as error:
-            if isinstance(error, SessionClosed) and session.interrupted.is_set():
-                raise Refusal(503, str(error), "interrupted") from error
-            raise Refusal(400, str(error), "context_length_exceeded") from error
-        except (ConfigError, GenerationError, WireError) as error:
-            raise Refusal(400, str(error), "refused") from error
-        except EngineDeadError as error:
-            self.failure = error
-            session.interrupted.set()
-            raise Refusal(503, "the engine died", "interrupted") from error
+def _hash(key: str) -> bytes:
+    """Return the name of a key. Looking it up in a table tells a guesser nothing by its time."""
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
-    def _pieces(self, turn: SampledTurn) -> list[str]:
-        return [str(self._tokenizer.decode([token])) for token in turn.made.token_ids.tolist()]
+
+async def _done(work: Awaitable[T], session: Session) -> T:
+    """Return the result of what a session does. Raises Refusal."""
+    try:
+        return await work
+    except (SessionClosed, ContextFull) as error:
+        if isinstance(error, SessionClosed) and session.interrupted.is_set():
+            raise Refusal(503, str(error), "interrupted") from error
+        raise Refusal(400, str(error), "context_length_exceeded") from error
+    except (ConfigError, GenerationError, WireError) as error:
+        raise Refusal(400, str(error), "refused") from error
+    except EngineDeadError as error:
+        session.failure = error
+        session.interrupted.set()
+        raise Refusal(503, "the engine died", "interrupted") from error
+
+
+async def _send(
+    request: web.Request, asked: AgentRequest, turn: SampledTurn, session: Session
+) -> web.StreamResponse:
+    pieces: list[str] = []
+    if asked.wants_logprobs:
+        pieces = await in_tokenizer_thread(session.pieces, turn.made)
+    if asked.stream:
+        return await _stream(request, asked.events(turn, pieces))
+    response = web.json_response(asked.answer(turn, pieces))
+    await response.prepare(request)
+    await response.write_eof()
+    return response
 
 
 def _parse(kind: type[AgentRequest], body: bytes) -> AgentRequest:

@@ -30,7 +30,7 @@ from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, in_tokenizer_thread
 from producer_workers.agent_loops.tool_parsers import ParsedTurn, ToolParser
-from producer_workers.engines.base import Engine, Generation, context_length
+from producer_workers.engines.base import Engine, EngineDeadError, Generation, context_length
 from producer_workers.gateway.history import Conversation, Messages
 from producer_workers.gateway.segment import (
     Segment,
@@ -148,6 +148,7 @@ class Session:
         self.truncation = ""
         self.segments = [*finished]
         self.interrupted = asyncio.Event()
+        self.failure: EngineDeadError | None = None  # ended the engine, and the session
 
     @property
     def is_full(self) -> bool:
@@ -358,6 +359,10 @@ class Session:
         messages = [{"role": _RAW, "content": text}]
         context = known.read(np.array(new, "<i4"), messages, Conversation.of(messages))
         return Reading(parent, replace(context, tools=_RAW))
+
+    def pieces(self, made: Generation) -> list[str]:
+        """Return the text of each token."""
+        return [str(self._tokenizer.decode([token])) for token in made.token_ids.tolist()]
 
     def _text(self, made: Generation, *, skip_special_tokens: bool) -> str:
         ids = made.token_ids.tolist()

@@ -128,6 +128,13 @@ class GroupRunner:
         finally:
             self._held.forget(job)
 
+    async def open(self) -> None:
+        """Open the agent loops, which may serve something. Raises ConfigError."""
+        for runner in self._runners.values():
+            opens = getattr(runner.agent_loop, "open", None)
+            if inspect.iscoroutinefunction(opens):
+                await opens()
+
     async def close(self) -> None:
         """Close the agent loops, which may hold processes of tools; log what they raise."""
         closes = [getattr(runner.agent_loop, "close", None) for runner in self._runners.values()]

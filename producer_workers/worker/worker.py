@@ -141,10 +141,11 @@ class Worker:
     async def run(self) -> None:
         """Work until `stop` or the end of the run; keep results while the server is unreachable.
 
-        Raises EngineDeadError, GroupChanged, LostRun, RunNotFound, and Fenced if another process
-        registered this id.
+        Raises ConfigError, EngineDeadError, GroupChanged, LostRun, RunNotFound, and Fenced if
+        another process registered this id.
         """
         contain_exits(asyncio.get_running_loop())
+        await self._runner.open()
         self._loop_watch.start()
         self._inbox.open()
         state = await asyncio.to_thread(self._heartbeat.register)

@@ -354,7 +354,7 @@ def test_what_anthropics_client_may_not_ask_raises_its_own_errors(
     engine.max_model_len = 200
 
     async def scene(desk: Desk) -> None:
-        url = desk.endpoint.url.removesuffix("/v1")
+        url = desk.gateway.url.removesuffix("/v1")
         key = body.pop("api_key", desk.key)
         async with anthropic.AsyncAnthropic(base_url=url, api_key=key) as client:
             asked: Any = {**CLAUDE, "messages": [{"role": "user", "content": "x"}], **body}
@@ -489,6 +489,38 @@ def test_functions_of_a_namespace_are_offered_and_called_by_both_names(chat: Any
             await client.responses.create(**asked)
 
     _, states = conversation(chat, solve, [CALL.replace('"add"', '"sums.add"') + CALL, "5"])
+    assert len(states) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [('{"input": "*** Add\\n"}', "*** Add\n"), ('{"patch": "x"}', '{"patch":"x"}')],
+    ids=["its form", "another form"],
+)
+def test_a_custom_tool_gets_what_the_model_gave_and_its_tokens_are_kept(
+    chat: Any, stream: bool, arguments: str, given: str
+) -> None:
+    """As Codex offers apply_patch."""
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: LINE+"}
+    tool: Any = {"type": "custom", "name": "patch", "description": "Edit.", "format": grammar}
+
+    async def solve(task: AgentTask) -> None:
+        async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            asked: Any = {"model": "m", "tools": [tool], "input": [*task.messages]}
+            if stream:
+                async with client.responses.stream(**asked) as streamed:
+                    first: Any = await streamed.get_final_response()
+            else:
+                first = await client.responses.create(**asked)
+            call = first.output[-1]
+            assert (call.type, call.name, call.input) == ("custom_tool_call", "patch", given)
+            result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "ok"}
+            asked["input"] += [*first.output, result]
+            await client.responses.create(**asked)
+
+    line = f'<tool_call>\n{{"name": "patch", "arguments": {arguments}}}\n</tool_call>'
+    _, states = conversation(chat, solve, [line, "done"])
     assert len(states) == 1
 
 
@@ -644,6 +676,7 @@ def test_whatever_types_a_client_sends_it_is_answered_or_refused(
                 }
             ],
         ),
+        ("/v1/responses", "tools", [{"type": "custom", "name": 5, "format": 3}, 5]),
         ("/v1/chat/completions", "tools", [{"type": "function", "function": 5}]),
         ("/v1/messages", "tools", [{"name": "f", "input_schema": {"maximum": 2**70}}]),
         ("/inference/v1/generate", "token_ids", [2**31 - 1]),
@@ -674,7 +707,7 @@ def test_whatever_types_a_client_sends_it_is_answered_or_refused(
     ]
 
     async def scene(desk: Desk) -> None:
-        root = desk.endpoint.url.removesuffix("/v1")
+        root = desk.gateway.url.removesuffix("/v1")
         for path, field, value in [*fields, *odd]:
             body = json.dumps({**PATHS[path], field: value}).encode()
             headers = {"x-api-key": desk.key}
@@ -754,7 +787,7 @@ def test_an_agent_whose_stream_breaks_may_ask_again_without_saying_so(
         headers = {"Authorization": f"Bearer {desk.key}"}
         texts = []
         for _ in range(3):
-            url = f"{desk.endpoint.url}/chat/completions"
+            url = f"{desk.gateway.url}/chat/completions"
             with contextlib.suppress(aiohttp.ClientError):
                 async with desk.http.post(url, json=body, headers=headers) as reply:
                     texts.append(await reply.text())

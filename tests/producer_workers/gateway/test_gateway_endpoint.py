@@ -29,7 +29,7 @@ from producer_workers.config.engine import Fixed, SimulatedConfig
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.gateway import server, session
 from producer_workers.gateway.agents import AgentTask
-from producer_workers.gateway.server import Endpoint
+from producer_workers.gateway.server import Gateway
 from producer_workers.gateway.session import Session, TokenBudget
 from producer_workers.judges.judge import Judge
 from tests.producer_workers.recorder import Recorder, loop_of, questions
@@ -39,16 +39,16 @@ GENEROUS_S = 400.0
 
 
 class Desk:
-    """One session behind an endpoint, and its client.
+    """One session behind a gateway, and its client.
 
     `ask` returns (status, the error's message or the answer).
     """
 
-    def __init__(self, endpoint: Endpoint, session: Session, http: aiohttp.ClientSession) -> None:
-        self.endpoint = endpoint
+    def __init__(self, gateway: Gateway, session: Session, http: aiohttp.ClientSession) -> None:
+        self.gateway = gateway
         self.session = session
         self.http = http
-        self.key = endpoint.admit(session)
+        self.key = gateway.admit(session)
 
     async def ask(
         self, body: Any, path: str = "chat/completions", **headers: str
@@ -56,7 +56,7 @@ class Desk:
         headers = {"Authorization": f"Bearer {self.key}", **headers}
         data = body if isinstance(body, bytes) else orjson.dumps(body)
         async with self.http.post(
-            f"{self.endpoint.url}/{path}", data=data, headers=headers
+            f"{self.gateway.url}/{path}", data=data, headers=headers
         ) as reply:
             said = orjson.loads(await reply.read())
         if reply.status == 200:
@@ -79,8 +79,13 @@ def at_desk(
         delta = ChatDelta(chat, [chat.eos_token_id])
         sampling = SampleParams(**params)
         made = Session("g/0", engine, chat, delta, [chat.eos_token_id], sampling, HermesParser())
-        async with Endpoint(chat) as endpoint, aiohttp.ClientSession() as http:
-            yield Desk(endpoint, made, http)
+        gateway = Gateway()
+        await gateway.start()
+        try:
+            async with aiohttp.ClientSession() as http:
+                yield Desk(gateway, made, http)
+        finally:
+            await gateway.close()
 
     async def play() -> Session:
         async with asyncio.timeout(GENEROUS_S), open_desk() as desk:
