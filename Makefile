@@ -68,6 +68,16 @@ test-foreign: setup ## workers in other languages against the protocol's tests; 
 	@npm ci --prefix build/foreign --no-audit --no-fund
 	@$(PYTEST) tests/pipeline/test_worker_contract.py
 
+.PHONY: test-environments
+test-environments: setup ## environments of verifiers and OpenEnv against the gateway; installs them into build/environments
+	@for package in verifiers==0.4.0 openenv==0.10.0; do \
+		venv=build/environments/$$package; \
+		test -f $$venv/done || { $(PYTHON) -m venv $$venv && $$venv/bin/pip install -q $$package && \
+			$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$venv/lib/python3*/site-packages/rolloutmq.pth \
+			&& touch $$venv/done; } || exit; \
+		$$venv/bin/python -m pytest tests/producer_workers/environments/test_$${package%%=*}_environment.py || exit; \
+	done
+
 bench: setup ## measure against raw Redis, naive ways and ideal fleets; 12 minutes at most, fills benchmarks/README.md
 	@$(PY) -m benchmarks
 

@@ -176,9 +176,9 @@ class ResponsesRequest(ToolRequest):
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Annotated[JsonList | None, BeforeValidator(_tools)] = None
-    custom: Annotated[list[str], BeforeValidator(_names_of_custom)] = Field(
-        [], validation_alias="tools"
-    )
+    custom: Annotated[
+        tuple[str, ...], BeforeValidator(_names_of_custom), Field(validation_alias="tools")
+    ] = ()
     max_output_tokens: MaxTokens | None = None
     text: FormatHolder = None
 

@@ -40,7 +40,7 @@ from producer_workers.gateway.segment import (
     why_new,
 )
 from producer_workers.gateway.turn import Ask, SampledTurn
-from producer_workers.gateway.turn_record import TurnWriter
+from producer_workers.gateway.turn_writer import SessionWriter
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -126,7 +126,7 @@ class Session:
         params: SampleParams,
         parser: ToolParser | None,
         finished: Sequence[Segment] = (),
-        writer: TurnWriter | None = None,
+        writer: SessionWriter | None = None,
     ) -> None:
         self.name = name
         self._engine = engine

@@ -51,7 +51,7 @@ class TaskRunner:
         put_together = getattr(self.agent_loop, "with_turns", None)
         if not (group.turns and put_together):
             return group
-        return group.continued(put_together(group.states, group.turns))
+        return group.continued(put_together(group.states, group.turns, group.gid))
 
     async def generate(
         self, states: list[RolloutState], engine: Engine, gid: str, source: LoopInput

@@ -19,7 +19,6 @@ from tests.warm_process import start_program
 AGENTS = 2
 
 
-
 def notes(folder: Path, kind: str) -> list[Any]:
     file = folder / kind
     return [orjson.loads(line) for line in file.read_bytes().splitlines()] if file.exists() else []

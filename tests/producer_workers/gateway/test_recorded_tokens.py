@@ -17,7 +17,7 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.engines.base import Generation
 from producer_workers.gateway.agents import AgentTask
-from producer_workers.gateway.turn_record import with_turns
+from producer_workers.gateway.turn_reader import with_turns
 from tests.producer_workers.agents import TOOL
 from tests.producer_workers.recorder import Recorder, loop_of, questions, run
 
@@ -83,7 +83,7 @@ class Killed:
 
     def found(self) -> list[RolloutState]:
         turns = [group_bytes.decode(turn).states[0] for turn in self.turns]
-        return with_turns(group_bytes.decode(self.base).states, turns)
+        return with_turns(group_bytes.decode(self.base).states, turns, "math-0000000001")
 
 
 def check(engine: Recorder, states: list[RolloutState]) -> set[int]:
