@@ -54,10 +54,7 @@ class Recorder(LetterEngine):
                 self.tokenizer.eos_token_id,
             ]
         else:
-            odd = self.tokenizer.get_vocab()[
-                "ÿ"
-            ]  # no text: it would come back from the agent as other tokens
-            ids = [odd, *self.tokenizer.encode(self.lines[number]), self.tokenizer.eos_token_id]
+            ids = [*self.tokens_of(self.lines[number]), self.tokenizer.eos_token_id]
         cut = ids[: params.max_tokens]
         logprobs = (-number - np.arange(len(cut)) / 1024).astype("<f4")
         spans = (VersionSpan(0, len(cut), number, self.now.lineage),)
@@ -67,6 +64,10 @@ class Recorder(LetterEngine):
         self.read.append(prompt_ids.copy())
         self.said.append(made)
         return made
+
+    def tokens_of(self, line: str) -> list[int]:
+        """Return a line behind a token that is no text: agents send it back as other tokens."""
+        return [self.tokenizer.get_vocab()["ÿ"], *self.tokenizer.encode(line)]
 
     def check(self, states: list[RolloutState]) -> None:
         """Check that exactly what was read and sampled is there, each token trained once."""
