@@ -117,10 +117,11 @@ def machine_errors(config: Config) -> list[RolloutMQError]:
         for key, name in _packages(config)
         if not _is_installed(name)
     ]
-    try:
-        placement_of(config)
-    except ConfigError as error:
-        found.append(error)
+    for check in (placement_of, lambda config: config.gateway.tls_context()):
+        try:
+            check(config)
+        except ConfigError as error:
+            found.append(error)
     return [*found]
 
 

@@ -306,6 +306,12 @@ def _evaluation_fits(config: Config) -> Iterator[str]:
         )
 
 
+def _workers_have_ports(config: Config) -> Iterator[str]:
+    needed, gateway = config.launch.workers, config.gateway
+    if gateway.port and gateway.ports < needed:
+        yield f"[launch] workers = {needed} need [gateway] ports = {needed} or more, or port = 0"
+
+
 def _evaluation_is_one_batch(config: Config) -> Iterator[str]:
     for name, task in config.tasks.items():
         if task.eval_of is None or config.evaluation.groups or not task.dataset.is_generated:
@@ -343,4 +349,5 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _evaluation_fits,
     _transport_carries_changes,
     _evaluation_is_one_batch,
+    _workers_have_ports,
 )

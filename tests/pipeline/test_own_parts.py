@@ -25,7 +25,9 @@ from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 from consumer.grpo.reporting.step_log import read_evaluations
+from rolloutmq.config.load import load_config
 from rolloutmq.init.project import TINY, Choices, write_project
+from tests.cluster import adjacent_ports
 from tests.pipeline.site import Site
 from tests.programs import python
 from tests.warm_process import run_to_end
@@ -51,7 +53,9 @@ messages += [ask(messages), {"role": "user", "content": "Sure?"}]
 ask(messages)
 if number % 2:  # another conversation
     ask([{"role": "user", "content": "And now?"}])
-with open(os.path.join(sys.argv[1], os.environ["OPENAI_API_KEY"]), "w") as file:
+port = os.environ["OPENAI_BASE_URL"].split(":")[2].split("/")[0]
+name = port + os.environ["OPENAI_API_KEY"]
+with open(os.path.join(sys.argv[1], name), "w") as file:
     json.dump(seen, file)
 """
 
@@ -94,6 +98,8 @@ dataset = {{ kind = "python", factory = "my_task:problems", options = {{ most = 
     )
     text += '[retention]\npolicy = "last"\nbatches = 10\n' + TASKS + web + few
     text = re.sub(r"(?m)^(judge = .*)$", r"\1\nprompt_repeat_k = 2", text)
+    text = text.replace("workers = 1", "workers = 2")
+    text += f"[gateway]\nport = {adjacent_ports()}\nports = 2\n"
     site.config.write_text(text, encoding="utf-8")
     return site
 
@@ -124,6 +130,7 @@ def test_parts_of_a_stranger_and_an_agent_program_train_together(site: Site) -> 
         3,
     }
     check_sessions(by_task["web"], site.folder / "seen", tokenizer)
+    check_ports(site)
     check_logprobs([state for group in groups for state in group.states], site.model)
 
 
@@ -138,6 +145,16 @@ def trained(site: Site) -> list[RolloutGroup]:
             if manifest
             for entry in manifest.entries
         ]
+
+
+def check_ports(site: Site) -> None:
+    """Each worker has one port of the range, and all of its sessions have it."""
+    first = load_config(site.config).gateway.port
+    logs = [site.run_dir / "logs" / f"worker-{n}.log" for n in range(2)]
+    served = [re.findall(r"at http://127.0.0.1:(\d+)/v1", log.read_text()) for log in logs]
+    assert sorted(served) == [[str(first)], [str(first + 1)]]
+    asked = {file.name.split("rmq-")[0] for file in (site.folder / "seen").iterdir()}
+    assert asked <= {str(first), str(first + 1)}
 
 
 def check_sessions(groups: list[RolloutGroup], folder: Path, tokenizer: Any) -> None:
