@@ -251,6 +251,7 @@ async def _answer(
         turn = await _done(session.ask(asked.ask()), session)
         _keep(guest.answered, name, turn)
     try:
+        await _done(session.stored(), session)
         return await _send(request, asked, turn, session)
     except (OSError, asyncio.CancelledError):  # the agent has gone, and may ask again
         _keep(guest.unsent, name, turn)
