@@ -94,6 +94,9 @@ class RolloutGroup:
 
     signatures: Sequence[str] = ()  # lines of `buffer.wire.framing`
 
+    turns: Sequence[RolloutState] = ()
+    """What its agents have done since it was claimed, in order; see `KeptTurns`."""
+
     seal: Seal | None = None  # of the received bytes that this group was made of
 
     def __init__(self, gid: str, task: str, states: Sequence[RolloutState]) -> None:

@@ -40,10 +40,10 @@ T = TypeVar("T")
 
 LARGEST_REQUEST = 32 * 2**20  # bytes; a request carries a whole conversation
 
-# Of one session; its clients ask again later.
-MOST_AT_ONCE = 128  # requests
-MOST_PER_S = 100  # requests
-MOST_BYTES = 4 * LARGEST_REQUEST  # of its requests at once
+# Requests of one key; its clients send more of them again later.
+MOST_AT_ONCE = 128
+MOST_PER_S = 100
+MOST_BYTES = 4 * LARGEST_REQUEST  # at once
 
 QUIET_S = 120.0  # the longest that a connection is silent, or sends one body
 
@@ -94,7 +94,7 @@ class Guest:
     sessions: AgentSessions
     roles: dict[str, Guest] = field(default_factory=dict)
     requests: dict[asyncio.Task[Any], int] = field(default_factory=dict)  # with their bytes
-    counted_until: float = 0.0  # the requests so far are spread over the time until then
+    paid_until: float = 0.0  # each request moves this on by its share of a second
     answered: dict[bytes, SampledTurn] = field(default_factory=dict)
     unsent: dict[bytes, SampledTurn] = field(default_factory=dict)  # its connection broke
 
@@ -111,16 +111,17 @@ class Guest:
     def check_rate(self) -> None:
         """Count a request. Raises Refusal."""
         now = time.monotonic()
-        until = max(self.counted_until, now - 1.0) + 1.0 / MOST_PER_S
+        until = max(self.paid_until, now - 1.0) + 1.0 / MOST_PER_S
         if until > now:
             _refuse_for_now(f"more than {MOST_PER_S} requests of this key in a second")
-        self.counted_until = until
+        self.paid_until = until
 
     @contextmanager
     def asking(self, request: web.Request) -> Iterator[None]:
         """Let `request` end with the key. Raises Refusal."""
         is_packed = "Content-Encoding" in request.headers
-        size = LARGEST_REQUEST if is_packed else request.content_length or LARGEST_REQUEST
+        told = None if is_packed else request.content_length
+        size = min(told or LARGEST_REQUEST, LARGEST_REQUEST)  # a larger one is refused as it comes
         if len(self.requests) >= MOST_AT_ONCE or size + sum(self.requests.values()) > MOST_BYTES:
             _refuse_for_now(f"more than {MOST_AT_ONCE} requests of this key, or {MOST_BYTES} bytes")
         answering = asyncio.current_task()
@@ -194,8 +195,8 @@ class Gateway:
         except BaseException:
             await runner.cleanup()
             raise
-        host, port = runner.addresses[0][:2]
-        self.url = f"{self._section.url(host, port, socket.gethostname())}/v1"
+        port = runner.addresses[0][1]
+        self.url = f"{self._section.url(port, socket.gethostname())}/v1"
         log.info("agents reach this worker at %s", self.url)
         if self._section.warning:
             log.warning("%s", self._section.warning)
@@ -250,6 +251,7 @@ async def _answer(
         turn = await _done(session.ask(asked.ask()), session)
         _keep(guest.answered, name, turn)
     try:
+        await _done(session.stored(), session)
         return await _send(request, asked, turn, session)
     except (OSError, asyncio.CancelledError):  # the agent has gone, and may ask again
         _keep(guest.unsent, name, turn)

@@ -17,6 +17,7 @@ import numpy as np
 from buffer.errors import GroupTimeout, RolloutMQError
 from buffer.failure_text import message_of
 from buffer.imports import load_function
+from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, has_ended
 from buffer.wire.staleness import AgeLimit
 from producer_workers.agent_loops.agent_loop import AgentLoop
@@ -73,6 +74,13 @@ class TaskRunner:
                 return True
         return False
 
+    def with_turns(self, group: RolloutGroup) -> RolloutGroup:
+        """Return a group with what its agents did before their worker died. Raises WireError."""
+        put_together = getattr(self.agent_loop, "with_turns", None)
+        if not (group.turns and put_together):
+            return group
+        return group.continued(put_together(group.states, group.turns, group.gid))
+
     async def generate(
         self, states: list[RolloutState], engine: Engine, gid: str, source: LoopInput
     ) -> list[RolloutState]:
@@ -84,7 +92,9 @@ class TaskRunner:
         states[:] = source.lend(given)
         try:
             async with asyncio.timeout(self.group_time_limit_s) as limit:
-                made = await self.agent_loop.generate_group(list(states), engine, gid)
+                made = await self.agent_loop.generate_group(
+                    list(states), engine, gid, **source.more
+                )
             return source.accept(given, made)
         except GeneratorExit as error:  # of the loop: no running coroutine is closed
             raise UserExit.of(error) from error

@@ -169,11 +169,11 @@ def test_nobody_without_a_key_is_told_anything(requests: list[Request]) -> None:
 
 @pytest.mark.parametrize("has_key", [False, True])
 @pytest.mark.parametrize("form", ["whole", "chunks", "packed"])
-def test_a_body_of_100_mb_is_refused_while_others_are_answered(
+def test_a_body_of_150_mb_is_refused_while_others_are_answered(
     chat: Any, has_key: bool, form: str
 ) -> None:
     engine = Recorder(chat, ["one"])
-    body = b" " * 100_000_000
+    body = b" " * 150_000_000
 
     async def pieces() -> AsyncIterator[bytes]:
         for start in range(0, len(body), 1_000_000):
@@ -254,6 +254,13 @@ def test_too_many_requests_are_put_off_and_clients_ask_again(
                 with pytest.raises(anthropic.RateLimitError) as refused:
                     await other.messages.create(model="any", messages=USER, max_tokens=5)
             assert refused.value.response.headers["Retry-After"] == "1"
+            monkeypatch.setattr(server, "MOST_AT_ONCE", 10)
+            monkeypatch.setattr(server, "MOST_BYTES", 1000)
+            sizes = {}
+            for size in (10, 1000):
+                body = {"messages": [{"role": "user", "content": "x" * size}], "max_tokens": 5}
+                sizes[size] = (await post(f"{gateway.url}/chat/completions", key, body))[0]
+            assert sizes == {10: 200, 1000: 429}
             monkeypatch.setattr(server, "MOST_PER_S", 1)
             await asyncio.sleep(1.1)
             statuses = [(await post(f"{gateway.url}/models", key))[0] for _ in range(3)]
