@@ -39,11 +39,14 @@ class AgentLoop(Protocol):
 # task's `agent_loop_options`.
 AgentLoopFactory = Callable[..., AgentLoop]
 
+LIVE = "live"  # the loop of tasks that only `rolloutmq gateway` serves
+
 BUILT_IN = {
     "single_turn": "producer_workers.agent_loops.single_turn:SingleTurnAgentLoop",
     "multi_turn": "producer_workers.agent_loops.multi_turn:MultiTurnAgentLoop",
     "tools": "producer_workers.agent_loops.multi_turn:ToolAgentLoop",
     "gateway": "producer_workers.gateway.loop:GatewayAgentLoop",
+    LIVE: "producer_workers.live.loop:LiveAgentLoop",
     "verifiers": "producer_workers.environments.loops:VerifiersAgentLoop",
     "openenv": "producer_workers.environments.loops:OpenEnvAgentLoop",
 }

@@ -19,7 +19,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import orjson
 
@@ -93,6 +93,18 @@ Earned = dict[str, dict[str, Any]]
 EVERY_ROLE = "*"
 
 
+@runtime_checkable
+class Agent(Protocol):
+    """Whoever talks in a session. `resumable`: it goes on from `AgentTask.finished`."""
+
+    resumable: bool
+
+    async def run(self, task: AgentTask) -> Earned | None:
+        """Return the agent's own rewards, or None. Raises AgentError; cancelling ends the agent."""
+
+    def close(self) -> None: ...
+
+
 class AgentBorder(Border):
     """Takes the task; returns rewards by role, or None."""
 
@@ -151,7 +163,6 @@ class FunctionAgent:
         )
 
     async def run(self, task: AgentTask) -> Earned | None:
-        """Return the agent's own rewards, or None. Raises AgentError; cancelling ends the agent."""
         earned: Earned | None = await self._call(task)
         return earned
 

@@ -78,7 +78,7 @@ class Refusal(RolloutMQError):
 
     @property
     def headers(self) -> dict[str, str]:
-        if self.status == 429:
+        if self.status == 429 or self.code == "moved":
             return {"Retry-After": "1"}
         return {"x-should-retry": "false"}  # clients would retry, and be refused again
 
@@ -149,16 +149,38 @@ class Gateway:
         self._runner: web.AppRunner | None = None
         self.url = ""
 
-    def admit(self, sessions: AgentSessions) -> str:
-        """Return a new key, with which requests reach these sessions until it is dismissed."""
-        key = f"rmq-{secrets.token_urlsafe(24)}"
+    def admit(self, sessions: AgentSessions, key: str = "") -> str:
+        """Return the key with which requests reach these sessions until it is dismissed.
+
+        Default: a new one.
+        """
+        key = key or f"rmq-{secrets.token_urlsafe(24)}"
         self._guests[_hash(key)] = Guest(sessions.own, sessions)
         return key
 
     def dismiss(self, key: str) -> None:
-        """End an agent's key, and cancel its open requests."""
-        for request in self._guests.pop(_hash(key)).requests:
+        """End an agent's key, and cancel its open requests.
+
+        Those of an interrupted agent end by themselves, and its program may live on.
+        """
+        guest = self._guests.pop(_hash(key))
+        for request in () if guest.sessions.interrupted.is_set() else guest.requests:
             request.cancel()
+
+    def interrupt(self) -> None:
+        """Interrupt all sessions, also those in which nothing is sampled now."""
+        for guest in self._guests.values():
+            guest.sessions.interrupted.set()
+
+    def guest_of(self, key: str) -> Guest | None:
+        return self._guests.get(_hash(key))
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            *(web.post(path, partial(self._serve, kind)) for path, kind in DIALECTS.items()),
+            web.get("/v1/models", self._models),
+            web.route("*", "/{path:.*}", self._unknown),
+        ]
 
     async def start(self) -> None:
         """Listen, unless it does. Raises ConfigError."""
@@ -174,13 +196,7 @@ class Gateway:
 
     async def _listen(self) -> web.AppRunner:
         app = web.Application(client_max_size=LARGEST_REQUEST, middlewares=[_write_refusals])
-        app.add_routes(
-            [
-                *(web.post(path, partial(self._serve, kind)) for path, kind in DIALECTS.items()),
-                web.get("/v1/models", self._models),
-                web.route("*", "/{path:.*}", self._unknown),
-            ],
-        )
+        app.add_routes(self.routes())
         # A request whose agent has gone is cancelled, so that the engine stops sampling for it.
         runner = web.AppRunner(
             app,
@@ -202,33 +218,39 @@ class Gateway:
             log.warning("%s", self._section.warning)
         return runner
 
-    def _guest(self, request: web.Request) -> Guest:
+    async def _guest(self, request: web.Request) -> Guest:
         """Return the agent whose key is in a request. Raises Refusal."""
-        kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        given = [request.headers.get("x-api-key", ""), bearer if kind.lower() == "bearer" else ""]
-        for key, _, role in (each.strip().partition(":") for each in given):
-            if guest := self._guests.get(_hash(key)):
+        for key, _, role in (each.partition(":") for each in bearer_keys(request)):
+            if guest := self.guest_of(key) or await self._absent(key):
                 guest.check_rate()
                 try:
                     return guest.in_role(role)
                 except ConfigError as error:
                     raise Refusal(400, str(error), "refused") from error
+        return self.refuse_key()
+
+    async def _absent(self, key: str) -> Guest | None:
+        """Return the agent of a key that is not known here; None if there is none."""
+        return None
+
+    @staticmethod
+    def refuse_key() -> NoReturn:
         why = "this key belongs to no session, or to one that has ended"
         raise Refusal(401, why, "invalid_api_key")
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._guest(request)
+        await self._guest(request)
         kinds = {"object": "model", "type": "model", "created_at": "1970-01-01T00:00:00Z"}
         model = {"id": MODEL, "display_name": MODEL, "owned_by": "rolloutmq", **kinds}
         return web.json_response({"object": "list", "data": [model], "has_more": False})
 
     async def _serve(self, kind: type[AgentRequest], request: web.Request) -> web.StreamResponse:
-        guest = self._guest(request)
+        guest = await self._guest(request)
         with guest.asking(request):
             return await _answer(request, kind, guest)
 
     async def _unknown(self, request: web.Request) -> web.Response:
-        self._guest(request)
+        await self._guest(request)
         known = f"POST {', '.join(DIALECTS)}, GET /v1/models"
         asked = f"{request.method} {request.path}"
         message = f"{asked} cannot be recorded for training; there are {known}"
@@ -286,6 +308,13 @@ async def _take_port(runner: web.AppRunner, section: GatewaySection) -> None:
 
 def _refuse_for_now(why: str) -> NoReturn:
     raise Refusal(429, why, "rate_limit_exceeded")
+
+
+def bearer_keys(request: web.Request) -> list[str]:
+    """Return what a request gives as keys, in the ways of OpenAI and Anthropic."""
+    kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
+    given = [request.headers.get("x-api-key", ""), bearer if kind.lower() == "bearer" else ""]
+    return [key for key in map(str.strip, given) if key]
 
 
 def _hash(key: str) -> bytes:
