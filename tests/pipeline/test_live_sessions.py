@@ -209,7 +209,7 @@ def test_a_pause_delays_a_program_and_strangers_learn_nothing(
 
     refused = set()
     for wrong in ("", "x", key[:-1] + ("A" if key[-1] != "A" else "B"), f"{key}x", "rmq-live-a.b"):
-        headers = {"Authorization": f"Bearer {wrong}"}
+        headers = {"Authorization": f"Bearer {wrong}"} if wrong else {}
         for path in ("/v1/chat/completions", "/v1/models", "/sessions"):
             method = "GET" if path.endswith("models") else "POST"
             answer = gateways.http.request(method, url + path, headers=headers)
