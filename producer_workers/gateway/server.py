@@ -7,6 +7,7 @@ import errno
 import hashlib
 import logging
 import re
+import resource
 import secrets
 import socket
 import time
@@ -46,6 +47,8 @@ MOST_PER_S = 100
 MOST_BYTES = 4 * LARGEST_REQUEST  # at once
 
 QUIET_S = 120.0  # the longest that a connection is silent, or sends one body
+
+OPEN_FILES = 65_536  # of a worker: agents have several each, and strangers may connect, too
 
 MOST_FAULTS = 8  # in an error message; a request may have a million
 LONGEST_REFUSAL = 4096  # characters of an error message
@@ -124,7 +127,8 @@ class Guest:
     def asking(self, request: web.Request) -> Iterator[None]:
         """Let `request` end with the key. Raises Refusal."""
         is_packed = "Content-Encoding" in request.headers
-        size = LARGEST_REQUEST if is_packed else request.content_length or LARGEST_REQUEST
+        told = None if is_packed else request.content_length
+        size = min(told or LARGEST_REQUEST, LARGEST_REQUEST)  # a larger one is refused as it comes
         if len(self.requests) >= MOST_AT_ONCE or size + sum(self.requests.values()) > MOST_BYTES:
             _refuse_for_now(f"more than {MOST_AT_ONCE} requests of this key, or {MOST_BYTES} bytes")
         answering = asyncio.current_task()
@@ -196,6 +200,7 @@ class Gateway:
             shutdown_timeout=0.1,
             keepalive_timeout=QUIET_S,
         )
+        _allow_open_files()
         await runner.setup()
         try:
             await _take_port(runner, self._section)
@@ -291,6 +296,14 @@ async def _take_port(runner: web.AppRunner, section: GatewaySection) -> None:
         f"the gateway cannot listen on {section.host}, port {port}: {reason}",
         hint="set [gateway] port to a free one, and ports to the number of workers on this machine",
     ) from reason
+
+
+def _allow_open_files() -> None:
+    """Raise the limit of open files, often 1024, as far as this process may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _refuse_for_now(why: str) -> NoReturn:

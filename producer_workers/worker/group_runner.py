@@ -211,6 +211,8 @@ class GroupRunner:
             restart_unfinished(made)
         if media := self._run.media:
             await asyncio.to_thread(put_experts_into_files, made, media, job.gid, job.token)
+        if all(state.status is Status.COMPLETED for state in made):
+            runner.leave_out_roles(made)
         result = group.continued(made)
         total_s = round(spent_s + time.monotonic() - began, 6)
         result.shared.extra = {**result.shared.extra, GROUP_TIME: total_s}
@@ -235,9 +237,8 @@ class GroupRunner:
         status = group.status
         filtered = False
         if status is Status.COMPLETED:
-            is_valid = self._runners[job.task].is_valid_sample
             try:
-                filtered = is_valid is not None and not await is_valid(group.states)
+                filtered = not await self._runners[job.task].is_worth_training(group.states)
             except JudgeInterrupted:  # judged and filtered again at its next claim
                 status = Status.ABORTED
                 group.set_status(status)
