@@ -225,8 +225,29 @@ class PythonSection(RecordsSection):
         return {"data set": self.factory, **super().code}
 
 
+class HarborSection(_DatasetKind):
+    """[tasks.<name>.dataset] kind = "harbor": a folder of tasks of Harbor, one problem for each."""
+
+    reader = "producer_workers.datasets.harbor:open_tasks"
+
+    kind: Literal["harbor"]
+    """the kind of data set"""
+    path: Path
+    """the folder, which rollout workers read by the same path"""
+
+    @property
+    def files(self) -> Path:
+        """Return the folder."""
+        return self.path
+
+
 DatasetSection = Annotated[
-    JsonlSection | ParquetSection | HuggingFaceSection | PythonSection | ReasoningGymSection,
+    JsonlSection
+    | ParquetSection
+    | HuggingFaceSection
+    | PythonSection
+    | ReasoningGymSection
+    | HarborSection,
     Field(discriminator="kind"),
 ]
 """All kinds of data sets. To add one, add its section here, and the `reader` that it names."""

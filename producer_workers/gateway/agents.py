@@ -19,7 +19,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import orjson
 
@@ -37,7 +37,12 @@ LONGEST_STDERR = 2000  # bytes of a failed program's stderr that are kept
 
 
 class AgentError(UserCodeError):
-    """The agent raised, exited with a code other than 0, or took too long."""
+    """The agent raised, exited with a code other than 0, or took too long.
+
+    `earned`: its reward if that is only because its session's tokens were used up; None: unknown.
+    """
+
+    earned: dict[str, float] | None = {"score": 0.0}  # noqa: RUF012 (nobody changes it)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +69,30 @@ class AgentTask:
         return self.base_url.removesuffix("/v1")
 
     @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables in which programs find the address and the key."""
+        urls = {"OPENAI": self.base_url, "ANTHROPIC": self.anthropic_url}
+        addresses = {f"{vendor}_BASE_URL": url for vendor, url in urls.items()}
+        return addresses | {f"{vendor}_API_KEY": self.api_key for vendor in urls}
+
+    @property
     def question(self) -> str:
         return next(
             (str(m["content"]) for m in reversed(self.messages) if m.get("role") == "user"), ""
         )
+
+
+@runtime_checkable
+class Agent(Protocol):
+    """What plays the sessions of a task."""
+
+    resumable: bool
+
+    async def run(self, task: AgentTask) -> dict[str, float] | None:
+        """Return the agent's own reward, or None. Raises AgentError; cancelling ends the agent."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class AgentBorder(Border):
@@ -113,7 +138,6 @@ class FunctionAgent:
         self._call = call_of(function, f"{__name__}:AGENT", rules, path=path, turns=_THREADS)
 
     async def run(self, task: AgentTask) -> dict[str, float] | None:
-        """Return the agent's own reward, or None. Raises AgentError; cancelling ends the agent."""
         reward: dict[str, float] | None = await self._call(task)
         return reward
 
@@ -146,12 +170,9 @@ class ProgramAgent:
             command = [part.replace(f"{{{name}}}", getattr(task, name)) for part in command]
         names = ("messages", "data_source", "extra", "session_id", "finished")
         given = {name: getattr(task, name) for name in names}
-        urls = {"OPENAI": task.base_url, "ANTHROPIC": task.anthropic_url}
-        addresses = {f"{vendor}_BASE_URL": url for vendor, url in urls.items()}
-        keys = {f"{vendor}_API_KEY": task.api_key for vendor in urls}
         process = await asyncio.create_subprocess_exec(
             *command,
-            env={**os.environ, **addresses, **keys},
+            env=os.environ | task.variables,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
@@ -164,7 +185,7 @@ class ProgramAgent:
             message = f"agent {self._command[0]} took longer than {self._limit_s:g} s"
             raise AgentError(message, hint="see agent_loop_options.time_limit_s") from error
         finally:
-            await _end(process)
+            await end_process(process)
         if process.returncode:
             said = stderr[-LONGEST_STDERR:].decode(errors="replace").strip().split("\n")
             message = f"agent {self._command[0]} exited with {process.returncode}: {said[-1]}"
@@ -172,7 +193,7 @@ class ProgramAgent:
         return None
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def end_process(process: asyncio.subprocess.Process) -> None:
     """End the program and all processes of its session, which might outlive it."""
     try:
         os.killpg(process.pid, signal.SIGKILL)

@@ -26,6 +26,7 @@ from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.agent_loops.tool_parsers import tool_parser
 from producer_workers.engines.base import Engine
 from producer_workers.gateway.agents import (
+    Agent,
     AgentError,
     AgentTask,
     FunctionAgent,
@@ -80,9 +81,11 @@ class GatewayAgentLoop:
                 hint='set agent = "module:function", or command = [...]',
             )
         keep_loopback_direct()
-        self._agent = (
-            ProgramAgent(command, time_limit_s) if command else FunctionAgent(agent, time_limit_s)
-        )
+        self._agent: Agent = agent
+        if command:
+            self._agent = ProgramAgent(command, time_limit_s)
+        elif not isinstance(agent, Agent):
+            self._agent = FunctionAgent(agent, time_limit_s)
         self._is_resumable = partial_rollout and (resumable or self._agent.resumable)
         self._judge = judge
         self._tokenizer = tokenizer
@@ -168,10 +171,9 @@ class GatewayAgentLoop:
         try:
             reward = await self._run(task, session)
         except AgentError as error:
-            # The end of a session may fail its agent through no fault of its own. Without a
-            # judge it has earned nothing.
-            reward = None if self._judge else {"score": 0.0}
-            is_cut = session.is_full or session.truncation
+            # The end of a session may fail its agent through no fault of its own.
+            reward = None if self._judge else error.earned
+            is_cut = (session.is_full or session.truncation) and (self._judge or error.earned)
             if not session.interrupted.is_set() and not is_cut:
                 return [_failed(state, log_failure(error))]
         finally:
