@@ -68,6 +68,28 @@ test-foreign: setup ## workers in other languages against the protocol's tests; 
 	@npm ci --prefix build/foreign --no-audit --no-fund
 	@$(PYTEST) tests/pipeline/test_worker_contract.py
 
+.PHONY: test-environments
+test-environments: setup ## environments of verifiers and OpenEnv against the gateway; installs them into build/environments
+	@for package in verifiers==0.4.0 openenv==0.10.0; do \
+		venv=build/environments/$$package; \
+		test -f $$venv/done || { $(PYTHON) -m venv $$venv && $$venv/bin/pip install -q $$package && \
+			$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$venv/lib/python3*/site-packages/rolloutmq.pth \
+			&& touch $$venv/done; } || exit; \
+		$$venv/bin/python -m pytest tests/producer_workers/environments/test_$${package%%=*}_environment.py || exit; \
+	done
+
+# Harbor needs a newer Python than the project: it runs in an environment of its own.
+PYTHON312 ?= $(shell for p in python3.13 python3.12 $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python; do \
+	$$p -c "" 2>/dev/null && echo $$p && break; done)
+
+build/harbor/.done: requirements/harbor.txt
+	@test -n "$(PYTHON312)" || { echo "Harbor needs Python 3.12 or newer: make test-harbor PYTHON312=..."; exit 1; }
+	@$(PYTHON312) -m venv build/harbor && build/harbor/bin/pip install -q -r $< && touch $@
+
+.PHONY: test-harbor
+test-harbor: setup build/harbor/.done ## real trials of Harbor (in build/harbor) without a container engine; 3 minutes
+	@$(PYTEST) tests/producer_workers/environments/test_harbor_trials.py
+
 bench: setup ## measure against raw Redis, naive ways and ideal fleets; 12 minutes at most, fills benchmarks/README.md
 	@$(PY) -m benchmarks
 

@@ -29,12 +29,15 @@ def check_module(spec: str, *, kind: str) -> None:
     """Raise ConfigError if a slow module is missing, importing only the packages around it."""
     module_name = spec.partition(":")[0]
     search_in(Path.cwd())
-    try:
-        found = importlib.util.find_spec(module_name)
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
+    if not _is_there(module_name):
         raise _not_importable(spec, kind, module_name, f"No module named {module_name!r}")
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package around it
+        return False
 
 
 def load_function(
@@ -158,6 +161,24 @@ def missing_extra(error: ImportError) -> ConfigError | None:
         f"this needs the package {package}, which is not installed",
         hint=install_command(EXTRAS[package]),
     )
+
+
+def import_package(module: str, requirement: str) -> Any:
+    """Import a module of a package that no extra installs. Raises ConfigError, which names it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise _needs(requirement, f": {error}") from error
+
+
+def require(module: str, requirement: str) -> None:
+    """Raise ConfigError if a module is missing, without importing it."""
+    if not _is_there(module):
+        raise _needs(requirement)
+
+
+def _needs(requirement: str, why: str = "") -> ConfigError:
+    return ConfigError(f"this needs {requirement}{why}", hint=f"pip install '{requirement}'")
 
 
 def install_command(extra: str) -> str:

@@ -22,6 +22,7 @@ from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.tokenizer import TaskTokenizer, Tokenizer, load_tokenizer
 from producer_workers.agent_loops.toolbox import tool_schemas
 from producer_workers.config.dataset import ImagesSection
+from producer_workers.config.gateway import GatewaySection
 from producer_workers.config.producing import ProducingConfig
 from producer_workers.config.strategy import FILTERS
 from producer_workers.config.task import NO_JUDGE, JudgingSection, TaskSection
@@ -188,7 +189,7 @@ def make_worker(
     order = config.policy.order
     run.buffer.order_function = order_call(order, load_order(run.limits.order, order))
     judges = WatchedJudges(JudgeTimes(run.observers))
-    gateway = functools.cache(_make_gateway)
+    gateway = functools.cache(functools.partial(_make_gateway, config.gateway))
     runners = {
         name: _make_runner(config, run, name, tokenizer, ends, judges, gateway) for name in names
     }
@@ -211,10 +212,10 @@ def make_worker(
     )
 
 
-def _make_gateway() -> Any:
+def _make_gateway(section: GatewaySection) -> Any:
     from producer_workers.gateway.server import Gateway  # needs aiohttp
 
-    return Gateway()
+    return Gateway(section)
 
 
 def _task_names(config: ProducingConfig) -> list[str]:
@@ -257,13 +258,14 @@ def _make_runner(
     task = config.tasks[name]
     strategy = config.strategy_of(name)
     is_partial = strategy.enable_partial_rollout
+    name_of_loop = task.loop(config.worker.agent_loop)
     loop = load_agent_loop(
-        task.agent_loop or config.worker.agent_loop,
+        name_of_loop,
         judge=_make_judge(config, run, name, judges),
         tokenizer=task_tokenizer(tokenizer, task),
         eos_ids=eos_ids,
         partial_rollout=is_partial,
-        options=task.agent_loop_options,
+        options=task.loop_options(name_of_loop),
         gateway=gateway,
     )
     # an evaluation counts every problem, also those that are not worth training on

@@ -63,7 +63,7 @@ def _of_a_task(
         yield NamedFunction(f"should_continue_fn = {rule}", load)
     if (keep := strategy.is_valid_sample_fn) and not task.eval_of:
         yield NamedFunction(f"is_valid_sample_fn = {keep}", partial(load_sample_filter, keep))
-    loop = task.agent_loop or config.worker.agent_loop
+    loop = task.loop(config.worker.agent_loop)
     yield NamedFunction(f"agent_loop = {loop}", partial(_load_loop, loop))
     for option, spec in _options(task):
         yield NamedFunction(f"{option} = {spec}", partial(_load_option, option, spec))

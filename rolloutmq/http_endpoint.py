@@ -5,7 +5,6 @@ Metrics show what a run does: any address but loopback requires a token.
 
 from __future__ import annotations
 
-import ipaddress
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -19,13 +18,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.exposition import ThreadingWSGIServer
 
 from buffer.errors import ConfigError
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+from producer_workers.config.gateway import is_loopback
 
 
 def host_of(header: str) -> str:

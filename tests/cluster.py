@@ -43,6 +43,15 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+def adjacent_ports() -> int:
+    """Return the first of two neighbours that nobody listens on."""
+    while True:
+        (port,) = free_ports(1)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port + 1)):
+                return port
+
+
 @dataclass
 class Node:
     """A server that a test may kill and start again: it keeps its data, its port and its name."""

@@ -33,6 +33,7 @@ class RolloutLine(BaseModel):
     task: str | None = None
     index: int | None = Field(None, ge=0)
     samples: int | None = Field(None, ge=1)
+    role: str = ""
     stage: str | None = None
     status: Status = Status.COMPLETED
     staleness: int | None = None

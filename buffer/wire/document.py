@@ -61,6 +61,7 @@ class Own(_Map):
     multimodal: list[MediaRef] | UnsetType = UNSET
     sample: SampleParams | UnsetType = UNSET
     session_id: str | None = None
+    role: Annotated[str, Meta(max_length=64)] = ""
     error: str | None = None
     tool_calls: list[ToolCall] = []
     routed_experts: str | None = None

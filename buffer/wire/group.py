@@ -263,6 +263,14 @@ class RolloutGroup:
         return sessions
 
     @property
+    def roles(self) -> list[str]:
+        """Return the role of each member; "" without one."""
+        roles = [""] * len(self)
+        for n, own in self.head.own:
+            roles[n] = own.role
+        return roles
+
+    @property
     def status(self) -> Status:
         return _status_of(frozenset(self.columns["statuses"].tolist()))
 

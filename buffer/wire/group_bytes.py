@@ -6,7 +6,7 @@
                 "multimodal": [{"kind": str, "uri": str, "tokens": int?,
                                 "grid_thw": [int, int, int]?}, ...]?,
                 "sample": {...}?},
-     "own": [[position, {any field of shared, "session_id": str?, "error": str?,
+     "own": [[position, {any field of shared, "session_id": str?, "role": str?, "error": str?,
                          "tool_calls": [{"id": str, "name": str, "arguments": {...}?,
                                          "raw_arguments": str?}, ...]?,
                          "routed_experts": str (their address)?}], ...]?,

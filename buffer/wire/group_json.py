@@ -35,6 +35,7 @@ def _member_json(rollout: RolloutState, tokens: bool) -> dict[str, Any]:
         "finish_reason": rollout.finish_reason,
         "error": rollout.error,
         "session_id": rollout.session_id,
+        "role": rollout.role,
         "tool_calls": [asdict(call) for call in rollout.tool_calls],
         "spans": [span._asdict() for span in rollout.spans],
         "sample_params": to_builtins(asdict(rollout.sample_params), enc_hook=plain_structure),

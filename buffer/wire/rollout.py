@@ -123,10 +123,11 @@ class RolloutState(BaseModel):
 
     Columns over response tokens have one length R: `response_ids`, `logprobs` (at the sampling
     temperature), `response_mask` (1 = trained; None = all ones), and where they were computed
-    `ref_logprobs`, `values` (of a critic), `token_rewards` (process rewards) and `teacher_logprobs`
-    (by the teacher's name). `spans` name the weights that sampled each token; a tool's tokens have
-    none. `routed_experts` of a mixture of experts: int16[P + R - 1, layers, top_k], the choices for
-    every token but the last, or their address. `prompt_ids` are the same in the whole group.
+    `ref_logprobs`, `values` (of a critic), `token_rewards` (of steps, or of turns at their ends)
+    and `teacher_logprobs` (by the teacher's name). `spans` name the weights that sampled each
+    token; a tool's tokens have none. `routed_experts` of a mixture of experts: int16[P + R - 1,
+    layers, top_k], the choices for every token but the last, or their address. `prompt_ids` are the
+    same in the whole group.
     """
 
     model_config = ConfigDict(
@@ -137,6 +138,8 @@ class RolloutState(BaseModel):
     """position in its group"""
     session_id: str | None = None
     """the turns of one session are sent to the same engine"""
+    role: str = ""
+    """who speaks, where several agents share a draw; rewards are compared within a role"""
     messages: list[dict[str, Any]] = []
     tools: list[dict[str, Any]] | None = None
     """the functions that the model may call, as JSON schemas"""
@@ -206,9 +209,13 @@ class RolloutState(BaseModel):
         """Append newly sampled tokens to the response (partial rollout).
 
         `routed_experts` covers the whole sequence, but known rows stay: they are from the pass that
-        sampled these tokens. Columns that do not cover the new tokens are reset.
+        sampled these tokens. New tokens have no token reward; columns that do not cover them are
+        reset.
         """
         done = len(self.response_ids)
+        if self.token_rewards is not None:
+            zeros = np.zeros(len(token_ids), "<f4")
+            self.token_rewards = np.concatenate([self.token_rewards, zeros])
         if len(token_ids):
             for name in _COMPUTED:
                 setattr(self, name, None)
@@ -226,6 +233,20 @@ class RolloutState(BaseModel):
             mask = np.ones(len(self.response_ids), "u1")
         self.append(token_ids, np.zeros(len(token_ids), "<f4"), ())
         self.response_mask = np.concatenate([mask, np.zeros(len(token_ids), "u1")])
+
+    def turns(self) -> list[slice]:
+        """Return the model's turns in the response: its runs of trained tokens."""
+        if self.response_mask is None:
+            return [slice(0, len(self.response_ids))]
+        edges = np.flatnonzero(np.diff(self.response_mask, prepend=0, append=0)).tolist()
+        return [slice(edges[n], edges[n + 1]) for n in range(0, len(edges), 2)]
+
+    def reward_turn(self, turn: slice, reward: float) -> None:
+        """Set the reward of a turn, in `token_rewards` at its last token."""
+        column = self.token_rewards
+        column = np.zeros(len(self.response_ids), "<f4") if column is None else column.copy()
+        column[turn.stop - 1] = reward
+        self.token_rewards = column
 
     def stamp(self, weights: PolicyVersion) -> int:
         """Record `weights` for the tokens after the last span, and return their number.
@@ -245,12 +266,13 @@ class RolloutState(BaseModel):
             setattr(self, name, field.get_default(call_default_factory=True))
 
 
-_COMPUTED = ("ref_logprobs", "values", "token_rewards", "teacher_logprobs")
+_COMPUTED = ("ref_logprobs", "values", "teacher_logprobs")
 """Columns that are computed after a response, for all its tokens."""
 
 _OF_RESPONSE = (
     *("response", "response_ids", "logprobs", "tool_calls", "response_mask", *_COMPUTED),
-    *("routed_experts", "spans", "reward", "finish_reason", "error", "status"),
+    *("role", "token_rewards", "routed_experts", "spans", "reward", "finish_reason"),
+    *("error", "status"),
 )
 
 ENDED = ("stop", "length")

@@ -89,8 +89,11 @@ class SampleParams(Struct, frozen=True, forbid_unknown_fields=True, omit_default
             seed=None if self.seed is None else derived_seed(self.seed, done),
         )
 
-    def attempt(self, number: int) -> SampleParams:
-        """Return the parameters of a further response or turn, each number with its own seed."""
+    def attempt(self, number: int | str) -> SampleParams:
+        """Return the parameters of a further response or turn, each number with its own seed.
+
+        Or of a further conversation, by its name.
+        """
         if not number or self.seed is None:
             return self
         return replace(self, seed=derived_seed(self.seed, "attempt", number))

@@ -187,6 +187,8 @@ def _own_values(state: RolloutState) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if state.session_id is not None:
         fields["session_id"] = state.session_id
+    if state.role:
+        fields["role"] = state.role
     if state.error is not None:
         fields["error"] = state.error
     if state.tool_calls:

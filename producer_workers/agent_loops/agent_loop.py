@@ -44,8 +44,14 @@ BUILT_IN = {
     "multi_turn": "producer_workers.agent_loops.multi_turn:MultiTurnAgentLoop",
     "tools": "producer_workers.agent_loops.multi_turn:ToolAgentLoop",
     "gateway": "producer_workers.gateway.loop:GatewayAgentLoop",
-    "harbor": "producer_workers.harbor.loop:HarborAgentLoop",
+    "harbor": "producer_workers.environments.harbor:HarborAgentLoop",
+    "verifiers": "producer_workers.environments.loops:VerifiersAgentLoop",
 }
+
+
+def has_agents(loop: str) -> bool:
+    """Return whether a built-in loop runs agents, which ask over HTTP with their own prompts."""
+    return loop in BUILT_IN and "agent_loops" not in BUILT_IN[loop]
 
 
 def load_agent_loop(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -45,6 +46,7 @@ class ChatDelta:
         self._special = _special_tokens(tokenizer)
         self._names = _names(tokenizer)
         self._checked: set[tuple[bool, tuple[str, ...]]] = set()
+        self._orders: dict[tuple[str, ...], bool] = {}
         self._keep_turns = keep_turns
         self._turn_with_thought()
 
@@ -72,11 +74,36 @@ class ChatDelta:
 
         Fields that clients add are left out. A thought in a field of its own becomes a part of the
         content, and a developer's message one of the system, where the template does not know them.
+        Where it refuses such an order, a system message behind others becomes a user's, and
+        neighbours of one role are joined.
         """
         names = self._names
         if names is None:
             return list(messages)
-        return [_readable(message, names) for message in messages]
+        made: list[dict[str, Any]] = []
+        for message in (_readable(message, names) for message in messages):
+            last = made[-1]["role"] if made else "system"
+            is_late = message["role"] == "system" != last
+            if is_late and not self._reads("user", "assistant", "system", "user"):
+                message["role"] = "user"
+            role = message["role"]
+            if role == last in ("system", "user") and made and not self._reads(role, role, "user"):
+                made[-1]["content"] += f"\n\n{message['content']}"
+            else:
+                made.append(message)
+        return made
+
+    def _reads(self, *roles: str) -> bool:
+        """Return whether the template accepts this order, and writes the last message but one."""
+        if roles not in self._orders:
+            with_words = [{"role": role, "content": "a"} for role in roles]
+            written = []
+            for word in "bc":
+                with_words[-2]["content"] = word
+                with suppress(ConfigError):
+                    written.append(self._encode(with_words, generation=True))
+            self._orders[roles] = len(written) == 2 and written[0] != written[1]
+        return self._orders[roles]
 
     def harmless(self, messages: Messages) -> list[dict[str, Any]]:
         """Return the messages with special tokens in texts broken up by a zero-width space."""

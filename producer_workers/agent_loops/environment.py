@@ -29,11 +29,15 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Messages for the model, or none to end the conversation; `reward` joins the judge's."""
+    """Messages for the model, or none to end the conversation.
+
+    `reward` joins the judge's; `turn_reward` is of the turn that is answered.
+    """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     reward: dict[str, float] = field(default_factory=dict)
+    turn_reward: float | None = None
 
 
 class Environment(Protocol):
@@ -77,15 +81,19 @@ class EnvironmentBorder(Border):
                 f"environment {name!r} returned {result!r:.80}",
                 hint="return an Answer with a list of messages",
             )
+        what = f"environment {name!r}"
+        turn = result.turn_reward
+        given = {} if turn is None else {"turn_reward": turn}
         return {
             "messages": messages,
             "calls": [structs.asdict(call) for call in result.calls],
-            "reward": check_numbers(f"environment {name!r}", result.reward),
+            "reward": check_numbers(what, result.reward),
+            **check_numbers(what, given),
         }
 
     def result(self, plain: Any) -> Answer:
         calls = [convert(call, ToolCall) for call in plain["calls"]]
-        return Answer(plain["messages"], calls, plain["reward"])
+        return Answer(plain["messages"], calls, plain["reward"], plain.get("turn_reward"))
 
 
 ENVIRONMENT = EnvironmentBorder()

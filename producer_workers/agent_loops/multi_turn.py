@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import numpy as np
 from msgspec import structs
 
 from buffer.errors import ConfigError
@@ -107,8 +106,10 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
             if reason == "abort":
                 self._abort(state)
                 return
-            turns = turns_of(state)
+            turns = state.turns()
             answer = await self._answer(state, turns) if reason == "stop" else Answer()
+            if answer.turn_reward is not None:
+                state.reward_turn(turns[-1], answer.turn_reward)
             if answer.reward:
                 state.reward = {**(state.reward or {}), **answer.reward}
             if len(turns) >= self._max_turns:
@@ -163,7 +164,7 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
 
     def _text(self, state: RolloutState) -> str:
         """Return the text of the last turn, which is judged; the rest is in the state."""
-        return self._decode(state, turns_of(state)[-1], skip_special_tokens=True)
+        return self._decode(state, state.turns()[-1], skip_special_tokens=True)
 
     def _decode(self, state: RolloutState, turn: slice, *, skip_special_tokens: bool) -> str:
         ids = state.response_ids[turn].tolist()
@@ -201,11 +202,3 @@ class ToolAgentLoop(MultiTurnAgentLoop):
             max_turns=max_turns,
             keep_turns=keep_turns,
         )
-
-
-def turns_of(state: RolloutState) -> list[slice]:
-    """Return the model's turns in the response: its runs of trained tokens."""
-    if state.response_mask is None:
-        return [slice(0, len(state.response_ids))]
-    edges = np.flatnonzero(np.diff(state.response_mask, prepend=0, append=0)).tolist()
-    return [slice(edges[n], edges[n + 1]) for n in range(0, len(edges), 2)]

@@ -35,6 +35,10 @@ class _DatasetKind(Section):
     """module:function that opens the rows: (section, problems_dir, split, seed) -> Dataset"""
     is_generated: ClassVar[bool] = False
     """whether its problems are written to the run's folder, with splits of their own"""
+    agent_loop: ClassVar[str | None] = None
+    """the agent loop of tasks that name no other"""
+    package: ClassVar[str | None] = None
+    """a package of others whose code gives the rows, in a process of its own"""
 
     @property
     def files(self) -> Path | None:
@@ -49,6 +53,11 @@ class _DatasetKind(Section):
     @property
     def code(self) -> dict[str, str]:
         """Return the functions of the user's that give rows, by what they are."""
+        return {}
+
+    @property
+    def loop_options(self) -> dict[str, Any]:
+        """Return the arguments of its `agent_loop` that the data set knows."""
         return {}
 
     def count_held_out(self) -> int | None:
@@ -226,9 +235,10 @@ class PythonSection(RecordsSection):
 
 
 class HarborSection(_DatasetKind):
-    """[tasks.<name>.dataset] kind = "harbor": a folder of tasks of Harbor, one problem for each."""
+    """[tasks.<name>.dataset] kind = "harbor": a folder of tasks of Harbor: agent_loop is harbor."""
 
-    reader = "producer_workers.datasets.harbor:open_tasks"
+    reader = "producer_workers.datasets.harbor_tasks:open_tasks"
+    agent_loop = "harbor"
 
     kind: Literal["harbor"]
     """the kind of data set"""
@@ -241,13 +251,43 @@ class HarborSection(_DatasetKind):
         return self.path
 
 
+class VerifiersSection(RecordsSection):
+    """[tasks.<name>.dataset] kind = "verifiers": the tasks of an environment of `verifiers` 0.4.
+
+    Needs `pip install 'verifiers>=0.4,<0.5'`. Its agents play the tasks: agent_loop is verifiers.
+    """
+
+    reader = "producer_workers.datasets.verifiers_tasks:open_verifiers"
+    agent_loop = "verifiers"
+    package = "verifiers"
+
+    kind: Literal["verifiers"]
+    """the kind of data set"""
+    environment: str = Field(min_length=1)
+    """id of a taskset, its own (harbor, nemo_gym, openenv, textarena) or of a package that you
+    installed; with an environment before it, for example best-of-n+gsm8k-v1
+    """
+    options: dict[str, Any] = Field(default_factory=dict)
+    """keys of the table [env] of verifiers, for example
+    { agent = { harness = { id = "null" }, runtime = { type = "docker" } } }
+    """
+    size: Count | None = Field(None, ge=1)
+    """read this many tasks; needed for a taskset without an end; default: all"""
+
+    @property
+    def loop_options(self) -> dict[str, Any]:
+        """Return the environment, which the agents play."""
+        return {"environment": self.environment, "environment_options": self.options}
+
+
 DatasetSection = Annotated[
     JsonlSection
     | ParquetSection
     | HuggingFaceSection
     | PythonSection
     | ReasoningGymSection
-    | HarborSection,
+    | HarborSection
+    | VerifiersSection,
     Field(discriminator="kind"),
 ]
 """All kinds of data sets. To add one, add its section here, and the `reader` that it names."""

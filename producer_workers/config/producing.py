@@ -8,6 +8,7 @@ from typing import Protocol
 
 from buffer.config.run_settings import PlanSection, PolicySection, RedisSection, RunSection
 from producer_workers.config.engine import EngineConfig
+from producer_workers.config.gateway import GatewaySection
 from producer_workers.config.strategy import StrategySection
 from producer_workers.config.task import TaskSection
 from producer_workers.config.worker import JudgesSection, ProducerSection, WorkerSection
@@ -34,6 +35,8 @@ class ProducingConfig(Protocol):
     def producer(self) -> ProducerSection: ...
     @property
     def judges(self) -> JudgesSection: ...
+    @property
+    def gateway(self) -> GatewaySection: ...
     @property
     def model_folder(self) -> Path: ...
     @property

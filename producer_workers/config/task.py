@@ -203,7 +203,9 @@ class TaskSection(Section):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """arguments of the model's chat template, for example enable_thinking = false for Qwen 3"""
     agent_loop: str | None = None
-    """agent loop that generates the groups of this task; default: [worker] agent_loop"""
+    """agent loop that generates the groups of this task; default: that of the kind of data set, or
+    else [worker] agent_loop
+    """
     agent_loop_options: dict[str, Any] = Field(default_factory=dict)
     """arguments of that loop, for example tools = ["my_tools:search"], max_turns = 4"""
     strategy: StrategySection | None = None
@@ -255,6 +257,15 @@ class TaskSection(Section):
     def group_bytes(self, prompt_tokens: int | None) -> int:
         """Return the bytes of a finished group whose responses are as long as they may be."""
         return estimate_group_bytes(self.prompt_repeat_k, self.sample.max_tokens, prompt_tokens)
+
+    def loop(self, default: str) -> str:
+        """Return the name of the agent loop; `default` is [worker] agent_loop."""
+        return self.agent_loop or self.dataset.agent_loop or default
+
+    def loop_options(self, loop: str) -> dict[str, Any]:
+        """Return the arguments of this loop: those that the data set knows, and the task's."""
+        known = self.dataset.loop_options if loop == self.dataset.agent_loop else {}
+        return {**known, **self.agent_loop_options}
 
     @property
     def judges(self) -> list[str]:

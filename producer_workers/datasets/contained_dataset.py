@@ -116,7 +116,12 @@ class ContainedDataset:
 
 
 def source_of_code(section: DatasetSection) -> str | None:
-    """Return the user's code that reads a data set, None if it is inline. Raises ConfigError."""
+    """Return the code that reads a data set in a process; None if it is inline or ours.
+
+    Raises ConfigError.
+    """
+    if section.package:
+        return section.package
     named = {spec: load_object(spec, kind=kind) for kind, spec in section.code.items()}
     unsafe = [spec for spec, function in named.items() if not is_marked_inline(function)]
     return unsafe[0] if unsafe else None

@@ -61,24 +61,24 @@ def open_here(
 
 
 def open_jsonl(section: JsonlSection, _folder: Path, _split: str | None, _seed: int) -> Dataset:
-    return JsonlDataset(section.path, _with_images(section))
+    return JsonlDataset(section.path, with_images(section))
 
 
 def open_parquet(section: ParquetSection, _folder: Path, _split: str | None, _seed: int) -> Dataset:
     rows = ParquetRows(section.path)
-    return RecordsDataset(rows, str(section.path), _with_images(section), rows.name_row)
+    return RecordsDataset(rows, str(section.path), with_images(section), rows.name_row)
 
 
 def open_hugging_face(
     section: HuggingFaceSection, _folder: Path, _split: str | None, _seed: int
 ) -> Dataset:
-    to_problem = _with_images(section)
+    to_problem = with_images(section)
     return RecordsDataset(_read_by_datasets(section), str(section.path), to_problem)
 
 
 def open_python(section: PythonSection, _folder: Path, _split: str | None, seed: int) -> Dataset:
     """Open an object of the user's: numbered rows, or a stream."""
-    to_problem = _with_images(section)
+    to_problem = with_images(section)
     made = _make(section)
     if _is_numbered(made):
         return RecordsDataset(made, section.factory, to_problem)
@@ -99,7 +99,7 @@ def open_generated(
     return JsonlDataset(files.held_out if split == HELD_OUT else files.train)
 
 
-def _with_images(section: RecordsSection) -> ToProblem:
+def with_images(section: RecordsSection) -> ToProblem:
     to_problem = load_to_problem(section.record, section.fields)
     if section.images is None:
         return without_images(to_problem)

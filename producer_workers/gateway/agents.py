@@ -17,8 +17,8 @@ import asyncio
 import inspect
 import os
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import orjson
@@ -26,7 +26,7 @@ import orjson
 from buffer.errors import ConfigError, UserCodeError
 from buffer.failure_text import trace_text
 from buffer.imports import load_object
-from producer_workers.user_code.border import Border, Rules, check_reward
+from producer_workers.user_code.border import TURN_REWARDS, Border, Rules, check_answer
 from producer_workers.user_code.process_function import call_of
 
 _THREADS = 256  # plain functions that run at the same time in a worker itself; more wait
@@ -61,8 +61,25 @@ class AgentTask:
     model: str = MODEL
     session_id: str = ""  # the same when the session is continued
     # For a resumable agent: the conversations of its session so far, with the model's answers; the
-    # one continued last is at the end.
+    # one continued last is at the end. Those of other sessions, by name.
     finished: list[list[dict[str, Any]]] = field(default_factory=list)
+    finished_roles: dict[str, list[list[dict[str, Any]]]] = field(default_factory=dict)
+
+    def role(self, name: str, number: int = 0) -> AgentTask:
+        """Return this task with the key of another session, in which the model plays a role.
+
+        Its rollouts have this `role`: their rewards are compared with those of the role in the
+        group. `number` tells several sessions of a role apart.
+        """
+        if number:
+            name = f"{name}/{number}"
+        return replace(
+            self,
+            api_key=f"{self.api_key}:{name}",
+            session_id=f"{self.session_id}/{name}",
+            finished=self.finished_roles.get(name, []),
+            finished_roles={},
+        )
 
     @property
     def anthropic_url(self) -> str:
@@ -82,27 +99,40 @@ class AgentTask:
         )
 
 
+Earned = dict[str, dict[str, Any]]
+"""The rewards of an agent by role (or session), perhaps with `turn_rewards`."""
+
+EVERY_ROLE = "*"
+
+
 @runtime_checkable
 class Agent(Protocol):
     """What plays the sessions of a task."""
 
     resumable: bool
 
-    async def run(self, task: AgentTask) -> dict[str, float] | None:
-        """Return the agent's own reward, or None. Raises AgentError; cancelling ends the agent."""
+    async def run(self, task: AgentTask) -> Earned | None:
+        """Return the agent's own rewards, or None. Raises AgentError; cancelling ends the agent."""
         ...
 
     def close(self) -> None: ...
 
 
 class AgentBorder(Border):
-    """Takes the task; returns a reward or None."""
+    """Takes the task; returns rewards by role, or None."""
 
     def __init__(self) -> None:
         super().__init__(tuple[AgentTask])
 
-    def check(self, name: str, result: Any, *arguments: Any) -> dict[str, float] | None:
-        return None if result is None else check_reward(name, result)
+    def check(self, name: str, result: Any, *arguments: Any) -> Earned | None:
+        if result is None:
+            return None
+        parts = result.values() if isinstance(result, Mapping) else ()
+        is_by_role = parts and all(isinstance(part, Mapping) for part in parts)
+        return {
+            str(role): check_answer(name, reward, (TURN_REWARDS,))
+            for role, reward in (result if is_by_role else {EVERY_ROLE: result}).items()
+        }
 
 
 AGENT = AgentBorder()
@@ -111,10 +141,16 @@ AGENT = AgentBorder()
 class FunctionAgent:
     """Runs a function, in processes if it is named as "module:function". Raises ConfigError.
 
-    A plain function runs in a thread. `limit_s` limits one session.
+    A plain function runs in a thread. `limit_s` limits one session. `options`: its keyword
+    arguments.
     """
 
-    def __init__(self, agent: str | Callable[[AgentTask], Any], limit_s: float) -> None:
+    def __init__(
+        self,
+        agent: str | Callable[..., Any],
+        limit_s: float,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         path = agent if isinstance(agent, str) else None
         function: Any = load_object(path, kind="agent") if path else agent
         if not callable(function):
@@ -135,11 +171,13 @@ class FunctionAgent:
             # the endpoint refuses its next request, which ends it in order
             grace_s=10.0,
         )
-        self._call = call_of(function, f"{__name__}:AGENT", rules, path=path, turns=_THREADS)
+        self._call = call_of(
+            function, f"{__name__}:AGENT", rules, path=path, options=options, turns=_THREADS
+        )
 
-    async def run(self, task: AgentTask) -> dict[str, float] | None:
-        reward: dict[str, float] | None = await self._call(task)
-        return reward
+    async def run(self, task: AgentTask) -> Earned | None:
+        earned: Earned | None = await self._call(task)
+        return earned
 
     def close(self) -> None:
         self._call.close()
@@ -164,11 +202,11 @@ class ProgramAgent:
 
     def close(self) -> None: ...  # each program ends with its session
 
-    async def run(self, task: AgentTask) -> dict[str, float] | None:
+    async def run(self, task: AgentTask) -> Earned | None:
         command = self._command
         for name in ("question", "base_url", "model"):
             command = [part.replace(f"{{{name}}}", getattr(task, name)) for part in command]
-        names = ("messages", "data_source", "extra", "session_id", "finished")
+        names = ("messages", "data_source", "extra", "session_id", "finished", "finished_roles")
         given = {name: getattr(task, name) for name in names}
         process = await asyncio.create_subprocess_exec(
             *command,

@@ -3,22 +3,25 @@
     group ──▶ gateway ──▶ per rollout: session, key ──▶ agent ──▶ its segments ──judge──▶ rollouts
                                                            └ ended by a pause, started again later
 
-A session gives one rollout per segment, with the same `index`, `session_id` and reward, so the
-groups of a task vary in size. The prompt of a group is what all its segments have in common; other
-text that a segment read before its first turn is in its response, with mask 0.
+A session gives one rollout per segment, with the same `index`, `session_id`, `role` and reward, so
+the groups of a task vary in size. An agent has a session of its own and one for each role that it
+gives to the model; if one fails, all begin again, because one program leads them. The prompt of a
+group is what all its segments have in common; other text that a segment read before its first turn
+is in its response, with mask 0.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
-from dataclasses import replace
-from itertools import chain
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import chain, groupby
 from typing import Any
 
-from buffer.errors import ConfigError, JudgeError, JudgeInterrupted
+from buffer.errors import ConfigError, JudgeError, JudgeInterrupted, WireError
 from buffer.wire.own_copy import own_copy
 from buffer.wire.rollout import RolloutState, Status, has_ended
+from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.mcp_server import keep_loopback_direct
 from producer_workers.agent_loops.single_turn import run_all
@@ -26,12 +29,15 @@ from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.agent_loops.tool_parsers import tool_parser
 from producer_workers.engines.base import Engine
 from producer_workers.gateway.agents import (
+    EVERY_ROLE,
     Agent,
     AgentError,
     AgentTask,
+    Earned,
     FunctionAgent,
     ProgramAgent,
 )
+from producer_workers.gateway.roles import AgentSessions, role_of
 from producer_workers.gateway.segment import (
     Segment,
     SessionRecord,
@@ -40,22 +46,22 @@ from producer_workers.gateway.segment import (
 )
 from producer_workers.gateway.server import Gateway
 from producer_workers.gateway.session import Session
-from producer_workers.judges.judge import Judge
+from producer_workers.judges.judge import Judge, reward_turns
 from producer_workers.user_code.failure import log_failure
 
-# The rollouts of a session, one per segment, all tokens in the response; without tokens if it was
-# interrupted or failed.
+# The rollouts of an agent or of one of its sessions, one per segment, all tokens in the response;
+# without tokens if it was interrupted or failed.
 Rollouts = list[RolloutState]
 
 
 class GatewayAgentLoop:
     """Runs one agent for each rollout of a group, for up to `time_limit_s` seconds.
 
-    `agent` is a function or "module:function"; or `command` is a program. `parser`: see
-    tool_parsers.py, "" for none. An interrupted session begins again, unless its agent is
-    `resumable` and the task has partial rollout: then any worker continues it after its finished
-    turns (`SessionRecord`). Sessions of its group that had ended keep their rollouts; those without
-    a reward are only judged.
+    `agent` is a function or "module:function", with `agent_options` as its keyword arguments; or
+    `command` is a program. `parser`: see tool_parsers.py, "" for none. An interrupted session
+    begins again, unless its agent is `resumable` and the task has partial rollout: then any worker
+    continues it after its finished turns (`SessionRecord`). Sessions of its group that had ended
+    keep their rollouts; those without a reward are only judged.
     """
 
     makes_prompts = True  # what its sessions have in common
@@ -69,6 +75,7 @@ class GatewayAgentLoop:
         eos_ids: Collection[int],
         partial_rollout: bool = False,
         agent: Any = None,
+        agent_options: Mapping[str, Any] | None = None,
         command: Sequence[str] = (),
         parser: str = "hermes",
         time_limit_s: float = 600.0,
@@ -85,7 +92,7 @@ class GatewayAgentLoop:
         if command:
             self._agent = ProgramAgent(command, time_limit_s)
         elif not isinstance(agent, Agent):
-            self._agent = FunctionAgent(agent, time_limit_s)
+            self._agent = FunctionAgent(agent, time_limit_s, agent_options)
         self._is_resumable = partial_rollout and (resumable or self._agent.resumable)
         self._judge = judge
         self._tokenizer = tokenizer
@@ -113,50 +120,45 @@ class GatewayAgentLoop:
         by_index: dict[int, Rollouts] = {}
         for state in states:
             by_index.setdefault(state.index, []).append(state)
-        unjudged = {index for index, session in by_index.items() if _is_unjudged(session[0])}
+        made = {index for index, rollouts in by_index.items() if all(map(_is_made, rollouts))}
+        ended = [each for each in _sessions(states) if each[0].index in made]
+        unjudged = [each for each in ended if _is_unjudged(each[0])]
         record = SessionRecord(states[0].extra)
 
         async def run(index: int, rollouts: Rollouts) -> None:
-            by_index[index] = await self._session(rollouts, engine, gid, record)
+            by_index[index] = await self._agent_run(rollouts, engine, gid, record)
 
         await self._gateway.start()
         await run_all(
-            run(index, rollouts)
-            for index, rollouts in by_index.items()
-            if rollouts[0].status is not Status.COMPLETED and index not in unjudged
+            run(index, rollouts) for index, rollouts in by_index.items() if index not in made
         )
-        sessions = [by_index[index] for index in sorted(by_index)]
+        group = [rollout for index in sorted(by_index) for rollout in by_index[index]]
         if self._judge and self._judge.sees_group:
-            await self._judge_together(sessions)
+            await self._judge_together(_sessions(group))
         else:
-            await asyncio.gather(*(self._reward([by_index[index]]) for index in unjudged))
-        group = [rollout for session in sessions for rollout in session]
+            await asyncio.gather(*(self._reward([each]) for each in unjudged))
         _share_prompt(group)
         record.write(group)
         return group
 
-    async def _session(
+    async def _agent_run(
         self,
         rollouts: Sequence[RolloutState],
         engine: Engine,
         gid: str,
         record: SessionRecord,
     ) -> Rollouts:
-        finished = record.resume(rollouts)
         state = rollouts[0]
-        state.reset_response()
         name = f"{gid}/{state.index}"
-        session = Session(
-            name,
-            engine,
-            self._tokenizer,
-            self._delta,
-            self._eos_ids,
-            state.sample_params,
-            self._parser,
-            finished,
-        )
-        key = self._gateway.admit(session)
+        finished = record.resume(rollouts, name)
+        state.reset_response()
+        make = partial(self._session, engine, state.sample_params, name)
+        sessions = AgentSessions(make, finished)
+        key = self._gateway.admit(sessions)
+        conversations = {
+            role: [own_copy(list(segment.messages)) for segment in session.segments]
+            for role, session in sessions.spoken().items()
+        }
         task = AgentTask(
             self._gateway.url,
             key,
@@ -165,47 +167,54 @@ class GatewayAgentLoop:
             own_copy(without_record(state.extra)),
             own_copy(state.ground_truth),
             session_id=name,
-            finished=[own_copy(list(segment.messages)) for segment in finished],
+            finished=conversations.pop("", []),
+            finished_roles=conversations,
         )
         state.session_id = name
         try:
-            reward = await self._run(task, session)
+            earned = await self._run(task, sessions)
         except AgentError as error:
             # The end of a session may fail its agent through no fault of its own.
-            reward = None if self._judge else error.earned
-            is_cut = (session.is_full or session.truncation) and (self._judge or error.earned)
-            if not session.interrupted.is_set() and not is_cut:
+            earned = {EVERY_ROLE: error.earned} if error.earned and not self._judge else None
+            is_cut = (sessions.is_full or sessions.truncation) and (self._judge or earned)
+            if not sessions.interrupted.is_set() and not is_cut:
                 return [_failed(state, log_failure(error))]
         finally:
             self._gateway.dismiss(key)
-            record.count(session.new_contexts)
-        if session.failure:  # the agent cannot raise it: it got it as an HTTP status
-            raise session.failure
-        if session.interrupted.is_set():
-            return self._interrupted(state, session.segments, record)
-        if not session.segments:
-            why = session.truncation or "the agent ended without an answer of the model"
-            return [_failed(state, why)]
-        if session.truncation:
-            session.segments[-1] = replace(session.segments[-1], finish_reason="length")
-        return await self._finish(state, session.segments, reward)
+            record.count(sessions.new_contexts)
+        if sessions.failure:  # the agent cannot raise it: it got it as an HTTP status
+            raise sessions.failure
+        if sessions.interrupted.is_set():
+            return self._interrupted(state, sessions, record)
+        return await self._finish(state, sessions, earned)
+
+    def _session(
+        self, engine: Engine, params: SampleParams, agent: str, name: str, finished: list[Segment]
+    ) -> Session:
+        own = params.attempt(name)  # no two sessions have the same seeds
+        parts = (self._tokenizer, self._delta, self._eos_ids, own, self._parser, finished)
+        return Session(f"{agent}/{name}" if name else agent, engine, *parts)
 
     def _interrupted(
-        self, state: RolloutState, segments: Sequence[Segment], record: SessionRecord
+        self, state: RolloutState, sessions: AgentSessions, record: SessionRecord
     ) -> Rollouts:
         state.status = Status.ABORTED
         state.finish_reason = "abort"
-        if not segments:
+        spoken = sessions.spoken()
+        if not spoken:
             return [state]
         if not self._is_resumable:
             record.restart()
             return [state]
-        record.keep(state.index, segments)
-        return [replace(each, finish_reason="abort").filled(state) for each in segments]
+        record.keep(state.index, [part for each in spoken.values() for part in each.segments])
+        made = [rollout for name in spoken for rollout in _rollouts(state, name, spoken[name])]
+        for rollout in made:
+            rollout.finish_reason = "abort"
+        return made
 
-    async def _run(self, task: AgentTask, session: Session) -> dict[str, float] | None:
+    async def _run(self, task: AgentTask, sessions: AgentSessions) -> Earned | None:
         running = asyncio.ensure_future(self._agent.run(task))
-        interrupted = asyncio.ensure_future(session.interrupted.wait())
+        interrupted = asyncio.ensure_future(sessions.interrupted.wait())
         try:
             done, _ = await asyncio.wait(
                 {running, interrupted}, return_when=asyncio.FIRST_COMPLETED
@@ -217,15 +226,26 @@ class GatewayAgentLoop:
             await asyncio.gather(running, interrupted, return_exceptions=True)
 
     async def _finish(
-        self, state: RolloutState, segments: Sequence[Segment], earned: dict[str, float] | None
+        self, state: RolloutState, sessions: AgentSessions, earned: Earned | None
     ) -> Rollouts:
         """Turn the segments into rollouts, with their reward unless all sessions must end first."""
+        spoken = sessions.spoken()
+        if not spoken:
+            why = sessions.truncation or "the agent ended without an answer of the model"
+            return [_failed(state, why)]
+        made = [_rollouts(state, name, session) for name, session in spoken.items()]
+        for rollouts, session in zip(made, spoken.values(), strict=True):
+            if session.truncation:
+                rollouts[-1].finish_reason = "length"
+        try:
+            _earn(made, spoken, earned or {})
+        except WireError as error:
+            return [_failed(state, f"the agent returned {error}")]
         # On the given state, too: the worker reads there that the engine has a free slot again.
-        state.finish_reason = segments[-1].finish_reason
-        rollouts = [segment.filled(state, reward=earned) for segment in segments]
+        state.finish_reason = made[0][-1].finish_reason
         if not (self._judge and self._judge.sees_group):
-            await self._reward([rollouts])
-        return rollouts
+            await asyncio.gather(*(self._reward([rollouts]) for rollouts in made))
+        return [*chain.from_iterable(made)]
 
     async def _reward(self, sessions: Sequence[Rollouts]) -> None:
         """Add the judge's reward of each session's last turn to the agent's own reward."""
@@ -259,11 +279,41 @@ class GatewayAgentLoop:
             _await_judge(ended)
 
 
+def _sessions(rollouts: Sequence[RolloutState]) -> list[Rollouts]:
+    """Return the rollouts of each session."""
+    return [list(each) for _, each in groupby(rollouts, lambda s: (s.index, s.session_id))]
+
+
+def _rollouts(state: RolloutState, name: str, session: Session) -> Rollouts:
+    own = {"session_id": session.name, "role": role_of(name)}
+    return [segment.filled(state, **own) for segment in session.segments]
+
+
+def _earn(made: Sequence[Rollouts], names: Iterable[str], earned: Earned) -> None:
+    """Give the sessions of these names their rewards by the agent. Raises WireError."""
+    known = {EVERY_ROLE, *names, *map(role_of, names)}
+    if wrong := earned.keys() - known:
+        raise WireError(
+            f"rewards of {', '.join(sorted(wrong))}, for which the model has said nothing",
+            hint='return them by role: {"solver": {"score": 1.0}}; "" is the agent\'s own session',
+        )
+    for rollouts, name in zip(made, names, strict=True):
+        found = (earned.get(each) for each in (name, role_of(name), EVERY_ROLE))
+        reward = dict(next(filter(None, found), {}))
+        reward_turns(rollouts, reward)
+        for rollout in rollouts:
+            rollout.reward = reward or None
+
+
 def _await_judge(sessions: Sequence[Rollouts]) -> None:
     """Leave rollouts without a reward to the judge of a later claim of their group."""
     for rollout in chain.from_iterable(sessions):
         if _is_unjudged(rollout):
             rollout.status = Status.ABORTED
+
+
+def _is_made(state: RolloutState) -> bool:
+    return state.status is Status.COMPLETED or _is_unjudged(state)
 
 
 def _is_unjudged(state: RolloutState) -> bool:
@@ -283,7 +333,7 @@ def _share_prompt(group: Rollouts) -> None:
     if not segments:
         return
     prompt = common_prompt([segment for _, segment in segments])
-    for state in group:
-        state.prompt_ids = segments[0][1].ids[:prompt]
     for state, segment in segments:
         segment.fill(state, prompt)
+    for state in group:
+        state.prompt_ids = segments[0][1].ids[:prompt]

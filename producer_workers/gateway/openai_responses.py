@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from typing import Annotated, Any
 
+import orjson
 from pydantic import BeforeValidator, Field
 
 from producer_workers.gateway.dialect import (
@@ -14,6 +16,7 @@ from producer_workers.gateway.dialect import (
     JsonList,
     MaxTokens,
     ToolRequest,
+    as_json,
     event,
     function_tool,
     joined_text,
@@ -30,6 +33,13 @@ REFUSED = {
 }
 
 _TEXTS = ("input_text", "output_text", "text")
+
+# The arguments of a custom tool, whose input is any text.
+_FREE_TEXT: Json = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+}
 
 
 class _Conversation:
@@ -50,7 +60,14 @@ class _Conversation:
             case {"type": "function_call", "call_id": str(call), "name": name, "arguments": given}:
                 function = {"name": _whole_name(item.get("namespace"), name), "arguments": given}
                 self._call({"id": call, "type": "function", "function": function})
-            case {"type": "function_call_output", "call_id": str(call), "output": said}:
+            case {"type": "custom_tool_call", "call_id": str(call), "name": name, "input": given}:
+                function = {"name": name, "arguments": _arguments_with(given)}
+                self._call({"id": call, "type": "function", "function": function})
+            case {
+                "type": "function_call_output" | "custom_tool_call_output",
+                "call_id": str(call),
+                "output": said,
+            }:
                 text = joined_text(said, _TEXTS)
                 self._other({"role": "tool", "tool_call_id": call, "content": text})
             case {"type": kind}:
@@ -95,6 +112,22 @@ def _messages(given: Any) -> Any:
     return [plain_message(message) for message in conversation.messages]
 
 
+def _arguments_with(text: Any) -> str:
+    """Return the arguments that a model gave, from the input that its client read in them."""
+    with suppress(orjson.JSONDecodeError):
+        if isinstance(orjson.loads(text), dict):  # not in the form of `_FREE_TEXT`
+            return str(text)
+    return as_json({"input": text})
+
+
+def _input_in(arguments: str) -> str:
+    with suppress(orjson.JSONDecodeError):
+        match orjson.loads(arguments):
+            case {"input": str(text), **others} if not others:
+                return text
+    return arguments
+
+
 def _whole_name(namespace: Any, name: Any) -> Any:
     return f"{namespace}.{name}" if namespace else name
 
@@ -110,6 +143,8 @@ def _tools(tools: Any, namespace: str = "") -> Any:
                 name = _whole_name(namespace, tool.get("name"))
                 parameters = tool.get("parameters") or {}
                 functions.append(function_tool(name, tool.get("description"), parameters))
+            case {"type": "custom"}:
+                functions.append(_custom_tool(tool))
             case {"type": "namespace", "name": str(name), "tools": list(inner)} if not namespace:
                 functions += _tools(inner, name)
             case {"type": kind}:
@@ -117,6 +152,20 @@ def _tools(tools: Any, namespace: str = "") -> Any:
             case _:
                 raise ValueError("each tool has a type")
     return functions
+
+
+def _custom_tool(tool: Json) -> Json:
+    known = [tool.get("description")]
+    match tool.get("format"):
+        case {"definition": grammar}:
+            known.append(grammar)
+    described = "\n\n".join(map(str, filter(None, known)))
+    return function_tool(tool.get("name"), described, _FREE_TEXT)
+
+
+def _names_of_custom(tools: Any) -> list[Any]:
+    given = tools if isinstance(tools, list) else []
+    return [t.get("name") for t in given if isinstance(t, dict) and t.get("type") == "custom"]
 
 
 class ResponsesRequest(ToolRequest):
@@ -127,6 +176,9 @@ class ResponsesRequest(ToolRequest):
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Annotated[JsonList | None, BeforeValidator(_tools)] = None
+    custom: Annotated[
+        tuple[str, ...], BeforeValidator(_names_of_custom), Field(validation_alias="tools")
+    ] = ()
     max_output_tokens: MaxTokens | None = None
     text: FormatHolder = None
 
@@ -145,7 +197,7 @@ class ResponsesRequest(ToolRequest):
         return self._begun(turn) | {
             "status": "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": [item for item, _ in _items(turn)],
+            "output": [item for item, _ in _items(turn, self.custom)],
             "usage": _usage(turn),
         }
 
@@ -157,10 +209,10 @@ class ResponsesRequest(ToolRequest):
         begun = self._begun(turn)
         yield {"type": "response.created", "response": begun}
         yield {"type": "response.in_progress", "response": begun}
-        for index, (item, parts) in enumerate(_items(turn)):
+        for index, (item, parts) in enumerate(_items(turn, self.custom)):
             at = {"output_index": index}
-            rest: Json = {"content": []} if "content" in item else {"arguments": ""}
-            empty = {**item, **rest, "status": "in_progress"}
+            empty = {**item, **{key: _EMPTY[key] for key in item.keys() & _EMPTY}}
+            empty["status"] = "in_progress"
             yield {"type": "response.output_item.added", **at, "item": empty}
             for part in parts:
                 yield {**part, **at, "item_id": item["id"]}
@@ -179,7 +231,10 @@ class ResponsesRequest(ToolRequest):
         return {**frame, "status": "in_progress", **asked, **unknown, "output": [], **calls}
 
 
-def _items(turn: SampledTurn) -> Iterator[tuple[Json, Sequence[Json]]]:
+_EMPTY: Json = {"content": [], "arguments": "", "input": ""}
+
+
+def _items(turn: SampledTurn, custom: Collection[str]) -> Iterator[tuple[Json, Sequence[Json]]]:
     """Yield the items of the answer, and the events that stream each."""
     thought, text = split_thought(turn.message["content"])
     if thought:
@@ -190,14 +245,24 @@ def _items(turn: SampledTurn) -> Iterator[tuple[Json, Sequence[Json]]]:
         part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
         yield _with_text({**item, "status": "completed"}, part, {"logprobs": []})
     for call in turn.calls:
-        namespace, _, name = call["function"]["name"].rpartition(".")
         given = call["function"]["arguments"]
+        if (name := call["function"]["name"]) in custom:
+            yield _custom_call(call["id"], name, _input_in(given))
+            continue
+        namespace, _, name = name.rpartition(".")
         item = {"id": f"fc_{call['id']}", "type": "function_call", "call_id": call["id"]}
         item |= {"name": name, "arguments": given, "status": "completed"}
         item |= {"namespace": namespace} if namespace else {}
         kind = "response.function_call_arguments"
         done = {"type": f"{kind}.done", "name": name, "arguments": given}
         yield item, [{"type": f"{kind}.delta", "delta": given}, done]
+
+
+def _custom_call(call_id: str, name: str, given: str) -> tuple[Json, Sequence[Json]]:
+    item = {"id": f"ctc_{call_id}", "type": "custom_tool_call", "call_id": call_id}
+    kind = "response.custom_tool_call_input"
+    events = [{"type": f"{kind}.delta", "delta": given}, {"type": f"{kind}.done", "input": given}]
+    return {**item, "name": name, "input": given, "status": "completed"}, events
 
 
 def _with_text(item: Json, part: Json, more: Json) -> tuple[Json, Sequence[Json]]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from buffer.errors import WireError
 from buffer.wire.checks import check_plain
+from buffer.wire.document import OPTIONAL
 from buffer.wire.group import (
     GATEWAY_RECORD,
     NEW_CONTEXTS,
@@ -170,6 +171,12 @@ class Segment:
 
     def fill(self, state: RolloutState, prompt: int) -> None:
         """Write this segment into `state`, with its first `prompt` tokens as the group's prompt."""
+        before = np.zeros(0 if state.prompt_ids is None else len(state.prompt_ids), "<f4")
+        for name in OPTIONAL:
+            if (column := getattr(state, name)) is not None:
+                setattr(state, name, np.append(before, column)[prompt:])
+        rows = (state.teacher_logprobs or {}).items()
+        state.teacher_logprobs = {who: np.append(before, row)[prompt:] for who, row in rows} or None
         state.prompt_ids = self.ids[:prompt]
         state.response_ids = self.ids[prompt:]
         state.logprobs = self.logprobs[prompt:]
@@ -250,7 +257,7 @@ class SessionRecord:
         extra["sessions_restarted"] = 2
         extra["new_contexts"] = {"turn": 3}
 
-    An open session, which its agent can resume, has one entry per rollout, in order; their tokens
+    Open sessions, which their agent can resume, have one entry per rollout, in order; their tokens
     are in the rollouts. Sessions that cannot be resumed, or whose tokens are too old, begin again
     and are counted, and so are contexts that began within a session, by the words of `why_new`, or
     because the chat template rewrites earlier turns ("template"), or because another request had
@@ -263,17 +270,21 @@ class SessionRecord:
         self._restarted = int(extra.get(SESSIONS_RESTARTED, 0))
         self._new_contexts = Counter(new_contexts(extra))
 
-    def resume(self, rollouts: Sequence[RolloutState]) -> list[Segment]:
-        """Return the segments of an open session; empty if it begins (again)."""
+    def resume(self, rollouts: Sequence[RolloutState], agent: str) -> dict[str, list[Segment]]:
+        """Return the segments of an agent's open sessions by name; empty if it begins (again).
+
+        `agent`: the id of its own session, with which those of the others begin.
+        """
         known = self._found.get(str(rollouts[0].index), [])
         sampled = [rollout for rollout in rollouts if len(rollout.response_ids)]
         if not known or len(sampled) != len(known):
             self._restarted += bool(known)
-            return []
-        return [
-            Segment.resumed(rollout, *kept, after=n)
-            for n, (rollout, kept) in enumerate(zip(sampled, known, strict=True))
-        ]
+            return {}
+        found: dict[str, list[Segment]] = {}
+        for rollout, kept in zip(sampled, known, strict=True):
+            own = found.setdefault((rollout.session_id or "")[len(agent) + 1 :], [])
+            own.append(Segment.resumed(rollout, *kept, after=len(own)))
+        return found
 
     def keep(self, index: int, segments: Sequence[Segment]) -> None:
         self._open[str(index)] = [[s.messages, s.tools, s.finish_reason] for s in segments]

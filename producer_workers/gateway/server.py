@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import logging
 import re
 import secrets
+import socket
+import time
 from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -18,12 +22,14 @@ from pydantic import ValidationError
 
 from buffer.errors import ConfigError, RolloutMQError, WireError
 from producer_workers.agent_loops.tokenizer import in_tokenizer_thread
+from producer_workers.config.gateway import GatewaySection
 from producer_workers.engines.base import EngineDeadError, GenerationError
 from producer_workers.gateway.agents import MODEL
 from producer_workers.gateway.anthropic_api import CountRequest, MessagesRequest
 from producer_workers.gateway.dialect import AgentRequest
 from producer_workers.gateway.openai_api import ChatRequest, TextRequest
 from producer_workers.gateway.openai_responses import ResponsesRequest
+from producer_workers.gateway.roles import AgentSessions
 from producer_workers.gateway.session import ContextFull, Session, SessionClosed
 from producer_workers.gateway.turn import SampledTurn
 from producer_workers.gateway.vllm_api import GenerateRequest
@@ -33,6 +39,13 @@ log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
 
 LARGEST_REQUEST = 32 * 2**20  # bytes; a request carries a whole conversation
+
+# Of one session; its clients ask again later.
+MOST_AT_ONCE = 128  # requests
+MOST_PER_S = 100  # requests
+MOST_BYTES = 4 * LARGEST_REQUEST  # of its requests at once
+
+QUIET_S = 120.0  # the longest that a connection is silent, or sends one body
 
 MOST_FAULTS = 8  # in an error message; a request may have a million
 LONGEST_REFUSAL = 4096  # characters of an error message
@@ -63,6 +76,12 @@ class Refusal(RolloutMQError):
         self.code = code
         self.field = field
 
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.status == 429:
+            return {"Retry-After": "1"}
+        return {"x-should-retry": "false"}  # clients would retry, and be refused again
+
 
 @dataclass(slots=True)
 class Guest:
@@ -72,13 +91,45 @@ class Guest:
     """
 
     session: Session
-    requests: set[asyncio.Task[Any]] = field(default_factory=set)
+    sessions: AgentSessions
+    roles: dict[str, Guest] = field(default_factory=dict)
+    requests: dict[asyncio.Task[Any], int] = field(default_factory=dict)  # with their bytes
+    counted_until: float = 0.0  # the requests so far are spread over the time until then
     answered: dict[bytes, SampledTurn] = field(default_factory=dict)
     unsent: dict[bytes, SampledTurn] = field(default_factory=dict)  # its connection broke
+
+    def in_role(self, name: str) -> Guest:
+        """Return what runs for a role's key, which begins with the agent's. Raises ConfigError."""
+        if name and name not in self.roles:
+            self.roles[name] = Guest(self.sessions.of(name), self.sessions, requests=self.requests)
+        return self.roles[name] if name else self
 
     def answer_again(self, asked: bytes, *, is_retry: bool) -> SampledTurn | None:
         """Return the answer that an agent may not have received; None if it asks for another."""
         return self.unsent.pop(asked, None) or (self.answered.get(asked) if is_retry else None)
+
+    def check_rate(self) -> None:
+        """Count a request. Raises Refusal."""
+        now = time.monotonic()
+        until = max(self.counted_until, now - 1.0) + 1.0 / MOST_PER_S
+        if until > now:
+            _refuse_for_now(f"more than {MOST_PER_S} requests of this key in a second")
+        self.counted_until = until
+
+    @contextmanager
+    def asking(self, request: web.Request) -> Iterator[None]:
+        """Let `request` end with the key. Raises Refusal."""
+        is_packed = "Content-Encoding" in request.headers
+        size = LARGEST_REQUEST if is_packed else request.content_length or LARGEST_REQUEST
+        if len(self.requests) >= MOST_AT_ONCE or size + sum(self.requests.values()) > MOST_BYTES:
+            _refuse_for_now(f"more than {MOST_AT_ONCE} requests of this key, or {MOST_BYTES} bytes")
+        answering = asyncio.current_task()
+        assert answering is not None
+        self.requests[answering] = size
+        try:
+            yield
+        finally:
+            del self.requests[answering]
 
 
 def _keep(answers: dict[bytes, SampledTurn], asked: bytes, turn: SampledTurn) -> None:
@@ -90,16 +141,17 @@ def _keep(answers: dict[bytes, SampledTurn], asked: bytes, turn: SampledTurn) ->
 class Gateway:
     """The server of a worker, shared by all sessions of its groups. `url` is OpenAI's."""
 
-    def __init__(self) -> None:
+    def __init__(self, section: GatewaySection | None = None) -> None:
+        self._section = section or GatewaySection()
         self._guests: dict[bytes, Guest] = {}  # by the hash of the key
         self._changing = asyncio.Lock()
         self._runner: web.AppRunner | None = None
         self.url = ""
 
-    def admit(self, session: Session) -> str:
-        """Return a new key, with which requests reach the session until it is dismissed."""
+    def admit(self, sessions: AgentSessions) -> str:
+        """Return a new key, with which requests reach these sessions until it is dismissed."""
         key = f"rmq-{secrets.token_urlsafe(24)}"
-        self._guests[_hash(key)] = Guest(session)
+        self._guests[_hash(key)] = Guest(sessions.own, sessions)
         return key
 
     def dismiss(self, key: str) -> None:
@@ -108,7 +160,7 @@ class Gateway:
             request.cancel()
 
     async def start(self) -> None:
-        """Listen, unless it does."""
+        """Listen, unless it does. Raises ConfigError."""
         async with self._changing:
             self._runner = self._runner or await self._listen()
 
@@ -125,26 +177,41 @@ class Gateway:
             [
                 *(web.post(path, partial(self._serve, kind)) for path, kind in DIALECTS.items()),
                 web.get("/v1/models", self._models),
-                web.route("*", "/{path:.*}", _unknown),
+                web.route("*", "/{path:.*}", self._unknown),
             ],
         )
         # A request whose agent has gone is cancelled, so that the engine stops sampling for it.
         runner = web.AppRunner(
-            app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=0.1,
+            keepalive_timeout=QUIET_S,
         )
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        try:
+            await _take_port(runner, self._section)
+        except BaseException:
+            await runner.cleanup()
+            raise
         host, port = runner.addresses[0][:2]
-        self.url = f"http://{host}:{port}/v1"
+        self.url = f"{self._section.url(host, port, socket.gethostname())}/v1"
+        log.info("agents reach this worker at %s", self.url)
+        if self._section.warning:
+            log.warning("%s", self._section.warning)
         return runner
 
     def _guest(self, request: web.Request) -> Guest:
         """Return the agent whose key is in a request. Raises Refusal."""
         kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
         given = [request.headers.get("x-api-key", ""), bearer if kind.lower() == "bearer" else ""]
-        for key in given:
-            if guest := self._guests.get(_hash(key.strip())):
-                return guest
+        for key, _, role in (each.strip().partition(":") for each in given):
+            if guest := self._guests.get(_hash(key)):
+                guest.check_rate()
+                try:
+                    return guest.in_role(role)
+                except ConfigError as error:
+                    raise Refusal(400, str(error), "refused") from error
         why = "this key belongs to no session, or to one that has ended"
         raise Refusal(401, why, "invalid_api_key")
 
@@ -156,34 +223,67 @@ class Gateway:
 
     async def _serve(self, kind: type[AgentRequest], request: web.Request) -> web.StreamResponse:
         guest = self._guest(request)
-        answering = asyncio.current_task()
-        assert answering is not None
-        guest.requests.add(answering)
-        try:
-            return await self._answer(request, kind, guest)
-        finally:
-            guest.requests.discard(answering)
+        with guest.asking(request):
+            return await _answer(request, kind, guest)
 
-    async def _answer(
-        self, request: web.Request, kind: type[AgentRequest], guest: Guest
-    ) -> web.StreamResponse:
-        body = await request.read()
-        asked = await in_tokenizer_thread(_parse, kind, body)  # long ones take seconds
-        session = guest.session
-        if asked.counts:
-            tokens = await _done(session.count(asked.ask()), session)
-            return web.json_response({"input_tokens": tokens})
-        name = hashlib.sha256(kind.path.encode() + body).digest()
-        is_retry = request.headers.get(RETRIES, "0") != "0"
-        turn = guest.answer_again(name, is_retry=is_retry)
-        if turn is None:
-            turn = await _done(session.ask(asked.ask()), session)
-            _keep(guest.answered, name, turn)
+    async def _unknown(self, request: web.Request) -> web.Response:
+        self._guest(request)
+        known = f"POST {', '.join(DIALECTS)}, GET /v1/models"
+        asked = f"{request.method} {request.path}"
+        message = f"{asked} cannot be recorded for training; there are {known}"
+        raise Refusal(404, message, "unsupported")
+
+
+async def _answer(
+    request: web.Request, kind: type[AgentRequest], guest: Guest
+) -> web.StreamResponse:
+    body = await _body(request)
+    asked = await in_tokenizer_thread(_parse, kind, body)  # long ones take seconds
+    session = guest.session
+    if asked.counts:
+        tokens = await _done(session.count(asked.ask()), session)
+        return web.json_response({"input_tokens": tokens})
+    name = hashlib.sha256(kind.path.encode() + body).digest()
+    is_retry = request.headers.get(RETRIES, "0") != "0"
+    turn = guest.answer_again(name, is_retry=is_retry)
+    if turn is None:
+        turn = await _done(session.ask(asked.ask()), session)
+        _keep(guest.answered, name, turn)
+    try:
+        return await _send(request, asked, turn, session)
+    except (OSError, asyncio.CancelledError):  # the agent has gone, and may ask again
+        _keep(guest.unsent, name, turn)
+        raise
+
+
+async def _body(request: web.Request) -> bytes:
+    """Return the body of a request. Raises Refusal if it takes too long."""
+    try:
+        async with asyncio.timeout(QUIET_S):
+            return await request.read()
+    except TimeoutError as error:
+        raise Refusal(408, f"the body took longer than {QUIET_S:g} s", "timeout") from error
+
+
+async def _take_port(runner: web.AppRunner, section: GatewaySection) -> None:
+    """Listen on the first free port of a section. Raises ConfigError."""
+    context = section.tls_context()
+    for port in range(section.port, section.port + section.ports):
         try:
-            return await _send(request, asked, turn, session)
-        except (OSError, asyncio.CancelledError):  # the agent has gone, and may ask again
-            _keep(guest.unsent, name, turn)
-            raise
+            await web.TCPSite(runner, section.host, port, ssl_context=context).start()
+            return
+        except (OSError, UnicodeError) as error:  # UnicodeError: no name of a host
+            reason = error
+            if getattr(error, "errno", 0) != errno.EADDRINUSE:
+                break
+    raise ConfigError(
+        f"the gateway cannot listen on {section.host}, port {port}: {reason}",
+        hint="set [gateway] port to a free one, and ports to the number of workers on this machine",
+    ) from reason
+
+
+def _refuse_for_now(why: str) -> NoReturn:
+    raise Refusal(429, why, "rate_limit_exceeded")
 
 
 def _hash(key: str) -> bytes:
@@ -255,12 +355,6 @@ async def _stream(request: web.Request, events: Iterator[bytes]) -> web.StreamRe
     return response
 
 
-async def _unknown(request: web.Request) -> web.Response:
-    known = f"POST {', '.join(DIALECTS)}, GET /v1/models"
-    message = f"{request.method} {request.path} cannot be recorded for training; there are {known}"
-    raise Refusal(404, message, "unsupported")
-
-
 @web.middleware
 async def _write_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Return errors in the form that the dialect's clients parse."""
@@ -285,5 +379,5 @@ async def _write_refusals(request: web.Request, handler: Handler) -> web.StreamR
     return web.json_response(
         dialect.error(refusal.status, message, refusal.code, refusal.field),
         status=refusal.status,
-        headers={"x-should-retry": "false"},  # clients would retry, and be refused again
+        headers=refusal.headers,
     )

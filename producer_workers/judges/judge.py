@@ -17,10 +17,17 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from buffer.errors import JudgeError
+from buffer.errors import JudgeError, WireError
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JUDGES, RUNS_PROGRAMS, JudgingSection
-from producer_workers.user_code.border import BORDERS, TOKEN_COLUMNS, Rules, Shape, load_border
+from producer_workers.user_code.border import (
+    BORDERS,
+    TOKEN_COLUMNS,
+    TURN_REWARDS,
+    Rules,
+    Shape,
+    load_border,
+)
 from producer_workers.user_code.process_function import ProcessFunction
 from producer_workers.user_code.user_function import UserFunction
 
@@ -149,6 +156,7 @@ def rollout_fields(state: RolloutState) -> dict[str, Any]:
     mask = state.response_mask
     return {
         "index": state.index,
+        "role": state.role,
         "response": state.response,
         "finish_reason": state.finish_reason,
         "ground_truth": state.ground_truth,
@@ -173,7 +181,7 @@ def take_columns(
 ) -> list[dict[str, float]]:
     """Give rollouts the token columns of a judge's checked answers; return their rewards.
 
-    Raises JudgeError for a column that has another length than the response.
+    Raises JudgeError for a column that has another length than the response, or its turns.
     """
     rewards = []
     for state, answer in zip(states, answers, strict=True):
@@ -185,8 +193,32 @@ def take_columns(
                 setattr(state, column, rows)
             elif given is not None:
                 setattr(state, column, _values(name, column, given, state))
+        try:
+            reward_turns([state], reward)
+        except WireError as error:
+            raise JudgeError(f"judge {name!r} returned {error.message}", hint=error.hint) from error
         rewards.append(reward)
     return rewards
+
+
+def reward_turns(states: Sequence[RolloutState], reward: dict[str, Any]) -> None:
+    """Take the `turn_rewards` out of a reward, and give them to the turns of these rollouts.
+
+    Raises WireError if there are more or fewer turns.
+    """
+    given = reward.pop(TURN_REWARDS, None)
+    if not isinstance(given, list):
+        return
+    turns = [(state, turn) for state in states for turn in state.turns()]
+    if len(given) != len(turns):
+        raise WireError(
+            f"{len(given)} turn_rewards for {len(turns)} turns of the model",
+            hint="give one number for each turn, in order",
+        )
+    for state in states:
+        state.token_rewards = None
+    for (state, turn), value in zip(turns, given, strict=True):
+        state.reward_turn(turn, value)
 
 
 def columns_of(state: RolloutState) -> dict[str, Any]:

@@ -7,7 +7,7 @@ must import little.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -238,6 +238,8 @@ LARGEST = float(np.finfo(np.float32).max)  # beyond it, a float32 is infinite
 # Columns of a rollout that a judge may return beside its reward (`RolloutState`).
 TOKEN_COLUMNS = ("token_rewards", "teacher_logprobs", "ref_logprobs", "values")
 
+TURN_REWARDS = "turn_rewards"  # beside a reward: a number for each turn of the model
+
 
 def _fits(value: Any) -> bool:
     try:
@@ -283,14 +285,16 @@ def check_numbers(what: str, reward: Mapping[str, Any]) -> dict[str, float]:
     return {key: float(value) for key, value in reward.items()}
 
 
-def check_answer(name: str, result: Any) -> dict[str, Any]:
-    """Return `result` as a reward with its token columns as lists. Raises JudgeError."""
+def check_answer(
+    name: str, result: Any, names: Collection[str] = (*TOKEN_COLUMNS, TURN_REWARDS)
+) -> dict[str, Any]:
+    """Return `result` as a reward, with columns of these names as lists. Raises JudgeError."""
     if not isinstance(result, Mapping):
         return check_reward(name, result)
     columns = {
         key: value
         for key, value in result.items()
-        if key in TOKEN_COLUMNS and not isinstance(value, Number)
+        if key in names and not isinstance(value, Number)
     }
     reward = {key: value for key, value in result.items() if key not in columns}
     return check_reward(name, reward) | {
@@ -313,8 +317,8 @@ def _column(name: str, key: str, value: Any) -> Any:
     if column.ndim != 1 or key == "teacher_logprobs" or not (abs(column) <= LARGEST).all():
         raise JudgeError(
             f"judge {name!r} returned {key} = {value!r:.80}",
-            hint="return one finite number for each response token; teacher_logprobs are by the "
-            "teacher's name",
+            hint="return one finite number for each response token, as turn_rewards for each turn "
+            "of the model; teacher_logprobs are by the teacher's name",
         )
     return column.tolist()
 

@@ -182,7 +182,7 @@ def _check_states(given: Sequence[RolloutState], made: Any) -> None:
 
 
 def _check_rollout(state: RolloutState) -> None:
-    name = f"rollout {state.index}"
+    name = " ".join(["rollout", str(state.index), state.role]).strip()
     if state.status not in (Status.COMPLETED, Status.ABORTED):
         raise LoopError(
             f"{name} came back with status {state.status.value}",

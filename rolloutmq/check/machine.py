@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.imports import EXTRAS, install_command
+from producer_workers.agent_loops.agent_loop import has_agents
 from rolloutmq.config.config import Config
 from rolloutmq.config.launch import LaunchSection
 
@@ -136,9 +137,12 @@ def _packages(config: Config) -> Iterator[tuple[str, str]]:
         yield from (("the trainer", name) for name in ("torch", "transformers", "safetensors"))
     if config.engine.package:
         yield f"[engine] kind = {config.engine.kind}", config.engine.package
-    loops = {task.agent_loop or config.worker.agent_loop for task in config.tasks.values()}
-    if "gateway" in loops:
-        yield "agent_loop = gateway", "aiohttp"
+    for name, task in config.tasks.items():
+        loop = task.loop(config.worker.agent_loop)
+        if has_agents(loop):
+            yield f"agent_loop = {loop}", "aiohttp"
+        if task.dataset.package:
+            yield f"[tasks.{name}.dataset] kind = {task.dataset.kind}", task.dataset.package
     if learner.lora:
         yield "[learner.lora]", "peft"
     if learner.optimizer == "adamw_8bit":

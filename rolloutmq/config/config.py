@@ -29,6 +29,7 @@ from consumer.config.trainer import (
 )
 from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
 from producer_workers.config.engine import EngineConfig, VllmConfig
+from producer_workers.config.gateway import GatewaySection
 from producer_workers.config.strategy import StrategySection
 from producer_workers.config.task import Tasks, TaskSection
 from producer_workers.config.worker import JudgesSection, ProducerSection, WorkerSection
@@ -61,6 +62,7 @@ class Config(Section):
     worker: WorkerSection = WorkerSection()
     producer: ProducerSection = ProducerSection()
     judges: JudgesSection = JudgesSection()
+    gateway: GatewaySection = GatewaySection()
     trainer: TrainerSection = TrainerSection()
     learner: LearnerConfig = LearnerConfig()
     critic: CriticConfig = CriticConfig()
@@ -108,7 +110,7 @@ class Config(Section):
     def warnings(self) -> list[str]:
         """Return warnings about settings that have no effect, or waste work."""
         tasks = [warning for name in self.training_tasks for warning in self._task_warnings(name)]
-        return [*tasks, *self._late_intervals()]
+        return [*tasks, *self._late_intervals(), *filter(None, [self.gateway.warning])]
 
     def _task_warnings(self, name: str) -> Iterator[str]:
         task = self.tasks[name]

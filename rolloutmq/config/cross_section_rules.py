@@ -16,6 +16,7 @@ from buffer.config.run_settings import PolicySection
 from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig
 from consumer.config.trainer import MOST_PROBLEMS, WITHIN_A_GROUP
+from producer_workers.agent_loops.agent_loop import has_agents
 from producer_workers.config.task import TaskSection
 from producer_workers.hub import is_id
 
@@ -98,7 +99,7 @@ def context_problems(
     for name in tasks:
         task = config.tasks[name]
         # an agent's requests have prompts of their own, and share max_tokens
-        if (task.agent_loop or config.worker.agent_loop) == "gateway":
+        if has_agents(task.loop(config.worker.agent_loop)):
             continue
         # the default limit is no wish of the user: responses then end where the context does
         if prompt is None and "max_tokens" not in task.sample.model_fields_set:
@@ -305,6 +306,12 @@ def _evaluation_fits(config: Config) -> Iterator[str]:
         )
 
 
+def _workers_have_ports(config: Config) -> Iterator[str]:
+    needed, gateway = config.launch.workers, config.gateway
+    if gateway.port and gateway.ports < needed:
+        yield f"[launch] workers = {needed} need [gateway] ports = {needed} or more, or port = 0"
+
+
 def _evaluation_is_one_batch(config: Config) -> Iterator[str]:
     for name, task in config.tasks.items():
         if task.eval_of is None or config.evaluation.groups or not task.dataset.is_generated:
@@ -342,4 +349,5 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _evaluation_fits,
     _transport_carries_changes,
     _evaluation_is_one_batch,
+    _workers_have_ports,
 )

@@ -25,8 +25,9 @@ from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 from consumer.grpo.reporting.step_log import read_evaluations
-from producer_workers.agent_loops.multi_turn import turns_of
+from rolloutmq.config.load import load_config
 from rolloutmq.init.project import TINY, Choices, write_project
+from tests.cluster import adjacent_ports
 from tests.pipeline.site import Site
 from tests.programs import python
 from tests.warm_process import run_to_end
@@ -52,7 +53,9 @@ messages += [ask(messages), {"role": "user", "content": "Sure?"}]
 ask(messages)
 if number % 2:  # another conversation
     ask([{"role": "user", "content": "And now?"}])
-with open(os.path.join(sys.argv[1], os.environ["OPENAI_API_KEY"]), "w") as file:
+port = os.environ["OPENAI_BASE_URL"].split(":")[2].split("/")[0]
+name = port + os.environ["OPENAI_API_KEY"]
+with open(os.path.join(sys.argv[1], name), "w") as file:
     json.dump(seen, file)
 """
 
@@ -95,6 +98,8 @@ dataset = {{ kind = "python", factory = "my_task:problems", options = {{ most = 
     )
     text += '[retention]\npolicy = "last"\nbatches = 10\n' + TASKS + web + few
     text = re.sub(r"(?m)^(judge = .*)$", r"\1\nprompt_repeat_k = 2", text)
+    text = text.replace("workers = 1", "workers = 2")
+    text += f"[gateway]\nport = {adjacent_ports()}\nports = 2\n"
     site.config.write_text(text, encoding="utf-8")
     return site
 
@@ -117,14 +122,15 @@ def test_parts_of_a_stranger_and_an_agent_program_train_together(site: Site) -> 
     )
     for group in by_task["twice"]:
         for state in group.states:
-            first, second = turns_of(state)
+            first, second = state.turns()
             assert tokenizer.decode(state.response_ids[first.stop : second.start]) == " Sure? "
-    assert {len(turns_of(state)) for group in by_task["hints"] for state in group.states} <= {
+    assert {len(state.turns()) for group in by_task["hints"] for state in group.states} <= {
         1,
         2,
         3,
     }
     check_sessions(by_task["web"], site.folder / "seen", tokenizer)
+    check_ports(site)
     check_logprobs([state for group in groups for state in group.states], site.model)
 
 
@@ -141,6 +147,16 @@ def trained(site: Site) -> list[RolloutGroup]:
         ]
 
 
+def check_ports(site: Site) -> None:
+    """Each worker has one port of the range, and all of its sessions have it."""
+    first = load_config(site.config).gateway.port
+    logs = [site.run_dir / "logs" / f"worker-{n}.log" for n in range(2)]
+    served = [re.findall(r"at http://127.0.0.1:(\d+)/v1", log.read_text()) for log in logs]
+    assert sorted(served) == [[str(first)], [str(first + 1)]]
+    asked = {file.name.split("rmq-")[0] for file in (site.folder / "seen").iterdir()}
+    assert asked <= {str(first), str(first + 1)}
+
+
 def check_sessions(groups: list[RolloutGroup], folder: Path, tokenizer: Any) -> None:
     """Train every session as its agent saw it: the same tokens and logprobs, in 1 or 2 rollouts."""
     seen = [orjson.loads(file.read_bytes()) for file in folder.iterdir()]
@@ -151,7 +167,7 @@ def check_sessions(groups: list[RolloutGroup], folder: Path, tokenizer: Any) -> 
             sessions.setdefault(str(state.session_id), []).append(state)
         assert [len(states) for states in sessions.values()] == [1 + odd] * 2
         for states in sessions.values():
-            turns = [(state, turn) for state in states for turn in turns_of(state)]
+            turns = [(state, turn) for state in states for turn in state.turns()]
             assert [_as_seen(state, turn, tokenizer) for state, turn in turns] in seen
 
 
@@ -176,7 +192,7 @@ def check_logprobs(states: list[RolloutState], folder: Path) -> None:
                 .gather(1, whole[0, 1:, None])[:, 0]
                 .numpy()
             )
-        sampled = np.concatenate([np.arange(turn.start, turn.stop) for turn in turns_of(state)])
+        sampled = np.concatenate([np.arange(turn.start, turn.stop) for turn in state.turns()])
         offset = len(state.prompt_ids) - 1
         np.testing.assert_allclose(state.logprobs[sampled], truth[sampled + offset], atol=1e-4)
 

@@ -44,7 +44,7 @@ class Recorder(LetterEngine):
         await asyncio.sleep(0.001)
         if self.dead:
             raise EngineDeadError("gone")
-        _, session, request = request_id.split("/")
+        _, session, *_, request = request_id.split("/")
         if int(session) in self.cut and int(request) > 0:
             return Generation(np.array([5], "<i4"), np.zeros(1, "<f4"), (), "abort")
         number = len(self.said)

@@ -90,8 +90,10 @@ def test_append_forgets_columns_that_no_longer_cover_all_tokens() -> None:
     made.append(
         np.array([7], "<i4"), np.array([-2.0], "<f4"), [], routed_experts=np.zeros((3, 1, 1), "<i2")
     )
-    forgotten: list[Any] = [made.values, made.ref_logprobs, made.token_rewards]
-    assert [*forgotten, made.teacher_logprobs] == [None] * 4
+    forgotten: list[Any] = [made.values, made.ref_logprobs, made.teacher_logprobs]
+    assert forgotten == [None] * 3
+    assert made.token_rewards is not None
+    assert made.token_rewards.tolist() == [1, 0], "a new token has no reward"
     assert isinstance(made.routed_experts, np.ndarray)
     assert made.routed_experts.ravel().tolist() == [1, 1, 0]  # what is there stays
     made.append(np.array([7], "<i4"), np.array([-2.0], "<f4"), [])
@@ -117,7 +119,7 @@ OF_THE_PROMPT: dict[str, Any] = {
     "index": 3, "session_id": "s", "sample_params": SampleParams(top_k=5), "prompt_ids": [1],
 }  # fmt: skip
 OF_THE_RESPONSE: dict[str, Any] = {
-    "response": "r", "tool_calls": [ToolCall("c", "add")], "response_mask": [1, 0, 1], "values": [0, 0, 0],
+    "role": "solver", "response": "r", "tool_calls": [ToolCall("c", "add")], "response_mask": [1, 0, 1], "values": [0, 0, 0],
     "ref_logprobs": [0, 0, 0], "token_rewards": [0, 0, 1], "teacher_logprobs": {"t": [0, 0, 0]}, "routed_experts": "file:///e", "spans": [VersionSpan(0, 3, 1, "a")],
     "reward": {"score": 1}, "finish_reason": "abort", "status": Status.ABORTED, "error": "e",
 }  # fmt: skip

@@ -18,7 +18,7 @@ from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.chat_delta import ChatDelta
-from producer_workers.agent_loops.multi_turn import ToolAgentLoop, turns_of
+from producer_workers.agent_loops.multi_turn import ToolAgentLoop
 from producer_workers.agent_loops.toolbox import Toolbox, tool_schemas
 from producer_workers.engines.base import Generation
 from producer_workers.judges.judge import FunctionJudge
@@ -143,7 +143,7 @@ def test_what_is_trained_is_what_was_sampled_and_nothing_of_the_tools(chat: Any)
     judged: list[str] = []
     (state,) = run(loop_of(chat, judged=judged), engine, [rollout()])
     assert state.status is Status.COMPLETED
-    first, second = turns_of(state)
+    first, second = state.turns()
     assert state.response_ids[first].tolist() == engine.turns[0]
     assert state.response_ids[second].tolist() == engine.turns[1]
     between = slice(first.stop, second.start)
@@ -221,7 +221,7 @@ def test_a_rollout_cut_off_at_any_token_goes_on_elsewhere_and_ends_the_same(chat
 
 def test_max_turns_ends_a_conversation_that_would_not(chat: Any) -> None:
     (state,) = run(loop_of(chat, max_turns=2), TalkingEngine(chat, [CALL] * 9), [rollout()])
-    assert (len(turns_of(state)), state.status) == (2, Status.COMPLETED)
+    assert (len(state.turns()), state.status) == (2, Status.COMPLETED)
     assert len(called) == 2
 
 
@@ -245,7 +245,7 @@ def test_what_a_tool_says_begins_no_turn(chat: Any) -> None:
         chat, ['<tool_call>{"name": "browse", "arguments": {}}</tool_call>', "5"]
     )
     (state,) = run(loop_of(chat, tools=[browse]), engine, [rollout()])
-    first, second = turns_of(state)
+    first, second = state.turns()
     between = state.response_ids[first.stop : second.start].tolist()
     special = [token for token in between if token in chat.all_special_ids]
     assert chat.decode(special) == "<|im_start|><|im_end|><|im_start|>", (

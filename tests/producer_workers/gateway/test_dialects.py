@@ -492,6 +492,38 @@ def test_functions_of_a_namespace_are_offered_and_called_by_both_names(chat: Any
     assert len(states) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [('{"input": "*** Add\\n"}', "*** Add\n"), ('{"patch": "x"}', '{"patch":"x"}')],
+    ids=["its form", "another form"],
+)
+def test_a_custom_tool_gets_what_the_model_gave_and_its_tokens_are_kept(
+    chat: Any, stream: bool, arguments: str, given: str
+) -> None:
+    """As Codex offers apply_patch."""
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: LINE+"}
+    tool: Any = {"type": "custom", "name": "patch", "description": "Edit.", "format": grammar}
+
+    async def solve(task: AgentTask) -> None:
+        async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            asked: Any = {"model": "m", "tools": [tool], "input": [*task.messages]}
+            if stream:
+                async with client.responses.stream(**asked) as streamed:
+                    first: Any = await streamed.get_final_response()
+            else:
+                first = await client.responses.create(**asked)
+            call = first.output[-1]
+            assert (call.type, call.name, call.input) == ("custom_tool_call", "patch", given)
+            result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "ok"}
+            asked["input"] += [*first.output, result]
+            await client.responses.create(**asked)
+
+    line = f'<tool_call>\n{{"name": "patch", "arguments": {arguments}}}\n</tool_call>'
+    _, states = conversation(chat, solve, [line, "done"])
+    assert len(states) == 1
+
+
 def test_a_client_of_responses_that_blocks_is_served_and_told_what_it_may_not_ask(
     chat: Any,
 ) -> None:
@@ -644,6 +676,7 @@ def test_whatever_types_a_client_sends_it_is_answered_or_refused(
                 }
             ],
         ),
+        ("/v1/responses", "tools", [{"type": "custom", "name": 5, "format": 3}, 5]),
         ("/v1/chat/completions", "tools", [{"type": "function", "function": 5}]),
         ("/v1/messages", "tools", [{"name": "f", "input_schema": {"maximum": 2**70}}]),
         ("/inference/v1/generate", "token_ids", [2**31 - 1]),

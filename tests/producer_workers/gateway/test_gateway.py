@@ -20,7 +20,6 @@ from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState, Status
 from producer_workers.agent_loops.agent_loop import load_agent_loop
-from producer_workers.agent_loops.multi_turn import turns_of
 from producer_workers.agent_loops.tokenizer import TaskTokenizer
 from producer_workers.engines.base import EngineDeadError, Generation
 from producer_workers.gateway.agents import AgentTask
@@ -159,7 +158,7 @@ def test_what_an_agent_read_somewhere_begins_no_turn(chat: Any) -> None:
     engine = Recorder(chat, ["one", "two"])
     (state,) = run(loop_of(chat, agent=reads), engine, questions("x"))
     engine.check([state])
-    assert len(turns_of(state)) == 2
+    assert len(state.turns()) == 2
     starts = chat.convert_tokens_to_ids("<|im_start|>")
     end = chat.eos_token_id
     read = engine.read[1].tolist()

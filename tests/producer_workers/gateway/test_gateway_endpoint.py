@@ -29,6 +29,7 @@ from producer_workers.config.engine import Fixed, SimulatedConfig
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.gateway import server, session
 from producer_workers.gateway.agents import AgentTask
+from producer_workers.gateway.roles import AgentSessions
 from producer_workers.gateway.server import Gateway
 from producer_workers.gateway.session import Session, TokenBudget
 from producer_workers.judges.judge import Judge
@@ -48,7 +49,7 @@ class Desk:
         self.gateway = gateway
         self.session = session
         self.http = http
-        self.key = gateway.admit(session)
+        self.key = gateway.admit(AgentSessions(lambda *_: session))
 
     async def ask(
         self, body: Any, path: str = "chat/completions", **headers: str

@@ -117,6 +117,41 @@ def test_a_field_that_the_template_reads_reaches_the_model_and_no_other_ends_a_s
     assert len(at_desk(tokenizer, engine, scene, max_tokens=10_000).segments) == 1
 
 
+LATE_SYSTEM = (
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+)
+DROPPED_SYSTEM = "{% if m.role == 'system' and not loop.first %}{% continue %}{% endif %}"
+ALTERNATING = (
+    LATE_SYSTEM
+    + "{% if loop.previtem and loop.previtem.role == m.role %}{{ raise_exception('x') }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("rule", ["", LATE_SYSTEM, DROPPED_SYSTEM, ALTERNATING])
+def test_system_messages_of_agents_are_read_where_a_template_wants_one_at_the_beginning(
+    chat: Any, rule: str
+) -> None:
+    """Codex begins with two of a developer and two of a user; Claude Code has some in between."""
+    loop = "{% for m in messages %}"
+    chat.chat_template = chat.chat_template.replace(loop, loop + rule)
+    engine = Recorder(chat)
+    roles = ["developer", "system", "user", "user", "system"]
+    begun = [{"role": role, "content": f"part {n}"} for n, role in enumerate(roles)]
+
+    async def scene(desk: Desk) -> None:
+        status, said = await desk.ask({"messages": begun})
+        assert status == 200, said
+        turn = said["choices"][0]["message"]
+        late = [{"role": "system", "content": "part 5"}, {"role": "user", "content": "part 6"}]
+        status, said = await desk.ask({"messages": [*begun, turn, *late]})
+        assert status == 200, said
+        parts = [read_by(engine, chat).find(f"part {n}") for n in range(7)]
+        assert -1 not in parts
+        assert parts == sorted(parts)
+
+    assert len(at_desk(chat, engine, scene, max_tokens=10_000).segments) == 1
+
+
 def test_no_field_of_a_message_can_begin_or_end_a_turn(chat: Any) -> None:
     tokenizer = thinker(chat)
     end = tokenizer.eos_token

@@ -49,6 +49,7 @@ response_tokens = { shape = "lognormal", median = 3.0 }
 [worker]
 [producer]
 [judges]
+[gateway]
 [trainer]
 [learner]
 allow_truncated_sampling = true

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from buffer.errors import ConfigError
 from buffer.wire.rollout import RolloutState, Status
-from producer_workers.gateway.verifiers_agent import verifiers_agent
+from producer_workers.environments.verifiers import verifiers_agent
 from tests.producer_workers.recorder import Recorder, loop_of, questions
 
 

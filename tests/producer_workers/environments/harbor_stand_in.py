@@ -1,4 +1,4 @@
-"""A package `harbor` with no more than `trial_program` uses, for tests of our side of a trial.
+"""A package `harbor` with no more than `harbor_trial` uses, for tests of our side of a trial.
 
 Its trials do what `[play]` of their task.toml says; their environments are folders.
 """

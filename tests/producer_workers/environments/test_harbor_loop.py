@@ -1,4 +1,4 @@
-"""Our side of Harbor's trials: processes, rewards, failures, ends. Its own side: test_trials.py."""
+"""Our side of Harbor's trials: processes, rewards, failures, ends. Its own side: test_harbor_trials.py."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 
 from buffer.errors import ConfigError
 from buffer.wire.rollout import RolloutState, Status
-from producer_workers.harbor.loop import PROGRAM, HarborAgentLoop
-from tests.producer_workers.harbor.stand_in import install, write_task
+from producer_workers.environments.harbor import PROGRAM, HarborAgentLoop
+from tests.producer_workers.environments.harbor_stand_in import install, write_task
 from tests.producer_workers.recorder import Recorder, questions, run
 
 
@@ -53,7 +53,10 @@ def test_trials_earn_what_their_tests_say_and_each_token_is_trained_once(
     chat: Any, tmp_path: Path, environments: Path
 ) -> None:
     engine = Recorder(chat)
-    plays = [{"turns": 3, "rewards": {"reward": 0.25, "style": 1}}, {"rewards": {"reward": 0.0}}]
+    plays: list[dict[str, Any]] = [
+        {"turns": 3, "rewards": {"reward": 0.25, "style": 1}},
+        {"rewards": {"reward": 0.0}},
+    ]
     kept = tmp_path / "kept"
     states = run(loop_of(chat, trials_dir=str(kept)), engine, group_of(tmp_path, *plays))
     engine.check(states)
@@ -127,7 +130,10 @@ def test_a_pause_ends_trials_and_the_next_claim_begins_them_again(
 ) -> None:
     first = Recorder(chat)
     first.cut = {0}
-    plays = [{"turns": 2, "rewards": {"reward": 1}}, {"rewards": {"reward": 1}}]
+    plays: list[dict[str, Any]] = [
+        {"turns": 2, "rewards": {"reward": 1}},
+        {"rewards": {"reward": 1}},
+    ]
     states = run(loop_of(chat), first, group_of(tmp_path, *plays))
     assert [state.status for state in states] == [Status.ABORTED, Status.COMPLETED]
     assert list(environments.iterdir()) == []
@@ -158,7 +164,7 @@ def test_a_lost_lease_ends_trials_without_waiting_for_their_environments(
 
 HOST = """
 import asyncio, json, sys
-from producer_workers.harbor.loop import TrialProcesses
+from producer_workers.environments.harbor import TrialProcesses
 
 request = json.loads(sys.stdin.readline())
 asyncio.run(TrialProcesses(sys.executable, 1, None, 20.0).run(request, {}))

@@ -1,10 +1,11 @@
 """Run environments of `verifiers` 0.4 as agents, which play their rollouts themselves.
 
-    # agent_loop = "gateway", agent_loop_options = {agent = "my_env:agent"}, judge = "environment"
+    # dataset = {kind = "verifiers", environment = "my-taskset"}: agent_loop is verifiers
+    # or, agent_loop = "gateway", agent_loop_options = {agent = "my_env:agent"}:
     agent = verifiers_agent(vf.load_environment(vf.EnvConfig(...)))  # verifiers.v1 as vf
 
-The environment's rubric gives the reward: "score", and each metric by name. A problem has
-`task.data.model_dump(mode="json")` of a task as its `extra`.
+With judge = "environment", the environment gives the reward: "score", and each metric by name. A
+problem has `task.data.model_dump(mode="json")` of a task as its `extra`.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from importlib import import_module
+from functools import cache
 from secrets import token_hex
 from typing import Any
 
+import orjson
+
 from buffer.errors import ConfigError, RolloutMQError
+from buffer.imports import import_package
+from producer_workers.datasets.verifiers_tasks import REQUIREMENT, environment_config
 from producer_workers.gateway.agents import AgentTask
 
 log = logging.getLogger("rolloutmq.worker")
@@ -43,6 +48,20 @@ def _reward(metrics: Mapping[str, Any], score: Any) -> dict[str, float]:
     return known | {"score": float(score)}
 
 
+async def play(
+    task: AgentTask, *, environment: str, options: Mapping[str, Any]
+) -> dict[str, float]:
+    """Play a task of a data set of kind "verifiers". Raises ConfigError, EpisodeError."""
+    return await _player_of(environment, orjson.dumps(options)).play(task)
+
+
+@cache
+def _player_of(environment: str, options: bytes) -> _EpisodePlayer:
+    config = environment_config(environment, orjson.loads(options))
+    vf = import_package("verifiers.v1", REQUIREMENT)
+    return _EpisodePlayer(vf.load_environment(config))
+
+
 class _EpisodePlayer:
     """Plays an environment, whose servers and tools run while any rollout does."""
 
@@ -63,7 +82,7 @@ class _EpisodePlayer:
         raise EpisodeError(f"{len(traces)} agents to train; one is supported")
 
     async def _ask(self, task: AgentTask) -> Any:
-        vf = import_module("verifiers.v1")
+        vf = import_package("verifiers.v1", REQUIREMENT)
         variable = f"ROLLOUTMQ_SESSION_{token_hex(8)}"
         os.environ[variable] = task.api_key  # the client takes the name of a variable, not a key
         try:

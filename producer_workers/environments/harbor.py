@@ -1,9 +1,9 @@
 """Train on tasks of Harbor: each rollout is a trial, whose agent speaks to the gateway.
 
-    agent_loop = "harbor", judge = "environment"
-    agent_loop_options = { harbor_python = "harbor/bin/python", agent = "terminus-2" }
+    dataset = {kind = "harbor", path = "tasks"}: agent_loop is harbor; judge = "environment"
+    agent_loop_options = {harbor_python = "harbor/bin/python", agent = "terminus-2"}
 
-    rollout ──▶ process of `trial_program` ──▶ Trial: environment, agent ──▶ gateway ──▶ tokens
+    rollout ──▶ process of `harbor_trial` ──▶ Trial: environment, agent ──▶ gateway ──▶ tokens
                                                       └──▶ tests ──▶ reward
 
 A worker owns the pipe to each process, which owns its trial and the environment. The process ends
@@ -32,19 +32,19 @@ from buffer.failure_text import trace_text
 from buffer.wire.group import TRIALS
 from buffer.wire.rollout import RolloutState
 from producer_workers.engines.base import Engine
-from producer_workers.gateway.agents import AgentError, AgentTask, end_process
+from producer_workers.gateway.agents import EVERY_ROLE, AgentError, AgentTask, Earned, end_process
 from producer_workers.gateway.loop import GatewayAgentLoop
 from producer_workers.user_code.border import check_reward
 
 log = logging.getLogger("rolloutmq.worker")
 
-PROGRAM = Path(__file__).with_name("trial_program.py")
+PROGRAM = Path(__file__).with_name("harbor_trial.py")
 
 LARGEST_ANSWER = 2**20  # bytes
 LONGEST_STDERR = 2000  # bytes of a dead process's stderr that are told
 
 TASK_PATH = "task_path"
-"""Key of `extra`: the folder of the task (`producer_workers.datasets.harbor`)."""
+"""Key of `extra`: the folder of the task (`producer_workers.datasets.harbor_tasks`)."""
 
 SCORED_ERRORS = frozenset(
     {
@@ -66,7 +66,7 @@ Note = dict[str, Any]
 class TrialFailed(AgentError):
     """A trial gave no reward that counts."""
 
-    earned = None
+    earned: dict[str, float] | None = None
 
 
 class HarborAgentLoop(GatewayAgentLoop):
@@ -174,7 +174,7 @@ class HarborAgent:
                 hint=f"{self.processes.python} runs Harbor: see its `harbor --help`",
             )
 
-    async def run(self, task: AgentTask) -> dict[str, float]:
+    async def run(self, task: AgentTask) -> Earned:
         """Return the reward of the trial's tests. Raises TrialFailed."""
         name = f"rmq-{re.sub('[^a-zA-Z0-9]+', '-', task.session_id)}-{secrets.token_hex(3)}"
         kept = self._trials_dir and Path(self._trials_dir).absolute()
@@ -189,7 +189,7 @@ class HarborAgent:
             note["path"] = str(kept / name)
         answer = await self.processes.run({"config": config, "keep": bool(kept)}, task.variables)
         note.update({key: answer[key] for key in ("log", "tests") if answer.get(key)})
-        return self._earned(name, answer)
+        return {EVERY_ROLE: self._earned(name, answer)}
 
     def _earned(self, name: str, answer: Mapping[str, Any]) -> dict[str, float]:
         found = dict(answer["rewards"] or {})

@@ -1,0 +1,82 @@
+"""Keep the sessions of one agent: its own, and one for each role that it gives to the model.
+
+A role's key is the agent's key, ":" and a name: "solver", or "solver/2" if several play it. Each
+has its own conversations, `max_tokens` and reward.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from buffer.errors import ConfigError
+from producer_workers.engines.base import EngineDeadError
+from producer_workers.gateway.segment import Segment
+from producer_workers.gateway.session import Session
+
+MOST_ROLES = 64  # sessions of one agent beside its own
+
+_NAME = re.compile(r"[\w.-]{1,48}(/\d{1,4})?", re.ASCII)
+
+
+class AgentSessions:
+    """The sessions of one agent by name, "" for its own; all are interrupted together.
+
+    `make`: from a name and its finished segments. `finished`: those of an interrupted agent.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[str, list[Segment]], Session],
+        finished: Mapping[str, list[Segment]] | None = None,
+    ) -> None:
+        self._make = make
+        known = finished or {}
+        self.own = make("", known.get("", []))
+        self.interrupted = self.own.interrupted
+        self._by_name = {"": self.own}
+        for name in known.keys() - {""}:
+            self._add(name, known[name])
+
+    def of(self, name: str) -> Session:
+        """Return the session of this name, a new one at first. Raises ConfigError."""
+        if name not in self._by_name:
+            if not _NAME.fullmatch(name):
+                hint = "a name is solver, or solver/2"
+                raise ConfigError(f"no role can have the name {name!r:.80}", hint=hint)
+            if len(self._by_name) > MOST_ROLES:
+                raise ConfigError(f"this agent has {MOST_ROLES} sessions for roles, the limit")
+            self._add(name, [])
+        return self._by_name[name]
+
+    def _add(self, name: str, finished: list[Segment]) -> None:
+        session = self._by_name[name] = self._make(name, finished)
+        session.interrupted = self.interrupted
+
+    def spoken(self) -> dict[str, Session]:
+        """Return the sessions with an answer of the model, by name in order."""
+        return {name: each for name, each in sorted(self._by_name.items()) if each.segments}
+
+    @property
+    def failure(self) -> EngineDeadError | None:
+        """Return the error that ended the engine."""
+        return next((each.failure for each in self._by_name.values() if each.failure), None)
+
+    @property
+    def new_contexts(self) -> Counter[str]:
+        return sum((each.new_contexts for each in self._by_name.values()), Counter[str]())
+
+    @property
+    def truncation(self) -> str:
+        """Return why the model said no more in some session; "" if it always could."""
+        return next((each.truncation for each in self._by_name.values() if each.truncation), "")
+
+    @property
+    def is_full(self) -> bool:
+        return any(each.is_full for each in self._by_name.values())
+
+
+def role_of(name: str) -> str:
+    """Return the role of a session: those of "solver/1" and "solver/2" are compared."""
+    return name.partition("/")[0]
