@@ -53,7 +53,7 @@ gpu-day: setup ## all that one CUDA GPU can show in 25 minutes: a report with fi
 	@$(PY) -m benchmarks.gpu_day
 
 test: lint type arch ## everything that CI runs
-	@$(PYTEST) -m "not chaos and not gpu and not modes" -n 4 --no-loadscope-reorder
+	@$(PYTEST) -m "not chaos and not gpu and not modes and not agents" -n 4 --no-loadscope-reorder
 
 .PHONY: test-modes
 test-modes: setup ## vLLM in shards, as pipeline stages and as replicas, or on 2 and 4 GPUs where there are some; 2 minutes
@@ -89,6 +89,14 @@ build/harbor/.done: requirements/harbor.txt
 .PHONY: test-harbor
 test-harbor: setup build/harbor/.done ## real trials of Harbor (in build/harbor) without a container engine; 3 minutes
 	@$(PYTEST) tests/producer_workers/environments/test_harbor_trials.py
+
+AGENTS := tests/producer_workers/real_agents
+.PHONY: test-agents
+test-agents: setup ## Codex, opencode, qwen-code, mini-swe-agent and others, as users start them; installs 1.8 GB into build/agents
+	@mkdir -p build/agents && cp $(AGENTS)/package.json $(AGENTS)/package-lock.json build/agents/
+	@npm ci --prefix build/agents --no-audit --no-fund
+	@$(PYTHON) -m venv build/agents/venv && build/agents/venv/bin/pip install -q -r $(AGENTS)/requirements.txt
+	@$(PYTEST) -m agents $(AGENTS)
 
 bench: setup ## measure against raw Redis, naive ways and ideal fleets; 12 minutes at most, fills benchmarks/README.md
 	@$(PY) -m benchmarks

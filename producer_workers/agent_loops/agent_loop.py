@@ -46,6 +46,8 @@ BUILT_IN = {
     "gateway": "producer_workers.gateway.loop:GatewayAgentLoop",
     "harbor": "producer_workers.environments.harbor:HarborAgentLoop",
     "verifiers": "producer_workers.environments.loops:VerifiersAgentLoop",
+    "openenv": "producer_workers.environments.loops:OpenEnvAgentLoop",
+    "nemo_gym": "producer_workers.environments.loops:NemoGymAgentLoop",
 }
 
 

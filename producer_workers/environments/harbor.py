@@ -34,6 +34,7 @@ from buffer.wire.rollout import RolloutState
 from producer_workers.engines.base import Engine
 from producer_workers.gateway.agents import EVERY_ROLE, AgentError, AgentTask, Earned, end_process
 from producer_workers.gateway.loop import GatewayAgentLoop
+from producer_workers.gateway.turn_writer import Keeper
 from producer_workers.user_code.border import check_reward
 
 log = logging.getLogger("rolloutmq.worker")
@@ -109,12 +110,12 @@ class HarborAgentLoop(GatewayAgentLoop):
         await self._harbor.processes.ended()
 
     async def generate_group(
-        self, states: list[RolloutState], engine: Engine, gid: str
+        self, states: list[RolloutState], engine: Engine, gid: str, keeper: Keeper | None = None
     ) -> list[RolloutState]:
         """Like GatewayAgentLoop; the group's `extra` tells the last trial of each rollout."""
         told = dict(states[0].extra.get(TRIALS, {}))
         try:
-            group = await super().generate_group(states, engine, gid)
+            group = await super().generate_group(states, engine, gid, keeper)
         finally:
             for state in states:
                 if note := self._harbor.notes.pop(f"{gid}/{state.index}", None):

@@ -54,10 +54,7 @@ class Recorder(LetterEngine):
                 self.tokenizer.eos_token_id,
             ]
         else:
-            odd = self.tokenizer.get_vocab()[
-                "ÿ"
-            ]  # no text: it would come back from the agent as other tokens
-            ids = [odd, *self.tokenizer.encode(self.lines[number]), self.tokenizer.eos_token_id]
+            ids = [*self.tokens_of(self.lines[number]), self.tokenizer.eos_token_id]
         cut = ids[: params.max_tokens]
         logprobs = (-number - np.arange(len(cut)) / 1024).astype("<f4")
         spans = (VersionSpan(0, len(cut), number, self.now.lineage),)
@@ -67,6 +64,10 @@ class Recorder(LetterEngine):
         self.read.append(prompt_ids.copy())
         self.said.append(made)
         return made
+
+    def tokens_of(self, line: str) -> list[int]:
+        """Return a line behind a token that is no text: agents send it back as other tokens."""
+        return [self.tokenizer.get_vocab()["ÿ"], *self.tokenizer.encode(line)]
 
     def check(self, states: list[RolloutState]) -> None:
         """Check that exactly what was read and sampled is there, each token trained once."""
@@ -126,10 +127,25 @@ def questions(*texts: str, **params: Any) -> list[RolloutState]:
     ]
 
 
-def run(loop: GatewayAgentLoop, engine: Any, states: list[RolloutState]) -> list[RolloutState]:
+def run(
+    loop: GatewayAgentLoop, engine: Any, states: list[RolloutState], keeper: Any = None
+) -> list[RolloutState]:
+    """Return the rollouts; [] if the worker of `keeper` died."""
+
     async def scene() -> list[RolloutState]:
+        making = asyncio.create_task(
+            loop.generate_group(states, engine, "math-0000000001", keeper=keeper)
+        )
+        died = asyncio.create_task(keeper.died.wait() if keeper else asyncio.Event().wait())
         try:
-            made = await loop.generate_group(states, engine, "math-0000000001")
+            await asyncio.wait([making, died], return_when=asyncio.FIRST_COMPLETED)
+            is_dead = died.done()
+            died.cancel()
+            if is_dead:
+                making.cancel()
+                await asyncio.gather(making, return_exceptions=True)
+                return []
+            made = await making
         finally:
             await loop.close()
         for _ in range(10):  # the agents' clients close their connections

@@ -5,6 +5,7 @@ Each may be inaccessible (missing rights, another machine's folder), and is then
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -15,6 +16,7 @@ from redis.exceptions import ResponseError
 from buffer.errors import RunError, SchemaVersionError, StoreError, StoreUnavailable, WireError
 from buffer.failure_text import headline, trace_of
 from buffer.groups.dead_letters import by_cause
+from buffer.ids import split_group_id
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.weights import folder_manifest as weights_manifest
@@ -22,12 +24,13 @@ from consumer.grpo.reporting.step_log import TrainedStep, read_steps
 from rolloutmq.output import plural
 from rolloutmq.views.explain.diagnosis import Level, Symptom, diagnose, worst_first
 from rolloutmq.views.explain.failed_rows import failed_rows
-from rolloutmq.views.explain.shares import shares_of
+from rolloutmq.views.explain.shares import STEPS, shares_of
 from rolloutmq.views.explain.who_waited import read_waits
 from rolloutmq.views.run_view import RunView, read_run_view
 
 FEW = 20_000  # groups and keys up to which all of a run is checked, within a second or two
 FEW_LETTERS = 500  # newest dead letters whose causes are counted
+MEANT = ("conversation", "again", "branch")  # new contexts that agents ask for
 SHOWN = 5  # faults, or causes, that are shown one by one
 
 
@@ -51,7 +54,7 @@ def diagnose_run(
 def inspect(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> list[Symptom]:
     """Return the symptoms of a run that its snapshot does not show; `steps`: the trained ones."""
     found = [*_damage(run, snap), *_judges(run), *_weights(snap), *_dead_letters(run, snap)]
-    return [*found, *_failed_rows(run, snap), *_waits(run, snap, steps)]
+    return [*found, *_failed_rows(run, snap), *_waits(run, snap, steps), *_contexts(steps)]
 
 
 def _damage(run: Run, snap: RunView) -> Iterator[Symptom]:
@@ -132,6 +135,27 @@ def _waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Iterator[Sy
         return
     if waits:
         yield Symptom("note", str(waits), waits.advice)
+
+
+def _contexts(steps: Sequence[TrainedStep]) -> Iterator[Symptom]:
+    """Report agents whose changes to a conversation make the model read it again."""
+    newest = steps[-STEPS:]
+    by_task: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for step in newest:
+        for metric, count in step.metrics.items():
+            name, _, rest = metric.partition("/")
+            task, _, why = rest.rpartition("/")
+            if name == "new_contexts" and why not in MEANT:
+                by_task[task][why] += int(count)
+    for task, reasons in by_task.items():
+        groups = sum(split_group_id(gid)[0] == task for step in newest for gid in step.gids)
+        said = ", ".join(f"{why} {count}" for why, count in reasons.most_common())
+        yield Symptom(
+            "note",
+            f"task {task}: in its last {plural(groups, 'group')}, agents changed earlier messages "
+            f"{plural(reasons.total(), 'time')}, and the model read all again ({said})",
+            "the page of tools and agents has the reasons",
+        )
 
 
 def _failed_rows(run: Run, snap: RunView) -> Iterator[Symptom]:

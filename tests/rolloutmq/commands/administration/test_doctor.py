@@ -17,10 +17,11 @@ from buffer.control.control import Mode
 from buffer.redis.store import Store
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.wire.rollout import PolicyVersion
+from consumer.grpo.reporting.step_log import TrainedStep
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
 from rolloutmq.views.explain import diagnosis, inspection
 from rolloutmq.views.explain.failed_rows import failed_rows
-from rolloutmq.views.explain.shares import shares_of
+from rolloutmq.views.explain.shares import STEPS, shares_of
 from rolloutmq.views.run_view import read_run_view
 from tests.rolloutmq.conftest import Command, json_of
 from tests.rolloutmq.populate import Scene, populate
@@ -129,6 +130,24 @@ def test_a_judge_that_is_alive_is_waited_for(
     assert not any("judged" in symptom["what"] for symptom in symptoms(command))
     scene.run.store.bulk.delete(judge.key)  # as it runs out, when a judge is killed
     assert any("judged" in symptom["what"] for symptom in symptoms(command))
+
+
+def test_agents_that_rewrite_their_conversations_are_counted_in_the_last_steps(
+    scene: Scene,
+) -> None:
+    gids = tuple(f"web-{number:010d}" for number in range(3))
+    meant = {f"new_contexts/web/{why}": 9.0 for why in inspection.MEANT}
+    rewritten = {"new_contexts/web/template": 4.0, "new_contexts/web/tools": 1.0}
+
+    def told(*metrics: dict[str, float]) -> list[str]:
+        steps = [TrainedStep(n, "l0", gids, each) for n, each in enumerate(metrics)]
+        found = inspection.inspect(scene.run, read_run_view(scene.run), steps)
+        return [each.what for each in found if each.what.startswith("task web")]
+
+    assert told(meant) == []
+    (what,) = told(rewritten | meant, rewritten)
+    assert [int(number) for number in re.findall(r"\d+", what)] == [6, 10, 8, 2]
+    assert told(rewritten, *[meant] * STEPS) == []
 
 
 @pytest.mark.parametrize(("ratio", "levels"), [(0.7, ["warning"]), (0.95, [])])

@@ -1,0 +1,243 @@
+"""Agents as users install and start them, and a model that answers each from a script."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from buffer.wire.rollout import RolloutState
+from buffer.wire.sampling import SampleParams
+from producer_workers.engines.base import Generation
+from tests.producer_workers.recorder import Recorder
+
+HERE = Path(__file__).parent
+INSTALLED = HERE.parents[2] / "build" / "agents"
+BINARIES = (INSTALLED / "node_modules" / ".bin", INSTALLED / "venv" / "bin")
+
+QUESTION = "Read note.txt, write its secret word to answer.txt, then tell me the word."
+NOTE = "The word is heron.\n"
+WORD = "heron"
+HOME = "/home/agent"
+"""Stands for the agent's home in its command, in the script, and in recorded requests."""
+WORK = f"{HOME}/work"
+
+ODD = "ÿ"
+"""In a turn: a token that is no text, which agents send back as others."""
+THOUGHT = f"<think>\nI read it {ODD} first.\n</think>\n\n"
+
+TITLE = '{"title": "A word"}'
+TOOLS = "<|im_start|>tools\n"
+TEMPLATE = (
+    f"{{% if tools %}}{TOOLS}"
+    "{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n"
+    "{% endif %}{% for m in messages %}{% if m.role not in ['user', 'assistant', 'system', 'tool'] %}"
+    "{{ raise_exception('no such role: ' + m.role) }}{% endif %}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n"
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def call(name: str, **arguments: Any) -> str:
+    called = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{called}\n</tool_call>"
+
+
+@dataclass(frozen=True)
+class Agent:
+    """An agent, what the model says to it, and what becomes of its session.
+
+    `turns` answer its requests in order, but those without tools: it asks for titles. `contexts`
+    are the segments that begin after the first, by reason. `files` are written to its home.
+    """
+
+    name: str
+    program: str
+    command: Sequence[str]
+    turns: Sequence[str]
+    contexts: Mapping[str, int] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def _shell(line: str, *arguments: str) -> list[str]:
+    return ["sh", "-c", line + " < /dev/null", "{question}", *arguments]
+
+
+PROVIDER = 'model_providers.r={name="r", base_url="{base_url}", env_key="OPENAI_API_KEY"}'
+CODEX = (
+    'exec codex exec -c model_provider=r -c "$1" -c web_search=\'"disabled"\' -m policy '
+    '--skip-git-repo-check --dangerously-bypass-approvals-and-sandbox "$0"'
+)
+# What Codex is told about a model: here its own instructions, and the tool apply_patch.
+CATALOG = {
+    "models": [
+        {
+            "slug": "policy",
+            "display_name": "policy",
+            "supported_reasoning_levels": [],
+            "shell_type": "unified_exec",
+            "visibility": "list",
+            "supported_in_api": True,
+            "priority": 1,
+            "base_instructions": "You are a coding agent.",
+            "support_verbosity": False,
+            "apply_patch_tool_type": "freeform",
+            "truncation_policy": {"mode": "tokens", "limit": 10000},
+            "context_window": 32768,
+            "supports_parallel_tool_calls": True,
+            "experimental_supported_tools": [],
+        }
+    ]
+}
+OPENCODE = {
+    "provider": {
+        "r": {
+            "npm": "@ai-sdk/openai-compatible",
+            "options": {"baseURL": "{env:OPENAI_BASE_URL}", "apiKey": "{env:OPENAI_API_KEY}"},
+            "models": {"policy": {}},
+        }
+    }
+}
+PATCH = f"*** Begin Patch\n*** Add File: answer.txt\n+{WORD}\n*** End Patch\n"
+
+AGENTS = {
+    agent.name: agent
+    for agent in [
+        Agent(
+            "codex",
+            "codex",
+            _shell(CODEX, PROVIDER),
+            [
+                THOUGHT + "I read it." + call("exec_command", cmd="cat note.txt"),
+                call("exec_command", cmd=f"printf {WORD} > answer.txt") + call("get_goal"),
+                WORD,
+            ],
+        ),
+        Agent(
+            "codex_catalog",
+            "codex",
+            _shell(
+                CODEX.replace(" -m", ' -c "$2" -m'),
+                PROVIDER,
+                f'model_catalog_json="{HOME}/models.json"',
+            ),
+            [
+                THOUGHT + "I read it." + call("exec_command", cmd="cat note.txt"),
+                call("apply_patch", patch="of another form"),
+                call("apply_patch", input=PATCH),
+                WORD,
+            ],
+            files={"models.json": json.dumps(CATALOG)},
+        ),
+        Agent(
+            "opencode",
+            "opencode",
+            _shell('exec opencode run --auto -m r/policy "$0"'),
+            [
+                THOUGHT + call("read", filePath=f"{WORK}/note.txt"),
+                call("write", filePath=f"{WORK}/answer.txt", content=WORD),
+                WORD,
+            ],
+            {"conversation": 1},
+            {".config/opencode/opencode.json": json.dumps(OPENCODE)},
+            {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"},
+        ),
+        Agent(
+            "qwen",
+            "qwen",
+            _shell('exec qwen --auth-type openai -m policy --yolo "$0"'),
+            [
+                THOUGHT + call("read_file", file_path=f"{WORK}/note.txt"),
+                call("write_file", file_path=f"{WORK}/answer.txt", content=WORD),
+                WORD,
+            ],
+        ),
+        Agent(
+            "mini",
+            "mini",
+            _shell('exec mini -m openai/policy --cost-limit 0 --exit-immediately -y -t "$0"'),
+            [
+                THOUGHT + call("bash", command="cat note.txt"),
+                "I forgot to call.",
+                call("bash", command=f"printf {WORD} > answer.txt"),
+                call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
+            ],
+            {"branch": 1},  # it drops a turn without a call, and asks again
+            environment={"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"},
+        ),
+        Agent(
+            "agents_sdk",
+            "python",
+            ["python", str(HERE / "clerk.py"), "{question}"],
+            [
+                THOUGHT + call("transfer_to_clerk"),
+                THOUGHT + call("read", path="note.txt"),
+                call("write", path="answer.txt", text=WORD) + call("read", path="note.txt"),
+                WORD,
+            ],
+            {"system": 1},
+            environment={"OPENAI_AGENTS_DISABLE_TRACING": "1"},
+        ),
+        Agent(
+            "claude",
+            "claude",
+            _shell('exec claude -p "$0" --model policy --allowedTools Bash Read Write'),
+            [
+                THOUGHT + "I read it." + call("Read", file_path=f"{WORK}/note.txt"),
+                call("Write", file_path=f"{WORK}/answer.txt", content=WORD)
+                + call("Bash", command="cat note.txt"),
+                WORD,
+            ],
+            environment={"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
+        ),
+    ]
+}
+
+
+class ScriptedModel(Recorder):
+    """Says the turns of a script, and a title to whom offers no tools."""
+
+    structures_output = True  # that of titles
+
+    def __init__(self, tokenizer: Any, turns: Sequence[str]) -> None:
+        super().__init__(tokenizer, [])
+        self.turns = [*turns]
+        self._one_at_a_time = asyncio.Lock()
+
+    async def generate(
+        self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
+    ) -> Generation:
+        has_tools = TOOLS in self.tokenizer.decode(prompt_ids[: len(TOOLS) + 2].tolist())
+        async with self._one_at_a_time:
+            self.lines = [*(self.lines or ()), self.turns.pop(0) if has_tools else TITLE]
+            return await super().generate(request_id, prompt_ids, params)
+
+    def tokens_of(self, line: str) -> list[int]:
+        before, mark, behind = line.partition(ODD)
+        encode = self.tokenizer.encode
+        return [*encode(before), *[self.tokenizer.get_vocab()["ÿ"]] * len(mark), *encode(behind)]
+
+
+def chat_of(tokenizer: Any) -> Any:
+    """Return the tokenizer with a template that writes tools and calls, as those of models do."""
+    made = copy.deepcopy(tokenizer)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def check_session(agent: Agent, model: ScriptedModel, states: list[RolloutState]) -> None:
+    """Check each recorded token against those that the model read and said, and the segments."""
+    assert [state.error for state in states] == [None] * len(states)
+    model.check(states)
+    assert model.turns == []
+    assert states[0].extra.get("new_contexts", {}) == agent.contexts
+    assert len(states) == 1 + sum(agent.contexts.values())

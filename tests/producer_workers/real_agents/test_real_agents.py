@@ -1,0 +1,80 @@
+"""Test the gateway with agents as users install and start them: `make test-agents`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from producer_workers.gateway.dialect import AgentRequest
+from tests.producer_workers.real_agents.recording import record
+from tests.producer_workers.real_agents.scripted import (
+    AGENTS,
+    BINARIES,
+    HOME,
+    NOTE,
+    QUESTION,
+    WORD,
+    Agent,
+    ScriptedModel,
+    chat_of,
+    check_session,
+)
+from tests.producer_workers.recorder import loop_of, questions, run
+
+pytestmark = pytest.mark.agents
+
+OWN = ("ANTHROPIC", "CLAUDE", "CODEX", "OPENAI", "OPENCODE", "QWEN", "MSWEA", "XDG")
+"""Beginnings of variables with which agents of the user who runs the tests are configured."""
+
+LIMIT_S = 240.0
+
+
+@pytest.fixture(params=sorted(AGENTS))
+def agent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Agent:
+    agent = AGENTS[request.param]
+    path = os.pathsep.join([*map(str, BINARIES), os.environ["PATH"]])
+    monkeypatch.setenv("PATH", path)
+    if shutil.which(agent.program) is None:
+        assert agent.name == "claude", f"{agent.program} is missing: `make test-agents`"
+        pytest.skip("no claude on PATH")
+    return agent
+
+
+@pytest.fixture
+def home(agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in [name for name in os.environ if name.startswith(OWN)]:
+        monkeypatch.delenv(name)
+    for name, value in {"HOME": str(tmp_path), **agent.environment}.items():
+        monkeypatch.setenv(name, value)
+    files = {"work/note.txt": NOTE, **agent.files}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path
+
+
+def test_an_agent_is_recorded_token_by_token_while_it_works_on_files(
+    agent: Agent, home: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests: list[tuple[str, bytes]] = []
+    parse: Any = AgentRequest.model_validate_json
+
+    def note(kind: type[AgentRequest], body: bytes) -> Any:
+        requests.append((kind.path, body))
+        return parse.__func__(kind, body)
+
+    monkeypatch.setattr(AgentRequest, "model_validate_json", classmethod(note))
+    chat = chat_of(tokenizer)
+    model = ScriptedModel(chat, [turn.replace(HOME, str(home)) for turn in agent.turns])
+    command = [part.replace(HOME, str(home)) for part in agent.command]
+    loop = loop_of(chat, None, command=command, time_limit_s=LIMIT_S)
+    states = run(loop, model, questions(QUESTION, max_tokens=200_000))
+    check_session(agent, model, states)
+    assert Path("answer.txt").read_text(encoding="utf-8").strip() == WORD
+    if "RECORD" in os.environ:
+        record(agent, home, requests)
