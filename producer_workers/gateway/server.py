@@ -7,6 +7,7 @@ import errno
 import hashlib
 import logging
 import re
+import resource
 import secrets
 import socket
 import time
@@ -47,6 +48,8 @@ MOST_BYTES = 4 * LARGEST_REQUEST  # at once
 
 QUIET_S = 120.0  # the longest that a connection is silent, or sends one body
 
+OPEN_FILES = 65_536  # of a worker: agents have several each, and strangers may connect, too
+
 MOST_FAULTS = 8  # in an error message; a request may have a million
 LONGEST_REFUSAL = 4096  # characters of an error message
 
@@ -65,6 +68,10 @@ _OPENAI = (ChatRequest, TextRequest, ResponsesRequest)
 _OTHERS = (MessagesRequest, CountRequest, GenerateRequest)
 DIALECTS: dict[str, type[AgentRequest]] = {kind.path: kind for kind in (*_OPENAI, *_OTHERS)}
 """All dialects. To add one, write its requests in a file of its own and add them here."""
+
+
+# In which the agents of NeMo Gym call a model: the name of their run is a key.
+KEY_IN_PATH = ("/ng-rollout/{key}", "/ng-rollout/{key}/training-token-capture")
 
 
 class Refusal(RolloutMQError):
@@ -176,7 +183,11 @@ class Gateway:
         app = web.Application(client_max_size=LARGEST_REQUEST, middlewares=[_write_refusals])
         app.add_routes(
             [
-                *(web.post(path, partial(self._serve, kind)) for path, kind in DIALECTS.items()),
+                *(
+                    web.post(where + path, partial(self._serve, kind))
+                    for where in ("", *KEY_IN_PATH)
+                    for path, kind in DIALECTS.items()
+                ),
                 web.get("/v1/models", self._models),
                 web.route("*", "/{path:.*}", self._unknown),
             ],
@@ -189,6 +200,7 @@ class Gateway:
             shutdown_timeout=0.1,
             keepalive_timeout=QUIET_S,
         )
+        _allow_open_files()
         await runner.setup()
         try:
             await _take_port(runner, self._section)
@@ -205,7 +217,9 @@ class Gateway:
     def _guest(self, request: web.Request) -> Guest:
         """Return the agent whose key is in a request. Raises Refusal."""
         kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        given = [request.headers.get("x-api-key", ""), bearer if kind.lower() == "bearer" else ""]
+        in_path = request.match_info.get("key", "")
+        in_header = request.headers.get("x-api-key", "")
+        given = [in_path, in_header, bearer if kind.lower() == "bearer" else ""]
         for key, _, role in (each.strip().partition(":") for each in given):
             if guest := self._guests.get(_hash(key)):
                 guest.check_rate()
@@ -282,6 +296,14 @@ async def _take_port(runner: web.AppRunner, section: GatewaySection) -> None:
         f"the gateway cannot listen on {section.host}, port {port}: {reason}",
         hint="set [gateway] port to a free one, and ports to the number of workers on this machine",
     ) from reason
+
+
+def _allow_open_files() -> None:
+    """Raise the limit of open files, often 1024, as far as this process may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _refuse_for_now(why: str) -> NoReturn:
@@ -376,7 +398,8 @@ async def _write_refusals(request: web.Request, handler: Handler) -> web.StreamR
     except Exception as error:  # a fault of this program or of a tokenizer; the agent gets it
         log.exception("a request of an agent failed", extra={"path": request.path})
         refusal = Refusal(500, f"{type(error).__name__}: {error}", "internal_error")
-    dialect = DIALECTS.get(request.path, ChatRequest)
+    fitting = (kind for path, kind in DIALECTS.items() if request.path.endswith(path))
+    dialect = next(fitting, ChatRequest)
     message = refusal.message[:LONGEST_REFUSAL]
     return web.json_response(
         dialect.error(refusal.status, message, refusal.code, refusal.field),

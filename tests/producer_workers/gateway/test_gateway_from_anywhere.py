@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+import resource
 import socket
 import ssl
 import zlib
@@ -229,6 +230,26 @@ def test_a_connection_that_stays_half_open_is_closed(
                 assert said == b""
 
     play(scene())
+
+
+def test_many_connections_of_strangers_leave_room_for_agents(chat: Any) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+
+    async def scene() -> None:
+        async with serving() as gateway:
+            idle = [await asyncio.open_connection(*address(gateway)) for _ in range(300)]
+            key = gateway.admit(session_of(chat, Recorder(chat)))
+            assert (await post(f"{gateway.url}/chat/completions", key))[0] == 200
+            program = await asyncio.create_subprocess_exec("true")
+            assert await program.wait() == 0
+            for _, writer in idle:
+                writer.close()
+
+    try:
+        play(scene())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_too_many_requests_are_put_off_and_clients_ask_again(
