@@ -31,6 +31,7 @@ from producer_workers.gateway.openai_api import ChatRequest, TextRequest
 from producer_workers.gateway.openai_responses import ResponsesRequest
 from producer_workers.gateway.roles import AgentSessions
 from producer_workers.gateway.session import ContextFull, Session, SessionClosed
+from producer_workers.gateway.stream import TurnStream
 from producer_workers.gateway.turn import SampledTurn
 from producer_workers.gateway.vllm_api import GenerateRequest
 
@@ -51,6 +52,8 @@ MOST_FAULTS = 8  # in an error message; a request may have a million
 LONGEST_REFUSAL = 4096  # characters of an error message
 
 MOST_KEPT = 32  # answers of an agent whose request may be repeated
+
+STREAM = web.RequestKey("stream", TurnStream)  # that answers a request
 
 # In which the clients of OpenAI and Anthropic say how often they have asked this before.
 RETRIES = "x-stainless-retry-count"
@@ -246,11 +249,15 @@ async def _answer(
     name = hashlib.sha256(kind.path.encode() + body).digest()
     is_retry = request.headers.get(RETRIES, "0") != "0"
     turn = guest.answer_again(name, is_retry=is_retry)
+    stream = TurnStream(request, asked) if asked.stream else None
+    if stream:
+        request[STREAM] = stream  # errors go there, too
     if turn is None:
-        turn = await _done(session.ask(asked.ask()), session)
+        sampled = _done(session.ask(asked.ask()), session)
+        turn = await (stream.wait(sampled) if stream else sampled)
         _keep(guest.answered, name, turn)
     try:
-        return await _send(request, asked, turn, session)
+        return await _send(request, asked, turn, session, stream)
     except (OSError, asyncio.CancelledError):  # the agent has gone, and may ask again
         _keep(guest.unsent, name, turn)
         raise
@@ -308,13 +315,17 @@ async def _done(work: Awaitable[T], session: Session) -> T:
 
 
 async def _send(
-    request: web.Request, asked: AgentRequest, turn: SampledTurn, session: Session
+    request: web.Request,
+    asked: AgentRequest,
+    turn: SampledTurn,
+    session: Session,
+    stream: TurnStream | None,
 ) -> web.StreamResponse:
     pieces: list[str] = []
     if asked.wants_logprobs:
         pieces = await in_tokenizer_thread(session.pieces, turn.made)
-    if asked.stream:
-        return await _stream(request, asked.events(turn, pieces))
+    if stream:
+        return await stream.write(asked.events(turn, pieces))
     response = web.json_response(asked.answer(turn, pieces))
     await response.prepare(request)
     await response.write_eof()
@@ -345,16 +356,6 @@ def _faults(error: ValidationError) -> Refusal:
     return Refusal(400, message, "unsupported", field)
 
 
-async def _stream(request: web.Request, events: Iterator[bytes]) -> web.StreamResponse:
-    response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-    )
-    await response.prepare(request)
-    for event in events:
-        await response.write(event)
-    return response
-
-
 @web.middleware
 async def _write_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Return errors in the form that the dialect's clients parse."""
@@ -376,8 +377,7 @@ async def _write_refusals(request: web.Request, handler: Handler) -> web.StreamR
         refusal = Refusal(500, f"{type(error).__name__}: {error}", "internal_error")
     dialect = DIALECTS.get(request.path, ChatRequest)
     message = refusal.message[:LONGEST_REFUSAL]
-    return web.json_response(
-        dialect.error(refusal.status, message, refusal.code, refusal.field),
-        status=refusal.status,
-        headers=refusal.headers,
-    )
+    told = dialect.error(refusal.status, message, refusal.code, refusal.field)
+    if STREAM in request and request[STREAM].has_begun:
+        return await request[STREAM].refuse(told)
+    return web.json_response(told, status=refusal.status, headers=refusal.headers)
