@@ -9,6 +9,7 @@ from typing import Any
 from buffer.errors import GroupHeld, PayloadMissing, WireError
 from buffer.groups.claim import has_ended, never_started
 from buffer.groups.job_queue import JobQueue
+from buffer.groups.kept_turns import KeptTurns
 from buffer.groups.order_policy import OrderFunction
 from buffer.groups.pools import AGING, Pools, expire_all
 from buffer.groups.put_groups import GroupPut, arguments_of, stamped
@@ -166,6 +167,10 @@ class ReplayBuffer(Pools):
         for observer in self.observers:
             observer.submitted(worker, results, outcomes, began_ns)
         return outcomes
+
+    def keep_turns(self, job: Job, group: RolloutGroup) -> KeptTurns:
+        """Return what keeps the turns of the agents of a claimed group while it runs."""
+        return KeptTurns(self._context, self._payloads, job, group)
 
     # -- for trainers --------------------------------------------------------
 

@@ -32,7 +32,8 @@ from buffer.errors import ConfigError
 from buffer.ledger.position import Position
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
-from consumer.grpo.learner.advantages import ESTIMATORS, GroupRewards
+from consumer.grpo.learner.advantages import ESTIMATORS
+from consumer.grpo.learner.group_rewards import GroupRewards
 from consumer.grpo.models.model_folder import load_tokenizer
 from consumer.handle.batch import Batch
 from consumer.handle.publication import open_sender, publish

@@ -276,6 +276,7 @@ def _make_runner(
         _make_filter(spec, task.judging, judges) if spec else None,
         strategy.group_time_limit_s,
         "drop" if task.eval_of else strategy.on_failed_member,
+        task.train_roles,
     )
 
 

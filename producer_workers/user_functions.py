@@ -17,7 +17,8 @@ from producer_workers.judges.load import load_judge
 from producer_workers.user_code.sandbox import check_sandbox
 from producer_workers.worker.task_runner import load_sample_filter
 
-_NAMED_OPTIONS = ("agent", "environment", "tools")  # options that name functions and classes
+# options that name functions and classes
+_NAMED_OPTIONS = ("agent", "environment", "tools", "action", "observation")
 
 
 class NamedFunction(NamedTuple):

@@ -18,7 +18,7 @@ import pytest
 import redis.utils
 from hypothesis import settings
 
-from tests.servers import redis_client, run_name, server, server_of
+from tests.servers import close_clients, redis_client, run_name, server, server_of
 from tests.shared_processes import SharedProcessScheduling
 
 # No network, no compiler warm-up, no thread pinning: tests share few cores.
@@ -118,6 +118,11 @@ def forget_user_modules() -> Iterator[None]:
     sys.path[:] = path
     for name in [name for name in sys.modules if name.startswith("my_")]:
         del sys.modules[name]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    close_clients()
 
 
 @pytest.fixture(autouse=True)

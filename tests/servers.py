@@ -33,6 +33,8 @@ SAFE = ("--appendonly", "yes", "--appendfsync", "always", "--maxmemory-policy", 
 REPLY_S = 400.0
 """How long a client of a test waits for a reply: redis-py would wait 5 s, and machines are shared."""
 _numbers = count(1)
+_given: list[Any] = []
+"""Clients that `close_clients` closes."""
 
 
 def raw_client(url: str, **options: Any) -> redis.Redis:
@@ -60,14 +62,28 @@ class Server:
     @cached_property
     def client(self) -> Any:
         """A plain client (bytes, no retries of ours) that all tests share."""
-        return self.connect()
+        return self._connect()
 
     def connect(self) -> Any:
+        """A client that its test need not close."""
+        _given.append(client := self._connect())
+        return client
+
+    def _connect(self) -> Any:
         if self.kind == "cluster":
             return redis.RedisCluster.from_url(self.url, socket_timeout=REPLY_S)
         if self.kind == "memory":
             return open_memory(self.url, "tests")
         return raw_client(self.url)
+
+
+def close_clients() -> None:
+    """Close those that were given to the last test: the garbage collector would blame a later one
+    for connections in a cycle of references, as those of rq are.
+    """
+    while _given:
+        client = _given.pop()
+        getattr(client, "disconnect_connection_pools", client.close)()
 
 
 class OwnServer:

@@ -43,6 +43,13 @@ def run_in_warm_process(folder: Path, program: Callable[..., None], *args: Any) 
     return text
 
 
+def start_program(program: Callable[..., None], *args: Any) -> BaseProcess:
+    """Start a program in a process of its own."""
+    process = _context.Process(target=program, args=args)
+    process.start()
+    return process
+
+
 def start_command(
     log: Path, words: list[str], environment: dict[str, str], folder: Path = ROOT
 ) -> BaseProcess:

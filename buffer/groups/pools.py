@@ -21,7 +21,6 @@ from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import Arg, unfenced, unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
-from buffer.wire.framing import split_signed
 from buffer.wire.group import RolloutGroup
 from buffer.wire.staleness import AgeLimit, next_step
 
@@ -211,8 +210,7 @@ def _decoded(
     refs: Sequence[PayloadRef], payloads: Sequence[bytes | memoryview]
 ) -> list[RolloutGroup]:
     groups = [group_bytes.decode(data) for data in payloads]
-    for ref, group, data in zip(refs, groups, payloads, strict=True):
+    for ref, group in zip(refs, groups, strict=True):
         if group.gid != ref.gid:
             raise WireError(f"the payload of {ref.gid} holds group {group.gid!r}")
-        group.signatures = split_signed(data)[0]
     return groups

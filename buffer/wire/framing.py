@@ -11,11 +11,18 @@ one of the two. A process adds a line after it has checked that the line before 
 it has read, so a trainer can check each part without the earlier bytes. `buffer.redis.signing`
 makes the MACs. A zstd frame must state the size of its content, which is checked before it is
 expanded.
+
+The payload of a group whose agents are at work is a list of such documents: the group as it was
+claimed, then one per turn (`turns_behind`), in the order in which they were kept.
+
+    turns of        the first eight bytes
+    <size> <bytes>  of each: uint64, little-endian; zeros up to a multiple of eight
 """
 
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -31,11 +38,15 @@ LEVEL = 1  # higher levels cost much time for a few percent: token ids are hardl
 
 SIGNED_MAGIC = b"signed by"
 
+TURNS_MAGIC = b"turns of"
+
 ALIGNMENT = 8  # columns of the document stay aligned
 
 LONGEST = 64 * 2**10  # bytes of all lines: enough for hundreds of interruptions
 
 Data = bytes | memoryview
+
+_SIZE = struct.Struct("<Q")
 
 _LINE = re.compile(r"(\S{1,128}) ([\w.-]{1,64}) ([0-9a-f]{64}) ([0-9a-f]{64})", re.ASCII)
 
@@ -78,6 +89,29 @@ def signers(lines: Sequence[str]) -> list[str]:
     """Return who signed the rollouts of a group, one name per claim, without its producer."""
     found = [Line.parse(line) for line in lines]
     return [line.worker for line in found if line.token != "init"]
+
+
+def framed(document: Data) -> bytes:
+    """Return a document as it stands in a list of documents."""
+    return _SIZE.pack(len(document)) + document + bytes(-len(document) % ALIGNMENT)
+
+
+def split_turns(data: Data) -> list[Data]:
+    """Return the documents of a payload: one, unless its agents are at work. Raises WireError."""
+    if bytes(data[:ALIGNMENT]) != TURNS_MAGIC:
+        return [data]
+    found: list[Data] = []
+    rest = memoryview(data)[ALIGNMENT:]
+    while len(rest):
+        size = _SIZE.unpack_from(rest)[0] if len(rest) >= _SIZE.size else MAX_BYTES
+        end = _SIZE.size + size + -size % ALIGNMENT
+        if end > len(rest):
+            raise WireError("a turn of the payload is cut off")
+        found.append(rest[_SIZE.size : _SIZE.size + size])
+        rest = rest[end:]
+    if not found:
+        raise WireError("the payload has no group before its turns")
+    return found
 
 
 def compress(data: bytes, method: Compression) -> bytes:

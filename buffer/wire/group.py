@@ -94,6 +94,9 @@ class RolloutGroup:
 
     signatures: Sequence[str] = ()  # lines of `buffer.wire.framing`
 
+    turns: Sequence[RolloutState] = ()
+    """What its agents have done since it was claimed, in order; see `KeptTurns`."""
+
     seal: Seal | None = None  # of the received bytes that this group was made of
 
     def __init__(self, gid: str, task: str, states: Sequence[RolloutState]) -> None:
@@ -268,6 +271,19 @@ class RolloutGroup:
         for n, own in self.head.own:
             roles[n] = own.role
         return roles
+
+    @property
+    def in_training(self) -> NDArray[np.bool_]:
+        """Return whether each member's role is trained, bool[k]: one without trained tokens is not.
+
+        A group with one role is in training.
+        """
+        roles = np.array(self.roles)
+        if len(self.head.own) == 0 or (roles == roles[0]).all():
+            return np.ones(len(self), np.bool_)
+        member = np.repeat(np.arange(len(self)), self.lengths)
+        trained = np.bincount(member, self.mask, len(self)) > 0
+        return np.isin(roles, roles[trained])
 
     @property
     def status(self) -> Status:

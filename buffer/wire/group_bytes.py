@@ -51,7 +51,7 @@ import msgpack
 from buffer.errors import WireError
 from buffer.wire.checks import check_containers, check_group
 from buffer.wire.document import LAYOUT, SCHEMA, Columns, Head, encode_value, pack, read, unpack
-from buffer.wire.framing import ALIGNMENT, MAX_BYTES, expand
+from buffer.wire.framing import ALIGNMENT, MAX_BYTES, expand, split_signed, split_turns
 from buffer.wire.group import RolloutGroup
 
 _SCHEMA_ENTRY = msgpack.packb("schema") + msgpack.packb(SCHEMA)
@@ -88,7 +88,18 @@ def pieces_checked(group: RolloutGroup) -> list[bytes | memoryview]:
 
 
 def decode(data: bytes | memoryview) -> RolloutGroup:
-    """Return the group, with columns as views of `data`. Raises SchemaVersionError, WireError."""
+    """Return the group, with columns as views of `data`. Raises SchemaVersionError, WireError.
+
+    Of a group whose agents are at work, it is the group as it was claimed, and its `turns`.
+    """
+    documents = split_turns(data)
+    group = _decode(documents[0])
+    group.turns = [state for turn in documents[1:] for state in _decode(turn).states]
+    group.signatures = split_signed(documents[-1])[0]
+    return group
+
+
+def _decode(data: bytes | memoryview) -> RolloutGroup:
     data = expand(data)
     if len(data) > MAX_BYTES:
         raise WireError(

@@ -50,7 +50,7 @@ def measure(groups: Sequence[RolloutGroup]) -> dict[str, float]:
 
 
 def _measure(groups: Sequence[RolloutGroup]) -> dict[str, float]:
-    scores = [np.nan_to_num(group.scores, nan=0.0) for group in groups]
+    scores = [np.nan_to_num(group.scores[group.in_training], nan=0.0) for group in groups]
     column = np.concatenate(scores)
     metrics = {"accuracy": float((column >= FULL_SCORE).mean()), "score": float(column.mean())}
     return metrics | _pass_at(scores)

@@ -45,6 +45,8 @@ BUILT_IN = {
     "tools": "producer_workers.agent_loops.multi_turn:ToolAgentLoop",
     "gateway": "producer_workers.gateway.loop:GatewayAgentLoop",
     "verifiers": "producer_workers.environments.loops:VerifiersAgentLoop",
+    "openenv": "producer_workers.environments.loops:OpenEnvAgentLoop",
+    "nemo_gym": "producer_workers.environments.loops:NemoGymAgentLoop",
 }
 
 

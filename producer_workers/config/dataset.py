@@ -263,13 +263,64 @@ class VerifiersSection(RecordsSection):
         return {"environment": self.environment, "environment_options": self.options}
 
 
+class OpenEnvSection(_DatasetKind):
+    """[tasks.<name>.dataset] kind = "openenv": numbered episodes of an environment of OpenEnv 0.10.
+
+    Each row is one call of its `reset`. agent_loop is openenv, which needs
+    `pip install 'openenv>=0.10,<0.11'`.
+    """
+
+    reader = "producer_workers.datasets.openenv_resets:open_resets"
+    agent_loop = "openenv"
+
+    kind: Literal["openenv"]
+    """the kind of data set"""
+    url: str = Field(pattern=r"^(https?|wss?)://")
+    """address of the environment's server, which rollout workers reach"""
+    size: Count = Field(ge=1)
+    """number of episodes"""
+    first: Count = Field(0, ge=0)
+    """number of the first episode, so that tasks can share an environment but no episode"""
+    numbered_by: str = "seed"
+    """argument of `reset` that gets the number: seed, or index for an environment with tasks"""
+    reset: dict[str, Any] = Field(default_factory=dict)
+    """further arguments of `reset`, the same for all, for example { split = "train" }"""
+
+    @property
+    def loop_options(self) -> dict[str, Any]:
+        """Return the address of the server."""
+        return {"url": self.url}
+
+
+class NemoGymSection(_Files):
+    """[tasks.<name>.dataset] kind = "nemo_gym": JSON lines with the rows of an agent of NeMo Gym.
+
+    agent_loop is nemo_gym, which needs `pip install '.[http]'`.
+    """
+
+    reader = "producer_workers.datasets.nemo_gym_rows:open_rows"
+    agent_loop = "nemo_gym"
+
+    kind: Literal["nemo_gym"]
+    """the kind of data set"""
+    url: str = Field(pattern=r"^https?://")
+    """address of the agent's server, which rollout workers reach, without /run"""
+
+    @property
+    def loop_options(self) -> dict[str, Any]:
+        """Return the address of the agent's server."""
+        return {"url": self.url}
+
+
 DatasetSection = Annotated[
     JsonlSection
     | ParquetSection
     | HuggingFaceSection
     | PythonSection
     | ReasoningGymSection
-    | VerifiersSection,
+    | VerifiersSection
+    | OpenEnvSection
+    | NemoGymSection,
     Field(discriminator="kind"),
 ]
 """All kinds of data sets. To add one, add its section here, and the `reader` that it names."""

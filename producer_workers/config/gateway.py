@@ -90,9 +90,9 @@ class GatewaySection(Section):
             ) from error
         return context
 
-    def url(self, host: str, port: int, hostname: str) -> str:
-        """Return the root of the URLs of a worker that listens on `host` and `port`."""
-        shown = f"[{host}]" if ":" in host else host
+    def url(self, port: int, hostname: str) -> str:
+        """Return the root of the URLs of a worker on a machine that has `hostname`."""
+        shown = f"[{self.host}]" if ":" in self.host else self.host
         given = self.public_url or f"{self.scheme}://{shown}:{port}"
         url = given.replace("{hostname}", hostname).replace("{port}", str(port))
         return url.rstrip("/").removesuffix("/v1")

@@ -208,6 +208,10 @@ class TaskSection(Section):
     """
     agent_loop_options: dict[str, Any] = Field(default_factory=dict)
     """arguments of that loop, for example tools = ["my_tools:search"], max_turns = 4"""
+    train_roles: list[str] | None = Field(None, min_length=1)
+    """the roles that are trained, of agents that give the model several ("": the agent's own
+    session); the rollouts of others have mask 0. Default: all
+    """
     strategy: StrategySection | None = None
     """the keys of [strategy] with other values for this task"""
 

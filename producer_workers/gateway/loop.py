@@ -13,7 +13,7 @@ is in its response, with mask 0.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
 from typing import Any
@@ -28,6 +28,11 @@ from producer_workers.agent_loops.single_turn import run_all
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.agent_loops.tool_parsers import tool_parser
 from producer_workers.engines.base import Engine
+from producer_workers.gateway.agent_rollouts import (
+    Rollouts,
+    ended_rollouts,
+    interrupted_rollouts,
+)
 from producer_workers.gateway.agents import (
     EVERY_ROLE,
     AgentError,
@@ -36,21 +41,19 @@ from producer_workers.gateway.agents import (
     FunctionAgent,
     ProgramAgent,
 )
-from producer_workers.gateway.roles import AgentSessions, role_of
+from producer_workers.gateway.roles import AgentSessions
 from producer_workers.gateway.segment import (
     Segment,
     SessionRecord,
-    common_prompt,
+    share_prompt,
     without_record,
 )
 from producer_workers.gateway.server import Gateway
 from producer_workers.gateway.session import Session
-from producer_workers.judges.judge import Judge, reward_turns
+from producer_workers.gateway.turn_reader import with_turns
+from producer_workers.gateway.turn_writer import Keeper, TurnWriter
+from producer_workers.judges.judge import Judge
 from producer_workers.user_code.failure import log_failure
-
-# The rollouts of an agent or of one of its sessions, one per segment, all tokens in the response;
-# without tokens if it was interrupted or failed.
-Rollouts = list[RolloutState]
 
 
 class GatewayAgentLoop:
@@ -65,6 +68,7 @@ class GatewayAgentLoop:
 
     makes_prompts = True  # what its sessions have in common
     uses_gateway = True
+    with_turns = staticmethod(with_turns)
 
     def __init__(
         self,
@@ -107,8 +111,13 @@ class GatewayAgentLoop:
         self._agent.close()
         await self._gateway.close()  # all loops of a worker close together
 
+    @property
+    def keeps_turns(self) -> bool:
+        """Whether another worker can continue its sessions."""
+        return self._is_resumable
+
     async def generate_group(
-        self, states: list[RolloutState], engine: Engine, gid: str
+        self, states: list[RolloutState], engine: Engine, gid: str, keeper: Keeper | None = None
     ) -> list[RolloutState]:
         """Like `AgentLoop`; it may return more rollouts than it got."""
         if any(state.multimodal for state in states):
@@ -125,7 +134,7 @@ class GatewayAgentLoop:
         record = SessionRecord(states[0].extra)
 
         async def run(index: int, rollouts: Rollouts) -> None:
-            by_index[index] = await self._agent_run(rollouts, engine, gid, record)
+            by_index[index] = await self._agent_run(rollouts, engine, gid, record, keeper)
 
         await self._gateway.start()
         await run_all(
@@ -136,7 +145,7 @@ class GatewayAgentLoop:
             await self._judge_together(_sessions(group))
         else:
             await asyncio.gather(*(self._reward([each]) for each in unjudged))
-        _share_prompt(group)
+        share_prompt(group)
         record.write(group)
         return group
 
@@ -146,12 +155,14 @@ class GatewayAgentLoop:
         engine: Engine,
         gid: str,
         record: SessionRecord,
+        keeper: Keeper | None,
     ) -> Rollouts:
         state = rollouts[0]
         name = f"{gid}/{state.index}"
         finished = record.resume(rollouts, name)
         state.reset_response()
-        make = partial(self._session, engine, state.sample_params, name)
+        writer = TurnWriter(keeper, state.index, finished) if keeper else None
+        make = partial(self._session, engine, state.sample_params, name, writer)
         sessions = AgentSessions(make, finished)
         key = self._gateway.admit(sessions)
         conversations = {
@@ -178,7 +189,7 @@ class GatewayAgentLoop:
             earned = None if self._judge else {EVERY_ROLE: {"score": 0.0}}
             is_cut = sessions.is_full or sessions.truncation
             if not sessions.interrupted.is_set() and not is_cut:
-                return [_failed(state, log_failure(error))]
+                return [_failed(state, log_failure(error), writer)]
         finally:
             self._gateway.dismiss(key)
             record.count(sessions.new_contexts)
@@ -186,14 +197,21 @@ class GatewayAgentLoop:
             raise sessions.failure
         if sessions.interrupted.is_set():
             return self._interrupted(state, sessions, record)
-        return await self._finish(state, sessions, earned)
+        return await self._finish(state, sessions, earned, writer)
 
     def _session(
-        self, engine: Engine, params: SampleParams, agent: str, name: str, finished: list[Segment]
+        self,
+        engine: Engine,
+        params: SampleParams,
+        agent: str,
+        writer: TurnWriter | None,
+        name: str,
+        finished: list[Segment],
     ) -> Session:
         own = params.attempt(name)  # no two sessions have the same seeds
         parts = (self._tokenizer, self._delta, self._eos_ids, own, self._parser, finished)
-        return Session(f"{agent}/{name}" if name else agent, engine, *parts)
+        keeping = writer.of(name) if writer else None
+        return Session(f"{agent}/{name}" if name else agent, engine, *parts, keeping)
 
     def _interrupted(
         self, state: RolloutState, sessions: AgentSessions, record: SessionRecord
@@ -207,10 +225,7 @@ class GatewayAgentLoop:
             record.restart()
             return [state]
         record.keep(state.index, [part for each in spoken.values() for part in each.segments])
-        made = [rollout for name in spoken for rollout in _rollouts(state, name, spoken[name])]
-        for rollout in made:
-            rollout.finish_reason = "abort"
-        return made
+        return interrupted_rollouts(state, {name: s.segments for name, s in spoken.items()})
 
     async def _run(self, task: AgentTask, sessions: AgentSessions) -> Earned | None:
         running = asyncio.ensure_future(self._agent.run(task))
@@ -226,21 +241,25 @@ class GatewayAgentLoop:
             await asyncio.gather(running, interrupted, return_exceptions=True)
 
     async def _finish(
-        self, state: RolloutState, sessions: AgentSessions, earned: Earned | None
+        self,
+        state: RolloutState,
+        sessions: AgentSessions,
+        earned: Earned | None,
+        writer: TurnWriter | None,
     ) -> Rollouts:
         """Turn the segments into rollouts, with their reward unless all sessions must end first."""
         spoken = sessions.spoken()
         if not spoken:
             why = sessions.truncation or "the agent ended without an answer of the model"
-            return [_failed(state, why)]
-        made = [_rollouts(state, name, session) for name, session in spoken.items()]
-        for rollouts, session in zip(made, spoken.values(), strict=True):
-            if session.truncation:
-                rollouts[-1].finish_reason = "length"
+            return [_failed(state, why, writer)]
+        segments = {name: session.segments for name, session in spoken.items()}
+        cut = [name for name, session in spoken.items() if session.truncation]
         try:
-            _earn(made, spoken, earned or {})
+            made = ended_rollouts(state, segments, cut, earned or {})
         except WireError as error:
-            return [_failed(state, f"the agent returned {error}")]
+            return [_failed(state, f"the agent returned {error}", writer)]
+        if writer:
+            writer.ended(cut, earned or {})
         # On the given state, too: the worker reads there that the engine has a free slot again.
         state.finish_reason = made[0][-1].finish_reason
         if not (self._judge and self._judge.sees_group):
@@ -284,27 +303,6 @@ def _sessions(rollouts: Sequence[RolloutState]) -> list[Rollouts]:
     return [list(each) for _, each in groupby(rollouts, lambda s: (s.index, s.session_id))]
 
 
-def _rollouts(state: RolloutState, name: str, session: Session) -> Rollouts:
-    own = {"session_id": session.name, "role": role_of(name)}
-    return [segment.filled(state, **own) for segment in session.segments]
-
-
-def _earn(made: Sequence[Rollouts], names: Iterable[str], earned: Earned) -> None:
-    """Give the sessions of these names their rewards by the agent. Raises WireError."""
-    known = {EVERY_ROLE, *names, *map(role_of, names)}
-    if wrong := earned.keys() - known:
-        raise WireError(
-            f"rewards of {', '.join(sorted(wrong))}, for which the model has said nothing",
-            hint='return them by role: {"solver": {"score": 1.0}}; "" is the agent\'s own session',
-        )
-    for rollouts, name in zip(made, names, strict=True):
-        found = (earned.get(each) for each in (name, role_of(name), EVERY_ROLE))
-        reward = dict(next(filter(None, found), {}))
-        reward_turns(rollouts, reward)
-        for rollout in rollouts:
-            rollout.reward = reward or None
-
-
 def _await_judge(sessions: Sequence[Rollouts]) -> None:
     """Leave rollouts without a reward to the judge of a later claim of their group."""
     for rollout in chain.from_iterable(sessions):
@@ -320,20 +318,10 @@ def _is_unjudged(state: RolloutState) -> bool:
     return has_ended(state) and state.status in (Status.INIT, Status.ABORTED)
 
 
-def _failed(state: RolloutState, reason: str) -> RolloutState:
+def _failed(state: RolloutState, reason: str, writer: TurnWriter | None) -> RolloutState:
+    if writer:
+        writer.failed()
     state.reset_response()
     state.status = Status.FAILED
     state.error = reason
     return state
-
-
-def _share_prompt(group: Rollouts) -> None:
-    """Make what all segments of a group begin with its prompt."""
-    segments = [(state, Segment.of_state(state)) for state in group if len(state.response_ids)]
-    if not segments:
-        return
-    prompt = common_prompt([segment for _, segment in segments])
-    for state, segment in segments:
-        segment.fill(state, prompt)
-    for state in group:
-        state.prompt_ids = segments[0][1].ids[:prompt]

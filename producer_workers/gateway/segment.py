@@ -202,6 +202,18 @@ def common_prompt(segments: Sequence[Segment]) -> int:
     return shortest
 
 
+def share_prompt(group: Sequence[RolloutState]) -> None:
+    """Make what all segments of a group begin with its prompt."""
+    segments = [(state, Segment.of_state(state)) for state in group if len(state.response_ids)]
+    if not segments:
+        return
+    prompt = common_prompt([segment for _, segment in segments])
+    for state, segment in segments:
+        segment.fill(state, prompt)
+    for state in group:
+        state.prompt_ids = segments[0][1].ids[:prompt]
+
+
 def _fitting(segments: Sequence[Segment], given: Conversation) -> Iterator[tuple[Segment, TurnEnd]]:
     """Yield where `given` continues segments."""
     for segment in segments:
@@ -288,6 +300,11 @@ class SessionRecord:
 
     def keep(self, index: int, segments: Sequence[Segment]) -> None:
         self._open[str(index)] = [[s.messages, s.tools, s.finish_reason] for s in segments]
+
+    def leave(self, index: int) -> None:
+        """Keep what is known of an agent's sessions."""
+        if known := self._found.get(str(index)):
+            self._open[str(index)] = known
 
     def restart(self) -> None:
         self._restarted += 1

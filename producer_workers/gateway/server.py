@@ -7,6 +7,7 @@ import errno
 import hashlib
 import logging
 import re
+import resource
 import secrets
 import socket
 import time
@@ -41,12 +42,14 @@ T = TypeVar("T")
 
 LARGEST_REQUEST = 32 * 2**20  # bytes; a request carries a whole conversation
 
-# Of one session; its clients ask again later.
-MOST_AT_ONCE = 128  # requests
-MOST_PER_S = 100  # requests
-MOST_BYTES = 4 * LARGEST_REQUEST  # of its requests at once
+# Requests of one key; its clients send more of them again later.
+MOST_AT_ONCE = 128
+MOST_PER_S = 100
+MOST_BYTES = 4 * LARGEST_REQUEST  # at once
 
 QUIET_S = 120.0  # the longest that a connection is silent, or sends one body
+
+OPEN_FILES = 65_536  # of a worker: agents have several each, and strangers may connect, too
 
 MOST_FAULTS = 8  # in an error message; a request may have a million
 LONGEST_REFUSAL = 4096  # characters of an error message
@@ -68,6 +71,10 @@ _OPENAI = (ChatRequest, TextRequest, ResponsesRequest)
 _OTHERS = (MessagesRequest, CountRequest, GenerateRequest)
 DIALECTS: dict[str, type[AgentRequest]] = {kind.path: kind for kind in (*_OPENAI, *_OTHERS)}
 """All dialects. To add one, write its requests in a file of its own and add them here."""
+
+
+# In which the agents of NeMo Gym call a model: the name of their run is a key.
+KEY_IN_PATH = ("/ng-rollout/{key}", "/ng-rollout/{key}/training-token-capture")
 
 
 class Refusal(RolloutMQError):
@@ -97,7 +104,7 @@ class Guest:
     sessions: AgentSessions
     roles: dict[str, Guest] = field(default_factory=dict)
     requests: dict[asyncio.Task[Any], int] = field(default_factory=dict)  # with their bytes
-    counted_until: float = 0.0  # the requests so far are spread over the time until then
+    paid_until: float = 0.0  # each request moves this on by its share of a second
     answered: dict[bytes, SampledTurn] = field(default_factory=dict)
     unsent: dict[bytes, SampledTurn] = field(default_factory=dict)  # its connection broke
 
@@ -114,16 +121,17 @@ class Guest:
     def check_rate(self) -> None:
         """Count a request. Raises Refusal."""
         now = time.monotonic()
-        until = max(self.counted_until, now - 1.0) + 1.0 / MOST_PER_S
+        until = max(self.paid_until, now - 1.0) + 1.0 / MOST_PER_S
         if until > now:
             _refuse_for_now(f"more than {MOST_PER_S} requests of this key in a second")
-        self.counted_until = until
+        self.paid_until = until
 
     @contextmanager
     def asking(self, request: web.Request) -> Iterator[None]:
         """Let `request` end with the key. Raises Refusal."""
         is_packed = "Content-Encoding" in request.headers
-        size = LARGEST_REQUEST if is_packed else request.content_length or LARGEST_REQUEST
+        told = None if is_packed else request.content_length
+        size = min(told or LARGEST_REQUEST, LARGEST_REQUEST)  # a larger one is refused as it comes
         if len(self.requests) >= MOST_AT_ONCE or size + sum(self.requests.values()) > MOST_BYTES:
             _refuse_for_now(f"more than {MOST_AT_ONCE} requests of this key, or {MOST_BYTES} bytes")
         answering = asyncio.current_task()
@@ -178,7 +186,11 @@ class Gateway:
         app = web.Application(client_max_size=LARGEST_REQUEST, middlewares=[_write_refusals])
         app.add_routes(
             [
-                *(web.post(path, partial(self._serve, kind)) for path, kind in DIALECTS.items()),
+                *(
+                    web.post(where + path, partial(self._serve, kind))
+                    for where in ("", *KEY_IN_PATH)
+                    for path, kind in DIALECTS.items()
+                ),
                 web.get("/v1/models", self._models),
                 web.route("*", "/{path:.*}", self._unknown),
             ],
@@ -191,14 +203,15 @@ class Gateway:
             shutdown_timeout=0.1,
             keepalive_timeout=QUIET_S,
         )
+        _allow_open_files()
         await runner.setup()
         try:
             await _take_port(runner, self._section)
         except BaseException:
             await runner.cleanup()
             raise
-        host, port = runner.addresses[0][:2]
-        self.url = f"{self._section.url(host, port, socket.gethostname())}/v1"
+        port = runner.addresses[0][1]
+        self.url = f"{self._section.url(port, socket.gethostname())}/v1"
         log.info("agents reach this worker at %s", self.url)
         if self._section.warning:
             log.warning("%s", self._section.warning)
@@ -207,7 +220,9 @@ class Gateway:
     def _guest(self, request: web.Request) -> Guest:
         """Return the agent whose key is in a request. Raises Refusal."""
         kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        given = [request.headers.get("x-api-key", ""), bearer if kind.lower() == "bearer" else ""]
+        in_path = request.match_info.get("key", "")
+        in_header = request.headers.get("x-api-key", "")
+        given = [in_path, in_header, bearer if kind.lower() == "bearer" else ""]
         for key, _, role in (each.strip().partition(":") for each in given):
             if guest := self._guests.get(_hash(key)):
                 guest.check_rate()
@@ -257,6 +272,7 @@ async def _answer(
         turn = await (stream.wait(sampled) if stream else sampled)
         _keep(guest.answered, name, turn)
     try:
+        await _done(session.stored(), session)
         return await _send(request, asked, turn, session, stream)
     except (OSError, asyncio.CancelledError):  # the agent has gone, and may ask again
         _keep(guest.unsent, name, turn)
@@ -287,6 +303,14 @@ async def _take_port(runner: web.AppRunner, section: GatewaySection) -> None:
         f"the gateway cannot listen on {section.host}, port {port}: {reason}",
         hint="set [gateway] port to a free one, and ports to the number of workers on this machine",
     ) from reason
+
+
+def _allow_open_files() -> None:
+    """Raise the limit of open files, often 1024, as far as this process may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _refuse_for_now(why: str) -> NoReturn:
@@ -375,7 +399,8 @@ async def _write_refusals(request: web.Request, handler: Handler) -> web.StreamR
     except Exception as error:  # a fault of this program or of a tokenizer; the agent gets it
         log.exception("a request of an agent failed", extra={"path": request.path})
         refusal = Refusal(500, f"{type(error).__name__}: {error}", "internal_error")
-    dialect = DIALECTS.get(request.path, ChatRequest)
+    fitting = (kind for path, kind in DIALECTS.items() if request.path.endswith(path))
+    dialect = next(fitting, ChatRequest)
     message = refusal.message[:LONGEST_REFUSAL]
     told = dialect.error(refusal.status, message, refusal.code, refusal.field)
     if STREAM in request and request[STREAM].has_begun:

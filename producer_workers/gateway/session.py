@@ -23,7 +23,7 @@ import orjson
 from msgspec import structs
 from numpy.typing import NDArray
 
-from buffer.errors import ConfigError, RolloutMQError
+from buffer.errors import ConfigError, Fenced, RolloutMQError
 from buffer.wire.rollout import ToolCall
 from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.chat_delta import ChatDelta
@@ -39,6 +39,7 @@ from producer_workers.gateway.segment import (
     why_new,
 )
 from producer_workers.gateway.turn import Ask, SampledTurn
+from producer_workers.gateway.turn_writer import SessionWriter
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -124,6 +125,7 @@ class Session:
         params: SampleParams,
         parser: ToolParser | None,
         finished: Sequence[Segment] = (),
+        writer: SessionWriter | None = None,
     ) -> None:
         self.name = name
         self._engine = engine
@@ -132,6 +134,7 @@ class Session:
         self._eos_ids = frozenset(eos_ids)
         self._params = params
         self._parser = parser
+        self._writer = writer
         sampled = sum(int(segment.mask.sum()) for segment in finished)
         # Each recorded turn has a token, so no request has the seed of an earlier one.
         self._requests = itertools.count(sampled)
@@ -166,6 +169,19 @@ class Session:
         finally:
             del self._running[number]
             self._parents.pop(number, None)
+
+    async def stored(self) -> None:
+        """Wait until all turns so far outlive this worker, if the agent can be resumed.
+
+        Raises SessionClosed if the group has another owner.
+        """
+        if self._writer is None:
+            return
+        try:
+            await self._writer.stored()
+        except Fenced as error:
+            self.interrupted.set()
+            raise SessionClosed("interrupted") from error
 
     async def count(self, ask: Ask) -> int:
         """Return how many tokens the model would read. Raises ConfigError or WireError."""
@@ -265,6 +281,8 @@ class Session:
         self._answered += 1
         others = [segment for segment in self.segments if segment is not parent]
         self.segments = sorted([*others, grown], key=Segment.order)
+        if self._writer:
+            self._writer.sampled(parent if is_first else None, grown, why)
         return grown
 
     def _claim(self, number: int, ask: Ask) -> Reading:

@@ -48,6 +48,7 @@ from producer_workers.worker.loop_border import LoopInput, check_weights
 from producer_workers.worker.shared_engine import SharedEngine
 from producer_workers.worker.submitter import Submitter
 from producer_workers.worker.task_runner import TaskRunner, restart_too_old, restart_unfinished
+from producer_workers.worker.turn_keeper import TurnKeeper
 
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
@@ -94,8 +95,7 @@ class GroupRunner:
         known_tokens = 0
         group: RolloutGroup | None = None
         try:
-            group = await self._begin(job)
-            known_tokens = len(group.response_ids)
+            group, known_tokens = await self._begin(job)
             made = await self._generate(job, group)
             await self._finish(job, made, known_tokens)
         except Fenced as error:
@@ -152,26 +152,32 @@ class GroupRunner:
         except (Fenced, StoreUnavailable) as error:
             log.warning("not handed back: %s", error, extra={"gid": job.gid})
 
-    async def _begin(self, job: Job) -> RolloutGroup:
-        """Return the claimed group without the responses that start again.
+    async def _begin(self, job: Job) -> tuple[RolloutGroup, int]:
+        """Return the claimed group without the responses that start again, and its counted tokens.
 
-        If its tokens cannot be read (a cluster may lose a node), return only its prompt.
+        The turns of a worker that died were not counted. If its tokens cannot be read (a cluster
+        may lose a node), return only its prompt.
         """
+        turned: RolloutGroup
         try:
             group = await self._insist(self._run.buffer.read, job.payload)
+            turned = self._runners[job.task].with_turns(group)
         except (PayloadMissing, WireError) as error:
             if not job.is_begun:
                 raise
             log.warning("starting again from the prompt: %s", error, extra={"gid": job.gid})
-            group = await self._insist(self._run.buffer.read, job.prompt)
-        if not len(group.response_ids):
-            return group
+            turned = group = await self._insist(self._run.buffer.read, job.prompt)
+        if not len(turned.response_ids):
+            return turned, 0
+        known = len(group.response_ids) if group.turns else None
+        group = turned
         states = group.states
         if limit := await self._insist(self._run.buffer.age_limit, job.gid):
             states = restart_too_old(states, limit)
         if not self._runners[job.task].partial_rollout:
             restart_unfinished(states)
-        return group.continued(states)
+        group = group.continued(states)
+        return group, len(group.response_ids) if known is None else known
 
     async def _generate(self, job: Job, group: RolloutGroup) -> RolloutGroup:
         """Return the group sampled and judged, with the total time."""
@@ -185,7 +191,10 @@ class GroupRunner:
         claimed = group.states
         drawn = await self._drawn(job) if job.is_begun else []
         makes_prompts = getattr(runner.agent_loop, "makes_prompts", False)
-        source = LoopInput(claimed, drawn, makes_prompts=makes_prompts)
+        more: dict[str, Any] = {}
+        if getattr(runner.agent_loop, "keeps_turns", False):
+            more["keeper"] = TurnKeeper(self._run, job, group)
+        source = LoopInput(claimed, drawn, makes_prompts=makes_prompts, more=more)
         states = self._held.members[job] = list(claimed)
         engine = cast(Engine, self._engine)
         weights = engine.version()
@@ -202,6 +211,8 @@ class GroupRunner:
             restart_unfinished(made)
         if media := self._run.media:
             await asyncio.to_thread(put_experts_into_files, made, media, job.gid, job.token)
+        if all(state.status is Status.COMPLETED for state in made):
+            runner.leave_out_roles(made)
         result = group.continued(made)
         total_s = round(spent_s + time.monotonic() - began, 6)
         result.shared.extra = {**result.shared.extra, GROUP_TIME: total_s}
@@ -226,9 +237,8 @@ class GroupRunner:
         status = group.status
         filtered = False
         if status is Status.COMPLETED:
-            is_valid = self._runners[job.task].is_valid_sample
             try:
-                filtered = is_valid is not None and not await is_valid(group.states)
+                filtered = not await self._runners[job.task].is_worth_training(group.states)
             except JudgeInterrupted:  # judged and filtered again at its next claim
                 status = Status.ABORTED
                 group.set_status(status)

@@ -12,9 +12,12 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from buffer.errors import GroupTimeout
+import numpy as np
+
+from buffer.errors import GroupTimeout, RolloutMQError
 from buffer.failure_text import message_of
 from buffer.imports import load_function
+from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, has_ended
 from buffer.wire.staleness import AgeLimit
 from producer_workers.agent_loops.agent_loop import AgentLoop
@@ -37,6 +40,7 @@ class TaskRunner:
     """How a worker treats the groups of one task.
 
     `is_valid_sample`: None accepts every completed group. `on_failed_member`: see `generate_each`.
+    `train_roles`: None trains all.
     """
 
     agent_loop: AgentLoop
@@ -44,6 +48,38 @@ class TaskRunner:
     is_valid_sample: Callable[[Sequence[RolloutState]], Awaitable[bool]] | None = None
     group_time_limit_s: float | None = None
     on_failed_member: Literal["drop", "train"] = "drop"
+    train_roles: Collection[str] | None = None
+
+    def leave_out_roles(self, states: Sequence[RolloutState]) -> None:
+        """Mask the completed rollouts of roles that are not trained. Raises RoleMissing."""
+        if self.train_roles is None:
+            return
+        roles = {state.role for state in states}
+        if roles.isdisjoint(self.train_roles):
+            raise RoleMissing(
+                f"no rollout has a role of train_roles = {sorted(self.train_roles)}",
+                hint=f"the agent gave the roles {sorted(roles)}",
+            )
+        for state in states:
+            if state.role not in self.train_roles:
+                state.response_mask = np.zeros(len(state.response_ids), "u1")
+
+    async def is_worth_training(self, states: Sequence[RolloutState]) -> bool:
+        """Return whether `is_valid_sample` accepts the rollouts of a role that is trained."""
+        if self.is_valid_sample is None:
+            return True
+        roles = {state.role for state in states}
+        for role in sorted(roles.intersection(self.train_roles or roles)):
+            if await self.is_valid_sample([state for state in states if state.role == role]):
+                return True
+        return False
+
+    def with_turns(self, group: RolloutGroup) -> RolloutGroup:
+        """Return a group with what its agents did before their worker died. Raises WireError."""
+        put_together = getattr(self.agent_loop, "with_turns", None)
+        if not (group.turns and put_together):
+            return group
+        return group.continued(put_together(group.states, group.turns, group.gid))
 
     async def generate(
         self, states: list[RolloutState], engine: Engine, gid: str, source: LoopInput
@@ -56,7 +92,9 @@ class TaskRunner:
         states[:] = source.lend(given)
         try:
             async with asyncio.timeout(self.group_time_limit_s) as limit:
-                made = await self.agent_loop.generate_group(list(states), engine, gid)
+                made = await self.agent_loop.generate_group(
+                    list(states), engine, gid, **source.more
+                )
             return source.accept(given, made)
         except GeneratorExit as error:  # of the loop: no running coroutine is closed
             raise UserExit.of(error) from error
@@ -100,6 +138,10 @@ class TaskRunner:
                     return others
             else:
                 return made
+
+
+class RoleMissing(RolloutMQError):
+    """No rollout of a group is of a role that is trained."""
 
 
 def _most_important(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -131,6 +131,9 @@ def placement_of(config: Config) -> Placement:
     return place(config.launch, count_gpus(), config.engine.shards, ranks)
 
 
+_PACKAGES_OF_LOOPS = ("openenv", "verifiers")
+
+
 def _packages(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the packages that a config needs, each with the key that needs it."""
     learner = config.learner
@@ -138,12 +141,11 @@ def _packages(config: Config) -> Iterator[tuple[str, str]]:
         yield from (("the trainer", name) for name in ("torch", "transformers", "safetensors"))
     if config.engine.package:
         yield f"[engine] kind = {config.engine.kind}", config.engine.package
-    for name, task in config.tasks.items():
-        loop = task.loop(config.worker.agent_loop)
+    for loop in sorted({task.loop(config.worker.agent_loop) for task in config.tasks.values()}):
         if has_agents(loop):
             yield f"agent_loop = {loop}", "aiohttp"
-        if task.dataset.package:
-            yield f"[tasks.{name}.dataset] kind = {task.dataset.kind}", task.dataset.package
+        if loop in _PACKAGES_OF_LOOPS:
+            yield f"agent_loop = {loop}", loop
     if learner.lora:
         yield "[learner.lora]", "peft"
     if learner.optimizer == "adamw_8bit":

@@ -191,7 +191,7 @@ def _texts(document: Mapping[str, Any]) -> Iterator[RenderableType]:
 def _rollout(member: Mapping[str, Any]) -> Iterator[Text]:
     reward = member["reward"] or {}
     yield Text.assemble(
-        (f"\n#{member['index']} ", "bold"),
+        (" ".join(filter(None, (f"\n#{member['index']}", member.get("role"), ""))), "bold"),
         state(member["status"]),
         (" score ", "dim"), known(reward.get("score"), "g"),
         (" · ", "dim"), f"{count(member['tokens'])} tokens",

@@ -13,6 +13,7 @@ from buffer.control.control_line import receipt
 from buffer.control.fleet import HeartbeatReply
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.groups.claim import Enqueued
+from buffer.groups.kept_turns import KeptTurns
 from buffer.ids import group_id, new_nonce
 from buffer.job import Job, PayloadRef
 from buffer.limits import RunLimits, TaskLimits
@@ -51,6 +52,14 @@ def rollout(
         status=status,
         reward={"score": 1.0},
         **fields,
+    )
+
+
+def turn(number: int, weights: PolicyVersion = FIRST) -> RolloutState:
+    """One more token of an agent's session: its number."""
+    span = VersionSpan(0, 1, weights.version, weights.lineage)
+    return RolloutState(
+        index=0, prompt_ids=[4], response_ids=[number], logprobs=[-0.5], spans=[span]
     )
 
 
@@ -141,6 +150,10 @@ class Scene:
 
     def failed(self, job: Job) -> RolloutGroup:
         return extend(self.run.buffer.read(job.prompt), Status.FAILED, FIRST)
+
+    def turns(self, job: Job, group: RolloutGroup | None = None) -> KeptTurns:
+        """What keeps the turns of a claimed group."""
+        return self.run.buffer.keep_turns(job, group or self.run.buffer.read(job.payload))
 
     def beat(
         self,

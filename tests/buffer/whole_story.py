@@ -19,7 +19,7 @@ from buffer.maintenance.regeneration import Regeneration
 from buffer.manifest import Manifest
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion, Status
-from tests.buffer.scene import FIRST, Scene, rollout
+from tests.buffer.scene import FIRST, Scene, rollout, turn
 from tests.buffer.time_machine import put_back, remember
 
 
@@ -46,6 +46,10 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     run.fleet.fence("w0")
     scene.nonces.clear()
     survivors = scene.claim(9)
+    kept = scene.turns(survivors[-1])
+    for number in range(2):
+        kept.add(turn(number))
+        kept.store()
     run.jobs.release("w0", survivors.pop(), "failed")
     for job in survivors:
         scene.submit(job)

@@ -1,8 +1,9 @@
 """A data set, a judge, an environment and an agent loop of a user, in one file."""
 
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, arg-type, list-item, union-attr"
 
 import numpy as np
+from openai import AsyncOpenAI
 
 from rolloutmq import Answer, Status, run_all
 
@@ -21,6 +22,21 @@ class Hints:  # an environment, for the loop "multi_turn"
     async def answer(self, state, turn):
         right = state.ground_truth in turn.text
         return Answer() if right else Answer([{"role": "user", "content": "No. Try again."}])
+
+
+async def debate(task):  # an agent that gives the model two roles, and a critic that is not trained
+    reward = {}
+    for role, turns in (("pro", [0.5]), ("contra", [0.25, 0.5]), ("critic", [0])):
+        messages = [{"role": "user", "content": f"{role}: {task.question}"}]
+        side = task.role(role)
+        async with AsyncOpenAI(base_url=side.base_url, api_key=side.api_key) as client:
+            for _ in turns:
+                said = await client.chat.completions.create(
+                    model="any", messages=messages, max_tokens=6
+                )
+                messages += [said.choices[0].message, messages[0]]
+        reward[role] = {"score": said.usage.completion_tokens, "turn_rewards": turns}
+    return reward
 
 
 class Twice:  # an agent loop: the model answers, reads a doubt, and answers again

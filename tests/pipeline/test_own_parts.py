@@ -33,6 +33,7 @@ from tests.programs import python
 from tests.warm_process import run_to_end
 
 STEPS = 2
+PARTS = ("twice", "hints", "web", "debate")
 
 AGENT = """
 import json, os, sys, urllib.request
@@ -66,6 +67,12 @@ agent_loop = "my_task:Twice"
 agent_loop_options = { doubt = " Sure? " }      # by name, to its __init__
 judge = "my_task:score"
 dataset = { kind = "python", factory = "my_task:problems", options = { most = 100 } }
+[tasks.debate]
+agent_loop = "gateway"
+agent_loop_options = { agent = "my_task:debate" }
+train_roles = ["pro", "contra"]
+judge = "environment"
+dataset = { kind = "python", factory = "my_task:problems", options = { most = 100 } }
 [tasks.hints]
 agent_loop = "multi_turn"
 agent_loop_options = { environment = "my_task:Hints", max_turns = 3 }
@@ -76,7 +83,7 @@ dataset = { kind = "python", factory = "my_task:problems", options = { most = 10
 
 @pytest.fixture
 def site(make_site: Callable[..., Site]) -> Site:
-    """Three tasks: two with the parts of my_task.py, and one whose agent is a program."""
+    """Four tasks: three with the parts of my_task.py, and one whose agent is a program."""
     site = make_site(steps=STEPS)
     shutil.copy(Path(__file__).with_name("my_task.py"), site.folder)
     (site.folder / "agent.py").write_text(AGENT, encoding="utf-8")
@@ -89,11 +96,13 @@ agent_loop_options = {{ command = {orjson.dumps(program).decode()} }}
 judge = "my_task:score"
 dataset = {{ kind = "python", factory = "my_task:problems", options = {{ most = 100 }} }}
 """
-    few = "".join(f"[tasks.{name}.sample]\nmax_tokens = 40\n" for name in ("twice", "hints", "web"))
+    few = "".join(f"[tasks.{name}.sample]\nmax_tokens = 40\n" for name in PARTS)
     text = site.config.read_text(encoding="utf-8")
     text = re.sub(r"\[tasks\.sums\].*(?=\[worker\])", "", text, flags=re.DOTALL)
     text = (
-        text.replace("batch_size = 4", "batch_size = 6")
+        text.replace("batch_size = 4", "batch_size = 8").replace(
+            'device = "cpu"\n', 'device = "cpu"\nadvantages = "turns"\n'
+        )
         + '[engine]\nkind = "transformers"\ndevice = "cpu"\n'
     )
     text += '[retention]\npolicy = "last"\nbatches = 10\n' + TASKS + web + few
@@ -113,10 +122,7 @@ def test_parts_of_a_stranger_and_an_agent_program_train_together(site: Site) -> 
     assert site.audit().clean
     groups = trained(site)
     tokenizer: Any = AutoTokenizer.from_pretrained(site.model)
-    by_task = {
-        name: [group for group in groups if group.task == name]
-        for name in ("twice", "hints", "web")
-    }
+    by_task = {name: [group for group in groups if group.task == name] for name in PARTS}
     assert {name: len(found) for name, found in by_task.items()} == dict.fromkeys(
         by_task, 2 * STEPS
     )
@@ -130,6 +136,10 @@ def test_parts_of_a_stranger_and_an_agent_program_train_together(site: Site) -> 
         3,
     }
     check_sessions(by_task["web"], site.folder / "seen", tokenizer)
+    check_roles(by_task["debate"])
+    assert history.steps[-1].metrics.keys() >= {
+        f"rewards/mean/debate/{role}" for role in ("pro", "contra", "critic")
+    }
     check_ports(site)
     check_logprobs([state for group in groups for state in group.states], site.model)
 
@@ -176,6 +186,19 @@ def _as_seen(state: RolloutState, turn: slice, tokenizer: Any) -> list[list[Any]
     return [[tokenizer.decode([token]), logprob] for token, logprob in pairs]
 
 
+def check_roles(groups: list[RolloutGroup]) -> None:
+    for group in groups:
+        assert [state.index for state in group.states] == [0, 0, 0, 1, 1, 1]
+        assert group.roles == ["contra", "critic", "pro"] * 2
+        assert group.in_training.tolist() == [True, False, True] * 2
+        assert np.isfinite(group.scores).all()
+        for state in group.states:
+            ends = [turn.stop - 1 for turn in state.turns()]
+            assert state.token_rewards is not None
+            rewards = {"contra": [0.25, 0.5], "critic": [], "pro": [0.5]}[state.role]
+            assert state.token_rewards[ends].tolist() == rewards
+
+
 def check_logprobs(states: list[RolloutState], folder: Path) -> None:
     """Those of the first weights, by a plain forward pass of the tokens that are trained."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -192,7 +215,7 @@ def check_logprobs(states: list[RolloutState], folder: Path) -> None:
                 .gather(1, whole[0, 1:, None])[:, 0]
                 .numpy()
             )
-        sampled = np.concatenate([np.arange(turn.start, turn.stop) for turn in state.turns()])
+        sampled = np.array([n for turn in state.turns() for n in range(turn.start, turn.stop)], int)
         offset = len(state.prompt_ids) - 1
         np.testing.assert_allclose(state.logprobs[sampled], truth[sampled + offset], atol=1e-4)
 

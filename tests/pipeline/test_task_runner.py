@@ -20,7 +20,7 @@ from consumer.handle.wait_rules import WaitReason
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.engine import Fixed, SimulatedConfig
 from producer_workers.judges.judge import FunctionJudge
-from producer_workers.worker.task_runner import TaskRunner
+from producer_workers.worker.task_runner import TaskRunner, not_all_equal
 from producer_workers.worker.worker import Worker
 from tests.buffer.scene import FIRST
 from tests.pipeline.mixture import TASKS, Mixture
@@ -55,6 +55,41 @@ async def test_filtered_groups_are_counted_with_their_raw_rewards_and_made_up_fo
     assert places["completed"] == 6
     assert places["filtered"] > 0
     assert counters["raw_rewards_count"] == 2 * sum(places.values())
+    yard.check()
+
+
+class Sides(SingleTurnAgentLoop):
+    """Gives rollouts a role by their index."""
+
+    async def generate_group(self, *arguments: Any) -> list[RolloutState]:
+        states = await super().generate_group(*arguments)
+        for state in states:
+            state.role = ("left", "right")[state.index % 2]
+        return states
+
+
+@on_both
+async def test_a_group_is_kept_for_a_trained_role_with_different_scores_and_fails_without_one(
+    yard: Yard,
+) -> None:
+    """The scores of the left are equal; those of the right differ."""
+
+    def judge(*, state: RolloutState, **_: Any) -> float:
+        return float(state.index) if state.index % 2 else 0.5
+
+    made: dict[str, str] = {}
+    for roles, place in ((["left"], "filtered"), (["right"], "completed"), (["rihgt"], "dead")):
+        (gid,) = yard.enqueue(1, tokens=(5, 6, 7, 8))
+        worker = yard.worker(
+            loop=Sides, judge=judge, is_valid_sample=not_all_equal, train_roles=roles
+        )
+        made[place] = gid
+        async with yard.working(worker):
+            await yard.until_places(**dict.fromkeys(made, 1))
+    group = yard.group(made["completed"])
+    assert group.in_training.tolist() == [False, True] * 2
+    assert group.mask.tolist() == [0] * 5 + [1] * 6 + [0] * 7 + [1] * 8
+    assert "train_roles = ['rihgt']" in str(yard.run.dead_letters.reason(made["dead"]))
     yard.check()
 
 

@@ -69,6 +69,7 @@ def test_a_judges_token_columns_reach_the_micro_batches(judge: str | Callable[..
         ({"teacher_logprobs": [0.0, 0.0]}, "teacher_logprobs"),
         ({"teacher_logprobs": {"large": [0.0]}}, "1 teacher_logprobs for 2"),
         ({"values": [1e39, 0.0]}, "values"),
+        ({"turn_rewards": [1.0, 1.0]}, "2 turn_rewards for 1 turns"),
     ],
 )
 def test_columns_that_do_not_fit_the_response_fail_the_rollout(
@@ -77,6 +78,16 @@ def test_columns_that_do_not_fit_the_response_fail_the_rollout(
     state = RolloutState(response_ids=np.arange(2), logprobs=[0, 0])
     with pytest.raises(JudgeError, match=said):
         take_columns("mine", [state], [check_answer("mine", {"score": 1, **columns})])
+
+
+def test_a_judge_rewards_turns_at_their_last_tokens() -> None:
+    ids = np.arange(6)
+    state = RolloutState(response_ids=ids, logprobs=-ids, response_mask=[1, 1, 0, 1, 1, 0])
+    for _ in range(2):  # a judge that is asked again gives nothing twice
+        answer = check_answer("mine", {"score": 1, "turn_rewards": [2, -1]})
+        assert take_columns("mine", [state], [answer]) == [{"score": 1.0}]
+    assert state.token_rewards is not None
+    assert state.token_rewards.tolist() == [0, 2, 0, 0, -1, 0]
 
 
 def test_a_number_with_the_name_of_a_column_is_part_of_the_reward() -> None:

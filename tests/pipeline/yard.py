@@ -202,14 +202,19 @@ class Yard:
         judge = judge if hasattr(judge, "name") else FunctionJudge("test", judge)
         chosen = {
             key: options.pop(key)
-            for key in ("is_valid_sample", "group_time_limit_s", "on_failed_member")
+            for key in (
+                "is_valid_sample",
+                "group_time_limit_s",
+                "on_failed_member",
+                "train_roles",
+            )
             if key in options
         }
         if function := chosen.get("is_valid_sample"):
             what = "is_valid_sample_fn 'test'"
             call = call_here(what, what, function, "filter", 60.0)
             chosen["is_valid_sample"] = judges.watch_filter(what, call, grace_s)
-        loop = SingleTurnAgentLoop(
+        loop = options.pop("loop", SingleTurnAgentLoop)(
             judge=judges.watch(judge, grace_s),
             tokenizer=Letters(),
             eos_ids={100},

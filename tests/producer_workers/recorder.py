@@ -127,10 +127,25 @@ def questions(*texts: str, **params: Any) -> list[RolloutState]:
     ]
 
 
-def run(loop: GatewayAgentLoop, engine: Any, states: list[RolloutState]) -> list[RolloutState]:
+def run(
+    loop: GatewayAgentLoop, engine: Any, states: list[RolloutState], keeper: Any = None
+) -> list[RolloutState]:
+    """Return the rollouts; [] if the worker of `keeper` died."""
+
     async def scene() -> list[RolloutState]:
+        making = asyncio.create_task(
+            loop.generate_group(states, engine, "math-0000000001", keeper=keeper)
+        )
+        died = asyncio.create_task(keeper.died.wait() if keeper else asyncio.Event().wait())
         try:
-            made = await loop.generate_group(states, engine, "math-0000000001")
+            await asyncio.wait([making, died], return_when=asyncio.FIRST_COMPLETED)
+            is_dead = died.done()
+            died.cancel()
+            if is_dead:
+                making.cancel()
+                await asyncio.gather(making, return_exceptions=True)
+                return []
+            made = await making
         finally:
             await loop.close()
         for _ in range(10):  # the agents' clients close their connections

@@ -11,7 +11,7 @@ advantages.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import comb
 from typing import Any
@@ -21,55 +21,12 @@ from numpy.typing import NDArray
 
 from buffer.errors import ConfigError, WireError
 from buffer.imports import load_function
-from buffer.wire.group import RolloutGroup
+from consumer.grpo.learner.group_rewards import GroupRewards
 
 Scores = Sequence[NDArray[np.float32]]
 Lengths = Sequence[NDArray[np.int32]]  # int32[k] per group: response tokens
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRewards:
-    """What advantages are computed from: a group of k rollouts with R response tokens in total."""
-
-    scores: NDArray[np.float32]  # float32[k], with the overlong penalty
-    lengths: NDArray[np.int32]  # int32[k]: response tokens
-    sessions: Sequence[str]  # of the k rollouts: one session may have several
-    rewards: Mapping[str, Floats]  # float64[k]: the numbers of the judge by name; nan: none
-    tokens: dict[str, NDArray[Any]]  # [R]: mask, logprobs and `RolloutGroup.optional_columns`
-
-    @classmethod
-    def of(cls, group: RolloutGroup, overlong_buffer_tokens: int | None = None) -> GroupRewards:
-        tokens: dict[str, NDArray[Any]] = {"mask": group.mask, "logprobs": group.logprobs}
-        return cls(
-            shaped_scores(group, overlong_buffer_tokens),
-            group.lengths,
-            group.sessions,
-            {name: group.columns["rewards"][:, n] for n, name in enumerate(group.head.rewards)},
-            tokens | group.optional_columns(),
-        )
-
-    def lists(self, *, with_tokens: bool) -> dict[str, Any]:
-        """Return a JSON value, for other ranks; nan becomes null."""
-        tokens = self.tokens if with_tokens else {}
-        return {
-            "scores": self.scores.tolist(),
-            "lengths": self.lengths.tolist(),
-            "sessions": self.sessions,
-            "rewards": {name: column.tolist() for name, column in self.rewards.items()},
-            "tokens": {name: column.tolist() for name, column in tokens.items()},
-        }
-
-    @classmethod
-    def of_lists(cls, lists: Mapping[str, Any]) -> GroupRewards:
-        return cls(
-            np.array(lists["scores"], np.float32),
-            np.array(lists["lengths"], np.int32),
-            lists["sessions"],
-            {name: np.array(column, np.float64) for name, column in lists["rewards"].items()},
-            {name: np.array(column, np.float32) for name, column in lists["tokens"].items()},
-        )
 
 
 Estimator = Callable[[Sequence[GroupRewards]], Sequence[NDArray[Any]]]
@@ -85,6 +42,35 @@ def load_estimator(name: str, reward_weights: Mapping[str, float] | None = None)
 
 
 def estimate(
+    name: str, estimator: Estimator, groups: Sequence[GroupRewards]
+) -> list[NDArray[np.float32]]:
+    """Call an estimator for each role, as rewards are compared within a role.
+
+    (SPIRAL's role-conditioned advantages, Liu et al. 2025, arXiv:2506.24119, with the group's
+    baselines.) Raises as `_estimate`.
+    """
+    roles = sorted({role for group in groups for role in group.roles})
+    if len(roles) < 2:
+        return _estimate(name, estimator, groups)
+    found: list[list[NDArray[np.float32]]] = [[] for _ in groups]
+    for role in roles:
+        having = [n for n, group in enumerate(groups) if role in group.roles]
+        parts = [groups[n].of_role(role) for n in having]
+        for n, part, values in zip(having, parts, _estimate(name, estimator, parts), strict=True):
+            found[n].append(per_token(values, part.lengths))
+    return [_interleave(group, parts) for group, parts in zip(groups, found, strict=True)]
+
+
+def _interleave(group: GroupRewards, parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
+    """Return float32[R] from that of each role, in the order of their names."""
+    advantages = np.zeros(int(group.lengths.sum()), np.float32)
+    owner = np.repeat(np.array(group.roles), group.lengths)
+    for role, part in zip(sorted(set(group.roles)), parts, strict=True):
+        advantages[owner == role] = part
+    return advantages
+
+
+def _estimate(
     name: str, estimator: Estimator, groups: Sequence[GroupRewards]
 ) -> list[NDArray[np.float32]]:
     """Call an estimator. Raises ConfigError unless it returns finite numbers of a right length."""
@@ -365,22 +351,3 @@ def _over_batch(groups: list[Floats], eps: float) -> NDArray[np.float32]:
 
 def _join(groups: list[Floats]) -> NDArray[np.float32]:
     return np.concatenate(groups).astype(np.float32) if groups else np.zeros(0, np.float32)
-
-
-def overlong_penalty(
-    lengths: NDArray[np.int32], max_tokens: NDArray[np.int32], buffer_tokens: int
-) -> NDArray[np.float32]:
-    """Return the penalty of responses close to their token limit, float32[k], in [-1, 0].
-
-    (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13.) `lengths`, `max_tokens`: int32[k]. It is
-    0 up to `max_tokens - buffer_tokens` and falls linearly to -1 at `max_tokens`.
-    """
-    over = np.asarray(lengths, np.float64) - (np.asarray(max_tokens, np.float64) - buffer_tokens)
-    return (-np.clip(over / buffer_tokens, 0.0, 1.0)).astype(np.float32)
-
-
-def shaped_scores(group: RolloutGroup, buffer_tokens: int | None) -> NDArray[np.float32]:
-    """Return the scores with the overlong penalty, if there are `buffer_tokens`; float32[k]."""
-    if buffer_tokens is None:
-        return group.scores
-    return group.scores + overlong_penalty(group.lengths, group.token_limits, buffer_tokens)

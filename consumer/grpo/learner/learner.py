@@ -307,7 +307,9 @@ class Learner:
         batches = self._packer.pack_pad_dispatch(table, keep=keep & part)
         batches.pad(self.ranks.max(len(batches)))
         own_tokens = int(table.trained[part].sum())
-        tokens, samples = self.ranks.sum([own_tokens, int(part.sum())])
+        counted = [group.in_training for group in table.groups]
+        own_samples = int((part & np.concatenate([np.zeros(0, np.bool_), *counted])).sum())
+        tokens, samples = self.ranks.sum([own_tokens, own_samples])
         gids = [table.groups[n].gid for n in np.unique(table.group[part]).tolist()]
         return Update(batches, tokens, int(samples), gids)
 

@@ -27,14 +27,13 @@ from buffer.wire.group import RolloutGroup
 from consumer.config.training import TrainingConfig
 from consumer.grpo.learner.advantages import (
     ESTIMATORS,
-    GroupRewards,
     estimate,
     load_estimator,
     per_token,
-    shaped_scores,
 )
 from consumer.grpo.learner.batch_filter import BatchFilter
 from consumer.grpo.learner.critic import Critic, packed_gae
+from consumer.grpo.learner.group_rewards import GroupRewards, shaped_scores
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.model_state.optimizers import mean_metrics
 from consumer.grpo.model_state.saved_state import Rows

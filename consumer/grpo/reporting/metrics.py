@@ -41,6 +41,7 @@ class BatchColumns:
 
     scores: list[float]  # of the rollouts that have one
     tasks: list[str]  # the task of each score
+    roles: list[str]  # the role of each score
     lengths: list[int]  # response tokens of each rollout
     sizes: list[int]  # rollouts of each group
     solved: list[bool]  # whether a rollout of the group has a score above 0
@@ -55,15 +56,16 @@ class BatchColumns:
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup], advantages: NDArray[np.float32]) -> BatchColumns:
         scored = [
-            (group.task, score)
+            (group.task, role, score)
             for group in groups
-            for score in group.scores.tolist()
+            for role, score in zip(group.roles, group.scores.tolist(), strict=True)
             if math.isfinite(score)
         ]
         times = [group.shared.extra.get(GROUP_TIME) for group in groups]
         return cls(
-            scores=[score for _, score in scored],
-            tasks=[task for task, _ in scored],
+            scores=[score for *_, score in scored],
+            tasks=[task for task, *_ in scored],
+            roles=[role for _, role, _ in scored],
             lengths=[n for group in groups for n in group.lengths.tolist()],
             sizes=[len(group.lengths) for group in groups],
             solved=[bool(group.scores.max() > 0) for group in groups],
@@ -96,6 +98,13 @@ class BatchColumns:
             scores[task].append(score)
         return {f"{REWARD_OF_TASK}{task}": float(np.mean(own)) for task, own in scores.items()}
 
+    def rewards_by_role(self) -> dict[str, float]:
+        scores: defaultdict[str, list[float]] = defaultdict(list)
+        for task, role, score in zip(self.tasks, self.roles, self.scores, strict=True):
+            if role:
+                scores[f"{REWARD_OF_TASK}{task}/{role}"].append(score)
+        return {name: float(np.mean(own)) for name, own in scores.items()}
+
     def contexts_by_task(self) -> dict[str, float]:
         counts: defaultdict[str, float] = defaultdict(float)  # JSON has no sum of large integers
         for gid, contexts in zip(self.gids, self.contexts, strict=True):
@@ -115,6 +124,7 @@ class BatchColumns:
             **_spread("response_len", self.lengths),
             "response_len/tokens": float(self.tokens),
             **_group_times(self.seconds),
+            **self.rewards_by_role(),
             **self.contexts_by_task(),
         }
         if self.lengths:

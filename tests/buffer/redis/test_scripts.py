@@ -213,6 +213,7 @@ def test_flags_let_scripts_that_free_memory_run_when_there_is_none(name: str) ->
         "create_run",
         "enqueue",
         "keep_responses",
+        "keep_turns",
         "put",
         "reissue",
         "requeue",

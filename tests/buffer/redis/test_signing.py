@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from buffer.errors import ConfigError, RolloutMQError, SignatureError, WireError
 from buffer.job import PayloadRef
 from buffer.redis.signing import PRODUCER, Key, Keyring, Signer, read_keys, write_keys
 from buffer.wire.framing import signed_block, signers, split_signed
+from tests.buffer.scene import Scene, turn
 
 RUN = "0123456789abcdef" * 2
 OTHER_RUN = RUN[::-1]
@@ -106,6 +108,34 @@ def test_a_continued_group_is_signed_by_each_of_its_workers(keyring: Keyring) ->
     # nobody else can take a line away
     with pytest.raises(SignatureError, match="w2"):
         keyring.check(ref(), signed_block(lines(whole)[1:]) + BYTES)
+
+
+def test_the_turns_of_a_worker_that_died_are_signed_by_it(scene: Scene, tmp_path: Path) -> None:
+    run = scene.run
+    write_keys(tmp_path / "all", {key.worker: [key.secret] for key in (W1, W2, MAKER)})
+    run.payloads.signer = Signer(run.nonce, MAKER)
+    scene.enqueue(1)
+    payload = scene.payload
+    for key in (W1, W2):
+        run.payloads.signer = Signer(run.nonce, key)
+        (job,) = scene.claim(worker=key.worker)
+        group = run.buffer.read(job.payload)
+        kept = scene.turns(job, group)
+        for number in range(2):
+            kept.add(turn(number))
+            kept.store()
+        run.payloads.keyring = Keyring(run.nonce, tmp_path / "all")
+        names = signers(run.buffer.read(payload(job.gid)).signatures)
+        assert names == ["w1", "w2"][: len(names)]
+        run.payloads.keyring = None
+        if key is W1:
+            scene.expire_leases("w1")
+            run.jobs.reap()
+    # one of them is there twice
+    keys = scene.keys.payload_chunks(job.gid, payload(job.gid).token, 3)
+    scene.raw.set(keys[2], scene.raw.get(keys[1]))
+    with pytest.raises(SignatureError):
+        run.buffer.read(replace(payload(job.gid), chunks=3, size=0, crc=""))
 
 
 def test_prompts_are_signed_where_the_trainer_knows_the_producer(

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from buffer.errors import ConfigError, ProcessUnavailable
@@ -175,3 +176,38 @@ def test_a_conversation_that_a_limit_ends_without_a_score_has_score_0(
     )
     (state,) = run(loop, TalkingEngine(chat, ["3 or 4", "5"]), [rollout(**limits)])
     assert (state.status, state.reward) == (Status.COMPLETED, {"score": score})
+
+
+class Graded:
+    """Rewards each turn with its number, and ends after the third."""
+
+    async def answer(self, state: RolloutState, turn: Turn) -> Answer:
+        more = [] if turn.number == 2 else [{"role": "user", "content": "go on"}]
+        grade: Any = "bad" if turn.text.startswith("bad") else turn.number + 1
+        return Answer(more, reward={"score": 1.0}, turn_reward=grade)
+
+
+def test_an_environment_rewards_turns_also_where_a_rollout_was_cut_off(chat: Any) -> None:
+    loop = MultiTurnAgentLoop(
+        environment=Graded(),
+        judge=None,
+        tokenizer=chat,
+        eos_ids=[chat.eos_token_id],
+        partial_rollout=True,
+    )
+    turns = ["one", "two", "three"]
+    (whole,) = run(loop, TalkingEngine(chat, turns), [rollout()])
+    expected = [(float(n), turn.stop - 1) for n, turn in enumerate(whole.turns(), 1)]
+    assert whole.token_rewards is not None
+    assert [(float(whole.token_rewards[n]), n) for n in np.flatnonzero(whole.token_rewards)] == (
+        expected
+    )
+    for cut in range(len(whole.response_ids)):
+        engine = TalkingEngine(chat, turns)
+        engine.abort_at = cut
+        (state,) = run(loop, engine, [rollout()])
+        (state,) = run(loop, TalkingEngine(chat, turns), [state])
+        assert state.token_rewards is not None
+        assert state.token_rewards.tolist() == whole.token_rewards.tolist()
+    (state,) = run(loop, TalkingEngine(chat, ["bad"]), [rollout()])
+    assert state.status is Status.FAILED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import logging
+import resource
 import socket
 import ssl
 import zlib
@@ -169,11 +170,11 @@ def test_nobody_without_a_key_is_told_anything(requests: list[Request]) -> None:
 
 @pytest.mark.parametrize("has_key", [False, True])
 @pytest.mark.parametrize("form", ["whole", "chunks", "packed"])
-def test_a_body_of_100_mb_is_refused_while_others_are_answered(
+def test_a_body_of_150_mb_is_refused_while_others_are_answered(
     chat: Any, has_key: bool, form: str
 ) -> None:
     engine = Recorder(chat, ["one"])
-    body = b" " * 100_000_000
+    body = b" " * 150_000_000
 
     async def pieces() -> AsyncIterator[bytes]:
         for start in range(0, len(body), 1_000_000):
@@ -231,6 +232,26 @@ def test_a_connection_that_stays_half_open_is_closed(
     play(scene())
 
 
+def test_many_connections_of_strangers_leave_room_for_agents(chat: Any) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))
+
+    async def scene() -> None:
+        async with serving() as gateway:
+            idle = [await asyncio.open_connection(*address(gateway)) for _ in range(300)]
+            key = gateway.admit(session_of(chat, Recorder(chat)))
+            assert (await post(f"{gateway.url}/chat/completions", key))[0] == 200
+            program = await asyncio.create_subprocess_exec("true")
+            assert await program.wait() == 0
+            for _, writer in idle:
+                writer.close()
+
+    try:
+        play(scene())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
 def test_too_many_requests_are_put_off_and_clients_ask_again(
     chat: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +275,13 @@ def test_too_many_requests_are_put_off_and_clients_ask_again(
                 with pytest.raises(anthropic.RateLimitError) as refused:
                     await other.messages.create(model="any", messages=USER, max_tokens=5)
             assert refused.value.response.headers["Retry-After"] == "1"
+            monkeypatch.setattr(server, "MOST_AT_ONCE", 10)
+            monkeypatch.setattr(server, "MOST_BYTES", 1000)
+            sizes = {}
+            for size in (10, 1000):
+                body = {"messages": [{"role": "user", "content": "x" * size}], "max_tokens": 5}
+                sizes[size] = (await post(f"{gateway.url}/chat/completions", key, body))[0]
+            assert sizes == {10: 200, 1000: 429}
             monkeypatch.setattr(server, "MOST_PER_S", 1)
             await asyncio.sleep(1.1)
             statuses = [(await post(f"{gateway.url}/models", key))[0] for _ in range(3)]

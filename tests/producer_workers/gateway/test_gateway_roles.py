@@ -12,6 +12,7 @@ import pytest
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
+from examples.self_play import play
 from producer_workers.engines.base import Generation
 from producer_workers.gateway import roles
 from producer_workers.gateway.agents import AgentTask
@@ -137,6 +138,17 @@ def test_one_reward_is_of_all_roles_and_a_judge_adds_to_each(chat: Any) -> None:
     assert [(s.role, s.reward) for s in states] == [
         (role, {"score": float(len(role))}) for role in ("", "proposer", "solver", "solver")
     ]
+
+
+def test_the_example_rewards_sums_by_how_many_of_their_answers_are_right(chat: Any) -> None:
+    engine = Recorder(chat, ["What is 12 + 30?", " 42", "42", "42", "43", "hello"])
+    states = run(loop_of(chat, play), engine, questions("a sum", max_tokens=1000))
+    engine.check(states)
+    proposer, *solvers = [state.reward for state in states]
+    assert proposer == {"score": 0.5, "solved": 0.75}
+    assert sorted(reward["score"] for reward in solvers if reward) == [0, 1, 1, 1]
+    (state,) = run(loop_of(chat, play), engine, questions("a sum", max_tokens=1000))
+    assert (state.role, state.reward) == ("proposer", {"score": -1.0})
 
 
 def test_a_key_opens_the_roles_of_its_own_agent_only(

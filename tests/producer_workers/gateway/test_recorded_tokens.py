@@ -17,6 +17,7 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.engines.base import Generation
 from producer_workers.gateway.agents import AgentTask
+from producer_workers.gateway.turn_reader import with_turns
 from tests.producer_workers.agents import TOOL
 from tests.producer_workers.recorder import Recorder, loop_of, questions, run
 
@@ -58,6 +59,31 @@ class Witness(Recorder):
         made = await super().generate(*request)
         self.seeds[len(self.said) - 1] = request[-1].seed
         return made
+
+
+class Killed:
+    """Keeps turns, and dies with its worker before it has kept turn `last` (None: it lives)."""
+
+    def __init__(self, base: list[RolloutState], last: int | None) -> None:
+        self.base = group_bytes.encode(RolloutGroup("math-0000000001", "math", base))
+        self.turns: list[bytes] = []
+        self.last = last
+        self.died = asyncio.Event()
+
+    def keep(self, turn: RolloutState) -> None:
+        if len(self.turns) == self.last:
+            self.died.set()
+        if not self.died.is_set():
+            group = RolloutGroup("math-0000000001", "math", [turn])
+            self.turns.append(group_bytes.encode(group))
+
+    async def stored(self) -> None:
+        if self.died.is_set():
+            await asyncio.Event().wait()
+
+    def found(self) -> list[RolloutState]:
+        turns = [group_bytes.decode(turn).states[0] for turn in self.turns]
+        return with_turns(group_bytes.decode(self.base).states, turns, "math-0000000001")
 
 
 def check(engine: Recorder, states: list[RolloutState]) -> set[int]:
@@ -154,11 +180,15 @@ async def play(task: AgentTask, steps: Any, answers: list[str]) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
-    STEPS, st.lists(LINES, min_size=1, max_size=6), st.frozensets(st.integers(1, 12), max_size=4)
+    STEPS,
+    st.lists(LINES, min_size=1, max_size=6),
+    st.frozensets(st.integers(1, 12), max_size=4),
+    st.lists(st.integers(0, 4), max_size=4),
 )
 def test_the_record_is_what_was_read_and_sampled_whatever_clients_do_and_where_they_are_cut(
-    chat: Any, steps: list[Any], lines: list[list[str]], aborts: frozenset[int]
+    chat: Any, steps: list[Any], lines: list[list[str]], aborts: frozenset[int], kills: list[int]
 ) -> None:
+    """`aborts`: requests at which a pause ends all; `kills`: after how many turns a worker dies."""
     engine = Witness(chat, ["".join(lines[n % len(lines)]) for n in range(50)], aborts)
     answers: list[str] = []
     rest = iter(steps)
@@ -168,9 +198,12 @@ def test_the_record_is_what_was_read_and_sampled_whatever_clients_do_and_where_t
 
     states = questions("x", max_tokens=10_000)
     kept: set[int] = set()
-    for _ in range(len(aborts) + 2):
+    deaths = iter(kills)
+    for _ in range(len(aborts) + len(kills) + 2):
         loop = loop_of(chat, agent, partial_rollout=True, resumable=True)
-        group = RolloutGroup("math-0000000001", "math", run(loop, engine, states))
+        keeper = Killed(states, next(deaths, None))
+        made = run(loop, engine, states, keeper)
+        group = RolloutGroup("math-0000000001", "math", made or keeper.found())
         states = group_bytes.decode(group_bytes.encode(group)).states
         assert states[0].error is None or not answers
         sampled = [state for state in states if len(state.response_ids)]

@@ -64,7 +64,7 @@ const inOrder = (members, state) => (state.view === "changes" ? [...members].sor
 function siblings(members, state, change) {
   const names = [...new Set(members.flatMap((member) => Object.keys(member.reward ?? {})))].sort((a, b) => (b === "score") - (a === "score"));
   const columns = [
-    ["", (m) => el("button", { type: "button", class: "quiet", onclick: () => document.getElementById(`member-${m.index}`).scrollIntoView({ behavior: "smooth", block: "start" }) }, `#${m.index}`)],
+    ["", (m) => el("button", { type: "button", class: "quiet", onclick: () => document.getElementById(`member-${m.index}`).scrollIntoView({ behavior: "smooth", block: "start" }) }, nameOf(m))],
     ...names.map((name) => [visible(name), (m) => number(m.reward?.[name] ?? null, 3), true]),
     ["advantage", (m) => signed(advantageOf(m, members)), true], ["tokens", (m) => number(m.tokens), true], ["finish", (m) => el("span", { class: m.finish_reason === "length" ? "near" : "" }, visible(m.finish_reason ?? "–"))], ["status", (m) => m.status], ["weights", (m) => versionsOf(m), true],
     ["response", (m) => el("span", { class: "first-line" }, visible(textOf(m).trimStart().slice(0, 160)))],
@@ -84,7 +84,7 @@ function controls(members, state, change, hasTokens) {
 
 function showMember(member, members, state) {
   const advantage = advantageOf(member, members), score = member.reward?.score ?? null;
-  const title = el("h3", { tabindex: "-1" }, `#${member.index} `, el("span", { class: `score ${score === null ? "" : score > 0 ? "plus" : "minus"}` }, number(score, 3)),
+  const title = el("h3", { tabindex: "-1" }, `${nameOf(member)} `, el("span", { class: `score ${score === null ? "" : score > 0 ? "plus" : "minus"}` }, number(score, 3)),
     el("small", {}, ` ${signed(advantage)} · ${number(member.tokens)} tokens · ${visible(member.finish_reason ?? "–")}`, member.status === "completed" ? "" : ` · ${member.status}`));
   return el("section", { class: "panel member", id: `member-${member.index}`, "data-index": member.index }, title,
     (member.messages || []).map((message) => showMessage(message, state.view !== "text")), content(member, members, advantage, state),
@@ -103,8 +103,11 @@ const showTurn = (turn) => (turn.trained ? response(turn.text.replace(SPECIAL, "
 const textOf = (member) => (member.turns ? member.turns.map((turn) => turn.text).join("") : member.response ?? "");
 const signed = (value) => (value === null ? "–" : `${value > 0 ? "+" : ""}${number(value, 2)}`);
 
+const nameOf = (member) => `#${member.index} ${visible(member.role ?? "")}`.trimEnd();
+
+// Compared with the rollouts of the same role.
 function advantageOf(member, members) {
-  const scores = members.map((other) => other.reward?.score ?? null).filter((score) => score !== null), own = member.reward?.score ?? null;
+  const scores = members.filter((other) => other.role === member.role).map((other) => other.reward?.score ?? null).filter((score) => score !== null), own = member.reward?.score ?? null;
   if (own === null || scores.length < 2) return null;
   const mean = scores.reduce((a, b) => a + b, 0) / scores.length;
   const spread = Math.sqrt(scores.reduce((sum, score) => sum + (score - mean) ** 2, 0) / (scores.length - 1));

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from consumer.config.learner import LossConfig
-from consumer.grpo.learner.advantages import GroupRewards
+from consumer.grpo.learner.group_rewards import GroupRewards
 from consumer.grpo.learner.losses import Surrogate, TokenColumns
 
 

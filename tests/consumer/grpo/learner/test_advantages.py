@@ -13,17 +13,18 @@ from hypothesis import strategies as st
 from buffer.errors import ConfigError, WireError
 from consumer.grpo.learner.advantages import (
     ESTIMATORS,
-    GroupRewards,
     dr_grpo_advantages,
+    estimate,
     gdpo_advantages,
     grpo_advantages,
     opo_advantages,
-    overlong_penalty,
     pass_at_k_advantages,
+    per_token,
     reinforce_pp_advantages,
     reinforce_pp_baseline_advantages,
     rloo_advantages,
 )
+from consumer.grpo.learner.group_rewards import GroupRewards, overlong_penalty
 
 SCORE = st.floats(-10, 10, width=32)
 GROUPS = st.lists(st.lists(SCORE, min_size=1, max_size=9), min_size=1, max_size=5)
@@ -37,6 +38,7 @@ def make_rewards(
     scores: Any,
     lengths: Any = None,
     sessions: list[str] | None = None,
+    roles: list[str] | None = None,
     *,
     rewards: dict[str, Any] | None = None,
     tokens: dict[str, Any] | None = None,
@@ -46,6 +48,7 @@ def make_rewards(
         scores=np.array(scores, np.float32),
         lengths=np.array(lengths, np.int32),
         sessions=sessions or [str(n) for n in range(len(scores))],
+        roles=roles or [""] * len(scores),
         rewards={name: np.array(part, np.float64) for name, part in (rewards or {}).items()},
         tokens={"mask": np.ones(int(sum(lengths)))} | (tokens or {}),
     )
@@ -220,6 +223,50 @@ def test_gdpo_gives_nothing_for_a_part_that_a_rollout_or_a_group_lacks() -> None
     assert got.tolist() == pytest.approx([-np.sqrt(2), np.sqrt(2), 0, 0, 0], abs=1e-3)
     with pytest.raises(ConfigError, match="reward_weights: b"):
         gdpo_advantages(groups, weights={"b": 1.0})
+
+
+ROLES = st.lists(st.sampled_from(["", "proposer", "solver"]), min_size=1, max_size=9)
+
+
+@pytest.mark.parametrize("name", sorted(ESTIMATORS))
+@given(st.lists(ROLES, min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_rewards_are_compared_within_a_role(name: str, roles: list[list[str]], dice: Any) -> None:
+    """A batch with roles is one batch for each role."""
+    groups = []
+    for group in roles:
+        lengths = [dice.randint(1, 4) for _ in group]
+        numbers = {
+            "mask": np.array([dice.random() > 0.3 for _ in range(sum(lengths))], "u1"),
+            "token_rewards": np.array([dice.random() for _ in range(sum(lengths))], "<f4"),
+        }
+        scores = [dice.choice([0.0, 0.5, 1.0]) for _ in group]
+        groups.append(make_rewards(scores, lengths, roles=group, tokens=numbers))
+    found = estimate(name, ESTIMATORS[name], groups)
+    for role in {role for group in roles for role in group}:
+        having = [n for n, group in enumerate(roles) if role in group]
+        parts = [groups[n].of_role(role) for n in having]
+        for n, part, expected in zip(having, parts, ESTIMATORS[name](parts), strict=True):
+            tokens = np.repeat([own == role for own in roles[n]], groups[n].lengths)
+            got = per_token(found[n], groups[n].lengths)[tokens]
+            np.testing.assert_allclose(got, per_token(expected, part.lengths), atol=1e-6)
+
+
+def test_turns_of_two_roles_by_hand() -> None:
+    """Two members, each with a proposer of one turn and a solver of two turns."""
+    group = make_rewards(
+        [1, 5, 3, 9],
+        [1, 3, 1, 3],
+        roles=["proposer", "solver"] * 2,
+        tokens={
+            "mask": np.array([1, 1, 0, 1] * 2),
+            "token_rewards": np.array([0, 2, 0, 1, 0, 4, 0, 1], "<f4"),
+        },
+    )
+    (got,) = estimate("turns", ESTIMATORS["turns"], [group])
+    half = 1 / np.sqrt(2)  # of two different numbers, standardized
+    assert got.tolist() == pytest.approx(
+        [-half, -2 * half, -half * 2, -half, half, 2 * half, 2 * half, half], abs=1e-6
+    )
 
 
 def test_turns_add_the_standardized_rewards_of_this_and_the_later_turns_to_grpo() -> None:

@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from buffer.errors import ConfigError
+from buffer.wire.group import RolloutGroup
 from consumer.config.learner import CriticConfig, LearnerConfig, LossConfig
-from consumer.grpo.learner.advantages import GroupRewards
 from consumer.grpo.learner.batch_filter import BatchFilter
 from consumer.grpo.learner.critic import Critic, packed_gae, value_loss
+from consumer.grpo.learner.group_rewards import GroupRewards
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController, read_columns
 from consumer.grpo.policy.packing import Packer
+from consumer.grpo.reporting.metrics import BatchColumns
 from consumer.handle.batch import BatchTable
 from tests.consumer.grpo.learner import own_objective
 from tests.consumer.grpo.models.tiny import build_model, make_group
@@ -212,6 +214,32 @@ def test_advantages_of_the_user_are_per_rollout_or_per_token(model_dir: Path) ->
                 assert torch.equal(advantages, expected)
 
 
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("advantages", ["grpo", "turns", "reinforce_pp", f"{OWN}:by_token"])
+def test_a_role_that_is_not_trained_changes_no_weight_and_no_divisor(
+    model_dir: Path, advantages: str, aggregation: str
+) -> None:
+    alone, beside = (make_controller(model_dir, loss={"aggregation": aggregation}) for _ in "ab")
+    groups = with_token_rewards(make_batch())
+    others = []
+    for group, other in zip(groups, with_token_rewards(make_batch(1)), strict=True):
+        for state in other.states:
+            state.role, state.response_mask = "other", np.zeros(len(state.response_ids), "u1")
+            state.reward = {"score": 7.0 * state.index}
+        mixed = [state for pair in zip(group.states, other.states, strict=True) for state in pair]
+        for state in mixed:
+            state.prompt_ids = group.prompt_ids
+        others.append(RolloutGroup(group.gid, group.task, mixed))
+    one = TrainController(alone.learner, advantages).fit(groups)
+    two = TrainController(beside.learner, advantages).fit(others)
+    assert two == one
+    state = alone.state_tensors()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in beside.state_tensors().items())
+    columns = BatchColumns.of(others, np.zeros(0, np.float32)).metrics()
+    assert columns["rewards/mean/task/other"] == 10.5
+    assert "rewards/mean/task/" not in columns
+
+
 def test_a_function_of_the_user_is_called_once_for_a_batch(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +297,7 @@ def test_other_ranks_get_the_same_rewards() -> None:
     np.testing.assert_equal(dict(got.rewards), dict(sent.rewards))
     assert got.scores.tolist() == sent.scores.tolist()
     assert (list(got.sessions), got.lengths.tolist()) == (list(sent.sessions), [*sent.lengths])
+    assert list(got.roles) == list(sent.roles) == [""] * 4
 
 
 @pytest.mark.parametrize(

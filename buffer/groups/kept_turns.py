@@ -1,0 +1,119 @@
+"""Keep the turns of a running group's agents on the server, as they happen (`keep_turns.lua`).
+
+    claim ──▶ payload: the group as it was claimed | turn | turn | …     one document each
+                └ the worker dies ──▶ the next claim reads the same payload, and adds to it
+
+The payload grows by what is new, and is counted, aged, found by readers and freed as any other.
+"""
+
+from __future__ import annotations
+
+from buffer.errors import StoreError
+from buffer.groups.claim import fenced
+from buffer.job import Job, PayloadRef
+from buffer.redis.connection.bulk_io import Pieces
+from buffer.redis.payloads import PayloadStore, pin_listed, turn_token
+from buffer.redis.scripts import ScriptCall, unknown_reply
+from buffer.redis.store import RunContext
+from buffer.wire import group_bytes
+from buffer.wire.framing import TURNS_MAGIC, framed
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState
+
+MOST_CHUNKS = 1000  # then all turns are stored again, in few
+
+_ATTEMPTS = 3  # under new names, where the server lost what it had
+
+
+class KeptTurns:
+    """The turns of one claim. `group`: as it was claimed. Call it from one thread at a time."""
+
+    def __init__(
+        self, context: RunContext, payloads: PayloadStore, job: Job, group: RolloutGroup
+    ) -> None:
+        self._store, self._keys, _ = context
+        self._payloads = payloads
+        self._job = job
+        self._signatures = group.signatures
+        self._documents = [group_bytes.encode_checked(group)]
+        group.check_unchanged()
+        self._stored = 0  # of the documents
+        self._names = 0
+        self._replaces = job.payload.token
+        self._ref = self._new_name()
+        self._oldest = group.oldest_by_lineage()
+        self._length = int(group.lengths.sum())
+
+    def add(self, turn: RolloutState) -> None:
+        """Add a turn, which `store` stores. Raises WireError."""
+        document = RolloutGroup(self._job.gid, self._job.task, [turn])
+        self._documents.append(group_bytes.encode_checked(document))
+        for lineage, version in document.oldest_by_lineage().items():
+            self._oldest[lineage] = min(version, self._oldest.get(lineage, version))
+        self._length += len(turn.response_ids)
+
+    def store(self) -> None:
+        """Store all turns. After StoreUnavailable, call it again before `add` (I13).
+
+        Raises Fenced: the lease was lost.
+        """
+        for _ in range(_ATTEMPTS):
+            match self._attempt():
+                case ["OK"]:
+                    return
+                case ["FENCED"]:
+                    raise fenced(self._job)
+                case ["BEHIND", payload]:
+                    self._replaces = payload
+                case ["MISSING", _]:
+                    pass
+                case reply:
+                    raise unknown_reply("keep_turns", reply)
+            self._ref = self._new_name()
+        raise StoreError(f"group {self._job.gid}: the server loses its turns", hint="see its log")
+
+    def _new_name(self) -> PayloadRef:
+        self._names += 1
+        return PayloadRef(self._job.gid, f"{self._job.token}-turns{self._names}", 0, 0, "")
+
+    def _attempt(self) -> list[str]:
+        ref, commands = self._payloads.append(self._ref, self._unsent(self._ref))
+        if ref.chunks > MOST_CHUNKS and self._ref.chunks:
+            self._ref = self._new_name()
+            ref, commands = self._payloads.append(self._ref, self._unsent(self._ref))
+        keys, before = self._keys, self._ref
+        chunks = keys.payload_chunks(ref.gid, ref.token, ref.chunks)[before.chunks :]
+        arguments: dict[str, str | int] = {
+            "gid": ref.gid,
+            "token": self._job.token,
+            "name": self._names,
+            "replaces": self._replaces,
+            "before": before.chunks,
+            "chunks": ref.chunks,
+            "added": ref.size - before.size,
+            "size": ref.size,
+            "crc": ref.crc,
+            "length": self._length,
+        }
+        ages = [part for pair in self._oldest.items() for part in ("oldest", *pair)]
+        slots = keys.slots(gid=ref.gid, task=self._job.task)
+        call = ScriptCall(slots, arguments, keys.in_slot(chunks), ages)
+        record = keys.group(ref.gid)
+        (reply,) = self._store.upload_and_call("keep_turns", record, [(commands, call)])
+        pin_listed(self._store, keys)
+        if reply == ["OK"]:
+            self._ref, self._replaces = ref, ref.token
+            self._stored = len(self._documents)
+        return reply
+
+    def _unsent(self, ref: PayloadRef) -> Pieces:
+        """Return the bytes to add to a payload: all if it begins."""
+        first = self._stored if ref.chunks else 0
+        frames: Pieces = [
+            framed(b"".join(self._payloads.sealed(ref.gid, token, [document], self._signatures)))
+            for token, document in (
+                (turn_token(ref.token, n), self._documents[n])
+                for n in range(first, len(self._documents))
+            )
+        ]
+        return frames if first else [TURNS_MAGIC, *frames]

@@ -1,0 +1,64 @@
+"""Turn the segments of an agent's sessions into rollouts, with the rewards that the agent gives.
+
+`state` is the agent's own rollout, with its own session's id; `segments` are by a session's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from buffer.errors import WireError
+from buffer.wire.rollout import RolloutState
+from producer_workers.gateway.agents import EVERY_ROLE, Earned
+from producer_workers.gateway.roles import role_of
+from producer_workers.gateway.segment import Segment
+from producer_workers.judges.judge import reward_turns
+
+# The rollouts of an agent or of one of its sessions, one per segment, all tokens in the response;
+# without tokens if it was interrupted or failed.
+Rollouts = list[RolloutState]
+
+
+def interrupted_rollouts(
+    state: RolloutState, segments: Mapping[str, Sequence[Segment]]
+) -> Rollouts:
+    made = [rollout for name in segments for rollout in _rollouts(state, name, segments[name])]
+    for rollout in made:
+        rollout.finish_reason = "abort"
+    return made
+
+
+def ended_rollouts(
+    state: RolloutState,
+    segments: Mapping[str, Sequence[Segment]],
+    cut: Collection[str],
+    earned: Earned,
+) -> list[Rollouts]:
+    """Return the rollouts of each session; those in `cut` end at a limit. Raises WireError."""
+    made = [_rollouts(state, name, each) for name, each in segments.items()]
+    for rollouts, name in zip(made, segments, strict=True):
+        if name in cut:
+            rollouts[-1].finish_reason = "length"
+    _earn(made, segments, earned)
+    return made
+
+
+def _rollouts(state: RolloutState, name: str, segments: Sequence[Segment]) -> Rollouts:
+    session = f"{state.session_id}/{name}" if name else state.session_id
+    return [segment.filled(state, session_id=session, role=role_of(name)) for segment in segments]
+
+
+def _earn(made: Sequence[Rollouts], names: Iterable[str], earned: Earned) -> None:
+    """Give the sessions of these names their rewards by the agent. Raises WireError."""
+    known = {EVERY_ROLE, *names, *map(role_of, names)}
+    if wrong := earned.keys() - known:
+        raise WireError(
+            f"rewards of {', '.join(sorted(wrong))}, for which the model has said nothing",
+            hint='return them by role: {"solver": {"score": 1.0}}; "" is the agent\'s own session',
+        )
+    for rollouts, name in zip(made, names, strict=True):
+        found = (earned.get(each) for each in (name, role_of(name), EVERY_ROLE))
+        reward = dict(next(filter(None, found), {}))
+        reward_turns(rollouts, reward)
+        for rollout in rollouts:
+            rollout.reward = reward or None

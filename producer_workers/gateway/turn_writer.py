@@ -1,0 +1,129 @@
+"""Write the turns of a group's agents as rollouts of what is new, which a keeper stores.
+
+    Session ──▶ TurnWriter ──▶ RolloutState ──▶ Keeper ──▶ payload of the group
+                                        the next claim ──▶ with_turns (turn_reader.py)
+
+An agent gets a turn once the keeper has stored it. The rollout of a turn has the new tokens and, in
+`extra`, a `Turn`. If it continues a segment, that segment's last token is its prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+
+from buffer.wire.rollout import RolloutState, Status
+from producer_workers.gateway.segment import Segment
+
+TURN = "turn"  # the key of `extra`
+
+
+class Turn(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """What happened to an agent; `begins`: nothing before counts.
+
+    sampled: its segment number `continues` grew by `messages` (None: one of `session` began).
+    `why` and `after` are those of `Session`. ended: it `earned` rewards, and sessions were `cut`.
+    failed: it begins again.
+    """
+
+    kind: Literal["sampled", "ended", "failed"]
+    begins: bool = False
+    session: str = ""
+    continues: int | None = None
+    messages: list[dict[str, Any]] = []
+    tools: Any = None
+    after: int = 0
+    why: str = ""
+    earned: dict[str, dict[str, Any]] = {}
+    cut: list[str] = []
+
+
+class Keeper(Protocol):
+    """Stores the turns of one claim of a group."""
+
+    def keep(self, turn: RolloutState) -> None:
+        """Store a turn behind those before; `stored` tells when."""
+
+    async def stored(self) -> None:
+        """Wait until all turns so far are stored. Raises Fenced if the group has another owner."""
+
+
+class SessionWriter(NamedTuple):
+    """Writes the turns of one session: `sampled(parent, grown, why)`."""
+
+    sampled: Callable[[Segment | None, Segment, str], None]
+    stored: Callable[[], Awaitable[None]]
+
+
+def numbered(segments: Mapping[str, Sequence[Segment]]) -> list[tuple[str, Segment]]:
+    """Return the segments of an agent, with the names of their sessions, by their numbers."""
+    return [(name, segment) for name in sorted(segments) for segment in segments[name]]
+
+
+class TurnWriter:
+    """Writes the turns of one agent, which began with the segments `resumed`, by session."""
+
+    def __init__(
+        self, keeper: Keeper, index: int, resumed: Mapping[str, Sequence[Segment]]
+    ) -> None:
+        self._keeper = keeper
+        self._index = index
+        self._numbers = {segment: n for n, (_, segment) in enumerate(numbered(resumed))}
+        self._count = len(self._numbers)
+        self._begins = not resumed
+
+    def of(self, session: str) -> SessionWriter:
+        return SessionWriter(partial(self._sampled, session), self._keeper.stored)
+
+    def _sampled(self, session: str, parent: Segment | None, grown: Segment, why: str) -> None:
+        """Write that `grown` took the place of `parent`, or began; its turn is the last."""
+        number = self._numbers.pop(parent) if parent else None
+        self._numbers[grown] = self._count if number is None else number
+        self._count += number is None
+        state = RolloutState(index=self._index, status=Status.ABORTED)
+        _behind(parent, grown).fill(state, int(parent is not None))
+        turn = Turn(
+            "sampled",
+            session=session,
+            continues=number,
+            messages=list(grown.messages[len(parent.messages) if parent else 0 :]),
+            tools=None if parent else grown.tools,
+            after=grown.after,
+            why=why,
+        )
+        self._write(state, turn)
+
+    def ended(self, cut: Collection[str], earned: Mapping[str, dict[str, Any]]) -> None:
+        self._write(RolloutState(index=self._index), Turn("ended", cut=[*cut], earned={**earned}))
+
+    def failed(self) -> None:
+        self._write(RolloutState(index=self._index), Turn("failed"))
+
+    def _write(self, state: RolloutState, turn: Turn) -> None:
+        turn.begins, self._begins = self._begins, False
+        state.extra = {TURN: msgspec.to_builtins(turn)}
+        self._keeper.keep(state)
+
+
+def _behind(parent: Segment | None, grown: Segment) -> Segment:
+    """Return `grown` from the last token of `parent` on."""
+    if parent is None:
+        return grown
+    first = len(parent.ids) - 1
+    experts = grown.experts
+    return replace(
+        grown,
+        ids=grown.ids[first:],
+        mask=grown.mask[first:],
+        logprobs=grown.logprobs[first:],
+        spans=tuple(
+            span._replace(start=span.start - first) for span in grown.spans[len(parent.spans) :]
+        ),
+        calls=grown.calls[len(parent.calls) :],
+        experts=experts[first:] if isinstance(experts, np.ndarray) else experts,
+    )

@@ -1,0 +1,157 @@
+"""Turns of agents: each is kept once, by whoever holds the group, and freed with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from buffer.errors import Fenced
+from buffer.groups.kept_turns import KeptTurns
+from buffer.wire.rollout import Status
+from tests.buffer.scene import FIRST, Scene, extend, turn
+
+
+def _said(scene: Scene, gid: str) -> list[int]:
+    """The turns that the next claim of a group would find."""
+    turns = scene.run.buffer.read(scene.payload(gid)).turns
+    return [int(state.response_ids[0]) for state in turns]
+
+
+def _say(kept: KeptTurns, *numbers: int) -> None:
+    for number in numbers:
+        kept.add(turn(number))
+    kept.store()
+
+
+def turns_outlive_their_workers(scene: Scene) -> None:
+    """Turns are kept by whoever holds the group, each once, and all of them are freed with it."""
+    scene.open_trainer(lineage="l0")
+    scene.enqueue(1)
+    (first,) = scene.claim()
+    gid = first.gid
+    before = scene.turns(first)
+    _say(before, 1)
+    _say(before, 2, 3)
+    assert _said(scene, gid) == [1, 2, 3]
+    assert scene.ages() == {gid: 0}
+    scene.check()
+    scene.expire_leases("w0")
+    assert scene.run.jobs.reap().waiting == 1
+    scene.check()
+    with pytest.raises(Fenced):
+        _say(before, 4)
+    (second,) = scene.claim(worker="w1")
+    assert second.payload == scene.payload(gid)
+    with pytest.raises(Fenced):
+        _say(before, 5)
+    assert _said(scene, gid) == [1, 2, 3]
+    claimed = scene.run.buffer.read(second.payload)
+    after = scene.turns(second, claimed)
+    for state in claimed.turns:
+        after.add(state)
+    _say(after, 6)
+    scene.run.payloads.collect()
+    assert _said(scene, gid) == [1, 2, 3, 6]
+    scene.check()
+    scene.run.buffer.submit("w1", second, extend(claimed, Status.COMPLETED, FIRST), 2)
+    with pytest.raises(Fenced):
+        _say(after, 7)
+    assert scene.record(gid).get("continued") == "1"
+    scene.check()
+    scene.run.payloads.collect()
+    # those of calls that were refused expire
+    left = scene.raw.keys(scene.keys.payload(gid, "*-turns*"))
+    assert min(map(scene.raw.ttl, left)) > 0
+
+
+def turns_are_of_one_worker(scene: Scene) -> None:
+    """A group that one claim made has no other author; a worker may keep many turns."""
+    scene.open_trainer(lineage="l0")
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    kept = scene.turns(job)
+    for number in range(5):
+        _say(kept, number)
+        scene.check()
+    scene.submit(job)
+    assert "continued" not in scene.record(job.gid)
+    scene.run.payloads.collect()
+    scene.check()
+
+
+def turns_that_the_server_lost_come_back(scene: Scene) -> None:
+    """A server went back to before the last call: the worker, which lives, stores them again."""
+    scene.open_trainer(lineage="l0")
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    kept = scene.turns(job)
+    _say(kept, 1)
+    moment, counted = scene.record(job.gid), scene.raw.hgetall(scene.keys.bytes)
+    _say(kept, 2)
+    lost = scene.payload(job.gid)
+    scene.raw.hset(scene.keys.group(job.gid), mapping=moment)
+    scene.raw.hset(scene.keys.bytes, mapping=counted)
+    scene.raw.delete(scene.keys.payload(job.gid, lost.token, lost.chunks - 1))
+    _say(kept, 3)
+    assert _said(scene, job.gid) == [1, 2, 3]
+    scene.check()
+    scene.run.payloads.collect()
+    scene.check()
+
+
+def a_late_copy_of_kept_turns_changes_nothing(scene: Scene) -> None:
+    """The last call begins another payload, in fewer chunks."""
+    scene.open_trainer(lineage="l0")
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    kept = scene.turns(job)
+    calls = []
+    upload = scene.run.store.upload_and_call
+
+    def noted(script: str, key: str, uploads: Any) -> Any:
+        calls.append((script, key, list(uploads)))
+        return upload(*calls[-1])
+
+    scene.run.store.upload_and_call = noted  # type: ignore[method-assign]
+    _say(kept, 1)
+    _say(kept, 2)
+    for call in (*calls, *reversed(calls)):
+        assert upload(*call) == [["OK"]]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("buffer.groups.kept_turns.MOST_CHUNKS", 2)
+        _say(kept, 3)
+    scene.run.store.upload_and_call = upload  # type: ignore[method-assign]
+    scene.run.payloads.collect()
+    for call in (*calls, *reversed(calls)):
+        upload(*call)
+        scene.check()
+    assert _said(scene, job.gid) == [1, 2, 3]
+
+
+def turns_end_with_their_group(scene: Scene) -> None:
+    """A dead letter shows them; requeued, it starts from its prompt; dropped, it frees them."""
+    scene.open_trainer(lineage="l0")
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    _say(scene.turns(job), 1)
+    while scene.record(job.gid)["stage"] != "dead":
+        scene.run.jobs.release("w0", job, "lost")
+        scene.check()
+        if scene.record(job.gid)["stage"] == "waiting":
+            (job,) = scene.claim()
+            assert job.is_begun
+            _say(scene.turns(job), 1)
+    assert _said(scene, job.gid) == [1]
+    assert scene.run.jobs.requeue(job.gid) == "dead"
+    scene.check()
+    (job,) = scene.claim()
+    assert not job.is_begun
+    _say(scene.turns(job), 2)
+    assert "continued" not in scene.record(job.gid)
+    scene.run.jobs.release("w0", job, "handback")
+    assert _said(scene, job.gid) == [2]
+    scene.run.jobs.drop(job.gid)
+    scene.check()
+    scene.run.payloads.collect()
+    assert not scene.raw.keys(scene.keys.payload(job.gid, "*"))

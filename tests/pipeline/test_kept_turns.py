@@ -1,0 +1,95 @@
+"""Test that agents go on behind their finished turns when their worker is killed, at each turn."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from buffer.wire.rollout import RolloutState, Status
+from buffer.wire.sampling import SampleParams
+from tests.pipeline.talker import TURNS, live
+from tests.pipeline.yard import DEADLINE_S, Yard
+from tests.warm_process import start_program
+
+AGENTS = 2
+
+
+def notes(folder: Path, kind: str) -> list[Any]:
+    file = folder / kind
+    return [orjson.loads(line) for line in file.read_bytes().splitlines()] if file.exists() else []
+
+
+def work(yard: Yard, folder: Path, worker: str, death: str) -> None:
+    """Let a worker process die in its way, and take back what it held."""
+    words = (yard.store.url, yard.run.name, worker, str(folder), death)
+    process = start_program(live, *words)
+    process.join(DEADLINE_S)
+    assert process.exitcode == (0 if death == "never" else -signal.SIGKILL)
+    if death != "never":
+        yard.expire_lease(worker)
+        yard.check()
+
+
+def trained(states: list[RolloutState]) -> list[list[list[int]]]:
+    """[context, tokens] of each trained turn."""
+    turns = []
+    for state in states:
+        assert state.prompt_ids is not None
+        ids = [*state.prompt_ids.tolist(), *state.response_ids.tolist()]
+        start = len(state.prompt_ids)
+        for span in state.spans:
+            end = start + span.start + span.length
+            turns.append([ids[: end - span.length], ids[end - span.length : end]])
+        assert state.response_mask is not None
+        assert np.count_nonzero(state.response_mask) == sum(span.length for span in state.spans)
+    return turns
+
+
+@pytest.mark.parametrize("make_yard", ["valkey"], indirect=True)
+@pytest.mark.parametrize("kind", ["sampled", "told"])
+def test_agents_of_killed_workers_go_on_and_each_turn_that_they_got_is_trained_once(
+    make_yard: Any, kind: str, tmp_path: Path
+) -> None:
+    """Each worker dies at its second turn: so the deaths are at each turn of one agent or two."""
+    yard: Yard = make_yard(max_tries=20)
+    params = SampleParams(max_tokens=200, seed=1)
+    states = [
+        RolloutState(
+            index=n,
+            messages=[{"role": "user", "content": f"question{n}"}],
+            prompt_ids=np.arange(3),
+            sample_params=params,
+        )
+        for n in range(AGENTS)
+    ]
+    (gid,) = yard.enqueue_states(states)
+    deaths = 0
+    while len(notes(tmp_path, "told")) < TURNS * AGENTS - 1 and deaths < 12:
+        work(yard, tmp_path, f"w{deaths}", f"{kind} 2")
+        deaths += 1
+    work(yard, tmp_path, "last", "never")
+
+    group = yard.group(gid)
+    assert group.status is Status.COMPLETED
+    assert {state.index for state in group.states} == set(range(AGENTS))
+    assert [state.reward for state in group.states] == [{"score": 1.0}] * AGENTS
+    turns = trained(group.states)
+    sampled = notes(tmp_path, "sampled")
+    assert len(turns) == TURNS * AGENTS
+    assert all(turns.count(turn) == 1 and turn in sampled for turn in turns)
+    told = notes(tmp_path, "told")
+    texts = ["".join(chr(32 + token) for token in ids).strip() for _, ids in turns]
+    assert all(text.strip() in texts for _, text in told)
+    assert len(told) == TURNS * AGENTS, "no agent asked again for a turn that it had got"
+    # what no agent had got was sampled again
+    assert len(sampled) - len(turns) <= 2 * deaths
+    yard.check()
+    yard.run.payloads.collect()
+    # what a script has not accepted expires
+    left = yard.store.control.keys(yard.run.keys.payload(gid, "*-turns*"))
+    assert all(yard.store.control.ttl(key) > 0 for key in left)

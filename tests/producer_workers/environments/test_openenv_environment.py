@@ -1,0 +1,175 @@
+"""An environment of OpenEnv, with the package itself and the example's server."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer.wire.rollout import RolloutState, Status
+from buffer.wire.sampling import SampleParams
+from producer_workers.agent_loops.agent_loop import load_agent_loop
+from producer_workers.config.task import TaskSection
+from producer_workers.datasets.open import open_dataset
+from producer_workers.engines.base import Generation
+from tests.producer_workers.recorder import Recorder, run
+
+pytest.importorskip("openenv")
+
+ROOT = Path(__file__).parents[3]
+
+HALVES = ["I say 50", "25", "12", "6", "3", "1"]
+
+
+def as_action(text: str, observation: dict[str, Any]) -> dict[str, Any]:
+    return {"message": f"{len(observation)} 99 {text}"}
+
+
+class Server:
+    def __init__(self) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "examples.openenv_numbers", str(self.port)]
+        self.process = subprocess.Popen(command, cwd=ROOT)
+        for _ in range(600):
+            assert self.process.poll() is None
+            with suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=1):
+                return
+            time.sleep(0.1)
+        raise AssertionError("the server does not answer")
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server()
+    yield server
+    server.stop()
+
+
+TURN: ContextVar[int] = ContextVar("TURN")
+
+
+class Halves(list[str]):
+    """What is said next depends on the turn of the session that asks."""
+
+    def __getitem__(self, _: Any) -> Any:
+        return HALVES[TURN.get()]
+
+
+class Scripted(Recorder):
+    """Plays the same turns in every session; does something before one of them."""
+
+    def __init__(self, tokenizer: Any, before: tuple[int, Callable[[], None]] | None) -> None:
+        super().__init__(tokenizer, Halves())
+        self.before = before
+        self.turns = Counter[str]()
+
+    async def generate(self, request_id: str, prompt_ids: Any, params: Any) -> Generation:
+        session = request_id.split("/")[1]
+        TURN.set(self.turns[session])
+        self.turns[session] += 1
+        if self.before and self.before[0] == TURN.get():
+            await asyncio.to_thread(self.before[1])
+        return await super().generate(request_id, prompt_ids, params)
+
+
+def play(
+    chat: Any,
+    server: Server,
+    limits: Sequence[int] = (4096,),
+    before: tuple[int, Callable[[], None]] | None = None,
+    **options: Any,
+) -> tuple[list[RolloutState], Scripted]:
+    """Play episodes 7, 8 ..., each with a limit of tokens."""
+    dataset = {"kind": "openenv", "url": server.url, "size": 100, "first": 7}
+    section = TaskSection.model_validate(
+        {"judge": "environment", "dataset": dataset, "agent_loop_options": options}
+    )
+    rows = open_dataset(section.dataset, Path())
+    loop: Any = load_agent_loop(
+        section.loop("single_turn"),
+        judge=None,
+        tokenizer=chat,
+        eos_ids=[chat.eos_token_id],
+        options=section.loop_options("openenv"),
+    )
+    states = [
+        RolloutState(
+            index=index,
+            messages=rows.row(index).messages,
+            extra=rows.row(index).extra,
+            sample_params=SampleParams(max_tokens=limit),
+        )
+        for index, limit in enumerate(limits)
+    ]
+    engine = Scripted(chat, before)
+    return run(loop, engine, states), engine
+
+
+def expected(seed: int) -> list[float]:
+    """The rewards of HALVES, by the example's own code in this process."""
+    from examples.openenv_numbers import Guess, Numbers
+
+    game = Numbers()
+    game.reset(seed=seed)
+    rewards = []
+    for said in HALVES:
+        hint = game.step(Guess(message=said))
+        rewards.append(float(hint.reward))
+        if hint.done:
+            break
+    return rewards
+
+
+def test_an_episode_is_trained_with_the_rewards_of_its_steps(chat: Any, server: Server) -> None:
+    states, engine = play(chat, server, [4096, 4096, 4096, 14], turn_rewards=True)
+    assert [state.error for state in states] == [None] * 4
+    engine.check(states)
+    wanted = [*map(expected, (7, 8, 9)), [expected(10)[0], 0.0]]  # the last one's tokens end
+    for state, rewards in zip(states, wanted, strict=True):
+        assert state.reward == pytest.approx({"score": sum(rewards)})
+        assert state.token_rewards is not None
+        given = [float(state.token_rewards[turn].sum()) for turn in state.turns()]
+        assert given == pytest.approx(rewards)
+        assert state.prompt_ids is not None
+        assert "Guess my number" in chat.decode(state.prompt_ids)
+
+
+def test_functions_make_actions_and_a_limit_of_turns_ends_an_episode(
+    chat: Any, server: Server
+) -> None:
+    (state,), _ = play(chat, server, action=f"{__name__}:as_action", max_turns=2)
+    assert state.reward == pytest.approx({"score": sum(expected(7)[:2])})
+    assert state.token_rewards is None
+
+
+def test_faults_of_an_environment_fail_the_episode(chat: Any, server: Server) -> None:
+    def restart() -> None:
+        server.stop()
+        server.start()
+
+    (state,), _ = play(chat, server, before=(2, restart))
+    assert state.status is Status.FAILED
+    assert "broke" in str(state.error)
+    (wrong,), _ = play(chat, server, observation="no_such_field")
+    assert wrong.status is Status.FAILED
+    assert "no_such_field" in str(wrong.error)
