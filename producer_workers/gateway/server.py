@@ -30,9 +30,9 @@ from producer_workers.gateway.anthropic_api import CountRequest, MessagesRequest
 from producer_workers.gateway.dialect import AgentRequest
 from producer_workers.gateway.openai_api import ChatRequest, TextRequest
 from producer_workers.gateway.openai_responses import ResponsesRequest
+from producer_workers.gateway.reply import Reply
 from producer_workers.gateway.roles import AgentSessions
 from producer_workers.gateway.session import ContextFull, Session, SessionClosed
-from producer_workers.gateway.stream import TurnStream
 from producer_workers.gateway.turn import SampledTurn
 from producer_workers.gateway.vllm_api import GenerateRequest
 
@@ -56,7 +56,7 @@ LONGEST_REFUSAL = 4096  # characters of an error message
 
 MOST_KEPT = 32  # answers of an agent whose request may be repeated
 
-STREAM = web.RequestKey("stream", TurnStream)  # that answers a request
+REPLY = web.RequestKey("reply", Reply)  # of a request
 
 # In which the clients of OpenAI and Anthropic say how often they have asked this before.
 RETRIES = "x-stainless-retry-count"
@@ -264,16 +264,15 @@ async def _answer(
     name = hashlib.sha256(kind.path.encode() + body).digest()
     is_retry = request.headers.get(RETRIES, "0") != "0"
     turn = guest.answer_again(name, is_retry=is_retry)
-    stream = TurnStream(request, asked) if asked.stream else None
-    if stream:
-        request[STREAM] = stream  # errors go there, too
+    reply = request[REPLY] = Reply(request, asked)
     if turn is None:
-        sampled = _done(session.ask(asked.ask()), session)
-        turn = await (stream.wait(sampled) if stream else sampled)
+        turn = await reply.wait(_done(session.ask(asked.ask()), session))
         _keep(guest.answered, name, turn)
     try:
         await _done(session.stored(), session)
-        return await _send(request, asked, turn, session, stream)
+        wants_texts = asked.wants_logprobs
+        pieces = await in_tokenizer_thread(session.pieces, turn.made) if wants_texts else []
+        return await reply.send(turn, pieces)
     except (OSError, asyncio.CancelledError):  # the agent has gone, and may ask again
         _keep(guest.unsent, name, turn)
         raise
@@ -338,24 +337,6 @@ async def _done(work: Awaitable[T], session: Session) -> T:
         raise Refusal(503, "the engine died", "interrupted") from error
 
 
-async def _send(
-    request: web.Request,
-    asked: AgentRequest,
-    turn: SampledTurn,
-    session: Session,
-    stream: TurnStream | None,
-) -> web.StreamResponse:
-    pieces: list[str] = []
-    if asked.wants_logprobs:
-        pieces = await in_tokenizer_thread(session.pieces, turn.made)
-    if stream:
-        return await stream.write(asked.events(turn, pieces))
-    response = web.json_response(asked.answer(turn, pieces))
-    await response.prepare(request)
-    await response.write_eof()
-    return response
-
-
 def _parse(kind: type[AgentRequest], body: bytes) -> AgentRequest:
     """Return the request in `body`, with halves of surrogate pairs replaced by U+FFFD."""
     try:
@@ -403,6 +384,6 @@ async def _write_refusals(request: web.Request, handler: Handler) -> web.StreamR
     dialect = next(fitting, ChatRequest)
     message = refusal.message[:LONGEST_REFUSAL]
     told = dialect.error(refusal.status, message, refusal.code, refusal.field)
-    if STREAM in request and request[STREAM].has_begun:
-        return await request[STREAM].refuse(told)
+    if REPLY in request and request[REPLY].has_begun:
+        return await request[REPLY].refuse(told)
     return web.json_response(told, status=refusal.status, headers=refusal.headers)

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.engines.base import GenerationError
-from producer_workers.gateway import stream as gateway_stream
+from producer_workers.gateway import reply as gateway_reply
 from producer_workers.gateway.agents import AgentTask
-from producer_workers.gateway.stream import TurnStream
+from producer_workers.gateway.reply import Reply
 from tests.producer_workers.gateway.test_gateway_endpoint import Desk, at_desk
 from tests.producer_workers.recorder import Recorder, loop_of, questions, run
 
@@ -777,11 +777,11 @@ def test_an_agent_whose_stream_breaks_may_ask_again_without_saying_so(
     chat: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Recorder(chat, ["one", "two"])
-    whole = TurnStream.write
+    whole = Reply._write
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
 
-    async def breaks(stream: TurnStream, events: Any) -> Any:
-        monkeypatch.setattr(TurnStream, "write", whole)
+    async def breaks(stream: Reply, events: Any) -> Any:
+        monkeypatch.setattr(Reply, "_write", whole)
         await whole(stream, itertools.islice(events, 1))
         raise ConnectionResetError
 
@@ -795,7 +795,7 @@ def test_an_agent_whose_stream_breaks_may_ask_again_without_saying_so(
                     texts.append(await reply.text())
         assert ["one" in text for text in texts[-2:]] == [True, False]
 
-    monkeypatch.setattr(TurnStream, "write", breaks)
+    monkeypatch.setattr(Reply, "_write", breaks)
     at_desk(chat, engine, scene)
     assert len(engine.said) == 2
 
@@ -844,15 +844,15 @@ async def stream_of(vendor: str, task: AgentTask) -> str:
 def test_a_stream_says_that_a_turn_is_still_sampled_and_then_why_it_failed(
     chat: Any, vendor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gateway_stream, "PULSE_S", 0.01)
+    monkeypatch.setattr(gateway_reply, "PULSE_S", 0.01)
     engine = SlowRecorder(chat, ["one"])
-    write = TurnStream.write
+    write = Reply._write
 
-    async def counted(stream: TurnStream, events: Any) -> Any:
+    async def counted(stream: Reply, events: Any) -> Any:
         engine.pulses += 1
         return await write(stream, events)
 
-    monkeypatch.setattr(TurnStream, "write", counted)
+    monkeypatch.setattr(Reply, "_write", counted)
 
     async def solve(task: AgentTask) -> None:
         assert await stream_of(vendor, task) == "\ufffdone"
