@@ -275,16 +275,12 @@ class RolloutGroup:
 
     @property
     def in_training(self) -> NDArray[np.bool_]:
-        """Return whether each member's role is trained, bool[k]: one without trained tokens is not.
-
-        A group with one role is in training.
-        """
+        """Return whether each member is of a role with trained tokens, bool[k]; all if none is."""
         roles = np.array(self.roles)
-        if len(self.head.own) == 0 or (roles == roles[0]).all():
-            return np.ones(len(self), np.bool_)
         member = np.repeat(np.arange(len(self)), self.lengths)
         trained = np.bincount(member, self.mask, len(self)) > 0
-        return np.isin(roles, roles[trained])
+        is_alone = len(set(self.roles)) == 1 or not trained.any()
+        return np.ones(len(self), np.bool_) if is_alone else np.isin(roles, roles[trained])
 
     @property
     def status(self) -> Status:
