@@ -30,6 +30,7 @@ from producer_workers.gateway.anthropic_api import CountRequest, MessagesRequest
 from producer_workers.gateway.dialect import AgentRequest
 from producer_workers.gateway.openai_api import ChatRequest, TextRequest
 from producer_workers.gateway.openai_responses import ResponsesRequest
+from producer_workers.gateway.reply import Reply
 from producer_workers.gateway.roles import AgentSessions
 from producer_workers.gateway.session import ContextFull, Session, SessionClosed
 from producer_workers.gateway.turn import SampledTurn
@@ -54,6 +55,8 @@ MOST_FAULTS = 8  # in an error message; a request may have a million
 LONGEST_REFUSAL = 4096  # characters of an error message
 
 MOST_KEPT = 32  # answers of an agent whose request may be repeated
+
+REPLY = web.RequestKey("reply", Reply)  # of a request
 
 # In which the clients of OpenAI and Anthropic say how often they have asked this before.
 RETRIES = "x-stainless-retry-count"
@@ -265,12 +268,15 @@ async def _answer(
     name = hashlib.sha256(kind.path.encode() + body).digest()
     is_retry = request.headers.get(RETRIES, "0") != "0"
     turn = guest.answer_again(name, is_retry=is_retry)
+    reply = request[REPLY] = Reply(request, asked)
     if turn is None:
-        turn = await _done(session.ask(asked.ask()), session)
+        turn = await reply.wait(_done(session.ask(asked.ask()), session))
         _keep(guest.answered, name, turn)
     try:
         await _done(session.stored(), session)
-        return await _send(request, asked, turn, session)
+        wants_texts = asked.wants_logprobs
+        pieces = await in_tokenizer_thread(session.pieces, turn.made) if wants_texts else []
+        return await reply.send(turn, pieces)
     except (OSError, asyncio.CancelledError):  # the agent has gone, and may ask again
         _keep(guest.unsent, name, turn)
         raise
@@ -335,20 +341,6 @@ async def _done(work: Awaitable[T], session: Session) -> T:
         raise Refusal(503, "the engine died", "interrupted") from error
 
 
-async def _send(
-    request: web.Request, asked: AgentRequest, turn: SampledTurn, session: Session
-) -> web.StreamResponse:
-    pieces: list[str] = []
-    if asked.wants_logprobs:
-        pieces = await in_tokenizer_thread(session.pieces, turn.made)
-    if asked.stream:
-        return await _stream(request, asked.events(turn, pieces))
-    response = web.json_response(asked.answer(turn, pieces))
-    await response.prepare(request)
-    await response.write_eof()
-    return response
-
-
 def _parse(kind: type[AgentRequest], body: bytes) -> AgentRequest:
     """Return the request in `body`, with halves of surrogate pairs replaced by U+FFFD."""
     try:
@@ -373,16 +365,6 @@ def _faults(error: ValidationError) -> Refusal:
     return Refusal(400, message, "unsupported", field)
 
 
-async def _stream(request: web.Request, events: Iterator[bytes]) -> web.StreamResponse:
-    response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-    )
-    await response.prepare(request)
-    for event in events:
-        await response.write(event)
-    return response
-
-
 @web.middleware
 async def _write_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Return errors in the form that the dialect's clients parse."""
@@ -405,8 +387,7 @@ async def _write_refusals(request: web.Request, handler: Handler) -> web.StreamR
     fitting = (kind for path, kind in DIALECTS.items() if request.path.endswith(path))
     dialect = next(fitting, ChatRequest)
     message = refusal.message[:LONGEST_REFUSAL]
-    return web.json_response(
-        dialect.error(refusal.status, message, refusal.code, refusal.field),
-        status=refusal.status,
-        headers=refusal.headers,
-    )
+    told = dialect.error(refusal.status, message, refusal.code, refusal.field)
+    if REPLY in request and request[REPLY].has_begun:
+        return await request[REPLY].refuse(told)
+    return web.json_response(told, status=refusal.status, headers=refusal.headers)
