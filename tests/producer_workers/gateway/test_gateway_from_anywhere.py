@@ -26,7 +26,7 @@ from buffer.wire.rollout import Status
 from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.config.gateway import GatewaySection
-from producer_workers.gateway import server
+from producer_workers.gateway import guests, server
 from producer_workers.gateway.agents import AgentTask
 from producer_workers.gateway.roles import AgentSessions
 from producer_workers.gateway.server import Gateway
@@ -255,7 +255,7 @@ def test_many_connections_of_strangers_leave_room_for_agents(chat: Any) -> None:
 def test_too_many_requests_are_put_off_and_clients_ask_again(
     chat: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "MOST_AT_ONCE", 2)
+    monkeypatch.setattr(guests, "MOST_AT_ONCE", 2)
     engine = Recorder(chat)
 
     async def scene() -> None:
@@ -264,25 +264,27 @@ def test_too_many_requests_are_put_off_and_clients_ask_again(
             async with openai.AsyncOpenAI(
                 base_url=gateway.url, api_key=key, max_retries=20
             ) as patient:
-                texts = [[{"role": "user", "content": str(n)}] for n in range(6)]
                 create: Any = patient.chat.completions.create
-                await asyncio.gather(*(create(model="any", messages=text) for text in texts))
+                said = await asyncio.gather(
+                    *(create(model="any", messages=USER, max_tokens=9) for _ in range(6))
+                )
             assert len(engine.said) == 6
-            monkeypatch.setattr(server, "MOST_AT_ONCE", 0)
+            assert len({each.id for each in said}) == 6, "each has an answer of its own"
+            monkeypatch.setattr(guests, "MOST_AT_ONCE", 0)
             async with anthropic.AsyncAnthropic(
                 base_url=root(gateway), api_key=key, max_retries=0
             ) as other:
                 with pytest.raises(anthropic.RateLimitError) as refused:
                     await other.messages.create(model="any", messages=USER, max_tokens=5)
             assert refused.value.response.headers["Retry-After"] == "1"
-            monkeypatch.setattr(server, "MOST_AT_ONCE", 10)
-            monkeypatch.setattr(server, "MOST_BYTES", 1000)
+            monkeypatch.setattr(guests, "MOST_AT_ONCE", 10)
+            monkeypatch.setattr(guests, "MOST_BYTES", 1000)
             sizes = {}
             for size in (10, 1000):
                 body = {"messages": [{"role": "user", "content": "x" * size}], "max_tokens": 5}
                 sizes[size] = (await post(f"{gateway.url}/chat/completions", key, body))[0]
             assert sizes == {10: 200, 1000: 429}
-            monkeypatch.setattr(server, "MOST_PER_S", 1)
+            monkeypatch.setattr(guests, "MOST_PER_S", 1)
             await asyncio.sleep(1.1)
             statuses = [(await post(f"{gateway.url}/models", key))[0] for _ in range(3)]
             assert 429 in statuses
