@@ -46,6 +46,7 @@ BUILT_IN = {
     "gateway": "producer_workers.gateway.loop:GatewayAgentLoop",
     "verifiers": "producer_workers.environments.loops:VerifiersAgentLoop",
     "openenv": "producer_workers.environments.loops:OpenEnvAgentLoop",
+    "nemo_gym": "producer_workers.environments.loops:NemoGymAgentLoop",
 }
 
 

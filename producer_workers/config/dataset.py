@@ -292,6 +292,26 @@ class OpenEnvSection(_DatasetKind):
         return {"url": self.url}
 
 
+class NemoGymSection(_Files):
+    """[tasks.<name>.dataset] kind = "nemo_gym": JSON lines with the rows of an agent of NeMo Gym.
+
+    agent_loop is nemo_gym, which needs `pip install '.[http]'`.
+    """
+
+    reader = "producer_workers.datasets.nemo_gym_rows:open_rows"
+    agent_loop = "nemo_gym"
+
+    kind: Literal["nemo_gym"]
+    """the kind of data set"""
+    url: str = Field(pattern=r"^https?://")
+    """address of the agent's server, which rollout workers reach, without /run"""
+
+    @property
+    def loop_options(self) -> dict[str, Any]:
+        """Return the address of the agent's server."""
+        return {"url": self.url}
+
+
 DatasetSection = Annotated[
     JsonlSection
     | ParquetSection
@@ -299,7 +319,8 @@ DatasetSection = Annotated[
     | PythonSection
     | ReasoningGymSection
     | VerifiersSection
-    | OpenEnvSection,
+    | OpenEnvSection
+    | NemoGymSection,
     Field(discriminator="kind"),
 ]
 """All kinds of data sets. To add one, add its section here, and the `reader` that it names."""

@@ -56,6 +56,10 @@ DIALECTS: dict[str, type[AgentRequest]] = {kind.path: kind for kind in (*_OPENAI
 """All dialects. To add one, write its requests in a file of its own and add them here."""
 
 
+# In which the agents of NeMo Gym call a model: the name of their run is a key.
+KEY_IN_PATH = ("/ng-rollout/{key}", "/ng-rollout/{key}/training-token-capture")
+
+
 class Gateway:
     """The server of a worker, shared by all sessions of its groups. `url` is OpenAI's."""
 
@@ -93,7 +97,11 @@ class Gateway:
         app = web.Application(client_max_size=LARGEST_REQUEST, middlewares=[_write_refusals])
         app.add_routes(
             [
-                *(web.post(path, partial(self._serve, kind)) for path, kind in DIALECTS.items()),
+                *(
+                    web.post(where + path, partial(self._serve, kind))
+                    for where in ("", *KEY_IN_PATH)
+                    for path, kind in DIALECTS.items()
+                ),
                 web.get("/v1/models", self._models),
                 web.route("*", "/{path:.*}", self._unknown),
             ],
@@ -123,7 +131,9 @@ class Gateway:
     def _guest(self, request: web.Request) -> Guest:
         """Return the agent whose key is in a request. Raises Refusal."""
         kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        given = [request.headers.get("x-api-key", ""), bearer if kind.lower() == "bearer" else ""]
+        in_path = request.match_info.get("key", "")
+        in_header = request.headers.get("x-api-key", "")
+        given = [in_path, in_header, bearer if kind.lower() == "bearer" else ""]
         for key, _, role in (each.strip().partition(":") for each in given):
             if guest := self._guests.get(_hash(key)):
                 guest.load.check_rate()
@@ -295,9 +305,12 @@ async def _write_refusals(request: web.Request, handler: Handler) -> web.StreamR
     except OSError:  # the agent has gone
         raise
     except Exception as error:  # a fault of this program or of a tokenizer; the agent gets it
-        log.exception("a request of an agent failed", extra={"path": request.path})
+        resource = request.match_info.route.resource  # its own path may have a key
+        where = resource.canonical if resource else ""
+        log.exception("a request of an agent failed", extra={"path": where})
         refusal = Refusal(500, f"{type(error).__name__}: {error}", "internal_error")
-    dialect = DIALECTS.get(request.path, ChatRequest)
+    fitting = (kind for path, kind in DIALECTS.items() if request.path.endswith(path))
+    dialect = next(fitting, ChatRequest)
     message = refusal.message[:LONGEST_REFUSAL]
     return web.json_response(
         dialect.error(refusal.status, message, refusal.code, refusal.field),

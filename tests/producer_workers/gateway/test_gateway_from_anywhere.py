@@ -93,7 +93,7 @@ def test_a_key_reaches_its_own_session_and_ends_with_it(
     chat: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    first, second = Recorder(chat, ["one"]), Recorder(chat, ["two"])
+    first, second = Recorder(chat, ["one", "lost"]), Recorder(chat, ["two"])
 
     async def scene() -> None:
         async with serving() as gateway:
@@ -106,13 +106,18 @@ def test_a_key_reaches_its_own_session_and_ends_with_it(
             assert (await post(url, other, continued))[0] == 400
             assert second.requests == [], "the conversation of another session"
             assert "two" in str((await post(url, other, {"input": "x"}))[1])
+            chat.decode = lambda *_, **__: 1 / 0  # a fault of the worker, which is logged
+            in_path = f"{root(gateway)}/ng-rollout/{mine}/v1/chat/completions"
+            assert (await post(in_path, ""))[0] == 500
+            del chat.decode
+            assert "ZeroDivisionError" in caplog.text
             gateway.dismiss(mine)
             ended = await post(url, mine, continued)
             assert ended[:2] == (await post(url, "rmq-guessed", continued))[:2]
             assert ended[0] == 401
-            assert (len(first.said), len(second.said)) == (1, 1)
-            assert mine not in caplog.text
-            assert other not in caplog.text
+            assert (len(first.said), len(second.said)) == (2, 1)
+            logged = [str(vars(record)) for record in caplog.records]
+            assert not [each for each in logged if mine in each or other in each]
 
     play(scene())
 
