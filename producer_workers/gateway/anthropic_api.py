@@ -176,6 +176,12 @@ class MessagesRequest(ToolRequest):
         yield event({"type": "message_delta", "delta": _end(turn), "usage": usage})
         yield event({"type": "message_stop"})
 
+    def waiting(self) -> bytes:
+        return event({"type": "ping"})
+
+    def failure(self, error: Json) -> bytes:
+        return event(error)
+
     @staticmethod
     def error(status: int, message: str, code: str, field: str | None) -> Json:
         if code == "context_length_exceeded":

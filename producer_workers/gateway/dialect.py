@@ -124,6 +124,14 @@ class AgentRequest(Fields, ABC):
     def events(self, turn: SampledTurn, pieces: list[str]) -> Iterator[bytes]:
         """Yield the response as server-sent events, all at once: the turn is complete."""
 
+    def waiting(self) -> bytes:
+        """Return what a stream says while its turn is sampled: by default a comment."""
+        return b": the turn is sampled\n\n"
+
+    def failure(self, error: Json) -> bytes:
+        """Return the event that ends a stream in place of a turn, from the body of a refusal."""
+        return b"data: " + orjson.dumps(error) + b"\n\n"
+
     @staticmethod
     def error(status: int, message: str, code: str, field: str | None) -> Json:
         """Return the body of a refusal, as the dialect's clients parse it: by default OpenAI's."""

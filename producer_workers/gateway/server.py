@@ -10,7 +10,7 @@ import re
 import resource
 import secrets
 import socket
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable
 from functools import partial
 from typing import TypeVar
 
@@ -28,9 +28,9 @@ from producer_workers.gateway.dialect import AgentRequest
 from producer_workers.gateway.guests import LARGEST_REQUEST, Guest, Refusal, keep
 from producer_workers.gateway.openai_api import ChatRequest, TextRequest
 from producer_workers.gateway.openai_responses import ResponsesRequest
+from producer_workers.gateway.reply import Reply
 from producer_workers.gateway.roles import AgentSessions
 from producer_workers.gateway.session import ContextFull, Session, SessionClosed
-from producer_workers.gateway.turn import SampledTurn
 from producer_workers.gateway.vllm_api import GenerateRequest
 
 log = logging.getLogger("rolloutmq.worker")
@@ -43,6 +43,8 @@ OPEN_FILES = 65_536  # of a worker: agents have several each, and strangers may 
 
 MOST_FAULTS = 8  # in an error message; a request may have a million
 LONGEST_REFUSAL = 4096  # characters of an error message
+
+REPLY = web.RequestKey("reply", Reply)  # of a request
 
 # An escape of JSON: a surrogate pair, half of one (the group), or any other.
 _ESCAPE = re.compile(
@@ -174,12 +176,15 @@ async def _answer(
         return web.json_response({"input_tokens": tokens})
     name = hashlib.sha256(kind.path.encode() + body).digest()
     turn = guest.answer_again(name, is_repeated=guest.load.is_repeated(request))
+    reply = request[REPLY] = Reply(request, asked)
     if turn is None:
-        turn = await _done(session.ask(asked.ask()), session)
+        turn = await reply.wait(_done(session.ask(asked.ask()), session))
         keep(guest.answered, name, turn)
     try:
         await _done(session.stored(), session)
-        return await _send(request, asked, turn, session)
+        wants_texts = asked.wants_logprobs
+        pieces = await in_tokenizer_thread(session.pieces, turn.made) if wants_texts else []
+        return await reply.send(turn, pieces)
     except (OSError, asyncio.CancelledError):  # the agent has gone, and may ask again
         keep(guest.unsent, name, turn)
         raise
@@ -240,20 +245,6 @@ async def _done(work: Awaitable[T], session: Session) -> T:
         raise Refusal(503, "the engine died", "interrupted") from error
 
 
-async def _send(
-    request: web.Request, asked: AgentRequest, turn: SampledTurn, session: Session
-) -> web.StreamResponse:
-    pieces: list[str] = []
-    if asked.wants_logprobs:
-        pieces = await in_tokenizer_thread(session.pieces, turn.made)
-    if asked.stream:
-        return await _stream(request, asked.events(turn, pieces))
-    response = web.json_response(asked.answer(turn, pieces))
-    await response.prepare(request)
-    await response.write_eof()
-    return response
-
-
 def _parse(kind: type[AgentRequest], body: bytes) -> AgentRequest:
     """Return the request in `body`, with halves of surrogate pairs replaced by U+FFFD."""
     try:
@@ -276,16 +267,6 @@ def _faults(error: ValidationError) -> Refusal:
     message = f"this request cannot be recorded for training: {'; '.join(faults)}"
     field = str(wrong[0]["loc"][0]) if wrong[0]["loc"] else None
     return Refusal(400, message, "unsupported", field)
-
-
-async def _stream(request: web.Request, events: Iterator[bytes]) -> web.StreamResponse:
-    response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-    )
-    await response.prepare(request)
-    for event in events:
-        await response.write(event)
-    return response
 
 
 @web.middleware
@@ -312,8 +293,7 @@ async def _write_refusals(request: web.Request, handler: Handler) -> web.StreamR
     fitting = (kind for path, kind in DIALECTS.items() if request.path.endswith(path))
     dialect = next(fitting, ChatRequest)
     message = refusal.message[:LONGEST_REFUSAL]
-    return web.json_response(
-        dialect.error(refusal.status, message, refusal.code, refusal.field),
-        status=refusal.status,
-        headers=refusal.headers,
-    )
+    told = dialect.error(refusal.status, message, refusal.code, refusal.field)
+    if REPLY in request and request[REPLY].has_begun:
+        return await request[REPLY].refuse(told)
+    return web.json_response(told, status=refusal.status, headers=refusal.headers)
