@@ -22,7 +22,7 @@ from buffer.errors import ConfigError, WireError
 from producer_workers.agent_loops.tokenizer import in_tokenizer_thread
 from producer_workers.config.gateway import GatewaySection
 from producer_workers.engines.base import EngineDeadError, GenerationError
-from producer_workers.gateway.agents import MODEL
+from producer_workers.gateway.agents import BY_HEADER, MODEL
 from producer_workers.gateway.anthropic_api import CountRequest, MessagesRequest
 from producer_workers.gateway.dialect import AgentRequest
 from producer_workers.gateway.guests import LARGEST_REQUEST, Guest, Refusal, keep
@@ -57,6 +57,8 @@ _OTHERS = (MessagesRequest, CountRequest, GenerateRequest)
 DIALECTS: dict[str, type[AgentRequest]] = {kind.path: kind for kind in (*_OPENAI, *_OTHERS)}
 """All dialects. To add one, write its requests in a file of its own and add them here."""
 
+
+SESSION_HEADER = "X-Session-ID"  # tells the conversations of a key `BY_HEADER` apart
 
 # In which the agents of NeMo Gym call a model: the name of their run is a key.
 KEY_IN_PATH = ("/ng-rollout/{key}", "/ng-rollout/{key}/training-token-capture")
@@ -139,6 +141,8 @@ class Gateway:
         for key, _, role in (each.strip().partition(":") for each in given):
             if guest := self._guests.get(_hash(key)):
                 guest.load.check_rate()
+                if role == BY_HEADER:
+                    role = request.headers.get(SESSION_HEADER, "")
                 try:
                     return guest.in_role(role)
                 except ConfigError as error:
