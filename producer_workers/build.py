@@ -227,7 +227,7 @@ def _make_gateway(config: ProducingConfig, run: Run, is_live: bool, names: Seque
     from producer_workers.live.server import LiveGateway
 
     if section.key_file is None:
-        hint = 'set [gateway] key_file = "gateway.key": the file is made if it is missing'
+        hint = 'set [gateway] key_file = "sessions.key": the file is made if it is missing'
         raise ConfigError("live sessions need a key that opens them", hint=hint)
     room = LiveRoom(Secret.read(section.key_file, run.nonce), section.session_ttl_s)
     return LiveGateway(section, room, run, tuple(names))

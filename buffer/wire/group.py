@@ -48,9 +48,10 @@ GROUP_TIME = "group_time_s"
 OPEN_SESSIONS = "open_sessions"
 SESSIONS_RESTARTED = "sessions_restarted"
 NEW_CONTEXTS = "new_contexts"
+TRIALS = "trials"
 LIVE_OPENING = "live_opening"
-GATEWAY_RECORD = (OPEN_SESSIONS, SESSIONS_RESTARTED, NEW_CONTEXTS, LIVE_OPENING)
-"""Keys of `extra`: the gateway's record of interrupted and live sessions and of new contexts."""
+GATEWAY_RECORD = (OPEN_SESSIONS, SESSIONS_RESTARTED, NEW_CONTEXTS, TRIALS, LIVE_OPENING)
+"""Keys of `extra`: the gateway's record of sessions and contexts, Harbor's trials."""
 
 
 def new_contexts(extra: Mapping[str, Any]) -> dict[str, int]:
@@ -275,16 +276,12 @@ class RolloutGroup:
 
     @property
     def in_training(self) -> NDArray[np.bool_]:
-        """Return whether each member's role is trained, bool[k]: one without trained tokens is not.
-
-        A group with one role is in training.
-        """
+        """Return whether each member is of a role with trained tokens, bool[k]; all if none is."""
         roles = np.array(self.roles)
-        if len(self.head.own) == 0 or (roles == roles[0]).all():
-            return np.ones(len(self), np.bool_)
         member = np.repeat(np.arange(len(self)), self.lengths)
         trained = np.bincount(member, self.mask, len(self)) > 0
-        return np.isin(roles, roles[trained])
+        is_alone = len(set(self.roles)) == 1 or not trained.any()
+        return np.ones(len(self), np.bool_) if is_alone else np.isin(roles, roles[trained])
 
     @property
     def status(self) -> Status:

@@ -234,6 +234,23 @@ class PythonSection(RecordsSection):
         return {"data set": self.factory, **super().code}
 
 
+class HarborSection(_DatasetKind):
+    """[tasks.<name>.dataset] kind = "harbor": a folder of tasks of Harbor: agent_loop is harbor."""
+
+    reader = "producer_workers.datasets.harbor_tasks:open_tasks"
+    agent_loop = "harbor"
+
+    kind: Literal["harbor"]
+    """the kind of data set"""
+    path: Path
+    """the folder, which rollout workers read by the same path"""
+
+    @property
+    def files(self) -> Path:
+        """Return the folder."""
+        return self.path
+
+
 class VerifiersSection(RecordsSection):
     """[tasks.<name>.dataset] kind = "verifiers": the tasks of an environment of `verifiers` 0.4.
 
@@ -292,14 +309,36 @@ class OpenEnvSection(_DatasetKind):
         return {"url": self.url}
 
 
+class NemoGymSection(_Files):
+    """[tasks.<name>.dataset] kind = "nemo_gym": JSON lines with the rows of an agent of NeMo Gym.
+
+    agent_loop is nemo_gym, which needs `pip install '.[http]'`.
+    """
+
+    reader = "producer_workers.datasets.nemo_gym_rows:open_rows"
+    agent_loop = "nemo_gym"
+
+    kind: Literal["nemo_gym"]
+    """the kind of data set"""
+    url: str = Field(pattern=r"^https?://")
+    """address of the agent's server, which rollout workers reach, without /run"""
+
+    @property
+    def loop_options(self) -> dict[str, Any]:
+        """Return the address of the agent's server."""
+        return {"url": self.url}
+
+
 DatasetSection = Annotated[
     JsonlSection
     | ParquetSection
     | HuggingFaceSection
     | PythonSection
     | ReasoningGymSection
+    | HarborSection
     | VerifiersSection
-    | OpenEnvSection,
+    | OpenEnvSection
+    | NemoGymSection,
     Field(discriminator="kind"),
 ]
 """All kinds of data sets. To add one, add its section here, and the `reader` that it names."""

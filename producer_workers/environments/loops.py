@@ -59,3 +59,11 @@ class OpenEnvAgentLoop(GatewayAgentLoop):
         }
         play = "producer_workers.environments.openenv:play"
         super().__init__(agent=play, agent_options=options, **given)
+
+
+class NemoGymAgentLoop(GatewayAgentLoop):
+    """Runs rows by an agent of NeMo Gym, whose server is at `url`."""
+
+    def __init__(self, *, url: str, **given: Any) -> None:
+        play = "producer_workers.environments.nemo_gym:play"
+        super().__init__(agent=play, agent_options={"url": url.rstrip("/")}, **given)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Annotated, Any
 
 import orjson
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from producer_workers.gateway.dialect import (
     FormatHolder,
@@ -20,10 +20,11 @@ from producer_workers.gateway.dialect import (
     event,
     function_tool,
     joined_text,
+    result_text,
 )
 from producer_workers.gateway.history import split_thought
 from producer_workers.gateway.openai_api import plain_message
-from producer_workers.gateway.turn import Ask, SampledTurn
+from producer_workers.gateway.turn import Ask, SampledTurn, new_name
 
 REFUSED = {
     "background": "the answer comes with the response",
@@ -68,7 +69,7 @@ class _Conversation:
                 "call_id": str(call),
                 "output": said,
             }:
-                text = joined_text(said, _TEXTS)
+                text = result_text(said, _TEXTS)
                 self._other({"role": "tool", "tool_call_id": call, "content": text})
             case {"type": kind}:
                 raise ValueError(f"items of type {kind} cannot be recorded for training")
@@ -182,6 +183,9 @@ class ResponsesRequest(ToolRequest):
     max_output_tokens: MaxTokens | None = None
     text: FormatHolder = None
 
+    _name: str = PrivateAttr(default_factory=new_name)
+    _told: int = PrivateAttr(0)  # events
+
     def ask(self) -> Ask:
         return Ask(
             messages=self.input,
@@ -189,26 +193,35 @@ class ResponsesRequest(ToolRequest):
             previous=(self.previous_response_id or "").removeprefix("resp_"),
             max_tokens=self.max_output_tokens,
             structured=self.text,
+            name=self._name,
             **self.of_tools(),
         )
 
     def answer(self, turn: SampledTurn, pieces: list[str]) -> Json:
         is_cut = turn.made.finish_reason == "length"
-        return self._begun(turn) | {
+        return self._begun(turn.name) | {
             "status": "incomplete" if is_cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": [item for item, _ in _items(turn, self.custom)],
             "usage": _usage(turn),
         }
 
+    def waiting(self) -> bytes:
+        """Return an event of the answer: some clients hear no comments."""
+        kind = "in_progress" if self._told else "created"
+        return self._event({"type": f"response.{kind}", "response": self._begun(self._name)})
+
+    def failure(self, error: Json) -> bytes:
+        failed = self._begun(self._name) | {"status": "failed", "error": error["error"]}
+        return self._event({"type": "response.failed", "response": failed})
+
     def events(self, turn: SampledTurn, pieces: list[str]) -> Iterator[bytes]:
-        for number, each in enumerate(self._events(turn)):
-            yield event({**each, "sequence_number": number})
+        return map(self._event, self._events(turn))
 
     def _events(self, turn: SampledTurn) -> Iterator[Json]:
-        begun = self._begun(turn)
-        yield {"type": "response.created", "response": begun}
-        yield {"type": "response.in_progress", "response": begun}
+        begun = self._begun(turn.name)
+        for kind in ("created", "in_progress")[self._told :]:
+            yield {"type": f"response.{kind}", "response": begun}
         for index, (item, parts) in enumerate(_items(turn, self.custom)):
             at = {"output_index": index}
             empty = {**item, **{key: _EMPTY[key] for key in item.keys() & _EMPTY}}
@@ -220,12 +233,16 @@ class ResponsesRequest(ToolRequest):
         response = self.answer(turn, [])
         yield {"type": f"response.{response['status']}", "response": response}
 
-    def _begun(self, turn: SampledTurn) -> Json:
+    def _event(self, content: Json) -> bytes:
+        self._told += 1
+        return event({**content, "sequence_number": self._told - 1})
+
+    def _begun(self, name: str) -> Json:
         """Return the response as it is before it has output."""
         asked = self.model_dump(
             include={"model", "instructions", "max_output_tokens", "previous_response_id"}
         )
-        frame = {"id": f"resp_{turn.name}", "object": "response", "created_at": int(time.time())}
+        frame = {"id": f"resp_{name}", "object": "response", "created_at": int(time.time())}
         unknown = dict.fromkeys(("error", "incomplete_details", "usage"))
         calls = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": []}
         return {**frame, "status": "in_progress", **asked, **unknown, "output": [], **calls}

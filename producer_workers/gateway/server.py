@@ -7,53 +7,44 @@ import errno
 import hashlib
 import logging
 import re
+import resource
 import secrets
 import socket
-import time
-from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import ValidationError
 
-from buffer.errors import ConfigError, RolloutMQError, WireError
+from buffer.errors import ConfigError, WireError
 from producer_workers.agent_loops.tokenizer import in_tokenizer_thread
 from producer_workers.config.gateway import GatewaySection
 from producer_workers.engines.base import EngineDeadError, GenerationError
-from producer_workers.gateway.agents import MODEL
+from producer_workers.gateway.agents import BY_HEADER, MODEL
 from producer_workers.gateway.anthropic_api import CountRequest, MessagesRequest
 from producer_workers.gateway.dialect import AgentRequest
+from producer_workers.gateway.guests import LARGEST_REQUEST, Guest, Refusal, keep
 from producer_workers.gateway.openai_api import ChatRequest, TextRequest
 from producer_workers.gateway.openai_responses import ResponsesRequest
+from producer_workers.gateway.reply import Reply
 from producer_workers.gateway.roles import AgentSessions
 from producer_workers.gateway.session import ContextFull, Session, SessionClosed
-from producer_workers.gateway.turn import SampledTurn
 from producer_workers.gateway.vllm_api import GenerateRequest
 
 log = logging.getLogger("rolloutmq.worker")
 
 T = TypeVar("T")
 
-LARGEST_REQUEST = 32 * 2**20  # bytes; a request carries a whole conversation
-
-# Requests of one key; its clients send more of them again later.
-MOST_AT_ONCE = 128
-MOST_PER_S = 100
-MOST_BYTES = 4 * LARGEST_REQUEST  # at once
-
 QUIET_S = 120.0  # the longest that a connection is silent, or sends one body
+
+OPEN_FILES = 65_536  # of a worker: agents have several each, and strangers may connect, too
 
 MOST_FAULTS = 8  # in an error message; a request may have a million
 LONGEST_REFUSAL = 4096  # characters of an error message
 
-MOST_KEPT = 32  # answers of an agent whose request may be repeated
-
-# In which the clients of OpenAI and Anthropic say how often they have asked this before.
-RETRIES = "x-stainless-retry-count"
+REPLY = web.RequestKey("reply", Reply)  # of a request
 
 # An escape of JSON: a surrogate pair, half of one (the group), or any other.
 _ESCAPE = re.compile(
@@ -67,76 +58,10 @@ DIALECTS: dict[str, type[AgentRequest]] = {kind.path: kind for kind in (*_OPENAI
 """All dialects. To add one, write its requests in a file of its own and add them here."""
 
 
-class Refusal(RolloutMQError):
-    """A request is not answered; `field`: the field that is at fault."""
+SESSION_HEADER = "X-Session-ID"  # tells the conversations of a key `BY_HEADER` apart
 
-    def __init__(self, status: int, message: str, code: str, field: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.field = field
-
-    @property
-    def headers(self) -> dict[str, str]:
-        if self.status == 429 or self.code == "moved":
-            return {"Retry-After": "1"}
-        return {"x-should-retry": "false"}  # clients would retry, and be refused again
-
-
-@dataclass(slots=True)
-class Guest:
-    """What runs for an agent's key, and its last answers, by the hashes of their requests.
-
-    It goes with the key.
-    """
-
-    session: Session
-    sessions: AgentSessions
-    roles: dict[str, Guest] = field(default_factory=dict)
-    requests: dict[asyncio.Task[Any], int] = field(default_factory=dict)  # with their bytes
-    paid_until: float = 0.0  # each request moves this on by its share of a second
-    answered: dict[bytes, SampledTurn] = field(default_factory=dict)
-    unsent: dict[bytes, SampledTurn] = field(default_factory=dict)  # its connection broke
-
-    def in_role(self, name: str) -> Guest:
-        """Return what runs for a role's key, which begins with the agent's. Raises ConfigError."""
-        if name and name not in self.roles:
-            self.roles[name] = Guest(self.sessions.of(name), self.sessions, requests=self.requests)
-        return self.roles[name] if name else self
-
-    def answer_again(self, asked: bytes, *, is_retry: bool) -> SampledTurn | None:
-        """Return the answer that an agent may not have received; None if it asks for another."""
-        return self.unsent.pop(asked, None) or (self.answered.get(asked) if is_retry else None)
-
-    def check_rate(self) -> None:
-        """Count a request. Raises Refusal."""
-        now = time.monotonic()
-        until = max(self.paid_until, now - 1.0) + 1.0 / MOST_PER_S
-        if until > now:
-            _refuse_for_now(f"more than {MOST_PER_S} requests of this key in a second")
-        self.paid_until = until
-
-    @contextmanager
-    def asking(self, request: web.Request) -> Iterator[None]:
-        """Let `request` end with the key. Raises Refusal."""
-        is_packed = "Content-Encoding" in request.headers
-        told = None if is_packed else request.content_length
-        size = min(told or LARGEST_REQUEST, LARGEST_REQUEST)  # a larger one is refused as it comes
-        if len(self.requests) >= MOST_AT_ONCE or size + sum(self.requests.values()) > MOST_BYTES:
-            _refuse_for_now(f"more than {MOST_AT_ONCE} requests of this key, or {MOST_BYTES} bytes")
-        answering = asyncio.current_task()
-        assert answering is not None
-        self.requests[answering] = size
-        try:
-            yield
-        finally:
-            del self.requests[answering]
-
-
-def _keep(answers: dict[bytes, SampledTurn], asked: bytes, turn: SampledTurn) -> None:
-    answers[asked] = turn
-    if len(answers) > MOST_KEPT:
-        del answers[next(iter(answers))]
+# In which the agents of NeMo Gym call a model: the name of their run is a key.
+KEY_IN_PATH = ("/ng-rollout/{key}", "/ng-rollout/{key}/training-token-capture")
 
 
 class Gateway:
@@ -164,7 +89,7 @@ class Gateway:
         Those of an interrupted agent end by themselves, and its program may live on.
         """
         guest = self._guests.pop(_hash(key))
-        for request in () if guest.sessions.interrupted.is_set() else guest.requests:
+        for request in () if guest.sessions.interrupted.is_set() else guest.load.requests:
             request.cancel()
 
     def interrupt(self) -> None:
@@ -177,7 +102,11 @@ class Gateway:
 
     def routes(self) -> list[web.RouteDef]:
         return [
-            *(web.post(path, partial(self._serve, kind)) for path, kind in DIALECTS.items()),
+            *(
+                web.post(where + path, partial(self._serve, kind))
+                for where in ("", *KEY_IN_PATH)
+                for path, kind in DIALECTS.items()
+            ),
             web.get("/v1/models", self._models),
             web.route("*", "/{path:.*}", self._unknown),
         ]
@@ -205,6 +134,7 @@ class Gateway:
             shutdown_timeout=0.1,
             keepalive_timeout=QUIET_S,
         )
+        _allow_open_files()
         await runner.setup()
         try:
             await _take_port(runner, self._section)
@@ -220,9 +150,11 @@ class Gateway:
 
     async def _guest(self, request: web.Request) -> Guest:
         """Return the agent whose key is in a request. Raises Refusal."""
-        for key, _, role in (each.partition(":") for each in bearer_keys(request)):
+        for key, _, role in (each.partition(":") for each in given_keys(request)):
             if guest := self.guest_of(key) or await self._absent(key):
-                guest.check_rate()
+                guest.load.check_rate()
+                if role == BY_HEADER:
+                    role = request.headers.get(SESSION_HEADER, "")
                 try:
                     return guest.in_role(role)
                 except ConfigError as error:
@@ -246,7 +178,7 @@ class Gateway:
 
     async def _serve(self, kind: type[AgentRequest], request: web.Request) -> web.StreamResponse:
         guest = await self._guest(request)
-        with guest.asking(request):
+        with guest.load.asking(request):
             return await _answer(request, kind, guest)
 
     async def _unknown(self, request: web.Request) -> web.Response:
@@ -267,16 +199,18 @@ async def _answer(
         tokens = await _done(session.count(asked.ask()), session)
         return web.json_response({"input_tokens": tokens})
     name = hashlib.sha256(kind.path.encode() + body).digest()
-    is_retry = request.headers.get(RETRIES, "0") != "0"
-    turn = guest.answer_again(name, is_retry=is_retry)
+    turn = guest.answer_again(name, is_repeated=guest.load.is_repeated(request))
+    reply = request[REPLY] = Reply(request, asked)
     if turn is None:
-        turn = await _done(session.ask(asked.ask()), session)
-        _keep(guest.answered, name, turn)
+        turn = await reply.wait(_done(session.ask(asked.ask()), session))
+        keep(guest.answered, name, turn)
     try:
         await _done(session.stored(), session)
-        return await _send(request, asked, turn, session)
+        wants_texts = asked.wants_logprobs
+        pieces = await in_tokenizer_thread(session.pieces, turn.made) if wants_texts else []
+        return await reply.send(turn, pieces)
     except (OSError, asyncio.CancelledError):  # the agent has gone, and may ask again
-        _keep(guest.unsent, name, turn)
+        keep(guest.unsent, name, turn)
         raise
 
 
@@ -306,14 +240,20 @@ async def _take_port(runner: web.AppRunner, section: GatewaySection) -> None:
     ) from reason
 
 
-def _refuse_for_now(why: str) -> NoReturn:
-    raise Refusal(429, why, "rate_limit_exceeded")
+def _allow_open_files() -> None:
+    """Raise the limit of open files, often 1024, as far as this process may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
-def bearer_keys(request: web.Request) -> list[str]:
-    """Return what a request gives as keys, in the ways of OpenAI and Anthropic."""
+def given_keys(request: web.Request) -> list[str]:
+    """Return what a request gives as keys, in the ways of OpenAI, Anthropic and NeMo Gym."""
     kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
-    given = [request.headers.get("x-api-key", ""), bearer if kind.lower() == "bearer" else ""]
+    in_path = request.match_info.get("key", "")
+    in_header = request.headers.get("x-api-key", "")
+    given = [in_path, in_header, bearer if kind.lower() == "bearer" else ""]
     return [key for key in map(str.strip, given) if key]
 
 
@@ -336,20 +276,6 @@ async def _done(work: Awaitable[T], session: Session) -> T:
         session.failure = error
         session.interrupted.set()
         raise Refusal(503, "the engine died", "interrupted") from error
-
-
-async def _send(
-    request: web.Request, asked: AgentRequest, turn: SampledTurn, session: Session
-) -> web.StreamResponse:
-    pieces: list[str] = []
-    if asked.wants_logprobs:
-        pieces = await in_tokenizer_thread(session.pieces, turn.made)
-    if asked.stream:
-        return await _stream(request, asked.events(turn, pieces))
-    response = web.json_response(asked.answer(turn, pieces))
-    await response.prepare(request)
-    await response.write_eof()
-    return response
 
 
 def _parse(kind: type[AgentRequest], body: bytes) -> AgentRequest:
@@ -376,16 +302,6 @@ def _faults(error: ValidationError) -> Refusal:
     return Refusal(400, message, "unsupported", field)
 
 
-async def _stream(request: web.Request, events: Iterator[bytes]) -> web.StreamResponse:
-    response = web.StreamResponse(
-        headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
-    )
-    await response.prepare(request)
-    for event in events:
-        await response.write(event)
-    return response
-
-
 @web.middleware
 async def _write_refusals(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Return errors in the form that the dialect's clients parse."""
@@ -403,12 +319,14 @@ async def _write_refusals(request: web.Request, handler: Handler) -> web.StreamR
     except OSError:  # the agent has gone
         raise
     except Exception as error:  # a fault of this program or of a tokenizer; the agent gets it
-        log.exception("a request of an agent failed", extra={"path": request.path})
+        resource = request.match_info.route.resource  # its own path may have a key
+        where = resource.canonical if resource else ""
+        log.exception("a request of an agent failed", extra={"path": where})
         refusal = Refusal(500, f"{type(error).__name__}: {error}", "internal_error")
-    dialect = DIALECTS.get(request.path, ChatRequest)
+    fitting = (kind for path, kind in DIALECTS.items() if request.path.endswith(path))
+    dialect = next(fitting, ChatRequest)
     message = refusal.message[:LONGEST_REFUSAL]
-    return web.json_response(
-        dialect.error(refusal.status, message, refusal.code, refusal.field),
-        status=refusal.status,
-        headers=refusal.headers,
-    )
+    told = dialect.error(refusal.status, message, refusal.code, refusal.field)
+    if REPLY in request and request[REPLY].has_begun:
+        return await request[REPLY].refuse(told)
+    return web.json_response(told, status=refusal.status, headers=refusal.headers)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -396,7 +395,7 @@ def _turn(
     if calls:
         message["tool_calls"] = [_as_openai(call) for call in calls]
     kept = replace(made, routed_experts=None)  # the segment has them; answers are kept for a while
-    return SampledTurn(secrets.token_hex(8), message, kept, prompt_tokens, stop)
+    return SampledTurn(ask.name, message, kept, prompt_tokens, stop)
 
 
 def _text_of(segment: Segment, messages: int) -> str:

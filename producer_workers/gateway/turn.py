@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from msgspec import structs
@@ -13,6 +15,8 @@ from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.agent_loops.tool_parsers import ToolParser
 from producer_workers.engines.base import Engine, Generation, structures
 from producer_workers.gateway.history import Messages
+
+new_name = partial(secrets.token_hex, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,7 @@ class Ask:
     stop_token_ids: Sequence[int] = ()
     structured: StructuredOutput | None = None
     call_one_of: Sequence[str] = ()  # the functions of which one must be called
+    name: str = field(default_factory=new_name)  # of its answer
 
     def forcing_a_call(self, parser: ToolParser | None) -> Ask:
         """Return this with the structure of a demanded call. Raises ConfigError if it has none."""

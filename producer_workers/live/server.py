@@ -21,8 +21,9 @@ from producer_workers.config.gateway import GatewaySection
 from producer_workers.gateway.agent_rollouts import ended_rollouts
 from producer_workers.gateway.agents import AGENT, AgentTask, Earned
 from producer_workers.gateway.dialect import AgentRequest
+from producer_workers.gateway.guests import Guest, Refusal
 from producer_workers.gateway.segment import without_record
-from producer_workers.gateway.server import Gateway, Guest, Refusal, bearer_keys
+from producer_workers.gateway.server import Gateway, given_keys
 from producer_workers.live.room import LiveGroup, LiveRoom, Seat
 from producer_workers.live.secret import SessionName
 
@@ -55,7 +56,7 @@ class LiveGateway(Gateway):
         return [web.post("/sessions", self._open), reward, *super().routes()]
 
     async def _open(self, request: web.Request) -> web.Response:
-        if not any(map(self.room.secret.is_admin, bearer_keys(request))):
+        if not any(map(self.room.secret.is_admin, given_keys(request))):
             self.refuse_key()
         try:
             wanted = msgspec.json.decode(await request.read() or b"{}", type=Wanted)
@@ -146,7 +147,7 @@ class LiveGateway(Gateway):
             stages = await asyncio.to_thread(self._run.account.stages, *split_group_id(name.gid))
             raise Refusal(410, f"this session has ended: its group is {stages[0]}", "session_ended")
         if stage in _FINISHED or (stage == "pool" and status == "completed"):
-            raise Refusal(410, f"this session has ended: its group is {stage}", "session_ended")
+            raise Refusal(410, f"this session has ended: its group is {status}", "session_ended")
 
     async def _serve(self, kind: type[AgentRequest], request: web.Request) -> web.StreamResponse:
         """Answer a request, after the pause that interrupts it."""

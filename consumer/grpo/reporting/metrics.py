@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from typing import Any
@@ -39,9 +39,9 @@ class Timing:
 class BatchColumns:
     """What the metrics of a batch need of its groups: of one rank, or of all."""
 
-    scores: list[float]  # of the rollouts that have one
+    scores: list[float]  # of the rollouts that have one, of trained roles
     tasks: list[str]  # the task of each score
-    roles: list[str]  # the role of each score
+    roles: list[tuple[str, float]]  # task/role and score of the rollouts that have a role
     lengths: list[int]  # response tokens of each rollout
     sizes: list[int]  # rollouts of each group
     solved: list[bool]  # whether a rollout of the group has a score above 0
@@ -55,25 +55,31 @@ class BatchColumns:
 
     @classmethod
     def of(cls, groups: Sequence[RolloutGroup], advantages: NDArray[np.float32]) -> BatchColumns:
+        trained = [group.scores[group.in_training] for group in groups]
         scored = [
-            (group.task, role, score)
-            for group in groups
-            for role, score in zip(group.roles, group.scores.tolist(), strict=True)
+            (group.task, score)
+            for group, scores in zip(groups, trained, strict=True)
+            for score in scores.tolist()
             if math.isfinite(score)
         ]
         times = [group.shared.extra.get(GROUP_TIME) for group in groups]
         return cls(
-            scores=[score for *_, score in scored],
-            tasks=[task for task, *_ in scored],
-            roles=[role for _, role, _ in scored],
+            scores=[score for _, score in scored],
+            tasks=[task for task, _ in scored],
+            roles=[
+                (f"{group.task}/{role}", score)
+                for group in groups
+                for role, score in zip(group.roles, group.scores.tolist(), strict=True)
+                if role and math.isfinite(score)
+            ],
             lengths=[n for group in groups for n in group.lengths.tolist()],
             sizes=[len(group.lengths) for group in groups],
-            solved=[bool(group.scores.max() > 0) for group in groups],
+            solved=[bool(scores.max() > 0) for scores in trained],
             prompts=[len(group.prompt_ids) for group in groups],
             seconds=[time for time in times if time is not None],
             advantages=advantages.tolist(),
             gids=[group.gid for group in groups],
-            means=[float(np.nan_to_num(group.scores).mean()) for group in groups],
+            means=[float(np.nan_to_num(scores).mean()) for scores in trained],
             truncated=[int(group.truncated.sum()) for group in groups],
             contexts=[new_contexts(group.shared.extra) for group in groups],
         )
@@ -93,17 +99,7 @@ class BatchColumns:
             yield split_group_id(gid)[0], list(islice(lengths, size))
 
     def rewards_by_task(self) -> dict[str, float]:
-        scores: defaultdict[str, list[float]] = defaultdict(list)
-        for task, score in zip(self.tasks, self.scores, strict=True):
-            scores[task].append(score)
-        return {f"{REWARD_OF_TASK}{task}": float(np.mean(own)) for task, own in scores.items()}
-
-    def rewards_by_role(self) -> dict[str, float]:
-        scores: defaultdict[str, list[float]] = defaultdict(list)
-        for task, role, score in zip(self.tasks, self.roles, self.scores, strict=True):
-            if role:
-                scores[f"{REWARD_OF_TASK}{task}/{role}"].append(score)
-        return {name: float(np.mean(own)) for name, own in scores.items()}
+        return _means_by_name(zip(self.tasks, self.scores, strict=True))
 
     def contexts_by_task(self) -> dict[str, float]:
         counts: defaultdict[str, float] = defaultdict(float)  # JSON has no sum of large integers
@@ -124,7 +120,7 @@ class BatchColumns:
             **_spread("response_len", self.lengths),
             "response_len/tokens": float(self.tokens),
             **_group_times(self.seconds),
-            **self.rewards_by_role(),
+            **_means_by_name(self.roles),
             **self.contexts_by_task(),
         }
         if self.lengths:
@@ -133,6 +129,13 @@ class BatchColumns:
                 "prompt_len/mean": float(np.mean(self.prompts)),
             }
         return metrics
+
+
+def _means_by_name(scored: Iterable[tuple[str, float]]) -> dict[str, float]:
+    scores: defaultdict[str, list[float]] = defaultdict(list)
+    for name, score in scored:
+        scores[name].append(score)
+    return {f"{REWARD_OF_TASK}{name}": float(np.mean(own)) for name, own in scores.items()}
 
 
 def staleness_metrics(manifest: Manifest) -> dict[str, float]:

@@ -125,6 +125,7 @@ def groups(draw: st.DrawFn) -> RolloutGroup:
                 teacher_logprobs=draw(teachers(tokens)),
                 routed_experts=draw(experts(len(shared["prompt_ids"]), tokens, layers)),
                 session_id=draw(st.none() | TEXT),
+                role=draw(st.sampled_from(["", "proposer", "solver"])),
                 tool_calls=draw(st.lists(CALLS, max_size=2)),
                 spans=[VersionSpan(0, tokens, draw(st.integers(0, 2**40)), draw(TEXT))]
                 if tokens
@@ -450,6 +451,7 @@ def with_column(raw: dict[str, Any], name: str, values: Any) -> dict[str, Any]:
         (("own", 0, 0), -1, "own.0.0"),
         (("own", 0, 1), {"more": 1}, "own.0.1: .*`more`"),
         (("own", 0, 1), {"session_id": 7}, "own.0.1.session_id"),
+        (("own", 0, 1), {"role": "x" * 65}, "own.0.1.role"),
         (("own", 0, 1), {"routed_experts": [1]}, "own.0.1.routed_experts"),
         (("own", 0, 1), {"tool_calls": [{"id": "a"}]}, "tool_calls.0: .*`name`"),
         (("own", 0, 1), {"tool_calls": [{"id": "a", "name": "b", "type": 1}]}, "tool_calls.0"),

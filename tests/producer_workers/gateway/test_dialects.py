@@ -17,8 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from buffer.wire.rollout import RolloutState, Status
-from producer_workers.gateway import server
+from producer_workers.engines.base import GenerationError
+from producer_workers.gateway import reply as gateway_reply
 from producer_workers.gateway.agents import AgentTask
+from producer_workers.gateway.reply import Reply
 from tests.producer_workers.gateway.test_gateway_endpoint import Desk, at_desk
 from tests.producer_workers.recorder import Recorder, loop_of, questions, run
 
@@ -775,12 +777,12 @@ def test_an_agent_whose_stream_breaks_may_ask_again_without_saying_so(
     chat: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Recorder(chat, ["one", "two"])
-    whole = server._stream
+    whole = Reply._write
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
 
-    async def breaks(request: Any, events: Any) -> Any:
-        monkeypatch.setattr(server, "_stream", whole)
-        await whole(request, itertools.islice(events, 1))
+    async def breaks(stream: Reply, events: Any) -> Any:
+        monkeypatch.setattr(Reply, "_write", whole)
+        await whole(stream, itertools.islice(events, 1))
         raise ConnectionResetError
 
     async def scene(desk: Desk) -> None:
@@ -793,6 +795,71 @@ def test_an_agent_whose_stream_breaks_may_ask_again_without_saying_so(
                     texts.append(await reply.text())
         assert ["one" in text for text in texts[-2:]] == [True, False]
 
-    monkeypatch.setattr(server, "_stream", breaks)
+    monkeypatch.setattr(Reply, "_write", breaks)
     at_desk(chat, engine, scene)
     assert len(engine.said) == 2
+
+
+class SlowRecorder(Recorder):
+    """Takes three pulses of a stream for each turn, and raises `refused`."""
+
+    refused = ""
+    pulses = 0
+
+    async def generate(self, *request: Any) -> Any:
+        self.pulses = 0
+        while self.pulses < 3:
+            await asyncio.sleep(0.01)
+        if self.refused:
+            raise GenerationError(self.refused)
+        return await super().generate(*request)
+
+
+async def stream_of(vendor: str, task: AgentTask) -> str:
+    """Return what a client of a vendor reads from a stream."""
+    if vendor == "anthropic":
+        asked: Any = {**CLAUDE, "messages": task.messages}
+        async with (
+            anthropic.AsyncAnthropic(base_url=task.anthropic_url, api_key=task.api_key) as client,
+            client.messages.stream(**asked) as messages,
+        ):
+            return str(await messages.get_final_text())
+    async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+        if vendor == "chat":
+            create: Any = client.chat.completions.create
+            chunks = await create(model="m", messages=task.messages, stream=True)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+        given: Any = {"model": "m", "input": task.messages}
+        async with client.responses.stream(**given) as events:
+            seen = [event async for event in events]
+            assert [event.sequence_number for event in seen] == [*range(len(seen))]
+            assert [event.type for event in seen].count("response.in_progress") > 1
+        reply: Any = seen[-1]
+        reply = reply.response
+        assert reply.error is None, reply.error
+        return str(reply.output_text)
+
+
+@pytest.mark.parametrize("vendor", ["chat", "responses", "anthropic"])
+def test_a_stream_says_that_a_turn_is_still_sampled_and_then_why_it_failed(
+    chat: Any, vendor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gateway_reply, "PULSE_S", 0.01)
+    engine = SlowRecorder(chat, ["one"])
+    write = Reply._write
+
+    async def counted(stream: Reply, events: Any) -> Any:
+        engine.pulses += 1
+        return await write(stream, events)
+
+    monkeypatch.setattr(Reply, "_write", counted)
+
+    async def solve(task: AgentTask) -> None:
+        assert await stream_of(vendor, task) == "\ufffdone"
+        engine.refused = "too hot"
+        with pytest.raises((openai.APIError, anthropic.APIError, AssertionError), match="too hot"):
+            await stream_of(vendor, task)
+
+    states = run(loop_of(chat, agent=solve), engine, questions("x", max_tokens=1000))
+    engine.check(states)
+    assert [state.error for state in states] == [None]

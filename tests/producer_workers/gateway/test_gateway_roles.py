@@ -17,6 +17,7 @@ from producer_workers.engines.base import Generation
 from producer_workers.gateway import roles
 from producer_workers.gateway.agents import AgentTask
 from producer_workers.judges.judge import FunctionJudge
+from producer_workers.worker.task_runner import restart
 from tests.producer_workers.agents import ask
 from tests.producer_workers.recorder import Recorder, loop_of, questions, run
 
@@ -95,6 +96,29 @@ def test_an_agent_that_was_cut_goes_on_in_all_its_roles(chat: Any, cut: int) -> 
     states = stored(run(loop_of(chat, self_play, **options), engine, states))
     check_self_play(engine, states, 1)
     assert len(engine.said) == 5, "no finished turn was sampled again"
+
+
+def test_a_role_that_fails_takes_all_roles_of_its_rollout_with_it(chat: Any) -> None:
+    """One program leads them all, so they begin again together; other rollouts keep theirs."""
+    failures = iter([True])
+
+    async def agent(task: AgentTask) -> Any:
+        earned = await self_play(task)
+        if task.question == "b" and next(failures, False):
+            raise ZeroDivisionError
+        return earned
+
+    engine = Recorder(chat)
+    states = run(loop_of(chat, agent), engine, questions("a", "b", max_tokens=10_000))
+    kept = [state.session_id for state in states[:3]]
+    assert [(s.index, s.role, s.status.value) for s in states] == [
+        *((0, role, "completed") for role in ("proposer", "solver", "solver")),
+        (1, "", "failed"),
+    ]
+    states = run(loop_of(chat, agent), engine, restart(states, {1}))
+    assert [s.session_id for s in states[:3]] == kept
+    assert [s.role for s in states] == ["proposer", "solver", "solver"] * 2
+    assert len(engine.said) == 15
 
 
 @pytest.mark.parametrize(

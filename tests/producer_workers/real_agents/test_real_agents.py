@@ -15,7 +15,9 @@ from tests.producer_workers.real_agents.scripted import (
     AGENTS,
     BINARIES,
     HOME,
+    INSTALLED,
     NOTE,
+    PICTURE,
     QUESTION,
     WORD,
     Agent,
@@ -39,8 +41,8 @@ def agent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ag
     path = os.pathsep.join([*map(str, BINARIES), os.environ["PATH"]])
     monkeypatch.setenv("PATH", path)
     if shutil.which(agent.program) is None:
-        assert agent.name == "claude", f"{agent.program} is missing: `make test-agents`"
-        pytest.skip("no claude on PATH")
+        assert agent.name == "claude" or not INSTALLED.exists(), f"no {agent.program}"
+        pytest.skip(f"no {agent.program}: see `make test-agents`")
     return agent
 
 
@@ -54,6 +56,7 @@ def home(agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "work" / "picture.png").write_bytes(PICTURE)
     monkeypatch.chdir(tmp_path / "work")
     return tmp_path
 

@@ -1,0 +1,50 @@
+"""Run a row by an agent of NeMo Gym over HTTP, with the gateway as its model server.
+
+    POST /run {row, _ng_rollout_id: key} ──▶ agent ──▶ gateway /ng-rollout/<key>/v1/responses
+                                       ◀── {reward, mask_sample, ...}
+
+Gym puts that path before its model's requests where `observability_enabled` or `token_id_capture`
+is on for the agent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+
+from buffer.errors import RolloutMQError
+from producer_workers.gateway.agents import AgentTask
+
+RUN_ID = "_ng_rollout_id"
+
+LONGEST_ANSWER = 2000  # characters of a failed answer that are kept
+
+
+class GymFailure(RolloutMQError):
+    """The agent or its verifier failed, or gave no valid reward."""
+
+
+async def play(task: AgentTask, *, url: str) -> dict[str, float]:
+    """Return the reward of the row, with its components. Raises GymFailure."""
+    row = {**task.extra["row"], RUN_ID: task.api_key}
+    # the loop limits the run; an agent answers at its end
+    timeout = aiohttp.ClientTimeout(total=None)
+    async with (
+        aiohttp.ClientSession(timeout=timeout, trust_env=True) as client,
+        client.post(f"{url}/run", json=row) as response,
+    ):
+        if not response.ok:
+            said = (await response.text())[:LONGEST_ANSWER]
+            raise GymFailure(f"{url}/run answered {response.status}: {said}")
+        verified = await response.json()
+    return _reward(verified)
+
+
+def _reward(verified: dict[str, Any]) -> dict[str, float]:
+    if verified.get("mask_sample"):
+        why = [verified[name] for name in ("failure_kind", "failure_reason") if verified.get(name)]
+        raise GymFailure(f"the run is no measurement: {': '.join(why) or 'mask_sample'}")
+    if verified.get("reward") is None:
+        raise GymFailure(f"/run gave no reward, but {', '.join(verified)}")
+    return {**(verified.get("reward_components") or {}), "score": verified["reward"]}
