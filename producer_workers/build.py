@@ -18,13 +18,13 @@ from buffer.imports import load_function
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState
-from producer_workers.agent_loops.agent_loop import LIVE, load_agent_loop
+from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.tokenizer import TaskTokenizer, Tokenizer, load_tokenizer
 from producer_workers.agent_loops.toolbox import tool_schemas
 from producer_workers.config.dataset import ImagesSection
 from producer_workers.config.producing import ProducingConfig
 from producer_workers.config.strategy import FILTERS
-from producer_workers.config.task import NO_JUDGE, JudgingSection, TaskSection
+from producer_workers.config.task import NO_JUDGE, JudgingSection, TaskSection, live_tasks
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.image_records import ImagePrompts
 from producer_workers.datasets.open import open_dataset
@@ -234,8 +234,7 @@ def _make_gateway(config: ProducingConfig, run: Run, is_live: bool, names: Seque
 
 
 def _task_names(config: ProducingConfig, is_live: bool) -> list[str]:
-    default = config.worker.agent_loop
-    live = {name for name, task in config.tasks.items() if task.loop(default) == LIVE}
+    live = live_tasks(config.tasks, config.worker.agent_loop)
     wanted = [name for name in config.tasks if (name in live) == is_live]
     names = wanted if is_live else config.worker.tasks or wanted
     if not names:

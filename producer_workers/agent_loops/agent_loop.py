@@ -10,6 +10,7 @@ from buffer.errors import ConfigError
 from buffer.imports import load_object
 from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.tokenizer import Tokenizer
+from producer_workers.config.task import LIVE
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import Judge
 
@@ -38,8 +39,6 @@ class AgentLoop(Protocol):
 # A class with the keyword arguments judge, tokenizer, eos_ids, partial_rollout, and those of the
 # task's `agent_loop_options`.
 AgentLoopFactory = Callable[..., AgentLoop]
-
-LIVE = "live"  # the loop of tasks that only `rolloutmq gateway` serves
 
 BUILT_IN = {
     "single_turn": "producer_workers.agent_loops.single_turn:SingleTurnAgentLoop",
