@@ -78,6 +78,18 @@ test-environments: setup ## environments of verifiers and OpenEnv against the ga
 		$$venv/bin/python -m pytest tests/producer_workers/environments/test_$${package%%=*}_environment.py || exit; \
 	done
 
+# Harbor needs a newer Python than the project: it runs in an environment of its own.
+PYTHON312 ?= $(shell for p in python3.13 python3.12 $(HOME)/.pyenv/versions/3.1[2-9]*/bin/python; do \
+	$$p -c "" 2>/dev/null && echo $$p && break; done)
+
+build/harbor/.done: requirements/harbor.txt
+	@test -n "$(PYTHON312)" || { echo "Harbor needs Python 3.12 or newer: make test-harbor PYTHON312=..."; exit 1; }
+	@$(PYTHON312) -m venv build/harbor && build/harbor/bin/pip install -q -r $< && touch $@
+
+.PHONY: test-harbor
+test-harbor: setup build/harbor/.done ## real trials of Harbor (in build/harbor) without a container engine; 3 minutes
+	@$(PYTEST) tests/producer_workers/environments/test_harbor_trials.py
+
 AGENTS := tests/producer_workers/real_agents
 .PHONY: test-agents
 test-agents: setup ## Codex, opencode, qwen-code, mini-swe-agent and others, as users start them; installs 1.8 GB into build/agents

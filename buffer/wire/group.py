@@ -48,8 +48,9 @@ GROUP_TIME = "group_time_s"
 OPEN_SESSIONS = "open_sessions"
 SESSIONS_RESTARTED = "sessions_restarted"
 NEW_CONTEXTS = "new_contexts"
-GATEWAY_RECORD = (OPEN_SESSIONS, SESSIONS_RESTARTED, NEW_CONTEXTS)
-"""Keys of `extra`: the gateway's record of interrupted sessions and of new contexts."""
+TRIALS = "trials"
+GATEWAY_RECORD = (OPEN_SESSIONS, SESSIONS_RESTARTED, NEW_CONTEXTS, TRIALS)
+"""Keys of `extra`: the gateway's record of interrupted sessions, new contexts, Harbor's trials."""
 
 
 def new_contexts(extra: Mapping[str, Any]) -> dict[str, int]:

@@ -44,6 +44,7 @@ BUILT_IN = {
     "multi_turn": "producer_workers.agent_loops.multi_turn:MultiTurnAgentLoop",
     "tools": "producer_workers.agent_loops.multi_turn:ToolAgentLoop",
     "gateway": "producer_workers.gateway.loop:GatewayAgentLoop",
+    "harbor": "producer_workers.environments.harbor:HarborAgentLoop",
     "verifiers": "producer_workers.environments.loops:VerifiersAgentLoop",
     "openenv": "producer_workers.environments.loops:OpenEnvAgentLoop",
     "nemo_gym": "producer_workers.environments.loops:NemoGymAgentLoop",

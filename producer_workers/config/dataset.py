@@ -234,6 +234,23 @@ class PythonSection(RecordsSection):
         return {"data set": self.factory, **super().code}
 
 
+class HarborSection(_DatasetKind):
+    """[tasks.<name>.dataset] kind = "harbor": a folder of tasks of Harbor: agent_loop is harbor."""
+
+    reader = "producer_workers.datasets.harbor_tasks:open_tasks"
+    agent_loop = "harbor"
+
+    kind: Literal["harbor"]
+    """the kind of data set"""
+    path: Path
+    """the folder, which rollout workers read by the same path"""
+
+    @property
+    def files(self) -> Path:
+        """Return the folder."""
+        return self.path
+
+
 class VerifiersSection(RecordsSection):
     """[tasks.<name>.dataset] kind = "verifiers": the tasks of an environment of `verifiers` 0.4.
 
@@ -318,6 +335,7 @@ DatasetSection = Annotated[
     | HuggingFaceSection
     | PythonSection
     | ReasoningGymSection
+    | HarborSection
     | VerifiersSection
     | OpenEnvSection
     | NemoGymSection,

@@ -1,1 +1,1 @@
-"""Play environments of other packages: verifiers, OpenEnv, NeMo Gym."""
+"""Play environments of other packages: verifiers, OpenEnv, NeMo Gym, Harbor."""

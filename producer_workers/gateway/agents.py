@@ -19,7 +19,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import orjson
 
@@ -37,7 +37,12 @@ LONGEST_STDERR = 2000  # bytes of a failed program's stderr that are kept
 
 
 class AgentError(UserCodeError):
-    """The agent raised, exited with a code other than 0, or took too long."""
+    """The agent raised, exited with a code other than 0, or took too long.
+
+    `earned`: its reward if that is only because its session's tokens were used up; None: unknown.
+    """
+
+    earned: dict[str, float] | None = {"score": 0.0}  # noqa: RUF012 (nobody changes it)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,13 @@ class AgentTask:
         return self.base_url.removesuffix("/v1")
 
     @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables in which programs find the address and the key."""
+        urls = {"OPENAI": self.base_url, "ANTHROPIC": self.anthropic_url}
+        addresses = {f"{vendor}_BASE_URL": url for vendor, url in urls.items()}
+        return addresses | {f"{vendor}_API_KEY": self.api_key for vendor in urls}
+
+    @property
     def question(self) -> str:
         return next(
             (str(m["content"]) for m in reversed(self.messages) if m.get("role") == "user"), ""
@@ -88,9 +100,27 @@ class AgentTask:
 
 
 Earned = dict[str, dict[str, Any]]
-"""The rewards of an agent by role (or session), perhaps with `turn_rewards`."""
+"""The rewards of an agent by role (or session), perhaps with `turn_rewards` and another `role`.
+
+Sessions with {} are left out of the group.
+"""
 
 EVERY_ROLE = "*"
+
+BY_HEADER = "*"  # as a role in a key: each X-Session-ID of the requests has a session of its own
+
+
+@runtime_checkable
+class Agent(Protocol):
+    """What plays the sessions of a task."""
+
+    resumable: bool
+
+    async def run(self, task: AgentTask) -> Earned | None:
+        """Return the agent's own rewards, or None. Raises AgentError; cancelling ends the agent."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class AgentBorder(Border):
@@ -103,11 +133,17 @@ class AgentBorder(Border):
         if result is None:
             return None
         parts = result.values() if isinstance(result, Mapping) else ()
-        is_by_role = parts and all(isinstance(part, Mapping) for part in parts)
-        return {
-            str(role): check_answer(name, reward, (TURN_REWARDS,))
-            for role, reward in (result if is_by_role else {EVERY_ROLE: result}).items()
-        }
+        kinds = {isinstance(part, Mapping) for part in parts if part is not None}
+        by_role = result if kinds == {True} else {EVERY_ROLE: result}
+        return {str(role): self._reward(name, reward) for role, reward in by_role.items()}
+
+    def _reward(self, name: str, reward: Any) -> dict[str, Any]:
+        if reward is None:
+            return {}
+        if not isinstance(reward, Mapping) or not isinstance(reward.get("role"), str):
+            return check_answer(name, reward, (TURN_REWARDS,))
+        numbers = {key: value for key, value in reward.items() if key != "role"}
+        return check_answer(name, numbers, (TURN_REWARDS,)) | {"role": reward["role"]}
 
 
 AGENT = AgentBorder()
@@ -151,7 +187,6 @@ class FunctionAgent:
         )
 
     async def run(self, task: AgentTask) -> Earned | None:
-        """Return the agent's own rewards, or None. Raises AgentError; cancelling ends the agent."""
         earned: Earned | None = await self._call(task)
         return earned
 
@@ -184,12 +219,9 @@ class ProgramAgent:
             command = [part.replace(f"{{{name}}}", getattr(task, name)) for part in command]
         names = ("messages", "data_source", "extra", "session_id", "finished", "finished_roles")
         given = {name: getattr(task, name) for name in names}
-        urls = {"OPENAI": task.base_url, "ANTHROPIC": task.anthropic_url}
-        addresses = {f"{vendor}_BASE_URL": url for vendor, url in urls.items()}
-        keys = {f"{vendor}_API_KEY": task.api_key for vendor in urls}
         process = await asyncio.create_subprocess_exec(
             *command,
-            env={**os.environ, **addresses, **keys},
+            env=os.environ | task.variables,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
@@ -202,7 +234,7 @@ class ProgramAgent:
             message = f"agent {self._command[0]} took longer than {self._limit_s:g} s"
             raise AgentError(message, hint="see agent_loop_options.time_limit_s") from error
         finally:
-            await _end(process)
+            await end_process(process)
         if process.returncode:
             said = stderr[-LONGEST_STDERR:].decode(errors="replace").strip().split("\n")
             message = f"agent {self._command[0]} exited with {process.returncode}: {said[-1]}"
@@ -210,7 +242,7 @@ class ProgramAgent:
         return None
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def end_process(process: asyncio.subprocess.Process) -> None:
     """End the program and all processes of its session, which might outlive it."""
     try:
         os.killpg(process.pid, signal.SIGKILL)

@@ -35,6 +35,7 @@ from producer_workers.gateway.agent_rollouts import (
 )
 from producer_workers.gateway.agents import (
     EVERY_ROLE,
+    Agent,
     AgentError,
     AgentTask,
     Earned,
@@ -91,11 +92,11 @@ class GatewayAgentLoop:
                 hint='set agent = "module:function", or command = [...]',
             )
         keep_loopback_direct()
-        self._agent = (
-            ProgramAgent(command, time_limit_s)
-            if command
-            else FunctionAgent(agent, time_limit_s, agent_options)
-        )
+        self._agent: Agent = agent
+        if command:
+            self._agent = ProgramAgent(command, time_limit_s)
+        elif not isinstance(agent, Agent):
+            self._agent = FunctionAgent(agent, time_limit_s, agent_options)
         self._is_resumable = partial_rollout and (resumable or self._agent.resumable)
         self._judge = judge
         self._tokenizer = tokenizer
@@ -184,10 +185,9 @@ class GatewayAgentLoop:
         try:
             earned = await self._run(task, sessions)
         except AgentError as error:
-            # The end of a session may fail its agent through no fault of its own. Without a
-            # judge it has earned nothing.
-            earned = None if self._judge else {EVERY_ROLE: {"score": 0.0}}
-            is_cut = sessions.is_full or sessions.truncation
+            # The end of a session may fail its agent through no fault of its own.
+            earned = {EVERY_ROLE: error.earned} if error.earned and not self._judge else None
+            is_cut = (sessions.is_full or sessions.truncation) and (self._judge or earned)
             if not sessions.interrupted.is_set() and not is_cut:
                 return [_failed(state, log_failure(error), writer)]
         finally:

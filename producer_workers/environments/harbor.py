@@ -1,0 +1,335 @@
+"""Train on tasks of Harbor: each rollout is a trial, whose agent speaks to the gateway.
+
+    dataset = {kind = "harbor", path = "tasks"}: agent_loop is harbor; judge = "environment"
+    agent_loop_options = {harbor_python = "harbor/bin/python", agent = "terminus-2"}
+
+    rollout ──▶ process of `harbor_trial` ──▶ Trial: environment, agent ──▶ gateway ──▶ tokens
+                                                      └──▶ tests ──▶ reward
+
+A worker owns the pipe to each process, which owns its trial and the environment. The process ends
+its trial when the pipe closes, so the death of a worker leaves no environment. If the process is
+killed, the worker starts another one that stops the environment by the trial's name. If both are
+killed at once, the environment stays: its name begins with "rmq-".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import secrets
+import shutil
+import tempfile
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+
+from buffer.errors import ConfigError
+from buffer.failure_text import trace_text
+from buffer.wire.group import TRIALS
+from buffer.wire.rollout import RolloutState
+from producer_workers.engines.base import Engine
+from producer_workers.gateway.agents import EVERY_ROLE, AgentError, AgentTask, Earned, end_process
+from producer_workers.gateway.loop import GatewayAgentLoop
+from producer_workers.gateway.turn_writer import Keeper
+from producer_workers.user_code.border import check_reward
+
+log = logging.getLogger("rolloutmq.worker")
+
+PROGRAM = Path(__file__).with_name("harbor_trial.py")
+
+LARGEST_ANSWER = 2**20  # bytes
+LONGEST_STDERR = 2000  # bytes of a dead process's stderr that are told
+
+TASK_PATH = "task_path"
+"""Key of `extra`: the folder of the task (`producer_workers.datasets.harbor_tasks`)."""
+
+SCORED_ERRORS = frozenset(
+    {
+        "AgentTimeoutError",
+        "ContextLengthExceededError",
+        "ContextWindowExceededError",
+        "OutputLengthExceededError",
+        "OutputTokenExceededError",
+    }
+)
+"""Errors of a trial that the model's work ends in; what the tests then say is its reward."""
+
+# Harbor sends usage data, and LiteLLM asks for prices, unless these are set.
+_QUIET = {"HARBOR_TELEMETRY": "off", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+
+Note = dict[str, Any]
+
+
+class TrialFailed(AgentError):
+    """A trial gave no reward that counts."""
+
+    earned: dict[str, float] | None = None
+
+
+class HarborAgentLoop(GatewayAgentLoop):
+    """Runs a trial of Harbor for each rollout.
+
+    `agent`, `environment`: a name of Harbor's, or "module:Class"; `model`: the model's name for
+    the agent; `trial`: further keys of Harbor's TrialConfig. `reward` is the key of the tests'
+    reward that becomes the score. After an error in `scored_errors`, beside those in
+    SCORED_ERRORS, the tests' reward counts. Folders of trials are kept in `trials_dir`.
+    """
+
+    def __init__(
+        self,
+        *,
+        harbor_python: str,
+        agent: str,
+        environment: str = "docker",
+        model: str = "openai/policy",
+        trial: Mapping[str, Any] | None = None,
+        reward: str = "reward",
+        scored_errors: Collection[str] = (),
+        trials_dir: str | None = None,
+        trials_at_once: int = 16,
+        time_limit_s: float | None = None,
+        cleanup_s: float = 60.0,
+        **options: Any,
+    ) -> None:
+        config = _trial_config(agent, environment, model, trial or {})
+        processes = TrialProcesses(harbor_python, trials_at_once, time_limit_s, cleanup_s)
+        scored = SCORED_ERRORS | set(scored_errors)
+        self._harbor = HarborAgent(processes, config, reward, scored, trials_dir)
+        super().__init__(agent=self._harbor, **options)
+
+    async def open(self) -> None:
+        await self._harbor.check()
+        await super().open()
+
+    async def close(self) -> None:
+        await super().close()
+        await self._harbor.processes.ended()
+
+    async def generate_group(
+        self, states: list[RolloutState], engine: Engine, gid: str, keeper: Keeper | None = None
+    ) -> list[RolloutState]:
+        """Like GatewayAgentLoop; the group's `extra` tells the last trial of each rollout."""
+        told = dict(states[0].extra.get(TRIALS, {}))
+        try:
+            group = await super().generate_group(states, engine, gid, keeper)
+        finally:
+            for state in states:
+                if note := self._harbor.notes.pop(f"{gid}/{state.index}", None):
+                    told[str(state.index)] = note
+        for state in group:
+            state.extra = state.extra | {TRIALS: told}
+        return group
+
+
+def _trial_config(
+    agent: str, environment: str, model: str, more: Mapping[str, Any]
+) -> dict[str, Any]:
+    ours: dict[str, Any] = {
+        "agent": {"import_path" if ":" in agent else "name": agent, "model_name": model},
+        "environment": {"import_path" if ":" in environment else "type": environment},
+    }
+    for part in ours:
+        if not isinstance(more.get(part, {}), Mapping):
+            raise ConfigError(
+                f"agent_loop_options.trial.{part} is {more[part]!r:.80}",
+                hint=f"give a table of Harbor's TrialConfig, and the name as {part}",
+            )
+        ours[part] |= more.get(part, {})
+    return {**more, **ours}
+
+
+class HarborAgent:
+    """Plays sessions as trials. `notes`: what is told of a session's trial, by the session."""
+
+    resumable = False
+
+    def __init__(
+        self,
+        processes: TrialProcesses,
+        config: Mapping[str, Any],
+        reward: str,
+        scored: Collection[str],
+        trials_dir: str | None,
+    ) -> None:
+        self.processes = processes
+        self.notes: dict[str, Note] = {}
+        self._config = config
+        self._reward = reward
+        self._scored = scored
+        self._trials_dir = trials_dir
+
+    async def check(self) -> None:
+        """Raise ConfigError if Harbor, the agent or the environment cannot be loaded."""
+        config = {**self._config, "task": {"path": "."}, "trials_dir": tempfile.mkdtemp()}
+        try:
+            answer = await self.processes.run({"config": config, "check": True, "keep": False}, {})
+        except AgentError as error:
+            raise ConfigError(error.message, hint=error.hint) from error
+        if answer["errors"]:
+            raise ConfigError(
+                f"agent_loop_options of harbor: {_line(answer['errors'][0])}",
+                hint=f"{self.processes.python} runs Harbor: see its `harbor --help`",
+            )
+
+    async def run(self, task: AgentTask) -> Earned:
+        """Return the reward of the trial's tests. Raises TrialFailed."""
+        name = f"rmq-{re.sub('[^a-zA-Z0-9]+', '-', task.session_id)}-{secrets.token_hex(3)}"
+        kept = self._trials_dir and Path(self._trials_dir).absolute()
+        config = dict(self._config)
+        config["task"] = {"path": _task_folder(task)}
+        config["trial_name"] = name
+        config["trials_dir"] = str(kept or tempfile.mkdtemp(prefix="rolloutmq-trial-"))
+        agent = config["agent"]
+        config["agent"] = {**agent, "env": {**agent.get("env", {}), **task.variables}}
+        note = self.notes[task.session_id] = {"name": name}
+        if kept:
+            note["path"] = str(kept / name)
+        answer = await self.processes.run({"config": config, "keep": bool(kept)}, task.variables)
+        note.update({key: answer[key] for key in ("log", "tests") if answer.get(key)})
+        return {EVERY_ROLE: self._earned(name, answer)}
+
+    def _earned(self, name: str, answer: Mapping[str, Any]) -> dict[str, float]:
+        found = dict(answer["rewards"] or {})
+        score = found.pop(self._reward, None)
+        rewards = None if score is None else check_reward(name, {"score": score, **found})
+        for error in answer["errors"]:
+            if error["type"] not in self._scored or not rewards:
+                trace = trace_text(error["trace"].strip().split("\n"))
+                failed = TrialFailed(f"trial {name}: {_line(error)}", trace=trace)
+                failed.earned = rewards  # counts if the session's tokens were used up
+                raise failed
+        if not rewards:
+            known = (
+                f"the tests' reward has only {', '.join(found)}" if found else "it has no reward"
+            )
+            hint = f"its tests write {self._reward!r} (agent_loop_options.reward) to reward.json"
+            raise TrialFailed(f"trial {name}: {known}", hint=hint)
+        return rewards
+
+    def close(self) -> None: ...  # each process ends with its session
+
+
+def _task_folder(task: AgentTask) -> str:
+    folder = task.extra.get(TASK_PATH)
+    if not isinstance(folder, str) or not Path(folder).is_dir():
+        hint = 'dataset = { kind = "harbor", ... } names it, by a path that all machines share'
+        raise TrialFailed(f"{TASK_PATH} = {folder!r} is no folder of this machine", hint=hint)
+    return folder
+
+
+def _line(error: Mapping[str, str]) -> str:
+    return f"{error['type']}: {' '.join(error['message'].split())}"
+
+
+class TrialProcesses:
+    """The processes of trials, up to `at_once`. One that is ended has `cleanup_s` for that."""
+
+    def __init__(self, python: str, at_once: int, limit_s: float | None, cleanup_s: float) -> None:
+        found = shutil.which(python)
+        if found is None:
+            raise ConfigError(
+                f"harbor_python = {python!r} is no program of this machine",
+                hint="python3.12 -m venv harbor && harbor/bin/pip install harbor; then give "
+                "harbor/bin/python",
+            )
+        self.python = python
+        self._command = [str(Path(found).absolute()), "-P", str(PROGRAM)]
+        self._free = asyncio.Semaphore(at_once)
+        self._limit_s = limit_s
+        self._cleanup_s = cleanup_s
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def run(self, request: Mapping[str, Any], variables: Mapping[str, str]) -> Any:
+        """Return the answer of a process. Cancelling ends its trial, and does not wait for that.
+
+        Raises TrialFailed.
+        """
+        async with self._free:
+            return await self._run(request, variables, self._limit_s)
+
+    async def ended(self) -> None:
+        """Wait until the environments of all ended trials have stopped."""
+        while self._ending:
+            await asyncio.wait(self._ending)
+
+    async def _run(
+        self, request: Mapping[str, Any], variables: Mapping[str, str], limit_s: float | None
+    ) -> Any:
+        with tempfile.TemporaryFile() as stderr:
+            process = await self._start(request, variables, stderr)
+            try:
+                async with asyncio.timeout(limit_s):
+                    answer = await _ask(process, {**request, "cleanup_s": self._cleanup_s})
+            except TimeoutError as error:
+                hint = "see agent_loop_options.time_limit_s"
+                message = f"the trial took longer than {limit_s:g} s"
+                raise TrialFailed(message, hint=hint) from error
+            finally:
+                self._end(process, request, variables)
+            if answer:
+                return orjson.loads(answer)
+            await process.wait()
+            raise TrialFailed(
+                f"the process of the trial ended with {process.returncode}",
+                trace=trace_text(_end_of(stderr)),
+            )
+
+    async def _start(
+        self, request: Mapping[str, Any], variables: Mapping[str, str], stderr: IO[bytes]
+    ) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            *self._command,
+            env={**os.environ, **_QUIET, **variables},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=stderr,
+            limit=LARGEST_ANSWER,
+            start_new_session=True,
+        )
+
+    def _end(self, process: Any, request: Mapping[str, Any], variables: Mapping[str, str]) -> None:
+        process.stdin.close()
+        ending = asyncio.create_task(self._clean(process, request, variables))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+    async def _clean(
+        self, process: Any, request: Mapping[str, Any], variables: Mapping[str, str]
+    ) -> None:
+        """Wait for the end of a process whose pipe is closed; if it was killed, clean up for it."""
+        try:
+            async with asyncio.timeout(self._cleanup_s + 5):
+                await process.wait()
+        except TimeoutError:
+            log.warning("a trial of Harbor did not end", extra={"pid": process.pid})
+        await end_process(process)
+        if process.returncode == 0 or request.get("clean") or request.get("check"):
+            return
+        try:
+            answer = await self._run({**request, "clean": True}, variables, self._cleanup_s)
+            why = "; ".join(map(_line, answer["errors"]))
+        except TrialFailed as error:
+            why = error.message
+        if why:
+            name = request["config"]["trial_name"]
+            log.error("the environment of trial %s may be left: %s", name, why)
+
+
+async def _ask(process: Any, request: Mapping[str, Any]) -> bytes:
+    """Return the line that a process answers; b"" if it ended without one."""
+    try:
+        process.stdin.write(orjson.dumps(request) + b"\n")
+        await process.stdin.drain()
+    except OSError:  # it has ended
+        pass
+    line: bytes = await process.stdout.readline()
+    return line
+
+
+def _end_of(file: IO[bytes]) -> list[str]:
+    file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_STDERR))
+    return file.read().decode(errors="replace").strip().split("\n")

@@ -1,0 +1,227 @@
+"""Our side of Harbor's trials: processes, rewards, failures, ends. Its own side: test_harbor_trials.py."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from buffer.errors import ConfigError
+from buffer.wire.rollout import RolloutState, Status
+from producer_workers.environments.harbor import PROGRAM, HarborAgentLoop
+from tests.producer_workers.environments.harbor_stand_in import install, write_task
+from tests.producer_workers.recorder import Recorder, questions, run
+
+
+@pytest.fixture(autouse=True)
+def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Install the stand-in, and return the folder of its environments."""
+    install(tmp_path / "packages")
+    folder = tmp_path / "environments"
+    temporary = tmp_path / "temporary"
+    for each in (folder, temporary):
+        each.mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    monkeypatch.setenv("STAND_IN_ENVIRONMENTS", str(folder))
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    return folder
+
+
+def loop_of(chat: Any, **options: Any) -> HarborAgentLoop:
+    common = {"judge": None, "tokenizer": chat, "eos_ids": [chat.eos_token_id]}
+    names = {"harbor_python": sys.executable, "agent": "talker", "environment": "folders"}
+    return HarborAgentLoop(**{**common, **names, "cleanup_s": 20.0, **options})
+
+
+def group_of(folder: Path, *plays: dict[str, Any], **params: Any) -> list[RolloutState]:
+    """Return a group whose rollouts have tasks of their own."""
+    states = questions(*("do it" for _ in plays), **{"max_tokens": 1000, **params})
+    for state, play in zip(states, plays, strict=True):
+        state.extra = {"task_path": str(write_task(folder / f"task-{state.index}", play))}
+    return states
+
+
+def test_trials_earn_what_their_tests_say_and_each_token_is_trained_once(
+    chat: Any, tmp_path: Path, environments: Path
+) -> None:
+    engine = Recorder(chat)
+    plays: list[dict[str, Any]] = [
+        {"turns": 3, "rewards": {"reward": 0.25, "style": 1}},
+        {"rewards": {"reward": 0.0}},
+    ]
+    kept = tmp_path / "kept"
+    states = run(loop_of(chat, trials_dir=str(kept)), engine, group_of(tmp_path, *plays))
+    engine.check(states)
+    assert [state.reward for state in states] == [{"score": 0.25, "style": 1.0}, {"score": 0.0}]
+    told = states[1].extra["trials"]
+    assert told.keys() == {"0", "1"}
+    for note in told.values():
+        assert Path(note["path"]).parent == kept
+        assert (Path(note["path"]) / "trial.log").read_text() == note["log"] == "began\n"
+    assert list(environments.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("play", "options", "reason"),
+    [
+        ({}, {}, "no reward"),
+        ({"rewards": {"other": 1}}, {}, "only other"),
+        ({"rewards": {"reward": 0}, "raises": "fault"}, {}, "ZeroDivisionError: so"),
+        ({"rewards": {"reward": 0}, "is_killed": True}, {}, "ended with -9"),
+        ({"rewards": {"reward": 0}, "hangs": True}, {"time_limit_s": 3.0}, "longer than 3 s"),
+        ({"rewards": {"reward": 0}, "turns": 0}, {}, "without an answer"),
+        ({"rewards": {"reward": 0}}, {"trial": {"typo": 1}}, "typo"),
+    ],
+)
+def test_a_trial_that_fails_is_a_failed_rollout_with_a_reason_and_has_no_reward(
+    chat: Any,
+    tmp_path: Path,
+    environments: Path,
+    play: dict[str, Any],
+    options: dict[str, Any],
+    reason: str,
+) -> None:
+    good = {"rewards": {"reward": 1}}
+    bad, other = run(loop_of(chat, **options), Recorder(chat), group_of(tmp_path, play, good))
+    assert (bad.status, bad.reward) == (Status.FAILED, None)
+    assert reason in str(bad.error)
+    assert other.status is (Status.FAILED if "trial" in options else Status.COMPLETED)
+    assert list(environments.iterdir()) == [], "also of the trial whose process was killed"
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_work_that_ends_by_a_limit_is_scored_by_the_tests(chat: Any, tmp_path: Path) -> None:
+    rewards = {"rewards": {"reward": 0.5}}
+    limits = [{"raises": "timeout", **rewards}, {"raises": "fault", **rewards}]
+    loop = loop_of(chat, scored_errors=["ZeroDivisionError"])
+    states = run(loop, Recorder(chat), group_of(tmp_path / "errors", *limits))
+    assert [state.reward for state in states] == [{"score": 0.5}] * 2
+    # one that uses up the tokens of its session is refused, and fails by that
+    many = {"turns": 100, **rewards}
+    states = run(loop_of(chat), Recorder(chat), group_of(tmp_path / "tokens", many, max_tokens=20))
+    assert [(state.status, state.reward) for state in states] == [
+        (Status.COMPLETED, {"score": 0.5})
+    ]
+    # where Harbor could not even test it, there is no reward
+    states = run(
+        loop_of(chat), Recorder(chat), group_of(tmp_path / "none", {"turns": 100}, max_tokens=20)
+    )
+    assert [(state.status, state.reward) for state in states] == [(Status.FAILED, None)]
+
+
+def test_a_task_that_is_not_on_this_machine_fails_its_rollouts(chat: Any, tmp_path: Path) -> None:
+    states = group_of(tmp_path, {"rewards": {"reward": 1}})
+    states[0].extra["task_path"] = str(tmp_path / "elsewhere")
+    (state,) = run(loop_of(chat), Recorder(chat), states)
+    assert state.status is Status.FAILED
+    assert "elsewhere" in str(state.error)
+
+
+def test_a_pause_ends_trials_and_the_next_claim_begins_them_again(
+    chat: Any, tmp_path: Path, environments: Path
+) -> None:
+    first = Recorder(chat)
+    first.cut = {0}
+    plays: list[dict[str, Any]] = [
+        {"turns": 2, "rewards": {"reward": 1}},
+        {"rewards": {"reward": 1}},
+    ]
+    states = run(loop_of(chat), first, group_of(tmp_path, *plays))
+    assert [state.status for state in states] == [Status.ABORTED, Status.COMPLETED]
+    assert list(environments.iterdir()) == []
+    second = Recorder(chat)
+    states = run(loop_of(chat), second, states)
+    assert [state.reward for state in states] == [{"score": 1.0}] * 2
+    second.check([states[0]])
+
+
+def test_a_lost_lease_ends_trials_without_waiting_for_their_environments(
+    chat: Any, tmp_path: Path, environments: Path
+) -> None:
+    async def scene() -> None:
+        loop = loop_of(chat, cleanup_s=3.0)
+        states = group_of(tmp_path, {"hangs": True}, {"hangs": True, "never_stops": True})
+        group = asyncio.create_task(loop.generate_group(states, Recorder(chat), "math-0000000001"))
+        while len(list(environments.iterdir())) < 2:
+            await asyncio.sleep(0.05)
+        group.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await group
+        await loop.close()
+
+    asyncio.run(scene())
+    (left,) = environments.iterdir()
+    assert "math-0000000001-1-" in left.name, "its environment hangs, and its process does not"
+
+
+HOST = """
+import asyncio, json, sys
+from producer_workers.environments.harbor import TrialProcesses
+
+request = json.loads(sys.stdin.readline())
+asyncio.run(TrialProcesses(sys.executable, 1, None, 20.0).run(request, {}))
+"""
+
+
+@pytest.mark.parametrize("end", ["worker is killed", "SIGTERM"])
+def test_a_trial_ends_in_order_when_its_worker_dies(
+    tmp_path: Path, environments: Path, end: str
+) -> None:
+    task = write_task(tmp_path / "task", {"turns": 0, "hangs": True})
+    config = {
+        "task": {"path": str(task)},
+        "trial_name": "rmq-x",
+        "trials_dir": str(tmp_path / "trials"),
+        "agent": {},
+        "environment": {},
+    }
+    request = {"config": config, "keep": False, "cleanup_s": 20.0}
+    command = ["-c", HOST] if end == "worker is killed" else ["-P", str(PROGRAM)]
+    with subprocess.Popen([sys.executable, *command], stdin=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write(orjson.dumps(request) + b"\n")
+        process.stdin.flush()
+        wait_until(lambda: list(environments.iterdir()) != [])
+        process.send_signal(signal.SIGKILL if end == "worker is killed" else signal.SIGTERM)
+        wait_until(lambda: list(environments.iterdir()) == [])
+        wait_until(lambda: not (tmp_path / "trials").exists())
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    async def wait() -> None:
+        async with asyncio.timeout(120):
+            while not holds():
+                await asyncio.sleep(0.05)
+
+    asyncio.run(wait())
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"agent": "nobody"}, "no agent"),
+        ({"environment": "my:Environment"}, "SystemExit: no such environment"),
+        ({"harbor_python": os.devnull}, "harbor_python"),
+        ({"trial": {"agent": "talker"}}, "trial.agent"),
+    ],
+)
+def test_what_harbor_cannot_load_is_refused_before_any_trial(
+    chat: Any, options: dict[str, Any], reason: str
+) -> None:
+    async def scene() -> None:
+        loop = loop_of(chat, **options)
+        try:
+            await loop.open()
+        finally:
+            await loop.close()
+
+    with pytest.raises(ConfigError, match=reason):
+        asyncio.run(scene())
