@@ -24,11 +24,14 @@ import orjson
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.imports import import_package
 from producer_workers.datasets.verifiers_tasks import REQUIREMENT, environment_config
-from producer_workers.gateway.agents import AgentTask
+from producer_workers.gateway.agents import BY_HEADER, AgentTask
 
 log = logging.getLogger("rolloutmq.worker")
 
-Agent = Callable[[AgentTask], Awaitable[dict[str, float]]]
+# By the id of a trace; None for those that are not trained.
+Rewards = dict[str, dict[str, Any] | None]
+
+Agent = Callable[[AgentTask], Awaitable[Rewards]]
 
 
 class EpisodeError(RolloutMQError):
@@ -43,14 +46,7 @@ def verifiers_agent(environment: Any) -> Agent:
     return _EpisodePlayer(environment).play
 
 
-def _reward(metrics: Mapping[str, Any], score: Any) -> dict[str, float]:
-    known = {name: float(value) for name, value in metrics.items() if value is not None}
-    return known | {"score": float(score)}
-
-
-async def play(
-    task: AgentTask, *, environment: str, options: Mapping[str, Any]
-) -> dict[str, float]:
+async def play(task: AgentTask, *, environment: str, options: Mapping[str, Any]) -> Rewards:
     """Play a task of a data set of kind "verifiers". Raises ConfigError, EpisodeError."""
     return await _player_of(environment, orjson.dumps(options)).play(task)
 
@@ -62,6 +58,14 @@ def _player_of(environment: str, options: bytes) -> _EpisodePlayer:
     return _EpisodePlayer(vf.load_environment(config))
 
 
+def _reward(trace: Any) -> dict[str, Any]:
+    metrics = {name: float(value) for name, value in trace.metrics.items() if value is not None}
+    seat = trace.agent.name
+    # "agent" is the only seat of an environment that names none
+    role = {"role": "" if seat == "agent" else seat}
+    return metrics | {"score": float(trace.reward)} | role
+
+
 class _EpisodePlayer:
     """Plays an environment, whose servers and tools run while any rollout does."""
 
@@ -70,25 +74,27 @@ class _EpisodePlayer:
         self._playing = 0
         self._server: asyncio.Task[None] | None = None
 
-    async def play(self, task: AgentTask) -> dict[str, float]:
+    async def play(self, task: AgentTask) -> Rewards:
+        rewards: Rewards = {}
         async with self._served():
-            episode = await self._ask(task)
-        traces = [trace for trace in episode.traces if trace.agent.trainable]
-        if episode.ok and len(traces) == 1:
-            return _reward(traces[0].metrics, traces[0].reward)
-        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-        if errors:
-            raise EpisodeError(f"{errors[-1].type}: {errors[-1].message}")
-        raise EpisodeError(f"{len(traces)} agents to train; one is supported")
+            episode = await self._ask(task, lambda trace: rewards.update({trace.id: None}))
+        if not episode.ok:
+            errors = [*episode.errors, *(each for trace in episode.traces for each in trace.errors)]
+            why = f"{errors[-1].type}: {errors[-1].message}" if errors else "no error was recorded"
+            raise EpisodeError(why)
+        return rewards | {
+            trace.id: _reward(trace) if trace.agent.trainable else None for trace in episode.traces
+        }
 
-    async def _ask(self, task: AgentTask) -> Any:
+    async def _ask(self, task: AgentTask, began: Callable[[Any], None]) -> Any:
         vf = import_package("verifiers.v1", REQUIREMENT)
         variable = f"ROLLOUTMQ_SESSION_{token_hex(8)}"
-        os.environ[variable] = task.api_key  # the client takes the name of a variable, not a key
+        # the client takes the name of a variable, not a key, and sends a trace's id in a header
+        os.environ[variable] = task.role(BY_HEADER).api_key
         try:
             client = vf.EvalClientConfig(base_url=task.base_url, api_key_var=variable)
             context = vf.ModelContext(client=client, model=task.model, sampling=vf.SamplingConfig())
-            return await self._environment.run_episode(self._task(task), context)
+            return await self._environment.run_episode(self._task(task), context, on_trace=began)
         finally:
             del os.environ[variable]
 

@@ -35,6 +35,13 @@ def ended_rollouts(
     earned: Earned,
 ) -> list[Rollouts]:
     """Return the rollouts of each session; those in `cut` end at a limit. Raises WireError."""
+    _check_names(segments, earned)
+    left_out = {name for name, reward in earned.items() if not reward}
+    segments = {
+        name: each for name, each in segments.items() if left_out.isdisjoint((name, role_of(name)))
+    }
+    if not segments:
+        raise WireError("no reward for any conversation: all are left out")
     made = [_rollouts(state, name, each) for name, each in segments.items()]
     for rollouts, name in zip(made, segments, strict=True):
         if name in cut:
@@ -48,17 +55,22 @@ def _rollouts(state: RolloutState, name: str, segments: Sequence[Segment]) -> Ro
     return [segment.filled(state, session_id=session, role=role_of(name)) for segment in segments]
 
 
-def _earn(made: Sequence[Rollouts], names: Iterable[str], earned: Earned) -> None:
-    """Give the sessions of these names their rewards by the agent. Raises WireError."""
+def _check_names(names: Collection[str], earned: Earned) -> None:
     known = {EVERY_ROLE, *names, *map(role_of, names)}
-    if wrong := earned.keys() - known:
+    if wrong := sorted(name for name, reward in earned.items() if reward and name not in known):
         raise WireError(
-            f"rewards of {', '.join(sorted(wrong))}, for which the model has said nothing",
+            f"rewards of {', '.join(wrong)}, for which the model has said nothing",
             hint='return them by role: {"solver": {"score": 1.0}}; "" is the agent\'s own session',
         )
+
+
+def _earn(made: Sequence[Rollouts], names: Iterable[str], earned: Earned) -> None:
+    """Give the sessions of these names their rewards by the agent. Raises WireError."""
     for rollouts, name in zip(made, names, strict=True):
         found = (earned.get(each) for each in (name, role_of(name), EVERY_ROLE))
         reward = dict(next(filter(None, found), {}))
+        role = reward.pop("role", role_of(name))
         reward_turns(rollouts, reward)
         for rollout in rollouts:
             rollout.reward = reward or None
+            rollout.role = role

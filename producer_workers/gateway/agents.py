@@ -100,9 +100,14 @@ class AgentTask:
 
 
 Earned = dict[str, dict[str, Any]]
-"""The rewards of an agent by role (or session), perhaps with `turn_rewards`."""
+"""The rewards of an agent by role (or session), perhaps with `turn_rewards` and another `role`.
+
+Sessions with {} are left out of the group.
+"""
 
 EVERY_ROLE = "*"
+
+BY_HEADER = "*"  # as a role in a key: each X-Session-ID of the requests has a session of its own
 
 
 @runtime_checkable
@@ -128,11 +133,17 @@ class AgentBorder(Border):
         if result is None:
             return None
         parts = result.values() if isinstance(result, Mapping) else ()
-        is_by_role = parts and all(isinstance(part, Mapping) for part in parts)
-        return {
-            str(role): check_answer(name, reward, (TURN_REWARDS,))
-            for role, reward in (result if is_by_role else {EVERY_ROLE: result}).items()
-        }
+        kinds = {isinstance(part, Mapping) for part in parts if part is not None}
+        by_role = result if kinds == {True} else {EVERY_ROLE: result}
+        return {str(role): self._reward(name, reward) for role, reward in by_role.items()}
+
+    def _reward(self, name: str, reward: Any) -> dict[str, Any]:
+        if reward is None:
+            return {}
+        if not isinstance(reward, Mapping) or not isinstance(reward.get("role"), str):
+            return check_answer(name, reward, (TURN_REWARDS,))
+        numbers = {key: value for key, value in reward.items() if key != "role"}
+        return check_answer(name, numbers, (TURN_REWARDS,)) | {"role": reward["role"]}
 
 
 AGENT = AgentBorder()

@@ -20,6 +20,7 @@ from producer_workers.gateway.dialect import (
     event,
     function_tool,
     joined_text,
+    result_text,
 )
 from producer_workers.gateway.history import split_thought
 from producer_workers.gateway.turn import Ask, SampledTurn
@@ -130,7 +131,7 @@ def _of_user(blocks: Sequence[Any]) -> Iterator[Json]:
                 if texts:
                     yield {"role": "user", "content": "".join(texts)}
                     texts = []
-                said = joined_text(block.get("content") or "")
+                said = result_text(block.get("content") or "")
                 yield {"role": "tool", "tool_call_id": call_id, "content": said}
             case _:
                 raise ValueError(_OTHER_CONTENT)

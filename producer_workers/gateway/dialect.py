@@ -77,6 +77,9 @@ def _choice_of(given: Any) -> str | bool | None:
 ToolChoice = Annotated[str | bool | None, BeforeValidator(_choice_of)]
 
 
+_MEDIA = ("image", "image_url", "input_image", "document", "input_file")
+
+
 class Fields(BaseModel):
     """Fields of a request; those in `refused` must be null or empty, others are ignored."""
 
@@ -182,6 +185,23 @@ def joined_text(content: Any, kinds: Sequence[str] = ("text",)) -> str:
             case _:
                 raise ValueError("only text can be asked")
     return "".join(texts)
+
+
+def result_text(content: Any, kinds: Sequence[str] = ("text",)) -> str:
+    """Return what a tool gave as text, which says where an image was. Raises ValueError.
+
+    A refusal would end the session of every model that opens an image.
+    """
+    if isinstance(content, list):
+        content = [_unseen(part, kinds[0]) for part in content]
+    return joined_text(content, kinds)
+
+
+def _unseen(part: Any, kind: str) -> Any:
+    match part:
+        case {"type": str(media)} if media in _MEDIA:
+            return {"type": kind, "text": f"[{media}: this model reads text only]"}
+    return part
 
 
 def function_tool(name: Any, description: Any, parameters: Any) -> Json:

@@ -26,6 +26,7 @@ from producer_workers.gateway.dialect import (
     as_list,
     data_events,
     joined_text,
+    result_text,
 )
 from producer_workers.gateway.turn import Ask, SampledTurn
 
@@ -231,7 +232,8 @@ def plain_message(message: Json) -> Json:
         raise ValueError("tool_calls is a list")
     if calls:
         kept["tool_calls"] = [_plain_call(call) for call in calls]
-    kept["content"] = joined_text(kept.get("content", ""))
+    text_of = result_text if kept["role"] == "tool" else joined_text
+    kept["content"] = text_of(kept.get("content", ""))
     return kept
 
 

@@ -20,6 +20,7 @@ from producer_workers.gateway.dialect import (
     event,
     function_tool,
     joined_text,
+    result_text,
 )
 from producer_workers.gateway.history import split_thought
 from producer_workers.gateway.openai_api import plain_message
@@ -68,7 +69,7 @@ class _Conversation:
                 "call_id": str(call),
                 "output": said,
             }:
-                text = joined_text(said, _TEXTS)
+                text = result_text(said, _TEXTS)
                 self._other({"role": "tool", "tool_call_id": call, "content": text})
             case {"type": kind}:
                 raise ValueError(f"items of type {kind} cannot be recorded for training")

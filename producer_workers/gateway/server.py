@@ -10,42 +10,32 @@ import re
 import resource
 import secrets
 import socket
-import time
-from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import ValidationError
 
-from buffer.errors import ConfigError, RolloutMQError, WireError
+from buffer.errors import ConfigError, WireError
 from producer_workers.agent_loops.tokenizer import in_tokenizer_thread
 from producer_workers.config.gateway import GatewaySection
 from producer_workers.engines.base import EngineDeadError, GenerationError
-from producer_workers.gateway.agents import MODEL
+from producer_workers.gateway.agents import BY_HEADER, MODEL
 from producer_workers.gateway.anthropic_api import CountRequest, MessagesRequest
 from producer_workers.gateway.dialect import AgentRequest
+from producer_workers.gateway.guests import LARGEST_REQUEST, Guest, Refusal, keep
 from producer_workers.gateway.openai_api import ChatRequest, TextRequest
 from producer_workers.gateway.openai_responses import ResponsesRequest
 from producer_workers.gateway.reply import Reply
 from producer_workers.gateway.roles import AgentSessions
 from producer_workers.gateway.session import ContextFull, Session, SessionClosed
-from producer_workers.gateway.turn import SampledTurn
 from producer_workers.gateway.vllm_api import GenerateRequest
 
 log = logging.getLogger("rolloutmq.worker")
 
 T = TypeVar("T")
-
-LARGEST_REQUEST = 32 * 2**20  # bytes; a request carries a whole conversation
-
-# Requests of one key; its clients send more of them again later.
-MOST_AT_ONCE = 128
-MOST_PER_S = 100
-MOST_BYTES = 4 * LARGEST_REQUEST  # at once
 
 QUIET_S = 120.0  # the longest that a connection is silent, or sends one body
 
@@ -54,12 +44,7 @@ OPEN_FILES = 65_536  # of a worker: agents have several each, and strangers may 
 MOST_FAULTS = 8  # in an error message; a request may have a million
 LONGEST_REFUSAL = 4096  # characters of an error message
 
-MOST_KEPT = 32  # answers of an agent whose request may be repeated
-
 REPLY = web.RequestKey("reply", Reply)  # of a request
-
-# In which the clients of OpenAI and Anthropic say how often they have asked this before.
-RETRIES = "x-stainless-retry-count"
 
 # An escape of JSON: a surrogate pair, half of one (the group), or any other.
 _ESCAPE = re.compile(
@@ -73,80 +58,10 @@ DIALECTS: dict[str, type[AgentRequest]] = {kind.path: kind for kind in (*_OPENAI
 """All dialects. To add one, write its requests in a file of its own and add them here."""
 
 
+SESSION_HEADER = "X-Session-ID"  # tells the conversations of a key `BY_HEADER` apart
+
 # In which the agents of NeMo Gym call a model: the name of their run is a key.
 KEY_IN_PATH = ("/ng-rollout/{key}", "/ng-rollout/{key}/training-token-capture")
-
-
-class Refusal(RolloutMQError):
-    """A request is not answered; `field`: the field that is at fault."""
-
-    def __init__(self, status: int, message: str, code: str, field: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.code = code
-        self.field = field
-
-    @property
-    def headers(self) -> dict[str, str]:
-        if self.status == 429:
-            return {"Retry-After": "1"}
-        return {"x-should-retry": "false"}  # clients would retry, and be refused again
-
-
-@dataclass(slots=True)
-class Guest:
-    """What runs for an agent's key, and its last answers, by the hashes of their requests.
-
-    It goes with the key.
-    """
-
-    session: Session
-    sessions: AgentSessions
-    roles: dict[str, Guest] = field(default_factory=dict)
-    requests: dict[asyncio.Task[Any], int] = field(default_factory=dict)  # with their bytes
-    paid_until: float = 0.0  # each request moves this on by its share of a second
-    answered: dict[bytes, SampledTurn] = field(default_factory=dict)
-    unsent: dict[bytes, SampledTurn] = field(default_factory=dict)  # its connection broke
-
-    def in_role(self, name: str) -> Guest:
-        """Return what runs for a role's key, which begins with the agent's. Raises ConfigError."""
-        if name and name not in self.roles:
-            self.roles[name] = Guest(self.sessions.of(name), self.sessions, requests=self.requests)
-        return self.roles[name] if name else self
-
-    def answer_again(self, asked: bytes, *, is_retry: bool) -> SampledTurn | None:
-        """Return the answer that an agent may not have received; None if it asks for another."""
-        return self.unsent.pop(asked, None) or (self.answered.get(asked) if is_retry else None)
-
-    def check_rate(self) -> None:
-        """Count a request. Raises Refusal."""
-        now = time.monotonic()
-        until = max(self.paid_until, now - 1.0) + 1.0 / MOST_PER_S
-        if until > now:
-            _refuse_for_now(f"more than {MOST_PER_S} requests of this key in a second")
-        self.paid_until = until
-
-    @contextmanager
-    def asking(self, request: web.Request) -> Iterator[None]:
-        """Let `request` end with the key. Raises Refusal."""
-        is_packed = "Content-Encoding" in request.headers
-        told = None if is_packed else request.content_length
-        size = min(told or LARGEST_REQUEST, LARGEST_REQUEST)  # a larger one is refused as it comes
-        if len(self.requests) >= MOST_AT_ONCE or size + sum(self.requests.values()) > MOST_BYTES:
-            _refuse_for_now(f"more than {MOST_AT_ONCE} requests of this key, or {MOST_BYTES} bytes")
-        answering = asyncio.current_task()
-        assert answering is not None
-        self.requests[answering] = size
-        try:
-            yield
-        finally:
-            del self.requests[answering]
-
-
-def _keep(answers: dict[bytes, SampledTurn], asked: bytes, turn: SampledTurn) -> None:
-    answers[asked] = turn
-    if len(answers) > MOST_KEPT:
-        del answers[next(iter(answers))]
 
 
 class Gateway:
@@ -167,7 +82,7 @@ class Gateway:
 
     def dismiss(self, key: str) -> None:
         """End an agent's key, and cancel its open requests."""
-        for request in self._guests.pop(_hash(key)).requests:
+        for request in self._guests.pop(_hash(key)).load.requests:
             request.cancel()
 
     async def start(self) -> None:
@@ -225,7 +140,9 @@ class Gateway:
         given = [in_path, in_header, bearer if kind.lower() == "bearer" else ""]
         for key, _, role in (each.strip().partition(":") for each in given):
             if guest := self._guests.get(_hash(key)):
-                guest.check_rate()
+                guest.load.check_rate()
+                if role == BY_HEADER:
+                    role = request.headers.get(SESSION_HEADER, "")
                 try:
                     return guest.in_role(role)
                 except ConfigError as error:
@@ -241,7 +158,7 @@ class Gateway:
 
     async def _serve(self, kind: type[AgentRequest], request: web.Request) -> web.StreamResponse:
         guest = self._guest(request)
-        with guest.asking(request):
+        with guest.load.asking(request):
             return await _answer(request, kind, guest)
 
     async def _unknown(self, request: web.Request) -> web.Response:
@@ -262,19 +179,18 @@ async def _answer(
         tokens = await _done(session.count(asked.ask()), session)
         return web.json_response({"input_tokens": tokens})
     name = hashlib.sha256(kind.path.encode() + body).digest()
-    is_retry = request.headers.get(RETRIES, "0") != "0"
-    turn = guest.answer_again(name, is_retry=is_retry)
+    turn = guest.answer_again(name, is_repeated=guest.load.is_repeated(request))
     reply = request[REPLY] = Reply(request, asked)
     if turn is None:
         turn = await reply.wait(_done(session.ask(asked.ask()), session))
-        _keep(guest.answered, name, turn)
+        keep(guest.answered, name, turn)
     try:
         await _done(session.stored(), session)
         wants_texts = asked.wants_logprobs
         pieces = await in_tokenizer_thread(session.pieces, turn.made) if wants_texts else []
         return await reply.send(turn, pieces)
     except (OSError, asyncio.CancelledError):  # the agent has gone, and may ask again
-        _keep(guest.unsent, name, turn)
+        keep(guest.unsent, name, turn)
         raise
 
 
@@ -310,10 +226,6 @@ def _allow_open_files() -> None:
     most = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-
-
-def _refuse_for_now(why: str) -> NoReturn:
-    raise Refusal(429, why, "rate_limit_exceeded")
 
 
 def _hash(key: str) -> bytes:
@@ -378,7 +290,9 @@ async def _write_refusals(request: web.Request, handler: Handler) -> web.StreamR
     except OSError:  # the agent has gone
         raise
     except Exception as error:  # a fault of this program or of a tokenizer; the agent gets it
-        log.exception("a request of an agent failed", extra={"path": request.path})
+        resource = request.match_info.route.resource  # its own path may have a key
+        where = resource.canonical if resource else ""
+        log.exception("a request of an agent failed", extra={"path": where})
         refusal = Refusal(500, f"{type(error).__name__}: {error}", "internal_error")
     fitting = (kind for path, kind in DIALECTS.items() if request.path.endswith(path))
     dialect = next(fitting, ChatRequest)

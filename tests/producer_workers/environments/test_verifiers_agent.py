@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from secrets import token_hex
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,23 +58,23 @@ class EpisodeEnvironment:
         await asyncio.sleep(0)
         self.open = 0
 
-    async def run_episode(self, task: Any, context: Any) -> Any:
+    async def run_episode(self, task: Any, context: Any, on_trace: Any) -> Any:
         assert self.open == 1
         key = os.environ[context.client.api_key_var]
-        async with openai.AsyncOpenAI(base_url=context.client.base_url, api_key=key) as client:
+        agent = SimpleNamespace(trainable=True, name="agent")
+        trace = SimpleNamespace(id=token_hex(16), agent=agent, metrics={"turns": 1, "none": None})
+        on_trace(trace)
+        async with openai.AsyncOpenAI(
+            base_url=context.client.base_url,
+            api_key=key,
+            default_headers={"X-Session-ID": trace.id},
+        ) as client:
             messages: list[Any] = [{"role": "user", "content": task.data.prompt}]
             reply = await client.chat.completions.create(model=context.model, messages=messages)
-        errors = (
-            [SimpleNamespace(type="TaskError", message="no rubric")]
-            if task.data.answer == "?"
-            else []
-        )
-        reward = float(task.data.answer in str(reply.choices[0].message.content))
-        agent = SimpleNamespace(trainable=True)
-        trace = SimpleNamespace(
-            agent=agent, metrics={"turns": 1, "unknown": None}, reward=reward, errors=errors
-        )
-        return SimpleNamespace(ok=not errors, traces=[trace], errors=[])
+        no_rubric = SimpleNamespace(type="TaskError", message="no rubric")
+        trace.errors = [no_rubric] if task.data.answer == "?" else []
+        trace.reward = float(task.data.answer in str(reply.choices[0].message.content))
+        return SimpleNamespace(ok=not trace.errors, traces=[trace], errors=[])
 
 
 def test_an_environment_whose_agents_are_programs_is_served_while_rollouts_run(

@@ -18,7 +18,7 @@ from producer_workers.datasets.open import open_dataset, open_here
 from tests.producer_workers.recorder import Recorder, run
 
 SUMS = "sums-of-verifiers"
-HERE = {"agent": {"runtime": {"type": "subprocess"}}}
+LOCAL = {"runtime": {"type": "subprocess"}}
 
 pytest.importorskip("verifiers")
 
@@ -28,8 +28,9 @@ def beside_the_taskset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parent)
 
 
-def task(environment: str = SUMS, **options: Any) -> TaskSection:
-    dataset = {"kind": "verifiers", "environment": environment, "options": {**HERE, **options}}
+def task(environment: str = SUMS, *seats: str) -> TaskSection:
+    options = dict.fromkeys(seats or ("agent",), LOCAL)
+    dataset = {"kind": "verifiers", "environment": environment, "options": options}
     return TaskSection.model_validate({"dataset": dataset, "judge": "environment"})
 
 
@@ -64,6 +65,19 @@ def test_a_line_in_the_config_trains_the_tasks_of_an_environment(chat: Any) -> N
         {"score": 0.0, "turns": 2.0},
     ]
     engine.check(states)
+
+
+def test_each_agent_of_an_episode_has_rollouts_and_a_reward_of_its_own(chat: Any) -> None:
+    section = task(f"seats-of-verifiers+{SUMS}", "solver", "critic")
+    problem = open_here(section.dataset, Path()).row(0)
+    engine = Recorder(chat, ["it is 1", "4", "5", "critic: 1"])
+    states = play(chat, section, [problem], engine)
+    rewards = {state.response[1:]: (state.role, state.reward) for state in states}
+    assert rewards == {
+        "it is 1": ("solver", {"score": 1.0, "turns": 1.0}),
+        "5": ("solver", {"score": 0.0, "turns": 2.0}),
+    }
+    assert len({state.session_id for state in states}) == 2
 
 
 def test_what_verifiers_cannot_load_is_refused(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from buffer.wire.rollout import Status
 from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.config.gateway import GatewaySection
-from producer_workers.gateway import server
+from producer_workers.gateway import guests, server
 from producer_workers.gateway.agents import AgentTask
 from producer_workers.gateway.roles import AgentSessions
 from producer_workers.gateway.server import Gateway
@@ -93,7 +93,7 @@ def test_a_key_reaches_its_own_session_and_ends_with_it(
     chat: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    first, second = Recorder(chat, ["one"]), Recorder(chat, ["two"])
+    first, second = Recorder(chat, ["one", "lost"]), Recorder(chat, ["two"])
 
     async def scene() -> None:
         async with serving() as gateway:
@@ -106,13 +106,18 @@ def test_a_key_reaches_its_own_session_and_ends_with_it(
             assert (await post(url, other, continued))[0] == 400
             assert second.requests == [], "the conversation of another session"
             assert "two" in str((await post(url, other, {"input": "x"}))[1])
+            chat.decode = lambda *_, **__: 1 / 0  # a fault of the worker, which is logged
+            in_path = f"{root(gateway)}/ng-rollout/{mine}/v1/chat/completions"
+            assert (await post(in_path, ""))[0] == 500
+            del chat.decode
+            assert "ZeroDivisionError" in caplog.text
             gateway.dismiss(mine)
             ended = await post(url, mine, continued)
             assert ended[:2] == (await post(url, "rmq-guessed", continued))[:2]
             assert ended[0] == 401
-            assert (len(first.said), len(second.said)) == (1, 1)
-            assert mine not in caplog.text
-            assert other not in caplog.text
+            assert (len(first.said), len(second.said)) == (2, 1)
+            logged = [str(vars(record)) for record in caplog.records]
+            assert not [each for each in logged if mine in each or other in each]
 
     play(scene())
 
@@ -255,7 +260,7 @@ def test_many_connections_of_strangers_leave_room_for_agents(chat: Any) -> None:
 def test_too_many_requests_are_put_off_and_clients_ask_again(
     chat: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "MOST_AT_ONCE", 2)
+    monkeypatch.setattr(guests, "MOST_AT_ONCE", 2)
     engine = Recorder(chat)
 
     async def scene() -> None:
@@ -264,25 +269,27 @@ def test_too_many_requests_are_put_off_and_clients_ask_again(
             async with openai.AsyncOpenAI(
                 base_url=gateway.url, api_key=key, max_retries=20
             ) as patient:
-                texts = [[{"role": "user", "content": str(n)}] for n in range(6)]
                 create: Any = patient.chat.completions.create
-                await asyncio.gather(*(create(model="any", messages=text) for text in texts))
+                said = await asyncio.gather(
+                    *(create(model="any", messages=USER, max_tokens=9) for _ in range(6))
+                )
             assert len(engine.said) == 6
-            monkeypatch.setattr(server, "MOST_AT_ONCE", 0)
+            assert len({each.id for each in said}) == 6, "each has an answer of its own"
+            monkeypatch.setattr(guests, "MOST_AT_ONCE", 0)
             async with anthropic.AsyncAnthropic(
                 base_url=root(gateway), api_key=key, max_retries=0
             ) as other:
                 with pytest.raises(anthropic.RateLimitError) as refused:
                     await other.messages.create(model="any", messages=USER, max_tokens=5)
             assert refused.value.response.headers["Retry-After"] == "1"
-            monkeypatch.setattr(server, "MOST_AT_ONCE", 10)
-            monkeypatch.setattr(server, "MOST_BYTES", 1000)
+            monkeypatch.setattr(guests, "MOST_AT_ONCE", 10)
+            monkeypatch.setattr(guests, "MOST_BYTES", 1000)
             sizes = {}
             for size in (10, 1000):
                 body = {"messages": [{"role": "user", "content": "x" * size}], "max_tokens": 5}
                 sizes[size] = (await post(f"{gateway.url}/chat/completions", key, body))[0]
             assert sizes == {10: 200, 1000: 429}
-            monkeypatch.setattr(server, "MOST_PER_S", 1)
+            monkeypatch.setattr(guests, "MOST_PER_S", 1)
             await asyncio.sleep(1.1)
             statuses = [(await post(f"{gateway.url}/models", key))[0] for _ in range(3)]
             assert 429 in statuses

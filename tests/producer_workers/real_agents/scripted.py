@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
 import json
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,9 @@ BINARIES = (INSTALLED / "node_modules" / ".bin", INSTALLED / "venv" / "bin")
 QUESTION = "Read note.txt, write its secret word to answer.txt, then tell me the word."
 NOTE = "The word is heron.\n"
 WORD = "heron"
+PICTURE = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
 HOME = "/home/agent"
 """Stands for the agent's home in its command, in the script, and in recorded requests."""
 WORK = f"{HOME}/work"
@@ -118,6 +122,7 @@ AGENTS = {
             _shell(CODEX, PROVIDER),
             [
                 THOUGHT + "I read it." + call("exec_command", cmd="cat note.txt"),
+                call("view_image", path=f"{WORK}/picture.png"),
                 call("exec_command", cmd=f"printf {WORD} > answer.txt") + call("get_goal"),
                 WORD,
             ],
@@ -193,6 +198,7 @@ AGENTS = {
             _shell('exec claude -p "$0" --model policy --allowedTools Bash Read Write'),
             [
                 THOUGHT + "I read it." + call("Read", file_path=f"{WORK}/note.txt"),
+                call("Read", file_path=f"{WORK}/picture.png"),
                 call("Write", file_path=f"{WORK}/answer.txt", content=WORD)
                 + call("Bash", command="cat note.txt"),
                 WORD,

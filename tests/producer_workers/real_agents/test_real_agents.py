@@ -17,6 +17,7 @@ from tests.producer_workers.real_agents.scripted import (
     HOME,
     INSTALLED,
     NOTE,
+    PICTURE,
     QUESTION,
     WORD,
     Agent,
@@ -55,6 +56,7 @@ def home(agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "work" / "picture.png").write_bytes(PICTURE)
     monkeypatch.chdir(tmp_path / "work")
     return tmp_path
 

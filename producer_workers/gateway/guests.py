@@ -1,0 +1,121 @@
+"""Keep what runs for an agent's key, within limits, and its last answers, until the key ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from aiohttp import web
+
+from buffer.errors import RolloutMQError
+from producer_workers.gateway.roles import AgentSessions
+from producer_workers.gateway.session import Session
+from producer_workers.gateway.turn import SampledTurn
+
+LARGEST_REQUEST = 32 * 2**20  # bytes; a request carries a whole conversation
+
+# Requests of one key; its clients send more of them again later.
+MOST_AT_ONCE = 128
+MOST_PER_S = 100
+MOST_BYTES = 4 * LARGEST_REQUEST  # at once
+
+MOST_KEPT = 32  # answers of an agent whose request may be repeated
+
+# In which the clients of OpenAI and Anthropic say how often they have asked this before.
+RETRIES = "x-stainless-retry-count"
+
+
+class Refusal(RolloutMQError):
+    """A request is not answered; `field`: the field that is at fault."""
+
+    def __init__(self, status: int, message: str, code: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.field = field
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.status == 429:
+            return {"Retry-After": "1"}
+        return {"x-should-retry": "false"}  # clients would retry, and be refused again
+
+
+@dataclass(slots=True)
+class Load:
+    """The requests of one key, of all its roles, and their limits."""
+
+    requests: dict[asyncio.Task[Any], int] = field(default_factory=dict)  # with their bytes
+    paid_until: float = 0.0  # each request moves this on by its share of a second
+    put_off: int = 0  # requests that were refused for now, and will be asked again
+
+    def check_rate(self) -> None:
+        """Count a request. Raises Refusal."""
+        now = time.monotonic()
+        until = max(self.paid_until, now - 1.0) + 1.0 / MOST_PER_S
+        if until > now:
+            self._put_off(f"more than {MOST_PER_S} requests of this key in a second")
+        self.paid_until = until
+
+    @contextmanager
+    def asking(self, request: web.Request) -> Iterator[None]:
+        """Cancel `request` with the key. Raises Refusal."""
+        is_packed = "Content-Encoding" in request.headers
+        told = None if is_packed else request.content_length
+        size = min(told or LARGEST_REQUEST, LARGEST_REQUEST)  # a larger one is refused as it comes
+        if len(self.requests) >= MOST_AT_ONCE or size + sum(self.requests.values()) > MOST_BYTES:
+            self._put_off(f"more than {MOST_AT_ONCE} requests of this key, or {MOST_BYTES} bytes")
+        answering = asyncio.current_task()
+        assert answering is not None
+        self.requests[answering] = size
+        try:
+            yield
+        finally:
+            del self.requests[answering]
+
+    def is_repeated(self, request: web.Request) -> bool:
+        """Return whether a client asks again because it got no answer, though there may be one."""
+        if request.headers.get(RETRIES, "0") == "0":
+            return False
+        was_put_off = self.put_off > 0
+        self.put_off -= was_put_off
+        return not was_put_off
+
+    def _put_off(self, why: str) -> NoReturn:
+        self.put_off += 1
+        raise Refusal(429, why, "rate_limit_exceeded")
+
+
+@dataclass(slots=True)
+class Guest:
+    """What runs for an agent's key, and its last answers, by the hashes of their requests.
+
+    It goes with the key.
+    """
+
+    session: Session
+    sessions: AgentSessions
+    roles: dict[str, Guest] = field(default_factory=dict)
+    load: Load = field(default_factory=Load)
+    answered: dict[bytes, SampledTurn] = field(default_factory=dict)
+    unsent: dict[bytes, SampledTurn] = field(default_factory=dict)  # its connection broke
+
+    def in_role(self, name: str) -> Guest:
+        """Return what runs for a role's key, which begins with the agent's. Raises ConfigError."""
+        if name and name not in self.roles:
+            self.roles[name] = Guest(self.sessions.of(name), self.sessions, load=self.load)
+        return self.roles[name] if name else self
+
+    def answer_again(self, asked: bytes, *, is_repeated: bool) -> SampledTurn | None:
+        """Return the answer that an agent may not have received; None if it asks for another."""
+        return self.unsent.pop(asked, None) or (self.answered.get(asked) if is_repeated else None)
+
+
+def keep(answers: dict[bytes, SampledTurn], asked: bytes, turn: SampledTurn) -> None:
+    answers[asked] = turn
+    if len(answers) > MOST_KEPT:
+        del answers[next(iter(answers))]
