@@ -52,22 +52,14 @@ def estimate(
     roles = sorted({role for group in groups for role in group.roles})
     if len(roles) < 2:
         return _estimate(name, estimator, groups)
-    found: list[list[NDArray[np.float32]]] = [[] for _ in groups]
+    found = [np.zeros(int(group.lengths.sum()), np.float32) for group in groups]
     for role in roles:
         having = [n for n, group in enumerate(groups) if role in group.roles]
         parts = [groups[n].of_role(role) for n in having]
         for n, part, values in zip(having, parts, _estimate(name, estimator, parts), strict=True):
-            found[n].append(per_token(values, part.lengths))
-    return [_interleave(group, parts) for group, parts in zip(groups, found, strict=True)]
-
-
-def _interleave(group: GroupRewards, parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
-    """Return float32[R] from that of each role, in the order of their names."""
-    advantages = np.zeros(int(group.lengths.sum()), np.float32)
-    owner = np.repeat(np.array(group.roles), group.lengths)
-    for role, part in zip(sorted(set(group.roles)), parts, strict=True):
-        advantages[owner == role] = part
-    return advantages
+            tokens = np.repeat(np.array(groups[n].roles) == role, groups[n].lengths)
+            found[n][tokens] = per_token(values, part.lengths)
+    return found
 
 
 def _estimate(

@@ -62,7 +62,7 @@ class GroupRewards:
         )
 
     def of_role(self, role: str) -> GroupRewards:
-        chosen = np.array([own == role for own in self.roles])
+        chosen = np.array(self.roles) == role
         tokens = np.repeat(chosen, self.lengths)
         return replace(
             self,
