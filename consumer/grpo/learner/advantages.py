@@ -54,11 +54,11 @@ def estimate(
         return _estimate(name, estimator, groups)
     found = [np.zeros(int(group.lengths.sum()), np.float32) for group in groups]
     for role in roles:
-        having = [n for n, group in enumerate(groups) if role in group.roles]
-        parts = [groups[n].of_role(role) for n in having]
-        for n, part, values in zip(having, parts, _estimate(name, estimator, parts), strict=True):
-            tokens = np.repeat(np.array(groups[n].roles) == role, groups[n].lengths)
-            found[n][tokens] = per_token(values, part.lengths)
+        chosen = [(n, np.array(group.roles) == role) for n, group in enumerate(groups)]
+        own = [(n, of_role, groups[n].part(of_role)) for n, of_role in chosen if of_role.any()]
+        advantages = _estimate(name, estimator, [part for *_, part in own])
+        for (n, of_role, part), values in zip(own, advantages, strict=True):
+            found[n][np.repeat(of_role, groups[n].lengths)] = per_token(values, part.lengths)
     return found
 
 
@@ -120,16 +120,11 @@ def _by_session(group: GroupRewards) -> tuple[GroupRewards, NDArray[np.intp]]:
     """Return the group with a rollout per session, and the session of each rollout, int[k]."""
     if len(set(group.sessions)) == len(group.sessions):
         return group, np.arange(len(group.sessions))
-    _, first, session = np.unique(np.array(group.sessions), return_index=True, return_inverse=True)
-    # np.unique sorts by id
-    order = np.argsort(first)
-    first, session = first[order], np.argsort(order)[session]
-    whole = replace(
-        group,
-        scores=group.scores[first],
-        lengths=np.bincount(session, group.lengths).astype(np.int32),
-        rewards={name: column[first] for name, column in group.rewards.items()},
-    )
+    numbers: dict[str, int] = {}
+    session = np.array([numbers.setdefault(name, len(numbers)) for name in group.sessions])
+    is_first = np.diff(np.maximum.accumulate(session), prepend=-1) > 0
+    lengths = np.bincount(session, group.lengths).astype(np.int32)
+    whole = replace(group.part(is_first), lengths=lengths)
     return whole, session
 
 
