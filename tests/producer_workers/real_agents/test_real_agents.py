@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from producer_workers.gateway.dialect import AgentRequest
+from producer_workers.gateway.dialects.dialect import AgentRequest
 from tests.producer_workers.real_agents.recording import record
 from tests.producer_workers.real_agents.scripted import (
     AGENTS,
