@@ -278,10 +278,12 @@ class RolloutGroup:
     def in_training(self) -> NDArray[np.bool_]:
         """Return whether each member is of a role with trained tokens, bool[k]; all if none is."""
         roles = np.array(self.roles)
-        member = np.repeat(np.arange(len(self)), self.lengths)
-        trained = np.bincount(member, self.mask, len(self)) > 0
-        is_alone = len(set(self.roles)) == 1 or not trained.any()
-        return np.ones(len(self), np.bool_) if is_alone else np.isin(roles, roles[trained])
+        if (roles != roles[0]).any():
+            member = np.repeat(np.arange(len(self)), self.lengths)
+            trained = np.bincount(member, self.mask, len(self)) > 0
+            if trained.any():
+                return np.isin(roles, roles[trained])
+        return np.ones(len(self), np.bool_)
 
     @property
     def status(self) -> Status:

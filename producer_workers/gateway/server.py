@@ -23,15 +23,15 @@ from producer_workers.agent_loops.tokenizer import in_tokenizer_thread
 from producer_workers.config.gateway import GatewaySection
 from producer_workers.engines.base import EngineDeadError, GenerationError
 from producer_workers.gateway.agents import BY_HEADER, MODEL
-from producer_workers.gateway.anthropic_api import CountRequest, MessagesRequest
-from producer_workers.gateway.dialect import AgentRequest
+from producer_workers.gateway.dialects.anthropic import CountRequest, MessagesRequest
+from producer_workers.gateway.dialects.dialect import AgentRequest
+from producer_workers.gateway.dialects.openai_chat import ChatRequest, TextRequest
+from producer_workers.gateway.dialects.openai_responses import ResponsesRequest
+from producer_workers.gateway.dialects.vllm_tokens import GenerateRequest
 from producer_workers.gateway.guests import LARGEST_REQUEST, Guest, Refusal, keep
-from producer_workers.gateway.openai_api import ChatRequest, TextRequest
-from producer_workers.gateway.openai_responses import ResponsesRequest
 from producer_workers.gateway.reply import Reply
 from producer_workers.gateway.roles import AgentSessions
 from producer_workers.gateway.session import ContextFull, Session, SessionClosed
-from producer_workers.gateway.vllm_api import GenerateRequest
 
 log = logging.getLogger("rolloutmq.worker")
 
