@@ -10,7 +10,7 @@ import re
 import resource
 import secrets
 import socket
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -196,16 +196,16 @@ async def _answer(
     asked = await in_tokenizer_thread(_parse, kind, body)  # long ones take seconds
     session = guest.session
     if asked.counts:
-        tokens = await _done(session.count(asked.ask()), session)
+        tokens = await _done(partial(session.count, asked.ask()), session)
         return web.json_response({"input_tokens": tokens})
     name = hashlib.sha256(kind.path.encode() + body).digest()
     turn = guest.answer_again(name, is_repeated=guest.load.is_repeated(request))
     reply = request[REPLY] = Reply(request, asked)
     if turn is None:
-        turn = await reply.wait(_done(session.ask(asked.ask()), session))
+        turn = await reply.wait(_done(partial(session.ask, asked.ask()), session))
         keep(guest.answered, name, turn)
     try:
-        await _done(session.stored(), session)
+        await _done(session.stored, session)
         wants_texts = asked.wants_logprobs
         pieces = await in_tokenizer_thread(session.pieces, turn.made) if wants_texts else []
         return await reply.send(turn, pieces)
@@ -262,10 +262,10 @@ def _hash(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
-async def _done(work: Awaitable[T], session: Session) -> T:
+async def _done(work: Callable[[], Awaitable[T]], session: Session) -> T:
     """Return the result of what a session does. Raises Refusal."""
     try:
-        return await work
+        return await work()
     except (SessionClosed, ContextFull) as error:
         if isinstance(error, SessionClosed) and session.interrupted.is_set():
             raise Refusal(503, str(error), "interrupted") from error

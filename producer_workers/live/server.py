@@ -23,7 +23,7 @@ from producer_workers.gateway.agents import AGENT, AgentTask, Earned
 from producer_workers.gateway.dialects.dialect import AgentRequest
 from producer_workers.gateway.guests import Guest, Refusal
 from producer_workers.gateway.segment import without_record
-from producer_workers.gateway.server import Gateway, given_keys
+from producer_workers.gateway.server import REPLY, Gateway, given_keys
 from producer_workers.live.room import LiveGroup, LiveRoom, Seat
 from producer_workers.live.secret import SessionName
 
@@ -156,7 +156,8 @@ class LiveGateway(Gateway):
             try:
                 return await super()._serve(kind, request)
             except Refusal as refusal:
-                if refusal.code != "interrupted":
+                has_begun = REPLY in request and request[REPLY].has_begun
+                if refusal.code != "interrupted" or has_begun:
                     raise
                 if time.monotonic() > until:
                     raise Refusal(503, "this session is interrupted", "moved") from refusal
