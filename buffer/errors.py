@@ -267,6 +267,10 @@ class AnswerTooLong(JudgeError):
     """A service that judges, or runs programs, sent more than is read."""
 
 
+class GroupAbandoned(RolloutMQError):
+    """Nobody wants the group any more: its worker drops it."""
+
+
 class JudgeInterrupted(RolloutMQError):
     """A pause, or the end of its worker, ended a judge; its rollout is judged later."""
 

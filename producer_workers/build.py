@@ -22,10 +22,9 @@ from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.agent_loops.tokenizer import TaskTokenizer, Tokenizer, load_tokenizer
 from producer_workers.agent_loops.toolbox import tool_schemas
 from producer_workers.config.dataset import ImagesSection
-from producer_workers.config.gateway import GatewaySection
 from producer_workers.config.producing import ProducingConfig
 from producer_workers.config.strategy import FILTERS
-from producer_workers.config.task import NO_JUDGE, JudgingSection, TaskSection
+from producer_workers.config.task import NO_JUDGE, JudgingSection, TaskSection, live_tasks
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.image_records import ImagePrompts
 from producer_workers.datasets.open import open_dataset
@@ -168,12 +167,16 @@ def make_worker(
     worker_id: str,
     *,
     restarts: int = 0,
+    is_live: bool = False,
 ) -> Worker:
-    """Return a worker; `restarts` counts its earlier engines. Raises ConfigError."""
+    """Return a worker; `restarts` counts its earlier engines. Raises ConfigError.
+
+    `is_live`: it serves the live tasks, which others leave out.
+    """
     if config.worker.concurrency == "auto" and not isinstance(engine, ReportsLoad):
         hint = "give [worker] concurrency a number"
         raise ConfigError(f"the engine {engine.name} does not report its load", hint=hint)
-    names = _task_names(config)
+    names = _task_names(config, is_live)
     check_images(config, names, engine)
     for name in names:  # responses without the structure would only look like a bad model
         if config.tasks[name].sample.structured and not structures(engine):
@@ -189,7 +192,7 @@ def make_worker(
     order = config.policy.order
     run.buffer.order_function = order_call(order, load_order(run.limits.order, order))
     judges = WatchedJudges(JudgeTimes(run.observers))
-    gateway = functools.cache(functools.partial(_make_gateway, config.gateway))
+    gateway = functools.cache(functools.partial(_make_gateway, config, run, is_live, names))
     runners = {
         name: _make_runner(config, run, name, tokenizer, ends, judges, gateway) for name in names
     }
@@ -204,6 +207,7 @@ def make_worker(
         judges=judges,
         lanes=config.worker.lanes,
         untruncated_tasks=config.untruncated_tasks,
+        room=gateway().room if is_live else None,
         facts={
             "host": socket.gethostname(),
             "pid": str(os.getpid()),
@@ -212,14 +216,30 @@ def make_worker(
     )
 
 
-def _make_gateway(section: GatewaySection) -> Any:
+def _make_gateway(config: ProducingConfig, run: Run, is_live: bool, names: Sequence[str]) -> Any:
     from producer_workers.gateway.server import Gateway  # needs aiohttp
 
-    return Gateway(section)
+    section = config.gateway
+    if not is_live:
+        return Gateway(section)
+    from producer_workers.live.room import LiveRoom
+    from producer_workers.live.secret import Secret
+    from producer_workers.live.server import LiveGateway
+
+    if section.key_file is None:
+        hint = 'set [gateway] key_file = "sessions.key": the file is made if it is missing'
+        raise ConfigError("live sessions need a key that opens them", hint=hint)
+    room = LiveRoom(Secret.read(section.key_file, run.nonce), section.session_ttl_s)
+    return LiveGateway(section, room, run, tuple(names))
 
 
-def _task_names(config: ProducingConfig) -> list[str]:
-    names = config.worker.tasks or list(config.tasks)
+def _task_names(config: ProducingConfig, is_live: bool) -> list[str]:
+    live = live_tasks(config.tasks, config.worker.agent_loop)
+    wanted = [name for name in config.tasks if (name in live) == is_live]
+    names = wanted if is_live else config.worker.tasks or wanted
+    if not names:
+        hint = 'a task of `rolloutmq gateway` has agent_loop = "live"; others have another loop'
+        raise ConfigError("no task is for this process", hint=hint)
     if unknown := sorted(set(names) - set(config.tasks)):
         known = ", ".join(config.tasks)
         message = f"[worker] tasks: there is no task {', '.join(unknown)}"

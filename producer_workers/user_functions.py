@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from buffer.errors import ConfigError, raise_together
 from buffer.groups.order_policy import load_order
@@ -66,7 +66,10 @@ def _of_a_task(
         yield NamedFunction(f"is_valid_sample_fn = {keep}", partial(load_sample_filter, keep))
     loop = task.loop(config.worker.agent_loop)
     yield NamedFunction(f"agent_loop = {loop}", partial(_load_loop, loop))
-    for option, spec in _options(task):
+    if loop == "harbor":  # Harbor's Python imports what it names
+        check = partial(_check_options, loop, task.agent_loop_options)
+        yield NamedFunction(f"agent_loop_options of task {name}", check)
+    for option, spec in () if loop == "harbor" else _options(task):
         yield NamedFunction(f"{option} = {spec}", partial(_load_option, option, spec))
     if "python" in task.agent_loop_options.get("tools", ()):
         sandbox = task.agent_loop_options.get("sandbox", BUBBLEWRAP)
@@ -77,8 +80,12 @@ def _of_a_task(
                 yield NamedFunction(f"judge = {judge}", partial(load_judge, judge, task.judging))
 
 
-def _load_loop(loop: str) -> object:
+def _load_loop(loop: str) -> Any:
     return load_object(BUILT_IN.get(loop, loop), kind="agent loop", built_in=BUILT_IN)
+
+
+def _check_options(loop: str, options: Mapping[str, Any]) -> None:
+    _load_loop(loop).check_options(options)
 
 
 def _load_option(option: str, spec: str) -> object:

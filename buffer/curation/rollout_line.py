@@ -33,6 +33,7 @@ class RolloutLine(BaseModel):
     task: str | None = None
     index: int | None = Field(None, ge=0)
     samples: int | None = Field(None, ge=1)
+    session_id: str | None = None
     role: str = ""
     stage: str | None = None
     status: Status = Status.COMPLETED
@@ -102,10 +103,19 @@ def group_of(lines: Sequence[RolloutLine], gid: str, task: str) -> RolloutGroup:
         raise ValueError(f"group {first.gid}: its lines name different tasks")
     if any(line.prompt_ids != first.prompt_ids for line in lines):
         raise ValueError(f"group {first.gid}: its lines have different prompt_ids")
-    if {line.index for line in lines} not in ({None}, set(range(len(lines)))):
-        raise ValueError(f"group {first.gid}: the index of its lines is not 0 to {len(lines) - 1}")
+    indexes = {line.index for line in lines}
+    is_counted = indexes in ({None}, set(range(len(indexes))))
+    is_shared = len(indexes) < len(lines) and None not in indexes
+    if not is_counted or (is_shared and any(line.session_id is None for line in lines)):
+        raise ValueError(
+            f"group {first.gid}: the index of its lines does not count from 0, each once or for "
+            "several sessions or segments"
+        )
     ordered = sorted(lines, key=lambda line: line.index or 0)
-    states = [line.state(index) for index, line in enumerate(ordered)]
+    states = [
+        line.state(number if line.index is None else line.index)
+        for number, line in enumerate(ordered)
+    ]
     group = RolloutGroup(gid, task, states)
     try:
         group_bytes.encode_checked(group)

@@ -49,8 +49,9 @@ OPEN_SESSIONS = "open_sessions"
 SESSIONS_RESTARTED = "sessions_restarted"
 NEW_CONTEXTS = "new_contexts"
 TRIALS = "trials"
-GATEWAY_RECORD = (OPEN_SESSIONS, SESSIONS_RESTARTED, NEW_CONTEXTS, TRIALS)
-"""Keys of `extra`: the gateway's record of interrupted sessions, new contexts, Harbor's trials."""
+LIVE_OPENING = "live_opening"
+GATEWAY_RECORD = (OPEN_SESSIONS, SESSIONS_RESTARTED, NEW_CONTEXTS, TRIALS, LIVE_OPENING)
+"""Keys of `extra`: the gateway's record of sessions and contexts, Harbor's trials."""
 
 
 def new_contexts(extra: Mapping[str, Any]) -> dict[str, int]:
@@ -277,10 +278,12 @@ class RolloutGroup:
     def in_training(self) -> NDArray[np.bool_]:
         """Return whether each member is of a role with trained tokens, bool[k]; all if none is."""
         roles = np.array(self.roles)
-        member = np.repeat(np.arange(len(self)), self.lengths)
-        trained = np.bincount(member, self.mask, len(self)) > 0
-        is_alone = len(set(self.roles)) == 1 or not trained.any()
-        return np.ones(len(self), np.bool_) if is_alone else np.isin(roles, roles[trained])
+        if (roles != roles[0]).any():
+            member = np.repeat(np.arange(len(self)), self.lengths)
+            trained = np.bincount(member, self.mask, len(self)) > 0
+            if trained.any():
+                return np.isin(roles, roles[trained])
+        return np.ones(len(self), np.bool_)
 
     @property
     def status(self) -> Status:

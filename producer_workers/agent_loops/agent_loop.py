@@ -10,6 +10,7 @@ from buffer.errors import ConfigError
 from buffer.imports import load_object
 from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.tokenizer import Tokenizer
+from producer_workers.config.task import LIVE
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import Judge
 
@@ -44,6 +45,7 @@ BUILT_IN = {
     "multi_turn": "producer_workers.agent_loops.multi_turn:MultiTurnAgentLoop",
     "tools": "producer_workers.agent_loops.multi_turn:ToolAgentLoop",
     "gateway": "producer_workers.gateway.loop:GatewayAgentLoop",
+    LIVE: "producer_workers.live.loop:LiveAgentLoop",
     "harbor": "producer_workers.environments.harbor:HarborAgentLoop",
     "verifiers": "producer_workers.environments.loops:VerifiersAgentLoop",
     "openenv": "producer_workers.environments.loops:OpenEnvAgentLoop",

@@ -40,6 +40,15 @@ class GatewaySection(Section):
     tls_key: Path | None = None
     """PEM file with the key of the certificate, without a password"""
 
+    key_file: Path | None = None
+    """private file with the key that opens live sessions, the same for all gateways of a run;
+    `rolloutmq gateway` makes it if it is missing
+    """
+    session_ttl_s: float = Field(3600.0, gt=0)
+    """seconds in which all live sessions of a group must get their rewards; later, the group is
+    dropped
+    """
+
     def problems(self) -> Iterator[str]:
         if (self.tls_cert is None) != (self.tls_key is None):
             yield "TLS needs both tls_cert and tls_key"

@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -31,15 +32,20 @@ from buffer.errors import ConfigError
 from buffer.failure_text import trace_text
 from buffer.wire.group import TRIALS
 from buffer.wire.rollout import RolloutState
+from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.engines.base import Engine
 from producer_workers.gateway.agents import EVERY_ROLE, AgentError, AgentTask, Earned, end_process
 from producer_workers.gateway.loop import GatewayAgentLoop
+from producer_workers.gateway.server import Gateway
 from producer_workers.gateway.turn_writer import Keeper
+from producer_workers.judges.judge import Judge
 from producer_workers.user_code.border import check_reward
 
 log = logging.getLogger("rolloutmq.worker")
 
 PROGRAM = Path(__file__).with_name("harbor_trial.py")
+
+CHECK_S = 120.0  # for Harbor to load an agent and an environment
 
 LARGEST_ANSWER = 2**20  # bytes
 LONGEST_STDERR = 2000  # bytes of a dead process's stderr that are told
@@ -71,39 +77,38 @@ class TrialFailed(AgentError):
 
 
 class HarborAgentLoop(GatewayAgentLoop):
-    """Runs a trial of Harbor for each rollout.
-
-    `agent`, `environment`: a name of Harbor's, or "module:Class"; `model`: the model's name for
-    the agent; `trial`: further keys of Harbor's TrialConfig. `reward` is the key of the tests'
-    reward that becomes the score. After an error in `scored_errors`, beside those in
-    SCORED_ERRORS, the tests' reward counts. Folders of trials are kept in `trials_dir`.
-    """
+    """Runs a trial of Harbor for each rollout. `options`: see HarborAgent."""
 
     def __init__(
         self,
         *,
-        harbor_python: str,
-        agent: str,
-        environment: str = "docker",
-        model: str = "openai/policy",
-        trial: Mapping[str, Any] | None = None,
-        reward: str = "reward",
-        scored_errors: Collection[str] = (),
-        trials_dir: str | None = None,
-        trials_at_once: int = 16,
-        time_limit_s: float | None = None,
-        cleanup_s: float = 60.0,
+        judge: Judge | None,
+        tokenizer: Tokenizer,
+        eos_ids: Collection[int],
+        partial_rollout: bool = False,
+        parser: str = "hermes",
+        gateway: Gateway | None = None,
         **options: Any,
     ) -> None:
-        config = _trial_config(agent, environment, model, trial or {})
-        processes = TrialProcesses(harbor_python, trials_at_once, time_limit_s, cleanup_s)
-        scored = SCORED_ERRORS | set(scored_errors)
-        self._harbor = HarborAgent(processes, config, reward, scored, trials_dir)
-        super().__init__(agent=self._harbor, **options)
+        self._harbor = HarborAgent(**options)
+        super().__init__(
+            agent=self._harbor,
+            judge=judge,
+            tokenizer=tokenizer,
+            eos_ids=eos_ids,
+            partial_rollout=partial_rollout,
+            parser=parser,
+            gateway=gateway,
+        )
 
-    async def open(self) -> None:
-        await self._harbor.check()
-        await super().open()
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Raise ConfigError if a worker on this machine could not use `agent_loop_options`."""
+        try:
+            agent = HarborAgent(**{key: options[key] for key in options if key != "parser"})
+        except TypeError as error:
+            raise ConfigError(f"agent_loop_options: {error}") from error
+        agent.check()
 
     async def close(self) -> None:
         await super().close()
@@ -143,37 +148,41 @@ def _trial_config(
 
 
 class HarborAgent:
-    """Plays sessions as trials. `notes`: what is told of a session's trial, by the session."""
+    """Plays sessions as trials. `notes`: what is told of a session's trial, by the session.
+
+    `agent`, `environment`: a name of Harbor's, or "module:Class"; `model`: the model's name for
+    the agent; `trial`: further keys of Harbor's TrialConfig. `reward` is the key of the tests'
+    reward that becomes the score. After an error in `scored_errors`, beside those in
+    SCORED_ERRORS, the tests' reward counts. Folders of trials are kept in `trials_dir`.
+    """
 
     resumable = False
 
     def __init__(
         self,
-        processes: TrialProcesses,
-        config: Mapping[str, Any],
-        reward: str,
-        scored: Collection[str],
-        trials_dir: str | None,
+        *,
+        harbor_python: str,
+        agent: str,
+        environment: str = "docker",
+        model: str = "openai/policy",
+        trial: Mapping[str, Any] | None = None,
+        reward: str = "reward",
+        scored_errors: Collection[str] = (),
+        trials_dir: str | None = None,
+        trials_at_once: int = 16,
+        time_limit_s: float | None = None,
+        cleanup_s: float = 60.0,
     ) -> None:
-        self.processes = processes
+        self.processes = TrialProcesses(harbor_python, trials_at_once, time_limit_s, cleanup_s)
         self.notes: dict[str, Note] = {}
-        self._config = config
+        self._config = _trial_config(agent, environment, model, trial or {})
         self._reward = reward
-        self._scored = scored
+        self._scored = SCORED_ERRORS | set(scored_errors)
         self._trials_dir = trials_dir
 
-    async def check(self) -> None:
+    def check(self) -> None:
         """Raise ConfigError if Harbor, the agent or the environment cannot be loaded."""
-        config = {**self._config, "task": {"path": "."}, "trials_dir": tempfile.mkdtemp()}
-        try:
-            answer = await self.processes.run({"config": config, "check": True, "keep": False}, {})
-        except AgentError as error:
-            raise ConfigError(error.message, hint=error.hint) from error
-        if answer["errors"]:
-            raise ConfigError(
-                f"agent_loop_options of harbor: {_line(answer['errors'][0])}",
-                hint=f"{self.processes.python} runs Harbor: see its `harbor --help`",
-            )
+        self.processes.check({**self._config, "task": {"path": "."}})
 
     async def run(self, task: AgentTask) -> Earned:
         """Return the reward of the trial's tests. Raises TrialFailed."""
@@ -236,12 +245,29 @@ class TrialProcesses:
                 hint="python3.12 -m venv harbor && harbor/bin/pip install harbor; then give "
                 "harbor/bin/python",
             )
-        self.python = python
+        self._python = python
         self._command = [str(Path(found).absolute()), "-P", str(PROGRAM)]
         self._free = asyncio.Semaphore(at_once)
         self._limit_s = limit_s
         self._cleanup_s = cleanup_s
         self._ending: set[asyncio.Task[None]] = set()
+
+    def check(self, config: Mapping[str, Any]) -> None:
+        """Raise ConfigError if Harbor cannot load what a TrialConfig names."""
+        request = orjson.dumps({"config": config, "check": True, "keep": True})
+        environment = os.environ | _QUIET
+        try:
+            ran = subprocess.run(
+                self._command, input=request, env=environment, capture_output=True, timeout=CHECK_S
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ConfigError(f"Harbor was not loaded within {CHECK_S:g} s") from error
+        if not ran.stdout:
+            last = ran.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            raise ConfigError(f"{self._python} ended with {ran.returncode}", hint=last)
+        for told in orjson.loads(ran.stdout)["errors"]:
+            hint = f"{self._python} runs Harbor; see docs/pages/tools_and_agents.md"
+            raise ConfigError(f"agent_loop_options: {_line(told)}", hint=hint)
 
     async def run(self, request: Mapping[str, Any], variables: Mapping[str, str]) -> Any:
         """Return the answer of a process. Cancelling ends its trial, and does not wait for that.
@@ -307,7 +333,7 @@ class TrialProcesses:
         except TimeoutError:
             log.warning("a trial of Harbor did not end", extra={"pid": process.pid})
         await end_process(process)
-        if process.returncode == 0 or request.get("clean") or request.get("check"):
+        if process.returncode == 0 or request.get("clean"):
             return
         try:
             answer = await self._run({**request, "clean": True}, variables, self._cleanup_s)

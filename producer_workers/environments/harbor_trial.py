@@ -33,27 +33,35 @@ async def main(answers: int) -> None:
     stdin = asyncio.StreamReader(LARGEST_REQUEST)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
     request = json.loads(await stdin.readline())
-    doing = asyncio.create_task(_answer(request))
+    if request.get("check"):
+        answer = await _answer(request)
+    else:
+        answer = await _until_end(request, stdin)
+    os.write(answers, json.dumps(answer).encode() + b"\n")
+
+
+async def _until_end(request: dict[str, Any], stdin: asyncio.StreamReader) -> Answer:
+    """Return the trial's answer, and end it when stdin ends or a signal comes."""
+    trial = asyncio.create_task(_answer(request))
 
     def end() -> None:
         signal.alarm(max(1, int(request["cleanup_s"])))  # it kills: an environment may never stop
-        doing.cancel()
+        trial.cancel()
 
     async def wait_for_end() -> None:
         await stdin.read()
         end()
 
-    loop.add_signal_handler(signal.SIGTERM, end)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
     waiting = asyncio.create_task(wait_for_end())
     try:
-        answer = await doing
+        return await trial
     except asyncio.CancelledError:  # nobody wants its result
-        answer = {"rewards": None, "errors": [_error(TimeoutError("the trial was ended"))]}
+        return {"rewards": None, "errors": [_error(TimeoutError("the trial was ended"))]}
     finally:
         waiting.cancel()
         if not request["keep"]:
             shutil.rmtree(request["config"]["trials_dir"], ignore_errors=True)
-    os.write(answers, json.dumps(answer).encode() + b"\n")
 
 
 async def _answer(request: dict[str, Any]) -> Answer:

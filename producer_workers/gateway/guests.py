@@ -40,7 +40,7 @@ class Refusal(RolloutMQError):
 
     @property
     def headers(self) -> dict[str, str]:
-        if self.status == 429:
+        if self.status == 429 or self.code == "moved":
             return {"Retry-After": "1"}
         return {"x-should-retry": "false"}  # clients would retry, and be refused again
 

@@ -165,7 +165,7 @@ class GatewayAgentLoop:
         writer = TurnWriter(keeper, state.index, finished) if keeper else None
         make = partial(self._session, engine, state.sample_params, name, writer)
         sessions = AgentSessions(make, finished)
-        key = self._gateway.admit(sessions)
+        key = self._gateway.admit(sessions, self._key(state, gid))
         conversations = {
             role: [own_copy(list(segment.messages)) for segment in session.segments]
             for role, session in sessions.spoken().items()
@@ -258,13 +258,23 @@ class GatewayAgentLoop:
             made = ended_rollouts(state, segments, cut, earned or {})
         except WireError as error:
             return [_failed(state, f"the agent returned {error}", writer)]
-        if writer:
-            writer.ended(cut, earned or {})
+        await self._ended(state, writer, cut, earned or {})
         # On the given state, too: the worker reads there that the engine has a free slot again.
         state.finish_reason = made[0][-1].finish_reason
         if not (self._judge and self._judge.sees_group):
             await asyncio.gather(*(self._reward([rollouts]) for rollouts in made))
         return [*chain.from_iterable(made)]
+
+    def _key(self, state: RolloutState, gid: str) -> str:
+        """Return the key of an agent; "": a new one."""
+        return ""
+
+    async def _ended(
+        self, state: RolloutState, writer: TurnWriter | None, cut: list[str], earned: Earned
+    ) -> None:
+        """Keep the rewards that an agent gives, before the judge adds to them."""
+        if writer:
+            writer.ended(cut, earned)
 
     async def _reward(self, sessions: Sequence[Rollouts]) -> None:
         """Add the judge's reward of each session's last turn to the agent's own reward."""

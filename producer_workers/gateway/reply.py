@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from producer_workers.gateway.dialect import AgentRequest, Json
+from producer_workers.gateway.dialects.dialect import AgentRequest, Json
 from producer_workers.gateway.turn import SampledTurn
 
 T = TypeVar("T")

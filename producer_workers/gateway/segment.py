@@ -22,6 +22,7 @@ from buffer.wire.checks import check_plain
 from buffer.wire.document import OPTIONAL
 from buffer.wire.group import (
     GATEWAY_RECORD,
+    LIVE_OPENING,
     NEW_CONTEXTS,
     OPEN_SESSIONS,
     SESSIONS_RESTARTED,
@@ -268,6 +269,7 @@ class SessionRecord:
         extra["open_sessions"] = {"<index>": [[messages, tools, finish_reason], ...]}
         extra["sessions_restarted"] = 2
         extra["new_contexts"] = {"turn": 3}
+        extra["live_opening"] = {"nonce": "…", "at_s": 1760000000.0}   of producer_workers/live
 
     Open sessions, which their agent can resume, have one entry per rollout, in order; their tokens
     are in the rollouts. Sessions that cannot be resumed, or whose tokens are too old, begin again
@@ -281,6 +283,7 @@ class SessionRecord:
         self._open: dict[str, list[Any]] = {}
         self._restarted = int(extra.get(SESSIONS_RESTARTED, 0))
         self._new_contexts = Counter(new_contexts(extra))
+        self.opening: dict[str, Any] | None = extra.get(LIVE_OPENING)
 
     def resume(self, rollouts: Sequence[RolloutState], agent: str) -> dict[str, list[Segment]]:
         """Return the segments of an agent's open sessions by name; empty if it begins (again).
@@ -317,6 +320,7 @@ class SessionRecord:
             SESSIONS_RESTARTED: self._restarted,
             OPEN_SESSIONS: self._open,
             NEW_CONTEXTS: dict(self._new_contexts),
+            LIVE_OPENING: self.opening,
         }
         record = {name: value for name, value in counts.items() if value}
         for state in states:

@@ -10,9 +10,9 @@ import re
 import resource
 import secrets
 import socket
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -23,15 +23,15 @@ from producer_workers.agent_loops.tokenizer import in_tokenizer_thread
 from producer_workers.config.gateway import GatewaySection
 from producer_workers.engines.base import EngineDeadError, GenerationError
 from producer_workers.gateway.agents import BY_HEADER, MODEL
-from producer_workers.gateway.anthropic_api import CountRequest, MessagesRequest
-from producer_workers.gateway.dialect import AgentRequest
+from producer_workers.gateway.dialects.anthropic import CountRequest, MessagesRequest
+from producer_workers.gateway.dialects.dialect import AgentRequest
+from producer_workers.gateway.dialects.openai_chat import ChatRequest, TextRequest
+from producer_workers.gateway.dialects.openai_responses import ResponsesRequest
+from producer_workers.gateway.dialects.vllm_tokens import GenerateRequest
 from producer_workers.gateway.guests import LARGEST_REQUEST, Guest, Refusal, keep
-from producer_workers.gateway.openai_api import ChatRequest, TextRequest
-from producer_workers.gateway.openai_responses import ResponsesRequest
 from producer_workers.gateway.reply import Reply
 from producer_workers.gateway.roles import AgentSessions
 from producer_workers.gateway.session import ContextFull, Session, SessionClosed
-from producer_workers.gateway.vllm_api import GenerateRequest
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -74,16 +74,42 @@ class Gateway:
         self._runner: web.AppRunner | None = None
         self.url = ""
 
-    def admit(self, sessions: AgentSessions) -> str:
-        """Return a new key, with which requests reach these sessions until it is dismissed."""
-        key = f"rmq-{secrets.token_urlsafe(24)}"
+    def admit(self, sessions: AgentSessions, key: str = "") -> str:
+        """Return the key with which requests reach these sessions until it is dismissed.
+
+        Default: a new one.
+        """
+        key = key or f"rmq-{secrets.token_urlsafe(24)}"
         self._guests[_hash(key)] = Guest(sessions.own, sessions)
         return key
 
     def dismiss(self, key: str) -> None:
-        """End an agent's key, and cancel its open requests."""
-        for request in self._guests.pop(_hash(key)).load.requests:
+        """End an agent's key, and cancel its open requests.
+
+        Those of an interrupted agent end by themselves, and its program may live on.
+        """
+        guest = self._guests.pop(_hash(key))
+        for request in () if guest.sessions.interrupted.is_set() else guest.load.requests:
             request.cancel()
+
+    def interrupt(self) -> None:
+        """Interrupt all sessions, also those in which nothing is sampled now."""
+        for guest in self._guests.values():
+            guest.sessions.interrupted.set()
+
+    def guest_of(self, key: str) -> Guest | None:
+        return self._guests.get(_hash(key))
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            *(
+                web.post(where + path, partial(self._serve, kind))
+                for where in ("", *KEY_IN_PATH)
+                for path, kind in DIALECTS.items()
+            ),
+            web.get("/v1/models", self._models),
+            web.route("*", "/{path:.*}", self._unknown),
+        ]
 
     async def start(self) -> None:
         """Listen, unless it does. Raises ConfigError."""
@@ -99,17 +125,7 @@ class Gateway:
 
     async def _listen(self) -> web.AppRunner:
         app = web.Application(client_max_size=LARGEST_REQUEST, middlewares=[_write_refusals])
-        app.add_routes(
-            [
-                *(
-                    web.post(where + path, partial(self._serve, kind))
-                    for where in ("", *KEY_IN_PATH)
-                    for path, kind in DIALECTS.items()
-                ),
-                web.get("/v1/models", self._models),
-                web.route("*", "/{path:.*}", self._unknown),
-            ],
-        )
+        app.add_routes(self.routes())
         # A request whose agent has gone is cancelled, so that the engine stops sampling for it.
         runner = web.AppRunner(
             app,
@@ -132,14 +148,10 @@ class Gateway:
             log.warning("%s", self._section.warning)
         return runner
 
-    def _guest(self, request: web.Request) -> Guest:
+    async def _guest(self, request: web.Request) -> Guest:
         """Return the agent whose key is in a request. Raises Refusal."""
-        kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
-        in_path = request.match_info.get("key", "")
-        in_header = request.headers.get("x-api-key", "")
-        given = [in_path, in_header, bearer if kind.lower() == "bearer" else ""]
-        for key, _, role in (each.strip().partition(":") for each in given):
-            if guest := self._guests.get(_hash(key)):
+        for key, _, role in (each.partition(":") for each in given_keys(request)):
+            if guest := self.guest_of(key) or await self._absent(key):
                 guest.load.check_rate()
                 if role == BY_HEADER:
                     role = request.headers.get(SESSION_HEADER, "")
@@ -147,22 +159,30 @@ class Gateway:
                     return guest.in_role(role)
                 except ConfigError as error:
                     raise Refusal(400, str(error), "refused") from error
+        return self.refuse_key()
+
+    async def _absent(self, key: str) -> Guest | None:
+        """Return the agent of a key that is not known here; None if there is none."""
+        return None
+
+    @staticmethod
+    def refuse_key() -> NoReturn:
         why = "this key belongs to no session, or to one that has ended"
         raise Refusal(401, why, "invalid_api_key")
 
     async def _models(self, request: web.Request) -> web.Response:
-        self._guest(request)
+        await self._guest(request)
         kinds = {"object": "model", "type": "model", "created_at": "1970-01-01T00:00:00Z"}
         model = {"id": MODEL, "display_name": MODEL, "owned_by": "rolloutmq", **kinds}
         return web.json_response({"object": "list", "data": [model], "has_more": False})
 
     async def _serve(self, kind: type[AgentRequest], request: web.Request) -> web.StreamResponse:
-        guest = self._guest(request)
+        guest = await self._guest(request)
         with guest.load.asking(request):
             return await _answer(request, kind, guest)
 
     async def _unknown(self, request: web.Request) -> web.Response:
-        self._guest(request)
+        await self._guest(request)
         known = f"POST {', '.join(DIALECTS)}, GET /v1/models"
         asked = f"{request.method} {request.path}"
         message = f"{asked} cannot be recorded for training; there are {known}"
@@ -176,16 +196,16 @@ async def _answer(
     asked = await in_tokenizer_thread(_parse, kind, body)  # long ones take seconds
     session = guest.session
     if asked.counts:
-        tokens = await _done(session.count(asked.ask()), session)
+        tokens = await _done(partial(session.count, asked.ask()), session)
         return web.json_response({"input_tokens": tokens})
     name = hashlib.sha256(kind.path.encode() + body).digest()
     turn = guest.answer_again(name, is_repeated=guest.load.is_repeated(request))
     reply = request[REPLY] = Reply(request, asked)
     if turn is None:
-        turn = await reply.wait(_done(session.ask(asked.ask()), session))
+        turn = await reply.wait(_done(partial(session.ask, asked.ask()), session))
         keep(guest.answered, name, turn)
     try:
-        await _done(session.stored(), session)
+        await _done(session.stored, session)
         wants_texts = asked.wants_logprobs
         pieces = await in_tokenizer_thread(session.pieces, turn.made) if wants_texts else []
         return await reply.send(turn, pieces)
@@ -228,15 +248,24 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
+def given_keys(request: web.Request) -> list[str]:
+    """Return what a request gives as keys, in the ways of OpenAI, Anthropic and NeMo Gym."""
+    kind, _, bearer = request.headers.get("Authorization", "").partition(" ")
+    in_path = request.match_info.get("key", "")
+    in_header = request.headers.get("x-api-key", "")
+    given = [in_path, in_header, bearer if kind.lower() == "bearer" else ""]
+    return [key for key in map(str.strip, given) if key]
+
+
 def _hash(key: str) -> bytes:
     """Return the name of a key. Looking it up in a table tells a guesser nothing by its time."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
-async def _done(work: Awaitable[T], session: Session) -> T:
+async def _done(work: Callable[[], Awaitable[T]], session: Session) -> T:
     """Return the result of what a session does. Raises Refusal."""
     try:
-        return await work
+        return await work()
     except (SessionClosed, ContextFull) as error:
         if isinstance(error, SessionClosed) and session.interrupted.is_set():
             raise Refusal(503, str(error), "interrupted") from error

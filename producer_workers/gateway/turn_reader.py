@@ -97,6 +97,9 @@ def with_turns(states: Sequence[RolloutState], turns: Sequence[RolloutState], gi
         index = state.index
         try:
             turn = msgspec.convert(state.extra[TURN], Turn)
+            record.opening = turn.opening or record.opening
+            if turn.kind == "opened":
+                continue
             if index not in agents:
                 agents[index] = _Agent(record.resume(rollouts[index], f"{gid}/{index}"))
             agents[index].read(turn, state)

@@ -28,10 +28,10 @@ class Turn(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
     sampled: its segment number `continues` grew by `messages` (None: one of `session` began).
     `why` and `after` are those of `Session`. ended: it `earned` rewards, and sessions were `cut`.
-    failed: it begins again.
+    failed: it begins again. opened: the group's live sessions have an `opening`.
     """
 
-    kind: Literal["sampled", "ended", "failed"]
+    kind: Literal["sampled", "ended", "failed", "opened"]
     begins: bool = False
     session: str = ""
     continues: int | None = None
@@ -41,6 +41,7 @@ class Turn(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     why: str = ""
     earned: dict[str, dict[str, Any]] = {}
     cut: list[str] = []
+    opening: dict[str, Any] | None = None
 
 
 class Keeper(Protocol):
@@ -71,6 +72,7 @@ class TurnWriter:
     def __init__(
         self, keeper: Keeper, index: int, resumed: Mapping[str, Sequence[Segment]]
     ) -> None:
+        self.stored = keeper.stored
         self._keeper = keeper
         self._index = index
         self._numbers = {segment: n for n, (_, segment) in enumerate(numbered(resumed))}
@@ -78,7 +80,7 @@ class TurnWriter:
         self._begins = not resumed
 
     def of(self, session: str) -> SessionWriter:
-        return SessionWriter(partial(self._sampled, session), self._keeper.stored)
+        return SessionWriter(partial(self._sampled, session), self.stored)
 
     def _sampled(self, session: str, parent: Segment | None, grown: Segment, why: str) -> None:
         """Write that `grown` took the place of `parent`, or began; its turn is the last."""
@@ -106,8 +108,17 @@ class TurnWriter:
 
     def _write(self, state: RolloutState, turn: Turn) -> None:
         turn.begins, self._begins = self._begins, False
-        state.extra = {TURN: msgspec.to_builtins(turn)}
-        self._keeper.keep(state)
+        _write(self._keeper, state, turn)
+
+
+def write_opening(keeper: Keeper, index: int, opening: dict[str, Any]) -> None:
+    """Write that the group's live sessions are open; `index`: of any rollout."""
+    _write(keeper, RolloutState(index=index), Turn("opened", opening=opening))
+
+
+def _write(keeper: Keeper, state: RolloutState, turn: Turn) -> None:
+    state.extra = {TURN: msgspec.to_builtins(turn)}
+    keeper.keep(state)
 
 
 def _behind(parent: Segment | None, grown: Segment) -> Segment:

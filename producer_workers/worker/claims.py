@@ -107,6 +107,19 @@ class Vacancy:
     sampled: list[Job]
 
 
+def wanted_by_programs(vacancy: Vacancy, wanted: Counter[str], unopened: int) -> Vacancy:
+    """Return the room for groups that go on, and for those that programs wait for.
+
+    `unopened`: groups that are held for the next programs.
+    """
+    serves = vacancy.serves
+    if (missing := wanted.total() - unopened) <= 0:
+        return replace(vacancy, serves=replace(serves, lanes=serves.lanes - {"fresh"}))
+    tasks = serves.tasks & wanted.keys()
+    limit = min(vacancy.limit, missing)
+    return replace(vacancy, limit=limit, serves=replace(serves, tasks=tasks))
+
+
 class Claims:
     """Claims groups for one worker, under its run's limits and its own `concurrency`."""
 

@@ -22,7 +22,9 @@ import numpy as np
 from buffer.control.length_counts import LengthCounts
 from buffer.errors import (
     Fenced,
+    GroupAbandoned,
     GroupChanged,
+    GroupHeld,
     JudgeInterrupted,
     PayloadMissing,
     RolloutMQError,
@@ -106,6 +108,8 @@ class GroupRunner:
             self._engine.sampled_at_death.discard(job.gid)
             await self._release(job, kind, str(error))
             raise
+        except GroupAbandoned as error:
+            await self._drop(job, str(error))
         except JudgeInterrupted as error:  # out of a loop of the user's own, which passed it on
             await self._release(job, "aborted", str(error))
         # the code of a loop may raise anything, SystemExit too: counted, and kept with its reason
@@ -134,6 +138,12 @@ class GroupRunner:
             opens = getattr(runner.agent_loop, "open", None)
             if inspect.iscoroutinefunction(opens):
                 await opens()
+
+    def interrupt(self) -> None:
+        """Interrupt agents that may be idle for long, and so would not notice a pause."""
+        for runner in self._runners.values():
+            if callable(end := getattr(runner.agent_loop, "interrupt", None)):
+                end()
 
     async def close(self) -> None:
         """Close the agent loops, which may hold processes of tools; log what they raise."""
@@ -287,6 +297,14 @@ class GroupRunner:
             self.failed += 1
             self._failures.failed(time.monotonic())
         return True
+
+    async def _drop(self, job: Job, reason: str) -> None:
+        self._held.submitting.add(job)
+        log.warning("dropped: %s", reason, extra={"gid": job.gid})
+        try:
+            await self._insist(partial(self._run.jobs.drop, job.gid, revoke=self._worker))
+        except GroupHeld as error:  # another worker has it by now
+            log.warning("not dropped: %s", error, extra={"gid": job.gid})
 
     async def _fail(self, job: Job, reason: str, states: Sequence[RolloutState]) -> None:
         """Release a failed group; keep its responses if it is dead now, one of few of its cause."""

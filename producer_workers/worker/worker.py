@@ -35,6 +35,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 
 from buffer.control.control import ControlState, Mode
 from buffer.control.worker_record import HeartbeatReport, WorkerState
@@ -47,9 +48,10 @@ from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.judges.watched_judges import WatchedJudges
+from producer_workers.live.room import LiveRoom
 from producer_workers.user_code.user_function import contain_exits
 from producer_workers.user_code.user_process import REPLACED
-from producer_workers.worker.claims import Claims, Vacancy, WakeUp
+from producer_workers.worker.claims import Claims, Vacancy, WakeUp, wanted_by_programs
 from producer_workers.worker.control_client import ControlClient, ControlView
 from producer_workers.worker.group_runner import GroupRunner
 from producer_workers.worker.heartbeat import Heartbeat, LoopWatch, TokenRate
@@ -82,7 +84,7 @@ class Worker:
 
     `runners`: one for each task in `lanes`. `concurrency`: groups sampled at once, or "auto".
     `sleeps`: the engine gives its device memory back during pauses. `untruncated_tasks`: see
-    `SharedEngine`.
+    `SharedEngine`. `room`: claim fresh groups only for the programs that wait in it.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Worker:
         judges: WatchedJudges | None = None,
         lanes: Collection[str] = LANES,
         untruncated_tasks: Collection[str] = (),
+        room: LiveRoom | None = None,
     ) -> None:
         self.id = worker_id
         self._run = run
@@ -107,6 +110,9 @@ class Worker:
         self._sleeps = sleeps
 
         self._inbox = Inbox()
+        self._room = room
+        if room:
+            room.on_demand = partial(self._inbox.post, Signal.JOBS_MAY_WAIT)
         self._control = ControlView()
         self._engine = SharedEngine(engine, self._inbox, untruncated_tasks)
         self._weights = WeightUpdates(run, engine, self._inbox)
@@ -230,7 +236,7 @@ class Worker:
                 self._groups.start(job, self._runner.run(job))
             return True
         # a worker without room must not take wake-ups from those that have some
-        if not self._wake_up.is_awaited and self._vacancy():
+        if not (self._wake_up.is_awaited or self._room) and self._vacancy():
             self._wake_up.wait(IDLE_S)
         return is_due
 
@@ -321,6 +327,7 @@ class Worker:
             # repeated until none is left: a group may only now come from its prompt to the
             # engine, or from the engine to its judge
             self._judges.pause(state.epoch)
+            self._runner.interrupt()
             jobs = self._groups.jobs()
             await engine.abort(self._protection.spared(state.epoch, jobs, time.monotonic()))
             return False
@@ -344,7 +351,12 @@ class Worker:
             return None
         if not self._weights.are_newest(state):
             return None
-        return self._claims.vacancy(self._groups.shares())
+        shares = self._groups.shares()
+        vacancy = self._claims.vacancy(shares)
+        if vacancy and self._room:
+            unopened = len(shares) - self._room.opened()
+            vacancy = wanted_by_programs(vacancy, self._room.wanted(), unopened)
+        return vacancy
 
     # -- leaving -------------------------------------------------------------
 
@@ -381,6 +393,7 @@ class Worker:
             lambda: self._groups and self._control.mode not in (None, Mode.ABORT),
         )
         if self._groups:
+            self._runner.interrupt()
             await self._engine.halt()
             self._judges.interrupt()
             await self._handle_events(HAND_BACK_S, lambda: self._groups)

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -58,14 +58,50 @@ def worker(
     It runs an inference engine and claims jobs until the run is over. SIGTERM lets it finish its
     groups, and ends it with exit code 130; a second one stops it at once.
     """
-    settings = open_config(config, overrides)
+    _serve("worker", open_config(config, overrides), redis_url, worker_id, metrics, take_over)
+
+
+def _serve(
+    role: Literal["worker", "gateway"],
+    settings: Config,
+    redis_url: str | None,
+    worker_id: str | None,
+    metrics: str | None,
+    take_over: bool,
+) -> None:
     key = Key.read(settings.worker.key_file, worker_id) if settings.worker.key_file else None
     host = socket.gethostname().split(".")[0]
     name = key.worker if key else worker_id or f"{host}-{secrets.token_hex(3)}"
-    log_json("worker", settings.run.name, name)
+    log_json(role, settings.run.name, name)
     follow_owner()
-    if asyncio.run(_work(settings, redis_url, name, metrics, take_over, key)):
+    is_live = role == "gateway"
+    if asyncio.run(_work(settings, redis_url, name, metrics, take_over, key, is_live=is_live)):
         raise typer.Exit(INTERRUPTED)
+
+
+@command("Run", "gateway", epilog="Example: rolloutmq gateway configs/live.toml")
+def gateway(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    redis_url: ConfigUrl = None,
+    worker_id: Annotated[
+        str | None,
+        typer.Option(
+            "--id", help="Name of this gateway. Default: the host's name and random characters."
+        ),
+    ] = None,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Fence a live gateway that has this --id.")
+    ] = False,
+    metrics: MetricsAddress = None,
+) -> None:
+    """Serve sessions to programs that nobody here starts.
+
+    It is a worker of the tasks with agent_loop = "live". POST /sessions with the key in [gateway]
+    key_file returns a key and URLs per rollout; POST /sessions/KEY/reward ends a session. If this
+    process dies, another gateway goes on with the same keys.
+    """
+    _serve("gateway", open_config(config, overrides), redis_url, worker_id, metrics, take_over)
 
 
 @command("Run", "producer", epilog="Example: rolloutmq producer configs/demo.toml --take-over")
@@ -200,6 +236,8 @@ async def _work(
     metrics: str | None,
     take_over: bool,
     key: Key | None,
+    *,
+    is_live: bool,
 ) -> bool:
     """Return whether a signal ended the work before the run was over."""
     from producer_workers.build import make_worker, start_engine
@@ -218,7 +256,7 @@ async def _work(
         return await start_engine(settings, run)
 
     async def work(engine: Engine, restarts: int) -> None:
-        member = make_worker(settings, run, engine, name, restarts=restarts)
+        member = make_worker(settings, run, engine, name, restarts=restarts, is_live=is_live)
         _on_signals(_drain, member, stopped)
         await member.run()
 

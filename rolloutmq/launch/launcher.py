@@ -20,6 +20,7 @@ from buffer.open_run import open_store, own_run
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
 from consumer.grpo.checkpoint import CheckpointFolder
+from producer_workers.config.task import live_tasks
 from rolloutmq.check.machine import placement_of
 from rolloutmq.config.config import Config
 from rolloutmq.hang_up import is_lost_terminal
@@ -186,10 +187,13 @@ class Launcher:
             "trainer", self._train, placement.environment(placement.trainer), ranks
         )
         self._producer = self._child("producer", ["producer"], {"CUDA_VISIBLE_DEVICES": ""})
+        # a run of live tasks alone has nothing to do for other workers
+        live = live_tasks(config.tasks, config.worker.agent_loop)
+        verb = "gateway" if len(live) == len(config.tasks) else "worker"
         self._workers = [
             self._child(
                 f"worker-{i}",
-                ["worker", "--id", f"worker-{i}", "--take-over"],
+                [verb, "--id", f"worker-{i}", "--take-over"],
                 placement.environment(gpus),
             )
             for i, gpus in enumerate(placement.workers)

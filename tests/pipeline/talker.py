@@ -60,6 +60,20 @@ class Engine(SimulatedEngine):
         return made
 
 
+async def start_engine(mortal: Mortal) -> Engine:
+    config = SimulatedConfig(
+        first_token_s=Fixed(value=0.0),
+        token_s=Fixed(value=0.001),
+        response_tokens=Fixed(value=5),
+        vocab_size=95,
+        seed=int.from_bytes(os.urandom(4)),
+    )
+    engine = Engine(config, FIRST)
+    engine.mortal = mortal
+    await engine.start()
+    return engine
+
+
 async def start_worker(run: Run, name: str, mortal: Mortal) -> Worker:
     async def talk(task: AgentTask) -> dict[str, float]:
         messages: list[Any] = task.finished[-1] if task.finished else list(task.messages)
@@ -76,16 +90,7 @@ async def start_worker(run: Run, name: str, mortal: Mortal) -> Worker:
                 mortal.note("told", [task.session_id, messages[-1]["content"]])
         return {"score": 1.0}
 
-    config = SimulatedConfig(
-        first_token_s=Fixed(value=0.0),
-        token_s=Fixed(value=0.001),
-        response_tokens=Fixed(value=5),
-        vocab_size=95,
-        seed=int.from_bytes(os.urandom(4)),
-    )
-    engine = Engine(config, FIRST)
-    engine.mortal = mortal
-    await engine.start()
+    engine = await start_engine(mortal)
     loop = GatewayAgentLoop(
         judge=None, tokenizer=Characters(), eos_ids={END}, partial_rollout=True, agent=talk,
         resumable=True, parser="",

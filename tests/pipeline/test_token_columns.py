@@ -12,7 +12,8 @@ import torch
 
 from buffer.curation.rollout_line import RolloutLine, group_of, lines_of
 from buffer.errors import JudgeError
-from buffer.wire.rollout import RolloutState
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status
 from consumer.grpo.policy.packing import Packer
 from consumer.handle.batch import BatchTable
 from producer_workers.judges.judge import take_columns
@@ -57,6 +58,27 @@ def test_a_judges_token_columns_reach_the_micro_batches(judge: str | Callable[..
             for name, column in expected.items():
                 assert torch.equal(part.column(name).nan_to_num(9), column.nan_to_num(9)), name
         assert sum(len(part.rollout) for part in packed) == 12
+
+
+def test_roles_and_segments_are_exported_and_imported() -> None:
+    facts = [(0, "s/a", "a"), (0, "s/b", "b"), (0, "s/b", "b"), (1, "t/a", "a")]
+    states = [
+        RolloutState(
+            index=index,
+            session_id=session,
+            role=role,
+            response_ids=np.arange(3),
+            logprobs=[0, 0, 0],
+            reward={"score": 1},
+            status=Status.COMPLETED,
+        )
+        for index, session, role in facts
+    ]
+    group = RolloutGroup("math-0000000001", "math", states)
+    lines = [RolloutLine.model_validate_json(written(line)) for line in lines_of(group, "batch", 0)]
+    imported = group_of(lines, group.gid, group.task)
+    assert [(state.index, state.session_id, state.role) for state in imported.states] == facts
+    assert imported.sessions == group.sessions
 
 
 @pytest.mark.parametrize(

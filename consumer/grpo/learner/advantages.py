@@ -52,22 +52,14 @@ def estimate(
     roles = sorted({role for group in groups for role in group.roles})
     if len(roles) < 2:
         return _estimate(name, estimator, groups)
-    found: list[list[NDArray[np.float32]]] = [[] for _ in groups]
+    found = [np.zeros(int(group.lengths.sum()), np.float32) for group in groups]
     for role in roles:
-        having = [n for n, group in enumerate(groups) if role in group.roles]
-        parts = [groups[n].of_role(role) for n in having]
-        for n, part, values in zip(having, parts, _estimate(name, estimator, parts), strict=True):
-            found[n].append(per_token(values, part.lengths))
-    return [_interleave(group, parts) for group, parts in zip(groups, found, strict=True)]
-
-
-def _interleave(group: GroupRewards, parts: Sequence[NDArray[np.float32]]) -> NDArray[np.float32]:
-    """Return float32[R] from that of each role, in the order of their names."""
-    advantages = np.zeros(int(group.lengths.sum()), np.float32)
-    owner = np.repeat(np.array(group.roles), group.lengths)
-    for role, part in zip(sorted(set(group.roles)), parts, strict=True):
-        advantages[owner == role] = part
-    return advantages
+        chosen = [(n, np.array(group.roles) == role) for n, group in enumerate(groups)]
+        own = [(n, of_role, groups[n].part(of_role)) for n, of_role in chosen if of_role.any()]
+        advantages = _estimate(name, estimator, [part for *_, part in own])
+        for (n, of_role, part), values in zip(own, advantages, strict=True):
+            found[n][np.repeat(of_role, groups[n].lengths)] = per_token(values, part.lengths)
+    return found
 
 
 def _estimate(
@@ -128,16 +120,11 @@ def _by_session(group: GroupRewards) -> tuple[GroupRewards, NDArray[np.intp]]:
     """Return the group with a rollout per session, and the session of each rollout, int[k]."""
     if len(set(group.sessions)) == len(group.sessions):
         return group, np.arange(len(group.sessions))
-    _, first, session = np.unique(np.array(group.sessions), return_index=True, return_inverse=True)
-    # np.unique sorts by id
-    order = np.argsort(first)
-    first, session = first[order], np.argsort(order)[session]
-    whole = replace(
-        group,
-        scores=group.scores[first],
-        lengths=np.bincount(session, group.lengths).astype(np.int32),
-        rewards={name: column[first] for name, column in group.rewards.items()},
-    )
+    numbers: dict[str, int] = {}
+    session = np.array([numbers.setdefault(name, len(numbers)) for name in group.sessions])
+    is_first = np.diff(np.maximum.accumulate(session), prepend=-1) > 0
+    lengths = np.bincount(session, group.lengths).astype(np.int32)
+    whole = replace(group.part(is_first), lengths=lengths)
     return whole, session
 
 

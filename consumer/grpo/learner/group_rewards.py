@@ -8,6 +8,7 @@ from itertools import compress
 from typing import Any
 
 import numpy as np
+from msgspec import to_builtins
 from numpy.typing import NDArray
 
 from buffer.wire.group import RolloutGroup
@@ -40,15 +41,9 @@ class GroupRewards:
 
     def lists(self, *, with_tokens: bool) -> dict[str, Any]:
         """Return a JSON value, for other ranks; nan becomes null."""
-        tokens = self.tokens if with_tokens else {}
-        return {
-            "scores": self.scores.tolist(),
-            "lengths": self.lengths.tolist(),
-            "sessions": self.sessions,
-            "roles": self.roles,
-            "rewards": {name: column.tolist() for name, column in self.rewards.items()},
-            "tokens": {name: column.tolist() for name, column in tokens.items()},
-        }
+        sent = self if with_tokens else replace(self, tokens={})
+        lists: dict[str, Any] = to_builtins(sent, enc_hook=np.ndarray.tolist)
+        return lists
 
     @classmethod
     def of_lists(cls, lists: Mapping[str, Any]) -> GroupRewards:
@@ -61,17 +56,16 @@ class GroupRewards:
             {name: np.array(column, np.float32) for name, column in lists["tokens"].items()},
         )
 
-    def of_role(self, role: str) -> GroupRewards:
-        chosen = np.array([own == role for own in self.roles])
+    def part(self, chosen: NDArray[np.bool_]) -> GroupRewards:
+        """Return these rollouts alone; `chosen`: bool[k]."""
         tokens = np.repeat(chosen, self.lengths)
-        return replace(
-            self,
-            scores=self.scores[chosen],
-            lengths=self.lengths[chosen],
-            sessions=[*compress(self.sessions, chosen)],
-            roles=[*compress(self.roles, chosen)],
-            rewards={name: column[chosen] for name, column in self.rewards.items()},
-            tokens={name: column[tokens] for name, column in self.tokens.items()},
+        return GroupRewards(
+            self.scores[chosen],
+            self.lengths[chosen],
+            [*compress(self.sessions, chosen)],
+            [*compress(self.roles, chosen)],
+            {name: column[chosen] for name, column in self.rewards.items()},
+            {name: column[tokens] for name, column in self.tokens.items()},
         )
 
 

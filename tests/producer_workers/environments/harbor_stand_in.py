@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 
 class TrialConfig:
-    def __init__(self, *, task, agent, environment, trials_dir, trial_name="check", **more):
+    def __init__(self, *, task, agent, environment, trials_dir="trials", trial_name="check", **more):
         if more:
             raise ValueError(f"unknown: {sorted(more)}")
         self.task, self.agent = task, agent

@@ -20,6 +20,8 @@ from producer_workers.environments.harbor import PROGRAM, HarborAgentLoop
 from tests.producer_workers.environments.harbor_stand_in import install, write_task
 from tests.producer_workers.recorder import Recorder, questions, run
 
+NAMES = {"harbor_python": sys.executable, "agent": "talker", "environment": "folders"}
+
 
 @pytest.fixture(autouse=True)
 def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -37,8 +39,7 @@ def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def loop_of(chat: Any, **options: Any) -> HarborAgentLoop:
     common = {"judge": None, "tokenizer": chat, "eos_ids": [chat.eos_token_id]}
-    names = {"harbor_python": sys.executable, "agent": "talker", "environment": "folders"}
-    return HarborAgentLoop(**{**common, **names, "cleanup_s": 20.0, **options})
+    return HarborAgentLoop(**{**common, **NAMES, "cleanup_s": 20.0, **options})
 
 
 def group_of(folder: Path, *plays: dict[str, Any], **params: Any) -> list[RolloutState]:
@@ -211,17 +212,12 @@ def wait_until(holds: Callable[[], bool]) -> None:
         ({"environment": "my:Environment"}, "SystemExit: no such environment"),
         ({"harbor_python": os.devnull}, "harbor_python"),
         ({"trial": {"agent": "talker"}}, "trial.agent"),
+        ({"typo": 1}, "typo"),
     ],
 )
 def test_what_harbor_cannot_load_is_refused_before_any_trial(
-    chat: Any, options: dict[str, Any], reason: str
+    options: dict[str, Any], reason: str
 ) -> None:
-    async def scene() -> None:
-        loop = loop_of(chat, **options)
-        try:
-            await loop.open()
-        finally:
-            await loop.close()
-
+    HarborAgentLoop.check_options(NAMES)
     with pytest.raises(ConfigError, match=reason):
-        asyncio.run(scene())
+        HarborAgentLoop.check_options({**NAMES, **options})

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from buffer.errors import ConfigError
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.gateway.agents import AgentTask, ProgramAgent
-from producer_workers.gateway.openai_api import ChatRequest
+from producer_workers.gateway.dialects.openai_chat import ChatRequest
 from tests.producer_workers.agents import PROGRAM, ask
 from tests.producer_workers.gateway.test_gateway_endpoint import USER, Desk, at_desk
 from tests.producer_workers.recorder import Recorder, loop_of, questions

@@ -19,6 +19,7 @@ from producer_workers.gateway.agents import AgentTask
 from producer_workers.judges.judge import FunctionJudge
 from producer_workers.worker.task_runner import restart
 from tests.producer_workers.agents import ask
+from tests.producer_workers.gateway.test_recorded_tokens import Killed, check
 from tests.producer_workers.recorder import Recorder, loop_of, questions, run
 
 
@@ -45,8 +46,7 @@ def stored(states: list[RolloutState]) -> list[RolloutState]:
     return group_bytes.decode(group_bytes.encode_checked(group)).states
 
 
-def check_self_play(engine: Recorder, states: list[RolloutState], agents: int) -> None:
-    engine.check(states)
+def check_self_play(states: list[RolloutState], agents: int) -> None:
     assert [(s.index, s.role) for s in states] == [
         (n, role) for n in range(agents) for role in ("proposer", "solver", "solver")
     ]
@@ -62,6 +62,11 @@ def check_self_play(engine: Recorder, states: list[RolloutState], agents: int) -
         assert state.token_rewards[ends].tolist() == [state.reward["score"], 0.5]
         assert np.count_nonzero(state.token_rewards) == 2
     assert len({s.session_id for s in states}) == len(states)
+
+
+def check_engine(engine: Recorder, states: list[RolloutState], agents: int) -> None:
+    engine.check(states)
+    assert len(engine.said) == 5 * agents, "no finished turn was sampled again"
     seeds = [params.seed for _, _, params in engine.requests]
     assert len(set(seeds)) == len(seeds) // agents, "no two sessions of a draw sample the same"
 
@@ -69,8 +74,8 @@ def check_self_play(engine: Recorder, states: list[RolloutState], agents: int) -
 def test_roles_of_an_agent_are_rollouts_of_their_own_with_their_own_rewards(chat: Any) -> None:
     engine = Recorder(chat)
     states = run(loop_of(chat, self_play), engine, questions("a", "b", max_tokens=10_000))
-    check_self_play(engine, stored(states), 2)
-    assert len(engine.said) == 10
+    check_self_play(stored(states), 2)
+    check_engine(engine, states, 2)
 
 
 @pytest.mark.parametrize("cut", range(5))
@@ -94,8 +99,24 @@ def test_an_agent_that_was_cut_goes_on_in_all_its_roles(chat: Any, cut: int) -> 
     assert {state.status for state in states} == {Status.ABORTED}
     engine.left = 5
     states = stored(run(loop_of(chat, self_play, **options), engine, states))
-    check_self_play(engine, states, 1)
-    assert len(engine.said) == 5, "no finished turn was sampled again"
+    check_self_play(states, 1)
+    check_engine(engine, states, 1)
+
+
+@pytest.mark.parametrize("kept", range(7))
+def test_an_agent_whose_worker_died_goes_on_in_all_its_roles(chat: Any, kept: int) -> None:
+    """Killed after each turn that the server has, the agent's end among them."""
+    engine = Recorder(chat)
+    states = questions("a", max_tokens=10_000)
+    options = {"partial_rollout": True, "resumable": True}
+    keeper = Killed(states, kept)
+    states = stored(
+        run(loop_of(chat, self_play, **options), engine, states, keeper) or keeper.found()
+    )
+    before = check(engine, [state for state in states if len(state.response_ids)])
+    states = stored(run(loop_of(chat, self_play, **options), engine, states))
+    check_self_play(states, 1)
+    assert before <= check(engine, states)
 
 
 def test_a_role_that_fails_takes_all_roles_of_its_rollout_with_it(chat: Any) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import base64
 import copy
 import json
+import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +22,7 @@ from producer_workers.engines.base import Generation
 from tests.producer_workers.recorder import Recorder
 
 HERE = Path(__file__).parent
+PAGE = HERE.parents[2] / "docs" / "pages" / "agents.md"
 INSTALLED = HERE.parents[2] / "build" / "agents"
 BINARIES = (INSTALLED / "node_modules" / ".bin", INSTALLED / "venv" / "bin")
 
@@ -37,11 +40,8 @@ ODD = "ÿ"
 """In a turn: a token that is no text, which agents send back as others."""
 THOUGHT = f"<think>\nI read it {ODD} first.\n</think>\n\n"
 
-TITLE = '{"title": "A word"}'
-TOOLS = "<|im_start|>tools\n"
 TEMPLATE = (
-    f"{{% if tools %}}{TOOLS}"
-    "{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n"
+    "{% if tools %}<|im_start|>tools\n{% for t in tools %}{{ t | tojson }}\n{% endfor %}<|im_end|>\n"
     "{% endif %}{% for m in messages %}{% if m.role not in ['user', 'assistant', 'system', 'tool'] %}"
     "{{ raise_exception('no such role: ' + m.role) }}{% endif %}<|im_start|>{{ m.role }}\n"
     "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n"
@@ -55,62 +55,35 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>\n{called}\n</tool_call>"
 
 
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+TASKS = tomllib.loads("".join(_blocks("toml")))["tasks"]
+CATALOG, OPENCODE = _blocks("json")
+"""The commands and files that docs/pages/agents.md gives to users."""
+
+
 @dataclass(frozen=True)
 class Agent:
     """An agent, what the model says to it, and what becomes of its session.
 
-    `turns` answer its requests in order, but those without tools: it asks for titles. `contexts`
-    are the segments that begin after the first, by reason. `files` are written to its home.
+    `turns` answer its requests in order. `contexts` are the segments that begin after the first, by
+    reason. `files` are written to its home. Its command is the page's if it has none.
     """
 
     name: str
     program: str
-    command: Sequence[str]
     turns: Sequence[str]
     contexts: Mapping[str, int] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
-    environment: Mapping[str, str] = field(default_factory=dict)
+    own_command: Sequence[str] = ()
+
+    @property
+    def command(self) -> Sequence[str]:
+        return self.own_command or TASKS[self.name]["agent_loop_options"]["command"]
 
 
-def _shell(line: str, *arguments: str) -> list[str]:
-    return ["sh", "-c", line + " < /dev/null", "{question}", *arguments]
-
-
-PROVIDER = 'model_providers.r={name="r", base_url="{base_url}", env_key="OPENAI_API_KEY"}'
-CODEX = (
-    'exec codex exec -c model_provider=r -c "$1" -c web_search=\'"disabled"\' -m policy '
-    '--skip-git-repo-check --dangerously-bypass-approvals-and-sandbox "$0"'
-)
-# What Codex is told about a model: here its own instructions, and the tool apply_patch.
-CATALOG = {
-    "models": [
-        {
-            "slug": "policy",
-            "display_name": "policy",
-            "supported_reasoning_levels": [],
-            "shell_type": "unified_exec",
-            "visibility": "list",
-            "supported_in_api": True,
-            "priority": 1,
-            "base_instructions": "You are a coding agent.",
-            "support_verbosity": False,
-            "apply_patch_tool_type": "freeform",
-            "truncation_policy": {"mode": "tokens", "limit": 10000},
-            "context_window": 32768,
-            "supports_parallel_tool_calls": True,
-            "experimental_supported_tools": [],
-        }
-    ]
-}
-OPENCODE = {
-    "provider": {
-        "r": {
-            "npm": "@ai-sdk/openai-compatible",
-            "options": {"baseURL": "{env:OPENAI_BASE_URL}", "apiKey": "{env:OPENAI_API_KEY}"},
-            "models": {"policy": {}},
-        }
-    }
-}
 PATCH = f"*** Begin Patch\n*** Add File: answer.txt\n+{WORD}\n*** End Patch\n"
 
 AGENTS = {
@@ -119,7 +92,6 @@ AGENTS = {
         Agent(
             "codex",
             "codex",
-            _shell(CODEX, PROVIDER),
             [
                 THOUGHT + "I read it." + call("exec_command", cmd="cat note.txt"),
                 call("view_image", path=f"{WORK}/picture.png"),
@@ -130,36 +102,27 @@ AGENTS = {
         Agent(
             "codex_catalog",
             "codex",
-            _shell(
-                CODEX.replace(" -m", ' -c "$2" -m'),
-                PROVIDER,
-                f'model_catalog_json="{HOME}/models.json"',
-            ),
             [
                 THOUGHT + "I read it." + call("exec_command", cmd="cat note.txt"),
                 call("apply_patch", patch="of another form"),
                 call("apply_patch", input=PATCH),
                 WORD,
             ],
-            files={"models.json": json.dumps(CATALOG)},
+            files={"models.json": CATALOG},
         ),
         Agent(
             "opencode",
             "opencode",
-            _shell('exec opencode run --auto -m r/policy "$0"'),
             [
                 THOUGHT + call("read", filePath=f"{WORK}/note.txt"),
                 call("write", filePath=f"{WORK}/answer.txt", content=WORD),
                 WORD,
             ],
-            {"conversation": 1},
-            {".config/opencode/opencode.json": json.dumps(OPENCODE)},
-            {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"},
+            files={".config/opencode/opencode.json": OPENCODE},
         ),
         Agent(
             "qwen",
             "qwen",
-            _shell('exec qwen --auth-type openai -m policy --yolo "$0"'),
             [
                 THOUGHT + call("read_file", file_path=f"{WORK}/note.txt"),
                 call("write_file", file_path=f"{WORK}/answer.txt", content=WORD),
@@ -169,7 +132,6 @@ AGENTS = {
         Agent(
             "mini",
             "mini",
-            _shell('exec mini -m openai/policy --cost-limit 0 --exit-immediately -y -t "$0"'),
             [
                 THOUGHT + call("bash", command="cat note.txt"),
                 "I forgot to call.",
@@ -177,12 +139,10 @@ AGENTS = {
                 call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
             ],
             {"branch": 1},  # it drops a turn without a call, and asks again
-            environment={"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"},
         ),
         Agent(
             "agents_sdk",
             "python",
-            ["python", str(HERE / "clerk.py"), "{question}"],
             [
                 THOUGHT + call("transfer_to_clerk"),
                 THOUGHT + call("read", path="note.txt"),
@@ -190,12 +150,11 @@ AGENTS = {
                 WORD,
             ],
             {"system": 1},
-            environment={"OPENAI_AGENTS_DISABLE_TRACING": "1"},
+            own_command=["python", str(HERE / "clerk.py"), "{question}"],
         ),
         Agent(
             "claude",
             "claude",
-            _shell('exec claude -p "$0" --model policy --allowedTools Bash Read Write'),
             [
                 THOUGHT + "I read it." + call("Read", file_path=f"{WORK}/note.txt"),
                 call("Read", file_path=f"{WORK}/picture.png"),
@@ -203,16 +162,13 @@ AGENTS = {
                 + call("Bash", command="cat note.txt"),
                 WORD,
             ],
-            environment={"CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1"},
         ),
     ]
 }
 
 
 class ScriptedModel(Recorder):
-    """Says the turns of a script, and a title to whom offers no tools."""
-
-    structures_output = True  # that of titles
+    """Says the turns of a script."""
 
     def __init__(self, tokenizer: Any, turns: Sequence[str]) -> None:
         super().__init__(tokenizer, [])
@@ -222,9 +178,8 @@ class ScriptedModel(Recorder):
     async def generate(
         self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
     ) -> Generation:
-        has_tools = TOOLS in self.tokenizer.decode(prompt_ids[: len(TOOLS) + 2].tolist())
         async with self._one_at_a_time:
-            self.lines = [*(self.lines or ()), self.turns.pop(0) if has_tools else TITLE]
+            self.lines = [*(self.lines or ()), self.turns.pop(0)]
             return await super().generate(request_id, prompt_ids, params)
 
     def tokens_of(self, line: str) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from producer_workers.gateway.dialect import AgentRequest
+from producer_workers.gateway.dialects.dialect import AgentRequest
 from tests.producer_workers.real_agents.recording import record
 from tests.producer_workers.real_agents.scripted import (
     AGENTS,
@@ -50,8 +50,8 @@ def agent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ag
 def home(agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in os.environ if name.startswith(OWN)]:
         monkeypatch.delenv(name)
-    for name, value in {"HOME": str(tmp_path), **agent.environment}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("OPENAI_AGENTS_DISABLE_TRACING", "1")
     files = {"work/note.txt": NOTE, **agent.files}
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -74,8 +74,7 @@ def test_an_agent_is_recorded_token_by_token_while_it_works_on_files(
     monkeypatch.setattr(AgentRequest, "model_validate_json", classmethod(note))
     chat = chat_of(tokenizer)
     model = ScriptedModel(chat, [turn.replace(HOME, str(home)) for turn in agent.turns])
-    command = [part.replace(HOME, str(home)) for part in agent.command]
-    loop = loop_of(chat, None, command=command, time_limit_s=LIMIT_S)
+    loop = loop_of(chat, None, command=agent.command, time_limit_s=LIMIT_S)
     states = run(loop, model, questions(QUESTION, max_tokens=200_000))
     check_session(agent, model, states)
     assert Path("answer.txt").read_text(encoding="utf-8").strip() == WORD

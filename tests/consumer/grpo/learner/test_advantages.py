@@ -244,7 +244,7 @@ def test_rewards_are_compared_within_a_role(name: str, roles: list[list[str]], d
     found = estimate(name, ESTIMATORS[name], groups)
     for role in {role for group in roles for role in group}:
         having = [n for n, group in enumerate(roles) if role in group]
-        parts = [groups[n].of_role(role) for n in having]
+        parts = [groups[n].part(np.array(roles[n]) == role) for n in having]
         for n, part, expected in zip(having, parts, ESTIMATORS[name](parts), strict=True):
             tokens = np.repeat([own == role for own in roles[n]], groups[n].lengths)
             got = per_token(found[n], groups[n].lengths)[tokens]

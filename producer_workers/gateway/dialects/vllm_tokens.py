@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from buffer.wire.rollout import PolicyVersion
-from producer_workers.gateway.dialect import (
+from producer_workers.gateway.dialects.dialect import (
     AgentRequest,
     Fields,
     Json,
@@ -20,7 +20,7 @@ from producer_workers.gateway.dialect import (
     as_list,
     data_events,
 )
-from producer_workers.gateway.openai_api import usage_of
+from producer_workers.gateway.dialects.openai_chat import usage_of
 from producer_workers.gateway.turn import Ask, SampledTurn
 
 REFUSED = dict.fromkeys(("features", "content_parts"), "only tokens can be asked")

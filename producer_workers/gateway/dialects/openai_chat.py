@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import orjson
 from pydantic import Field, field_validator
 
-from producer_workers.gateway.dialect import (
+from producer_workers.gateway.dialects.dialect import (
     AgentRequest,
     Json,
     JsonList,

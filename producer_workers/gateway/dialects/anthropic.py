@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import orjson
 from pydantic import BeforeValidator, Field
 
-from producer_workers.gateway.dialect import (
+from producer_workers.gateway.dialects.dialect import (
     FormatHolder,
     Json,
     JsonList,

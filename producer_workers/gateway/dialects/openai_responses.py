@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import orjson
 from pydantic import BeforeValidator, Field, PrivateAttr
 
-from producer_workers.gateway.dialect import (
+from producer_workers.gateway.dialects.dialect import (
     FormatHolder,
     Json,
     JsonList,
@@ -22,8 +22,8 @@ from producer_workers.gateway.dialect import (
     joined_text,
     result_text,
 )
+from producer_workers.gateway.dialects.openai_chat import plain_message
 from producer_workers.gateway.history import split_thought
-from producer_workers.gateway.openai_api import plain_message
 from producer_workers.gateway.turn import Ask, SampledTurn, new_name
 
 REFUSED = {

@@ -1,0 +1,1 @@
+"""Serve sessions to programs that nobody here starts: `rolloutmq gateway`."""

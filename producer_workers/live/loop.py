@@ -1,0 +1,90 @@
+"""An agent loop whose agents are programs elsewhere: it only waits for their rewards."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+from buffer.errors import ConfigError
+from buffer.wire.group import LIVE_OPENING
+from buffer.wire.rollout import RolloutState
+from producer_workers.engines.base import Engine
+from producer_workers.gateway.agents import AgentTask, Earned
+from producer_workers.gateway.loop import GatewayAgentLoop
+from producer_workers.gateway.segment import SessionRecord
+from producer_workers.gateway.server import Gateway
+from producer_workers.gateway.turn_writer import Keeper, TurnWriter, write_opening
+from producer_workers.live.room import LiveGroup, LiveRoom
+from producer_workers.live.server import LiveGateway
+
+
+class LiveAgent:
+    """The program that has a session's key. Its reward ends the session."""
+
+    resumable = True
+
+    def __init__(self, room: LiveRoom) -> None:
+        self._room = room
+
+    async def run(self, task: AgentTask) -> Earned:
+        return await self._room.earned(task)
+
+    def close(self) -> None: ...
+
+
+class LiveAgentLoop(GatewayAgentLoop):
+    """Opens a group when a program wants one, and waits for the rewards of all its sessions."""
+
+    def __init__(self, *, gateway: Gateway | None = None, **given: Any) -> None:
+        if not isinstance(gateway, LiveGateway):
+            raise ConfigError(
+                "live sessions are served by `rolloutmq gateway`",
+                hint="leave the task out of [worker] tasks",
+            )
+        if not given.get("partial_rollout"):
+            raise ConfigError(
+                "live sessions need partial rollout: they outlive pauses and gateways",
+                hint="set enable_partial_rollout = true in the task's strategy",
+            )
+        self._room = gateway.room
+        super().__init__(gateway=gateway, agent=LiveAgent(gateway.room), **given)
+
+    async def generate_group(
+        self, states: list[RolloutState], engine: Engine, gid: str, keeper: Keeper | None = None
+    ) -> list[RolloutState]:
+        assert keeper
+        group = self._room.groups[gid] = LiveGroup(gid, states)
+        group.opening = SessionRecord(states[0].extra).opening
+        try:
+            taker = None if group.opening else await self._room.offered(group)
+            if taker:
+                opening = {"nonce": secrets.token_hex(8), "at_s": time.time()}
+                write_opening(keeper, states[0].index, opening)
+                await keeper.stored()
+                for state in states:
+                    state.extra = {**state.extra, LIVE_OPENING: opening}
+                group.opening = opening
+                if not taker.done():
+                    taker.set_result(group)
+            return await super().generate_group(states, engine, gid, keeper)
+        finally:
+            del self._room.groups[gid]
+
+    def _key(self, state: RolloutState, gid: str) -> str:
+        return self._room.secret.key_of(self._room.name(self._room.groups[gid], state.index))
+
+    async def _ended(
+        self, state: RolloutState, writer: TurnWriter | None, cut: list[str], earned: Earned
+    ) -> None:
+        await super()._ended(state, writer, cut, earned)
+        assert writer
+        assert state.session_id
+        await writer.stored()
+        gid, _, number = state.session_id.rpartition("/")
+        self._room.groups[gid].seats[int(number)].kept.set()
+
+    def interrupt(self) -> None:
+        """End all sessions here: the run pauses, or this process leaves."""
+        self._room.interrupt()
+        self._gateway.interrupt()

@@ -1,0 +1,187 @@
+"""Open sessions over HTTP, and take their rewards; a key that is not here may come back.
+
+POST /sessions               admin key; {"task": "chat", "wait_s": 30}   one key per rollout
+POST /sessions/KEY/reward    {"score": 1.0}                              ends the session
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from buffer.errors import UserCodeError, WireError
+from buffer.ids import split_group_id
+from buffer.run import Run
+from buffer.wire.rollout import RolloutState, has_ended
+from producer_workers.config.gateway import GatewaySection
+from producer_workers.gateway.agent_rollouts import ended_rollouts
+from producer_workers.gateway.agents import AGENT, AgentTask, Earned
+from producer_workers.gateway.dialects.dialect import AgentRequest
+from producer_workers.gateway.guests import Guest, Refusal
+from producer_workers.gateway.segment import without_record
+from producer_workers.gateway.server import REPLY, Gateway, given_keys
+from producer_workers.live.room import LiveGroup, LiveRoom, Seat
+from producer_workers.live.secret import SessionName
+
+MOVE_S = 60.0  # how long a request waits for its session, during a pause or after a death
+LOOK_S = 0.25
+
+_FINISHED = ("taken", "dead")  # stages of groups that never come back to their programs
+
+
+class Wanted(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /sessions. `task` may be left out if there is one."""
+
+    task: str = ""
+    wait_s: float = 30.0
+
+
+class LiveGateway(Gateway):
+    """The gateway of a process that serves the live `tasks` of a run."""
+
+    def __init__(
+        self, section: GatewaySection, room: LiveRoom, run: Run, tasks: tuple[str, ...]
+    ) -> None:
+        super().__init__(section)
+        self.room = room
+        self._run = run
+        self._tasks = tasks
+
+    def routes(self) -> list[web.RouteDef]:
+        reward = web.post("/sessions/{key}/reward", self._reward)
+        return [web.post("/sessions", self._open), reward, *super().routes()]
+
+    async def _open(self, request: web.Request) -> web.Response:
+        if not any(map(self.room.secret.is_admin, given_keys(request))):
+            self.refuse_key()
+        try:
+            wanted = msgspec.json.decode(await request.read() or b"{}", type=Wanted)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise Refusal(400, str(error), "refused") from error
+        task = wanted.task or self._tasks[0]
+        if task not in self._tasks or (not wanted.task and len(self._tasks) > 1):
+            known = ", ".join(self._tasks)
+            raise Refusal(400, f"task: there is no live task {task!r}; known: {known}", "refused")
+        try:
+            group = await self.room.take(task, min(max(wanted.wait_s, 0.0), 600.0))
+        except TimeoutError as error:
+            why = (
+                f"no group of {task} can start now: the run pauses, is full, or has no room for it"
+            )
+            raise Refusal(503, why, "moved") from error
+        tasks = [group.tasks[index] for index in sorted(group.tasks)]
+        assert group.opening
+        return web.json_response(
+            {
+                "group": group.gid,
+                "ends_at_s": group.opening["at_s"] + self.room.ttl_s,
+                "sessions": [_shown(each) for each in tasks],
+            }
+        )
+
+    async def _reward(self, request: web.Request) -> web.Response:
+        key = request.match_info["key"]
+        name = self.room.secret.name_of(key) or self.refuse_key()
+        try:
+            earned = AGENT.check("the reward", msgspec.json.decode(await request.read()))
+        except (msgspec.DecodeError, UserCodeError) as error:
+            raise Refusal(400, str(error), "refused") from error
+        group, seat = self._seat(name)
+        if not (seat and seat.earned.done()):
+            guest = await self._absent_or_here(key)
+            group, seat = self._seat(name)
+            if not (group and seat):
+                raise Refusal(503, "this session moves; send the reward again", "moved")
+            _check(guest, earned or {})
+            if not seat.earned.done():
+                seat.earned.set_result(earned or {})
+        if seat.earned.cancelled() or seat.earned.result() != earned:
+            raise Refusal(409, "this session has ended with another reward", "session_ended")
+        while not seat.kept.is_set():
+            if self._seat(name)[0] is not group:
+                raise Refusal(503, "this session moves; send the reward again", "moved")
+            await asyncio.sleep(0.02)
+        return web.json_response({"status": "ended"})
+
+    def _seat(self, name: SessionName) -> tuple[LiveGroup | None, Seat | None]:
+        group = self.room.groups.get(name.gid)
+        if not (group and group.opening and group.opening["nonce"] == name.opening):
+            return None, None
+        return group, group.seats.get(name.rollout)
+
+    # -- sessions that are not here
+
+    async def _absent_or_here(self, key: str) -> Guest:
+        return self.guest_of(key) or await self._absent(key) or self.refuse_key()
+
+    async def _absent(self, key: str) -> Guest | None:
+        """Wait for the session of a key that is not served here. Raises Refusal."""
+        name = self.room.secret.name_of(key)
+        if name is None:
+            return None
+        until = time.monotonic() + MOVE_S
+        while not (guest := self.guest_of(key)):
+            await self._check_alive(name)
+            if time.monotonic() > until:
+                raise Refusal(503, "this session is not at this gateway; ask again", "moved")
+            await asyncio.sleep(LOOK_S)
+        return guest
+
+    async def _check_alive(self, name: SessionName) -> None:
+        """Raise Refusal if a session has ended."""
+        group = self.room.groups.get(name.gid)
+        if group and group.opening:
+            own = [state for state in group.states if state.index == name.rollout]
+            seat = group.seats.get(name.rollout)
+            has_reward = seat is not None and seat.earned.done()
+            if group.opening["nonce"] != name.opening or has_reward or all(map(has_ended, own)):
+                raise Refusal(410, "this session has ended", "session_ended")
+            return
+        record = await asyncio.to_thread(self._run.record, name.gid)
+        stage, status = record.get("stage"), record.get("status")
+        if not stage:
+            stages = await asyncio.to_thread(self._run.account.stages, *split_group_id(name.gid))
+            raise Refusal(410, f"this session has ended: its group is {stages[0]}", "session_ended")
+        if stage in _FINISHED or (stage == "pool" and status == "completed"):
+            raise Refusal(410, f"this session has ended: its group is {status}", "session_ended")
+
+    async def _serve(self, kind: type[AgentRequest], request: web.Request) -> web.StreamResponse:
+        """Answer a request, after the pause that interrupts it."""
+        until = time.monotonic() + MOVE_S
+        while True:
+            try:
+                return await super()._serve(kind, request)
+            except Refusal as refusal:
+                has_begun = REPLY in request and request[REPLY].has_begun
+                if refusal.code != "interrupted" or has_begun:
+                    raise
+                if time.monotonic() > until:
+                    raise Refusal(503, "this session is interrupted", "moved") from refusal
+            await asyncio.sleep(LOOK_S)
+
+
+def _shown(task: AgentTask) -> dict[str, Any]:
+    return {
+        "key": task.api_key,
+        "openai_base_url": task.base_url,
+        "anthropic_base_url": task.anthropic_url,
+        "reward_url": f"{task.anthropic_url}/sessions/{task.api_key}/reward",
+        "messages": task.messages,
+        "data_source": task.data_source,
+        "extra": without_record(task.extra),
+    }
+
+
+def _check(guest: Guest, earned: Earned) -> None:
+    """Raise Refusal if the sessions of a key cannot have these rewards."""
+    segments = {name: each.segments for name, each in guest.sessions.spoken().items()}
+    if not segments:
+        raise Refusal(409, "the model has said nothing in this session", "refused")
+    try:
+        ended_rollouts(RolloutState(index=0), segments, [], earned)
+    except WireError as error:
+        raise Refusal(400, str(error), "refused") from error

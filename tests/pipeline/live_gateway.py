@@ -1,0 +1,42 @@
+"""A gateway process for tests that kill it; its URL is in a file of its folder."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from buffer.redis.store import Store
+from buffer.run import Run
+from producer_workers.config.gateway import GatewaySection
+from producer_workers.live.loop import LiveAgentLoop
+from producer_workers.live.room import LiveRoom
+from producer_workers.live.secret import Secret
+from producer_workers.live.server import LiveGateway
+from producer_workers.worker.task_runner import TaskRunner
+from producer_workers.worker.worker import Worker
+from rolloutmq.testing import END, Characters
+from tests.pipeline.talker import Mortal, start_engine
+from tests.pipeline.yard import TASK
+
+
+async def serve(url: str, name: str, worker: str, folder: str, ttl_s: str) -> None:
+    run = Run.open(Store(url), name)
+    room = LiveRoom(Secret.read(Path(folder) / "key", run.nonce), float(ttl_s))
+    gateway = LiveGateway(GatewaySection(), room, run, (TASK,))
+    loop = LiveAgentLoop(
+        judge=None, tokenizer=Characters(), eos_ids={END}, partial_rollout=True, parser="",
+        gateway=gateway,
+    )  # fmt: skip
+    engine = await start_engine(Mortal(Path(folder), "never"))
+    member = Worker(
+        run, engine, {TASK: TaskRunner(loop, partial_rollout=True)}, worker_id=worker, room=room
+    )
+    await gateway.start()
+    part = Path(folder) / f"{worker}.part"
+    part.write_text(gateway.url.removesuffix("/v1"))
+    part.replace(Path(folder) / worker)
+    await member.run()
+
+
+def live(*words: str) -> None:
+    asyncio.run(serve(*words))

@@ -1,0 +1,224 @@
+"""Test sessions of programs that nobody here starts, over gateways that are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import numpy as np
+import openai
+import pytest
+
+from buffer.control.control import Mode
+from buffer.wire.rollout import RolloutState, Status
+from buffer.wire.sampling import SampleParams
+from tests.pipeline.live_gateway import live
+from tests.pipeline.test_kept_turns import notes, trained
+from tests.pipeline.yard import DEADLINE_S, Yard
+from tests.warm_process import start_program
+
+MEMBERS = 2
+
+
+class Gateways:
+    """The gateways of a run, and the requests of an impatient program."""
+
+    def __init__(self, yard: Yard, folder: Path, ttl_s: float) -> None:
+        self.yard = yard
+        self.folder = folder
+        self.ttl_s = ttl_s
+        self.running: dict[str, BaseProcess] = {}
+        self.http = httpx.Client(timeout=DEADLINE_S)
+
+    def start(self, name: str) -> str:
+        """Return the URL of a new gateway."""
+        words = (self.yard.store.url, self.yard.run.name, name, str(self.folder), str(self.ttl_s))
+        self.running[name] = start_program(live, *words)
+        file = self.folder / name
+        until(file.exists)
+        return file.read_text()
+
+    def kill(self, name: str) -> None:
+        process = self.running.pop(name)
+        assert process.pid
+        os.kill(process.pid, signal.SIGKILL)
+        process.join(DEADLINE_S)
+
+    def close(self) -> None:
+        for process in self.running.values():
+            process.kill()
+            process.join()
+        self.http.close()
+
+    @property
+    def admin(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {(self.folder / 'key').read_text().strip()}"}
+
+    def open(self, url: str) -> Any:
+        answer = self.http.post(f"{url}/sessions", headers=self.admin, json={})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def reward(self, url: str, key: str, **reward: Any) -> httpx.Response:
+        return self.http.post(f"{url}/sessions/{key}/reward", json=reward)
+
+
+def until(condition: Callable[[], Any]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def ask(url: str, key: str, messages: list[Any]) -> list[Any]:
+    """Ask for a turn as any program does; return the conversation with it."""
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=key) as client:
+        made = client.chat.completions.create(model="any", messages=messages, max_tokens=8)
+    return [*messages, {"role": "assistant", "content": made.choices[0].message.content}]
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+@pytest.fixture
+def make_gateways(
+    make_yard: Callable[..., Yard], tmp_path: Path
+) -> Iterator[Callable[..., Gateways]]:
+    made: list[Gateways] = []
+
+    def make(ttl_s: float = 1000.0) -> Gateways:
+        yard = make_yard(max_tries=20)
+        params = SampleParams(max_tokens=200, seed=1)
+        states = [
+            RolloutState(
+                index=n,
+                messages=[user("drawn")],
+                prompt_ids=np.arange(3),
+                sample_params=params,
+            )
+            for n in range(MEMBERS)
+        ]
+        yard.enqueue_states(*[states] * 3)
+        made.append(Gateways(yard, tmp_path, ttl_s))
+        return made[-1]
+
+    yield make
+    for gateways in made:
+        gateways.close()
+
+
+@pytest.mark.parametrize("make_yard", ["valkey"], indirect=True)
+def test_a_session_goes_on_at_another_gateway_whenever_its_gateway_is_killed(
+    make_gateways: Callable[..., Gateways],
+) -> None:
+    gateways = make_gateways()
+    yard = gateways.yard
+    url = gateways.start("g0")
+    opened = gateways.open(url)
+    assert yard.places() == {"running": 1, "waiting": 2}, "one is claimed for one program"
+    keys = [each["key"] for each in opened["sessions"]]
+    assert [each["messages"] for each in opened["sessions"]] == [[user("drawn")]] * MEMBERS
+    talks = [[user(f"question {n}")] for n in range(MEMBERS)]
+    for turn in range(3):
+        with ThreadPoolExecutor() as threads:
+            asked = threads.map(ask, [url] * MEMBERS, keys, talks)
+            if turn:  # it asks the next gateway while the dead one still has the lease
+                time.sleep(0.5)
+                yard.expire_lease(f"g{turn - 1}")
+            talks = [[*talk, user("and?")] for talk in asked]
+        gateways.kill(f"g{turn}")
+        url = gateways.start(f"g{turn + 1}")
+    yard.expire_lease("g2")
+    assert gateways.reward(url, keys[0], score=0.5).json() == {"status": "ended"}
+    gateways.kill("g3")
+    yard.expire_lease("g3")
+    url = gateways.start("g4")
+    until(lambda: yard.run.record(opened["group"]).get("owner") == "g4")
+    assert gateways.reward(url, keys[0], score=0.5).status_code == 410
+    assert gateways.reward(url, keys[1], score=1.0).status_code == 200
+    until(lambda: yard.places() == {"completed": 1, "waiting": 2})
+    group = yard.group(opened["group"])
+    assert group.status is Status.COMPLETED
+    assert [state.reward for state in group.states] == [{"score": 0.5}, {"score": 1.0}]
+    turns, sampled = trained(group.states), notes(gateways.folder, "sampled")
+    assert len(turns) == 3 * MEMBERS
+    assert sorted(turns) == sorted(sampled)
+    told = [message["content"] for talk in talks for message in talk[1::2]]
+    texts = ["".join(chr(32 + token) for token in ids) for _, ids in turns]
+    assert [text.strip() for text in told] == [text.strip() for text in texts]
+    yard.check()
+
+
+@pytest.mark.parametrize("make_yard", ["valkey"], indirect=True)
+def test_a_reward_counts_once_and_a_session_without_one_is_dropped(
+    make_gateways: Callable[..., Gateways],
+) -> None:
+    gateways = make_gateways(ttl_s=3.0)
+    yard = gateways.yard
+    url = gateways.start("g0")
+    opened = gateways.open(url)
+    first, second = (each["key"] for each in opened["sessions"])
+    assert gateways.reward(url, first, score=1.0).status_code == 409, "nothing was said"
+    ask(url, first, [user("a")])
+    ask(url, second, [user("a")])
+    assert gateways.reward(url, first, score="high").status_code == 400
+    assert gateways.reward(url, first, score=1.0, turn_rewards=[1.0, 2.0]).status_code == 400
+    assert gateways.reward(url, first, score=1.0).status_code == 200
+    assert gateways.reward(url, first, score=1.0).status_code == 200
+    assert gateways.reward(url, first, score=0.0).status_code == 409
+    until(lambda: yard.places().get("dropped") == 1)
+    assert gateways.reward(url, second, score=1.0).status_code == 410
+    with pytest.raises(openai.APIStatusError) as error:
+        ask(url, second, [user("b")])
+    assert error.value.status_code == 410
+    yard.check()
+    again = gateways.open(url)
+    assert again["group"] != opened["group"]
+
+
+@pytest.mark.parametrize("make_yard", ["valkey"], indirect=True)
+def test_a_pause_delays_a_program_and_strangers_learn_nothing(
+    make_gateways: Callable[..., Gateways],
+) -> None:
+    gateways = make_gateways()
+    yard = gateways.yard
+    url = gateways.start("g0")
+    opened = gateways.open(url)
+    key, other = (each["key"] for each in opened["sessions"])
+    talk = ask(url, key, [user("a")])
+    ask(url, other, [user("a")])
+    yard.control(Mode.ABORT)
+    until(lambda: yard.places().get("aborted") == 1)
+    with ThreadPoolExecutor() as threads:
+        asking = threads.submit(ask, url, key, [*talk, user("b")])
+        yard.control(Mode.RUN)
+        assert yard.reissue() == 1
+        assert len(asking.result()) == 4
+    for one in (key, other):
+        assert gateways.reward(url, one, score=1.0).status_code == 200
+    until(lambda: yard.places().get("completed") == 1)
+    assert len(trained(yard.group(opened["group"]).states)) == 3
+
+    refused = set()
+    for wrong in ("", "x", key[:-1] + ("A" if key[-1] != "A" else "B"), f"{key}x", "rmq-live-a.b"):
+        headers = {"Authorization": f"Bearer {wrong}"} if wrong else {}
+        for path in ("/v1/chat/completions", "/v1/models", "/sessions"):
+            method = "GET" if path.endswith("models") else "POST"
+            answer = gateways.http.request(method, url + path, headers=headers)
+            refused.add((answer.status_code, answer.text))
+        if wrong:
+            answer = gateways.reward(url, wrong, score=1.0)
+            refused.add((answer.status_code, answer.text))
+    assert len(refused) == 1
+    assert refused.pop()[0] == 401
+    # a key opens no sessions
+    headers = {"Authorization": f"Bearer {key}"}
+    assert gateways.http.post(f"{url}/sessions", headers=headers).status_code == 401
