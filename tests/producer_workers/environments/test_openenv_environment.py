@@ -126,7 +126,7 @@ def play(
     engine = Scripted(chat, before)
 
     async def scene() -> list[RolloutState]:
-        made = states
+        made: list[RolloutState] = states
         try:
             if cut:
                 engine.cut = {*range(len(limits))}
