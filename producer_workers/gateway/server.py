@@ -205,7 +205,7 @@ async def _answer(
         turn = await reply.wait(_done(partial(session.ask, asked.ask()), session))
         keep(guest.answered, name, turn)
     try:
-        await _done(session.stored, session)
+        await reply.wait(_done(session.stored, session))
         wants_texts = asked.wants_logprobs
         pieces = await in_tokenizer_thread(session.pieces, turn.made) if wants_texts else []
         return await reply.send(turn, pieces)

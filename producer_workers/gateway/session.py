@@ -13,8 +13,8 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -38,7 +38,8 @@ from producer_workers.gateway.segment import (
     continued_by,
     why_new,
 )
-from producer_workers.gateway.turn import Ask, SampledTurn
+from producer_workers.gateway.token_budget import TokenBudget
+from producer_workers.gateway.turn import Ask, SampledTurn, as_openai
 from producer_workers.gateway.turn_writer import SessionWriter
 
 log = logging.getLogger("rolloutmq.worker")
@@ -58,45 +59,6 @@ class SessionClosed(RolloutMQError):
 
 class ContextFull(RolloutMQError):
     """The messages of a request fill the model's context; shorter ones may fit."""
-
-
-class TokenBudget:
-    """The tokens of one session; `left` are not sampled yet.
-
-    Invariant: sampled tokens and reserved tokens together never exceed the session's tokens. A
-    request reserves what it may need and returns what it did not use.
-    """
-
-    def __init__(self, tokens: int) -> None:
-        self.left = tokens
-        self._reserved = 0
-        self._queue = asyncio.Lock()  # requests reserve in the order of their arrival
-        self._returned = asyncio.Event()
-
-    @asynccontextmanager
-    async def reserve(self, wanted: int | None) -> AsyncIterator[int]:
-        """Reserve up to `wanted` tokens (None: all) and yield how many may be sampled, perhaps 0.
-
-        It waits until running requests leave that many, in the order of arrival. So requests
-        without a limit run one after another.
-        """
-        async with self._queue:
-            while self._reserved and self.left - self._reserved < self._limit(wanted):
-                self._returned.clear()
-                await self._returned.wait()
-            allowed = min(self._limit(wanted), self.left)
-            self._reserved += allowed
-        try:
-            yield allowed
-        finally:
-            self._reserved -= allowed
-            self._returned.set()
-
-    def _limit(self, wanted: int | None) -> int:
-        return self.left if wanted is None else wanted
-
-    def spend(self, tokens: int) -> None:
-        self.left -= tokens
 
 
 class Reading(NamedTuple):
@@ -412,25 +374,13 @@ def _turn(
     end, stop = min(found, default=(len(text), ""))
     message: dict[str, Any] = {"role": "assistant", "content": text[:end]}
     if calls:
-        message["tool_calls"] = [_as_openai(call) for call in calls]
+        message["tool_calls"] = [as_openai(call) for call in calls]
     kept = replace(made, routed_experts=None)  # the segment has them; answers are kept for a while
     return SampledTurn(ask.name, message, kept, prompt_tokens, stop)
 
 
 def _text_of(segment: Segment, messages: int) -> str:
     return "".join(str(message["content"]) for message in segment.messages[:messages])
-
-
-def _as_openai(call: ToolCall) -> dict[str, Any]:
-    """Return a call in OpenAI's form; an unreadable one stays as it is."""
-    arguments = (
-        call.raw_arguments if call.arguments is None else orjson.dumps(call.arguments).decode()
-    )
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": arguments},
-    }
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import orjson
 from msgspec import structs
 
 from buffer.errors import ConfigError
+from buffer.wire.rollout import ToolCall
 from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.agent_loops.tool_parsers import ToolParser
 from producer_workers.engines.base import Engine, Generation, structures
@@ -97,3 +99,15 @@ class SampledTurn:
     @property
     def finish_reason(self) -> str:
         return "tool_calls" if self.calls else self.made.finish_reason
+
+
+def as_openai(call: ToolCall) -> dict[str, Any]:
+    """Return a call in OpenAI's form; an unreadable one stays as it is."""
+    arguments = (
+        call.raw_arguments if call.arguments is None else orjson.dumps(call.arguments).decode()
+    )
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": arguments},
+    }

@@ -18,7 +18,7 @@ from producer_workers.gateway.agent_rollouts import (
 )
 from producer_workers.gateway.history import Conversation
 from producer_workers.gateway.segment import Segment, SessionRecord, TurnEnd, share_prompt
-from producer_workers.gateway.turn_writer import TURN, Turn, numbered
+from producer_workers.gateway.turn_writer import TURN, KeptTurn, numbered
 
 
 class _Agent:
@@ -26,9 +26,9 @@ class _Agent:
 
     def __init__(self, segments: Mapping[str, Sequence[Segment]]) -> None:
         self._segments = numbered(segments)
-        self._end: Turn | None = None
+        self._end: KeptTurn | None = None
 
-    def read(self, turn: Turn, state: RolloutState) -> None:
+    def read(self, turn: KeptTurn, state: RolloutState) -> None:
         if turn.begins or turn.kind == "failed":
             self._segments, self._end = [], None
         if turn.kind == "ended":
@@ -57,7 +57,7 @@ class _Agent:
         return interrupted_rollouts(state, by_session)
 
 
-def _grown(known: Segment | None, turn: Turn, state: RolloutState) -> Segment:
+def _grown(known: Segment | None, turn: KeptTurn, state: RolloutState) -> Segment:
     """Return `known` with the turn in `state` behind it."""
     new = Segment.of_state(state)
     messages = [*(known.messages if known else ()), *turn.messages]
@@ -96,7 +96,7 @@ def with_turns(states: Sequence[RolloutState], turns: Sequence[RolloutState], gi
     for state in turns:
         index = state.index
         try:
-            turn = msgspec.convert(state.extra[TURN], Turn)
+            turn = msgspec.convert(state.extra[TURN], KeptTurn)
             record.opening = turn.opening or record.opening
             if turn.kind == "opened":
                 continue

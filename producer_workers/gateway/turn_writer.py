@@ -4,7 +4,7 @@
                                         the next claim ──▶ with_turns (turn_reader.py)
 
 An agent gets a turn once the keeper has stored it. The rollout of a turn has the new tokens and, in
-`extra`, a `Turn`. If it continues a segment, that segment's last token is its prompt.
+`extra`, a `KeptTurn`. If it continues a segment, that segment's last token is its prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from producer_workers.gateway.segment import Segment
 TURN = "turn"  # the key of `extra`
 
 
-class Turn(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class KeptTurn(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """What happened to an agent; `begins`: nothing before counts.
 
     sampled: its segment number `continues` grew by `messages` (None: one of `session` began).
@@ -78,6 +78,7 @@ class TurnWriter:
         self._numbers = {segment: n for n, (_, segment) in enumerate(numbered(resumed))}
         self._count = len(self._numbers)
         self._begins = not resumed
+        self._is_over = False
 
     def of(self, session: str) -> SessionWriter:
         return SessionWriter(partial(self._sampled, session), self.stored)
@@ -89,7 +90,7 @@ class TurnWriter:
         self._count += number is None
         state = RolloutState(index=self._index, status=Status.ABORTED)
         _behind(parent, grown).fill(state, int(parent is not None))
-        turn = Turn(
+        turn = KeptTurn(
             "sampled",
             session=session,
             continues=number,
@@ -101,22 +102,27 @@ class TurnWriter:
         self._write(state, turn)
 
     def ended(self, cut: Collection[str], earned: Mapping[str, dict[str, Any]]) -> None:
-        self._write(RolloutState(index=self._index), Turn("ended", cut=[*cut], earned={**earned}))
+        self._write(
+            RolloutState(index=self._index), KeptTurn("ended", cut=[*cut], earned={**earned})
+        )
 
     def failed(self) -> None:
-        self._write(RolloutState(index=self._index), Turn("failed"))
+        self._write(RolloutState(index=self._index), KeptTurn("failed"))
 
-    def _write(self, state: RolloutState, turn: Turn) -> None:
+    def _write(self, state: RolloutState, turn: KeptTurn) -> None:
+        if self._is_over:  # a request that was being answered when its agent ended
+            return
+        self._is_over = turn.kind != "sampled"
         turn.begins, self._begins = self._begins, False
         _write(self._keeper, state, turn)
 
 
 def write_opening(keeper: Keeper, index: int, opening: dict[str, Any]) -> None:
     """Write that the group's live sessions are open; `index`: of any rollout."""
-    _write(keeper, RolloutState(index=index), Turn("opened", opening=opening))
+    _write(keeper, RolloutState(index=index), KeptTurn("opened", opening=opening))
 
 
-def _write(keeper: Keeper, state: RolloutState, turn: Turn) -> None:
+def _write(keeper: Keeper, state: RolloutState, turn: KeptTurn) -> None:
     state.extra = {TURN: msgspec.to_builtins(turn)}
     keeper.keep(state)
 

@@ -31,7 +31,7 @@ class TurnKeeper:
         self._next: asyncio.Future[None] | None = None  # done when `_waiting` is stored
         self._task: asyncio.Task[None] | None = None
         self._newest: asyncio.Future[None] | None = None
-        self._error: RolloutMQError | None = None
+        self._error: BaseException | None = None
         self._outage = LogOnce(log, "turns wait until the server takes them")
 
     def keep(self, turn: RolloutState) -> None:
@@ -56,8 +56,10 @@ class TurnKeeper:
                 try:
                     if not self._error:
                         await self._store(turns)
-                except RolloutMQError as error:
+                except BaseException as error:  # agents must not get what is not stored
                     self._error = error
+                    if not isinstance(error, RolloutMQError):
+                        raise
                 finally:
                     done.set_result(None)
         finally:

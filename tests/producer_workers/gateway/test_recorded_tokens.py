@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +18,11 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.engines.base import Generation
 from producer_workers.gateway.agents import AgentTask
+from producer_workers.gateway.history import Conversation
+from producer_workers.gateway.segment import Segment
 from producer_workers.gateway.turn_reader import with_turns
+from producer_workers.gateway.turn_writer import TurnWriter
+from producer_workers.worker.turn_keeper import TurnKeeper
 from tests.producer_workers.agents import TOOL
 from tests.producer_workers.recorder import Recorder, loop_of, questions, run
 
@@ -215,3 +220,29 @@ def test_the_record_is_what_was_read_and_sampled_whatever_clients_do_and_where_t
     assert len(kept) >= len(answers)
     seeds = [engine.seeds[number] for number in kept]
     assert len(set(seeds)) == len(seeds), "no two turns have the same seed"
+
+
+def test_a_turn_that_was_sampled_while_its_agent_failed_belongs_to_no_later_run_of_it() -> None:
+    keeper = Killed(questions("a"), None)
+    writer = TurnWriter(keeper, 0, {})
+    made = Generation(np.array([5], "<i4"), np.zeros(1, "<f4"), (), "stop")
+    said = {"role": "assistant", "content": "x"}
+    first = Segment.begin([], Conversation.of([]), None, [1]).add_turn(made, said, "x", [])
+    sampled = writer.of("").sampled
+    sampled(None, first, "")
+    writer.failed()
+    sampled(first, first.add_turn(made, said, "x", []), "")
+    (state,) = keeper.found()
+    assert not len(state.response_ids)
+
+
+def test_no_agent_gets_a_turn_whose_storing_failed_in_any_way() -> None:
+    async def scene() -> None:
+        nothing: Any = None  # any use of it is a fault of the program
+        keeper = TurnKeeper(nothing, nothing, nothing)
+        for _ in range(2):
+            keeper.keep(questions("a")[0])
+            with pytest.raises(AttributeError):
+                await keeper.stored()
+
+    asyncio.run(scene())
