@@ -73,8 +73,9 @@ test-environments: setup ## environments of verifiers and OpenEnv against the ga
 	@for package in verifiers==0.4.0 openenv==0.10.0; do \
 		venv=build/environments/$$package; \
 		test -f $$venv/done || { $(PYTHON) -m venv $$venv && $$venv/bin/pip install -q $$package && \
-			$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$venv/lib/python3*/site-packages/rolloutmq.pth \
-			&& touch $$venv/done; } || exit; \
+			$(PY) -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' > $$venv/rolloutmq.pth && \
+			mv $$venv/rolloutmq.pth "$$($$venv/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')" && \
+			touch $$venv/done; } || exit; \
 		$$venv/bin/python -m pytest tests/producer_workers/environments/test_$${package%%=*}_environment.py || exit; \
 	done
 

@@ -176,7 +176,7 @@ def make_worker(
     if config.worker.concurrency == "auto" and not isinstance(engine, ReportsLoad):
         hint = "give [worker] concurrency a number"
         raise ConfigError(f"the engine {engine.name} does not report its load", hint=hint)
-    names = _task_names(config, is_live)
+    names = task_names(config, is_live)
     check_images(config, names, engine)
     for name in names:  # responses without the structure would only look like a bad model
         if config.tasks[name].sample.structured and not structures(engine):
@@ -233,7 +233,8 @@ def _make_gateway(config: ProducingConfig, run: Run, is_live: bool, names: Seque
     return LiveGateway(section, room, run, tuple(names))
 
 
-def _task_names(config: ProducingConfig, is_live: bool) -> list[str]:
+def task_names(config: ProducingConfig, is_live: bool) -> list[str]:
+    """Return the tasks of a gateway of live sessions, or of a worker. Raises ConfigError."""
     live = live_tasks(config.tasks, config.worker.agent_loop)
     wanted = [name for name in config.tasks if (name in live) == is_live]
     names = wanted if is_live else config.worker.tasks or wanted

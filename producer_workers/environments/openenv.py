@@ -54,27 +54,48 @@ async def play(
     act, read = _actions(action), _observations(observation)
     rewards: list[float | None] = []
     arguments = task.extra.get("reset") or {}
+    known = task.finished[-1] if task.finished else []
     async with (
         openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, timeout=None) as model,
         _episode(url, arguments, step_timeout_s) as (environment, result),
     ):
         messages = _behind(task.messages, read(result.observation))
         while not result.done and len(rewards) < max_turns:
-            try:
-                reply = await model.chat.completions.create(model=task.model, messages=messages)
-            except openai.BadRequestError as error:
-                if error.code != "context_length_exceeded":
-                    raise
+            _check_same(known, messages)
+            said = next(iter(known[len(messages) :]), None) or await _ask(model, task, messages)
+            if said is None:
                 break
-            said = reply.choices[0].message
-            if reply.choices[0].finish_reason == "length":  # no action was completed
+            if said.pop("is_cut", False):  # no action was completed
                 rewards.append(None)
                 break
-            result = await _step(environment, act(said.content or "", result.observation))
+            result = await _step(environment, act(said.get("content") or "", result.observation))
             rewards.append(result.reward)
-            answer = [said.model_dump(exclude_none=True)]
-            messages = _behind([*messages, *answer], read(result.observation))
+            messages = _behind([*messages, said], read(result.observation))
     return _earned(rewards, is_over=result.done, by_turn=turn_rewards)
+
+
+async def _ask(model: Any, task: AgentTask, messages: Messages) -> dict[str, Any] | None:
+    """Return the model's message, with `is_cut` if it is not whole; None if it may say no more."""
+    openai = import_package("openai", REQUIREMENT)
+    try:
+        reply = await model.chat.completions.create(model=task.model, messages=messages)
+    except openai.BadRequestError as error:
+        if error.code != "context_length_exceeded":
+            raise
+        return None
+    (choice,) = reply.choices
+    said: dict[str, Any] = choice.message.model_dump(exclude_none=True)
+    return said | ({"is_cut": True} if choice.finish_reason == "length" else {})
+
+
+def _check_same(known: Messages, messages: Messages) -> None:
+    """Raise EpisodeBroken if the environment answers the actions of a resumed episode otherwise."""
+    for before, now in zip(known, messages, strict=False):
+        if any(before.get(key) != now.get(key) for key in ("role", "content")):
+            raise EpisodeBroken(
+                "the environment answers the same actions otherwise than before the interruption",
+                hint="leave out agent_loop_options.resumable",
+            )
 
 
 def _earned(rewards: list[float | None], *, is_over: bool, by_turn: bool) -> dict[str, Any] | None:

@@ -153,7 +153,7 @@ class FunctionAgent:
     """Runs a function, in processes if it is named as "module:function". Raises ConfigError.
 
     A plain function runs in a thread. `limit_s` limits one session. `options`: its keyword
-    arguments.
+    arguments. `error`: what it raises for any fault of the function.
     """
 
     def __init__(
@@ -161,6 +161,7 @@ class FunctionAgent:
         agent: str | Callable[..., Any],
         limit_s: float,
         options: Mapping[str, Any] | None = None,
+        error: type[AgentError] = AgentError,
     ) -> None:
         path = agent if isinstance(agent, str) else None
         function: Any = load_object(path, kind="agent") if path else agent
@@ -174,7 +175,7 @@ class FunctionAgent:
             name=name,
             limit_s=limit_s,
             limit_key="agent_loop_options.time_limit_s",
-            error=AgentError,  # it fails its rollout alone
+            error=error,  # it fails its rollout alone
             processes=4 if is_coroutine else 16,
             mode="coroutines" if is_coroutine else "threads",
             # another run of it would begin another session

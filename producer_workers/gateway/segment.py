@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgpack
 import numpy as np
@@ -29,7 +29,7 @@ from buffer.wire.group import (
     new_contexts,
 )
 from buffer.wire.rollout import RolloutState, ToolCall, VersionSpan, with_known_rows
-from producer_workers.engines.base import Generation
+from producer_workers.engines.base import FinishReason, Generation
 from producer_workers.gateway.history import Conversation, Messages
 
 
@@ -105,6 +105,14 @@ class Segment:
             finish_reason=made.finish_reason,
             experts=with_known_rows(self.experts, made.routed_experts),
         )
+
+    def last_turn(self) -> Generation:
+        """Return what the engine made last, behind the last token that it did not make."""
+        read = np.flatnonzero(self.mask == 0)
+        start = int(read[-1]) + 1 if len(read) else 0
+        spans = tuple(s._replace(start=s.start - start) for s in self.spans if s.start >= start)
+        reason = cast(FinishReason, self.finish_reason)
+        return Generation(self.ids[start:], self.logprobs[start:], spans, reason)
 
     def untrained(self) -> Segment:
         """Return this as context alone: another segment trains these tokens."""

@@ -146,6 +146,7 @@ class Session:
         self.new_contexts: Counter[str] = Counter()
         self.truncation = ""
         self.segments = [*finished]
+        self.unsent: list[Segment] = []  # their last turns: a program may have got no answer
         self.interrupted = asyncio.Event()
         self.failure: EngineDeadError | None = None  # ended the engine, and the session
 
@@ -160,6 +161,8 @@ class Session:
         cannot be asked or stored.
         """
         ask = ask.forcing_a_call(self._parser)
+        if self.unsent and (turn := await in_tokenizer_thread(self._recorded, ask)):
+            return turn
         self._check_open()
         ask.check(self._params, self._engine)
         number = next(self._requests)
@@ -169,6 +172,22 @@ class Session:
         finally:
             del self._running[number]
             self._parents.pop(number, None)
+
+    def _recorded(self, ask: Ask) -> SampledTurn | None:
+        """Return the answer to a request, once, if it was made but perhaps not sent."""
+        if ask.prompt:
+            return None
+        given = Conversation.of(self._messages(ask))
+        for segment in self.unsent:
+            count = len(given.turns)
+            is_same = count + 1 == len(segment.said.turns) and given.shared(segment.said) == count
+            if is_same and segment.tools == ask.tools:
+                self.unsent.remove(segment)
+                made = segment.last_turn()
+                read = len(segment.ids) - len(made.token_ids)
+                self._answers[ask.name] = segment.messages[1 if ask.instructions else 0 :]
+                return SampledTurn(ask.name, segment.messages[-1], made, read)
+        return None
 
     async def stored(self) -> None:
         """Wait until all turns so far outlive this worker, if the agent can be resumed.

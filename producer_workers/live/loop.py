@@ -9,11 +9,13 @@ from typing import Any
 from buffer.errors import ConfigError
 from buffer.wire.group import LIVE_OPENING
 from buffer.wire.rollout import RolloutState
+from buffer.wire.sampling import SampleParams
 from producer_workers.engines.base import Engine
 from producer_workers.gateway.agents import AgentTask, Earned
 from producer_workers.gateway.loop import GatewayAgentLoop
-from producer_workers.gateway.segment import SessionRecord
+from producer_workers.gateway.segment import Segment, SessionRecord
 from producer_workers.gateway.server import Gateway
+from producer_workers.gateway.session import Session
 from producer_workers.gateway.turn_writer import Keeper, TurnWriter, write_opening
 from producer_workers.live.room import LiveGroup, LiveRoom
 from producer_workers.live.server import LiveGateway
@@ -73,6 +75,19 @@ class LiveAgentLoop(GatewayAgentLoop):
 
     def _key(self, state: RolloutState, gid: str) -> str:
         return self._room.secret.key_of(self._room.name(self._room.groups[gid], state.index))
+
+    def _session(
+        self,
+        engine: Engine,
+        params: SampleParams,
+        agent: str,
+        writer: TurnWriter | None,
+        name: str,
+        finished: list[Segment],
+    ) -> Session:
+        session = super()._session(engine, params, agent, writer, name, finished)
+        session.unsent = [*finished]  # the gateway may have died before it answered
+        return session
 
     async def _ended(
         self, state: RolloutState, writer: TurnWriter | None, cut: list[str], earned: Earned

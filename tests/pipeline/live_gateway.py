@@ -8,6 +8,7 @@ from pathlib import Path
 from buffer.redis.store import Store
 from buffer.run import Run
 from producer_workers.config.gateway import GatewaySection
+from producer_workers.gateway.session import Session
 from producer_workers.live.loop import LiveAgentLoop
 from producer_workers.live.room import LiveRoom
 from producer_workers.live.secret import Secret
@@ -19,7 +20,20 @@ from tests.pipeline.talker import Mortal, start_engine
 from tests.pipeline.yard import TASK
 
 
-async def serve(url: str, name: str, worker: str, folder: str, ttl_s: str) -> None:
+def note_kept_turns(mortal: Mortal) -> None:
+    stored = Session.stored
+
+    async def stored_and_noted(session: Session) -> None:
+        await stored(session)
+        mortal.note("kept", session.name)
+
+    Session.stored = stored_and_noted  # type: ignore[assignment, method-assign]
+
+
+async def serve(url: str, name: str, worker: str, folder: str, ttl_s: str, death: str) -> None:
+    """`death`: see `tests.pipeline.talker`; "kept N": turn N is kept, and not answered yet."""
+    mortal = Mortal(Path(folder), death)
+    note_kept_turns(mortal)
     run = Run.open(Store(url), name)
     room = LiveRoom(Secret.read(Path(folder) / "key", run.nonce), float(ttl_s))
     gateway = LiveGateway(GatewaySection(), room, run, (TASK,))
@@ -27,7 +41,7 @@ async def serve(url: str, name: str, worker: str, folder: str, ttl_s: str) -> No
         judge=None, tokenizer=Characters(), eos_ids={END}, partial_rollout=True, parser="",
         gateway=gateway,
     )  # fmt: skip
-    engine = await start_engine(Mortal(Path(folder), "never"))
+    engine = await start_engine(mortal)
     member = Worker(
         run, engine, {TASK: TaskRunner(loop, partial_rollout=True)}, worker_id=worker, room=room
     )

@@ -39,7 +39,7 @@ class Mortal:
     def __init__(self, folder: Path, death: str) -> None:
         self._folder = folder
         self._death = death
-        self._counts = {"sampled": 0, "told": 0}
+        self._counts = {"sampled": 0, "kept": 0, "told": 0}
 
     def note(self, kind: str, fact: Any) -> None:
         with (self._folder / kind).open("ab") as file:

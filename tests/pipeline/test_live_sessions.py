@@ -37,9 +37,10 @@ class Gateways:
         self.running: dict[str, BaseProcess] = {}
         self.http = httpx.Client(timeout=DEADLINE_S)
 
-    def start(self, name: str) -> str:
+    def start(self, name: str, death: str = "never") -> str:
         """Return the URL of a new gateway."""
-        words = (self.yard.store.url, self.yard.run.name, name, str(self.folder), str(self.ttl_s))
+        run = self.yard.run.name
+        words = (self.yard.store.url, run, name, str(self.folder), str(self.ttl_s), death)
         self.running[name] = start_program(live, *words)
         file = self.folder / name
         until(file.exists)
@@ -79,7 +80,7 @@ def until(condition: Callable[[], Any]) -> None:
 
 def ask(url: str, key: str, messages: list[Any]) -> list[Any]:
     """Ask for a turn as any program does; return the conversation with it."""
-    with openai.OpenAI(base_url=f"{url}/v1", api_key=key) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
         made = client.chat.completions.create(model="any", messages=messages, max_tokens=8)
     return [*messages, {"role": "assistant", "content": made.choices[0].message.content}]
 
@@ -155,6 +156,33 @@ def test_a_session_goes_on_at_another_gateway_whenever_its_gateway_is_killed(
     texts = ["".join(chr(32 + token) for token in ids) for _, ids in turns]
     assert [text.strip() for text in told] == [text.strip() for text in texts]
     yard.check()
+
+
+@pytest.mark.parametrize("make_yard", ["valkey"], indirect=True)
+def test_a_turn_that_is_kept_but_not_answered_is_answered_by_the_next_gateway(
+    make_gateways: Callable[..., Gateways],
+) -> None:
+    gateways = make_gateways()
+    url = gateways.start("g0", "kept 3")
+    opened = gateways.open(url)
+    key, other = (each["key"] for each in opened["sessions"])
+    talk = [*ask(url, key, [user("a")]), user("b")]
+    ask(url, other, [user("a")])
+    with pytest.raises(openai.APIConnectionError):
+        ask(url, key, talk)
+    url = gateways.start("g1")
+    gateways.yard.expire_lease("g0")
+    talk = ask(url, key, talk)
+    sampled = notes(gateways.folder, "sampled")
+    assert len(sampled) == 3, "it was not sampled again"
+    text = "".join(chr(32 + token) for token in sampled[-1][1])
+    assert talk[-1]["content"].strip() == text.strip()
+    ask(url, key, [*talk, user("c")])
+    for one in (key, other):
+        assert gateways.reward(url, one, score=1.0).status_code == 200
+    until(lambda: gateways.yard.places().get("completed") == 1)
+    turns = trained(gateways.yard.group(opened["group"]).states)
+    assert sorted(turns) == sorted(notes(gateways.folder, "sampled"))
 
 
 @pytest.mark.parametrize("make_yard", ["valkey"], indirect=True)

@@ -29,7 +29,7 @@ from buffer.snapshot import folder as on_disk
 from buffer.snapshot.loader import SnapshotLoader
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.keyspace import dump, run_keys
-from tests.buffer.scene import FIRST, LIMITS, Scene, extend
+from tests.buffer.scene import FIRST, LIMITS, Scene, extend, turn
 from tests.servers import start_server
 
 ROLES = {b"trainer", b"producer", b"trainer_closed", b"producer_closed"}
@@ -135,6 +135,23 @@ def test_tokens_that_a_worker_had_not_handed_back_age_no_resumed_group(
     other = resumed(scene, tmp_path / "s")
     assert other.stream("fresh") + other.stream("resume") == [jobs[0].gid]
     assert not other.raw.exists(other.keys.age("math"))
+    other.check()
+
+
+def test_turns_of_a_worker_that_died_are_in_the_snapshot(scene: Scene, tmp_path: Path) -> None:
+    scene.enqueue(1)
+    (job,) = scene.claim()
+    kept = scene.turns(job)
+    for number in range(2):
+        kept.add(turn(number))
+        kept.store()
+    scene.expire_leases()
+    scene.run.jobs.reap()
+    scene.run.save(tmp_path / "s")
+    other = resumed(scene, tmp_path / "s")
+    (again,) = other.claim()
+    turns = other.run.buffer.read(again.payload).turns
+    assert [int(state.response_ids[0]) for state in turns] == [0, 1]
     other.check()
 
 

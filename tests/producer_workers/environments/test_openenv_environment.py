@@ -23,7 +23,7 @@ from producer_workers.agent_loops.agent_loop import load_agent_loop
 from producer_workers.config.task import TaskSection
 from producer_workers.datasets.open import open_dataset
 from producer_workers.engines.base import Generation
-from tests.producer_workers.recorder import Recorder, run
+from tests.producer_workers.recorder import Recorder
 
 pytest.importorskip("openenv")
 
@@ -97,9 +97,10 @@ def play(
     server: Server,
     limits: Sequence[int] = (4096,),
     before: tuple[int, Callable[[], None]] | None = None,
+    cut: bool = False,
     **options: Any,
 ) -> tuple[list[RolloutState], Scripted]:
-    """Play episodes 7, 8 ..., each with a limit of tokens."""
+    """Play episodes 7, 8 ..., each with a limit of tokens; if `cut`, interrupted and resumed."""
     dataset = {"kind": "openenv", "url": server.url, "size": 100, "first": 7}
     section = TaskSection.model_validate(
         {"judge": "environment", "dataset": dataset, "agent_loop_options": options}
@@ -110,6 +111,7 @@ def play(
         judge=None,
         tokenizer=chat,
         eos_ids=[chat.eos_token_id],
+        partial_rollout=cut,
         options=section.loop_options("openenv"),
     )
     states = [
@@ -122,7 +124,23 @@ def play(
         for index, limit in enumerate(limits)
     ]
     engine = Scripted(chat, before)
-    return run(loop, engine, states), engine
+
+    async def scene() -> list[RolloutState]:
+        made: list[RolloutState] = states
+        try:
+            if cut:
+                engine.cut = {*range(len(limits))}
+                made = await loop.generate_group(made, engine, "math-0000000001")
+                assert {state.status for state in made} == {Status.ABORTED}
+                engine.cut = set()
+                for session in engine.turns:
+                    engine.turns[session] -= 1  # the turn that was cut is asked again
+            made = await loop.generate_group(made, engine, "math-0000000001")
+        finally:
+            await loop.close()
+        return made
+
+    return asyncio.run(scene()), engine
 
 
 def expected(seed: int) -> list[float]:
@@ -160,6 +178,13 @@ def test_functions_make_actions_and_a_limit_of_turns_ends_an_episode(
     (state,), _ = play(chat, server, action=f"{__name__}:as_action", max_turns=2)
     assert state.reward == pytest.approx({"score": sum(expected(7)[:2])})
     assert state.token_rewards is None
+
+
+def test_an_interrupted_episode_takes_its_actions_again(chat: Any, server: Server) -> None:
+    states, engine = play(chat, server, cut=True, resumable=True, turn_rewards=True)
+    assert [state.reward for state in states] == [pytest.approx({"score": sum(expected(7))})]
+    assert len(engine.said) == len(expected(7)), "no finished turn was sampled again"
+    engine.check(states)
 
 
 def test_faults_of_an_environment_fail_the_episode(chat: Any, server: Server) -> None:

@@ -18,6 +18,7 @@ from producer_workers.gateway import roles
 from producer_workers.gateway.agents import AgentTask
 from producer_workers.judges.judge import FunctionJudge
 from producer_workers.worker.task_runner import restart
+from rolloutmq.views.found_group import FoundGroup, group_parts
 from tests.producer_workers.agents import ask
 from tests.producer_workers.gateway.test_recorded_tokens import Killed, check
 from tests.producer_workers.recorder import Recorder, loop_of, questions, run
@@ -76,6 +77,9 @@ def test_roles_of_an_agent_are_rollouts_of_their_own_with_their_own_rewards(chat
     states = run(loop_of(chat, self_play), engine, questions("a", "b", max_tokens=10_000))
     check_self_play(stored(states), 2)
     check_engine(engine, states, 2)
+    shown = FoundGroup("x", group=RolloutGroup("math-0000000001", "math", states))
+    parts = [str(part) for part in group_parts(shown.document(tokens=False))]
+    assert all(any(f"#1 {role}" in part for part in parts) for role in ("proposer", "solver"))
 
 
 @pytest.mark.parametrize("cut", range(5))

@@ -9,6 +9,7 @@ from buffer.config.run_settings import PolicySection, RedisSection
 from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.limits import RunLimits
+from producer_workers.build import task_names
 from producer_workers.config.dataset import JsonlSection
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config
@@ -218,6 +219,16 @@ def test_lengths_that_do_not_fit_the_context_are_refused(tmp_path: Path) -> None
     # an agent's requests share max_tokens, and a default that nobody set is not a demand
     load(tmp_path, GOOD, *context, "tasks.math.sample.max_tokens=999", "worker.agent_loop=gateway")
     load(tmp_path, GOOD.replace("max_tokens = 64", ""), *context)
+
+
+def test_live_tasks_are_served_by_gateways_alone(tmp_path: Path) -> None:
+    other = '\n[tasks.chat]\nagent_loop = "live"\njudge = "environment"\n'
+    other += '[tasks.chat.dataset]\nkind = "jsonl"\npath = "chat.jsonl"\n'
+    both = load(tmp_path, GOOD + other)
+    assert (task_names(both, False), task_names(both, True)) == (["math"], ["chat"])
+    for is_live, loop in ((True, "single_turn"), (False, "live")):
+        with pytest.raises(ConfigError, match="no task"):
+            task_names(load(tmp_path, GOOD, f"worker.agent_loop={loop}"), is_live)
 
 
 def test_stale_threshold_counts_train_steps() -> None:
