@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from buffer.config.section import Section
+from buffer.config.section import YEAR_S, Section
 from buffer.errors import ConfigError
 
 
@@ -44,7 +44,7 @@ class GatewaySection(Section):
     """private file with the key that opens live sessions, the same for all gateways of a run;
     `rolloutmq gateway` makes it if it is missing
     """
-    session_ttl_s: float = Field(3600.0, gt=0)
+    session_ttl_s: float = Field(3600.0, gt=0, le=YEAR_S)
     """seconds in which all live sessions of a group must get their rewards; later, the group is
     dropped
     """

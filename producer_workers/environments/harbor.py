@@ -255,7 +255,7 @@ class TrialProcesses:
     def check(self, config: Mapping[str, Any]) -> None:
         """Raise ConfigError if Harbor cannot load what a TrialConfig names."""
         request = orjson.dumps({"config": config, "check": True, "keep": True})
-        environment = os.environ | _QUIET
+        environment = _QUIET | os.environ
         try:
             ran = subprocess.run(
                 self._command, input=request, env=environment, capture_output=True, timeout=CHECK_S
@@ -309,7 +309,7 @@ class TrialProcesses:
     ) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
             *self._command,
-            env={**os.environ, **_QUIET, **variables},
+            env={**_QUIET, **os.environ, **variables},
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=stderr,
