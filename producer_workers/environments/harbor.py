@@ -266,7 +266,7 @@ class TrialProcesses:
             last = ran.stderr.decode(errors="replace").strip().rpartition("\n")[2]
             raise ConfigError(f"{self._python} ended with {ran.returncode}", hint=last)
         for told in orjson.loads(ran.stdout)["errors"]:
-            hint = f"{self._python} runs Harbor; see docs/pages/tools_and_agents.md"
+            hint = f"{self._python} runs Harbor; see docs/pages/environments.md"
             raise ConfigError(f"agent_loop_options: {_line(told)}", hint=hint)
 
     async def run(self, request: Mapping[str, Any], variables: Mapping[str, str]) -> Any:

@@ -13,7 +13,7 @@ from producer_workers.gateway.agents import AgentError, FunctionAgent
 from producer_workers.gateway.loop import GatewayAgentLoop
 
 
-class EpisodeError(AgentError):
+class FailedEpisode(AgentError):
     """The environment failed, which is no reward of 0."""
 
     earned = None
@@ -69,7 +69,7 @@ class OpenEnvAgentLoop(GatewayAgentLoop):
             "turn_rewards": turn_rewards,
         }
         play = "producer_workers.environments.openenv:play"
-        super().__init__(agent=FunctionAgent(play, time_limit_s, options, EpisodeError), **given)
+        super().__init__(agent=FunctionAgent(play, time_limit_s, options, FailedEpisode), **given)
 
 
 class NemoGymAgentLoop(GatewayAgentLoop):

@@ -33,7 +33,7 @@ LOOK_S = 0.25
 _FINISHED = ("taken", "dead")  # stages of groups that never come back to their programs
 
 
-class Wanted(msgspec.Struct, forbid_unknown_fields=True):
+class SessionRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The body of POST /sessions. `task` may be left out if there is one."""
 
     task: str = ""
@@ -59,7 +59,7 @@ class LiveGateway(Gateway):
         if not any(map(self.room.secret.is_admin, given_keys(request))):
             self.refuse_key()
         try:
-            wanted = msgspec.json.decode(await request.read() or b"{}", type=Wanted)
+            wanted = msgspec.json.decode(await request.read() or b"{}", type=SessionRequest)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise Refusal(400, str(error), "refused") from error
         task = wanted.task or self._tasks[0]
