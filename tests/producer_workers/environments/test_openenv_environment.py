@@ -36,6 +36,10 @@ def as_action(text: str, observation: dict[str, Any]) -> dict[str, Any]:
     return {"message": f"{len(observation)} 99 {text}"}
 
 
+def as_chat(observation: dict[str, Any]) -> list[dict[str, str]]:
+    return [{"role": "user", "content": observation["text"]}]
+
+
 class Server:
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -160,6 +164,14 @@ def test_functions_make_actions_and_a_limit_of_turns_ends_an_episode(
     (state,), _ = play(chat, server, action=f"{__name__}:as_action", max_turns=2)
     assert state.reward == pytest.approx({"score": sum(expected(7)[:2])})
     assert state.token_rewards is None
+
+
+def test_an_episode_begins_with_the_messages_of_its_observation(chat: Any, server: Server) -> None:
+    (state,), _ = play(chat, server, observation=f"{__name__}:as_chat", max_turns=2)
+    (told,), _ = play(chat, server, max_turns=2)
+    assert state.prompt_ids is not None
+    assert told.prompt_ids is not None
+    assert state.prompt_ids.tolist() == told.prompt_ids.tolist()
 
 
 def test_faults_of_an_environment_fail_the_episode(chat: Any, server: Server) -> None:
