@@ -236,9 +236,10 @@ class RolloutState(BaseModel):
 
     def turns(self) -> list[slice]:
         """Return the model's turns in the response: its runs of trained tokens."""
-        if self.response_mask is None:
-            return [slice(0, len(self.response_ids))]
-        edges = np.flatnonzero(np.diff(self.response_mask, prepend=0, append=0)).tolist()
+        mask = self.response_mask
+        if mask is None:
+            mask = np.ones(len(self.response_ids), "u1")
+        edges = np.flatnonzero(np.diff(mask, prepend=0, append=0)).tolist()
         return [slice(edges[n], edges[n + 1]) for n in range(0, len(edges), 2)]
 
     def reward_turn(self, turn: slice, reward: float) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from producer_workers.config.dataset import OpenEnvSection
 from producer_workers.datasets.dataset import Problem
 
+NOTHING_ASKED = {"role": "user", "content": ""}
+
 
 class NumberedResets:
     """Rows have the arguments of `reset` in `extra`; the first observation is their question."""
@@ -22,8 +24,7 @@ class NumberedResets:
         if not 0 <= row < section.size:
             raise IndexError(f"{section.url}: episode {row} of {section.size}")
         reset = {**section.reset, section.numbered_by: section.first + row}
-        nothing_yet = {"role": "user", "content": ""}
-        return Problem(messages=[nothing_yet], data_source="openenv", extra={"reset": reset})
+        return Problem(messages=[NOTHING_ASKED], data_source="openenv", extra={"reset": reset})
 
 
 def open_resets(

@@ -24,8 +24,8 @@ def environment_config(environment: str, options: Mapping[str, Any]) -> Any:
     vf = import_package("verifiers.v1", REQUIREMENT)
     search_in(Path.cwd())
     played_by, _, taskset = environment.rpartition("+")
-    given = {**options, "taskset": {**options.get("taskset", {}), "id": taskset}}
     try:
+        given = {**options, "taskset": {**options.get("taskset", {}), "id": taskset}}
         return vf.resolve_env_config(given | ({"id": played_by} if played_by else {}))
     except Exception as error:  # of the environment's own module, too
         raise _refused(environment, error) from error

@@ -43,8 +43,11 @@ async def play(task: AgentTask, *, url: str) -> dict[str, float]:
 
 def _reward(verified: dict[str, Any]) -> dict[str, float]:
     if verified.get("mask_sample"):
-        why = [verified[name] for name in ("failure_kind", "failure_reason") if verified.get(name)]
+        why = [str(verified[n]) for n in ("failure_kind", "failure_reason") if verified.get(n)]
         raise GymFailure(f"the run is no measurement: {': '.join(why) or 'mask_sample'}")
     if verified.get("reward") is None:
         raise GymFailure(f"/run gave no reward, but {', '.join(verified)}")
-    return {**(verified.get("reward_components") or {}), "score": verified["reward"]}
+    components = verified.get("reward_components") or {}
+    if not isinstance(components, dict):
+        raise GymFailure(f"/run gave {components!r:.80} as reward_components, not an object")
+    return {**components, "score": verified["reward"]}

@@ -19,6 +19,7 @@ import orjson
 
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.imports import import_package, is_dotted_path, load_function
+from producer_workers.datasets.openenv_resets import NOTHING_ASKED
 from producer_workers.gateway.agents import AgentTask
 
 REQUIREMENT = "openenv>=0.10,<0.11"
@@ -167,6 +168,8 @@ def _is_chat(found: Any) -> bool:
 
 def _behind(messages: Messages, observed: str | Messages) -> Messages:
     """Return the conversation with an observation behind it, joined to a question of the user."""
+    if messages and messages[-1] == NOTHING_ASKED:
+        messages = messages[:-1]
     if not isinstance(observed, str):
         return [*messages, *observed]
     if messages and messages[-1]["role"] == "user":

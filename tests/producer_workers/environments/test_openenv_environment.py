@@ -36,6 +36,10 @@ def as_action(text: str, observation: dict[str, Any]) -> dict[str, Any]:
     return {"message": f"{len(observation)} 99 {text}"}
 
 
+def as_chat(observation: dict[str, Any]) -> list[dict[str, str]]:
+    return [{"role": "user", "content": observation["text"]}]
+
+
 class Server:
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -185,6 +189,14 @@ def test_an_interrupted_episode_takes_its_actions_again(chat: Any, server: Serve
     assert [state.reward for state in states] == [pytest.approx({"score": sum(expected(7))})]
     assert len(engine.said) == len(expected(7)), "no finished turn was sampled again"
     engine.check(states)
+
+
+def test_an_episode_begins_with_the_messages_of_its_observation(chat: Any, server: Server) -> None:
+    (state,), _ = play(chat, server, observation=f"{__name__}:as_chat", max_turns=2)
+    (told,), _ = play(chat, server, max_turns=2)
+    assert state.prompt_ids is not None
+    assert told.prompt_ids is not None
+    assert state.prompt_ids.tolist() == told.prompt_ids.tolist()
 
 
 def test_faults_of_an_environment_fail_the_episode(chat: Any, server: Server) -> None:

@@ -19,7 +19,7 @@ from producer_workers.judges.built_in import (
     score_entry,
     task_datasets,
 )
-from producer_workers.judges.judge import FunctionJudge
+from producer_workers.judges.judge import FunctionJudge, take_columns
 from producer_workers.judges.load import load_judge
 
 
@@ -66,6 +66,11 @@ def test_judge_takes_numbers_and_dicts_of_numbers(value: Any, reward: dict[str, 
 def test_judge_error_names_the_judge_when_it_returns_no_reward(value: Any) -> None:
     with pytest.raises(JudgeError, match="judge 'mine' returned"):
         judged(returning(value))
+
+
+def test_turn_rewards_of_an_empty_response_are_refused() -> None:
+    with pytest.raises(JudgeError, match="judge 'mine' returned 1 turn_rewards for 0 turns"):
+        take_columns("mine", [RolloutState()], [{"score": 1.0, "turn_rewards": [1.0]}])
 
 
 def test_judge_awaits_coroutine_functions_and_what_functions_return() -> None:
