@@ -16,7 +16,7 @@ from buffer.config.run_settings import PolicySection
 from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig
 from consumer.config.trainer import MOST_PROBLEMS, WITHIN_A_GROUP
-from producer_workers.agent_loops.agent_loop import has_agents
+from producer_workers.agent_loops.agent_loop import BUILT_IN, has_agents
 from producer_workers.config.task import TaskSection
 from producer_workers.hub import is_id
 
@@ -250,6 +250,17 @@ def _critic_is_used(config: Config) -> Iterator[str]:
         )
 
 
+def _trained_roles_occur(config: Config) -> Iterator[str]:
+    for name, task in config.tasks.items():
+        loop = task.loop(config.worker.agent_loop)
+        has_roles = loop not in BUILT_IN or has_agents(loop)
+        if task.train_roles and "" not in task.train_roles and not has_roles:
+            yield (
+                f"train_roles = {task.train_roles} of task {name}: agent_loop = {loop} gives no "
+                "rollout a role, so none would be trained; leave train_roles out"
+            )
+
+
 def _updates_have_groups(config: Config) -> Iterator[str]:
     if config.learner.updates_per_batch > config.plan.batch_size:
         yield (
@@ -343,6 +354,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _distributions_are_whole,
     _groups_can_be_compared,
     _critic_is_used,
+    _trained_roles_occur,
     _updates_have_groups,
     _ranks_have_gpus,
     _optimizer_fits_the_ranks,

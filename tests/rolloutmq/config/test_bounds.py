@@ -147,6 +147,7 @@ def test_a_value_that_no_run_can_have_is_refused(tmp_path: Path, override: str) 
             ],
             "overlong_buffer_tokens cannot act",
         ),
+        (["tasks.sums.train_roles=['solver']"], "gives no rollout a role"),
         (["critic.lam=0.95"], "advantages = gae only"),
         (["tasks.sums_eval.eval_of=sums_eval"], "not a training task; known: math, sums"),
         (["learner.allow_truncated_sampling=false", "tasks.math.sample.top_p=0.9"], "top_p"),
