@@ -65,7 +65,7 @@ def test_a_judge_at_a_url_is_asked_again_until_it_answers() -> None:
     assert len(server.asked) == 3
     assert server.asked[0] == {
         "index": 0, "response": "4", "finish_reason": "length", "ground_truth": "4",
-        "data_source": "sums", "messages": [], "tool_calls": [], "reward": None,
+        "data_source": "sums", "messages": [], "tool_calls": [], "reward": None, "role": "",
         "extra": {"level": 1}, "response_ids": [], "response_mask": None,
     }  # fmt: skip
 
