@@ -284,12 +284,9 @@ class Session:
         if parent:
             more = messages[len(parent.messages) :]
             try:
-                return Reading(
-                    parent,
-                    parent.read(
-                        self._tokens_behind(parent, more), more, given.part(len(parent.messages))
-                    ),
-                )
+                tokens = self._tokens_behind(parent, more)
+                new = Segment.begin(more, given.part(len(parent.messages)), tools, tokens)
+                return Reading(parent, parent.then(new))
             except ConfigError:
                 # The template rewrites earlier turns (it may drop the thought), so the model reads
                 # a new context.
@@ -328,7 +325,7 @@ class Session:
         ends = [(s, end) for s in self.segments for end in s.ends if begins_with(s, end)]
         longest = max(ends, key=lambda found: found[1].tokens, default=None)
         parent = longest[0].until(longest[1]) if longest else None
-        known = parent or Segment.begin([], Conversation.of([]), _RAW, [])
+        known = parent or Segment.begin([], Conversation.of([]), _RAW, ())
         if isinstance(prompt, str):
             # Special tokens that are written out count: this agent writes the chat format itself.
             text = prompt.removeprefix(_text_of(known, len(known.messages)))
@@ -337,7 +334,7 @@ class Session:
             new = prompt[len(known.ids) :]
             text = str(self._tokenizer.decode(new, skip_special_tokens=False))
         messages = [{"role": _RAW, "content": text}]
-        context = known.read(np.array(new, "<i4"), messages, Conversation.of(messages))
+        context = known.then(Segment.begin(messages, Conversation.of(messages), _RAW, new))
         return Reading(parent, replace(context, tools=_RAW))
 
     def pieces(self, made: Generation) -> list[str]:

@@ -10,12 +10,10 @@ An agent gets a turn once the keeper has stored it. The rollout of a turn has th
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
-import numpy as np
 
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.gateway.segment import Segment
@@ -89,12 +87,13 @@ class TurnWriter:
         self._numbers[grown] = self._count if number is None else number
         self._count += number is None
         state = RolloutState(index=self._index, status=Status.ABORTED)
-        _behind(parent, grown).fill(state, int(parent is not None))
+        new = grown.behind(parent) if parent else grown
+        new.fill(state, int(parent is not None))
         turn = KeptTurn(
             "sampled",
             session=session,
             continues=number,
-            messages=list(grown.messages[len(parent.messages) if parent else 0 :]),
+            messages=list(new.messages),
             tools=None if parent else grown.tools,
             after=grown.after,
             why=why,
@@ -125,22 +124,3 @@ def write_opening(keeper: Keeper, index: int, opening: dict[str, Any]) -> None:
 def _write(keeper: Keeper, state: RolloutState, turn: KeptTurn) -> None:
     state.extra = {TURN: msgspec.to_builtins(turn)}
     keeper.keep(state)
-
-
-def _behind(parent: Segment | None, grown: Segment) -> Segment:
-    """Return `grown` from the last token of `parent` on."""
-    if parent is None:
-        return grown
-    first = len(parent.ids) - 1
-    experts = grown.experts
-    return replace(
-        grown,
-        ids=grown.ids[first:],
-        mask=grown.mask[first:],
-        logprobs=grown.logprobs[first:],
-        spans=tuple(
-            span._replace(start=span.start - first) for span in grown.spans[len(parent.spans) :]
-        ),
-        calls=grown.calls[len(parent.calls) :],
-        experts=experts[first:] if isinstance(experts, np.ndarray) else experts,
-    )
