@@ -54,18 +54,17 @@ class AgentSessions:
         session = self._by_name[name] = self._make(name, finished)
         session.interrupted = self.interrupted
 
-    def spoken(self) -> dict[str, Session]:
-        """Return the sessions with an answer of the model, by name in order."""
-        return {name: each for name, each in sorted(self._by_name.items()) if each.segments}
+    def segments(self) -> dict[str, list[Segment]]:
+        """Return those of the sessions with an answer of the model, by name in order."""
+        return {n: each.segments for n, each in sorted(self._by_name.items()) if each.segments}
+
+    def cut(self) -> dict[str, str]:
+        """Return why the model said no more in some sessions, by their names."""
+        return {name: each.truncation for name, each in self._by_name.items() if each.truncation}
 
     @property
     def new_contexts(self) -> Counter[str]:
         return sum((each.new_contexts for each in self._by_name.values()), Counter[str]())
-
-    @property
-    def truncation(self) -> str:
-        """Return why the model said no more in some session; "" if it always could."""
-        return next((each.truncation for each in self._by_name.values() if each.truncation), "")
 
     @property
     def is_full(self) -> bool:

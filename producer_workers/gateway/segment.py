@@ -338,8 +338,12 @@ class SessionRecord:
             own.append(Segment.resumed(rollout, *kept, after=len(own)))
         return found
 
-    def keep(self, index: int, segments: Sequence[Segment]) -> None:
-        self._open[str(index)] = [[s.messages, s.tools, s.finish_reason] for s in segments]
+    def keep(self, index: int, segments: Mapping[str, Sequence[Segment]]) -> None:
+        self._open[str(index)] = [
+            [one.messages, one.tools, one.finish_reason]
+            for each in segments.values()
+            for one in each
+        ]
 
     def leave(self, index: int) -> None:
         """Keep what is known of an agent's sessions."""

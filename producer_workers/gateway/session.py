@@ -40,7 +40,7 @@ from producer_workers.gateway.segment import (
 )
 from producer_workers.gateway.token_budget import TokenBudget
 from producer_workers.gateway.turn import Ask, SampledTurn, as_openai
-from producer_workers.gateway.turn_writer import SessionWriter
+from producer_workers.gateway.turn_writer import TurnWriter
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -96,7 +96,8 @@ class Session:
         params: SampleParams,
         parser: ToolParser | None,
         finished: Sequence[Segment] = (),
-        writer: SessionWriter | None = None,
+        writer: TurnWriter | None = None,
+        role: str = "",
     ) -> None:
         self.name = name
         self._engine = engine
@@ -106,6 +107,7 @@ class Session:
         self._params = params
         self._parser = parser
         self._writer = writer
+        self._role = role
         sampled = sum(int(segment.mask.sum()) for segment in finished)
         # Each recorded turn has a token, so no request has the seed of an earlier one.
         self._numbers = itertools.count(sampled)
@@ -263,7 +265,7 @@ class Session:
         others = [segment for segment in self.segments if segment is not parent]
         self.segments = sorted([*others, grown], key=Segment.order)
         if self._writer:
-            self._writer.sampled(parent if is_first else None, grown, why)
+            self._writer.sampled(self._role, parent if is_first else None, grown, why)
         return grown
 
     def _claim(self, request: _Request, ask: Ask) -> Reading:

@@ -42,18 +42,14 @@ class _Agent:
 
     def rollouts(self, state: RolloutState, record: SessionRecord) -> Rollouts:
         state.reset_response()
-        state.status = Status.ABORTED
-        state.finish_reason = "abort"
         by_session: dict[str, list[Segment]] = {}
         for name, segment in sorted(self._segments, key=lambda one: (one[0], one[1].order())):
             by_session.setdefault(name, []).append(segment)
-        if not by_session:
-            return [state]
-        if self._end:
-            made = ended_rollouts(state, by_session, self._end.cut, self._end.earned)
-            return [*chain.from_iterable(made)]
-        record.keep(state.index, [*chain.from_iterable(by_session.values())])
-        return interrupted_rollouts(state, by_session)
+        if not self._end:
+            return interrupted_rollouts(state, by_session, record)
+        state.status = Status.ABORTED
+        made = ended_rollouts(state, by_session, self._end.cut, self._end.earned)
+        return [*chain.from_iterable(made)]
 
 
 def _grown(known: Segment | None, turn: KeptTurn, state: RolloutState) -> Segment:

@@ -9,9 +9,8 @@ An agent gets a turn once the keeper has stored it. The rollout of a turn has th
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -52,13 +51,6 @@ class Keeper(Protocol):
         """Wait until all turns so far are stored. Raises Fenced if the group has another owner."""
 
 
-class SessionWriter(NamedTuple):
-    """Writes the turns of one session: `sampled(parent, grown, why)`."""
-
-    sampled: Callable[[Segment | None, Segment, str], None]
-    stored: Callable[[], Awaitable[None]]
-
-
 def numbered(segments: Mapping[str, Sequence[Segment]]) -> list[tuple[str, Segment]]:
     """Return the segments of an agent, with the names of their sessions, by their numbers."""
     return [(name, segment) for name in sorted(segments) for segment in segments[name]]
@@ -78,10 +70,7 @@ class TurnWriter:
         self._begins = not resumed
         self._is_over = False
 
-    def of(self, session: str) -> SessionWriter:
-        return SessionWriter(partial(self._sampled, session), self.stored)
-
-    def _sampled(self, session: str, parent: Segment | None, grown: Segment, why: str) -> None:
+    def sampled(self, session: str, parent: Segment | None, grown: Segment, why: str) -> None:
         """Write that `grown` took the place of `parent`, or began; its turn is the last."""
         number = self._numbers.pop(parent) if parent else None
         self._numbers[grown] = self._count if number is None else number
