@@ -37,6 +37,8 @@ class _DatasetKind(Section):
     """whether its problems are written to the run's folder, with splits of their own"""
     agent_loop: ClassVar[str | None] = None
     """the agent loop of tasks that name no other"""
+    loop_keys: ClassVar[tuple[str, ...]] = ()
+    """keys of the data set that are arguments of that loop, too"""
     package: ClassVar[str | None] = None
     """a package of others whose code gives the rows, in a process of its own"""
 
@@ -53,11 +55,6 @@ class _DatasetKind(Section):
     @property
     def code(self) -> dict[str, str]:
         """Return the functions of the user's that give rows, by what they are."""
-        return {}
-
-    @property
-    def loop_options(self) -> dict[str, Any]:
-        """Return the arguments of its `agent_loop` that the data set knows."""
         return {}
 
     def count_held_out(self) -> int | None:
@@ -259,6 +256,7 @@ class VerifiersSection(RecordsSection):
 
     reader = "producer_workers.datasets.verifiers_tasks:open_verifiers"
     agent_loop = "verifiers"
+    loop_keys = ("environment", "options")
     package = "verifiers"
 
     kind: Literal["verifiers"]
@@ -274,11 +272,6 @@ class VerifiersSection(RecordsSection):
     size: Count | None = Field(None, ge=1)
     """read this many tasks; needed for a taskset without an end; default: all"""
 
-    @property
-    def loop_options(self) -> dict[str, Any]:
-        """Return the environment, which the agents play."""
-        return {"environment": self.environment, "environment_options": self.options}
-
 
 class OpenEnvSection(_DatasetKind):
     """[tasks.<name>.dataset] kind = "openenv": numbered episodes of an environment of OpenEnv 0.10.
@@ -289,6 +282,7 @@ class OpenEnvSection(_DatasetKind):
 
     reader = "producer_workers.datasets.openenv_resets:open_resets"
     agent_loop = "openenv"
+    loop_keys = ("url",)
 
     kind: Literal["openenv"]
     """the kind of data set"""
@@ -303,11 +297,6 @@ class OpenEnvSection(_DatasetKind):
     reset: dict[str, Any] = Field(default_factory=dict)
     """further arguments of `reset`, the same for all, for example { split = "train" }"""
 
-    @property
-    def loop_options(self) -> dict[str, Any]:
-        """Return the address of the server."""
-        return {"url": self.url}
-
 
 class NemoGymSection(_Files):
     """[tasks.<name>.dataset] kind = "nemo_gym": JSON lines with the rows of an agent of NeMo Gym.
@@ -317,16 +306,12 @@ class NemoGymSection(_Files):
 
     reader = "producer_workers.datasets.nemo_gym_rows:open_rows"
     agent_loop = "nemo_gym"
+    loop_keys = ("url",)
 
     kind: Literal["nemo_gym"]
     """the kind of data set"""
     url: str = Field(pattern=r"^https?://")
     """address of the agent's server, which rollout workers reach, without /run"""
-
-    @property
-    def loop_options(self) -> dict[str, Any]:
-        """Return the address of the agent's server."""
-        return {"url": self.url}
 
 
 DatasetSection = Annotated[
