@@ -90,7 +90,7 @@ class RecordsSection(_DatasetKind):
         return {"record function": self.record} if self.record else {}
 
 
-class _Files(RecordsSection):
+class _Stored(_DatasetKind):
     path: Path
     """the file"""
 
@@ -98,6 +98,9 @@ class _Files(RecordsSection):
     def files(self) -> Path:
         """Return the file or folder."""
         return self.path
+
+
+class _Files(_Stored, RecordsSection): ...
 
 
 class JsonlSection(_Files):
@@ -231,7 +234,7 @@ class PythonSection(RecordsSection):
         return {"data set": self.factory, **super().code}
 
 
-class HarborSection(_DatasetKind):
+class HarborSection(_Stored):
     """[tasks.<name>.dataset] kind = "harbor": a folder of tasks of Harbor: agent_loop is harbor."""
 
     reader = "producer_workers.datasets.harbor_tasks:open_tasks"
@@ -241,11 +244,6 @@ class HarborSection(_DatasetKind):
     """the kind of data set"""
     path: Path
     """the folder, which rollout workers read by the same path"""
-
-    @property
-    def files(self) -> Path:
-        """Return the folder."""
-        return self.path
 
 
 class VerifiersSection(RecordsSection):
@@ -298,7 +296,7 @@ class OpenEnvSection(_DatasetKind):
     """further arguments of `reset`, the same for all, for example { split = "train" }"""
 
 
-class NemoGymSection(_Files):
+class NemoGymSection(_Stored):
     """[tasks.<name>.dataset] kind = "nemo_gym": JSON lines with the rows of an agent of NeMo Gym.
 
     agent_loop is nemo_gym, which needs `pip install '.[http]'`.

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from buffer.wire.rollout import RolloutState, Status
-from producer_workers.datasets.harbor_tasks import HarborTasks
+from producer_workers.config.dataset import HarborSection
+from producer_workers.datasets.open import open_dataset
 from producer_workers.environments.loops import HarborAgentLoop
 from tests.producer_workers.environments.test_harbor_loop import wait_until
 from tests.producer_workers.recorder import Recorder, questions, run
@@ -65,7 +66,7 @@ def loop_of(chat: Any, **options: Any) -> HarborAgentLoop:
 
 
 def group_of(tasks: Path, size: int = 1) -> list[RolloutState]:
-    problem = HarborTasks(tasks).row(0)
+    problem = open_dataset(HarborSection(kind="harbor", path=tasks), tasks).row(0)
     states = questions(*("" for _ in range(size)), max_tokens=100_000)
     for state in states:
         state.messages, state.extra = list(problem.messages), dict(problem.extra)
