@@ -29,10 +29,25 @@ from producer_workers.worker.claims import Vacancy
 
 @dataclass(slots=True)
 class Seat:
-    """One session whose program may talk. `earned`: its reward; `kept`: it is on the server."""
+    """One session whose program may talk. `earned`: its reward.
 
-    earned: asyncio.Future[Earned]
-    kept: asyncio.Event = field(default_factory=asyncio.Event)
+    It is settled once the reward is on the server (`is_kept`), or its group has left.
+    """
+
+    earned: asyncio.Future[Earned] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    is_kept: bool = False
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether it has its reward; a pause cancels the wait for one."""
+        return self.earned.done() and not self.earned.cancelled()
+
+    def settle(self, *, is_kept: bool) -> None:
+        self.is_kept |= is_kept
+        self.settled.set()
 
 
 @dataclass(slots=True)
@@ -40,7 +55,7 @@ class LiveGroup:
     gid: str
     states: Sequence[RolloutState]
     opening: dict[str, Any] | None = None
-    seats: dict[int, Seat] = field(default_factory=dict)
+    seats: dict[int, Seat] = field(default_factory=lambda: defaultdict(Seat))  # by rollout
     tasks: dict[int, AgentTask] = field(default_factory=dict)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -126,6 +141,16 @@ class LiveRoom:
             while offers:
                 offers.popleft().set_exception(JudgeInterrupted("no program wanted the group"))
 
+    def leave(self, group: LiveGroup) -> None:
+        """Forget a group, and tell those that wait for its rewards to be kept."""
+        del self.groups[group.gid]
+        for seat in group.seats.values():
+            seat.settle(is_kept=False)
+
+    def seat_of(self, session_id: str) -> Seat:
+        gid, _, number = session_id.rpartition("/")
+        return self.groups[gid].seats[int(number)]
+
     def name(self, group: LiveGroup, index: int) -> SessionName:
         assert group.opening
         return SessionName(group.gid, index, group.opening["nonce"])
@@ -135,12 +160,12 @@ class LiveRoom:
         gid, _, number = task.session_id.rpartition("/")
         group = self.groups[gid]
         assert group.opening
-        seat = Seat(asyncio.get_running_loop().create_future())
+        seat = group.seats[int(number)]
         left_s = group.opening["at_s"] + self.ttl_s - time.time()
         try:
             async with asyncio.timeout(max(0.0, left_s)):
                 async with group.changed:
-                    group.seats[int(number)], group.tasks[int(number)] = seat, task
+                    group.tasks[int(number)] = task
                     group.changed.notify_all()
                 return await seat.earned
         except TimeoutError as error:
