@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from buffer.errors import GroupAbandoned, JudgeInterrupted
@@ -24,6 +24,7 @@ from buffer.ids import split_group_id
 from buffer.wire.rollout import RolloutState
 from producer_workers.gateway.agents import AgentTask, Earned
 from producer_workers.live.secret import Secret, SessionName
+from producer_workers.worker.claims import Vacancy
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ class LiveGroup:
 class LiveRoom:
     """`ttl_s`: seconds from its opening in which a group must earn all of its rewards.
 
-    `on_demand` is called when a program wants a group.
+    `on_demand` is called when a program wants a group; the worker claims within `limit_claim`.
     """
 
     def __init__(self, secret: Secret, ttl_s: float) -> None:
@@ -80,13 +81,6 @@ class LiveRoom:
         )
 
     # -- for programs
-
-    def wanted(self) -> Counter[str]:
-        """Return how many groups of each task programs wait for."""
-        return Counter({task: len(asked) for task, asked in self._asked.items() if asked})
-
-    def opened(self) -> int:
-        return sum(group.opening is not None for group in self.groups.values())
 
     async def take(self, task: str, timeout_s: float) -> LiveGroup:
         """Return a group that is opened for the caller, with all of its tasks.
@@ -128,6 +122,18 @@ class LiveRoom:
         offers, asked = self._offers[task], self._asked[task]
         while offers and asked:
             offers.popleft().set_result(asked.popleft())
+
+    def limit_claim(self, vacancy: Vacancy, held: int) -> Vacancy:
+        """Return the room for groups that go on, and for those that programs wait for."""
+        wanted = {task: len(asked) for task, asked in self._asked.items() if asked}
+        # a group that is held and not opened is for the next program
+        unopened = held - sum(group.opening is not None for group in self.groups.values())
+        missing = sum(wanted.values()) - unopened
+        serves = vacancy.serves
+        if missing <= 0:
+            return replace(vacancy, serves=replace(serves, lanes=serves.lanes - {"fresh"}))
+        serves = replace(serves, tasks=serves.tasks & wanted.keys())
+        return replace(vacancy, limit=min(vacancy.limit, missing), serves=serves)
 
     def interrupt(self) -> None:
         """Take back what no program has taken: the run pauses."""
