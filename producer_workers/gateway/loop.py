@@ -69,6 +69,7 @@ class GatewayAgentLoop:
 
     makes_prompts = True  # what its sessions have in common
     uses_gateway = True
+    answers_again = False  # a program asks again for the last turn before its session moved
     with_turns = staticmethod(with_turns)
 
     def __init__(
@@ -211,7 +212,9 @@ class GatewayAgentLoop:
         own = params.attempt(name)  # no two sessions have the same seeds
         parts = (self._tokenizer, self._delta, self._eos_ids, own, self._parser, finished)
         keeping = writer.of(name) if writer else None
-        return Session(f"{agent}/{name}" if name else agent, engine, *parts, keeping)
+        session = Session(f"{agent}/{name}" if name else agent, engine, *parts, keeping)
+        session.unsent = [*finished] if self.answers_again else []
+        return session
 
     def _interrupted(
         self, state: RolloutState, sessions: AgentSessions, record: SessionRecord
