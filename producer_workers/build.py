@@ -196,7 +196,8 @@ def make_worker(
     runners = {
         name: _make_runner(config, run, name, tokenizer, ends, judges, gateway) for name in names
     }
-    return Worker(
+    room = gateway().room if is_live else None
+    worker = Worker(
         run,
         engine,
         runners,
@@ -207,13 +208,16 @@ def make_worker(
         judges=judges,
         lanes=config.worker.lanes,
         untruncated_tasks=config.untruncated_tasks,
-        room=gateway().room if is_live else None,
+        limit_claim=room and room.limit_claim,
         facts={
             "host": socket.gethostname(),
             "pid": str(os.getpid()),
             "engine_restarts": str(restarts),
         },
     )
+    if room:
+        room.on_demand = worker.claim_soon
+    return worker
 
 
 def _make_gateway(config: ProducingConfig, run: Run, is_live: bool, names: Sequence[str]) -> Any:

@@ -67,8 +67,8 @@ class TaskStop:
 class TaskStops:
     """Reads and publishes why tasks of a run start no more groups.
 
-    `are_final`: this process raises TaskStopped instead of waiting until a stopped task is resumed,
-    for runs that nobody watches (`rolloutmq train --exit-when-stuck`).
+    `are_final`: this process raises TaskStopped instead of waiting until a stopped task is resumed
+    (`rolloutmq train --exit-when-stuck`).
     """
 
     are_final = False

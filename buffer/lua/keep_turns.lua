@@ -47,7 +47,7 @@ redis.call('HDEL', record, 'newest', 'cut', 'last', 'last_lineage')
 -- an audit does not blame this worker for tokens of earlier claims
 if payload == 'init' then
   redis.call('HDEL', record, 'continued')
-elseif string.sub(payload, 1, #token) ~= token then
+elseif not has_turns_of(token, payload) then
   redis.call('HSET', record, 'continued', 1)
 end
 redis.call('HSET', record, 'payload', turns, 'chunks', chunks, 'size', int(size), 'crc', crc, 'tokens', int(length),

@@ -61,7 +61,7 @@ local counts = redis.call('HMGET', progress, 'running', 'produced_samples', 'pro
   'raw_rewards_count', 'arrivals', 'failures_in_row', 'filtered_in_row', 'produced_groups', 'produced_ms',
   'unparsed', 'truncated')
 -- an audit does not blame the worker that completed a group for tokens of others
-local is_own = payload == 'init' or (string.sub(payload, 1, #token) == token and not held[12])
+local is_own = payload == 'init' or (has_turns_of(token, payload) and not held[12])
 if not is_own then fields[#fields + 1], fields[#fields + 2] = 'continued', 1 end
 local pool = status == 'completed' and completed or aborted
 -- only what this status writes: a wrong type stops the script before it writes

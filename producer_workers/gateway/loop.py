@@ -69,6 +69,7 @@ class GatewayAgentLoop:
 
     makes_prompts = True  # what its sessions have in common
     uses_gateway = True
+    answers_again = False  # a program asks again for the last turn before its session moved
     with_turns = staticmethod(with_turns)
 
     def __init__(
@@ -210,7 +211,9 @@ class GatewayAgentLoop:
     ) -> Session:
         own = params.attempt(name)  # no two sessions have the same seeds
         parts = (self._tokenizer, self._delta, self._eos_ids, own, self._parser, finished)
-        return Session(f"{agent}/{name}" if name else agent, engine, *parts, writer, name)
+        session = Session(f"{agent}/{name}" if name else agent, engine, *parts, writer, name)
+        session.unsent = [*finished] if self.answers_again else []
+        return session
 
     async def _run(self, task: AgentTask, sessions: AgentSessions) -> Earned | None:
         running = asyncio.ensure_future(self._agent.run(task))

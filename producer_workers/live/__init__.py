@@ -1,1 +1,1 @@
-"""Serve sessions to programs that nobody here starts: `rolloutmq gateway`."""
+"""Serve live sessions to programs that users start themselves: `rolloutmq gateway`."""

@@ -9,13 +9,11 @@ from typing import Any
 from buffer.errors import ConfigError
 from buffer.wire.group import LIVE_OPENING
 from buffer.wire.rollout import RolloutState
-from buffer.wire.sampling import SampleParams
 from producer_workers.engines.base import Engine
 from producer_workers.gateway.agents import AgentTask, Earned
 from producer_workers.gateway.loop import GatewayAgentLoop
-from producer_workers.gateway.segment import Segment, SessionRecord
+from producer_workers.gateway.segment import SessionRecord
 from producer_workers.gateway.server import Gateway
-from producer_workers.gateway.session import Session
 from producer_workers.gateway.turn_writer import Keeper, TurnWriter, write_opening
 from producer_workers.live.room import LiveGroup, LiveRoom
 from producer_workers.live.server import LiveGateway
@@ -37,6 +35,8 @@ class LiveAgent:
 
 class LiveAgentLoop(GatewayAgentLoop):
     """Opens a group when a program wants one, and waits for the rewards of all its sessions."""
+
+    answers_again = True  # the gateway may have died before it answered
 
     def __init__(self, *, gateway: Gateway | None = None, **given: Any) -> None:
         if not isinstance(gateway, LiveGateway):
@@ -71,23 +71,10 @@ class LiveAgentLoop(GatewayAgentLoop):
                     taker.set_result(group)
             return await super().generate_group(states, engine, gid, keeper)
         finally:
-            del self._room.groups[gid]
+            self._room.leave(group)
 
     def _key(self, state: RolloutState, gid: str) -> str:
         return self._room.secret.key_of(self._room.name(self._room.groups[gid], state.index))
-
-    def _session(
-        self,
-        engine: Engine,
-        params: SampleParams,
-        agent: str,
-        writer: TurnWriter | None,
-        name: str,
-        finished: list[Segment],
-    ) -> Session:
-        session = super()._session(engine, params, agent, writer, name, finished)
-        session.unsent = [*finished]  # the gateway may have died before it answered
-        return session
 
     async def _ended(
         self, state: RolloutState, writer: TurnWriter | None, cut: list[str], earned: Earned
@@ -96,8 +83,7 @@ class LiveAgentLoop(GatewayAgentLoop):
         assert writer
         assert state.session_id
         await writer.stored()
-        gid, _, number = state.session_id.rpartition("/")
-        self._room.groups[gid].seats[int(number)].kept.set()
+        self._room.seat_of(state.session_id).settle(is_kept=True)
 
     def interrupt(self) -> None:
         """End all sessions here: the run pauses, or this process leaves."""

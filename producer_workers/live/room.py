@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from buffer.errors import GroupAbandoned, JudgeInterrupted
@@ -24,14 +24,30 @@ from buffer.ids import split_group_id
 from buffer.wire.rollout import RolloutState
 from producer_workers.gateway.agents import AgentTask, Earned
 from producer_workers.live.secret import Secret, SessionName
+from producer_workers.worker.claims import Vacancy
 
 
 @dataclass(slots=True)
 class Seat:
-    """One session whose program may talk. `earned`: its reward; `kept`: it is on the server."""
+    """One session whose program may talk. `earned`: its reward.
 
-    earned: asyncio.Future[Earned]
-    kept: asyncio.Event = field(default_factory=asyncio.Event)
+    It is settled once the reward is on the server (`is_kept`), or its group has left.
+    """
+
+    earned: asyncio.Future[Earned] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
+    is_kept: bool = False
+
+    @property
+    def has_reward(self) -> bool:
+        """Whether it has its reward; a pause cancels the wait for one."""
+        return self.earned.done() and not self.earned.cancelled()
+
+    def settle(self, *, is_kept: bool) -> None:
+        self.is_kept |= is_kept
+        self.settled.set()
 
 
 @dataclass(slots=True)
@@ -39,7 +55,7 @@ class LiveGroup:
     gid: str
     states: Sequence[RolloutState]
     opening: dict[str, Any] | None = None
-    seats: dict[int, Seat] = field(default_factory=dict)
+    seats: dict[int, Seat] = field(default_factory=lambda: defaultdict(Seat))  # by rollout
     tasks: dict[int, AgentTask] = field(default_factory=dict)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -51,7 +67,7 @@ class LiveGroup:
 class LiveRoom:
     """`ttl_s`: seconds from its opening in which a group must earn all of its rewards.
 
-    `on_demand` is called when a program wants a group.
+    `on_demand` is called when a program wants a group; the worker claims within `limit_claim`.
     """
 
     def __init__(self, secret: Secret, ttl_s: float) -> None:
@@ -65,13 +81,6 @@ class LiveRoom:
         )
 
     # -- for programs
-
-    def wanted(self) -> Counter[str]:
-        """Return how many groups of each task programs wait for."""
-        return Counter({task: len(asked) for task, asked in self._asked.items() if asked})
-
-    def opened(self) -> int:
-        return sum(group.opening is not None for group in self.groups.values())
 
     async def take(self, task: str, timeout_s: float) -> LiveGroup:
         """Return a group that is opened for the caller, with all of its tasks.
@@ -114,11 +123,33 @@ class LiveRoom:
         while offers and asked:
             offers.popleft().set_result(asked.popleft())
 
+    def limit_claim(self, vacancy: Vacancy, held: int) -> Vacancy:
+        """Return the room for groups that go on, and for those that programs wait for."""
+        wanted = {task: len(asked) for task, asked in self._asked.items() if asked}
+        # a group that is held and not opened is for the next program
+        unopened = held - sum(group.opening is not None for group in self.groups.values())
+        missing = sum(wanted.values()) - unopened
+        serves = vacancy.serves
+        if missing <= 0:
+            return replace(vacancy, serves=replace(serves, lanes=serves.lanes - {"fresh"}))
+        serves = replace(serves, tasks=serves.tasks & wanted.keys())
+        return replace(vacancy, limit=min(vacancy.limit, missing), serves=serves)
+
     def interrupt(self) -> None:
         """Take back what no program has taken: the run pauses."""
         for offers in self._offers.values():
             while offers:
                 offers.popleft().set_exception(JudgeInterrupted("no program wanted the group"))
+
+    def leave(self, group: LiveGroup) -> None:
+        """Forget a group, and tell those that wait for its rewards to be kept."""
+        del self.groups[group.gid]
+        for seat in group.seats.values():
+            seat.settle(is_kept=False)
+
+    def seat_of(self, session_id: str) -> Seat:
+        gid, _, number = session_id.rpartition("/")
+        return self.groups[gid].seats[int(number)]
 
     def name(self, group: LiveGroup, index: int) -> SessionName:
         assert group.opening
@@ -129,12 +160,12 @@ class LiveRoom:
         gid, _, number = task.session_id.rpartition("/")
         group = self.groups[gid]
         assert group.opening
-        seat = Seat(asyncio.get_running_loop().create_future())
+        seat = group.seats[int(number)]
         left_s = group.opening["at_s"] + self.ttl_s - time.time()
         try:
             async with asyncio.timeout(max(0.0, left_s)):
                 async with group.changed:
-                    group.seats[int(number)], group.tasks[int(number)] = seat, task
+                    group.tasks[int(number)] = task
                     group.changed.notify_all()
                 return await seat.earned
         except TimeoutError as error:

@@ -24,7 +24,7 @@ _NAME = re.compile(r"([\w.-]+-\d{10})/(\d{1,4})/([0-9a-f]{16})", re.ASCII)
 
 
 class SessionName(NamedTuple):
-    """A rollout of a group; `opening`: new each time that somebody opens the group."""
+    """A rollout of a group; `opening`: new each time that a program opens the group."""
 
     gid: str
     rollout: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -22,13 +23,14 @@ from producer_workers.gateway.agent_rollouts import ended_rollouts
 from producer_workers.gateway.agents import AGENT, AgentTask, Earned
 from producer_workers.gateway.dialects.dialect import AgentRequest
 from producer_workers.gateway.guests import Guest, Refusal
+from producer_workers.gateway.roles import AgentSessions
 from producer_workers.gateway.segment import without_record
 from producer_workers.gateway.server import REPLY, Gateway, given_keys
-from producer_workers.live.room import LiveGroup, LiveRoom, Seat
+from producer_workers.live.room import LiveRoom, Seat
 from producer_workers.live.secret import SessionName
 
 MOVE_S = 60.0  # how long a request waits for its session, during a pause or after a death
-LOOK_S = 0.25
+LOOK_S = 2.0  # between two looks at the server: another gateway may have ended the session
 
 _FINISHED = ("taken", "dead")  # stages of groups that never come back to their programs
 
@@ -50,6 +52,20 @@ class LiveGateway(Gateway):
         self.room = room
         self._run = run
         self._tasks = tasks
+        self._moved = asyncio.Event()  # of the next move
+
+    def admit(self, sessions: AgentSessions, key: str = "") -> str:
+        key = super().admit(sessions, key)
+        self._tell_moved()
+        return key
+
+    def dismiss(self, key: str) -> None:
+        super().dismiss(key)
+        self._tell_moved()
+
+    def _tell_moved(self) -> None:
+        self._moved.set()
+        self._moved = asyncio.Event()
 
     def routes(self) -> list[web.RouteDef]:
         reward = web.post("/sessions/{key}/reward", self._reward)
@@ -87,36 +103,30 @@ class LiveGateway(Gateway):
         key = request.match_info["key"]
         name = self.room.secret.name_of(key) or self.refuse_key()
         try:
-            earned = AGENT.check("the reward", msgspec.json.decode(await request.read()))
+            earned = AGENT.check("the reward", msgspec.json.decode(await request.read())) or {}
         except (msgspec.DecodeError, UserCodeError) as error:
             raise Refusal(400, str(error), "refused") from error
-        group, seat = self._seat(name)
-        if not (seat and seat.earned.done()):
-            guest = await self._absent_or_here(key)
-            group, seat = self._seat(name)
-            if not (group and seat):
-                raise Refusal(503, "this session moves; send the reward again", "moved")
-            _check(guest, earned or {})
-            if not seat.earned.done():
-                seat.earned.set_result(earned or {})
-        if seat.earned.cancelled() or seat.earned.result() != earned:
-            raise Refusal(409, "this session has ended with another reward", "session_ended")
-        while not seat.kept.is_set():
-            if self._seat(name)[0] is not group:
-                raise Refusal(503, "this session moves; send the reward again", "moved")
-            await asyncio.sleep(0.02)
-        return web.json_response({"status": "ended"})
+        seat = self._seat(name)
+        if not (seat and seat.has_reward):
+            guest = self.guest_of(key) or await self._absent(key) or self.refuse_key()
+            _check(guest, earned)
+            seat = self._seat(name)
+            if seat and not seat.earned.done():
+                seat.earned.set_result(earned)
+        if seat and seat.has_reward:
+            if seat.earned.result() != earned:
+                raise Refusal(409, "this session has ended with another reward", "session_ended")
+            await seat.settled.wait()
+            if seat.is_kept:
+                return web.json_response({"status": "ended"})
+        raise Refusal(503, "this session moves; send the reward again", "moved")
 
-    def _seat(self, name: SessionName) -> tuple[LiveGroup | None, Seat | None]:
+    def _seat(self, name: SessionName) -> Seat | None:
         group = self.room.groups.get(name.gid)
-        if not (group and group.opening and group.opening["nonce"] == name.opening):
-            return None, None
-        return group, group.seats.get(name.rollout)
+        is_open = group and group.opening and group.opening["nonce"] == name.opening
+        return group.seats[name.rollout] if group and is_open else None
 
     # -- sessions that are not here
-
-    async def _absent_or_here(self, key: str) -> Guest:
-        return self.guest_of(key) or await self._absent(key) or self.refuse_key()
 
     async def _absent(self, key: str) -> Guest | None:
         """Wait for the session of a key that is not served here. Raises Refusal."""
@@ -125,10 +135,11 @@ class LiveGateway(Gateway):
             return None
         until = time.monotonic() + MOVE_S
         while not (guest := self.guest_of(key)):
+            moved = self._moved
             await self._check_alive(name)
             if time.monotonic() > until:
                 raise Refusal(503, "this session is not at this gateway; ask again", "moved")
-            await asyncio.sleep(LOOK_S)
+            await _wait(moved)
         return guest
 
     async def _check_alive(self, name: SessionName) -> None:
@@ -136,9 +147,8 @@ class LiveGateway(Gateway):
         group = self.room.groups.get(name.gid)
         if group and group.opening:
             own = [state for state in group.states if state.index == name.rollout]
-            seat = group.seats.get(name.rollout)
-            has_reward = seat is not None and seat.earned.done()
-            if group.opening["nonce"] != name.opening or has_reward or all(map(has_ended, own)):
+            seat = self._seat(name)
+            if seat is None or seat.has_reward or all(map(has_ended, own)):
                 raise Refusal(410, "this session has ended", "session_ended")
             return
         record = await asyncio.to_thread(self._run.record, name.gid)
@@ -153,6 +163,7 @@ class LiveGateway(Gateway):
         """Answer a request, after the pause that interrupts it."""
         until = time.monotonic() + MOVE_S
         while True:
+            moved = self._moved
             try:
                 return await super()._serve(kind, request)
             except Refusal as refusal:
@@ -161,7 +172,12 @@ class LiveGateway(Gateway):
                     raise
                 if time.monotonic() > until:
                     raise Refusal(503, "this session is interrupted", "moved") from refusal
-            await asyncio.sleep(LOOK_S)
+            await _wait(moved)
+
+
+async def _wait(moved: asyncio.Event) -> None:
+    with suppress(TimeoutError):
+        await asyncio.wait_for(moved.wait(), LOOK_S)
 
 
 def _shown(task: AgentTask) -> dict[str, Any]:

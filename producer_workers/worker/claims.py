@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -107,30 +107,32 @@ class Vacancy:
     sampled: list[Job]
 
 
-def wanted_by_programs(vacancy: Vacancy, wanted: Counter[str], unopened: int) -> Vacancy:
-    """Return the room for groups that go on, and for those that programs wait for.
-
-    `unopened`: groups that are held for the next programs.
-    """
-    serves = vacancy.serves
-    if (missing := wanted.total() - unopened) <= 0:
-        return replace(vacancy, serves=replace(serves, lanes=serves.lanes - {"fresh"}))
-    tasks = serves.tasks & wanted.keys()
-    limit = min(vacancy.limit, missing)
-    return replace(vacancy, limit=limit, serves=replace(serves, tasks=tasks))
+# Returns a vacancy or a smaller one, given how many groups are held.
+LimitClaim = Callable[[Vacancy, int], Vacancy]
 
 
 class Claims:
-    """Claims groups for one worker, under its run's limits and its own `concurrency`."""
+    """Claims groups for one worker, under its run's limits and its own `concurrency`.
+
+    With `limit_claim` it claims on demand: `Worker.claim_soon` says that there is more.
+    """
 
     def __init__(
-        self, run: Run, worker: str, nonce: str, concurrency: Concurrency, serves: Serves
+        self,
+        run: Run,
+        worker: str,
+        nonce: str,
+        concurrency: Concurrency,
+        serves: Serves,
+        limit_claim: LimitClaim | None = None,
     ) -> None:
         self._run = run
         self._worker = worker
         self._nonce = nonce
         self._concurrency = concurrency
         self._serves = serves
+        self._limit_claim = limit_claim or (lambda vacancy, _: vacancy)
+        self.are_on_demand = limit_claim is not None
         self._adaptive = AdaptiveConcurrency(START if concurrency == "auto" else concurrency)
         self._problem = LogOnce(log, "claiming nothing")
         self.failures = FailureBackoff()
@@ -161,7 +163,8 @@ class Claims:
         if free <= 0 or not serves.tasks:
             return None
         # leaves some jobs for other workers
-        return Vacancy(min(free, max(1, limit // 4)), serves, sampled)
+        vacancy = Vacancy(min(free, max(1, limit // 4)), serves, sampled)
+        return self._limit_claim(vacancy, len(shares))
 
     def adapt(self, load: EngineLoad | None, shares: Shares) -> bool:
         """Adapt the limit to the engine's load. Return whether there is more room now."""

@@ -35,7 +35,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
 
 from buffer.control.control import ControlState, Mode
 from buffer.control.worker_record import HeartbeatReport, WorkerState
@@ -48,10 +47,9 @@ from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.judges.watched_judges import WatchedJudges
-from producer_workers.live.room import LiveRoom
 from producer_workers.user_code.user_function import contain_exits
 from producer_workers.user_code.user_process import REPLACED
-from producer_workers.worker.claims import Claims, Vacancy, WakeUp, wanted_by_programs
+from producer_workers.worker.claims import Claims, LimitClaim, Vacancy, WakeUp
 from producer_workers.worker.control_client import ControlClient, ControlView
 from producer_workers.worker.group_runner import GroupRunner
 from producer_workers.worker.heartbeat import Heartbeat, LoopWatch, TokenRate
@@ -84,7 +82,7 @@ class Worker:
 
     `runners`: one for each task in `lanes`. `concurrency`: groups sampled at once, or "auto".
     `sleeps`: the engine gives its device memory back during pauses. `untruncated_tasks`: see
-    `SharedEngine`. `room`: claim fresh groups only for the programs that wait in it.
+    `SharedEngine`. `limit_claim`: see `Claims`.
     """
 
     def __init__(
@@ -101,7 +99,7 @@ class Worker:
         judges: WatchedJudges | None = None,
         lanes: Collection[str] = LANES,
         untruncated_tasks: Collection[str] = (),
-        room: LiveRoom | None = None,
+        limit_claim: LimitClaim | None = None,
     ) -> None:
         self.id = worker_id
         self._run = run
@@ -110,16 +108,13 @@ class Worker:
         self._sleeps = sleeps
 
         self._inbox = Inbox()
-        self._room = room
-        if room:
-            room.on_demand = partial(self._inbox.post, Signal.JOBS_MAY_WAIT)
         self._control = ControlView()
         self._engine = SharedEngine(engine, self._inbox, untruncated_tasks)
         self._weights = WeightUpdates(run, engine, self._inbox)
         self._groups = HeldGroups(self._inbox, self._engine)
         self._protection = Protection(run.limits)
         serves = Serves(frozenset(runners), frozenset(lanes))
-        self._claims = Claims(run, worker_id, self._nonce, concurrency, serves)
+        self._claims = Claims(run, worker_id, self._nonce, concurrency, serves, limit_claim)
         self._wake_up = WakeUp(run, self._inbox)
         self._runner = GroupRunner(
             run, self._engine, self._groups, runners, worker_id, self._claims.failures
@@ -143,6 +138,9 @@ class Worker:
         """Finish the groups that are held, claim no others, leave. Called on the event loop."""
         self._is_stopping = True
         self._inbox.post(Signal.STOP_ASKED)
+
+    def claim_soon(self) -> None:
+        self._inbox.post(Signal.JOBS_MAY_WAIT)
 
     async def run(self) -> None:
         """Work until `stop` or the end of the run; keep results while the server is unreachable.
@@ -236,7 +234,7 @@ class Worker:
                 self._groups.start(job, self._runner.run(job))
             return True
         # a worker without room must not take wake-ups from those that have some
-        if not (self._wake_up.is_awaited or self._room) and self._vacancy():
+        if not (self._wake_up.is_awaited or self._claims.are_on_demand) and self._vacancy():
             self._wake_up.wait(IDLE_S)
         return is_due
 
@@ -347,16 +345,10 @@ class Worker:
             return None
         # lanes that are open in a pause are claimed from once all have reported that nothing else
         # is held
-        if state.mode is not Mode.RUN and self._control.receipt != state.epoch:
+        is_early = state.mode is not Mode.RUN and self._control.receipt != state.epoch
+        if is_early or not self._weights.are_newest(state):
             return None
-        if not self._weights.are_newest(state):
-            return None
-        shares = self._groups.shares()
-        vacancy = self._claims.vacancy(shares)
-        if vacancy and self._room:
-            unopened = len(shares) - self._room.opened()
-            vacancy = wanted_by_programs(vacancy, self._room.wanted(), unopened)
-        return vacancy
+        return self._claims.vacancy(self._groups.shares())
 
     # -- leaving -------------------------------------------------------------
 

@@ -36,21 +36,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rolloutmq.worker")
 
+WorkerId = Annotated[
+    str | None,
+    typer.Option("--id", help="Name of this process. Default: the host's and random characters."),
+]
+TakeOver = Annotated[
+    bool, typer.Option("--take-over", help="Fence a live process that has this --id.")
+]
+
 
 @command("Run", "worker", epilog="Example: rolloutmq worker configs/demo.toml --id gpu7")
 def worker(
     config: ConfigPath,
     overrides: Overrides = None,
     redis_url: ConfigUrl = None,
-    worker_id: Annotated[
-        str | None,
-        typer.Option(
-            "--id", help="Name of this worker. Default: the host's name and random characters."
-        ),
-    ] = None,
-    take_over: Annotated[
-        bool, typer.Option("--take-over", help="Fence a live worker that has this --id.")
-    ] = False,
+    worker_id: WorkerId = None,
+    take_over: TakeOver = False,
     metrics: MetricsAddress = None,
 ) -> None:
     """Start one rollout worker.
@@ -59,6 +60,24 @@ def worker(
     groups, and ends it with exit code 130; a second one stops it at once.
     """
     _serve("worker", open_config(config, overrides), redis_url, worker_id, metrics, take_over)
+
+
+@command("Run", "gateway", epilog="Example: rolloutmq gateway configs/live.toml")
+def gateway(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    redis_url: ConfigUrl = None,
+    worker_id: WorkerId = None,
+    take_over: TakeOver = False,
+    metrics: MetricsAddress = None,
+) -> None:
+    """Serve live sessions to programs that users start themselves.
+
+    It is a worker of the tasks with agent_loop = "live". POST /sessions with the key in [gateway]
+    key_file returns a key and URLs per rollout; POST /sessions/KEY/reward ends a session. If this
+    process dies, another gateway goes on with the same keys.
+    """
+    _serve("gateway", open_config(config, overrides), redis_url, worker_id, metrics, take_over)
 
 
 def _serve(
@@ -77,31 +96,6 @@ def _serve(
     is_live = role == "gateway"
     if asyncio.run(_work(settings, redis_url, name, metrics, take_over, key, is_live=is_live)):
         raise typer.Exit(INTERRUPTED)
-
-
-@command("Run", "gateway", epilog="Example: rolloutmq gateway configs/live.toml")
-def gateway(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    redis_url: ConfigUrl = None,
-    worker_id: Annotated[
-        str | None,
-        typer.Option(
-            "--id", help="Name of this gateway. Default: the host's name and random characters."
-        ),
-    ] = None,
-    take_over: Annotated[
-        bool, typer.Option("--take-over", help="Fence a live gateway that has this --id.")
-    ] = False,
-    metrics: MetricsAddress = None,
-) -> None:
-    """Serve sessions to programs that nobody here starts.
-
-    It is a worker of the tasks with agent_loop = "live". POST /sessions with the key in [gateway]
-    key_file returns a key and URLs per rollout; POST /sessions/KEY/reward ends a session. If this
-    process dies, another gateway goes on with the same keys.
-    """
-    _serve("gateway", open_config(config, overrides), redis_url, worker_id, metrics, take_over)
 
 
 @command("Run", "producer", epilog="Example: rolloutmq producer configs/demo.toml --take-over")

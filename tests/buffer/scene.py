@@ -133,9 +133,14 @@ class Scene:
         return self.nonces[name]
 
     def claim(
-        self, count: int = 1, worker: str = "w0", weights: PolicyVersion = FIRST
+        self,
+        count: int = 1,
+        worker: str = "w0",
+        weights: PolicyVersion = FIRST,
+        token: str | None = None,
     ) -> list[Job]:
-        claim = self.run.jobs.claim(worker, self.worker(worker), new_nonce(), weights, count)
+        token = token or new_nonce()
+        claim = self.run.jobs.claim(worker, self.worker(worker), token, weights, count)
         assert claim.refusal is None
         return claim.jobs
 

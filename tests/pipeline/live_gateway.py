@@ -42,9 +42,9 @@ async def serve(url: str, name: str, worker: str, folder: str, ttl_s: str, death
         gateway=gateway,
     )  # fmt: skip
     engine = await start_engine(mortal)
-    member = Worker(
-        run, engine, {TASK: TaskRunner(loop, partial_rollout=True)}, worker_id=worker, room=room
-    )
+    runners = {TASK: TaskRunner(loop, partial_rollout=True)}
+    member = Worker(run, engine, runners, worker_id=worker, limit_claim=room.limit_claim)
+    room.on_demand = member.claim_soon
     await gateway.start()
     part = Path(folder) / f"{worker}.part"
     part.write_text(gateway.url.removesuffix("/v1"))

@@ -223,15 +223,16 @@ def test_a_pause_delays_a_program_and_strangers_learn_nothing(
     key, other = (each["key"] for each in opened["sessions"])
     talk = ask(url, key, [user("a")])
     ask(url, other, [user("a")])
-    yard.control(Mode.ABORT)
-    until(lambda: yard.places().get("aborted") == 1)
     with ThreadPoolExecutor() as threads:
+        yard.control(Mode.ABORT)
         asking = threads.submit(ask, url, key, [*talk, user("b")])
+        until(lambda: yard.places().get("aborted") == 1)
+        rewarding = threads.submit(gateways.reward, url, other, score=1.0)
         yard.control(Mode.RUN)
         assert yard.reissue() == 1
         assert len(asking.result()) == 4
-    for one in (key, other):
-        assert gateways.reward(url, one, score=1.0).status_code == 200
+        assert rewarding.result().status_code == 200
+    assert gateways.reward(url, key, score=1.0).status_code == 200
     until(lambda: yard.places().get("completed") == 1)
     assert len(trained(yard.group(opened["group"]).states)) == 3
 

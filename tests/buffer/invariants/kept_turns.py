@@ -80,6 +80,18 @@ def turns_are_of_one_worker(scene: Scene) -> None:
     scene.check()
 
 
+def a_token_that_begins_like_another_is_another(scene: Scene) -> None:
+    """The worker of the first claim made the turns, that of the second completed the group."""
+    scene.open_trainer(lineage="l0")
+    scene.enqueue(1)
+    (first,) = scene.claim(token="c10")
+    _say(scene.turns(first), 1)
+    scene.run.jobs.release("w0", first, "handback")
+    (second,) = scene.claim(token="c1")
+    scene.submit(second)
+    assert scene.record(second.gid).get("continued") == "1"
+
+
 def turns_that_the_server_lost_come_back(scene: Scene) -> None:
     """A server went back to before the last call: the worker, which lives, stores them again."""
     scene.open_trainer(lineage="l0")

@@ -16,7 +16,8 @@ import pytest
 
 from buffer.errors import ConfigError
 from buffer.wire.rollout import RolloutState, Status
-from producer_workers.environments.harbor import PROGRAM, HarborAgentLoop
+from producer_workers.environments.harbor import PROGRAM
+from producer_workers.environments.loops import HarborAgentLoop
 from producer_workers.user_functions import named_functions
 from rolloutmq.config.load import load_config
 from tests.producer_workers.environments.harbor_stand_in import install, write_task
@@ -64,11 +65,10 @@ def test_trials_earn_what_their_tests_say_and_each_token_is_trained_once(
     states = run(loop_of(chat, trials_dir=str(kept)), engine, group_of(tmp_path, *plays))
     engine.check(states)
     assert [state.reward for state in states] == [{"score": 0.25, "style": 1.0}, {"score": 0.0}]
-    told = states[1].extra["trials"]
-    assert told.keys() == {"0", "1"}
-    for note in told.values():
-        assert Path(note["path"]).parent == kept
-        assert (Path(note["path"]) / "trial.log").read_text() == note["log"] == "began\n"
+    trials = sorted(kept.iterdir())
+    assert [(trial / "trial.log").read_text() for trial in trials] == ["began\n"] * 2
+    for index, trial in enumerate(trials):
+        assert trial.name.startswith(f"rmq-math-0000000001-{index}-")
     assert list(environments.iterdir()) == []
 
 
@@ -170,7 +170,7 @@ import asyncio, json, sys
 from producer_workers.environments.harbor import TrialProcesses
 
 request = json.loads(sys.stdin.readline())
-asyncio.run(TrialProcesses(sys.executable, 1, None, 20.0).run(request, {}))
+asyncio.run(TrialProcesses(sys.executable, 1, None, 20.0).run(request))
 """
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from buffer.wire.rollout import RolloutState, Status
-from producer_workers.datasets.harbor_tasks import HarborTasks
-from producer_workers.environments.harbor import HarborAgentLoop
+from producer_workers.config.dataset import HarborSection
+from producer_workers.datasets.open import open_dataset
+from producer_workers.environments.loops import HarborAgentLoop
 from tests.producer_workers.environments.test_harbor_loop import wait_until
 from tests.producer_workers.recorder import Recorder, questions, run
 
@@ -65,7 +66,7 @@ def loop_of(chat: Any, **options: Any) -> HarborAgentLoop:
 
 
 def group_of(tasks: Path, size: int = 1) -> list[RolloutState]:
-    problem = HarborTasks(tasks).row(0)
+    problem = open_dataset(HarborSection(kind="harbor", path=tasks), tasks).row(0)
     states = questions(*("" for _ in range(size)), max_tokens=100_000)
     for state in states:
         state.messages, state.extra = list(problem.messages), dict(problem.extra)
@@ -81,9 +82,9 @@ def test_an_agent_of_harbor_is_trained_on_exactly_what_was_sampled(
     states = run(loop_of(chat, trials_dir=str(kept)), engine, group_of(tmp_path / "tasks"))
     engine.check(states)
     assert [state.reward for state in states] == [{"score": 1.0, "size": 2.0}]
-    (note,) = states[0].extra["trials"].values()
-    assert note["tests"] == "found\n"
-    assert (Path(note["path"]) / "agent" / "trajectory.json").is_file()
+    (trial,) = kept.iterdir()
+    assert (trial / "verifier" / "test-stdout.txt").read_text() == "found\n"
+    assert (trial / "agent" / "trajectory.json").is_file()
     assert list(environments.iterdir()) == []
 
 
