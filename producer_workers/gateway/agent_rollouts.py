@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from buffer.errors import WireError
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.gateway.agents import EVERY_ROLE, Earned
-from producer_workers.gateway.roles import role_of
 from producer_workers.gateway.segment import Segment, SessionRecord
 from producer_workers.judges.judge import reward_turns
 
@@ -80,3 +79,8 @@ def _earn(made: Sequence[Rollouts], names: Iterable[str], earned: Earned) -> Non
         for rollout in rollouts:
             rollout.reward = reward or None
             rollout.role = role
+
+
+def role_of(name: str) -> str:
+    """Return the role of a session: those of "solver/1" and "solver/2" are compared."""
+    return name.partition("/")[0]

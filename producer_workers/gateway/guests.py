@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from aiohttp import web
 
 from buffer.errors import RolloutMQError
-from producer_workers.gateway.roles import AgentSessions
+from producer_workers.gateway.agent_sessions import AgentSessions
 from producer_workers.gateway.turn import SampledTurn
 
 LARGEST_REQUEST = 32 * 2**20  # bytes; a request carries a whole conversation

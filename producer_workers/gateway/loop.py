@@ -33,6 +33,7 @@ from producer_workers.gateway.agent_rollouts import (
     ended_rollouts,
     interrupted_rollouts,
 )
+from producer_workers.gateway.agent_sessions import AgentSessions
 from producer_workers.gateway.agents import (
     EVERY_ROLE,
     Agent,
@@ -42,7 +43,7 @@ from producer_workers.gateway.agents import (
     FunctionAgent,
     ProgramAgent,
 )
-from producer_workers.gateway.roles import AgentSessions
+from producer_workers.gateway.kept_turns import Keeper, TurnWriter, with_turns
 from producer_workers.gateway.segment import (
     Segment,
     SessionRecord,
@@ -51,8 +52,6 @@ from producer_workers.gateway.segment import (
 )
 from producer_workers.gateway.server import Gateway
 from producer_workers.gateway.session import Session
-from producer_workers.gateway.turn_reader import with_turns
-from producer_workers.gateway.turn_writer import Keeper, TurnWriter
 from producer_workers.judges.judge import Judge
 from producer_workers.user_code.failure import log_failure
 

@@ -22,6 +22,7 @@ from buffer.errors import ConfigError, WireError
 from producer_workers.agent_loops.tokenizer import in_tokenizer_thread
 from producer_workers.config.gateway import GatewaySection
 from producer_workers.engines.base import EngineDeadError, GenerationError
+from producer_workers.gateway.agent_sessions import AgentSessions
 from producer_workers.gateway.agents import BY_HEADER, MODEL
 from producer_workers.gateway.dialects.anthropic import CountRequest, MessagesRequest
 from producer_workers.gateway.dialects.dialect import AgentRequest
@@ -30,7 +31,6 @@ from producer_workers.gateway.dialects.openai_responses import ResponsesRequest
 from producer_workers.gateway.dialects.vllm_tokens import GenerateRequest
 from producer_workers.gateway.guests import LARGEST_REQUEST, Guest, Refusal, keep
 from producer_workers.gateway.reply import Reply
-from producer_workers.gateway.roles import AgentSessions
 from producer_workers.gateway.session import ContextFull, Session, SessionClosed
 
 log = logging.getLogger("rolloutmq.worker")

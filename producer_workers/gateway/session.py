@@ -31,6 +31,7 @@ from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, in_to
 from producer_workers.agent_loops.tool_parsers import ParsedTurn, ToolParser
 from producer_workers.engines.base import Engine, Generation, context_length
 from producer_workers.gateway.history import Conversation, Messages
+from producer_workers.gateway.kept_turns import TurnWriter
 from producer_workers.gateway.segment import (
     Segment,
     TurnEnd,
@@ -40,7 +41,6 @@ from producer_workers.gateway.segment import (
 )
 from producer_workers.gateway.token_budget import TokenBudget
 from producer_workers.gateway.turn import Ask, SampledTurn, as_openai
-from producer_workers.gateway.turn_writer import TurnWriter
 
 log = logging.getLogger("rolloutmq.worker")
 
