@@ -182,7 +182,7 @@ class GatewayAgentLoop:
             earned = await self._run(task, sessions)
         except AgentError as error:
             # The end of a session may fail its agent through no fault of its own.
-            earned = {EVERY_ROLE: error.earned} if error.earned and not self._judge else None
+            earned = {EVERY_ROLE: dict(error.earned)} if error.earned and not self._judge else None
             is_cut = sessions.is_full or sessions.cut()
             if not sessions.interrupted.is_set() and not (is_cut and (self._judge or earned)):
                 return [_failed(state, log_failure(error), writer)]

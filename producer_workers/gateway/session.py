@@ -324,9 +324,11 @@ class Session:
                 return segment.tools == _RAW and prompt.startswith(written)
             return np.array_equal(segment.ids[: end.tokens], tokens[: end.tokens])
 
-        ends = [(s, end) for s in self.segments for end in s.ends if begins_with(s, end)]
-        longest = max(ends, key=lambda found: found[1].tokens, default=None)
-        parent = longest[0].until(longest[1]) if longest else None
+        fitting = [
+            next((s.until(end) for end in reversed(s.ends) if begins_with(s, end)), None)
+            for s in self.segments
+        ]
+        parent = max(filter(None, fitting), key=lambda s: len(s.ids), default=None)
         known = parent or Segment.begin([], Conversation.of([]), _RAW, ())
         if isinstance(prompt, str):
             # Special tokens that are written out count: this agent writes the chat format itself.
