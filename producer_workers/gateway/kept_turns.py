@@ -160,8 +160,7 @@ def _grown(known: Segment | None, turn: KeptTurn, state: RolloutState) -> Segmen
     """Return `known` with the turn in `state` behind it."""
     if known:
         state.prompt_ids = known.ids[:0]  # else its one token would be there twice
-    reason = state.finish_reason or ""
-    new = Segment.resumed(state, turn.messages, turn.tools, reason, after=turn.after)
+    new = Segment.of_state(state, turn.messages, turn.tools, after=turn.after)
     if known is None:
         return new
     experts = None

@@ -23,7 +23,7 @@ import orjson
 from msgspec import structs
 from numpy.typing import NDArray
 
-from buffer.errors import ConfigError, Fenced, RolloutMQError
+from buffer.errors import ConfigError, RolloutMQError
 from buffer.wire.rollout import ToolCall
 from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.chat_delta import ChatDelta
@@ -162,15 +162,10 @@ class Session:
     async def stored(self) -> None:
         """Wait until all turns so far outlive this worker, if the agent can be resumed.
 
-        Raises SessionClosed if the group has another owner.
+        Raises Fenced if the group has another owner.
         """
-        if self._writer is None:
-            return
-        try:
+        if self._writer:
             await self._writer.stored()
-        except Fenced as error:
-            self.interrupted.set()
-            raise SessionClosed("interrupted") from error
 
     async def count(self, ask: Ask) -> int:
         """Return how many tokens the model would read. Raises ConfigError or WireError."""
