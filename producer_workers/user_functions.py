@@ -69,8 +69,9 @@ def _of_a_task(
     if loop == "harbor":  # Harbor's Python imports what it names
         check = partial(_check_options, loop, task.agent_loop_options)
         yield NamedFunction(f"agent_loop_options of task {name}", check)
-    for option, spec in () if loop == "harbor" else _options(task):
-        yield NamedFunction(f"{option} = {spec}", partial(_load_option, option, spec))
+    else:
+        for option, spec in _options(task):
+            yield NamedFunction(f"{option} = {spec}", partial(_load_option, option, spec))
     if "python" in task.agent_loop_options.get("tools", ()):
         sandbox = task.agent_loop_options.get("sandbox", BUBBLEWRAP)
         yield NamedFunction(f"tools = python in {sandbox}", partial(check_sandbox, sandbox))
