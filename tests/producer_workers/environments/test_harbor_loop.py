@@ -18,8 +18,6 @@ from buffer.errors import ConfigError
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.environments.harbor import PROGRAM
 from producer_workers.environments.loops import HarborAgentLoop
-from producer_workers.user_functions import named_functions
-from rolloutmq.config.load import load_config
 from tests.producer_workers.environments.harbor_stand_in import install, write_task
 from tests.producer_workers.recorder import Recorder, questions, run
 
@@ -223,30 +221,3 @@ def test_what_harbor_cannot_load_is_refused_before_any_trial(
     HarborAgentLoop.check_options(NAMES)
     with pytest.raises(ConfigError, match=reason):
         HarborAgentLoop.check_options({**NAMES, **options})
-
-
-CONFIG = """
-[run]
-name = "mine"
-[plan]
-steps = 1
-batch_size = 1
-[policy]
-model = "model"
-[tasks.terminal]
-judge = "environment"
-dataset = { kind = "harbor", path = "tasks" }
-agent_loop_options = { harbor_python = "/dev/null", agent = "elsewhere:Agent" }
-[engine]
-kind = "simulated"
-"""
-
-
-def test_a_config_of_tasks_of_harbor_imports_nothing_that_its_own_python_has(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "run.toml").write_text(CONFIG)
-    functions = {each.key: each for each in named_functions(load_config(tmp_path / "run.toml"))}
-    assert functions.keys() == {"agent_loop = harbor", "agent_loop_options of task terminal"}
-    with pytest.raises(ConfigError, match="harbor_python"):
-        functions["agent_loop_options of task terminal"].load()
