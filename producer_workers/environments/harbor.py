@@ -15,6 +15,7 @@ killed at once, the environment stays: its name begins with "rmq-".
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import re
@@ -28,10 +29,10 @@ from typing import IO, Any
 
 import orjson
 
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, JudgeError
 from buffer.failure_text import trace_text
 from producer_workers.gateway.agents import EVERY_ROLE, AgentError, AgentTask, Earned, end_process
-from producer_workers.user_code.border import check_reward
+from producer_workers.user_code.border import check_numbers
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -137,7 +138,11 @@ class HarborAgent:
     def _earned(self, name: str, answer: Mapping[str, Any]) -> dict[str, float]:
         found = dict(answer["rewards"] or {})
         score = found.pop(self._reward, None)
-        rewards = None if score is None else check_reward(name, {"score": score, **found})
+        given = {} if score is None else {"score": score, **found}
+        try:
+            rewards = check_numbers("the tests", given) or None
+        except JudgeError as error:
+            raise TrialFailed(f"trial {name}: {error.message}") from error
         for error in answer["errors"]:
             if error["type"] not in self._scored or not rewards:
                 trace = trace_text(error["trace"].strip().split("\n"))
@@ -236,7 +241,7 @@ class TrialProcesses:
             finally:
                 self._end(process, request)
             if answer:
-                return orjson.loads(answer)
+                return json.loads(answer)  # orjson would refuse a reward that is not a number
             await process.wait()
             raise TrialFailed(
                 f"the process of the trial ended with {process.returncode}",

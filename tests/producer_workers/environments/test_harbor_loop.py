@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -75,6 +76,8 @@ def test_trials_earn_what_their_tests_say_and_each_token_is_trained_once(
     [
         ({}, {}, "no reward"),
         ({"rewards": {"other": 1}}, {}, "only other"),
+        ({"rewards": {"reward": math.nan}}, {}, "nan"),
+        ({"rewards": {"reward": 1, "style": "good"}}, {}, "style"),
         ({"rewards": {"reward": 0}, "raises": "fault"}, {}, "ZeroDivisionError: so"),
         ({"rewards": {"reward": 0}, "is_killed": True}, {}, "ended with -9"),
         ({"rewards": {"reward": 0}, "hangs": True}, {"time_limit_s": 3.0}, "longer than 3 s"),
