@@ -52,7 +52,8 @@ def test_a_function_that_cannot_be_imported(key: str, command: Command, tmp_path
 
 
 def test_what_harbor_imports_is_left_to_its_own_python(command: Command, tmp_path: Path) -> None:
-    options = "tasks.sums.agent_loop_options={harbor_python='/dev/null', agent='nowhere:Agent'}"
+    trial = "{agent={import_path='nowhere:Agent'}}"
+    options = f"tasks.sums.agent_loop_options={{harbor_python='/dev/null', trial={trial}}}"
     said = refusal(command, tmp_path, "tasks.sums.agent_loop=harbor", options)
     assert "harbor_python" in said
     assert "module 'nowhere'" not in said
