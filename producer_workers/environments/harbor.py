@@ -1,7 +1,7 @@
 """Train on tasks of Harbor: each rollout is a trial, whose agent speaks to the gateway.
 
     dataset = {kind = "harbor", path = "tasks"}: agent_loop is harbor; judge = "environment"
-    agent_loop_options = {harbor_python = "harbor/bin/python", agent = "terminus-2"}
+    agent_loop_options = {harbor_python = "harbor/bin/python", trial.agent.name = "terminus-2"}
 
     rollout ──▶ process of `harbor_trial` ──▶ Trial: environment, agent ──▶ gateway ──▶ tokens
                                                       └──▶ tests ──▶ reward
@@ -15,6 +15,7 @@ killed at once, the environment stays: its name begins with "rmq-".
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import re
@@ -28,10 +29,17 @@ from typing import IO, Any
 
 import orjson
 
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, JudgeError
 from buffer.failure_text import trace_text
-from producer_workers.gateway.agents import EVERY_ROLE, AgentError, AgentTask, Earned, end_process
-from producer_workers.user_code.border import check_reward
+from producer_workers.gateway.agents import (
+    EVERY_ROLE,
+    MODEL,
+    AgentError,
+    AgentTask,
+    Earned,
+    end_process,
+)
+from producer_workers.user_code.border import check_numbers
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -66,30 +74,12 @@ class TrialFailed(AgentError):
     earned: dict[str, float] | None = None
 
 
-def _trial_config(
-    agent: str, environment: str, model: str, more: Mapping[str, Any]
-) -> dict[str, Any]:
-    ours: dict[str, Any] = {
-        "agent": {"import_path" if ":" in agent else "name": agent, "model_name": model},
-        "environment": {"import_path" if ":" in environment else "type": environment},
-    }
-    for part in ours:
-        if not isinstance(more.get(part, {}), Mapping):
-            raise ConfigError(
-                f"agent_loop_options.trial.{part} is {more[part]!r:.80}",
-                hint=f"give a table of Harbor's TrialConfig, and the name as {part}",
-            )
-        ours[part] |= more.get(part, {})
-    return {**more, **ours}
-
-
 class HarborAgent:
     """Plays each session as a trial.
 
-    `agent`, `environment`: a name of Harbor's, or "module:Class"; `model`: the model's name for
-    the agent; `trial`: further keys of Harbor's TrialConfig. `reward` is the key of the tests'
-    reward that becomes the score. After an error in `scored_errors`, beside those in
-    SCORED_ERRORS, the tests' reward counts. `trials_dir` keeps the folders of trials.
+    `trial`: keys of Harbor's TrialConfig, with the agent. `reward` is the key of the tests' reward
+    that becomes the score. After an error in `scored_errors`, beside those in SCORED_ERRORS, the
+    tests' reward counts. `trials_dir` keeps the folders of trials.
     """
 
     resumable = False
@@ -98,10 +88,7 @@ class HarborAgent:
         self,
         *,
         harbor_python: str,
-        agent: str,
-        environment: str = "docker",
-        model: str = "openai/policy",
-        trial: Mapping[str, Any] | None = None,
+        trial: Mapping[str, Any],
         reward: str = "reward",
         scored_errors: Collection[str] = (),
         trials_dir: str | None = None,
@@ -110,7 +97,13 @@ class HarborAgent:
         cleanup_s: float = 60.0,
     ) -> None:
         self.processes = TrialProcesses(harbor_python, trials_at_once, time_limit_s, cleanup_s)
-        self._config = _trial_config(agent, environment, model, trial or {})
+        match trial:
+            case {"agent": {**agent}}:
+                named = {"model_name": f"openai/{MODEL}"}  # behind OPENAI_BASE_URL, for LiteLLM
+                self._config = {**trial, "agent": named | agent}
+            case _:
+                hint = 'set trial.agent = { name = "terminus-2" }'
+                raise ConfigError("agent_loop_options.trial has no table agent", hint=hint)
         self._reward = reward
         self._scored = SCORED_ERRORS | set(scored_errors)
         self._trials_dir = trials_dir
@@ -137,7 +130,11 @@ class HarborAgent:
     def _earned(self, name: str, answer: Mapping[str, Any]) -> dict[str, float]:
         found = dict(answer["rewards"] or {})
         score = found.pop(self._reward, None)
-        rewards = None if score is None else check_reward(name, {"score": score, **found})
+        given = {} if score is None else {"score": score, **found}
+        try:
+            rewards = check_numbers("the tests", given) or None
+        except JudgeError as wrong:
+            raise TrialFailed(f"trial {name}: {wrong.message}") from wrong
         for error in answer["errors"]:
             if error["type"] not in self._scored or not rewards:
                 trace = trace_text(error["trace"].strip().split("\n"))
@@ -236,7 +233,7 @@ class TrialProcesses:
             finally:
                 self._end(process, request)
             if answer:
-                return orjson.loads(answer)
+                return json.loads(answer)  # orjson would refuse a reward that is not a number
             await process.wait()
             raise TrialFailed(
                 f"the process of the trial ended with {process.returncode}",

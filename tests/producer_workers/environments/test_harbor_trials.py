@@ -26,6 +26,7 @@ pytestmark = [
 ]
 
 FOLDERS = "tests.foreign.folder_environment:FolderEnvironment"
+TERMINUS = {"name": "terminus-2", "kwargs": {"record_terminal_session": False}}
 
 TESTS = """
 if grep -q hello /app/hello.txt; then echo found; reward=1; else reward=0; fi
@@ -58,11 +59,10 @@ def turn(keys: str = "", *, seconds: float = 0.5, done: bool = False) -> str:
     return json.dumps(said)
 
 
-def loop_of(chat: Any, **options: Any) -> HarborAgentLoop:
-    trial = {"agent": {"kwargs": {"record_terminal_session": False}}}
+def loop_of(chat: Any, agent: Any = None, **options: Any) -> HarborAgentLoop:
     common = {"judge": None, "tokenizer": chat, "eos_ids": [chat.eos_token_id]}
-    names = {"harbor_python": str(PYTHON), "agent": "terminus-2", "environment": FOLDERS}
-    return HarborAgentLoop(**{**common, **names, "trial": trial, **options})
+    trial = {"agent": agent or TERMINUS, "environment": {"import_path": FOLDERS}}
+    return HarborAgentLoop(**common, harbor_python=str(PYTHON), trial=trial, **options)
 
 
 def group_of(tasks: Path, size: int = 1) -> list[RolloutState]:
@@ -91,18 +91,18 @@ def test_an_agent_of_harbor_is_trained_on_exactly_what_was_sampled(
 @pytest.mark.parametrize(
     ("agent", "tests", "reason"),
     [
-        ("oracle", TESTS, "without an answer of the model"),
-        ("terminus-2", "echo no reward", "RewardFileNotFoundError"),
-        ("terminus-2", "echo much > /logs/verifier/reward.txt", "VerifierOutputParseError"),
+        ({"name": "oracle"}, TESTS, "without an answer of the model"),
+        (TERMINUS, "echo no reward", "RewardFileNotFoundError"),
+        (TERMINUS, "echo nan > /logs/verifier/reward.txt", "nan"),
+        (TERMINUS, "echo much > /logs/verifier/reward.txt", "VerifierOutputParseError"),
     ],
 )
 def test_a_trial_without_a_reward_of_the_model_fails_with_a_reason(
-    chat: Any, tmp_path: Path, environments: Path, agent: str, tests: str, reason: str
+    chat: Any, tmp_path: Path, environments: Path, agent: dict[str, Any], tests: str, reason: str
 ) -> None:
     write_task(tmp_path / "tasks" / "hello", tests)
     engine = Recorder(chat, [turn(done=True)] * 2)
-    options: dict[str, Any] = {"trial": {}} if agent == "oracle" else {}
-    (state,) = run(loop_of(chat, agent=agent, **options), engine, group_of(tmp_path / "tasks"))
+    (state,) = run(loop_of(chat, agent), engine, group_of(tmp_path / "tasks"))
     assert (state.status, state.reward) == (Status.FAILED, None)
     assert reason in str(state.error)
     assert list(environments.iterdir()) == []
