@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from buffer.errors import WireError
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.gateway.agents import EVERY_ROLE, Earned
-from producer_workers.gateway.segment import Segment, SessionRecord
+from producer_workers.gateway.segment import Segment
+from producer_workers.gateway.session_record import SessionRecord
 from producer_workers.judges.judge import reward_turns
 
 # The rollouts of an agent or of one of its sessions, one per segment, all tokens in the response;

@@ -24,7 +24,7 @@ MOST_BYTES = 4 * LARGEST_REQUEST  # at once
 
 MOST_KEPT = MOST_AT_ONCE  # answers of an agent, whose requests may be repeated
 
-# In which the clients of OpenAI and Anthropic say how often they have asked this before.
+# The header with which the clients of OpenAI and Anthropic count attempts of one request.
 RETRIES = "x-stainless-retry-count"
 
 

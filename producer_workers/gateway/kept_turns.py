@@ -24,13 +24,14 @@ from producer_workers.gateway.agent_rollouts import (
     ended_rollouts,
     interrupted_rollouts,
 )
-from producer_workers.gateway.segment import Segment, SessionRecord, share_prompt
+from producer_workers.gateway.segment import Segment, share_prompt
+from producer_workers.gateway.session_record import SessionRecord
 
 TURN = "turn"  # the key of `extra`
 
 
 class KeptTurn(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """What happened to an agent; `begins`: nothing before counts.
+    """An event of an agent; `begins`: it discards all earlier ones.
 
     sampled: its segment number `continues` grew by `messages` (None: one of `session` began).
     `why` and `after` are those of `Session`. ended: it `earned` rewards, and sessions were `cut`.
@@ -157,7 +158,10 @@ class _Agent:
 
 
 def _grown(known: Segment | None, turn: KeptTurn, state: RolloutState) -> Segment:
-    """Return `known` with the turn in `state` behind it."""
+    """Return `known` with the turn in `state` behind it, for rollouts: its `said` is not complete.
+
+    A session that continues compares the messages anew.
+    """
     if known:
         state.prompt_ids = known.ids[:0]  # else its one token would be there twice
     new = Segment.of_state(state, turn.messages, turn.tools, after=turn.after)

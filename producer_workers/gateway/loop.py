@@ -44,14 +44,10 @@ from producer_workers.gateway.agents import (
     ProgramAgent,
 )
 from producer_workers.gateway.kept_turns import Keeper, TurnWriter, with_turns
-from producer_workers.gateway.segment import (
-    Segment,
-    SessionRecord,
-    share_prompt,
-    without_record,
-)
+from producer_workers.gateway.segment import Segment, share_prompt
 from producer_workers.gateway.server import Gateway
 from producer_workers.gateway.session import Session
+from producer_workers.gateway.session_record import SessionRecord, without_record
 from producer_workers.judges.judge import Judge
 from producer_workers.user_code.failure import log_failure
 

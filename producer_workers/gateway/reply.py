@@ -1,4 +1,4 @@
-"""Answer a request, and tell an agent that streams it while its turn is sampled that this lasts.
+"""Answer a request; while its turn is sampled, send events to a client that asked for a stream.
 
 Clients give up after some minutes without an event (Codex: 5), and would ask again for ever. An
 answer that begins with such events has the status 200, so a later refusal is an event, too.

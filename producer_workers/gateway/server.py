@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 QUIET_S = 120.0  # the longest that a connection is silent, or sends one body
 
-OPEN_FILES = 65_536  # of a worker: agents have several each, and strangers may connect, too
+OPEN_FILES = 65_536  # of a worker: agents have several each, and others may connect without a key
 
 MOST_FAULTS = 8  # in an error message; a request may have a million
 LONGEST_REFUSAL = 4096  # characters of an error message
@@ -60,7 +60,7 @@ DIALECTS: dict[str, type[AgentRequest]] = {kind.path: kind for kind in (*_OPENAI
 
 SESSION_HEADER = "X-Session-ID"  # tells the conversations of a key `BY_HEADER` apart
 
-# In which the agents of NeMo Gym call a model: the name of their run is a key.
+# Under these paths, agents of NeMo Gym call a model; the name of their run is a key.
 KEY_IN_PATH = ("/ng-rollout/{key}", "/ng-rollout/{key}/training-token-capture")
 
 

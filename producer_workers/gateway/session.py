@@ -35,10 +35,10 @@ from producer_workers.gateway.kept_turns import TurnWriter
 from producer_workers.gateway.segment import (
     Segment,
     TurnEnd,
-    check_storable,
     continued_by,
     why_new,
 )
+from producer_workers.gateway.session_record import check_storable
 from producer_workers.gateway.token_budget import TokenBudget
 from producer_workers.gateway.turn import Ask, SampledTurn, as_openai
 

@@ -13,8 +13,8 @@ from producer_workers.engines.base import Engine
 from producer_workers.gateway.agents import AgentTask, Earned
 from producer_workers.gateway.kept_turns import Keeper, TurnWriter, write_opening
 from producer_workers.gateway.loop import GatewayAgentLoop
-from producer_workers.gateway.segment import SessionRecord
 from producer_workers.gateway.server import Gateway
+from producer_workers.gateway.session_record import SessionRecord
 from producer_workers.live.room import LiveGroup, LiveRoom
 from producer_workers.live.server import LiveGateway
 

@@ -24,8 +24,8 @@ from producer_workers.gateway.agent_sessions import AgentSessions
 from producer_workers.gateway.agents import AGENT, AgentTask, Earned
 from producer_workers.gateway.dialects.dialect import AgentRequest
 from producer_workers.gateway.guests import Guest, Refusal
-from producer_workers.gateway.segment import without_record
 from producer_workers.gateway.server import REPLY, Gateway, given_keys
+from producer_workers.gateway.session_record import without_record
 from producer_workers.live.room import LiveRoom, Seat
 from producer_workers.live.secret import SessionName
 
