@@ -211,6 +211,8 @@ class WorkerMoves(World):
         group = self.groups[job.gid]
         if not self.readable(group):
             return
+        if group.result != job.token and self.stored_bytes(job.gid, job.token):
+            return  # a worker that submits its group does not keep other responses of it
         made = self.engines[worker]
         result = extend(self.scene.run.buffer.read(job.prompt), Status.FAILED, made)
         if self.scene.run.dead_letters.keep_responses(job, result):
