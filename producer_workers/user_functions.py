@@ -66,10 +66,10 @@ def _of_a_task(
         yield NamedFunction(f"is_valid_sample_fn = {keep}", partial(load_sample_filter, keep))
     loop = task.loop(config.worker.agent_loop)
     yield NamedFunction(f"agent_loop = {loop}", partial(_load_loop, loop))
-    if loop == "harbor":  # Harbor's Python imports what it names
+    if loop == "harbor":
         check = partial(_check_options, loop, task.agent_loop_options)
         yield NamedFunction(f"agent_loop_options of task {name}", check)
-    for option, spec in () if loop == "harbor" else _options(task):
+    for option, spec in _options(task):
         yield NamedFunction(f"{option} = {spec}", partial(_load_option, option, spec))
     if "python" in task.agent_loop_options.get("tools", ()):
         sandbox = task.agent_loop_options.get("sandbox", BUBBLEWRAP)

@@ -48,10 +48,9 @@ GROUP_TIME = "group_time_s"
 OPEN_SESSIONS = "open_sessions"
 SESSIONS_RESTARTED = "sessions_restarted"
 NEW_CONTEXTS = "new_contexts"
-TRIALS = "trials"
 LIVE_OPENING = "live_opening"
-GATEWAY_RECORD = (OPEN_SESSIONS, SESSIONS_RESTARTED, NEW_CONTEXTS, TRIALS, LIVE_OPENING)
-"""Keys of `extra`: the gateway's record of sessions and contexts, Harbor's trials."""
+GATEWAY_RECORD = (OPEN_SESSIONS, SESSIONS_RESTARTED, NEW_CONTEXTS, LIVE_OPENING)
+"""Keys of `extra`: the gateway's record of sessions and contexts."""
 
 
 def new_contexts(extra: Mapping[str, Any]) -> dict[str, int]:

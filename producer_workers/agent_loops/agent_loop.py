@@ -46,7 +46,7 @@ BUILT_IN = {
     "tools": "producer_workers.agent_loops.multi_turn:ToolAgentLoop",
     "gateway": "producer_workers.gateway.loop:GatewayAgentLoop",
     LIVE: "producer_workers.live.loop:LiveAgentLoop",
-    "harbor": "producer_workers.environments.harbor:HarborAgentLoop",
+    "harbor": "producer_workers.environments.loops:HarborAgentLoop",
     "verifiers": "producer_workers.environments.loops:VerifiersAgentLoop",
     "openenv": "producer_workers.environments.loops:OpenEnvAgentLoop",
     "nemo_gym": "producer_workers.environments.loops:NemoGymAgentLoop",

@@ -37,6 +37,8 @@ class _DatasetKind(Section):
     """whether its problems are written to the run's folder, with splits of their own"""
     agent_loop: ClassVar[str | None] = None
     """the agent loop of tasks that name no other"""
+    loop_keys: ClassVar[tuple[str, ...]] = ()
+    """keys of the data set that are arguments of that loop, too"""
     package: ClassVar[str | None] = None
     """a package of others whose code gives the rows, in a process of its own"""
 
@@ -53,11 +55,6 @@ class _DatasetKind(Section):
     @property
     def code(self) -> dict[str, str]:
         """Return the functions of the user's that give rows, by what they are."""
-        return {}
-
-    @property
-    def loop_options(self) -> dict[str, Any]:
-        """Return the arguments of its `agent_loop` that the data set knows."""
         return {}
 
     def count_held_out(self) -> int | None:
@@ -93,7 +90,7 @@ class RecordsSection(_DatasetKind):
         return {"record function": self.record} if self.record else {}
 
 
-class _Files(RecordsSection):
+class _Stored(_DatasetKind):
     path: Path
     """the file"""
 
@@ -101,6 +98,9 @@ class _Files(RecordsSection):
     def files(self) -> Path:
         """Return the file or folder."""
         return self.path
+
+
+class _Files(_Stored, RecordsSection): ...
 
 
 class JsonlSection(_Files):
@@ -234,7 +234,7 @@ class PythonSection(RecordsSection):
         return {"data set": self.factory, **super().code}
 
 
-class HarborSection(_DatasetKind):
+class HarborSection(_Stored):
     """[tasks.<name>.dataset] kind = "harbor": a folder of tasks of Harbor: agent_loop is harbor."""
 
     reader = "producer_workers.datasets.harbor_tasks:open_tasks"
@@ -245,11 +245,6 @@ class HarborSection(_DatasetKind):
     path: Path
     """the folder, which rollout workers read by the same path"""
 
-    @property
-    def files(self) -> Path:
-        """Return the folder."""
-        return self.path
-
 
 class VerifiersSection(RecordsSection):
     """[tasks.<name>.dataset] kind = "verifiers": the tasks of an environment of `verifiers` 0.4.
@@ -259,6 +254,7 @@ class VerifiersSection(RecordsSection):
 
     reader = "producer_workers.datasets.verifiers_tasks:open_verifiers"
     agent_loop = "verifiers"
+    loop_keys = ("environment", "options")
     package = "verifiers"
 
     kind: Literal["verifiers"]
@@ -274,11 +270,6 @@ class VerifiersSection(RecordsSection):
     size: Count | None = Field(None, ge=1)
     """read this many tasks; needed for a taskset without an end; default: all"""
 
-    @property
-    def loop_options(self) -> dict[str, Any]:
-        """Return the environment, which the agents play."""
-        return {"environment": self.environment, "environment_options": self.options}
-
 
 class OpenEnvSection(_DatasetKind):
     """[tasks.<name>.dataset] kind = "openenv": numbered episodes of an environment of OpenEnv 0.10.
@@ -289,6 +280,7 @@ class OpenEnvSection(_DatasetKind):
 
     reader = "producer_workers.datasets.openenv_resets:open_resets"
     agent_loop = "openenv"
+    loop_keys = ("url",)
 
     kind: Literal["openenv"]
     """the kind of data set"""
@@ -303,13 +295,8 @@ class OpenEnvSection(_DatasetKind):
     reset: dict[str, Any] = Field(default_factory=dict)
     """further arguments of `reset`, the same for all, for example { split = "train" }"""
 
-    @property
-    def loop_options(self) -> dict[str, Any]:
-        """Return the address of the server."""
-        return {"url": self.url}
 
-
-class NemoGymSection(_Files):
+class NemoGymSection(_Stored):
     """[tasks.<name>.dataset] kind = "nemo_gym": JSON lines with the rows of an agent of NeMo Gym.
 
     agent_loop is nemo_gym, which needs `pip install '.[http]'`.
@@ -317,16 +304,12 @@ class NemoGymSection(_Files):
 
     reader = "producer_workers.datasets.nemo_gym_rows:open_rows"
     agent_loop = "nemo_gym"
+    loop_keys = ("url",)
 
     kind: Literal["nemo_gym"]
     """the kind of data set"""
     url: str = Field(pattern=r"^https?://")
     """address of the agent's server, which rollout workers reach, without /run"""
-
-    @property
-    def loop_options(self) -> dict[str, Any]:
-        """Return the address of the agent's server."""
-        return {"url": self.url}
 
 
 DatasetSection = Annotated[

@@ -271,8 +271,8 @@ class TaskSection(Section):
 
     def loop_options(self, loop: str) -> dict[str, Any]:
         """Return the arguments of this loop: those that the data set knows, and the task's."""
-        known = self.dataset.loop_options if loop == self.dataset.agent_loop else {}
-        return {**known, **self.agent_loop_options}
+        keys = self.dataset.loop_keys if loop == self.dataset.agent_loop else ()
+        return {key: getattr(self.dataset, key) for key in keys} | self.agent_loop_options
 
     @property
     def judges(self) -> list[str]:

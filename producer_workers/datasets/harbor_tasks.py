@@ -13,7 +13,8 @@ from typing import Any
 
 from buffer.errors import DatasetError
 from producer_workers.config.dataset import HarborSection
-from producer_workers.datasets.dataset import Problem
+from producer_workers.datasets.dataset import Dataset
+from producer_workers.datasets.records import RecordsDataset, problem_of
 
 _CONFIG = "task.toml"
 
@@ -21,46 +22,26 @@ _CONFIG = "task.toml"
 _CANARY = re.compile(r"\A(?:[ \t]*(?:<!--.*canary.*-->|#.*canary.*)?[ \t]*\n)+", re.IGNORECASE)
 
 
-class HarborTasks:
-    """Rows are the tasks, in the order of their names; all are read at once."""
-
-    def __init__(self, folder: Path) -> None:
-        """Read the tasks. Raises DatasetError with the file of each fault."""
-        folder = folder.absolute()
-        tasks = sorted(path.parent for path in folder.glob(f"*/{_CONFIG}"))
-        if not tasks:
-            hint = f"set path to a folder with one folder for each task, each with a {_CONFIG}"
-            raise DatasetError(f"{folder}: there are no tasks of Harbor", hint=hint)
-        for path in folder.glob("*/instruction.md"):
-            if path.parent not in tasks:
-                raise _fault(path.parent / _CONFIG, "is missing")
-        self._rows = [_problem(task, folder.name) for task in tasks]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def row(self, row: int, epoch: int = 0) -> Problem:
-        if row < 0:
-            raise IndexError(f"row {row} of {len(self)}")
-        return self._rows[row]
+def open_tasks(section: HarborSection, *_: Any) -> Dataset:
+    """Read all tasks of a folder, in the order of their names. Raises DatasetError."""
+    folder = section.path.absolute()
+    tasks = sorted(path.parent for path in folder.glob(f"*/{_CONFIG}"))
+    if not tasks:
+        hint = f"set path to a folder with one folder for each task, each with a {_CONFIG}"
+        raise DatasetError(f"{folder}: there are no tasks of Harbor", hint=hint)
+    for path in folder.glob("*/instruction.md"):
+        if path.parent not in tasks:
+            raise _fault(path.parent / _CONFIG, "is missing")
+    records = [_record(task, folder.name) for task in tasks]
+    return RecordsDataset(records, str(folder), problem_of)
 
 
-def open_tasks(
-    section: HarborSection, _folder: Path, _split: str | None, _seed: int
-) -> HarborTasks:
-    return HarborTasks(section.path)
-
-
-def _problem(task: Path, source: str) -> Problem:
+def _record(task: Path, source: str) -> dict[str, Any]:
     file = _instruction(task, _config(task / _CONFIG))
     instruction = _CANARY.sub("", _text(file))
     if not instruction.strip():
         raise _fault(file, "is empty")
-    return Problem(
-        messages=[{"role": "user", "content": instruction}],
-        data_source=source,
-        extra={"task_name": task.name, "task_path": str(task)},
-    )
+    return {"question": instruction, "data_source": source, "task_path": str(task)}
 
 
 def _config(file: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ The agent gets the whole row, in the problem's `extra["row"]`; the messages are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from producer_workers.config.dataset import NemoGymSection
@@ -15,7 +14,7 @@ from producer_workers.datasets.files import JsonlDataset
 from producer_workers.datasets.records import problem_of
 
 
-def open_rows(section: NemoGymSection, _folder: Path, _split: str | None, _seed: int) -> Dataset:
+def open_rows(section: NemoGymSection, *_: Any) -> Dataset:
     return JsonlDataset(section.path, _problem)
 
 

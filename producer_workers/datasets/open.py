@@ -60,18 +60,16 @@ def open_here(
 # -- the readers of the kinds ---------------------------------------------------------------------
 
 
-def open_jsonl(section: JsonlSection, _folder: Path, _split: str | None, _seed: int) -> Dataset:
+def open_jsonl(section: JsonlSection, *_: Any) -> Dataset:
     return JsonlDataset(section.path, with_images(section))
 
 
-def open_parquet(section: ParquetSection, _folder: Path, _split: str | None, _seed: int) -> Dataset:
+def open_parquet(section: ParquetSection, *_: Any) -> Dataset:
     rows = ParquetRows(section.path)
     return RecordsDataset(rows, str(section.path), with_images(section), rows.name_row)
 
 
-def open_hugging_face(
-    section: HuggingFaceSection, _folder: Path, _split: str | None, _seed: int
-) -> Dataset:
+def open_hugging_face(section: HuggingFaceSection, *_: Any) -> Dataset:
     to_problem = with_images(section)
     return RecordsDataset(_read_by_datasets(section), str(section.path), to_problem)
 

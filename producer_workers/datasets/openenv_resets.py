@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 from producer_workers.config.dataset import OpenEnvSection
-from producer_workers.datasets.dataset import Problem
+from producer_workers.datasets.dataset import Dataset, Problem
+from producer_workers.datasets.records import RecordsDataset
 
 NOTHING_ASKED = {"role": "user", "content": ""}
 
 
-class NumberedResets:
-    """Rows have the arguments of `reset` in `extra`; the first observation is their question."""
+def open_resets(section: OpenEnvSection, *_: Any) -> Dataset:
+    """Return the episodes by number; the first observation is their question."""
 
-    def __init__(self, section: OpenEnvSection) -> None:
-        self._section = section
-
-    def __len__(self) -> int:
-        return self._section.size
-
-    def row(self, row: int, epoch: int = 0) -> Problem:
-        section = self._section
-        if not 0 <= row < section.size:
-            raise IndexError(f"{section.url}: episode {row} of {section.size}")
-        reset = {**section.reset, section.numbered_by: section.first + row}
+    def problem(number: int) -> Problem:
+        reset = {**section.reset, section.numbered_by: number}
         return Problem(messages=[NOTHING_ASKED], data_source="openenv", extra={"reset": reset})
 
-
-def open_resets(
-    section: OpenEnvSection, _folder: Path, _split: str | None, _seed: int
-) -> NumberedResets:
-    return NumberedResets(section)
+    numbers = range(section.first, section.first + section.size)
+    return RecordsDataset(numbers, section.url, problem)

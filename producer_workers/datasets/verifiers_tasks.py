@@ -31,9 +31,7 @@ def environment_config(environment: str, options: Mapping[str, Any]) -> Any:
         raise _refused(environment, error) from error
 
 
-def open_verifiers(
-    section: VerifiersSection, _folder: Path, _split: str | None, _seed: int
-) -> Dataset:
+def open_verifiers(section: VerifiersSection, *_: Any) -> Dataset:
     """Read the tasks of the environment's taskset. Raises ConfigError."""
     config = environment_config(section.environment, section.options)
     vf = import_package("verifiers.v1", REQUIREMENT)

@@ -1,7 +1,7 @@
 """Train on tasks of Harbor: each rollout is a trial, whose agent speaks to the gateway.
 
     dataset = {kind = "harbor", path = "tasks"}: agent_loop is harbor; judge = "environment"
-    agent_loop_options = {harbor_python = "harbor/bin/python", agent = "terminus-2"}
+    agent_loop_options = {harbor_python = "harbor/bin/python", trial.agent.name = "terminus-2"}
 
     rollout ──▶ process of `harbor_trial` ──▶ Trial: environment, agent ──▶ gateway ──▶ tokens
                                                       └──▶ tests ──▶ reward
@@ -15,6 +15,7 @@ killed at once, the environment stays: its name begins with "rmq-".
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import re
@@ -28,18 +29,17 @@ from typing import IO, Any
 
 import orjson
 
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, JudgeError
 from buffer.failure_text import trace_text
-from buffer.wire.group import TRIALS
-from buffer.wire.rollout import RolloutState
-from producer_workers.agent_loops.tokenizer import Tokenizer
-from producer_workers.engines.base import Engine
-from producer_workers.gateway.agents import EVERY_ROLE, AgentError, AgentTask, Earned, end_process
-from producer_workers.gateway.loop import GatewayAgentLoop
-from producer_workers.gateway.server import Gateway
-from producer_workers.gateway.turn_writer import Keeper
-from producer_workers.judges.judge import Judge
-from producer_workers.user_code.border import check_reward
+from producer_workers.gateway.agents import (
+    EVERY_ROLE,
+    MODEL,
+    AgentError,
+    AgentTask,
+    Earned,
+    end_process,
+)
+from producer_workers.user_code.border import check_numbers
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -67,8 +67,6 @@ SCORED_ERRORS = frozenset(
 # Harbor sends usage data, and LiteLLM asks for prices, unless these are set.
 _QUIET = {"HARBOR_TELEMETRY": "off", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
-Note = dict[str, Any]
-
 
 class TrialFailed(AgentError):
     """A trial gave no reward that counts."""
@@ -76,84 +74,12 @@ class TrialFailed(AgentError):
     earned: dict[str, float] | None = None
 
 
-class HarborAgentLoop(GatewayAgentLoop):
-    """Runs a trial of Harbor for each rollout. `options`: see HarborAgent."""
-
-    def __init__(
-        self,
-        *,
-        judge: Judge | None,
-        tokenizer: Tokenizer,
-        eos_ids: Collection[int],
-        partial_rollout: bool = False,
-        parser: str = "hermes",
-        gateway: Gateway | None = None,
-        **options: Any,
-    ) -> None:
-        self._harbor = HarborAgent(**options)
-        super().__init__(
-            agent=self._harbor,
-            judge=judge,
-            tokenizer=tokenizer,
-            eos_ids=eos_ids,
-            partial_rollout=partial_rollout,
-            parser=parser,
-            gateway=gateway,
-        )
-
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Raise ConfigError if a worker on this machine could not use `agent_loop_options`."""
-        try:
-            agent = HarborAgent(**{key: options[key] for key in options if key != "parser"})
-        except TypeError as error:
-            raise ConfigError(f"agent_loop_options: {error}") from error
-        agent.check()
-
-    async def close(self) -> None:
-        await super().close()
-        await self._harbor.processes.ended()
-
-    async def generate_group(
-        self, states: list[RolloutState], engine: Engine, gid: str, keeper: Keeper | None = None
-    ) -> list[RolloutState]:
-        """Like GatewayAgentLoop; the group's `extra` tells the last trial of each rollout."""
-        told = dict(states[0].extra.get(TRIALS, {}))
-        try:
-            group = await super().generate_group(states, engine, gid, keeper)
-        finally:
-            for state in states:
-                if note := self._harbor.notes.pop(f"{gid}/{state.index}", None):
-                    told[str(state.index)] = note
-        for state in group:
-            state.extra = state.extra | {TRIALS: told}
-        return group
-
-
-def _trial_config(
-    agent: str, environment: str, model: str, more: Mapping[str, Any]
-) -> dict[str, Any]:
-    ours: dict[str, Any] = {
-        "agent": {"import_path" if ":" in agent else "name": agent, "model_name": model},
-        "environment": {"import_path" if ":" in environment else "type": environment},
-    }
-    for part in ours:
-        if not isinstance(more.get(part, {}), Mapping):
-            raise ConfigError(
-                f"agent_loop_options.trial.{part} is {more[part]!r:.80}",
-                hint=f"give a table of Harbor's TrialConfig, and the name as {part}",
-            )
-        ours[part] |= more.get(part, {})
-    return {**more, **ours}
-
-
 class HarborAgent:
-    """Plays sessions as trials. `notes`: what is told of a session's trial, by the session.
+    """Plays each session as a trial.
 
-    `agent`, `environment`: a name of Harbor's, or "module:Class"; `model`: the model's name for
-    the agent; `trial`: further keys of Harbor's TrialConfig. `reward` is the key of the tests'
-    reward that becomes the score. After an error in `scored_errors`, beside those in
-    SCORED_ERRORS, the tests' reward counts. Folders of trials are kept in `trials_dir`.
+    `trial`: keys of Harbor's TrialConfig, with the agent. `reward` is the key of the tests' reward
+    that becomes the score. After an error in `scored_errors`, beside those in SCORED_ERRORS, the
+    tests' reward counts. `trials_dir` keeps the folders of trials.
     """
 
     resumable = False
@@ -162,10 +88,7 @@ class HarborAgent:
         self,
         *,
         harbor_python: str,
-        agent: str,
-        environment: str = "docker",
-        model: str = "openai/policy",
-        trial: Mapping[str, Any] | None = None,
+        trial: Mapping[str, Any],
         reward: str = "reward",
         scored_errors: Collection[str] = (),
         trials_dir: str | None = None,
@@ -174,8 +97,13 @@ class HarborAgent:
         cleanup_s: float = 60.0,
     ) -> None:
         self.processes = TrialProcesses(harbor_python, trials_at_once, time_limit_s, cleanup_s)
-        self.notes: dict[str, Note] = {}
-        self._config = _trial_config(agent, environment, model, trial or {})
+        match trial:
+            case {"agent": {**agent}}:
+                named = {"model_name": f"openai/{MODEL}"}  # behind OPENAI_BASE_URL, for LiteLLM
+                self._config = {**trial, "agent": named | agent}
+            case _:
+                hint = 'set trial.agent = { name = "terminus-2" }'
+                raise ConfigError("agent_loop_options.trial has no table agent", hint=hint)
         self._reward = reward
         self._scored = SCORED_ERRORS | set(scored_errors)
         self._trials_dir = trials_dir
@@ -187,24 +115,26 @@ class HarborAgent:
     async def run(self, task: AgentTask) -> Earned:
         """Return the reward of the trial's tests. Raises TrialFailed."""
         name = f"rmq-{re.sub('[^a-zA-Z0-9]+', '-', task.session_id)}-{secrets.token_hex(3)}"
+        agent = self._config["agent"]
         kept = self._trials_dir and Path(self._trials_dir).absolute()
-        config = dict(self._config)
-        config["task"] = {"path": _task_folder(task)}
-        config["trial_name"] = name
-        config["trials_dir"] = str(kept or tempfile.mkdtemp(prefix="rolloutmq-trial-"))
-        agent = config["agent"]
-        config["agent"] = {**agent, "env": {**agent.get("env", {}), **task.variables}}
-        note = self.notes[task.session_id] = {"name": name}
-        if kept:
-            note["path"] = str(kept / name)
-        answer = await self.processes.run({"config": config, "keep": bool(kept)}, task.variables)
-        note.update({key: answer[key] for key in ("log", "tests") if answer.get(key)})
-        return {EVERY_ROLE: self._earned(name, answer)}
+        config = {
+            **self._config,
+            "task": {"path": _task_folder(task)},
+            "trial_name": name,
+            "trials_dir": str(kept or Path(tempfile.gettempdir()) / name),
+            "agent": {**agent, "env": {**agent.get("env", {}), **task.variables}},
+        }
+        request = {"config": config, "keep": bool(kept), "variables": task.variables}
+        return {EVERY_ROLE: self._earned(name, await self.processes.run(request))}
 
     def _earned(self, name: str, answer: Mapping[str, Any]) -> dict[str, float]:
         found = dict(answer["rewards"] or {})
         score = found.pop(self._reward, None)
-        rewards = None if score is None else check_reward(name, {"score": score, **found})
+        given = {} if score is None else {"score": score, **found}
+        try:
+            rewards = check_numbers("the tests", given) or None
+        except JudgeError as wrong:
+            raise TrialFailed(f"trial {name}: {wrong.message}") from wrong
         for error in answer["errors"]:
             if error["type"] not in self._scored or not rewards:
                 trace = trace_text(error["trace"].strip().split("\n"))
@@ -254,7 +184,7 @@ class TrialProcesses:
 
     def check(self, config: Mapping[str, Any]) -> None:
         """Raise ConfigError if Harbor cannot load what a TrialConfig names."""
-        request = orjson.dumps({"config": config, "check": True, "keep": True})
+        request = orjson.dumps({"config": config, "check": True})
         environment = _QUIET | os.environ
         try:
             ran = subprocess.run(
@@ -269,24 +199,30 @@ class TrialProcesses:
             hint = f"{self._python} runs Harbor; see docs/pages/environments.md"
             raise ConfigError(f"agent_loop_options: {_line(told)}", hint=hint)
 
-    async def run(self, request: Mapping[str, Any], variables: Mapping[str, str]) -> Any:
+    async def run(self, request: Mapping[str, Any]) -> Any:
         """Return the answer of a process. Cancelling ends its trial, and does not wait for that.
 
         Raises TrialFailed.
         """
         async with self._free:
-            return await self._run(request, variables, self._limit_s)
+            return await self._run(request, self._limit_s)
 
     async def ended(self) -> None:
         """Wait until the environments of all ended trials have stopped."""
         while self._ending:
             await asyncio.wait(self._ending)
 
-    async def _run(
-        self, request: Mapping[str, Any], variables: Mapping[str, str], limit_s: float | None
-    ) -> Any:
+    async def _run(self, request: Mapping[str, Any], limit_s: float | None) -> Any:
         with tempfile.TemporaryFile() as stderr:
-            process = await self._start(request, variables, stderr)
+            process = await asyncio.create_subprocess_exec(
+                *self._command,
+                env=_QUIET | os.environ,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=stderr,
+                limit=LARGEST_ANSWER,
+                start_new_session=True,
+            )
             try:
                 async with asyncio.timeout(limit_s):
                     answer = await _ask(process, {**request, "cleanup_s": self._cleanup_s})
@@ -295,37 +231,22 @@ class TrialProcesses:
                 message = f"the trial took longer than {limit_s:g} s"
                 raise TrialFailed(message, hint=hint) from error
             finally:
-                self._end(process, request, variables)
+                self._end(process, request)
             if answer:
-                return orjson.loads(answer)
+                return json.loads(answer)  # orjson would refuse a reward that is not a number
             await process.wait()
             raise TrialFailed(
                 f"the process of the trial ended with {process.returncode}",
                 trace=trace_text(_end_of(stderr)),
             )
 
-    async def _start(
-        self, request: Mapping[str, Any], variables: Mapping[str, str], stderr: IO[bytes]
-    ) -> asyncio.subprocess.Process:
-        return await asyncio.create_subprocess_exec(
-            *self._command,
-            env={**_QUIET, **os.environ, **variables},
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=stderr,
-            limit=LARGEST_ANSWER,
-            start_new_session=True,
-        )
-
-    def _end(self, process: Any, request: Mapping[str, Any], variables: Mapping[str, str]) -> None:
+    def _end(self, process: Any, request: Mapping[str, Any]) -> None:
         process.stdin.close()
-        ending = asyncio.create_task(self._clean(process, request, variables))
+        ending = asyncio.create_task(self._clean(process, request))
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
 
-    async def _clean(
-        self, process: Any, request: Mapping[str, Any], variables: Mapping[str, str]
-    ) -> None:
+    async def _clean(self, process: Any, request: Mapping[str, Any]) -> None:
         """Wait for the end of a process whose pipe is closed; if it was killed, clean up for it."""
         try:
             async with asyncio.timeout(self._cleanup_s + 5):
@@ -336,7 +257,7 @@ class TrialProcesses:
         if process.returncode == 0 or request.get("clean"):
             return
         try:
-            answer = await self._run({**request, "clean": True}, variables, self._cleanup_s)
+            answer = await self._run({**request, "clean": True}, self._cleanup_s)
             why = "; ".join(map(_line, answer["errors"]))
         except TrialFailed as error:
             why = error.message

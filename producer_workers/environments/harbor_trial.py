@@ -1,9 +1,10 @@
 """Run one trial of Harbor for a worker, under Harbor's interpreter; it imports nothing of ours.
 
-    stdin   {"config": TrialConfig, "keep": bool, "cleanup_s": 60.0} in one line, then stays open
-    stdout  {"rewards": {...} or null, "errors": [{"type", "message", "trace"}], "log", "tests"}
+    stdin   {"config": TrialConfig, "variables": {...} for its agent, "keep": whether its
+            trials_dir stays, "cleanup_s": 60.0} in one line, then stays open
+    stdout  {"rewards": {...} or null, "errors": [{"type", "message", "trace"}]}
 
-The end of stdin (the worker has died, or wants no result) and SIGTERM end the trial, which then
+The end of stdin (the worker has died, or has ended the trial) and SIGTERM end the trial, which then
 stops its environment, in `cleanup_s` at most. With `"check": true` it only loads the agent and the
 environment. With `"clean": true` it stops the environment of a trial whose process was killed.
 """
@@ -21,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-LONGEST_TEXT = 2000  # characters of a log that are told
+LONGEST_TEXT = 2000  # characters of an error that are told
 
 LARGEST_REQUEST = 2**26  # bytes
 
@@ -33,6 +34,7 @@ async def main(answers: int) -> None:
     stdin = asyncio.StreamReader(LARGEST_REQUEST)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
     request = json.loads(await stdin.readline())
+    os.environ.update(request.get("variables", {}))
     if request.get("check"):
         answer = await _answer(request)
     else:
@@ -42,6 +44,9 @@ async def main(answers: int) -> None:
 
 async def _until_end(request: dict[str, Any], stdin: asyncio.StreamReader) -> Answer:
     """Return the trial's answer, and end it when stdin ends or a signal comes."""
+    folder = Path(request["config"]["trials_dir"])
+    if not request["keep"]:
+        folder.mkdir(mode=0o700, exist_ok=True)
     trial = asyncio.create_task(_answer(request))
 
     def end() -> None:
@@ -56,12 +61,12 @@ async def _until_end(request: dict[str, Any], stdin: asyncio.StreamReader) -> An
     waiting = asyncio.create_task(wait_for_end())
     try:
         return await trial
-    except asyncio.CancelledError:  # nobody wants its result
+    except asyncio.CancelledError:  # by `end`
         return {"rewards": None, "errors": [_error(TimeoutError("the trial was ended"))]}
     finally:
         waiting.cancel()
         if not request["keep"]:
-            shutil.rmtree(request["config"]["trials_dir"], ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _answer(request: dict[str, Any]) -> Answer:
@@ -78,7 +83,6 @@ async def _answer(request: dict[str, Any]) -> Answer:
     except (Exception, SystemExit) as error:
         return {"rewards": None, "errors": [_error(error)]}
     found = [result.exception_info, *(step.exception_info for step in result.step_results or [])]
-    folder = Path(config.trials_dir) / config.trial_name
     return {
         "rewards": result.verifier_result and result.verifier_result.rewards,
         "errors": [
@@ -86,8 +90,6 @@ async def _answer(request: dict[str, Any]) -> Answer:
             for error in found
             if error
         ],
-        "log": _end_of(folder / "trial.log"),
-        "tests": _end_of(folder / "verifier" / "test-stdout.txt"),
     }
 
 
@@ -106,10 +108,6 @@ def _error(error: BaseException) -> dict[str, str]:
 
 def _told(kind: str, message: str, trace: str) -> dict[str, str]:
     return {"type": kind, "message": message[:LONGEST_TEXT], "trace": trace[-LONGEST_TEXT:]}
-
-
-def _end_of(file: Path) -> str:
-    return file.read_text(errors="replace")[-LONGEST_TEXT:] if file.is_file() else ""
 
 
 if __name__ == "__main__":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from buffer.errors import ConfigError
-from buffer.imports import require
+from buffer.imports import load_object, require
 from producer_workers.datasets.verifiers_tasks import REQUIREMENT as VERIFIERS
+from producer_workers.environments.harbor import HarborAgent
 from producer_workers.environments.openenv import REQUIREMENT as OPENENV
 from producer_workers.gateway.agents import AgentError, FunctionAgent
 from producer_workers.gateway.loop import GatewayAgentLoop
@@ -19,68 +21,74 @@ class FailedEpisode(AgentError):
     earned = None
 
 
-class VerifiersAgentLoop(GatewayAgentLoop):
+class EpisodeLoop(GatewayAgentLoop):
+    """Plays episodes with the function at `play`, whose keyword arguments are its options."""
+
+    play: ClassVar[str]
+    needs: ClassVar[tuple[str, str] | None] = None
+    """a module, and the requirement that installs it"""
+    error: ClassVar[type[AgentError]] = AgentError
+    can_resume: ClassVar[bool] = False
+
+    def __init__(self, *, time_limit_s: float = 600.0, **given: Any) -> None:
+        if self.needs:
+            require(*self.needs)
+        if given.get("resumable") and not self.can_resume:
+            raise ConfigError("these episodes begin again: they cannot be resumable")
+        function = load_object(self.play, kind="agent")
+        options = _take_arguments(function, given)
+        inspect.signature(function).bind(None, **options)
+        agent = FunctionAgent(self.play, time_limit_s, options, self.error)
+        super().__init__(agent=agent, **given)
+
+
+class VerifiersAgentLoop(EpisodeLoop):
     """Plays tasks of an environment of verifiers, which a data set of this kind names."""
 
-    def __init__(
-        self,
-        *,
-        environment: str,
-        environment_options: Mapping[str, Any] | None = None,
-        **given: Any,
-    ) -> None:
-        require("verifiers.v1", VERIFIERS)
-        _check_not_resumable(given)
-        options = {"environment": environment, "options": dict(environment_options or {})}
-        play = "producer_workers.environments.verifiers:play"
-        super().__init__(agent=play, agent_options=options, **given)
+    play = "producer_workers.environments.verifiers:play"
+    needs = ("verifiers.v1", VERIFIERS)
 
 
-class OpenEnvAgentLoop(GatewayAgentLoop):
-    """Plays episodes of an environment of OpenEnv, whose server is at `url`.
+class OpenEnvAgentLoop(EpisodeLoop):
+    """Plays episodes of an environment of OpenEnv.
 
-    `action`: the field of an action that is the model's text, or "module:function" that makes the
-    action of the text and the last observation. `observation`: the field that the model reads, a
-    text or chat messages, or "module:function" that makes these of an observation; "": all fields.
-    `step_timeout_s` limits one answer of the server. `turn_rewards`: give each turn its reward,
-    too, as token_rewards. `resumable`: an interrupted episode takes its actions again and goes on,
-    where the environment answers them as before.
+    `resumable`: an interrupted episode takes its actions again and goes on, where the environment
+    answers them as before.
     """
 
-    def __init__(
-        self,
-        *,
-        url: str,
-        action: str = "message",
-        observation: str = "",
-        max_turns: int = 64,
-        step_timeout_s: float = 120.0,
-        turn_rewards: bool = False,
-        time_limit_s: float = 600.0,
-        **given: Any,
-    ) -> None:
-        require("openenv.core", OPENENV)
-        options = {
-            "url": url,
-            "action": action,
-            "observation": observation,
-            "max_turns": max_turns,
-            "step_timeout_s": step_timeout_s,
-            "turn_rewards": turn_rewards,
-        }
-        play = "producer_workers.environments.openenv:play"
-        super().__init__(agent=FunctionAgent(play, time_limit_s, options, FailedEpisode), **given)
+    play = "producer_workers.environments.openenv:play"
+    needs = ("openenv.core", OPENENV)
+    error = FailedEpisode
+    can_resume = True
 
 
-class NemoGymAgentLoop(GatewayAgentLoop):
-    """Runs rows by an agent of NeMo Gym, whose server is at `url`."""
+class NemoGymAgentLoop(EpisodeLoop):
+    """Runs rows by an agent of NeMo Gym."""
 
-    def __init__(self, *, url: str, **given: Any) -> None:
-        _check_not_resumable(given)
-        play = "producer_workers.environments.nemo_gym:play"
-        super().__init__(agent=play, agent_options={"url": url.rstrip("/")}, **given)
+    play = "producer_workers.environments.nemo_gym:play"
 
 
-def _check_not_resumable(options: Mapping[str, Any]) -> None:
-    if options.get("resumable"):
-        raise ConfigError("these episodes begin again: they cannot be resumable")
+class HarborAgentLoop(GatewayAgentLoop):
+    """Runs a trial of Harbor for each rollout, with the options of HarborAgent."""
+
+    def __init__(self, **given: Any) -> None:
+        self._harbor = HarborAgent(**_take_arguments(HarborAgent, given))
+        super().__init__(agent=self._harbor, **given)
+
+    @classmethod
+    def check_options(cls, options: Mapping[str, Any]) -> None:
+        """Raise ConfigError if a worker on this machine could not use `agent_loop_options`."""
+        try:
+            agent = HarborAgent(**{key: options[key] for key in options if key != "parser"})
+        except TypeError as error:
+            raise ConfigError(f"agent_loop_options: {error}") from error
+        agent.check()
+
+    async def close(self) -> None:
+        await super().close()
+        await self._harbor.processes.ended()
+
+
+def _take_arguments(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Remove the arguments of a function from `given`, and return them."""
+    return {name: given.pop(name) for name in inspect.signature(function).parameters & given.keys()}

@@ -26,13 +26,15 @@ class GymFailure(RolloutMQError):
 
 
 async def play(task: AgentTask, *, url: str) -> dict[str, float]:
-    """Return the reward of the row, with its components. Raises GymFailure."""
+    """Return the reward of the row, with its components; `url`: of the agent's server.
+
+    Raises GymFailure.
+    """
     row = {**task.extra["row"], RUN_ID: task.api_key}
-    # the loop limits the run; an agent answers at its end
-    timeout = aiohttp.ClientTimeout(total=None)
+    timeout = aiohttp.ClientTimeout(total=None)  # the loop limits the run
     async with (
         aiohttp.ClientSession(timeout=timeout, trust_env=True) as client,
-        client.post(f"{url}/run", json=row) as response,
+        client.post(f"{url.rstrip('/')}/run", json=row) as response,
     ):
         if not response.ok:
             said = (await response.text())[:LONGEST_ANSWER]

@@ -41,15 +41,19 @@ async def play(
     task: AgentTask,
     *,
     url: str,
-    action: str,
-    observation: str,
-    max_turns: int,
-    step_timeout_s: float,
-    turn_rewards: bool,
+    action: str = "message",
+    observation: str = "",
+    max_turns: int = 64,
+    step_timeout_s: float = 120.0,
+    turn_rewards: bool = False,
 ) -> dict[str, Any] | None:
     """Return the sum of the rewards as the score; None if the environment gave none.
 
-    For the options see `OpenEnvAgentLoop`.
+    `url`: of the environment's server, each of whose answers `step_timeout_s` limits. `action`: the
+    field of an action that is the model's text, or "module:function" that makes the action of the
+    text and the last observation. `observation`: the field that the model reads, a text or chat
+    messages, or "module:function" that makes these of an observation; "": all fields.
+    `turn_rewards`: return them, too.
     """
     openai = import_package("openai", REQUIREMENT)
     act, read = _actions(action), _observations(observation)

@@ -1,11 +1,7 @@
 """Run environments of `verifiers` 0.4 as agents, which play their rollouts themselves.
 
-    # dataset = {kind = "verifiers", environment = "my-taskset"}: agent_loop is verifiers
-    # or, agent_loop = "gateway", agent_loop_options = {agent = "my_env:agent"}:
-    agent = verifiers_agent(vf.load_environment(vf.EnvConfig(...)))  # verifiers.v1 as vf
-
-With judge = "environment", the environment gives the reward: "score", and each metric by name. A
-problem has `task.data.model_dump(mode="json")` of a task as its `extra`.
+The environment gives the reward: "score", and each metric by name. A problem has
+`task.data.model_dump(mode="json")` of a task as its `extra`.
 """
 
 from __future__ import annotations
@@ -13,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import cache
 from secrets import token_hex
@@ -21,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from buffer.errors import ConfigError, RolloutMQError
+from buffer.errors import RolloutMQError
 from buffer.imports import import_package
 from producer_workers.datasets.verifiers_tasks import REQUIREMENT, environment_config
 from producer_workers.gateway.agents import BY_HEADER, AgentTask
@@ -31,19 +27,9 @@ log = logging.getLogger("rolloutmq.worker")
 # By the id of a trace; None for those that are not trained.
 Rewards = dict[str, dict[str, Any] | None]
 
-Agent = Callable[[AgentTask], Awaitable[Rewards]]
-
 
 class EpisodeError(RolloutMQError):
     """The episode failed or gave no reward."""
-
-
-def verifiers_agent(environment: Any) -> Agent:
-    """Return the agent that plays an environment of verifiers. Raises ConfigError."""
-    if not (hasattr(environment, "run_episode") and hasattr(environment, "serving")):
-        hint = "pass the result of vf.load_environment, of verifiers 0.4"
-        raise ConfigError(f"{type(environment).__name__} has no run_episode", hint=hint)
-    return _EpisodePlayer(environment).play
 
 
 async def play(task: AgentTask, *, environment: str, options: Mapping[str, Any]) -> Rewards:
@@ -52,10 +38,10 @@ async def play(task: AgentTask, *, environment: str, options: Mapping[str, Any])
 
 
 @cache
-def _player_of(environment: str, options: bytes) -> _EpisodePlayer:
+def _player_of(environment: str, options: bytes) -> EpisodePlayer:
     config = environment_config(environment, orjson.loads(options))
     vf = import_package("verifiers.v1", REQUIREMENT)
-    return _EpisodePlayer(vf.load_environment(config))
+    return EpisodePlayer(vf.load_environment(config))
 
 
 def _reward(trace: Any) -> dict[str, Any]:
@@ -66,7 +52,7 @@ def _reward(trace: Any) -> dict[str, Any]:
     return metrics | {"score": float(trace.reward)} | role
 
 
-class _EpisodePlayer:
+class EpisodePlayer:
     """Plays an environment, whose servers and tools run while any rollout does."""
 
     def __init__(self, environment: Any) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from buffer.errors import WireError
-from buffer.wire.rollout import RolloutState
+from buffer.wire.rollout import RolloutState, Status
 from producer_workers.gateway.agents import EVERY_ROLE, Earned
 from producer_workers.gateway.roles import role_of
-from producer_workers.gateway.segment import Segment
+from producer_workers.gateway.segment import Segment, SessionRecord
 from producer_workers.judges.judge import reward_turns
 
 # The rollouts of an agent or of one of its sessions, one per segment, all tokens in the response;
@@ -20,8 +20,14 @@ Rollouts = list[RolloutState]
 
 
 def interrupted_rollouts(
-    state: RolloutState, segments: Mapping[str, Sequence[Segment]]
+    state: RolloutState, segments: Mapping[str, Sequence[Segment]], record: SessionRecord
 ) -> Rollouts:
+    """Return the rollouts of an agent that goes on later behind these segments."""
+    state.status = Status.ABORTED
+    state.finish_reason = "abort"
+    if not segments:
+        return [state]
+    record.keep(state.index, segments)
     made = [rollout for name in segments for rollout in _rollouts(state, name, segments[name])]
     for rollout in made:
         rollout.finish_reason = "abort"

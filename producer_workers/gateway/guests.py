@@ -1,4 +1,4 @@
-"""Keep what runs for an agent's key, within limits, and its last answers, until the key ends."""
+"""Limit the requests of an agent, and keep its last answers, until its key ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from aiohttp import web
 
 from buffer.errors import RolloutMQError
 from producer_workers.gateway.roles import AgentSessions
-from producer_workers.gateway.session import Session
 from producer_workers.gateway.turn import SampledTurn
 
 LARGEST_REQUEST = 32 * 2**20  # bytes; a request carries a whole conversation
@@ -23,7 +22,7 @@ MOST_AT_ONCE = 128
 MOST_PER_S = 100
 MOST_BYTES = 4 * LARGEST_REQUEST  # at once
 
-MOST_KEPT = 32  # answers of an agent whose request may be repeated
+MOST_KEPT = MOST_AT_ONCE  # answers of an agent, whose requests may be repeated
 
 # In which the clients of OpenAI and Anthropic say how often they have asked this before.
 RETRIES = "x-stainless-retry-count"
@@ -46,12 +45,18 @@ class Refusal(RolloutMQError):
 
 
 @dataclass(slots=True)
-class Load:
-    """The requests of one key, of all its roles, and their limits."""
+class Guest:
+    """An agent that has a key: its sessions, its open requests, and its last answers.
 
+    Answers are kept by the hashes of their requests.
+    """
+
+    sessions: AgentSessions
     requests: dict[asyncio.Task[Any], int] = field(default_factory=dict)  # with their bytes
     paid_until: float = 0.0  # each request moves this on by its share of a second
     put_off: int = 0  # requests that were refused for now, and will be asked again
+    answered: dict[bytes, SampledTurn] = field(default_factory=dict)
+    unsent: dict[bytes, SampledTurn] = field(default_factory=dict)  # their connections broke
 
     def check_rate(self) -> None:
         """Count a request. Raises Refusal."""
@@ -85,34 +90,13 @@ class Load:
         self.put_off -= was_put_off
         return not was_put_off
 
-    def _put_off(self, why: str) -> NoReturn:
-        self.put_off += 1
-        raise Refusal(429, why, "rate_limit_exceeded")
-
-
-@dataclass(slots=True)
-class Guest:
-    """What runs for an agent's key, and its last answers, by the hashes of their requests.
-
-    It goes with the key.
-    """
-
-    session: Session
-    sessions: AgentSessions
-    roles: dict[str, Guest] = field(default_factory=dict)
-    load: Load = field(default_factory=Load)
-    answered: dict[bytes, SampledTurn] = field(default_factory=dict)
-    unsent: dict[bytes, SampledTurn] = field(default_factory=dict)  # its connection broke
-
-    def in_role(self, name: str) -> Guest:
-        """Return what runs for a role's key, which begins with the agent's. Raises ConfigError."""
-        if name and name not in self.roles:
-            self.roles[name] = Guest(self.sessions.of(name), self.sessions, load=self.load)
-        return self.roles[name] if name else self
-
     def answer_again(self, asked: bytes, *, is_repeated: bool) -> SampledTurn | None:
         """Return the answer that an agent may not have received; None if it asks for another."""
         return self.unsent.pop(asked, None) or (self.answered.get(asked) if is_repeated else None)
+
+    def _put_off(self, why: str) -> NoReturn:
+        self.put_off += 1
+        raise Refusal(429, why, "rate_limit_exceeded")
 
 
 def keep(answers: dict[bytes, SampledTurn], asked: bytes, turn: SampledTurn) -> None:

@@ -98,7 +98,8 @@ class GatewayAgentLoop:
             self._agent = ProgramAgent(command, time_limit_s)
         elif not isinstance(agent, Agent):
             self._agent = FunctionAgent(agent, time_limit_s, agent_options)
-        self._is_resumable = partial_rollout and (resumable or self._agent.resumable)
+        # Another worker can continue its sessions.
+        self.keeps_turns = partial_rollout and (resumable or self._agent.resumable)
         self._judge = judge
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(eos_ids)
@@ -112,11 +113,6 @@ class GatewayAgentLoop:
     async def close(self) -> None:
         self._agent.close()
         await self._gateway.close()  # all loops of a worker close together
-
-    @property
-    def keeps_turns(self) -> bool:
-        """Whether another worker can continue its sessions."""
-        return self._is_resumable
 
     async def generate_group(
         self, states: list[RolloutState], engine: Engine, gid: str, keeper: Keeper | None = None
@@ -168,8 +164,8 @@ class GatewayAgentLoop:
         sessions = AgentSessions(make, finished)
         key = self._gateway.admit(sessions, self._key(state, gid))
         conversations = {
-            role: [own_copy(list(segment.messages)) for segment in session.segments]
-            for role, session in sessions.spoken().items()
+            role: [own_copy(list(segment.messages)) for segment in segments]
+            for role, segments in finished.items()
         }
         task = AgentTask(
             self._gateway.url,
@@ -188,8 +184,8 @@ class GatewayAgentLoop:
         except AgentError as error:
             # The end of a session may fail its agent through no fault of its own.
             earned = {EVERY_ROLE: error.earned} if error.earned and not self._judge else None
-            is_cut = (sessions.is_full or sessions.truncation) and (self._judge or earned)
-            if not sessions.interrupted.is_set() and not is_cut:
+            is_cut = sessions.is_full or sessions.cut()
+            if not sessions.interrupted.is_set() and not (is_cut and (self._judge or earned)):
                 return [_failed(state, log_failure(error), writer)]
         finally:
             self._gateway.dismiss(key)
@@ -197,7 +193,11 @@ class GatewayAgentLoop:
         if sessions.failure:  # the agent cannot raise it: it got it as an HTTP status
             raise sessions.failure
         if sessions.interrupted.is_set():
-            return self._interrupted(state, sessions, record)
+            segments = sessions.segments()
+            if segments and not self.keeps_turns:
+                record.restart()
+                segments = {}
+            return interrupted_rollouts(state, segments, record)
         return await self._finish(state, sessions, earned, writer)
 
     def _session(
@@ -211,24 +211,9 @@ class GatewayAgentLoop:
     ) -> Session:
         own = params.attempt(name)  # no two sessions have the same seeds
         parts = (self._tokenizer, self._delta, self._eos_ids, own, self._parser, finished)
-        keeping = writer.of(name) if writer else None
-        session = Session(f"{agent}/{name}" if name else agent, engine, *parts, keeping)
+        session = Session(f"{agent}/{name}" if name else agent, engine, *parts, writer, name)
         session.unsent = [*finished] if self.answers_again else []
         return session
-
-    def _interrupted(
-        self, state: RolloutState, sessions: AgentSessions, record: SessionRecord
-    ) -> Rollouts:
-        state.status = Status.ABORTED
-        state.finish_reason = "abort"
-        spoken = sessions.spoken()
-        if not spoken:
-            return [state]
-        if not self._is_resumable:
-            record.restart()
-            return [state]
-        record.keep(state.index, [part for each in spoken.values() for part in each.segments])
-        return interrupted_rollouts(state, {name: s.segments for name, s in spoken.items()})
 
     async def _run(self, task: AgentTask, sessions: AgentSessions) -> Earned | None:
         running = asyncio.ensure_future(self._agent.run(task))
@@ -251,17 +236,15 @@ class GatewayAgentLoop:
         writer: TurnWriter | None,
     ) -> Rollouts:
         """Turn the segments into rollouts, with their reward unless all sessions must end first."""
-        spoken = sessions.spoken()
-        if not spoken:
-            why = sessions.truncation or "the agent ended without an answer of the model"
-            return [_failed(state, why, writer)]
-        segments = {name: session.segments for name, session in spoken.items()}
-        cut = [name for name, session in spoken.items() if session.truncation]
+        segments, cut = sessions.segments(), sessions.cut()
+        if not segments:
+            why = "the agent ended without an answer of the model"
+            return [_failed(state, next(iter(cut.values()), why), writer)]
         try:
             made = ended_rollouts(state, segments, cut, earned or {})
         except WireError as error:
             return [_failed(state, f"the agent returned {error}", writer)]
-        await self._ended(state, writer, cut, earned or {})
+        await self._ended(state, writer, [*cut], earned or {})
         # On the given state, too: the worker reads there that the engine has a free slot again.
         state.finish_reason = made[0][-1].finish_reason
         if not (self._judge and self._judge.sees_group):

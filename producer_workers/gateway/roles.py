@@ -6,6 +6,7 @@ has its own conversations, `max_tokens` and reward.
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -32,12 +33,11 @@ class AgentSessions:
         finished: Mapping[str, list[Segment]] | None = None,
     ) -> None:
         self._make = make
-        known = finished or {}
-        self.own = make("", known.get("", []))
-        self.interrupted = self.own.interrupted
-        self._by_name = {"": self.own}
-        for name in known.keys() - {""}:
-            self._add(name, known[name])
+        self.interrupted = asyncio.Event()
+        self.failure: EngineDeadError | None = None  # ended the engine, and the sessions
+        self._by_name: dict[str, Session] = {}
+        for name, segments in {"": [], **(finished or {})}.items():
+            self._add(name, segments)
 
     def of(self, name: str) -> Session:
         """Return the session of this name, a new one at first. Raises ConfigError."""
@@ -54,23 +54,17 @@ class AgentSessions:
         session = self._by_name[name] = self._make(name, finished)
         session.interrupted = self.interrupted
 
-    def spoken(self) -> dict[str, Session]:
-        """Return the sessions with an answer of the model, by name in order."""
-        return {name: each for name, each in sorted(self._by_name.items()) if each.segments}
+    def segments(self) -> dict[str, list[Segment]]:
+        """Return those of the sessions with an answer of the model, by name in order."""
+        return {n: each.segments for n, each in sorted(self._by_name.items()) if each.segments}
 
-    @property
-    def failure(self) -> EngineDeadError | None:
-        """Return the error that ended the engine."""
-        return next((each.failure for each in self._by_name.values() if each.failure), None)
+    def cut(self) -> dict[str, str]:
+        """Return why the model said no more in some sessions, by their names."""
+        return {name: each.truncation for name, each in self._by_name.items() if each.truncation}
 
     @property
     def new_contexts(self) -> Counter[str]:
         return sum((each.new_contexts for each in self._by_name.values()), Counter[str]())
-
-    @property
-    def truncation(self) -> str:
-        """Return why the model said no more in some session; "" if it always could."""
-        return next((each.truncation for each in self._by_name.values() if each.truncation), "")
 
     @property
     def is_full(self) -> bool:

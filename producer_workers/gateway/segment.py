@@ -9,7 +9,7 @@ An earlier turn is a prefix of its segment (`ends`), so a session keeps each tok
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -60,22 +60,32 @@ class Segment:
 
     @classmethod
     def begin(
-        cls, messages: Messages, said: Conversation, tools: Any, prompt: Sequence[int]
+        cls,
+        messages: Messages,
+        said: Conversation,
+        tools: Any,
+        prompt: Sequence[int] | NDArray[np.int32],
     ) -> Segment:
         ids = np.array(prompt, "<i4")
         zeros = np.zeros(len(ids), "u1")
         return cls(messages, said, tools, ids, zeros, zeros.astype("<f4"))
 
-    def read(self, tokens: NDArray[np.int32], messages: Messages, said: Conversation) -> Segment:
-        """Return this context with more messages behind it, which are `tokens`."""
-        more = len(tokens)
+    def then(self, more: Segment) -> Segment:
+        """Return this context with `more` behind it; its tools and experts stay."""
+        tokens, messages = len(self.ids), len(self.messages)
+        ends = [TurnEnd(messages + end.messages, tokens + end.tokens) for end in more.ends]
         return replace(
-            self,
-            messages=[*self.messages, *messages],
-            said=self.said.then(said),
-            ids=np.concatenate([self.ids, tokens]).astype("<i4"),
-            mask=np.concatenate([self.mask, np.zeros(more, "u1")]),
-            logprobs=np.concatenate([self.logprobs, np.zeros(more, "<f4")]),
+            more,
+            messages=[*self.messages, *more.messages],
+            said=self.said.then(more.said),
+            tools=self.tools,
+            ids=np.concatenate([self.ids, more.ids]),
+            mask=np.concatenate([self.mask, more.mask]),
+            logprobs=np.concatenate([self.logprobs, more.logprobs]),
+            spans=(*self.spans, *_moved(more.spans, tokens)),
+            calls=(*self.calls, *more.calls),
+            experts=self.experts,
+            ends=(*self.ends, *ends),
         )
 
     def order(self) -> tuple[int, bool]:
@@ -89,28 +99,28 @@ class Segment:
         self, made: Generation, message: dict[str, Any], text: str, calls: Sequence[ToolCall]
     ) -> Segment:
         """Return this context with the model's turn, whose `text` no stop string has cut."""
-        start = len(self.ids)
-        end = TurnEnd(len(self.messages) + 1, start + len(made.token_ids))
-        return replace(
-            self,
-            messages=[*self.messages, message],
-            said=self.said.then(Conversation.of([message])),
-            ends=(*self.ends, end),
-            ids=np.concatenate([self.ids, made.token_ids]).astype("<i4"),
-            mask=np.concatenate([self.mask, np.ones(len(made.token_ids), "u1")]),
-            logprobs=np.concatenate([self.logprobs, made.logprobs]).astype("<f4"),
-            spans=(*self.spans, *(span._replace(start=span.start + start) for span in made.spans)),
-            calls=(*self.calls, *calls),
-            text=text,
-            finish_reason=made.finish_reason,
-            experts=with_known_rows(self.experts, made.routed_experts),
+        turn = Segment(
+            [message],
+            Conversation.of([message]),
+            None,
+            made.token_ids.astype("<i4"),
+            np.ones(len(made.token_ids), "u1"),
+            made.logprobs.astype("<f4"),
+            tuple(made.spans),
+            tuple(calls),
+            text,
+            made.finish_reason,
+            ends=(TurnEnd(1, len(made.token_ids)),),
+            after=self.after,
         )
+        experts = with_known_rows(self.experts, made.routed_experts)
+        return replace(self.then(turn), experts=experts)
 
     def last_turn(self) -> Generation:
         """Return what the engine made last, behind the last token that it did not make."""
         read = np.flatnonzero(self.mask == 0)
         start = int(read[-1]) + 1 if len(read) else 0
-        spans = tuple(s._replace(start=s.start - start) for s in self.spans if s.start >= start)
+        spans = _moved([span for span in self.spans if span.start >= start], -start)
         reason = cast(FinishReason, self.finish_reason)
         return Generation(self.ids[start:], self.logprobs[start:], spans, reason)
 
@@ -134,6 +144,21 @@ class Segment:
         )
         return cut.untrained()
 
+    def behind(self, parent: Segment) -> Segment:
+        """Return what is new in this since `parent`, and the last token of that."""
+        first = len(parent.ids) - 1
+        experts = self.experts
+        return replace(
+            self,
+            messages=self.messages[len(parent.messages) :],
+            ids=self.ids[first:],
+            mask=self.mask[first:],
+            logprobs=self.logprobs[first:],
+            spans=_moved(self.spans[len(parent.spans) :], -first),
+            calls=self.calls[len(parent.calls) :],
+            experts=experts[first:] if isinstance(experts, np.ndarray) else experts,
+        )
+
     # -- as rollouts
 
     @classmethod
@@ -150,7 +175,7 @@ class Segment:
             np.concatenate([state.prompt_ids, state.response_ids]).astype("<i4"),
             np.concatenate([np.zeros(before, "u1"), trained]),
             np.concatenate([np.zeros(before, "<f4"), state.logprobs]).astype("<f4"),
-            tuple(span._replace(start=span.start + before) for span in state.spans),
+            _moved(state.spans, before),
             tuple(state.tool_calls),
             state.response,
             state.finish_reason or "",
@@ -190,11 +215,15 @@ class Segment:
         state.response_ids = self.ids[prompt:]
         state.logprobs = self.logprobs[prompt:]
         state.response_mask = self.mask[prompt:]
-        state.spans = [span._replace(start=span.start - prompt) for span in self.spans]
+        state.spans = list(_moved(self.spans, -prompt))
         state.response = self.text
         state.tool_calls = list(self.calls)
         state.finish_reason = self.finish_reason
         state.routed_experts = self.experts
+
+
+def _moved(spans: Iterable[VersionSpan], tokens: int) -> tuple[VersionSpan, ...]:
+    return tuple(span._replace(start=span.start + tokens) for span in spans)
 
 
 def common_prompt(segments: Sequence[Segment]) -> int:
@@ -309,8 +338,12 @@ class SessionRecord:
             own.append(Segment.resumed(rollout, *kept, after=len(own)))
         return found
 
-    def keep(self, index: int, segments: Sequence[Segment]) -> None:
-        self._open[str(index)] = [[s.messages, s.tools, s.finish_reason] for s in segments]
+    def keep(self, index: int, segments: Mapping[str, Sequence[Segment]]) -> None:
+        self._open[str(index)] = [
+            [one.messages, one.tools, one.finish_reason]
+            for each in segments.values()
+            for one in each
+        ]
 
     def leave(self, index: int) -> None:
         """Keep what is known of an agent's sessions."""

@@ -80,7 +80,7 @@ class Gateway:
         Default: a new one.
         """
         key = key or f"rmq-{secrets.token_urlsafe(24)}"
-        self._guests[_hash(key)] = Guest(sessions.own, sessions)
+        self._guests[_hash(key)] = Guest(sessions)
         return key
 
     def dismiss(self, key: str) -> None:
@@ -89,7 +89,7 @@ class Gateway:
         Those of an interrupted agent end by themselves, and its program may live on.
         """
         guest = self._guests.pop(_hash(key))
-        for request in () if guest.sessions.interrupted.is_set() else guest.load.requests:
+        for request in () if guest.sessions.interrupted.is_set() else guest.requests:
             request.cancel()
 
     def interrupt(self) -> None:
@@ -148,21 +148,21 @@ class Gateway:
             log.warning("%s", self._section.warning)
         return runner
 
-    async def _guest(self, request: web.Request) -> Guest:
-        """Return the agent whose key is in a request. Raises Refusal."""
+    async def _guest(self, request: web.Request) -> tuple[Guest, Session]:
+        """Return the agent and the session whose key is in a request. Raises Refusal."""
         for key, _, role in (each.partition(":") for each in given_keys(request)):
             if guest := self.guest_of(key) or await self._absent(key):
-                guest.load.check_rate()
+                guest.check_rate()
                 if role == BY_HEADER:
                     role = request.headers.get(SESSION_HEADER, "")
                 try:
-                    return guest.in_role(role)
+                    return guest, guest.sessions.of(role)
                 except ConfigError as error:
                     raise Refusal(400, str(error), "refused") from error
         return self.refuse_key()
 
     async def _absent(self, key: str) -> Guest | None:
-        """Return the agent of a key that is not known here; None if there is none."""
+        """Return the agent of an unknown key, which has arrived meanwhile; by default None."""
         return None
 
     @staticmethod
@@ -177,9 +177,9 @@ class Gateway:
         return web.json_response({"object": "list", "data": [model], "has_more": False})
 
     async def _serve(self, kind: type[AgentRequest], request: web.Request) -> web.StreamResponse:
-        guest = await self._guest(request)
-        with guest.load.asking(request):
-            return await _answer(request, kind, guest)
+        guest, session = await self._guest(request)
+        with guest.asking(request):
+            return await _answer(request, kind, guest, session)
 
     async def _unknown(self, request: web.Request) -> web.Response:
         await self._guest(request)
@@ -190,22 +190,21 @@ class Gateway:
 
 
 async def _answer(
-    request: web.Request, kind: type[AgentRequest], guest: Guest
+    request: web.Request, kind: type[AgentRequest], guest: Guest, session: Session
 ) -> web.StreamResponse:
     body = await _body(request)
     asked = await in_tokenizer_thread(_parse, kind, body)  # long ones take seconds
-    session = guest.session
     if asked.counts:
-        tokens = await _done(partial(session.count, asked.ask()), session)
+        tokens = await _done(partial(session.count, asked.ask()), guest)
         return web.json_response({"input_tokens": tokens})
-    name = hashlib.sha256(kind.path.encode() + body).digest()
-    turn = guest.answer_again(name, is_repeated=guest.load.is_repeated(request))
+    name = hashlib.sha256(f"{session.name} {kind.path} ".encode() + body).digest()
+    turn = guest.answer_again(name, is_repeated=guest.is_repeated(request))
     reply = request[REPLY] = Reply(request, asked)
     if turn is None:
-        turn = await reply.wait(_done(partial(session.ask, asked.ask()), session))
+        turn = await reply.wait(_done(partial(session.ask, asked.ask()), guest))
         keep(guest.answered, name, turn)
     try:
-        await reply.wait(_done(session.stored, session))
+        await reply.wait(_done(session.stored, guest))
         wants_texts = asked.wants_logprobs
         pieces = await in_tokenizer_thread(session.pieces, turn.made) if wants_texts else []
         return await reply.send(turn, pieces)
@@ -262,19 +261,19 @@ def _hash(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
-async def _done(work: Callable[[], Awaitable[T]], session: Session) -> T:
-    """Return the result of what a session does. Raises Refusal."""
+async def _done(work: Callable[[], Awaitable[T]], guest: Guest) -> T:
+    """Return the result of `work` in a session of `guest`. Raises Refusal."""
     try:
         return await work()
     except (SessionClosed, ContextFull) as error:
-        if isinstance(error, SessionClosed) and session.interrupted.is_set():
+        if isinstance(error, SessionClosed) and guest.sessions.interrupted.is_set():
             raise Refusal(503, str(error), "interrupted") from error
         raise Refusal(400, str(error), "context_length_exceeded") from error
     except (ConfigError, GenerationError, WireError) as error:
         raise Refusal(400, str(error), "refused") from error
     except EngineDeadError as error:
-        session.failure = error
-        session.interrupted.set()
+        guest.sessions.failure = error
+        guest.sessions.interrupted.set()
         raise Refusal(503, "the engine died", "interrupted") from error
 
 

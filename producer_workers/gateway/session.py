@@ -15,7 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -29,7 +29,7 @@ from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, in_tokenizer_thread
 from producer_workers.agent_loops.tool_parsers import ParsedTurn, ToolParser
-from producer_workers.engines.base import Engine, EngineDeadError, Generation, context_length
+from producer_workers.engines.base import Engine, Generation, context_length
 from producer_workers.gateway.history import Conversation, Messages
 from producer_workers.gateway.segment import (
     Segment,
@@ -40,7 +40,7 @@ from producer_workers.gateway.segment import (
 )
 from producer_workers.gateway.token_budget import TokenBudget
 from producer_workers.gateway.turn import Ask, SampledTurn, as_openai
-from producer_workers.gateway.turn_writer import SessionWriter
+from producer_workers.gateway.turn_writer import TurnWriter
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -59,6 +59,15 @@ class SessionClosed(RolloutMQError):
 
 class ContextFull(RolloutMQError):
     """The messages of a request fill the model's context; shorter ones may fit."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request that is being answered. `after`: how many answers came before it."""
+
+    number: int
+    after: int
+    parent: Segment | None = None  # that it continues
 
 
 class Reading(NamedTuple):
@@ -87,7 +96,8 @@ class Session:
         params: SampleParams,
         parser: ToolParser | None,
         finished: Sequence[Segment] = (),
-        writer: SessionWriter | None = None,
+        writer: TurnWriter | None = None,
+        role: str = "",
     ) -> None:
         self.name = name
         self._engine = engine
@@ -97,20 +107,19 @@ class Session:
         self._params = params
         self._parser = parser
         self._writer = writer
+        self._role = role
         sampled = sum(int(segment.mask.sum()) for segment in finished)
         # Each recorded turn has a token, so no request has the seed of an earlier one.
-        self._requests = itertools.count(sampled)
-        self._running: dict[int, int] = {}  # by number: how many answers came before the request
+        self._numbers = itertools.count(sampled)
+        self._running: set[_Request] = set()
         self._answered = len(finished)
         self._budget = TokenBudget(params.max_tokens - sampled)
-        self._parents: dict[int, Segment | None] = {}  # of requests, by number
         self._answers: dict[str, Messages] = {}
         self.new_contexts: Counter[str] = Counter()
         self.truncation = ""
         self.segments = [*finished]
         self.unsent: list[Segment] = []  # their last turns: a program may have got no answer
         self.interrupted = asyncio.Event()
-        self.failure: EngineDeadError | None = None  # ended the engine, and the session
 
     @property
     def is_full(self) -> bool:
@@ -127,13 +136,12 @@ class Session:
             return turn
         self._check_open()
         ask.check(self._params, self._engine)
-        number = next(self._requests)
-        self._running[number] = self._answered
+        request = _Request(next(self._numbers), self._answered)
+        self._running.add(request)
         try:
-            return await (self._complete if ask.prompt else self._chat)(number, ask)
+            return await self._sample(request, ask)
         finally:
-            del self._running[number]
-            self._parents.pop(number, None)
+            self._running.remove(request)
 
     def _recorded(self, ask: Ask) -> SampledTurn | None:
         """Return the answer to a request, once, if it was made but perhaps not sent."""
@@ -169,23 +177,16 @@ class Session:
         reading = await in_tokenizer_thread(self._context, ask)
         return len(reading.context.ids)
 
-    async def _chat(self, number: int, ask: Ask) -> SampledTurn:
-        reading = await in_tokenizer_thread(self._claim, number, ask)
-        made = await self._generate(number, reading, ask)
-        turn, text, calls = await in_tokenizer_thread(
-            self._turn, number, made, ask, len(reading.context.ids)
-        )
-        grown = self._keep(number, reading, made, turn.message, text, calls)
+    async def _sample(self, request: _Request, ask: Ask) -> SampledTurn:
+        reading = await in_tokenizer_thread(self._claim, request, ask)
+        made = await self._generate(request, reading, ask)
+        read = len(reading.context.ids)
+        turn, text, calls = await in_tokenizer_thread(self._turn, request, made, ask, read)
+        message = {"role": _RAW, "content": text} if ask.prompt else turn.message
+        grown = self._keep(request, reading, made, message, text, calls)
         if ask.previous is not None:
             self._answers[turn.name] = grown.messages[1 if ask.instructions else 0 :]
         return turn
-
-    async def _complete(self, number: int, ask: Ask) -> SampledTurn:
-        reading = await in_tokenizer_thread(self._raw_context, ask.prompt)
-        made = await self._generate(number, reading, ask)
-        text = await in_tokenizer_thread(self._text, made, skip_special_tokens=True)
-        self._keep(number, reading, made, {"role": _RAW, "content": text}, text, [])
-        return _turn(text, [], made, ask, len(reading.context.ids))
 
     def _messages(self, ask: Ask) -> list[dict[str, Any]]:
         """Return what the model is to read, in the form that its template knows."""
@@ -222,7 +223,7 @@ class Session:
         self.truncation = _LONG.format(context, tokens) if is_full else ""
         return is_full
 
-    async def _generate(self, number: int, reading: Reading, ask: Ask) -> Generation:
+    async def _generate(self, request: _Request, reading: Reading, ask: Ask) -> Generation:
         context = reading.context
         self._check_room(reading.parent)
         if self._fills_context(len(context.ids)):
@@ -230,8 +231,9 @@ class Session:
         async with self._budget.reserve(ask.max_tokens) as allowed:
             # Again: another request may have used up the tokens while this one waited.
             self._check_open()
-            params = ask.applied_to(self._params, number, allowed)
-            made = await self._engine.generate(f"{self.name}/{number}", context.ids, params)
+            params = ask.applied_to(self._params, request.number, allowed)
+            name = f"{self.name}/{request.number}"
+            made = await self._engine.generate(name, context.ids, params)
             self._budget.spend(len(made.token_ids))
         if made.finish_reason == "abort":
             self.interrupted.set()
@@ -242,7 +244,7 @@ class Session:
 
     def _keep(
         self,
-        number: int,
+        request: _Request,
         reading: Reading,
         made: Generation,
         message: dict[str, Any],
@@ -251,7 +253,7 @@ class Session:
     ) -> Segment:
         """Store a turn; if another request has continued its parent, that one trains it."""
         parent = reading.parent
-        context = replace(reading.context, after=self._running[number])
+        context = replace(reading.context, after=request.after)
         is_first = parent is None or parent in self.segments
         grown = (context if is_first else context.untrained()).add_turn(made, message, text, calls)
         why = reading.why if is_first else "branch"
@@ -263,13 +265,13 @@ class Session:
         others = [segment for segment in self.segments if segment is not parent]
         self.segments = sorted([*others, grown], key=Segment.order)
         if self._writer:
-            self._writer.sampled(parent if is_first else None, grown, why)
+            self._writer.sampled(self._role, parent if is_first else None, grown, why)
         return grown
 
-    def _claim(self, number: int, ask: Ask) -> Reading:
-        """Do as `_context`; another request prefers an equal parent that is not claimed."""
-        reading = self._context(ask)
-        self._parents[number] = reading.parent
+    def _claim(self, request: _Request, ask: Ask) -> Reading:
+        """Return what the model reads; other requests prefer an equal parent that is free."""
+        reading = self._raw_context(ask.prompt) if ask.prompt else self._context(ask)
+        request.parent = reading.parent
         return reading
 
     def _context(self, ask: Ask) -> Reading:
@@ -277,19 +279,16 @@ class Session:
         messages, tools = self._messages(ask), ask.tools
         given = Conversation.of(messages)
         segments = self.segments
-        claimed = [parent for n, parent in [*self._parents.items()] if n in self._running]
+        claimed = [request.parent for request in [*self._running]]
         free = [segment for segment in segments if segment not in claimed]
         parent = continued_by(segments, given, tools, free)
         why = "template" if parent else why_new(segments, given)
         if parent:
             more = messages[len(parent.messages) :]
             try:
-                return Reading(
-                    parent,
-                    parent.read(
-                        self._tokens_behind(parent, more), more, given.part(len(parent.messages))
-                    ),
-                )
+                tokens = self._tokens_behind(parent, more)
+                new = Segment.begin(more, given.part(len(parent.messages)), tools, tokens)
+                return Reading(parent, parent.then(new))
             except ConfigError:
                 # The template rewrites earlier turns (it may drop the thought), so the model reads
                 # a new context.
@@ -328,7 +327,7 @@ class Session:
         ends = [(s, end) for s in self.segments for end in s.ends if begins_with(s, end)]
         longest = max(ends, key=lambda found: found[1].tokens, default=None)
         parent = longest[0].until(longest[1]) if longest else None
-        known = parent or Segment.begin([], Conversation.of([]), _RAW, [])
+        known = parent or Segment.begin([], Conversation.of([]), _RAW, ())
         if isinstance(prompt, str):
             # Special tokens that are written out count: this agent writes the chat format itself.
             text = prompt.removeprefix(_text_of(known, len(known.messages)))
@@ -337,7 +336,7 @@ class Session:
             new = prompt[len(known.ids) :]
             text = str(self._tokenizer.decode(new, skip_special_tokens=False))
         messages = [{"role": _RAW, "content": text}]
-        context = known.read(np.array(new, "<i4"), messages, Conversation.of(messages))
+        context = known.then(Segment.begin(messages, Conversation.of(messages), _RAW, new))
         return Reading(parent, replace(context, tools=_RAW))
 
     def pieces(self, made: Generation) -> list[str]:
@@ -351,32 +350,25 @@ class Session:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def _turn(
-        self, number: int, made: Generation, ask: Ask, prompt_tokens: int
+        self, request: _Request, made: Generation, ask: Ask, prompt_tokens: int
     ) -> tuple[SampledTurn, str, list[ToolCall]]:
-        """Return the answer, the whole text, and the calls of offered tools."""
-        raw = self._text(made, skip_special_tokens=False)
-        tools = ask.tools
-        parsed = self._parser.parse(raw, tools) if self._parser and tools else ParsedTurn(raw, [])
+        """Return the answer, cut before the first stop string; the whole text; calls of tools."""
+        text = self._text(made, skip_special_tokens=True)
+        parsed = ParsedTurn(text, [])
+        if self._parser and ask.tools:
+            parsed = self._parser.parse(self._text(made, skip_special_tokens=False), ask.tools)
         calls = [
-            structs.replace(call, id=f"call_{number}_{position}")
+            structs.replace(call, id=f"call_{request.number}_{position}")
             for position, call in enumerate(parsed.calls)
         ]
-        text = self._text(made, skip_special_tokens=True)
         said = parsed.content.strip() if calls else text
-        return _turn(said, calls, made, ask, prompt_tokens), text, calls
-
-
-def _turn(
-    text: str, calls: Sequence[ToolCall], made: Generation, ask: Ask, prompt_tokens: int
-) -> SampledTurn:
-    """Return the answer, cut before the first stop string as the API does it."""
-    found = [] if calls else [(text.find(stop), stop) for stop in ask.stops if stop in text]
-    end, stop = min(found, default=(len(text), ""))
-    message: dict[str, Any] = {"role": "assistant", "content": text[:end]}
-    if calls:
-        message["tool_calls"] = [as_openai(call) for call in calls]
-    kept = replace(made, routed_experts=None)  # the segment has them; answers are kept for a while
-    return SampledTurn(ask.name, message, kept, prompt_tokens, stop)
+        found = [] if calls else [(text.find(stop), stop) for stop in ask.stops if stop in text]
+        end, stop = min(found, default=(len(said), ""))
+        message: dict[str, Any] = {"role": "assistant", "content": said[:end]}
+        if calls:
+            message["tool_calls"] = [as_openai(call) for call in calls]
+        kept = replace(made, routed_experts=None)  # answers stay for a while; the segment has them
+        return SampledTurn(ask.name, message, kept, prompt_tokens, stop), text, calls
 
 
 def _text_of(segment: Segment, messages: int) -> str:

@@ -16,8 +16,7 @@ from producer_workers.gateway.agent_rollouts import (
     ended_rollouts,
     interrupted_rollouts,
 )
-from producer_workers.gateway.history import Conversation
-from producer_workers.gateway.segment import Segment, SessionRecord, TurnEnd, share_prompt
+from producer_workers.gateway.segment import Segment, SessionRecord, share_prompt
 from producer_workers.gateway.turn_writer import TURN, KeptTurn, numbered
 
 
@@ -43,47 +42,28 @@ class _Agent:
 
     def rollouts(self, state: RolloutState, record: SessionRecord) -> Rollouts:
         state.reset_response()
-        state.status = Status.ABORTED
-        state.finish_reason = "abort"
         by_session: dict[str, list[Segment]] = {}
         for name, segment in sorted(self._segments, key=lambda one: (one[0], one[1].order())):
             by_session.setdefault(name, []).append(segment)
-        if not by_session:
-            return [state]
-        if self._end:
-            made = ended_rollouts(state, by_session, self._end.cut, self._end.earned)
-            return [*chain.from_iterable(made)]
-        record.keep(state.index, [*chain.from_iterable(by_session.values())])
-        return interrupted_rollouts(state, by_session)
+        if not self._end:
+            return interrupted_rollouts(state, by_session, record)
+        state.status = Status.ABORTED
+        made = ended_rollouts(state, by_session, self._end.cut, self._end.earned)
+        return [*chain.from_iterable(made)]
 
 
 def _grown(known: Segment | None, turn: KeptTurn, state: RolloutState) -> Segment:
     """Return `known` with the turn in `state` behind it."""
-    new = Segment.of_state(state)
-    messages = [*(known.messages if known else ()), *turn.messages]
-    made = replace(
-        new,
-        messages=messages,
-        said=Conversation.of(messages),
-        tools=known.tools if known else turn.tools,
-        ends=(*(known.ends if known else ()), TurnEnd(len(messages), len(new.ids))),
-        after=turn.after,
-    )
+    if known:
+        state.prompt_ids = known.ids[:0]  # else its one token would be there twice
+    reason = state.finish_reason or ""
+    new = Segment.resumed(state, turn.messages, turn.tools, reason, after=turn.after)
     if known is None:
-        return made
-    start = len(known.ids) - 1
+        return new
     experts = None
     if isinstance(known.experts, np.ndarray) and isinstance(new.experts, np.ndarray):
         experts = np.concatenate([known.experts, new.experts])
-    return replace(
-        made,
-        ids=np.concatenate([known.ids, new.ids[1:]]),
-        mask=np.concatenate([known.mask, new.mask[1:]]),
-        logprobs=np.concatenate([known.logprobs, new.logprobs[1:]]),
-        spans=(*known.spans, *(span._replace(start=span.start + start) for span in new.spans)),
-        calls=(*known.calls, *new.calls),
-        experts=experts,
-    )
+    return replace(known.then(new), experts=experts)
 
 
 def with_turns(states: Sequence[RolloutState], turns: Sequence[RolloutState], gid: str) -> Rollouts:

@@ -9,13 +9,10 @@ An agent gets a turn once the keeper has stored it. The rollout of a turn has th
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import msgspec
-import numpy as np
 
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.gateway.segment import Segment
@@ -54,13 +51,6 @@ class Keeper(Protocol):
         """Wait until all turns so far are stored. Raises Fenced if the group has another owner."""
 
 
-class SessionWriter(NamedTuple):
-    """Writes the turns of one session: `sampled(parent, grown, why)`."""
-
-    sampled: Callable[[Segment | None, Segment, str], None]
-    stored: Callable[[], Awaitable[None]]
-
-
 def numbered(segments: Mapping[str, Sequence[Segment]]) -> list[tuple[str, Segment]]:
     """Return the segments of an agent, with the names of their sessions, by their numbers."""
     return [(name, segment) for name in sorted(segments) for segment in segments[name]]
@@ -80,21 +70,19 @@ class TurnWriter:
         self._begins = not resumed
         self._is_over = False
 
-    def of(self, session: str) -> SessionWriter:
-        return SessionWriter(partial(self._sampled, session), self.stored)
-
-    def _sampled(self, session: str, parent: Segment | None, grown: Segment, why: str) -> None:
+    def sampled(self, session: str, parent: Segment | None, grown: Segment, why: str) -> None:
         """Write that `grown` took the place of `parent`, or began; its turn is the last."""
         number = self._numbers.pop(parent) if parent else None
         self._numbers[grown] = self._count if number is None else number
         self._count += number is None
         state = RolloutState(index=self._index, status=Status.ABORTED)
-        _behind(parent, grown).fill(state, int(parent is not None))
+        new = grown.behind(parent) if parent else grown
+        new.fill(state, int(parent is not None))
         turn = KeptTurn(
             "sampled",
             session=session,
             continues=number,
-            messages=list(grown.messages[len(parent.messages) if parent else 0 :]),
+            messages=list(new.messages),
             tools=None if parent else grown.tools,
             after=grown.after,
             why=why,
@@ -125,22 +113,3 @@ def write_opening(keeper: Keeper, index: int, opening: dict[str, Any]) -> None:
 def _write(keeper: Keeper, state: RolloutState, turn: KeptTurn) -> None:
     state.extra = {TURN: msgspec.to_builtins(turn)}
     keeper.keep(state)
-
-
-def _behind(parent: Segment | None, grown: Segment) -> Segment:
-    """Return `grown` from the last token of `parent` on."""
-    if parent is None:
-        return grown
-    first = len(parent.ids) - 1
-    experts = grown.experts
-    return replace(
-        grown,
-        ids=grown.ids[first:],
-        mask=grown.mask[first:],
-        logprobs=grown.logprobs[first:],
-        spans=tuple(
-            span._replace(start=span.start - first) for span in grown.spans[len(parent.spans) :]
-        ),
-        calls=grown.calls[len(parent.calls) :],
-        experts=experts[first:] if isinstance(experts, np.ndarray) else experts,
-    )

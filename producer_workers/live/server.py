@@ -194,7 +194,7 @@ def _shown(task: AgentTask) -> dict[str, Any]:
 
 def _check(guest: Guest, earned: Earned) -> None:
     """Raise Refusal if the sessions of a key cannot have these rewards."""
-    segments = {name: each.segments for name, each in guest.sessions.spoken().items()}
+    segments = guest.sessions.segments()
     if not segments:
         raise Refusal(409, "the model has said nothing in this session", "refused")
     try:

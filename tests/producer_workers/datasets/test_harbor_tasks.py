@@ -33,7 +33,7 @@ def test_tasks_are_rows_in_the_order_of_their_names(tmp_path: Path) -> None:
         "# Fix é\nIt fails.\n",
         "First.",
     ]
-    assert rows.row(0).extra == {"task_name": "a", "task_path": str(tasks / "a")}
+    assert rows.row(0).extra == {"task_path": str(tasks / "a")}
     with pytest.raises(IndexError):
         rows.row(3)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import subprocess
@@ -16,13 +17,13 @@ import pytest
 
 from buffer.errors import ConfigError
 from buffer.wire.rollout import RolloutState, Status
-from producer_workers.environments.harbor import PROGRAM, HarborAgentLoop
-from producer_workers.user_functions import named_functions
-from rolloutmq.config.load import load_config
+from producer_workers.environments.harbor import PROGRAM
+from producer_workers.environments.loops import HarborAgentLoop
 from tests.producer_workers.environments.harbor_stand_in import install, write_task
 from tests.producer_workers.recorder import Recorder, questions, run
 
-NAMES = {"harbor_python": sys.executable, "agent": "talker", "environment": "folders"}
+TRIAL = {"agent": {"name": "talker"}, "environment": {"type": "folders"}}
+OPTIONS: dict[str, Any] = {"harbor_python": sys.executable, "trial": TRIAL}
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def loop_of(chat: Any, **options: Any) -> HarborAgentLoop:
     common = {"judge": None, "tokenizer": chat, "eos_ids": [chat.eos_token_id]}
-    return HarborAgentLoop(**{**common, **NAMES, "cleanup_s": 20.0, **options})
+    return HarborAgentLoop(**{**common, **OPTIONS, "cleanup_s": 20.0, **options})
 
 
 def group_of(folder: Path, *plays: dict[str, Any], **params: Any) -> list[RolloutState]:
@@ -64,11 +65,10 @@ def test_trials_earn_what_their_tests_say_and_each_token_is_trained_once(
     states = run(loop_of(chat, trials_dir=str(kept)), engine, group_of(tmp_path, *plays))
     engine.check(states)
     assert [state.reward for state in states] == [{"score": 0.25, "style": 1.0}, {"score": 0.0}]
-    told = states[1].extra["trials"]
-    assert told.keys() == {"0", "1"}
-    for note in told.values():
-        assert Path(note["path"]).parent == kept
-        assert (Path(note["path"]) / "trial.log").read_text() == note["log"] == "began\n"
+    trials = sorted(kept.iterdir())
+    assert [(trial / "trial.log").read_text() for trial in trials] == ["began\n"] * 2
+    for index, trial in enumerate(trials):
+        assert trial.name.startswith(f"rmq-math-0000000001-{index}-")
     assert list(environments.iterdir()) == []
 
 
@@ -77,11 +77,13 @@ def test_trials_earn_what_their_tests_say_and_each_token_is_trained_once(
     [
         ({}, {}, "no reward"),
         ({"rewards": {"other": 1}}, {}, "only other"),
+        ({"rewards": {"reward": math.nan}}, {}, "nan"),
+        ({"rewards": {"reward": 1, "style": "good"}}, {}, "style"),
         ({"rewards": {"reward": 0}, "raises": "fault"}, {}, "ZeroDivisionError: so"),
         ({"rewards": {"reward": 0}, "is_killed": True}, {}, "ended with -9"),
         ({"rewards": {"reward": 0}, "hangs": True}, {"time_limit_s": 3.0}, "longer than 3 s"),
         ({"rewards": {"reward": 0}, "turns": 0}, {}, "without an answer"),
-        ({"rewards": {"reward": 0}}, {"trial": {"typo": 1}}, "typo"),
+        ({"rewards": {"reward": 0}}, {"trial": {**TRIAL, "typo": 1}}, "typo"),
     ],
 )
 def test_a_trial_that_fails_is_a_failed_rollout_with_a_reason_and_has_no_reward(
@@ -170,7 +172,7 @@ import asyncio, json, sys
 from producer_workers.environments.harbor import TrialProcesses
 
 request = json.loads(sys.stdin.readline())
-asyncio.run(TrialProcesses(sys.executable, 1, None, 20.0).run(request, {}))
+asyncio.run(TrialProcesses(sys.executable, 1, None, 20.0).run(request))
 """
 
 
@@ -210,43 +212,16 @@ def wait_until(holds: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"agent": "nobody"}, "no agent"),
-        ({"environment": "my:Environment"}, "SystemExit: no such environment"),
+        ({"trial": {**TRIAL, "agent": {"name": "nobody"}}}, "no agent"),
+        ({"trial": {**TRIAL, "environment": {"type": "moon"}}}, "SystemExit: no such environment"),
         ({"harbor_python": os.devnull}, "harbor_python"),
-        ({"trial": {"agent": "talker"}}, "trial.agent"),
+        ({"trial": {"agent": "talker"}}, "trial has no table agent"),
         ({"typo": 1}, "typo"),
     ],
 )
 def test_what_harbor_cannot_load_is_refused_before_any_trial(
     options: dict[str, Any], reason: str
 ) -> None:
-    HarborAgentLoop.check_options(NAMES)
+    HarborAgentLoop.check_options(OPTIONS)
     with pytest.raises(ConfigError, match=reason):
-        HarborAgentLoop.check_options({**NAMES, **options})
-
-
-CONFIG = """
-[run]
-name = "mine"
-[plan]
-steps = 1
-batch_size = 1
-[policy]
-model = "model"
-[tasks.terminal]
-judge = "environment"
-dataset = { kind = "harbor", path = "tasks" }
-agent_loop_options = { harbor_python = "/dev/null", agent = "elsewhere:Agent" }
-[engine]
-kind = "simulated"
-"""
-
-
-def test_a_config_of_tasks_of_harbor_imports_nothing_that_its_own_python_has(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "run.toml").write_text(CONFIG)
-    functions = {each.key: each for each in named_functions(load_config(tmp_path / "run.toml"))}
-    assert functions.keys() == {"agent_loop = harbor", "agent_loop_options of task terminal"}
-    with pytest.raises(ConfigError, match="harbor_python"):
-        functions["agent_loop_options of task terminal"].load()
+        HarborAgentLoop.check_options({**OPTIONS, **options})

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from buffer.wire.rollout import RolloutState, Status
-from producer_workers.datasets.harbor_tasks import HarborTasks
-from producer_workers.environments.harbor import HarborAgentLoop
+from producer_workers.config.dataset import HarborSection
+from producer_workers.datasets.open import open_dataset
+from producer_workers.environments.loops import HarborAgentLoop
 from tests.producer_workers.environments.test_harbor_loop import wait_until
 from tests.producer_workers.recorder import Recorder, questions, run
 
@@ -25,6 +26,7 @@ pytestmark = [
 ]
 
 FOLDERS = "tests.foreign.folder_environment:FolderEnvironment"
+TERMINUS = {"name": "terminus-2", "kwargs": {"record_terminal_session": False}}
 
 TESTS = """
 if grep -q hello /app/hello.txt; then echo found; reward=1; else reward=0; fi
@@ -57,15 +59,14 @@ def turn(keys: str = "", *, seconds: float = 0.5, done: bool = False) -> str:
     return json.dumps(said)
 
 
-def loop_of(chat: Any, **options: Any) -> HarborAgentLoop:
-    trial = {"agent": {"kwargs": {"record_terminal_session": False}}}
+def loop_of(chat: Any, agent: Any = None, **options: Any) -> HarborAgentLoop:
     common = {"judge": None, "tokenizer": chat, "eos_ids": [chat.eos_token_id]}
-    names = {"harbor_python": str(PYTHON), "agent": "terminus-2", "environment": FOLDERS}
-    return HarborAgentLoop(**{**common, **names, "trial": trial, **options})
+    trial = {"agent": agent or TERMINUS, "environment": {"import_path": FOLDERS}}
+    return HarborAgentLoop(**common, harbor_python=str(PYTHON), trial=trial, **options)
 
 
 def group_of(tasks: Path, size: int = 1) -> list[RolloutState]:
-    problem = HarborTasks(tasks).row(0)
+    problem = open_dataset(HarborSection(kind="harbor", path=tasks), tasks).row(0)
     states = questions(*("" for _ in range(size)), max_tokens=100_000)
     for state in states:
         state.messages, state.extra = list(problem.messages), dict(problem.extra)
@@ -81,27 +82,27 @@ def test_an_agent_of_harbor_is_trained_on_exactly_what_was_sampled(
     states = run(loop_of(chat, trials_dir=str(kept)), engine, group_of(tmp_path / "tasks"))
     engine.check(states)
     assert [state.reward for state in states] == [{"score": 1.0, "size": 2.0}]
-    (note,) = states[0].extra["trials"].values()
-    assert note["tests"] == "found\n"
-    assert (Path(note["path"]) / "agent" / "trajectory.json").is_file()
+    (trial,) = kept.iterdir()
+    assert (trial / "verifier" / "test-stdout.txt").read_text() == "found\n"
+    assert (trial / "agent" / "trajectory.json").is_file()
     assert list(environments.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("agent", "tests", "reason"),
     [
-        ("oracle", TESTS, "without an answer of the model"),
-        ("terminus-2", "echo no reward", "RewardFileNotFoundError"),
-        ("terminus-2", "echo much > /logs/verifier/reward.txt", "VerifierOutputParseError"),
+        ({"name": "oracle"}, TESTS, "without an answer of the model"),
+        (TERMINUS, "echo no reward", "RewardFileNotFoundError"),
+        (TERMINUS, "echo nan > /logs/verifier/reward.txt", "nan"),
+        (TERMINUS, "echo much > /logs/verifier/reward.txt", "VerifierOutputParseError"),
     ],
 )
 def test_a_trial_without_a_reward_of_the_model_fails_with_a_reason(
-    chat: Any, tmp_path: Path, environments: Path, agent: str, tests: str, reason: str
+    chat: Any, tmp_path: Path, environments: Path, agent: dict[str, Any], tests: str, reason: str
 ) -> None:
     write_task(tmp_path / "tasks" / "hello", tests)
     engine = Recorder(chat, [turn(done=True)] * 2)
-    options: dict[str, Any] = {"trial": {}} if agent == "oracle" else {}
-    (state,) = run(loop_of(chat, agent=agent, **options), engine, group_of(tmp_path / "tasks"))
+    (state,) = run(loop_of(chat, agent), engine, group_of(tmp_path / "tasks"))
     assert (state.status, state.reward) == (Status.FAILED, None)
     assert reason in str(state.error)
     assert list(environments.iterdir()) == []

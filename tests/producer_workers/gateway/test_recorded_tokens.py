@@ -228,10 +228,9 @@ def test_a_turn_that_was_sampled_while_its_agent_failed_belongs_to_no_later_run_
     made = Generation(np.array([5], "<i4"), np.zeros(1, "<f4"), (), "stop")
     said = {"role": "assistant", "content": "x"}
     first = Segment.begin([], Conversation.of([]), None, [1]).add_turn(made, said, "x", [])
-    sampled = writer.of("").sampled
-    sampled(None, first, "")
+    writer.sampled("", None, first, "")
     writer.failed()
-    sampled(first, first.add_turn(made, said, "x", []), "")
+    writer.sampled("", first, first.add_turn(made, said, "x", []), "")
     (state,) = keeper.found()
     assert not len(state.response_ids)
 

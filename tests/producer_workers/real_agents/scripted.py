@@ -84,6 +84,7 @@ class Agent:
         return self.own_command or TASKS[self.name]["agent_loop_options"]["command"]
 
 
+CODEX_READS = THOUGHT + "I read it." + call("exec_command", cmd="cat note.txt")
 PATCH = f"*** Begin Patch\n*** Add File: answer.txt\n+{WORD}\n*** End Patch\n"
 
 AGENTS = {
@@ -93,7 +94,7 @@ AGENTS = {
             "codex",
             "codex",
             [
-                THOUGHT + "I read it." + call("exec_command", cmd="cat note.txt"),
+                CODEX_READS,
                 call("view_image", path=f"{WORK}/picture.png"),
                 call("exec_command", cmd=f"printf {WORD} > answer.txt") + call("get_goal"),
                 WORD,
@@ -103,7 +104,7 @@ AGENTS = {
             "codex_catalog",
             "codex",
             [
-                THOUGHT + "I read it." + call("exec_command", cmd="cat note.txt"),
+                CODEX_READS,
                 call("apply_patch", patch="of another form"),
                 call("apply_patch", input=PATCH),
                 WORD,

@@ -38,10 +38,11 @@ LIMIT_S = 240.0
 @pytest.fixture(params=sorted(AGENTS))
 def agent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Agent:
     agent = AGENTS[request.param]
-    path = os.pathsep.join([*map(str, BINARIES), os.environ["PATH"]])
-    monkeypatch.setenv("PATH", path)
-    if shutil.which(agent.program) is None:
-        assert agent.name == "claude" or not INSTALLED.exists(), f"no {agent.program}"
+    installed = os.pathsep.join(map(str, BINARIES))
+    monkeypatch.setenv("PATH", f"{installed}{os.pathsep}{os.environ['PATH']}")
+    is_users = agent.name == "claude"
+    if shutil.which(agent.program, path=None if is_users else installed) is None:
+        assert is_users or not INSTALLED.exists(), f"no {agent.program}"
         pytest.skip(f"no {agent.program}: see `make test-agents`")
     return agent
 

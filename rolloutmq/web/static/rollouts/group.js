@@ -14,7 +14,7 @@ const RECORD_NOISE = ["entry", "token", "payload", "crc"];
 export function showGroup(group, query, page, way) {
   const members = group.members.filter((member) => member.tokens);
   const hasTokens = members.some((member) => member.response_ids);
-  const state = { view: query.get("view") || "rendered", colour: query.get("colour") || "version", base: Number(query.get("base") || members[0]?.index || 0) };
+  const state = { view: query.get("view") || "rendered", colour: query.get("colour") || "version", base: Number(query.get("base") || 0) };
   const root = el("div", { class: "group" });
   const change = (changes) => {
     Object.assign(state, changes);
@@ -26,7 +26,7 @@ export function showGroup(group, query, page, way) {
   const draw = () => root.replaceChildren(...body(group, members, state, change, hasTokens));
   draw();
   const views = Object.keys(VIEWS).filter((name) => hasTokens || name !== "tokens"), panels = () => [...root.querySelectorAll(".member")];
-  const selected = () => Number(root.querySelector(".member.selected")?.dataset.index ?? state.base);
+  const selected = () => Number(root.querySelector(".member.selected")?.dataset.place ?? state.base);
   setKeys({ j: () => selectNext(panels(), 1), k: () => selectNext(panels(), -1), u: () => { location.hash = way.list; }, "[": () => way.before?.(), "]": () => way.after?.(), v: () => change({ view: views[(views.indexOf(state.view) + 1) % views.length] }),
     d: () => change(state.view === "changes" ? { view: "rendered" } : { view: "changes", base: selected() }), "/": () => { location.hash = way.list; } });
   return [heading(group, page, way), root];
@@ -57,18 +57,18 @@ function body(group, members, state, change, hasTokens) {
     el("div", { class: `siblings view-${state.view}` }, inOrder(members, state).map((member) => showMember(member, members, state)))].filter(Boolean);
 }
 
-// In comparisons, what the others are compared with is the first.
-const inOrder = (members, state) => (state.view === "changes" ? [...members].sort((a, b) => (b.index === state.base) - (a.index === state.base)) : members);
+// In comparisons, what the others are compared with is the first. Members are told apart by their place: an index may have several.
+const inOrder = (members, state) => (state.view === "changes" ? [...members].sort((a, b) => (b === members[state.base]) - (a === members[state.base])) : members);
 
 // Scores and facts of all rollouts in one table; a row leads to its rollout.
 function siblings(members, state, change) {
   const names = [...new Set(members.flatMap((member) => Object.keys(member.reward ?? {})))].sort((a, b) => (b === "score") - (a === "score"));
   const columns = [
-    ["", (m) => el("button", { type: "button", class: "quiet", onclick: () => document.getElementById(`member-${m.index}`).scrollIntoView({ behavior: "smooth", block: "start" }) }, nameOf(m))],
+    ["", (m) => el("button", { type: "button", class: "quiet", onclick: () => document.getElementById(`member-${members.indexOf(m)}`).scrollIntoView({ behavior: "smooth", block: "start" }) }, nameOf(m))],
     ...names.map((name) => [visible(name), (m) => number(m.reward?.[name] ?? null, 3), true]),
     ["advantage", (m) => signed(advantageOf(m, members)), true], ["tokens", (m) => number(m.tokens), true], ["finish", (m) => el("span", { class: m.finish_reason === "length" ? "near" : "" }, visible(m.finish_reason ?? "–"))], ["status", (m) => m.status], ["weights", (m) => versionsOf(m), true],
     ["response", (m) => el("span", { class: "first-line" }, visible(textOf(m).trimStart().slice(0, 160)))],
-    ["", (m) => el("button", { type: "button", class: "quiet", "aria-pressed": String(state.view === "changes" && state.base === m.index), onclick: () => change({ view: "changes", base: m.index }) }, "compare")],
+    ["", (m) => el("button", { type: "button", class: "quiet", "aria-pressed": String(state.view === "changes" && m === members[state.base]), onclick: () => change({ view: "changes", base: members.indexOf(m) }) }, "compare")],
   ];
   return el("details", { class: "scores", open: matchMedia("(min-width: 40rem)").matches }, el("summary", { class: "dim" }, "all rollouts"), table(columns, members));
 }
@@ -76,7 +76,7 @@ function siblings(members, state, change) {
 function controls(members, state, change, hasTokens) {
   const views = Object.entries(VIEWS).filter(([name]) => (hasTokens || name !== "tokens") && (members.length > 1 || name !== "changes"));
   const choice = el("div", { class: "views", role: "group", "aria-label": "how responses are shown" }, views.map(([name, words]) => el("button", { type: "button", "aria-pressed": String(state.view === name), onclick: () => change({ view: name }) }, words)));
-  if (state.view === "changes") return el("div", { class: "controls" }, choice, el("label", {}, "from ", el("select", { id: "base", onchange: (event) => change({ base: Number(event.target.value) }) }, members.map((m) => el("option", { value: m.index, selected: m.index === state.base }, `#${m.index}`)))), el("span", { class: "key" }, el("ins", {}, "added"), " ", el("del", {}, "missing")));
+  if (state.view === "changes") return el("div", { class: "controls" }, choice, el("label", {}, "from ", el("select", { id: "base", onchange: (event) => change({ base: Number(event.target.value) }) }, members.map((m, place) => el("option", { value: place, selected: place === state.base }, nameOf(m))))), el("span", { class: "key" }, el("ins", {}, "added"), " ", el("del", {}, "missing")));
   if (state.view !== "tokens") return el("div", { class: "controls" }, choice);
   const options = Object.entries(COLOURS).map(([name, words]) => el("option", { value: name, selected: name === state.colour }, `${name}: ${words}`));
   return el("div", { class: "controls" }, choice, el("label", {}, "colour by ", el("select", { id: "colour", onchange: (event) => change({ colour: event.target.value }) }, options)), key(state.colour, members));
@@ -86,7 +86,7 @@ function showMember(member, members, state) {
   const advantage = advantageOf(member, members), score = member.reward?.score ?? null;
   const title = el("h3", { tabindex: "-1" }, `${nameOf(member)} `, el("span", { class: `score ${score === null ? "" : score > 0 ? "plus" : "minus"}` }, number(score, 3)),
     el("small", {}, ` ${signed(advantage)} · ${number(member.tokens)} tokens · ${visible(member.finish_reason ?? "–")}`, member.status === "completed" ? "" : ` · ${member.status}`));
-  return el("section", { class: "panel member", id: `member-${member.index}`, "data-index": member.index }, title,
+  return el("section", { class: "panel member", id: `member-${members.indexOf(member)}`, "data-place": members.indexOf(member) }, title,
     (member.messages || []).map((message) => showMessage(message, state.view !== "text")), content(member, members, advantage, state),
     member.error ? el("pre", { class: "bad trace" }, visible(member.error)) : null);
 }
@@ -94,8 +94,8 @@ function showMember(member, members, state) {
 function content(member, members, advantage, state) {
   if (state.view === "tokens" && member.response_ids) return [tokenCells(member, advantage, state.colour), member.token_texts ? null : plain(member.response ?? "")];
   if (state.view === "text") return plain(textOf(member));
-  const base = members.find((other) => other.index === state.base) ?? members[0];
-  if (state.view === "changes") return base === member ? plain(textOf(member)) : textOf(base) === textOf(member) ? el("p", { class: "dim" }, `the same text as #${base.index}`) : differences(textOf(base), textOf(member));
+  const base = members[state.base] ?? members[0];
+  if (state.view === "changes") return base === member ? plain(textOf(member)) : textOf(base) === textOf(member) ? el("p", { class: "dim" }, `the same text as ${nameOf(base)}`) : differences(textOf(base), textOf(member));
   return [...(member.turns ? member.turns.flatMap(showTurn) : response(member.response ?? "")), ...(member.turns ? [] : (member.tool_calls ?? []).map((call) => folded(`tool call ${call.name}`, call.raw_arguments || asText(call.arguments))))];
 }
 

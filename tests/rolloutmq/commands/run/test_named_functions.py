@@ -33,13 +33,27 @@ KEYS = [
 ]
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_a_function_that_cannot_be_imported(key: str, command: Command, tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text(CONFIG, encoding="utf-8")
-    (tmp_path / "data.jsonl").write_text('{"question": "1", "answer": "1"}\n', encoding="utf-8")
+def refusal(command: Command, folder: Path, *keys: str) -> str:
+    """Return what a worker says of a config with these keys, which it refuses."""
+    (folder / "mine.toml").write_text(CONFIG, encoding="utf-8")
+    (folder / "data.jsonl").write_text('{"question": "1", "answer": "1"}\n', encoding="utf-8")
+    options = [option for key in keys for option in ("--set", key)]
     # no server: what the config names is looked up first
     server = ("--redis-url", "unix:///nowhere.sock")
-    done = command("worker", "mine.toml", "--set", key, *server, cwd=tmp_path)
+    done = command("worker", "mine.toml", *options, *server, cwd=folder)
     assert done.returncode == 2, done.stderr
-    assert "module 'nowhere' cannot be imported" in done.stderr
-    assert not (tmp_path / "runs").exists()
+    assert not (folder / "runs").exists()
+    return done.stderr
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_function_that_cannot_be_imported(key: str, command: Command, tmp_path: Path) -> None:
+    assert "module 'nowhere' cannot be imported" in refusal(command, tmp_path, key)
+
+
+def test_what_harbor_imports_is_left_to_its_own_python(command: Command, tmp_path: Path) -> None:
+    trial = "{agent={import_path='nowhere:Agent'}}"
+    options = f"tasks.sums.agent_loop_options={{harbor_python='/dev/null', trial={trial}}}"
+    said = refusal(command, tmp_path, "tasks.sums.agent_loop=harbor", options)
+    assert "harbor_python" in said
+    assert "module 'nowhere'" not in said
