@@ -5,12 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from buffer.errors import WireError
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.gateway.agents import EVERY_ROLE, Earned
-from producer_workers.gateway.roles import role_of
 from producer_workers.gateway.segment import Segment, SessionRecord
 from producer_workers.judges.judge import reward_turns
 
@@ -43,16 +42,16 @@ def ended_rollouts(
     """Return the rollouts of each session; those in `cut` end at a limit. Raises WireError."""
     _check_names(segments, earned)
     left_out = {name for name, reward in earned.items() if not reward}
-    segments = {
-        name: each for name, each in segments.items() if left_out.isdisjoint((name, role_of(name)))
-    }
-    if not segments:
+    made = []
+    for name in segments:
+        if left_out.isdisjoint((name, role_of(name))):
+            rollouts = _rollouts(state, name, segments[name])
+            if name in cut:
+                rollouts[-1].finish_reason = "length"
+            _earn(rollouts, name, earned)
+            made.append(rollouts)
+    if not made:
         raise WireError("no reward for any conversation: all are left out")
-    made = [_rollouts(state, name, each) for name, each in segments.items()]
-    for rollouts, name in zip(made, segments, strict=True):
-        if name in cut:
-            rollouts[-1].finish_reason = "length"
-    _earn(made, segments, earned)
     return made
 
 
@@ -70,13 +69,17 @@ def _check_names(names: Collection[str], earned: Earned) -> None:
         )
 
 
-def _earn(made: Sequence[Rollouts], names: Iterable[str], earned: Earned) -> None:
-    """Give the sessions of these names their rewards by the agent. Raises WireError."""
-    for rollouts, name in zip(made, names, strict=True):
-        found = (earned.get(each) for each in (name, role_of(name), EVERY_ROLE))
-        reward = dict(next(filter(None, found), {}))
-        role = reward.pop("role", role_of(name))
-        reward_turns(rollouts, reward)
-        for rollout in rollouts:
-            rollout.reward = reward or None
-            rollout.role = role
+def _earn(rollouts: Rollouts, name: str, earned: Earned) -> None:
+    """Give a session its reward by the agent. Raises WireError."""
+    found = (earned.get(each) for each in (name, role_of(name), EVERY_ROLE))
+    reward = dict(next(filter(None, found), {}))
+    role = reward.pop("role", role_of(name))
+    reward_turns(rollouts, reward)
+    for rollout in rollouts:
+        rollout.reward = reward or None
+        rollout.role = role
+
+
+def role_of(name: str) -> str:
+    """Return the role of a session: those of "solver/1" and "solver/2" are compared."""
+    return name.partition("/")[0]

@@ -19,6 +19,7 @@ import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import orjson
@@ -39,10 +40,10 @@ LONGEST_STDERR = 2000  # bytes of a failed program's stderr that are kept
 class AgentError(UserCodeError):
     """The agent raised, exited with a code other than 0, or took too long.
 
-    `earned`: its reward if that is only because its session's tokens were used up; None: unknown.
+    `earned`: its reward if a session has ended at a limit, which may be the cause; None: unknown.
     """
 
-    earned: dict[str, float] | None = {"score": 0.0}  # noqa: RUF012 (nobody changes it)
+    earned: Mapping[str, float] | None = MappingProxyType({"score": 0.0})
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from aiohttp import web
 
 from buffer.errors import RolloutMQError
-from producer_workers.gateway.roles import AgentSessions
+from producer_workers.gateway.agent_sessions import AgentSessions
 from producer_workers.gateway.turn import SampledTurn
 
 LARGEST_REQUEST = 32 * 2**20  # bytes; a request carries a whole conversation
@@ -82,16 +82,12 @@ class Guest:
         finally:
             del self.requests[answering]
 
-    def is_repeated(self, request: web.Request) -> bool:
-        """Return whether a client asks again because it got no answer, though there may be one."""
-        if request.headers.get(RETRIES, "0") == "0":
-            return False
-        was_put_off = self.put_off > 0
-        self.put_off -= was_put_off
-        return not was_put_off
-
-    def answer_again(self, asked: bytes, *, is_repeated: bool) -> SampledTurn | None:
-        """Return the answer that an agent may not have received; None if it asks for another."""
+    def answer_again(self, request: web.Request, asked: bytes) -> SampledTurn | None:
+        """Return the answer that a client may not have received; None if it asks for another."""
+        is_repeated = request.headers.get(RETRIES, "0") != "0"
+        if is_repeated and self.put_off:  # it repeats a request that was refused
+            self.put_off -= 1
+            is_repeated = False
         return self.unsent.pop(asked, None) or (self.answered.get(asked) if is_repeated else None)
 
     def _put_off(self, why: str) -> NoReturn:

@@ -33,6 +33,7 @@ from producer_workers.gateway.agent_rollouts import (
     ended_rollouts,
     interrupted_rollouts,
 )
+from producer_workers.gateway.agent_sessions import AgentSessions
 from producer_workers.gateway.agents import (
     EVERY_ROLE,
     Agent,
@@ -42,7 +43,7 @@ from producer_workers.gateway.agents import (
     FunctionAgent,
     ProgramAgent,
 )
-from producer_workers.gateway.roles import AgentSessions
+from producer_workers.gateway.kept_turns import Keeper, TurnWriter, with_turns
 from producer_workers.gateway.segment import (
     Segment,
     SessionRecord,
@@ -51,8 +52,6 @@ from producer_workers.gateway.segment import (
 )
 from producer_workers.gateway.server import Gateway
 from producer_workers.gateway.session import Session
-from producer_workers.gateway.turn_reader import with_turns
-from producer_workers.gateway.turn_writer import Keeper, TurnWriter
 from producer_workers.judges.judge import Judge
 from producer_workers.user_code.failure import log_failure
 
@@ -183,7 +182,7 @@ class GatewayAgentLoop:
             earned = await self._run(task, sessions)
         except AgentError as error:
             # The end of a session may fail its agent through no fault of its own.
-            earned = {EVERY_ROLE: error.earned} if error.earned and not self._judge else None
+            earned = {EVERY_ROLE: dict(error.earned)} if error.earned and not self._judge else None
             is_cut = sessions.is_full or sessions.cut()
             if not sessions.interrupted.is_set() and not (is_cut and (self._judge or earned)):
                 return [_failed(state, log_failure(error), writer)]

@@ -162,17 +162,20 @@ class Segment:
     # -- as rollouts
 
     @classmethod
-    def of_state(cls, state: RolloutState) -> Segment:
+    def of_state(
+        cls, state: RolloutState, messages: Messages = (), tools: Any = None, *, after: int = 0
+    ) -> Segment:
         assert state.prompt_ids is not None
         before = len(state.prompt_ids)
         trained = state.response_mask
         if trained is None:
             trained = np.ones(len(state.response_ids), "u1")
+        ids = np.concatenate([state.prompt_ids, state.response_ids]).astype("<i4")
         return cls(
-            [],
-            Conversation.of([]),
-            None,
-            np.concatenate([state.prompt_ids, state.response_ids]).astype("<i4"),
+            messages,
+            Conversation.of(messages),
+            tools,
+            ids,
             np.concatenate([np.zeros(before, "u1"), trained]),
             np.concatenate([np.zeros(before, "<f4"), state.logprobs]).astype("<f4"),
             _moved(state.spans, before),
@@ -180,21 +183,8 @@ class Segment:
             state.response,
             state.finish_reason or "",
             state.routed_experts,
-        )
-
-    @classmethod
-    def resumed(
-        cls, state: RolloutState, messages: Messages, tools: Any, finish_reason: str, *, after: int
-    ) -> Segment:
-        made = cls.of_state(state)
-        return replace(
-            made,
-            messages=messages,
-            said=Conversation.of(messages),
-            tools=tools,
-            finish_reason=finish_reason,
-            ends=(TurnEnd(len(messages), len(made.ids)),),
-            after=after,
+            (TurnEnd(len(messages), len(ids)),),
+            after,
         )
 
     def filled(self, state: RolloutState, **changes: Any) -> RolloutState:
@@ -333,9 +323,10 @@ class SessionRecord:
             self._restarted += bool(known)
             return {}
         found: dict[str, list[Segment]] = {}
-        for rollout, kept in zip(sampled, known, strict=True):
+        for rollout, (messages, tools, reason) in zip(sampled, known, strict=True):
             own = found.setdefault((rollout.session_id or "")[len(agent) + 1 :], [])
-            own.append(Segment.resumed(rollout, *kept, after=len(own)))
+            segment = Segment.of_state(rollout, messages, tools, after=len(own))
+            own.append(replace(segment, finish_reason=reason))
         return found
 
     def keep(self, index: int, segments: Mapping[str, Sequence[Segment]]) -> None:

@@ -18,10 +18,11 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 from pydantic import ValidationError
 
-from buffer.errors import ConfigError, WireError
+from buffer.errors import ConfigError, Fenced, WireError
 from producer_workers.agent_loops.tokenizer import in_tokenizer_thread
 from producer_workers.config.gateway import GatewaySection
 from producer_workers.engines.base import EngineDeadError, GenerationError
+from producer_workers.gateway.agent_sessions import AgentSessions
 from producer_workers.gateway.agents import BY_HEADER, MODEL
 from producer_workers.gateway.dialects.anthropic import CountRequest, MessagesRequest
 from producer_workers.gateway.dialects.dialect import AgentRequest
@@ -30,7 +31,6 @@ from producer_workers.gateway.dialects.openai_responses import ResponsesRequest
 from producer_workers.gateway.dialects.vllm_tokens import GenerateRequest
 from producer_workers.gateway.guests import LARGEST_REQUEST, Guest, Refusal, keep
 from producer_workers.gateway.reply import Reply
-from producer_workers.gateway.roles import AgentSessions
 from producer_workers.gateway.session import ContextFull, Session, SessionClosed
 
 log = logging.getLogger("rolloutmq.worker")
@@ -198,7 +198,7 @@ async def _answer(
         tokens = await _done(partial(session.count, asked.ask()), guest)
         return web.json_response({"input_tokens": tokens})
     name = hashlib.sha256(f"{session.name} {kind.path} ".encode() + body).digest()
-    turn = guest.answer_again(name, is_repeated=guest.is_repeated(request))
+    turn = guest.answer_again(request, name)
     reply = request[REPLY] = Reply(request, asked)
     if turn is None:
         turn = await reply.wait(_done(partial(session.ask, asked.ask()), guest))
@@ -271,6 +271,9 @@ async def _done(work: Callable[[], Awaitable[T]], guest: Guest) -> T:
         raise Refusal(400, str(error), "context_length_exceeded") from error
     except (ConfigError, GenerationError, WireError) as error:
         raise Refusal(400, str(error), "refused") from error
+    except Fenced as error:
+        guest.sessions.interrupted.set()
+        raise Refusal(503, "interrupted", "interrupted") from error
     except EngineDeadError as error:
         guest.sessions.failure = error
         guest.sessions.interrupted.set()

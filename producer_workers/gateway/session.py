@@ -23,7 +23,7 @@ import orjson
 from msgspec import structs
 from numpy.typing import NDArray
 
-from buffer.errors import ConfigError, Fenced, RolloutMQError
+from buffer.errors import ConfigError, RolloutMQError
 from buffer.wire.rollout import ToolCall
 from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.chat_delta import ChatDelta
@@ -31,6 +31,7 @@ from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, in_to
 from producer_workers.agent_loops.tool_parsers import ParsedTurn, ToolParser
 from producer_workers.engines.base import Engine, Generation, context_length
 from producer_workers.gateway.history import Conversation, Messages
+from producer_workers.gateway.kept_turns import TurnWriter
 from producer_workers.gateway.segment import (
     Segment,
     TurnEnd,
@@ -40,7 +41,6 @@ from producer_workers.gateway.segment import (
 )
 from producer_workers.gateway.token_budget import TokenBudget
 from producer_workers.gateway.turn import Ask, SampledTurn, as_openai
-from producer_workers.gateway.turn_writer import TurnWriter
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -162,15 +162,10 @@ class Session:
     async def stored(self) -> None:
         """Wait until all turns so far outlive this worker, if the agent can be resumed.
 
-        Raises SessionClosed if the group has another owner.
+        Raises Fenced if the group has another owner.
         """
-        if self._writer is None:
-            return
-        try:
+        if self._writer:
             await self._writer.stored()
-        except Fenced as error:
-            self.interrupted.set()
-            raise SessionClosed("interrupted") from error
 
     async def count(self, ask: Ask) -> int:
         """Return how many tokens the model would read. Raises ConfigError or WireError."""
@@ -324,9 +319,11 @@ class Session:
                 return segment.tools == _RAW and prompt.startswith(written)
             return np.array_equal(segment.ids[: end.tokens], tokens[: end.tokens])
 
-        ends = [(s, end) for s in self.segments for end in s.ends if begins_with(s, end)]
-        longest = max(ends, key=lambda found: found[1].tokens, default=None)
-        parent = longest[0].until(longest[1]) if longest else None
+        fitting = [
+            next((s.until(end) for end in reversed(s.ends) if begins_with(s, end)), None)
+            for s in self.segments
+        ]
+        parent = max(filter(None, fitting), key=lambda s: len(s.ids), default=None)
         known = parent or Segment.begin([], Conversation.of([]), _RAW, ())
         if isinstance(prompt, str):
             # Special tokens that are written out count: this agent writes the chat format itself.

@@ -11,10 +11,10 @@ from buffer.wire.group import LIVE_OPENING
 from buffer.wire.rollout import RolloutState
 from producer_workers.engines.base import Engine
 from producer_workers.gateway.agents import AgentTask, Earned
+from producer_workers.gateway.kept_turns import Keeper, TurnWriter, write_opening
 from producer_workers.gateway.loop import GatewayAgentLoop
 from producer_workers.gateway.segment import SessionRecord
 from producer_workers.gateway.server import Gateway
-from producer_workers.gateway.turn_writer import Keeper, TurnWriter, write_opening
 from producer_workers.live.room import LiveGroup, LiveRoom
 from producer_workers.live.server import LiveGateway
 

@@ -20,10 +20,10 @@ from buffer.run import Run
 from buffer.wire.rollout import RolloutState, has_ended
 from producer_workers.config.gateway import GatewaySection
 from producer_workers.gateway.agent_rollouts import ended_rollouts
+from producer_workers.gateway.agent_sessions import AgentSessions
 from producer_workers.gateway.agents import AGENT, AgentTask, Earned
 from producer_workers.gateway.dialects.dialect import AgentRequest
 from producer_workers.gateway.guests import Guest, Refusal
-from producer_workers.gateway.roles import AgentSessions
 from producer_workers.gateway.segment import without_record
 from producer_workers.gateway.server import REPLY, Gateway, given_keys
 from producer_workers.live.room import LiveRoom, Seat

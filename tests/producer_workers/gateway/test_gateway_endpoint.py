@@ -28,8 +28,8 @@ from producer_workers.agent_loops.tool_parsers import HermesParser
 from producer_workers.config.engine import Fixed, SimulatedConfig
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.gateway import server, session
+from producer_workers.gateway.agent_sessions import AgentSessions
 from producer_workers.gateway.agents import AgentTask
-from producer_workers.gateway.roles import AgentSessions
 from producer_workers.gateway.server import Gateway
 from producer_workers.gateway.session import Session
 from producer_workers.gateway.token_budget import TokenBudget

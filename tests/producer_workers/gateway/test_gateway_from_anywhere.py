@@ -27,8 +27,8 @@ from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.config.gateway import GatewaySection
 from producer_workers.gateway import guests, server
+from producer_workers.gateway.agent_sessions import AgentSessions
 from producer_workers.gateway.agents import AgentTask
-from producer_workers.gateway.roles import AgentSessions
 from producer_workers.gateway.server import Gateway
 from producer_workers.gateway.session import Session
 from rolloutmq.config.load import load_config

@@ -14,7 +14,7 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
 from examples.self_play import play
 from producer_workers.engines.base import Generation
-from producer_workers.gateway import roles
+from producer_workers.gateway import agent_sessions
 from producer_workers.gateway.agents import AgentTask
 from producer_workers.judges.judge import FunctionJudge
 from producer_workers.worker.task_runner import restart
@@ -203,7 +203,7 @@ def test_the_example_rewards_sums_by_how_many_of_their_answers_are_right(chat: A
 def test_a_key_opens_the_roles_of_its_own_agent_only(
     chat: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(roles, "MOST_ROLES", 2)
+    monkeypatch.setattr(agent_sessions, "MOST_ROLES", 2)
     refused: list[int] = []
 
     async def agent(task: AgentTask) -> float:

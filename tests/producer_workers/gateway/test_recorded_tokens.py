@@ -19,9 +19,8 @@ from buffer.wire.rollout import RolloutState, Status
 from producer_workers.engines.base import Generation
 from producer_workers.gateway.agents import AgentTask
 from producer_workers.gateway.history import Conversation
+from producer_workers.gateway.kept_turns import TurnWriter, with_turns
 from producer_workers.gateway.segment import Segment
-from producer_workers.gateway.turn_reader import with_turns
-from producer_workers.gateway.turn_writer import TurnWriter
 from producer_workers.worker.turn_keeper import TurnKeeper
 from tests.producer_workers.agents import TOOL
 from tests.producer_workers.recorder import Recorder, loop_of, questions, run

@@ -69,8 +69,3 @@ class AgentSessions:
     @property
     def is_full(self) -> bool:
         return any(each.is_full for each in self._by_name.values())
-
-
-def role_of(name: str) -> str:
-    """Return the role of a session: those of "solver/1" and "solver/2" are compared."""
-    return name.partition("/")[0]

@@ -1,7 +1,7 @@
-"""Write the turns of a group's agents as rollouts of what is new, which a keeper stores.
+"""Keep the turns of a group's agents as rollouts of what is new, and put them together again.
 
     Session ──▶ TurnWriter ──▶ RolloutState ──▶ Keeper ──▶ payload of the group
-                                        the next claim ──▶ with_turns (turn_reader.py)
+                                       with_turns ◀── the next claim ──┘
 
 An agent gets a turn once the keeper has stored it. The rollout of a turn has the new tokens and, in
 `extra`, a `KeptTurn`. If it continues a segment, that segment's last token is its prompt.
@@ -10,12 +10,21 @@ An agent gets a turn once the keeper has stored it. The rollout of a turn has th
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any, Literal, Protocol
 
 import msgspec
+import numpy as np
 
+from buffer.errors import WireError
 from buffer.wire.rollout import RolloutState, Status
-from producer_workers.gateway.segment import Segment
+from producer_workers.gateway.agent_rollouts import (
+    Rollouts,
+    ended_rollouts,
+    interrupted_rollouts,
+)
+from producer_workers.gateway.segment import Segment, SessionRecord, share_prompt
 
 TURN = "turn"  # the key of `extra`
 
@@ -113,3 +122,81 @@ def write_opening(keeper: Keeper, index: int, opening: dict[str, Any]) -> None:
 def _write(keeper: Keeper, state: RolloutState, turn: KeptTurn) -> None:
     state.extra = {TURN: msgspec.to_builtins(turn)}
     keeper.keep(state)
+
+
+class _Agent:
+    """The segments of one agent by number, while its turns are read."""
+
+    def __init__(self, segments: Mapping[str, Sequence[Segment]]) -> None:
+        self._segments = numbered(segments)
+        self._end: KeptTurn | None = None
+
+    def read(self, turn: KeptTurn, state: RolloutState) -> None:
+        if turn.begins or turn.kind == "failed":
+            self._segments, self._end = [], None
+        if turn.kind == "ended":
+            self._end = turn
+        elif turn.kind == "sampled":
+            number = turn.continues
+            if number is None:
+                self._segments.append((turn.session, _grown(None, turn, state)))
+            else:
+                name, known = self._segments[number]
+                self._segments[number] = (name, _grown(known, turn, state))
+
+    def rollouts(self, state: RolloutState, record: SessionRecord) -> Rollouts:
+        state.reset_response()
+        by_session: dict[str, list[Segment]] = {}
+        for name, segment in sorted(self._segments, key=lambda one: (one[0], one[1].order())):
+            by_session.setdefault(name, []).append(segment)
+        if not self._end:
+            return interrupted_rollouts(state, by_session, record)
+        state.status = Status.ABORTED
+        made = ended_rollouts(state, by_session, self._end.cut, self._end.earned)
+        return [*chain.from_iterable(made)]
+
+
+def _grown(known: Segment | None, turn: KeptTurn, state: RolloutState) -> Segment:
+    """Return `known` with the turn in `state` behind it."""
+    if known:
+        state.prompt_ids = known.ids[:0]  # else its one token would be there twice
+    new = Segment.of_state(state, turn.messages, turn.tools, after=turn.after)
+    if known is None:
+        return new
+    experts = None
+    if isinstance(known.experts, np.ndarray) and isinstance(new.experts, np.ndarray):
+        experts = np.concatenate([known.experts, new.experts])
+    return replace(known.then(new), experts=experts)
+
+
+def with_turns(states: Sequence[RolloutState], turns: Sequence[RolloutState], gid: str) -> Rollouts:
+    """Return the rollouts of a group whose worker died after `turns`. Raises WireError."""
+    record = SessionRecord(states[0].extra)
+    rollouts: dict[int, Rollouts] = {}
+    for state in states:
+        rollouts.setdefault(state.index, []).append(state)
+    agents: dict[int, _Agent] = {}
+    for state in turns:
+        index = state.index
+        try:
+            turn = msgspec.convert(state.extra[TURN], KeptTurn)
+            record.opening = turn.opening or record.opening
+            if turn.kind == "opened":
+                continue
+            if index not in agents:
+                agents[index] = _Agent(record.resume(rollouts[index], f"{gid}/{index}"))
+            agents[index].read(turn, state)
+        except (KeyError, IndexError, msgspec.ValidationError) as error:
+            raise WireError(f"a turn of rollout {index} cannot be read: {error}") from error
+        record.count({turn.why: 1} if turn.why else {})
+    group: Rollouts = []
+    for index, found in rollouts.items():
+        if index in agents:
+            first = found[0].model_copy(update={"session_id": f"{gid}/{index}"})
+            group += agents[index].rollouts(first, record)
+        else:
+            record.leave(index)
+            group += found
+    share_prompt(group)
+    record.write(group)
+    return group
