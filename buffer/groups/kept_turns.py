@@ -77,10 +77,10 @@ class KeptTurns:
         return PayloadRef(self._job.gid, f"{self._job.token}-turns{self._names}", 0, 0, "")
 
     def _attempt(self) -> list[str]:
-        ref, commands = self._payloads.append(self._ref, self._unsent(self._ref))
+        ref, commands = self._payloads.append(self._ref, self._unsent())
         if ref.chunks > MOST_CHUNKS and self._ref.chunks:
             self._ref = self._new_name()
-            ref, commands = self._payloads.append(self._ref, self._unsent(self._ref))
+            ref, commands = self._payloads.append(self._ref, self._unsent())
         keys, before = self._keys, self._ref
         chunks = keys.payload_chunks(ref.gid, ref.token, ref.chunks)[before.chunks :]
         arguments: dict[str, str | int] = {
@@ -106,14 +106,12 @@ class KeptTurns:
             self._stored = len(self._documents)
         return reply
 
-    def _unsent(self, ref: PayloadRef) -> Pieces:
-        """Return the bytes to add to a payload: all if it begins."""
-        first = self._stored if ref.chunks else 0
-        frames: Pieces = [
-            framed(b"".join(self._payloads.sealed(ref.gid, token, [document], self._signatures)))
-            for token, document in (
-                (turn_token(ref.token, n), self._documents[n])
-                for n in range(first, len(self._documents))
-            )
-        ]
-        return frames if first else [TURNS_MAGIC, *frames]
+    def _unsent(self) -> Pieces:
+        """Return the bytes to add to the payload: all if it begins."""
+        ref, first = self._ref, self._stored if self._ref.chunks else 0
+        unsent: Pieces = [] if first else [TURNS_MAGIC]
+        for n, document in enumerate(self._documents[first:], first):
+            token = turn_token(ref.token, n)
+            sealed = self._payloads.sealed(ref.gid, token, [document], self._signatures)
+            unsent.append(framed(b"".join(sealed)))
+        return unsent

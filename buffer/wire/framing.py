@@ -13,7 +13,7 @@ makes the MACs. A zstd frame must state the size of its content, which is checke
 expanded.
 
 The payload of a group whose agents are at work is a list of such documents: the group as it was
-claimed, then one per turn (`turns_behind`), in the order in which they were kept.
+claimed, then one per turn (`split_turns`), in the order in which they were kept.
 
     turns of        the first eight bytes
     <size> <bytes>  of each: uint64, little-endian; zeros up to a multiple of eight

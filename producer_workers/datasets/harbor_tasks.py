@@ -6,7 +6,6 @@ tasks/two-steps/task.toml with [[steps]], steps/<name>/instruction.md, ...
 
 from __future__ import annotations
 
-import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,6 @@ from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.records import RecordsDataset, problem_of
 
 _CONFIG = "task.toml"
-
-# A mark that keeps a task out of training data; Harbor shows it to no agent.
-_CANARY = re.compile(r"\A(?:[ \t]*(?:<!--.*canary.*-->|#.*canary.*)?[ \t]*\n)+", re.IGNORECASE)
 
 
 def open_tasks(section: HarborSection, *_: Any) -> Dataset:
@@ -38,7 +34,7 @@ def open_tasks(section: HarborSection, *_: Any) -> Dataset:
 
 def _record(task: Path, source: str) -> dict[str, Any]:
     file = _instruction(task, _config(task / _CONFIG))
-    instruction = _CANARY.sub("", _text(file))
+    instruction = _text(file)
     if not instruction.strip():
         raise _fault(file, "is empty")
     return {"question": instruction, "data_source": source, "task_path": str(task)}

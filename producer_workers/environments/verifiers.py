@@ -32,9 +32,11 @@ class EpisodeError(RolloutMQError):
     """The episode failed or gave no reward."""
 
 
-async def play(task: AgentTask, *, environment: str, options: Mapping[str, Any]) -> Rewards:
+async def play(
+    task: AgentTask, *, environment: str, options: Mapping[str, Any] | None = None
+) -> Rewards:
     """Play a task of a data set of kind "verifiers". Raises ConfigError, EpisodeError."""
-    return await _player_of(environment, orjson.dumps(options)).play(task)
+    return await _player_of(environment, orjson.dumps(options or {})).play(task)
 
 
 @cache

@@ -114,7 +114,7 @@ LimitClaim = Callable[[Vacancy, int], Vacancy]
 class Claims:
     """Claims groups for one worker, under its run's limits and its own `concurrency`.
 
-    With `limit_claim` it claims on demand: `Worker.claim_soon` says that there is more.
+    With `limit_claim` it claims on demand; `Worker.claim_soon` makes it ask again.
     """
 
     def __init__(

@@ -168,26 +168,24 @@ class GroupRunner:
         The turns of a worker that died were not counted. If its tokens cannot be read (a cluster
         may lose a node), return only its prompt.
         """
-        turned: RolloutGroup
+        group: RolloutGroup
         try:
-            group = await self._insist(self._run.buffer.read, job.payload)
-            turned = self._runners[job.task].with_turns(group)
+            read = await self._insist(self._run.buffer.read, job.payload)
+            group = self._runners[job.task].with_turns(read)
         except (PayloadMissing, WireError) as error:
             if not job.is_begun:
                 raise
             log.warning("starting again from the prompt: %s", error, extra={"gid": job.gid})
-            turned = group = await self._insist(self._run.buffer.read, job.prompt)
-        if not len(turned.response_ids):
-            return turned, 0
-        known = len(group.response_ids) if group.turns else None
-        group = turned
+            read = group = await self._insist(self._run.buffer.read, job.prompt)
+        if not len(group.response_ids):
+            return group, 0
         states = group.states
         if limit := await self._insist(self._run.buffer.age_limit, job.gid):
             states = restart_too_old(states, limit)
         if not self._runners[job.task].partial_rollout:
             restart_unfinished(states)
         group = group.continued(states)
-        return group, len(group.response_ids) if known is None else known
+        return group, min(len(read.response_ids), len(group.response_ids))
 
     async def _generate(self, job: Job, group: RolloutGroup) -> RolloutGroup:
         """Return the group sampled and judged, with the total time."""

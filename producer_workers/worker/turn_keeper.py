@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from buffer.errors import RolloutMQError, StoreUnavailable
+from buffer.errors import StoreUnavailable
 from buffer.groups.kept_turns import KeptTurns
 from buffer.job import Job
 from buffer.redis.connection.retry import LogOnce
@@ -28,57 +28,43 @@ class TurnKeeper:
         self._group = group
         self._kept: KeptTurns | None = None  # made on a thread, with the first turn
         self._waiting: list[RolloutState] = []
-        self._next: asyncio.Future[None] | None = None  # done when `_waiting` is stored
-        self._task: asyncio.Task[None] | None = None
-        self._newest: asyncio.Future[None] | None = None
-        self._error: BaseException | None = None
+        self._storing: asyncio.Task[None] | None = None  # done when all turns so far are stored
         self._outage = LogOnce(log, "turns wait until the server takes them")
 
     def keep(self, turn: RolloutState) -> None:
         self._waiting.append(turn)
-        if self._next is None:
-            self._newest = self._next = asyncio.get_running_loop().create_future()
-        if self._task is None:
-            self._task = asyncio.create_task(self._store_all(), name="turn-keeper")
+        if len(self._waiting) == 1:  # those behind it travel with it
+            self._storing = asyncio.create_task(self._store(self._storing), name="turn-keeper")
+            self._storing.add_done_callback(_note_error)
 
     async def stored(self) -> None:
         """Wait until all turns so far are stored. Raises Fenced, WireError or StoreError."""
-        if self._newest:
-            await asyncio.shield(self._newest)
-        if self._error:
-            raise self._error
+        if self._storing:
+            await asyncio.shield(self._storing)
 
-    async def _store_all(self) -> None:
-        try:
-            while self._next:
-                turns, done = self._waiting, self._next
-                self._waiting, self._next = [], None
-                try:
-                    if not self._error:
-                        await self._store(turns)
-                except BaseException as error:  # agents must not get what is not stored
-                    self._error = error
-                    if not isinstance(error, RolloutMQError):
-                        raise
-                finally:
-                    done.set_result(None)
-        finally:
-            self._task = None
-
-    async def _store(self, turns: list[RolloutState]) -> None:
-        await asyncio.to_thread(self._add, turns)
-        assert self._kept is not None
+    async def _store(self, before: asyncio.Task[None] | None) -> None:
+        if before:
+            await before
+        turns, self._waiting = self._waiting, []
+        kept = await asyncio.to_thread(self._add, turns)
         while True:
             try:
-                await asyncio.to_thread(self._kept.store)
+                await asyncio.to_thread(kept.store)
             except StoreUnavailable as error:
                 self._outage.report(error.hint)
             else:
                 self._outage.report("")
                 return
 
-    def _add(self, turns: list[RolloutState]) -> None:
+    def _add(self, turns: list[RolloutState]) -> KeptTurns:
         if self._kept is None:
             self._kept = self._run.buffer.keep_turns(self._job, self._group)
         for turn in turns:
             self._kept.add(turn)
+        return self._kept
+
+
+def _note_error(storing: asyncio.Task[None]) -> None:
+    """Take the error of a task, which `stored` raises, so that asyncio does not log it."""
+    if not storing.cancelled():
+        storing.exception()

@@ -186,8 +186,10 @@ class Scene:
         status: Status = Status.COMPLETED,
         filtered: bool = False,
         worker: str = "w0",
+        begun: RolloutGroup | None = None,
     ) -> None:
-        group = extend(self.run.buffer.read(job.payload), status, weights)
+        """`begun`: the group as its worker has it; None: as it was claimed."""
+        group = extend(begun or self.run.buffer.read(job.payload), status, weights)
         self.run.buffer.submit(worker, job, group, 4, filtered=filtered)
 
     def ready(self, *versions: int, task: str = "math", lineage: str = "l0") -> list[str]:

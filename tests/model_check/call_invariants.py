@@ -200,6 +200,16 @@ def _submitted(before: Image, after: Image, replies: list[Any]) -> None:
             )
 
 
+def _turns_kept(before: Image, after: Image, replies: list[Any]) -> None:
+    assert find_places(before) == find_places(after), "I1: kept turns moved a group"
+    for key in before.keys() & after.keys():
+        if b":group:" in key:
+            old, new = before[key][1], after[key][1]
+            owner = (b"running", new[b"payload"].rpartition(b"-turns")[0])
+            is_own = (old[b"stage"], old.get(b"token")) == owner
+            assert is_own or new[b"payload"] == old[b"payload"], f"I2: turns of another: {old}"
+
+
 def _taken(before: Image, after: Image, reply: list[Any]) -> None:
     step = ledger(after, b"taken")
     if reply[0] != "OK" or step == ledger(before, b"taken"):
@@ -274,6 +284,7 @@ def _published(before: Image, after: Image, reply: list[Any]) -> None:
 RULES: dict[str, Callable[[Image, Image, list[Any]], None]] = {
     "claim": _claimed,
     "submit": _submitted,
+    "keep_turns": _turns_kept,
     "take_batch": _taken,
     "enqueue": _enqueued,
     "reap": _reaped,

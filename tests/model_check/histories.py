@@ -257,4 +257,10 @@ HISTORIES = (
         ready=1,
     ),
     History("a worker gives a group back", (W0,), Budget(handbacks=1), waiting=1),
+    History(
+        "turns of agents are kept",
+        (W0._replace(beats=False), Janitor(("reap", "collect"))),
+        Budget(deaths=1, late_calls=1, ticks=3, turns=2),
+        waiting=1,
+    ),
 )

@@ -146,6 +146,16 @@ def submit(
     run.buffer.submit(worker, job, group, 1, filtered=filtered)
 
 
+def keep_turns(
+    run: Run, worker: str, job: Job, made_by: tuple[PolicyVersion, ...], weights: PolicyVersion
+) -> None:
+    """Keep two turns of an agent, each in a call of its own."""
+    kept = run.buffer.keep_turns(job, _group(job.gid, made_by, "aborted"))
+    for _ in range(2):
+        kept.add(_group(job.gid, (weights,), "aborted").states[0])
+        kept.store()
+
+
 def release(run: Run, worker: str, job: Job, kind: Any) -> str:
     return run.jobs.release(worker, job, kind)
 
@@ -182,7 +192,8 @@ def _prompt(gid: str) -> bytes:
 def made_by(run: Run, job: Job) -> tuple[PolicyVersion, ...]:
     """Return the weights of the tokens that a job has: its bytes are immutable, and must be there."""
     group = run.buffer.read(job.payload)
-    return tuple(PolicyVersion(s.lineage, s.version) for s in group.states[0].spans)
+    spans = [span for state in (group.states[0], *group.turns) for span in state.spans]
+    return tuple(PolicyVersion(span.lineage, span.version) for span in spans)
 
 
 # -- of producers -------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ class Worker(NamedTuple):
     """what it holds, with the weights of the tokens that each has from an earlier claim"""
     dead: tuple[Job, ...] = ()
     """groups that died in its hands, whose responses it has not kept yet"""
+    kept: tuple[Job, ...] = ()
+    """jobs with turns that it has kept"""
     epoch: int = 0
     """the newest state of the control hash that it knows"""
     under_way: tuple[Pending | None, Pending | None] = (None, None)
@@ -68,6 +70,9 @@ class Worker(NamedTuple):
             yield Start(0, Pending("submit", (self.name, job, done, "completed")))
             yield Start(0, Pending("submit", (self.name, job, done, "aborted")), "aborts")
             yield Start(0, Pending("submit", (self.name, job, done, "filtered")), "filters")
+            if job not in self.kept:
+                said = (self.name, job, history, self.weights)
+                yield Start(0, Pending("keep_turns", said), "turns")
             yield Start(0, Pending("release", (self.name, job, "failed")), "failures")
             yield Start(0, Pending("release", (self.name, job, "handback")), "handbacks")
         for job in self.dead:
@@ -91,7 +96,13 @@ class Worker(NamedTuple):
                 epoch = beat.control.epoch if beat.control else done.epoch
                 is_known = done.is_registered and beat.known
                 return done._replace(is_registered=is_known, epoch=epoch).without(beat.lost)
-            case (("submit" | "release"), Finished(place, error)):
+            case "keep_turns", Finished(None, None):
+                _, job, history, weights = pending.args
+                held = dict(done.jobs)
+                if job in held:  # it may have lost the group since
+                    held[job] = (*history, weights, weights)
+                return done._replace(jobs=tuple(held.items()), kept=(*done.kept, job))
+            case (("keep_turns" | "submit" | "release"), Finished(place, error)):
                 assert error is None or isinstance(error, Fenced), error
                 job = pending.args[1]
                 died = (job,) if place == "dead" else ()

@@ -45,6 +45,8 @@ class Budget(NamedTuple):
     failures: int = 0
     handbacks: int = 0
     filters: int = 0
+    turns: int = 0
+    """times that a worker keeps two turns of an agent"""
     pauses: int = 0
     commands: int = 0
     bad_groups: int = 0

@@ -17,7 +17,7 @@ payload that stays. A broken invariant is seen by:
     I9   the stamp is true     lengths and versions of what is taken, exported and imported; scores come from the stamps
     I10  pause is a fact       claims while paused or with old weights: `pause`, `publish`, `claim`; `acknowledge…`
     I11  poison is contained   tries of each group; dead letters; `clock_steps`, `leases_run_out`, `fence`, `set_tries`
-    I12  bounded bytes         bytes held after each move; `set_marks`; at the end, no payload that nobody names
+    I12  bounded bytes         bytes held after each move, `keep_turns`; `set_marks`; at the end, no payload that nobody names
     I13  repeated calls        any move may lose its replies: each script runs twice, and the key space stays as it was
     I14  payloads untouched    the bytes of every group are read at the end; tests/buffer/redis/test_scripts.py reads the Lua
 

@@ -28,9 +28,7 @@ class CrashMoves(ServerMoves):
             return
         job, _, is_owned = self.pick(worker, which)
         if is_owned:
-            group = extend(
-                self.scene.run.buffer.read(job.payload), Status.COMPLETED, self.engines[worker]
-            )
+            group = extend(self.begun(job), Status.COMPLETED, self.engines[worker])
             self.scene.run.payloads.write(job.gid, job.token, group_bytes.encode(group))
             self.jobs[worker].remove(job)
 

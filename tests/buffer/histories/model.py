@@ -229,7 +229,12 @@ class Model:
 
     def expire_waiting(self) -> int:
         """Groups in the queue whose tokens became too old start again, or are dropped."""
-        return self._expire([group for group in self.at("waiting") if self.is_expiring(group)])
+        old = [group for group in self.at("waiting") if self.is_expiring(group)]
+        old.sort(key=lambda group: (self.score(group), group.gid))
+        if self.on_straggler == "retry":
+            for group in old:
+                self.arrive(group)
+        return self._expire(old)
 
     def is_expiring(self, group: Group) -> bool:
         """Whether the next step may not use the tokens that a group already has."""

@@ -79,6 +79,8 @@ COMMON = [
     ),
 ]
 RARE = [
+    moves("keep_turns", worker=worker, which=pick, number=some),
+    moves("keep_turns", worker=worker, which=pick, number=some),
     moves("heartbeat", worker=worker),
     moves("keep_responses", worker=worker, which=pick),
     moves("acknowledge", worker=worker),

@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import pytest
+
 from buffer.control.control import Mode
 from buffer.errors import Fenced
+from buffer.groups.kept_turns import KeptTurns
 from buffer.ids import new_nonce
 from buffer.job import Job
+from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.histories.model import TAIL_TRIES, WORKERS, Group
 from tests.buffer.histories.world import World
-from tests.buffer.scene import FIRST, extend
+from tests.buffer.scene import FIRST, extend, turn
 
 
 class WorkerMoves(World):
@@ -21,6 +25,8 @@ class WorkerMoves(World):
         self.engines = dict.fromkeys(WORKERS, FIRST)
         self.jobs: dict[str, list[Job]] = {name: [] for name in WORKERS}
         self.acknowledged: dict[str, tuple[str | None, int]] = {}
+        self.kept: dict[tuple[str, str, str], tuple[KeptTurns, list[PolicyVersion]]] = {}
+        """by run, group and claim, with the weights of all tokens that its worker knows"""
 
     def load_weights(self, worker: str) -> None:
         self.engines[worker] = self.weights
@@ -91,6 +97,46 @@ class WorkerMoves(World):
             self.load_weights(worker)
             self.claim(worker, 2)
 
+    def keep_turns(self, worker: str, which: int, number: int) -> None:
+        """Agents of a group say something, also those of a worker that lost it."""
+        if self.tokens is not None:
+            return  # the model has no age of single tokens for a group that runs
+        self.hold(worker)
+        if not self.jobs[worker]:
+            return
+        job, group, owned = self.pick(worker, which)
+        name = self.scene.name, job.gid, job.token
+        if owned and name not in self.kept:
+            kept = self.scene.run.buffer.keep_turns(job, self.begun(job))
+            self.kept[name] = kept, list(group.made_by)
+        if name not in self.kept:
+            return
+        kept, made_by = self.kept[name]
+        made = self.engines[worker]
+        for _ in range(number):
+            kept.add(turn(1, made))
+            made_by.append(made)
+        if not owned:
+            before = self.totals()
+            with pytest.raises(Fenced):
+                kept.store()
+            assert self.totals() == before
+            return
+        kept.store()
+        ref = self.newest(group)
+        assert ref.token.startswith(f"{job.token}-turns")
+        group.made_by, group.result = list(made_by), ref.token
+        group.result_bytes = self.stored_bytes(job.gid, ref.token)
+
+    def begun(self, job: Job) -> RolloutGroup:
+        """A group as its worker has it: its turns are in its rollouts."""
+        group = self.scene.run.buffer.read(self.scene.payload(job.gid))
+        for state in group.turns:
+            span = state.spans[0]
+            made = PolicyVersion(span.lineage, span.version)
+            group = extend(group, Status.ABORTED, made)
+        return group
+
     def submit(self, worker: str, which: int, outcome: str) -> None:
         if not self.jobs[worker]:
             return
@@ -100,7 +146,10 @@ class WorkerMoves(World):
             self.submit_again(worker, job, group, outcome, made)
             return
         status = Status.ABORTED if outcome == "aborted" else Status.COMPLETED
-        self.scene.submit(job, made, status=status, filtered=outcome == "filtered", worker=worker)
+        is_filtered, begun = outcome == "filtered", self.begun(job)
+        self.scene.submit(
+            job, made, status=status, filtered=is_filtered, worker=worker, begun=begun
+        )
         group.made_by, group.place, group.result = [*group.made_by, made], outcome, job.token
         group.result_bytes = self.stored_bytes(job.gid, job.token)
         group.tries -= 1
@@ -162,6 +211,8 @@ class WorkerMoves(World):
         group = self.groups[job.gid]
         if not self.readable(group):
             return
+        if group.result != job.token and self.stored_bytes(job.gid, job.token):
+            return  # a worker that submits its group does not keep other responses of it
         made = self.engines[worker]
         result = extend(self.scene.run.buffer.read(job.prompt), Status.FAILED, made)
         if self.scene.run.dead_letters.keep_responses(job, result):

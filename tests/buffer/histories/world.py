@@ -24,6 +24,8 @@ from tests.buffer.histories.model import (
 )
 from tests.buffer.scene import Scene
 
+MOST_CHUNKS = 100  # of a payload: each call that keeps turns adds one
+
 
 class World(Model):
     """What all moves share. A move is a method that an actor's class adds: it is made on the server
@@ -80,7 +82,7 @@ class World(Model):
         return self.scene.payload(group.gid)
 
     def stored_bytes(self, gid: str, token: str) -> int:
-        chunks = self.scene.keys.payload_chunks(gid, token, 4)
+        chunks = self.scene.keys.payload_chunks(gid, token, MOST_CHUNKS)
         return sum(self.scene.raw.strlen(chunk) for chunk in chunks)
 
     def check_totals(self) -> None:
@@ -134,8 +136,9 @@ class World(Model):
             )
             if self.readable(group):
                 assert int(self.scene.record(group.gid)["tries"]) == group.tries, group
-                tokens = self.scene.run.buffer.read(self.newest(group)).states[0].response_ids
-                assert len(tokens) == 2 * len(group.made_by), group
+                read = self.scene.run.buffer.read(self.newest(group))
+                tokens = len(read.states[0].response_ids)
+                assert tokens + 2 * len(read.turns) == 2 * len(group.made_by), group
         for task in TASKS:
             pool = self.scene.raw.zrange(self.scene.keys.pool(task, "completed"), 0, -1)
             index = self.scene.raw.zrange(self.scene.keys.order(task), 0, -1)
@@ -159,7 +162,10 @@ class World(Model):
         # of what is archived only the result is kept, until the batch is forgotten
         tokens = {(group.gid, token) for group in held for token in ("init", group.result)}
         tokens -= {(group.gid, "init") for group in held if group.kept_in}
-        assert stays == {keys.payload(gid, token) for gid, token in tokens}
+        chunks = {group.result: self.newest(group).chunks for group in held if not group.kept_in}
+        assert stays == {
+            name for one in tokens for name in keys.payload_chunks(*one, chunks.get(one[1], 1))
+        }
 
 
 def gids(members: Iterable[bytes]) -> list[str]:
