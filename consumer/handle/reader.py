@@ -27,7 +27,7 @@ def check_content(group: RolloutGroup, vocabulary: int | None) -> None:
     """
     bounds = group.bounds
     largest = 2**31 - 1 if vocabulary is None else vocabulary - 1
-    if max(bounds.prompt_id, bounds.response_id) > largest:
+    if max(bounds.prompt_id, bounds.response_id, bounds.sampling_id) > largest:
         _name_id(group, largest)
     if bounds.lowest_logprob >= LOWEST_LOGPROB and bounds.highest_logprob <= HIGHEST_LOGPROB:
         return
@@ -46,7 +46,8 @@ def check_content(group: RolloutGroup, vocabulary: int | None) -> None:
 
 
 def _name_id(group: RolloutGroup, largest: int) -> None:
-    for name, ids in (("prompt_ids", group.prompt_ids), ("response_ids", group.response_ids)):
+    for name in ("prompt_ids", "response_ids", "sampling_ids"):
+        ids = group.columns.get(name, np.empty(0, "<i4"))
         # as unsigned numbers, negative ids are beyond any vocabulary
         wrong = ids.view(np.uint32) > largest
         if wrong.any():
