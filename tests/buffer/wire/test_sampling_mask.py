@@ -81,7 +81,7 @@ def test_masks_grow_turn_by_turn_and_move_with_the_prompt(made: list[Any], moved
         return
     for start in range(len(wanted)):
         assert sets_of(mask.part(slice(start, None)), 0) == wanted[start:]
-    more = [[]] * moved + wanted
+    more: Sets = [[]] * moved + wanted
     assert sets_of(SamplingMask.unpacked(mask.packed(), len(more)), 0) == more
     shifted = joined_masks([(None, moved), (mask, len(wanted))])
     assert isinstance(shifted, SamplingMask)
@@ -106,7 +106,7 @@ def test_a_rollout_whose_mask_is_in_a_file_cannot_grow() -> None:
         ([3, -1], [5, 6], "negative count"),
         ([2, 2], [5, 6, 7], "3 ids, and its counts add up to 4"),
         ([2**31 - 1, 2**31 - 1], [5, 6], "add up to"),
-        ([2, 1], [5, -6, 7], "negative id"),
+        ([2, 1], [5, -6, 7], "negative value"),
         ([2, 1], [5.0, 6.0, 7.0], "sampling_ids"),
     ],
 )
