@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from buffer.errors import WireError
 from buffer.wire.document import OPTIONAL, Columns, Head, Own, Shared
 from buffer.wire.rollout import expert_rows
-from buffer.wire.table import NO_FINISH, STATUSES
+from buffer.wire.table import NO_FINISH, STATUSES, tops_of
 
 MAX_NESTING = 32
 """Deeper documents would exceed the recursion limit of other readers, and of our encoder."""
@@ -157,6 +157,8 @@ _NAMED = {
     "rewards": "rewards",
     "spans": "lineages",
     "teacher_logprobs": "teachers",
+    "teacher_top_ids": "teacher_top_k",
+    "teacher_top_logprobs": "teacher_top_k",
 }
 """Columns that exist if the head has names for them."""
 
@@ -168,6 +170,7 @@ class Bounds(NamedTuple):
     response_id: int
     lowest_logprob: float
     highest_logprob: float
+    top_id: int  # of `teacher_top_ids`
 
 
 def bounds_of(columns: Columns) -> Bounds:
@@ -179,6 +182,9 @@ def bounds_of(columns: Columns) -> Bounds:
         int(np.maximum.reduce(columns["response_ids"].view("<u4"), initial=0)),
         float(np.minimum.reduce(logprobs, initial=0)),
         float(np.maximum.reduce(logprobs, initial=0)),
+        int(columns["teacher_top_ids"].view("<u4").max(initial=0))
+        if "teacher_top_ids" in columns
+        else 0,
     )
 
 
@@ -196,6 +202,8 @@ def _check_shapes(head: Head, columns: Columns) -> None:
         **dict.fromkeys(_PER_TOKEN, (tokens,)),
         "rewards": (rollouts, len(head.rewards)),
         "teacher_logprobs": (len(head.teachers), tokens),
+        "teacher_top_ids": (tokens, sum(head.teacher_top_k)),
+        "teacher_top_logprobs": (tokens, sum(head.teacher_top_k)),
     }
     for name, column in columns.items():
         if name in shapes and column.shape != shapes[name]:
@@ -214,7 +222,11 @@ def _check_values(columns: Columns) -> Bounds:
         if name in columns and np.maximum.reduce(columns[name], initial=0) > 1:
             raise WireError(f"at columns.{name}: a value that is neither 0 nor 1")
     bounds = bounds_of(columns)
-    for name, highest in (("prompt_ids", bounds.prompt_id), ("response_ids", bounds.response_id)):
+    for name, highest in (
+        ("prompt_ids", bounds.prompt_id),
+        ("response_ids", bounds.response_id),
+        ("teacher_top_ids", bounds.top_id),
+    ):
         if highest >= 2**31:
             raise WireError(f"at columns.{name}: a negative value")
     if not math.isfinite(bounds.lowest_logprob) or not math.isfinite(bounds.highest_logprob):
@@ -277,6 +289,20 @@ def _check_optional(head: Head, columns: Columns) -> None:
             _check_whole(name, columns[name], lengths)
     for row in columns.get("teacher_logprobs", ()):
         _check_whole("teacher_logprobs", row, lengths)
+    if head.teacher_top_k:
+        _check_tops(head, columns, lengths)
+
+
+def _check_tops(head: Head, columns: Columns, lengths: Sequence[int]) -> None:
+    if len(head.teacher_top_k) != len(head.teachers):
+        raise WireError(f"at teacher_top_k: {len(head.teachers)} teachers need a number each")
+    for _, logprobs in tops_of(head, columns).values():
+        absent = np.isnan(logprobs)
+        if (absent != absent[:, :1]).any():
+            raise WireError("at columns.teacher_top_logprobs: NaN for some of a token's values")
+        _check_whole("teacher_top_logprobs", logprobs[:, 0], lengths)
+        if np.isinf(logprobs).any():
+            raise WireError("at columns.teacher_top_logprobs: an infinite value")
 
 
 def _check_experts(head: Head, columns: Columns) -> None:

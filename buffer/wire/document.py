@@ -83,6 +83,7 @@ class Head(_Map, kw_only=True):
     lineages: list[str] = []
     rewards: list[str] = []
     teachers: list[Name] = []
+    teacher_top_k: list[Count] = []
     columns: dict[str, Shape]
 
 
@@ -182,6 +183,8 @@ LAYOUT = {
     "values": ("<f4", 1),
     "token_rewards": ("<f4", 1),
     "teacher_logprobs": ("<f4", 2),
+    "teacher_top_ids": ("<i4", 2),
+    "teacher_top_logprobs": ("<f4", 2),
     "routed_experts": ("<i2", 3),
     "statuses": ("|u1", 1),
     "finishes": ("|u1", 1),

@@ -11,7 +11,7 @@
                                          "raw_arguments": str?}, ...]?,
                          "routed_experts": str (their address)?}], ...]?,
      "responses": [str, ...], "finish_reasons": [str, ...]?, "lineages": [str, ...]?,
-     "rewards": [str, ...]?, "teachers": [str, ...]?,
+     "rewards": [str, ...]?, "teachers": [str, ...]?, "teacher_top_k": [int, ...]?,
      "columns": {name: [offset, *shape], ...}, "pad": str?, "data": bin}
 
 k rollouts, P prompt tokens, R response tokens of all rollouts, one after another:
@@ -25,6 +25,9 @@ k rollouts, P prompt tokens, R response tokens of all rollouts, one after anothe
     logprobs      float32[R]
     ref_logprobs, values, token_rewards  float32[R]   NaN for all tokens of a rollout without
     teacher_logprobs  float32[t, R]      by the names in `teachers`; NaN in the same way
+    teacher_top_ids, teacher_top_logprobs  int32 and float32[R, sum of teacher_top_k]   the most
+                                 probable tokens of each teacher, side by side; 0 and NaN for all
+                                 tokens of a rollout without
     routed_experts    int16[rows, layers, top_k]   P + tokens - 1 rows for each rollout with any
     statuses      uint8[k]       0 init, 1 completed, 2 aborted, 3 expired, 4 failed, 5 filtered,
                                  6 archived

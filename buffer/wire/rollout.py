@@ -124,7 +124,8 @@ class RolloutState(BaseModel):
     Columns over response tokens have one length R: `response_ids`, `logprobs` (at the sampling
     temperature), `response_mask` (1 = trained; None = all ones), and where they were computed
     `ref_logprobs`, `values` (of a critic), `token_rewards` (of steps, or of turns at their ends)
-    and `teacher_logprobs` (by the teacher's name). `spans` name the weights that sampled each
+    and `teacher_logprobs` (by the teacher's name; its most probable tokens, [R, k], in
+    `teacher_top_ids` and `teacher_top_logprobs`). `spans` name the weights that sampled each
     token; a tool's tokens have none. `routed_experts` of a mixture of experts: int16[P + R - 1,
     layers, top_k], the choices for every token but the last, or their address. `prompt_ids` are the
     same in the whole group.
@@ -155,6 +156,8 @@ class RolloutState(BaseModel):
     values: Float32 | None = None
     token_rewards: Float32 | None = None
     teacher_logprobs: dict[str, Float32] | None = None
+    teacher_top_ids: dict[str, Int32] | None = None
+    teacher_top_logprobs: dict[str, Float32] | None = None
     routed_experts: str | Experts | None = None
     spans: list[VersionSpan] = []
     reward: dict[str, float] | None = None
@@ -172,6 +175,7 @@ class RolloutState(BaseModel):
         for name, column in self._token_columns():
             if len(column) != tokens:
                 raise ValueError(f"{name} has {len(column)} values for {tokens} response_ids")
+        self._check_tops(tokens)
         if any(s.start < 0 or s.length < 0 or s.start + s.length > tokens for s in self.spans):
             raise ValueError(f"a version span is outside of the {tokens} response tokens")
         if isinstance(self.routed_experts, np.ndarray):
@@ -185,6 +189,22 @@ class RolloutState(BaseModel):
                 yield name, column
         for teacher, column in (self.teacher_logprobs or {}).items():
             yield f"teacher_logprobs of {teacher!r}", column
+
+    def _check_tops(self, tokens: int) -> None:
+        ids, logprobs = self.teacher_top_ids or {}, self.teacher_top_logprobs or {}
+        for teacher in {*ids, *logprobs}:
+            shapes = [column[teacher].shape for column in (ids, logprobs) if teacher in column]
+            if (
+                shapes != [(tokens, *shapes[0][1:])] * 2
+                or len(shapes[0]) != 2
+                or not shapes[0][1]
+                or teacher not in (self.teacher_logprobs or {})
+            ):
+                raise ValueError(
+                    f"teacher_top_ids and teacher_top_logprobs of {teacher!r} have shapes "
+                    f"{[list(shape) for shape in shapes]}: expected two of [{tokens}, k], and its "
+                    "teacher_logprobs"
+                )
 
     def _check_experts(self, experts: NDArray[np.int16]) -> None:
         prompt = 0 if self.prompt_ids is None else len(self.prompt_ids)
@@ -267,7 +287,10 @@ class RolloutState(BaseModel):
             setattr(self, name, field.get_default(call_default_factory=True))
 
 
-_COMPUTED = ("ref_logprobs", "values", "teacher_logprobs")
+TEACHERS = ("teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
+"""Columns by the teacher's name."""
+
+_COMPUTED = ("ref_logprobs", "values", *TEACHERS)
 """Columns that are computed after a response, for all its tokens."""
 
 _OF_RESPONSE = (

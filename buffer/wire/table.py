@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ def tabulate(gid: str, task: str, states: Sequence[RolloutState]) -> tuple[Head,
     reward_names, rewards = _rewards(states)
     lineages, spans = _spans(states)
     teachers, teacher_logprobs = _teachers(states, lengths)
+    top_k, top_ids, top_logprobs = _tops(states, teachers, lengths)
     experts, has_experts = _experts([state.routed_experts for state in states])
     columns = {
         "spans": spans,
@@ -46,6 +47,8 @@ def tabulate(gid: str, task: str, states: Sequence[RolloutState]) -> tuple[Head,
         "response_ids": np.concatenate([state.response_ids for state in states]),
         "logprobs": np.concatenate([state.logprobs for state in states]),
         "teacher_logprobs": teacher_logprobs,
+        "teacher_top_ids": top_ids,
+        "teacher_top_logprobs": top_logprobs,
         "routed_experts": experts,
         "statuses": np.array([_CODES[state.status] for state in states], "u1"),
         "finishes": finishes,
@@ -65,6 +68,7 @@ def tabulate(gid: str, task: str, states: Sequence[RolloutState]) -> tuple[Head,
         lineages=lineages,
         rewards=reward_names,
         teachers=teachers,
+        teacher_top_k=top_k,
         columns={},
     )
     return head, {name: column for name, column in columns.items() if column is not None}
@@ -113,9 +117,10 @@ def _per_token(
     """Return a column over all tokens, `absent` for a rollout without; None where none has it."""
     if not any(column is not None and len(column) for column in columns):
         return None
+    row = next(column.shape[1:] for column in columns if column is not None and len(column))
     filled = zip(columns, lengths, strict=True)
     whole: NDArray[Any] = np.concatenate(
-        [np.full(n, absent, dtype) if column is None else column for column, n in filled]
+        [np.full((n, *row), absent, dtype) if column is None else column for column, n in filled]
     )
     return whole
 
@@ -129,6 +134,29 @@ def _teachers(
     names = sorted({name for columns in given for name, column in columns.items() if len(column)})
     rows = [_per_token([columns.get(name) for columns in given], lengths) for name in names]
     return names, np.array(rows, "<f4") if names else None
+
+
+def _tops(
+    states: Sequence[RolloutState], teachers: Sequence[str], lengths: Sequence[int]
+) -> tuple[list[int], NDArray[np.int32] | None, NDArray[np.float32] | None]:
+    """Return k of each teacher, and the top tokens of all teachers side by side."""
+    given = [(state.teacher_top_ids or {}, state.teacher_top_logprobs or {}) for state in states]
+    if not any(ids for ids, _ in given):
+        return [], None, None
+    top_k, blocks = [], []
+    for name in teachers:
+        pairs = [(ids.get(name), logprobs.get(name)) for ids, logprobs in given]
+        widths = {rows.shape[1] for pair in pairs for rows in pair if rows is not None}
+        if len(widths) > 1:
+            raise WireError(f"top tokens of {name!r} have different numbers k: {sorted(widths)}")
+        top_k.append(max(widths, default=0))
+        if widths:
+            ids = _per_token([pair[0] for pair in pairs], lengths, 0, "<i4")
+            blocks.append((ids, _per_token([pair[1] for pair in pairs], lengths)))
+    if not blocks:
+        return [], None, None
+    all_ids, all_logprobs = zip(*blocks, strict=True)
+    return top_k, np.concatenate(all_ids, axis=1), np.concatenate(all_logprobs, axis=1)
 
 
 def _experts(
@@ -206,6 +234,7 @@ def rollouts(head: Head, columns: Columns) -> Iterator[RolloutState]:
     columns = {name: read_only(column) for name, column in columns.items()}
     spans = spans_of(head, columns)
     experts = experts_of(head, columns)
+    tops = tops_of(head, columns)
     own = dict(head.own)
     shared = _state_fields(head.shared)
     ends = np.cumsum(columns["lengths"]).tolist()
@@ -224,6 +253,7 @@ def rollouts(head: Head, columns: Columns) -> Iterator[RolloutState]:
             logprobs=columns["logprobs"][part],
             response_mask=None if mask is None or mask.all() else mask,
             teacher_logprobs=_own_teachers(head.teachers, columns, part),
+            **_own_tops(tops, part),
             routed_experts=experts[n],
             spans=spans[n],
             reward=_reward(head.rewards, columns, n),
@@ -254,6 +284,19 @@ def experts_of(head: Head, columns: Columns) -> list[Experts]:
     return found
 
 
+def tops_of(head: Head, columns: Columns) -> dict[str, tuple[NDArray[Any], NDArray[Any]]]:
+    """Return the top tokens of each teacher with any: ids and logprobs, [R, k]."""
+    if not head.teacher_top_k:
+        return {}
+    ends = np.cumsum(head.teacher_top_k).tolist()
+    parts = zip(head.teachers, head.teacher_top_k, ends, strict=True)
+    blocks = ((name, slice(end - k, end)) for name, k, end in parts if k)
+    return {
+        name: (columns["teacher_top_ids"][:, block], columns["teacher_top_logprobs"][:, block])
+        for name, block in blocks
+    }
+
+
 def _reward(names: Sequence[str], columns: Columns, n: int) -> dict[str, float] | None:
     if "rewards" not in columns:
         return None
@@ -276,6 +319,22 @@ def _own_teachers(
     rows = zip(teachers, columns["teacher_logprobs"], strict=True)
     parts = {name: _own_part(row, part) for name, row in rows}
     return {name: own for name, own in parts.items() if own is not None} or None
+
+
+def _own_tops(
+    tops: Mapping[str, tuple[NDArray[Any], NDArray[Any]]], part: slice
+) -> dict[str, dict[str, NDArray[Any]]]:
+    own = {
+        name: (ids[part], logprobs[part])
+        for name, (ids, logprobs) in tops.items()
+        if _own_part(logprobs[:, 0], part) is not None
+    }
+    if not own:
+        return {}
+    return {
+        "teacher_top_ids": {name: ids for name, (ids, _) in own.items()},
+        "teacher_top_logprobs": {name: logprobs for name, (_, logprobs) in own.items()},
+    }
 
 
 def _state_fields(texts: Shared | Own) -> dict[str, Any]:

@@ -189,6 +189,7 @@ class Segment:
                 setattr(state, name, np.append(before, column)[prompt:])
         rows = (state.teacher_logprobs or {}).items()
         state.teacher_logprobs = {who: np.append(before, row)[prompt:] for who, row in rows} or None
+        state.teacher_top_ids = state.teacher_top_logprobs = None  # teachers read whole segments
         state.prompt_ids = self.ids[:prompt]
         state.response_ids = self.ids[prompt:]
         state.logprobs = self.logprobs[prompt:]

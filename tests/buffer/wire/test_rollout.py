@@ -46,6 +46,14 @@ def test_columns_become_little_endian_arrays() -> None:
         {"spans": [VersionSpan(-1, 2, 0, "l")]},
         {"ref_logprobs": [0.0]},
         {"values": [0.0] * 4},
+        {"teacher_logprobs": {"t": [0.0]}},
+        {"teacher_top_ids": {"t": [[1]] * 3}, "teacher_top_logprobs": {"t": [[0]] * 3}},
+        {"teacher_logprobs": {"t": [0] * 3}, "teacher_top_ids": {"t": [[1]] * 3}},
+        {
+            "teacher_logprobs": {"t": [0] * 3},
+            "teacher_top_ids": {"t": [[1, 2]] * 3},
+            "teacher_top_logprobs": {"t": [[0]] * 3},
+        },
         {"routed_experts": [[[1]]]},
         {"routed_experts": [1, 2]},
         {"tool_calls": [{"id": "a"}]},
@@ -120,7 +128,8 @@ OF_THE_PROMPT: dict[str, Any] = {
 }  # fmt: skip
 OF_THE_RESPONSE: dict[str, Any] = {
     "role": "solver", "response": "r", "tool_calls": [ToolCall("c", "add")], "response_mask": [1, 0, 1], "values": [0, 0, 0],
-    "ref_logprobs": [0, 0, 0], "token_rewards": [0, 0, 1], "teacher_logprobs": {"t": [0, 0, 0]}, "routed_experts": "file:///e", "spans": [VersionSpan(0, 3, 1, "a")],
+    "ref_logprobs": [0, 0, 0], "token_rewards": [0, 0, 1], "teacher_logprobs": {"t": [0, 0, 0]},
+    "teacher_top_ids": {"t": [[1], [2], [3]]}, "teacher_top_logprobs": {"t": [[0], [0], [0]]}, "routed_experts": "file:///e", "spans": [VersionSpan(0, 3, 1, "a")],
     "reward": {"score": 1}, "finish_reason": "abort", "status": Status.ABORTED, "error": "e",
 }  # fmt: skip
 
