@@ -49,6 +49,15 @@ class Generation:
     routed_experts: NDArray[np.int16] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The natural logprobs of given tokens at temperature 1, and the `k` most probable tokens."""
+
+    logprobs: NDArray[np.float32]  # [n]
+    top_ids: NDArray[np.int32]  # [n, k], the most probable first
+    top_logprobs: NDArray[np.float32]  # [n, k]
+
+
 class GrowingResponse:
     """The response of one request so far. `finish_reason` is None until it has ended."""
 
@@ -144,6 +153,20 @@ def context_length(engine: object) -> int | None:
 def structures(engine: object) -> bool:
     """Return whether `engine` applies `SampleParams.structured`; if not, such tasks are refused."""
     return bool(getattr(engine, "structures_output", False))
+
+
+@runtime_checkable
+class ScoresTexts(Protocol):
+    """An engine that can score given tokens, as a teacher does."""
+
+    async def score(
+        self, request_id: str, ids: NDArray[np.int32], start: int, top_k: int = 0
+    ) -> Scores:
+        """Return the scores of `ids[start:]`, each after all ids before it; `start` is at least 1.
+
+        Neither temperature nor top-p apply. Raises GenerationError, also after `pause("abort")`, or
+        EngineDeadError. Other requests run meanwhile.
+        """
 
 
 @runtime_checkable
