@@ -326,6 +326,10 @@ class TransformersConfig(EngineSettings):
     """requests that get a token in each round; further ones wait"""
     routed_experts: bool = False
     """record the experts that a mixture of experts chose for each token"""
+    sampling_mask: bool = False
+    """record which tokens each token was sampled from; set where a training task cuts some off with
+    top_p and the like
+    """
 
 
 class SimulatedConfig(EngineSettings):

@@ -15,6 +15,7 @@ from buffer.errors import ModelError, RolloutMQError
 from buffer.weights.transport import Announcement
 from buffer.wire.rollout import MediaRef, PolicyVersion, VersionSpan
 from buffer.wire.sampling import SampleParams
+from buffer.wire.sampling_mask import RecordedMask
 from producer_workers.images import ImageReader
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -47,6 +48,7 @@ class Generation:
     finish_reason: FinishReason
     # [P + n - 1, layers, top_k], of every token of prompt and response but the last
     routed_experts: NDArray[np.int16] | None = None
+    sampling_mask: RecordedMask = None  # None: not recorded, or nothing was cut off
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +93,13 @@ class GrowingResponse:
         assert self.finish_reason is not None
         token_ids = np.asarray(self.token_ids, dtype="<i4")
         logprobs = np.asarray(self._logprobs, dtype="<f4")
-        return Generation(
-            token_ids, logprobs, tuple(self._spans), self.finish_reason, self.routed_experts()
-        )
+        recorded = self.routed_experts(), self.sampling_mask()
+        return Generation(token_ids, logprobs, tuple(self._spans), self.finish_reason, *recorded)
 
     def routed_experts(self) -> NDArray[np.int16] | None:
+        return None
+
+    def sampling_mask(self) -> RecordedMask:
         return None
 
 
@@ -153,6 +157,11 @@ def context_length(engine: object) -> int | None:
 def structures(engine: object) -> bool:
     """Return whether `engine` applies `SampleParams.structured`; if not, such tasks are refused."""
     return bool(getattr(engine, "structures_output", False))
+
+
+def records_masks(engine: object) -> bool:
+    """Return whether generations have a `sampling_mask` where something was cut off."""
+    return bool(getattr(engine, "records_masks", False))
 
 
 @runtime_checkable

@@ -23,6 +23,7 @@ from buffer.imports import install_command
 from buffer.weights.safetensors_files import MODEL_LOADING, is_adapter
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.sampling import SampleParams
+from buffer.wire.sampling_mask import RecordedMask, SamplingMask, joined_masks
 from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines.base import (
     EngineDeadError,
@@ -65,11 +66,15 @@ class _Request(GrowingResponse):
         self.generator.manual_seed(self.generator.seed() if params.seed is None else params.seed)
         self.cache: Any = None
         self.experts = RoutedTokens()
+        self.masks: list[tuple[RecordedMask, int]] = []  # of each token
         self.error: Exception | None = None
         self.ended: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
 
     def routed_experts(self) -> NDArray[np.int16] | None:
         return self.experts.whole()
+
+    def sampling_mask(self) -> RecordedMask:
+        return joined_masks(self.masks) if self.masks else None
 
     def settle(self) -> None:
         if self.ended.done():
@@ -126,6 +131,7 @@ class TransformersEngine:
 
     def __init__(self, config: TransformersConfig, model_dir: Path, version: PolicyVersion) -> None:
         self._config = config
+        self.records_masks = config.sampling_mask
         self._model_dir = model_dir
         self._version = version
         self._device = config.device
@@ -291,10 +297,12 @@ class TransformersEngine:
             request.experts.add(known, self._recorder.take())
         logits = output.logits[0, -1].cpu()
         stop_ids = self._stop_ids.union(params.stop_token_ids)
-        token, logprob = sample(
+        token, logprob, kept = sample(
             logits, params, request.prompt, request.token_ids, stop_ids, request.generator
         )
         request.add([token], [logprob])
+        if self.records_masks:
+            request.masks.append((None if kept is None else _mask_of(kept), 1))
         request.stamp(self._version)
         if token in stop_ids or self._meets_stop(request):
             request.finish("stop")
@@ -387,6 +395,10 @@ class TransformersEngine:
                 _put_adapter_into(model, path)
         model = model.eval().to(self._device)
         return model, RoutingRecorder(model) if self._config.routed_experts else None
+
+
+def _mask_of(kept: torch.Tensor) -> SamplingMask:
+    return SamplingMask(np.array([len(kept)], "<i4"), kept.numpy().astype("<i4"))
 
 
 def _put_adapter_into(model: Any, folder: Path) -> None:
