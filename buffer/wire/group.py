@@ -20,11 +20,13 @@ from buffer.wire.document import OPTIONAL, Columns, Document, Own, Shared
 from buffer.wire.own_copy import own_copy
 from buffer.wire.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
 from buffer.wire.sampling import SampleParams
+from buffer.wire.sampling_mask import RecordedMask
 from buffer.wire.staleness import last_trained, living_version, token_mask
 from buffer.wire.table import (
     STATUSES,
     Experts,
     experts_of,
+    masks_of,
     rollouts,
     spans_of,
     tabulate,
@@ -98,7 +100,8 @@ class RolloutGroup:
     float32[sum R], mask uint8[sum R], scores float32[k]. None where no rollout has them:
     ref_logprobs, values and token_rewards float32[sum R], teacher_logprobs float32[teachers, sum R]
     (nan for a rollout without; beside them `teacher_tops`), routed_experts int16[rows, layers,
-    top_k] (P + R - 1 rows for each rollout whose experts are not elsewhere).
+    top_k] (P + R - 1 rows for each rollout whose experts are not elsewhere). `sampling_masks` are
+    by rollout.
     """
 
     signatures: Sequence[str] = ()  # lines of `buffer.wire.framing`
@@ -403,6 +406,10 @@ class RolloutGroup:
     def experts(self) -> list[Experts]:
         """Return `routed_experts` of each member, in the form of `RolloutState`."""
         return experts_of(self.head, self.columns)
+
+    def sampling_masks(self) -> list[RecordedMask]:
+        """Return `sampling_mask` of each member, in the form of `RolloutState`."""
+        return masks_of(self.head, self.columns)
 
     def _parts(self) -> Iterator[tuple[slice, list[VersionSpan]]]:
         """Yield each rollout's part of the token columns, and its spans."""
