@@ -159,6 +159,10 @@ class EngineSettings(Section):
         """Return settings with which the engine records sampling masks, if it can."""
         return self.model_copy(update={"sampling_mask": True}) if self.has_masks else self
 
+    def for_teacher(self, top_k: int) -> Self:
+        """Return the settings of an engine that only scores texts, with weights that stay."""
+        return self
+
 
 class VllmConfig(EngineSettings):
     """[engine] kind = "vllm": a vLLM engine.
@@ -256,6 +260,24 @@ class VllmConfig(EngineSettings):
     def reporting_load(self) -> Self:
         return self.model_copy(update={"report_load": True})
 
+    def for_teacher(self, top_k: int) -> Self:
+        extra = {
+            # vLLM makes the logits of all tokens of a step at once: 1.2 GB for 2,048 of Qwen's
+            "enable_chunked_prefill": True,
+            "max_num_batched_tokens": max(2048, self.max_num_seqs or 0),
+            **self.extra_args,
+            "max_logprobs": max(top_k, 20, self.extra_args.get("max_logprobs", 0)),
+        }
+        return self.model_copy(
+            update={
+                # vLLM makes a token more than the text has
+                "max_model_len": self.max_model_len and self.max_model_len + 1,
+                "max_lora_rank": None,
+                "routed_experts": False,
+                "extra_args": extra,
+            }
+        )
+
 
 class HttpConfig(EngineSettings):
     """[engine] kind = "http": a server of the OpenAI API that returns token ids.
@@ -291,6 +313,9 @@ class HttpConfig(EngineSettings):
 
     def adapter_problem(self, rank: int) -> str:
         return "" if self.wants_adapters else '[learner.lora] needs [engine] weights = "adapters"'
+
+    def for_teacher(self, top_k: int) -> Self:
+        return self.model_copy(update={"weights": "static"})
 
 
 class TransformersConfig(EngineSettings):

@@ -91,10 +91,9 @@ def project(
     """Return log-probability of each target and entropy of its distribution, in nats.
 
     `states`: [N, width]. `head`: linear, with a `weight` of [vocabulary, width]. `targets`:
-    int64[N]. `others`: further tokens whose log-probability is asked for, int64[N, K]; about
-    `LOWEST` where they are not in `sampled_from`. Under autocast, only the products are computed in
-    its type, the rest in float32. `fp32_logits`: factors are rounded to that type, their products
-    are not.
+    int64[N]. `others`: further tokens whose log-probability is asked for, int64[N, K]; -inf where
+    they are not in `sampled_from`. Under autocast, only the products are computed in its type, the
+    rest in float32. `fp32_logits`: factors are rounded to that type, their products are not.
     """
     weight: Any = head.weight
     bias: Any = getattr(head, "bias", None)
@@ -106,9 +105,10 @@ def project(
         options = _Options(transform, dtype, fp32_logits, entropy_gradient, collision, sampled_from)
         tokens = targets[:, None] if others is None else torch.cat([targets[:, None], others], 1)
         logprobs, entropy, squares = apply(states, weight, bias, tokens, options)
-    return TokenLogprobs(
-        logprobs[:, 0], entropy, squares, None if others is None else logprobs[:, 1:]
-    )
+    rest = None if others is None else logprobs[:, 1:]
+    if rest is not None and sampled_from is not None:
+        rest = rest.masked_fill(rest < LOWEST / 2, -torch.inf)
+    return TokenLogprobs(logprobs[:, 0], entropy, squares, rest)
 
 
 def _chunks(count: int, vocabulary: int) -> Iterator[slice]:
