@@ -91,6 +91,18 @@ build/harbor/.done: requirements/harbor.txt
 test-harbor: setup build/harbor/.done ## real trials of Harbor (in build/harbor) without a container engine; 3 minutes
 	@$(PYTEST) tests/producer_workers/environments/test_harbor_trials.py
 
+TRAINERS ?= $(basename $(notdir $(wildcard requirements/trainers/*.txt)))
+.PHONY: test-trainers
+test-trainers: setup ## the adapters for trainers of others, with those trainers' own classes, in build/trainers; one alone: TRAINERS=xtuner
+	@for trainer in $(TRAINERS); do \
+		venv=build/trainers/$$trainer; needed=requirements/trainers/$$trainer.txt; \
+		test $$venv/done -nt $$needed || { $(PYTHON) -m venv $$venv && $$venv/bin/pip install -q -r $$needed && \
+			$(PY) -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' > $$venv/rolloutmq.pth && \
+			mv $$venv/rolloutmq.pth "$$($$venv/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')" && \
+			touch $$venv/done; } || exit; \
+		$$venv/bin/python -m pytest tests/trainers/test_$$trainer.py || exit; \
+	done
+
 AGENTS := tests/producer_workers/real_agents
 .PHONY: test-agents
 test-agents: setup ## Codex, opencode, qwen-code, mini-swe-agent and others, as users start them; installs 1.8 GB into build/agents

@@ -29,43 +29,37 @@ def _both(section: str, name: str) -> list[tuple[str, str]]:
 
 ROWS = (
     Row(
-        "put, batched / best `SET`",
+        "put, batched / best `SET`: processor time",
         "put",
         _both("put", "ours / SET x"),
         "copies of the bytes; encoding, the script",
     ),
     Row(
-        "put, one by one / `SET` one by one",
-        "put",
-        _both("put", "ours, single / SET"),
-        "one script call per group",
-    ),
-    Row(
-        "take / best `MGET`",
+        "take / best `MGET`: processor time",
         "take",
         _both("take", "ours / MGET"),
         "copies of the bytes; checks, the script",
     ),
     Row(
-        "put / PipelineRL's stream",
+        "put / PipelineRL's stream: processor time",
         "put",
         _both("put", "ours / naive: pickle stream"),
-        "plain `SET` is not 10 times as fast",
+        "encoding, the script",
     ),
     Row(
-        "take / PipelineRL's stream",
+        "take / PipelineRL's stream: processor time",
         "take",
         _both("take", "ours / naive: pickle stream"),
-        "plain `MGET`",
+        "checks",
     ),
     Row(
-        "put / Ray queue",
+        "put / Ray queue: processor time",
         "put",
         _both("put", "ours / Ray queue"),
         "plain `SET`",
     ),
     Row(
-        "take / Ray queue",
+        "take / Ray queue: processor time",
         "take",
         _both("take", "ours / Ray queue"),
         "plain `MGET`",

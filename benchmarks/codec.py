@@ -34,7 +34,7 @@ def codec(rounds: int) -> Iterator[Figure]:
         "copy of its bytes": _repeated(lambda: bytearray(data)),
     }
     targets = {"encode, all checks": ENCODE_US, "decode, all checks": DECODE_US}
-    taken = interleave(ways, rounds)
+    taken = interleave(ways, rounds).wall
     for name, seconds in taken.items():
         yield _microseconds(name, median(seconds) / REPEATS, targets.get(name))
 
@@ -64,7 +64,7 @@ def pack(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
         "plan of micro-batches": Way(plan),
         "all micro-batches": Way(build),
     }
-    taken = interleave(ways, rounds)
+    taken = interleave(ways, rounds).wall
     section = f"pack, {server.name}"
     for name in ("plan of micro-batches", "all micro-batches"):
         yield Figure(section, name, 1000 * median(taken[name]), "ms")

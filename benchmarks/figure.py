@@ -40,30 +40,42 @@ class Way:
     prepare: Callable[[], Any] = lambda: None
     clean: Callable[[], object] = lambda: None
 
-    def seconds(self) -> float:
+    def spend(self, processor_time: Callable[[], float]) -> tuple[float, float]:
+        """Run once; return the seconds on the clock, and those of the processor."""
         prepared = self.prepare()
-        start = time.perf_counter()
+        used, start = processor_time(), time.perf_counter()
         result = self.run(prepared)
-        taken = time.perf_counter() - start
+        taken, used = time.perf_counter() - start, processor_time() - used
         del result  # freed outside of the clock, for every way alike
         self.clean()
-        return taken
+        return taken, used
 
 
-def interleave(ways: Mapping[str, Way], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each way in each round, in turns (A B C A B C …).
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Seconds of each way in each round: on the clock, and of the processor."""
+
+    wall: dict[str, list[float]]
+    cpu: dict[str, list[float]]
+
+
+def interleave(
+    ways: Mapping[str, Way], rounds: int, processor_time: Callable[[], float] = time.process_time
+) -> Spent:
+    """Return what each way spends in each round, in turns (A B C A B C …).
 
     So a noisy moment affects all of them.
 
     A first round warms up and is not counted.
     """
-    taken: dict[str, list[float]] = {name: [] for name in ways}
+    spent = Spent({name: [] for name in ways}, {name: [] for name in ways})
     for number in range(rounds + 1):
         for name, way in ways.items():
-            seconds = way.seconds()
+            wall, cpu = way.spend(processor_time)
             if number:
-                taken[name].append(seconds)
-    return taken
+                spent.wall[name].append(wall)
+                spent.cpu[name].append(cpu)
+    return spent
 
 
 def ratio(taken: Mapping[str, list[float]], ours: str, theirs: str) -> float:

@@ -62,5 +62,5 @@ def scan(groups: int, rounds: int) -> Iterator[Figure]:
         "refresh": Way(lambda _: buffer.refresh(4, 8)),
         "take 512": Way(lambda _: buffer.take(TASK, 512)),
     }
-    for name, seconds in interleave(ways, rounds).items():
+    for name, seconds in interleave(ways, rounds).wall.items():
         yield Figure("scan-based", f"{name}, {groups:,} groups", median(seconds) * 1e6, "us")

@@ -1,7 +1,7 @@
 """Read and write files of rollout lines in bounded memory: JSONL, or Parquet with pyarrow.
 
-In Parquet, token columns are lists of int32 and float32, and nested fields (messages, spans,
-reward, sample_params, ground_truth, extra) JSON text.
+In Parquet, token columns are lists of int32 and float32, and nested fields (messages, reward,
+columns of teachers, …) JSON text.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ from buffer.curation.rollout_line import FIELDS
 from buffer.errors import ConfigError, DatasetError
 from buffer.imports import install_command
 from buffer.snapshot.folder import sync
+from buffer.wire.document import OPTIONAL
+from buffer.wire.rollout import TEACHERS
 
 LINE_BYTES = 256 * 2**20  # a longer line of JSON is refused before it is parsed
 
 FIX_HINT = "fix the file: each line is one rollout, as `rolloutmq export` writes it"
 
-_JSON_COLUMNS = ("messages", "spans", "reward", "sample_params", "ground_truth", "extra")
+_JSON_COLUMNS = (
+    *("messages", "spans", "reward", "sample_params", "ground_truth", "extra", *TEACHERS),
+)
 _ROWS = 64  # in memory at a time: a row group of a Parquet file
 
 
@@ -118,7 +122,10 @@ class ParquetWriter:
         self._rows: list[dict[str, Any]] = []
 
     def add(self, line: dict[str, Any]) -> None:
-        nested = {name: orjson.dumps(line[name]).decode() for name in _JSON_COLUMNS}
+        nested = {
+            name: orjson.dumps(line[name], option=orjson.OPT_SERIALIZE_NUMPY).decode()
+            for name in _JSON_COLUMNS
+        }
         self._rows.append({**line, **nested})
         if len(self._rows) == _ROWS:
             self._flush()
@@ -168,7 +175,7 @@ def _schema(arrow: Any) -> Any:
         "staleness": arrow.int64(),
         "prompt_ids": ids,
         "response_ids": ids,
-        "logprobs": arrow.list_(arrow.float32()),
+        **dict.fromkeys(("logprobs", *OPTIONAL), arrow.list_(arrow.float32())),
         "response_mask": arrow.list_(arrow.uint8()),
     }
     return arrow.schema([(name, special.get(name, texts)) for name in FIELDS])

@@ -49,6 +49,8 @@ class RolloutLine(BaseModel):
     values: list[Finite] | None = None
     token_rewards: list[Finite] | None = None
     teacher_logprobs: dict[str, list[Finite]] | None = None
+    teacher_top_ids: dict[str, list[list[TokenId]]] | None = None
+    teacher_top_logprobs: dict[str, list[list[Finite]]] | None = None
     reward: dict[str, Finite]
     finish_reason: str | None = "stop"
     error: str | None = None

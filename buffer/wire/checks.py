@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from buffer.errors import WireError
 from buffer.wire.document import OPTIONAL, Columns, Head, Own, Shared
 from buffer.wire.rollout import expert_rows
-from buffer.wire.table import NO_FINISH, STATUSES
+from buffer.wire.sampling_mask import SamplingMask
+from buffer.wire.table import NO_FINISH, STATUSES, tops_of
 
 MAX_NESTING = 32
 """Deeper documents would exceed the recursion limit of other readers, and of our encoder."""
@@ -74,6 +75,7 @@ def check_group(head: Head, columns: Columns) -> Bounds:
     bounds = _check_values(columns)
     _check_optional(head, columns)
     _check_experts(head, columns)
+    _check_sampling_mask(head, columns)
     _check_spans(head, columns)
     return bounds
 
@@ -151,12 +153,14 @@ BIGGEST = 2**53 - 1
 
 _LARGEST = float(np.finfo("<f4").max)
 _PER_ROLLOUT = ("indices", "lengths", "statuses", "finishes", "has_experts")
-_PER_TOKEN = ("response_ids", "logprobs", "mask", *OPTIONAL)
+_PER_TOKEN = ("response_ids", "sampling_counts", "logprobs", "mask", *OPTIONAL)
 _NAMED = {
     "finishes": "finish_reasons",
     "rewards": "rewards",
     "spans": "lineages",
     "teacher_logprobs": "teachers",
+    "teacher_top_ids": "teacher_top_k",
+    "teacher_top_logprobs": "teacher_top_k",
 }
 """Columns that exist if the head has names for them."""
 
@@ -168,6 +172,7 @@ class Bounds(NamedTuple):
     response_id: int
     lowest_logprob: float
     highest_logprob: float
+    other_id: int  # of `teacher_top_ids` and `sampling_ids`
 
 
 def bounds_of(columns: Columns) -> Bounds:
@@ -179,6 +184,10 @@ def bounds_of(columns: Columns) -> Bounds:
         int(np.maximum.reduce(columns["response_ids"].view("<u4"), initial=0)),
         float(np.minimum.reduce(logprobs, initial=0)),
         float(np.maximum.reduce(logprobs, initial=0)),
+        max(
+            int(columns[name].view("<u4").max(initial=0)) if name in columns else 0
+            for name in ("teacher_top_ids", "sampling_ids")
+        ),
     )
 
 
@@ -196,6 +205,8 @@ def _check_shapes(head: Head, columns: Columns) -> None:
         **dict.fromkeys(_PER_TOKEN, (tokens,)),
         "rewards": (rollouts, len(head.rewards)),
         "teacher_logprobs": (len(head.teachers), tokens),
+        "teacher_top_ids": (tokens, sum(head.teacher_top_k)),
+        "teacher_top_logprobs": (tokens, sum(head.teacher_top_k)),
     }
     for name, column in columns.items():
         if name in shapes and column.shape != shapes[name]:
@@ -214,7 +225,11 @@ def _check_values(columns: Columns) -> Bounds:
         if name in columns and np.maximum.reduce(columns[name], initial=0) > 1:
             raise WireError(f"at columns.{name}: a value that is neither 0 nor 1")
     bounds = bounds_of(columns)
-    for name, highest in (("prompt_ids", bounds.prompt_id), ("response_ids", bounds.response_id)):
+    for name, highest in (
+        ("prompt_ids", bounds.prompt_id),
+        ("response_ids", bounds.response_id),
+        ("teacher_top_ids or sampling_ids", bounds.other_id),
+    ):
         if highest >= 2**31:
             raise WireError(f"at columns.{name}: a negative value")
     if not math.isfinite(bounds.lowest_logprob) or not math.isfinite(bounds.highest_logprob):
@@ -277,6 +292,20 @@ def _check_optional(head: Head, columns: Columns) -> None:
             _check_whole(name, columns[name], lengths)
     for row in columns.get("teacher_logprobs", ()):
         _check_whole("teacher_logprobs", row, lengths)
+    if head.teacher_top_k:
+        _check_tops(head, columns, lengths)
+
+
+def _check_tops(head: Head, columns: Columns, lengths: Sequence[int]) -> None:
+    if len(head.teacher_top_k) != len(head.teachers):
+        raise WireError(f"at teacher_top_k: {len(head.teachers)} teachers need a number each")
+    for _, logprobs in tops_of(head, columns).values():
+        absent = np.isnan(logprobs)
+        if (absent != absent[:, :1]).any():
+            raise WireError("at columns.teacher_top_logprobs: NaN for some of a token's values")
+        _check_whole("teacher_top_logprobs", logprobs[:, 0], lengths)
+        if np.isinf(logprobs).any():
+            raise WireError("at columns.teacher_top_logprobs: an infinite value")
 
 
 def _check_experts(head: Head, columns: Columns) -> None:
@@ -298,3 +327,18 @@ def _check_experts(head: Head, columns: Columns) -> None:
         raise WireError("at own: routed_experts of a rollout that has rows of the column")
     if np.minimum.reduce(experts, axis=None) < 0:
         raise WireError("at columns.routed_experts: a negative expert")
+
+
+def _check_sampling_mask(head: Head, columns: Columns) -> None:
+    if ("sampling_ids" in columns) != ("sampling_counts" in columns):
+        raise WireError("at columns: sampling_counts and sampling_ids need each other")
+    if "sampling_ids" not in columns:
+        return
+    mask = SamplingMask(columns["sampling_counts"], columns["sampling_ids"])
+    if problem := mask.problem(columns["response_ids"]):
+        raise WireError(f"at columns.sampling_ids: the sampling mask is wrong: {problem}")
+    ends = np.cumsum(columns["lengths"]).tolist()
+    for n, own in head.own:
+        own_counts = mask.counts[ends[n - 1] if n else 0 : ends[n]]
+        if own.sampling_mask and own_counts.any():
+            raise WireError("at own: sampling_mask of a rollout that has ids in the column")

@@ -65,6 +65,7 @@ class Own(_Map):
     error: str | None = None
     tool_calls: list[ToolCall] = []
     routed_experts: str | None = None
+    sampling_mask: str | None = None
 
 
 Shape = Annotated[list[Count], Meta(min_length=2, max_length=4)]
@@ -83,6 +84,7 @@ class Head(_Map, kw_only=True):
     lineages: list[str] = []
     rewards: list[str] = []
     teachers: list[Name] = []
+    teacher_top_k: list[Count] = []
     columns: dict[str, Shape]
 
 
@@ -177,11 +179,15 @@ LAYOUT = {
     "lengths": ("<i4", 1),
     "prompt_ids": ("<i4", 1),
     "response_ids": ("<i4", 1),
+    "sampling_counts": ("<i4", 1),
+    "sampling_ids": ("<i4", 1),
     "logprobs": ("<f4", 1),
     "ref_logprobs": ("<f4", 1),
     "values": ("<f4", 1),
     "token_rewards": ("<f4", 1),
     "teacher_logprobs": ("<f4", 2),
+    "teacher_top_ids": ("<i4", 2),
+    "teacher_top_logprobs": ("<f4", 2),
     "routed_experts": ("<i2", 3),
     "statuses": ("|u1", 1),
     "finishes": ("|u1", 1),

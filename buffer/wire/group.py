@@ -20,8 +20,18 @@ from buffer.wire.document import OPTIONAL, Columns, Document, Own, Shared
 from buffer.wire.own_copy import own_copy
 from buffer.wire.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
 from buffer.wire.sampling import SampleParams
+from buffer.wire.sampling_mask import RecordedMask
 from buffer.wire.staleness import last_trained, living_version, token_mask
-from buffer.wire.table import STATUSES, Experts, experts_of, rollouts, spans_of, tabulate
+from buffer.wire.table import (
+    STATUSES,
+    Experts,
+    experts_of,
+    masks_of,
+    rollouts,
+    spans_of,
+    tabulate,
+    tops_of,
+)
 
 UNPARSED = "unparsed"
 """The part of a reward that is 1 where a judge found no answer in the response, else 0."""
@@ -89,8 +99,9 @@ class RolloutGroup:
     Columns: prompt_ids int32[P], lengths int32[k], response_ids int32[sum R], logprobs
     float32[sum R], mask uint8[sum R], scores float32[k]. None where no rollout has them:
     ref_logprobs, values and token_rewards float32[sum R], teacher_logprobs float32[teachers, sum R]
-    (nan for a rollout without), routed_experts int16[rows, layers, top_k] (P + R - 1 rows for each
-    rollout whose experts are not elsewhere).
+    (nan for a rollout without; beside them `teacher_tops`), routed_experts int16[rows, layers,
+    top_k] (P + R - 1 rows for each rollout whose experts are not elsewhere). `sampling_masks` are
+    by rollout.
     """
 
     signatures: Sequence[str] = ()  # lines of `buffer.wire.framing`
@@ -219,6 +230,18 @@ class RolloutGroup:
         found = {name: self.columns[name] for name in OPTIONAL if name in self.columns}
         for n, teacher in enumerate(self.head.teachers):
             found[f"teacher_logprobs/{teacher}"] = self.columns["teacher_logprobs"][n]
+        return found
+
+    def teacher_tops(self) -> dict[str, NDArray[Any]]:
+        """Return the most probable tokens of teachers; id 0 and nan for a rollout without.
+
+        Names: teacher_top_ids/<teacher>, int32[sum R, k], and teacher_top_logprobs/<teacher>,
+        float32[sum R, k].
+        """
+        found = {}
+        for teacher, (ids, logprobs) in tops_of(self.head, self.columns).items():
+            found[f"teacher_top_ids/{teacher}"] = ids
+            found[f"teacher_top_logprobs/{teacher}"] = logprobs
         return found
 
     @property
@@ -394,6 +417,10 @@ class RolloutGroup:
     def experts(self) -> list[Experts]:
         """Return `routed_experts` of each member, in the form of `RolloutState`."""
         return experts_of(self.head, self.columns)
+
+    def sampling_masks(self) -> list[RecordedMask]:
+        """Return `sampling_mask` of each member, in the form of `RolloutState`."""
+        return masks_of(self.head, self.columns)
 
     def _parts(self) -> Iterator[tuple[slice, list[VersionSpan]]]:
         """Yield each rollout's part of the token columns, and its spans."""

@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from buffer.errors import WireError
 from buffer.wire.sampling import Count, SampleParams
+from buffer.wire.sampling_mask import RecordedMask, SamplingMask, joined_masks
 
 
 class Status(StrEnum):
@@ -124,10 +125,12 @@ class RolloutState(BaseModel):
     Columns over response tokens have one length R: `response_ids`, `logprobs` (at the sampling
     temperature), `response_mask` (1 = trained; None = all ones), and where they were computed
     `ref_logprobs`, `values` (of a critic), `token_rewards` (of steps, or of turns at their ends)
-    and `teacher_logprobs` (by the teacher's name). `spans` name the weights that sampled each
+    and `teacher_logprobs` (by the teacher's name; its most probable tokens, [R, k], in
+    `teacher_top_ids` and `teacher_top_logprobs`). `spans` name the weights that sampled each
     token; a tool's tokens have none. `routed_experts` of a mixture of experts: int16[P + R - 1,
-    layers, top_k], the choices for every token but the last, or their address. `prompt_ids` are the
-    same in the whole group.
+    layers, top_k], the choices for every token but the last, or their address. `sampling_mask`: the
+    tokens that each token was sampled from, or their address; None: no token has a restriction.
+    `prompt_ids` are the same in the whole group.
     """
 
     model_config = ConfigDict(
@@ -155,7 +158,10 @@ class RolloutState(BaseModel):
     values: Float32 | None = None
     token_rewards: Float32 | None = None
     teacher_logprobs: dict[str, Float32] | None = None
+    teacher_top_ids: dict[str, Int32] | None = None
+    teacher_top_logprobs: dict[str, Float32] | None = None
     routed_experts: str | Experts | None = None
+    sampling_mask: RecordedMask = None
     spans: list[VersionSpan] = []
     reward: dict[str, float] | None = None
     finish_reason: str | None = None
@@ -172,10 +178,14 @@ class RolloutState(BaseModel):
         for name, column in self._token_columns():
             if len(column) != tokens:
                 raise ValueError(f"{name} has {len(column)} values for {tokens} response_ids")
+        self._check_tops(tokens)
         if any(s.start < 0 or s.length < 0 or s.start + s.length > tokens for s in self.spans):
             raise ValueError(f"a version span is outside of the {tokens} response tokens")
         if isinstance(self.routed_experts, np.ndarray):
             self._check_experts(self.routed_experts)
+        mask = self.sampling_mask
+        if isinstance(mask, SamplingMask) and (problem := mask.problem(self.response_ids)):
+            raise ValueError(f"sampling_mask: {problem}")
         return self
 
     def _token_columns(self) -> Iterator[tuple[str, NDArray[Any]]]:
@@ -185,6 +195,22 @@ class RolloutState(BaseModel):
                 yield name, column
         for teacher, column in (self.teacher_logprobs or {}).items():
             yield f"teacher_logprobs of {teacher!r}", column
+
+    def _check_tops(self, tokens: int) -> None:
+        ids, logprobs = self.teacher_top_ids or {}, self.teacher_top_logprobs or {}
+        for teacher in {*ids, *logprobs}:
+            shapes = [column[teacher].shape for column in (ids, logprobs) if teacher in column]
+            if (
+                shapes != [(tokens, *shapes[0][1:])] * 2
+                or len(shapes[0]) != 2
+                or not shapes[0][1]
+                or teacher not in (self.teacher_logprobs or {})
+            ):
+                raise ValueError(
+                    f"teacher_top_ids and teacher_top_logprobs of {teacher!r} have shapes "
+                    f"{[list(shape) for shape in shapes]}: expected two of [{tokens}, k], and its "
+                    "teacher_logprobs"
+                )
 
     def _check_experts(self, experts: NDArray[np.int16]) -> None:
         prompt = 0 if self.prompt_ids is None else len(self.prompt_ids)
@@ -205,6 +231,7 @@ class RolloutState(BaseModel):
         spans: Iterable[VersionSpan],
         *,
         routed_experts: NDArray[np.int16] | str | None = None,
+        sampling_mask: RecordedMask = None,
     ) -> None:
         """Append newly sampled tokens to the response (partial rollout).
 
@@ -220,6 +247,8 @@ class RolloutState(BaseModel):
             for name in _COMPUTED:
                 setattr(self, name, None)
             self.routed_experts = with_known_rows(self.routed_experts, routed_experts)
+            masks = [(self.sampling_mask, done), (sampling_mask, len(token_ids))]
+            self.sampling_mask = joined_masks(masks)
         self.response_ids = np.concatenate([self.response_ids, as_column(token_ids, "<i4")])
         self.logprobs = np.concatenate([self.logprobs, logprobs]).astype("<f4", copy=False)
         if self.response_mask is not None:
@@ -267,14 +296,20 @@ class RolloutState(BaseModel):
             setattr(self, name, field.get_default(call_default_factory=True))
 
 
-_COMPUTED = ("ref_logprobs", "values", "teacher_logprobs")
+TEACHERS = ("teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
+"""Columns by the teacher's name."""
+
+_COMPUTED = ("ref_logprobs", "values", *TEACHERS)
 """Columns that are computed after a response, for all its tokens."""
 
 _OF_RESPONSE = (
     *("response", "response_ids", "logprobs", "tool_calls", "response_mask", *_COMPUTED),
-    *("role", "token_rewards", "routed_experts", "spans", "reward", "finish_reason"),
-    *("error", "status"),
+    *("role", "token_rewards", "routed_experts", "sampling_mask", "spans", "reward"),
+    *("finish_reason", "error", "status"),
 )
+
+UNJUDGED: dict[str, None] = {"routed_experts": None, "sampling_mask": None}
+"""Fields of megabytes, which copies for judges and readers go without."""
 
 ENDED = ("stop", "length")
 """Finish reasons after which a rollout needs no engine, unless it starts again."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from buffer.errors import WireError
 from buffer.wire.document import OPTIONAL, Columns, Head, Own, Shared, encode_value
 from buffer.wire.own_copy import own_copy, read_only
-from buffer.wire.rollout import RolloutState, Status, VersionSpan, expert_rows
+from buffer.wire.rollout import UNJUDGED, RolloutState, Status, VersionSpan, expert_rows
 from buffer.wire.sampling import SampleParams
+from buffer.wire.sampling_mask import RecordedMask, SamplingMask, joined_masks
 
 STATUSES = tuple(Status)
 """The order is part of the wire format: column `statuses` holds positions in it."""
@@ -36,7 +37,9 @@ def tabulate(gid: str, task: str, states: Sequence[RolloutState]) -> tuple[Head,
     reward_names, rewards = _rewards(states)
     lineages, spans = _spans(states)
     teachers, teacher_logprobs = _teachers(states, lengths)
+    top_k, top_ids, top_logprobs = _tops(states, teachers, lengths)
     experts, has_experts = _experts([state.routed_experts for state in states])
+    sampled = _sampling_mask([state.sampling_mask for state in states], lengths)
     columns = {
         "spans": spans,
         "rewards": rewards,
@@ -46,12 +49,16 @@ def tabulate(gid: str, task: str, states: Sequence[RolloutState]) -> tuple[Head,
         "response_ids": np.concatenate([state.response_ids for state in states]),
         "logprobs": np.concatenate([state.logprobs for state in states]),
         "teacher_logprobs": teacher_logprobs,
+        "teacher_top_ids": top_ids,
+        "teacher_top_logprobs": top_logprobs,
         "routed_experts": experts,
         "statuses": np.array([_CODES[state.status] for state in states], "u1"),
         "finishes": finishes,
         "mask": _per_token([state.response_mask for state in states], lengths, 1, "u1"),
         "has_experts": has_experts,
     }
+    if sampled:
+        columns |= {"sampling_counts": sampled.counts, "sampling_ids": sampled.ids}
     for name in OPTIONAL:
         columns[name] = _per_token([getattr(state, name) for state in states], lengths)
     shared, own = _texts(states)
@@ -65,6 +72,7 @@ def tabulate(gid: str, task: str, states: Sequence[RolloutState]) -> tuple[Head,
         lineages=lineages,
         rewards=reward_names,
         teachers=teachers,
+        teacher_top_k=top_k,
         columns={},
     )
     return head, {name: column for name, column in columns.items() if column is not None}
@@ -113,9 +121,10 @@ def _per_token(
     """Return a column over all tokens, `absent` for a rollout without; None where none has it."""
     if not any(column is not None and len(column) for column in columns):
         return None
+    row = next(column.shape[1:] for column in columns if column is not None and len(column))
     filled = zip(columns, lengths, strict=True)
     whole: NDArray[Any] = np.concatenate(
-        [np.full(n, absent, dtype) if column is None else column for column, n in filled]
+        [np.full((n, *row), absent, dtype) if column is None else column for column, n in filled]
     )
     return whole
 
@@ -131,6 +140,29 @@ def _teachers(
     return names, np.array(rows, "<f4") if names else None
 
 
+def _tops(
+    states: Sequence[RolloutState], teachers: Sequence[str], lengths: Sequence[int]
+) -> tuple[list[int], NDArray[np.int32] | None, NDArray[np.float32] | None]:
+    """Return k of each teacher, and the top tokens of all teachers side by side."""
+    given = [(state.teacher_top_ids or {}, state.teacher_top_logprobs or {}) for state in states]
+    if not any(ids for ids, _ in given):
+        return [], None, None
+    top_k, blocks = [], []
+    for name in teachers:
+        pairs = [(ids.get(name), logprobs.get(name)) for ids, logprobs in given]
+        widths = {rows.shape[1] for pair in pairs for rows in pair if rows is not None}
+        if len(widths) > 1:
+            raise WireError(f"top tokens of {name!r} have different numbers k: {sorted(widths)}")
+        top_k.append(max(widths, default=0))
+        if widths:
+            ids = _per_token([pair[0] for pair in pairs], lengths, 0, "<i4")
+            blocks.append((ids, _per_token([pair[1] for pair in pairs], lengths)))
+    if not blocks:
+        return [], None, None
+    all_ids, all_logprobs = zip(*blocks, strict=True)
+    return top_k, np.concatenate(all_ids, axis=1), np.concatenate(all_logprobs, axis=1)
+
+
 def _experts(
     experts: Sequence[Experts],
 ) -> tuple[NDArray[np.int16] | None, NDArray[np.uint8] | None]:
@@ -142,6 +174,12 @@ def _experts(
         raise WireError(f"routed_experts have different shapes: {shapes}")
     has_experts = np.array([isinstance(rows, np.ndarray) for rows in experts], "u1")
     return np.concatenate(inline), has_experts
+
+
+def _sampling_mask(masks: Sequence[RecordedMask], lengths: Sequence[int]) -> SamplingMask | None:
+    inline = [mask if isinstance(mask, SamplingMask) else None for mask in masks]
+    joined = joined_masks(zip(inline, lengths, strict=True))
+    return joined if isinstance(joined, SamplingMask) else None
 
 
 # -- texts ---------------------------------------------------------------
@@ -193,8 +231,9 @@ def _own_values(state: RolloutState) -> dict[str, Any]:
         fields["error"] = state.error
     if state.tool_calls:
         fields["tool_calls"] = own_copy(state.tool_calls)
-    if isinstance(state.routed_experts, str):
-        fields["routed_experts"] = state.routed_experts
+    for name in UNJUDGED:
+        if isinstance(address := getattr(state, name), str):
+            fields[name] = address
     return fields
 
 
@@ -206,6 +245,8 @@ def rollouts(head: Head, columns: Columns) -> Iterator[RolloutState]:
     columns = {name: read_only(column) for name, column in columns.items()}
     spans = spans_of(head, columns)
     experts = experts_of(head, columns)
+    masks = masks_of(head, columns)
+    tops = tops_of(head, columns)
     own = dict(head.own)
     shared = _state_fields(head.shared)
     ends = np.cumsum(columns["lengths"]).tolist()
@@ -224,7 +265,9 @@ def rollouts(head: Head, columns: Columns) -> Iterator[RolloutState]:
             logprobs=columns["logprobs"][part],
             response_mask=None if mask is None or mask.all() else mask,
             teacher_logprobs=_own_teachers(head.teachers, columns, part),
+            **_own_tops(tops, part),
             routed_experts=experts[n],
+            sampling_mask=masks[n],
             spans=spans[n],
             reward=_reward(head.rewards, columns, n),
             finish_reason=None if code == NO_FINISH else head.finish_reasons[code],
@@ -254,6 +297,34 @@ def experts_of(head: Head, columns: Columns) -> list[Experts]:
     return found
 
 
+def masks_of(head: Head, columns: Columns) -> list[RecordedMask]:
+    """Return the sampling mask of each rollout, its address, or None."""
+    found: list[RecordedMask] = [None] * len(head.responses)
+    if "sampling_ids" in columns:
+        start = first = 0
+        for n, length in enumerate(columns["lengths"].tolist()):
+            counts = columns["sampling_counts"][start : start + length]
+            if ids := int(counts.sum(dtype=np.int64)):
+                found[n] = SamplingMask(counts, columns["sampling_ids"][first : first + ids])
+            start, first = start + length, first + ids
+    for n, own in head.own:
+        found[n] = own.sampling_mask or found[n]
+    return found
+
+
+def tops_of(head: Head, columns: Columns) -> dict[str, tuple[NDArray[Any], NDArray[Any]]]:
+    """Return the top tokens of each teacher with any: ids and logprobs, [R, k]."""
+    if not head.teacher_top_k:
+        return {}
+    ends = np.cumsum(head.teacher_top_k).tolist()
+    parts = zip(head.teachers, head.teacher_top_k, ends, strict=True)
+    blocks = ((name, slice(end - k, end)) for name, k, end in parts if k)
+    return {
+        name: (columns["teacher_top_ids"][:, block], columns["teacher_top_logprobs"][:, block])
+        for name, block in blocks
+    }
+
+
 def _reward(names: Sequence[str], columns: Columns, n: int) -> dict[str, float] | None:
     if "rewards" not in columns:
         return None
@@ -278,11 +349,28 @@ def _own_teachers(
     return {name: own for name, own in parts.items() if own is not None} or None
 
 
+def _own_tops(
+    tops: Mapping[str, tuple[NDArray[Any], NDArray[Any]]], part: slice
+) -> dict[str, dict[str, NDArray[Any]]]:
+    own = {
+        name: (ids[part], logprobs[part])
+        for name, (ids, logprobs) in tops.items()
+        if _own_part(logprobs[:, 0], part) is not None
+    }
+    if not own:
+        return {}
+    return {
+        "teacher_top_ids": {name: ids for name, (ids, _) in own.items()},
+        "teacher_top_logprobs": {name: logprobs for name, (_, logprobs) in own.items()},
+    }
+
+
 def _state_fields(texts: Shared | Own) -> dict[str, Any]:
     """Return the set fields as `RolloutState` takes them."""
     values = {name: getattr(texts, name) for name in texts.__struct_fields__}
     fields = {name: value for name, value in values.items() if value is not UNSET}
-    fields.pop("routed_experts", None)
+    for name in UNJUDGED:  # from `experts_of` and `masks_of`
+        fields.pop(name, None)
     if "sample" in fields:
         fields["sample_params"] = fields.pop("sample")
     return fields

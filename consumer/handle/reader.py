@@ -27,7 +27,7 @@ def check_content(group: RolloutGroup, vocabulary: int | None) -> None:
     """
     bounds = group.bounds
     largest = 2**31 - 1 if vocabulary is None else vocabulary - 1
-    if max(bounds.prompt_id, bounds.response_id) > largest:
+    if max(bounds.prompt_id, bounds.response_id, bounds.other_id) > largest:
         _name_id(group, largest)
     if bounds.lowest_logprob >= LOWEST_LOGPROB and bounds.highest_logprob <= HIGHEST_LOGPROB:
         return
@@ -46,13 +46,14 @@ def check_content(group: RolloutGroup, vocabulary: int | None) -> None:
 
 
 def _name_id(group: RolloutGroup, largest: int) -> None:
-    for name, ids in (("prompt_ids", group.prompt_ids), ("response_ids", group.response_ids)):
+    columns = ("prompt_ids", "response_ids", "teacher_top_ids", "sampling_ids")
+    for name, ids in ((name, group.columns[name]) for name in columns if name in group.columns):
         # as unsigned numbers, negative ids are beyond any vocabulary
         wrong = ids.view(np.uint32) > largest
         if wrong.any():
             position = int(wrong.argmax())
             raise WireError(
-                f"the token id {int(ids[position])} in {name}, at {position}, is not in the "
+                f"the token id {int(ids.flat[position])} in {name}, at {position}, is not in the "
                 f"model's vocabulary of {largest + 1}",
                 hint="let workers and trainer use the same model and tokenizer",
             )

@@ -153,6 +153,10 @@ class EngineSettings(Section):
         """Return settings with which the engine reports its load, if it can."""
         return self
 
+    def for_teacher(self, top_k: int) -> Self:
+        """Return the settings of an engine that only scores texts, with weights that stay."""
+        return self
+
 
 class VllmConfig(EngineSettings):
     """[engine] kind = "vllm": a vLLM engine.
@@ -245,6 +249,24 @@ class VllmConfig(EngineSettings):
     def reporting_load(self) -> Self:
         return self.model_copy(update={"report_load": True})
 
+    def for_teacher(self, top_k: int) -> Self:
+        extra = {
+            # vLLM makes the logits of all tokens of a step at once: 1.2 GB for 2,048 of Qwen's
+            "enable_chunked_prefill": True,
+            "max_num_batched_tokens": max(2048, self.max_num_seqs or 0),
+            **self.extra_args,
+            "max_logprobs": max(top_k, 20, self.extra_args.get("max_logprobs", 0)),
+        }
+        return self.model_copy(
+            update={
+                # vLLM makes a token more than the text has
+                "max_model_len": self.max_model_len and self.max_model_len + 1,
+                "max_lora_rank": None,
+                "routed_experts": False,
+                "extra_args": extra,
+            }
+        )
+
 
 class HttpConfig(EngineSettings):
     """[engine] kind = "http": a server of the OpenAI API that returns token ids.
@@ -281,6 +303,9 @@ class HttpConfig(EngineSettings):
     def adapter_problem(self, rank: int) -> str:
         return "" if self.wants_adapters else '[learner.lora] needs [engine] weights = "adapters"'
 
+    def for_teacher(self, top_k: int) -> Self:
+        return self.model_copy(update={"weights": "static"})
+
 
 class TransformersConfig(EngineSettings):
     """[engine] kind = "transformers": a small model in the worker's own process.
@@ -301,6 +326,10 @@ class TransformersConfig(EngineSettings):
     """requests that get a token in each round; further ones wait"""
     routed_experts: bool = False
     """record the experts that a mixture of experts chose for each token"""
+    sampling_mask: bool = False
+    """record which tokens each token was sampled from; set where a training task cuts some off with
+    top_p and the like
+    """
 
 
 class SimulatedConfig(EngineSettings):

@@ -18,6 +18,7 @@ from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.config.dataset import DatasetSection, ImagesSection
 from producer_workers.config.sandbox import BUBBLEWRAP, Sandbox, is_url
 from producer_workers.config.strategy import StrategySection
+from producer_workers.config.teacher import TeacherSection
 
 HELD_OUT = "held_out"
 """The split of a training task's data set that its `eval_of` task reads."""
@@ -66,6 +67,8 @@ NO_JUDGE = "environment"
 
 LIVE = "live"
 """The agent loop of tasks that only `rolloutmq gateway` serves."""
+
+TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,32}$")]
 
 JudgeWeight = Annotated[float, Field(ge=-1e6, le=1e6)]
 JudgeSpec = str | dict[str, str | dict[str, JudgeWeight]]
@@ -217,6 +220,8 @@ class TaskSection(Section):
     """
     strategy: StrategySection | None = None
     """the keys of [strategy] with other values for this task"""
+    teachers: dict[TeacherName, TeacherSection] = Field(default_factory=dict)
+    """models that score the tokens of finished rollouts, one after another"""
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -320,7 +325,7 @@ def _inherit(task: Any, training: Mapping[str, Mapping[str, Any]]) -> Any:
     if not isinstance(task, Mapping) or not isinstance(task.get("eval_of"), str):
         return task
     base = training.get(task["eval_of"]) or next(iter(training.values()), {})
-    once = {"weight": 0.0, "prompt_repeat_k": 1, "shuffle": False}
+    once = {"weight": 0.0, "prompt_repeat_k": 1, "shuffle": False, "teachers": {}}
     merged = {**base, **once, **task}
     if all(isinstance(part.get("sample", {}), Mapping) for part in (base, task)):
         greedy = {"temperature": 0.0}

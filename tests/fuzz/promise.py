@@ -30,6 +30,9 @@ def plain(state: RolloutState) -> dict[str, Any]:
     fields["teacher_logprobs"] = {
         n: teachers[n].tolist() for n in sorted(teachers) if len(teachers[n])
     }
+    for name in ("teacher_top_ids", "teacher_top_logprobs"):
+        tops = fields[name] or {}
+        fields[name] = {n: tops[n].tolist() for n in sorted(tops) if len(tops[n])}
     fields["reward"] = fields["reward"] or None
     if isinstance(state.routed_experts, np.ndarray):
         fields["routed_experts"] = state.routed_experts.tolist()

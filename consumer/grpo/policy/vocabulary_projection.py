@@ -22,6 +22,7 @@ class TokenLogprobs(NamedTuple):
     logprobs: Tensor
     entropy: Tensor
     collision: Tensor | None = None  # sum of squared probabilities; empty unless asked for
+    others: Tensor | None = None  # logprobs of other tokens in its place, float32[N, K]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +56,14 @@ def project(
     fp32_logits: bool = False,
     entropy_gradient: bool = True,
     collision: bool = False,
+    others: Tensor | None = None,
 ) -> TokenLogprobs:
     """Return log-probability of each target and entropy of its distribution, in nats.
 
     `states`: [N, width]. `head`: linear, with a `weight` of [vocabulary, width]. `targets`:
-    int64[N]. Under autocast, only the products are computed in its type, the rest in float32.
-    `fp32_logits`: factors are rounded to that type, their products are not.
+    int64[N]. `others`: further tokens whose log-probability is asked for, int64[N, K]. Under
+    autocast, only the products are computed in its type, the rest in float32. `fp32_logits`:
+    factors are rounded to that type, their products are not.
     """
     weight: Any = head.weight
     bias: Any = getattr(head, "bias", None)
@@ -70,8 +73,11 @@ def project(
     with torch.autocast(device, enabled=False):
         apply: Any = _Projection.apply
         options = _Options(transform, dtype, fp32_logits, entropy_gradient, collision)
-        found = apply(states, weight, bias, targets, options)
-    return TokenLogprobs(*found)
+        tokens = targets[:, None] if others is None else torch.cat([targets[:, None], others], 1)
+        logprobs, entropy, squares = apply(states, weight, bias, tokens, options)
+    return TokenLogprobs(
+        logprobs[:, 0], entropy, squares, None if others is None else logprobs[:, 1:]
+    )
 
 
 def _chunks(count: int, vocabulary: int) -> Iterator[slice]:
@@ -124,15 +130,15 @@ class _Projection(torch.autograd.Function):
         options: _Options,
     ) -> tuple[Tensor, Tensor, Tensor]:
         table = _Table(weight, bias, options)
-        logprobs = states.new_empty(len(states), dtype=torch.float32)
-        entropy = torch.empty_like(logprobs)
-        total = torch.empty_like(logprobs)
+        logprobs = states.new_empty(targets.shape, dtype=torch.float32)
+        entropy = logprobs.new_empty(len(states))
+        total = torch.empty_like(entropy)
         collision = logprobs.new_empty(len(states) if options.collision else 0)
         for rows in _chunks(len(states), len(weight)):
             logits = table.logits(states[rows])
             total[rows] = logits.logsumexp(-1)
             distribution = logits.sub_(total[rows, None])
-            logprobs[rows] = distribution.gather(1, targets[rows, None]).squeeze(1)
+            logprobs[rows] = distribution.gather(1, targets[rows])
             chances = distribution.exp()
             if options.collision:
                 collision[rows] = torch.linalg.vecdot(chances, chances)
@@ -155,9 +161,9 @@ class _Projection(torch.autograd.Function):
             logits = table.logits(states[rows])
             by_logit = _logit_gradient(
                 logits,
-                targets[rows, None],
+                targets[rows],
                 total[rows, None],
-                by_logprob[rows, None],
+                by_logprob[rows],
                 (entropy[rows, None], by_entropy[rows, None]) if options.entropy_gradient else None,
             )
             by_product = options.transform.gradient_(by_logit, logits)
@@ -188,16 +194,16 @@ def _logit_gradient(
 ) -> Tensor:
     """Return the gradient of the logits of a chunk, float32[n, vocabulary].
 
-    `total`: log of the sum of exponentials. `by_entropy`: the entropy and its gradient. These,
-    `targets` and `by_logprob` are [n, 1]. With the probability p of a word:
+    `targets`, `by_logprob`: [n, M]. `total`: log of the sum of exponentials, [n, 1]. `by_entropy`:
+    the entropy and its gradient, [n, 1] each. With the probability p of a word:
 
         d logprob / d logit = (1 for the target, 0 for another word) - p
         d entropy / d logit = -p * (log p + entropy)
     """
-    factor = by_logprob
+    factor = by_logprob.sum(1, keepdim=True)
     if by_entropy is not None:
         entropy, gradient = by_entropy
-        factor = (logits - total).add_(entropy).mul_(gradient).add_(by_logprob)
+        factor = (logits - total).add_(entropy).mul_(gradient).add_(factor)
     by_logit = (logits - total).exp_().mul_(factor).neg_()
     return by_logit.scatter_add_(1, targets, by_logprob)
 

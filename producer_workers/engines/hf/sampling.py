@@ -6,13 +6,20 @@ Invariant: the logprob is that of the distribution from which the token was draw
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from buffer.wire.sampling import SampleParams
 
-Sampled = tuple[int, float]  # a token id and its natural log probability
+
+class Sampled(NamedTuple):
+    """A token id, its natural log probability, and the ids that it was sampled from (None: all)."""
+
+    token: int
+    logprob: float
+    kept: Tensor | None = None
 
 
 def sample(
@@ -23,17 +30,18 @@ def sample(
     stop_ids: Collection[int],
     generator: torch.Generator,
 ) -> Sampled:
-    """Return a token of float[V] and its logprob; none of `stop_ids` before `min_tokens` others."""
+    """Sample one of float[V]; none of `stop_ids` before `min_tokens` others."""
     logits = _penalize(logits.float(), params, prompt, response)
     if len(response) < params.min_tokens:
         logits[list(stop_ids)] = -torch.inf
     if params.temperature == 0:
         logprobs = torch.log_softmax(logits, -1)
         token = int(logprobs.argmax())
-        return token, float(logprobs[token])
+        return Sampled(token, float(logprobs[token]))
     logprobs = torch.log_softmax(_cut(logits / params.temperature, params), -1)
     token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
-    return token, float(logprobs[token])
+    kept = logprobs.isfinite()
+    return Sampled(token, float(logprobs[token]), None if kept.all() else kept.nonzero()[:, 0])
 
 
 def _penalize(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import orjson
 import pytest
 
@@ -16,8 +17,9 @@ from buffer.ids import IMPORTED_FROM, group_id
 from buffer.ledger.account import TaskAccount
 from buffer.redis.store import Store
 from buffer.wire import group_bytes
+from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, Status
-from tests.buffer.scene import Scene
+from tests.buffer.scene import Scene, extend
 from tests.buffer.snapshot.test_snapshot import resumed
 from tests.fuzz.promise import plain
 
@@ -98,7 +100,13 @@ def test_exported_groups_come_back_as_they_were(scene: Scene, tmp_path: Path, en
         state.messages = [{"role": "user", "content": f"rollout {state.index}"}]
         state.ground_truth = {"answer": 2}
     weights = PolicyVersion("l0", 1)
-    scene.submit(job, weights)
+    states = extend(group, Status.COMPLETED, weights).states
+    for n, state in enumerate(states):
+        state.token_rewards = np.array([0, n], "<f4")
+        state.teacher_logprobs = {"large": state.logprobs * np.float32(2), "small": state.logprobs}
+        state.teacher_top_ids = {"large": np.array([[5, 6], [6, 7]], "<i4")}
+        state.teacher_top_logprobs = {"large": np.array([[-0.25, -2], [-0.1, -3]], "<f4")}
+    scene.run.buffer.submit("w0", job, RolloutGroup(group.gid, group.task, states), 4)
     old = scene.payload(job.gid)
     scene.run.export(tmp_path / f"f.{ending}")
     done = scene.run.import_groups(tmp_path / f"f.{ending}")

@@ -80,9 +80,27 @@ OWN: dict[str, st.SearchStrategy[Any]] = {
 """What a rollout may have of its own, as others of the group do not."""
 
 
-def teachers(tokens: int) -> st.SearchStrategy[Any]:
-    column = st.lists(st.floats(-100, 0, width=32), min_size=tokens, max_size=tokens)
-    return st.none() | st.dictionaries(st.sampled_from(["large", "small"]), column)
+@st.composite
+def teachers(draw: st.DrawFn, tokens: int, top_k: dict[str, int]) -> dict[str, Any]:
+    """Columns of some teachers; of some of these, their top tokens."""
+    logprobs = st.floats(-100, 0, width=32)
+    column = st.lists(logprobs, min_size=tokens, max_size=tokens)
+    given = draw(st.none() | st.dictionaries(st.sampled_from([*top_k]), column))
+    made: dict[str, Any] = {"teacher_logprobs": given}
+    tops = [name for name in given or () if top_k[name] and draw(st.booleans())]
+    for what, values, dtype in (
+        ("ids", st.integers(0, 2**31 - 1), "<i4"),
+        ("logprobs", logprobs, "<f4"),
+    ):
+        rows = {n: (tokens, top_k[n]) for n in tops}
+        made[f"teacher_top_{what}"] = {
+            name: np.array(
+                draw(st.lists(values, min_size=shape[0] * shape[1], max_size=shape[0] * shape[1])),
+                dtype,
+            ).reshape(shape)
+            for name, shape in rows.items()
+        } or None
+    return made
 
 
 def floats(tokens: int) -> st.SearchStrategy[list[float] | None]:
@@ -102,6 +120,7 @@ def groups(draw: st.DrawFn) -> RolloutGroup:
     shared["prompt_ids"] = np.array(draw(st.lists(st.integers(0, 2**31 - 1), max_size=5)), "<i4")
     states = []
     layers = draw(st.integers(1, 3))
+    top_k = {"large": draw(st.integers(0, 3)), "small": draw(st.integers(0, 3))}
     for index in range(draw(st.integers(1, 4))):
         tokens = draw(st.integers(0, 6))
         logprob = st.floats(-100, 0, width=32)
@@ -122,7 +141,7 @@ def groups(draw: st.DrawFn) -> RolloutGroup:
                 ref_logprobs=draw(floats(tokens)),
                 values=draw(floats(tokens)),
                 token_rewards=draw(floats(tokens)),
-                teacher_logprobs=draw(teachers(tokens)),
+                **draw(teachers(tokens, top_k)),
                 routed_experts=draw(experts(len(shared["prompt_ids"]), tokens, layers)),
                 session_id=draw(st.none() | TEXT),
                 role=draw(st.sampled_from(["", "proposer", "solver"])),
@@ -173,7 +192,8 @@ def full() -> RolloutGroup:
     }
     first = RolloutState(
         **shared, session_id="s0", response_ids=[5, 6], logprobs=[-1, -2], ref_logprobs=[-1.5, -2.5],
-        values=[0.5, 0.25], token_rewards=[0, 1], teacher_logprobs={"large": [-1, -2]}, tool_calls=[ToolCall(id="c0", name="add", arguments={"a": 1}, raw_arguments='{"a": 1}')],
+        values=[0.5, 0.25], token_rewards=[0, 1], teacher_logprobs={"large": [-1, -2]},
+        teacher_top_ids={"large": [[5, 6], [8, 6]]}, teacher_top_logprobs={"large": [[-1, -3], [-0.5, -2]]}, tool_calls=[ToolCall(id="c0", name="add", arguments={"a": 1}, raw_arguments='{"a": 1}')],
         routed_experts=np.arange(12, dtype="<i2").reshape(3, 2, 2), status=Status.COMPLETED, reward={"score": 1},
     )  # fmt: skip
     second = RolloutState(
@@ -182,6 +202,8 @@ def full() -> RolloutGroup:
         response_ids=[7],
         logprobs=[-3],
         teacher_logprobs={"large": [-3], "small": [-4]},
+        teacher_top_ids={"small": [[9]]},
+        teacher_top_logprobs={"small": [[-0.25]]},
         routed_experts="file:///experts/8",
         status=Status.COMPLETED,
     )
@@ -382,6 +404,14 @@ def test_optional_columns_are_plain_msgpack_too() -> None:
     assert columns["values"] == struct.pack("<3f", 0.5, 0.25, nan)
     assert columns["teacher_logprobs"] == struct.pack("<6f", -1, -2, -3, nan, nan, -4)
     assert raw["teachers"] == ["large", "small"]
+    assert raw["teacher_top_k"] == [2, 1]
+    assert columns["teacher_top_ids"] == struct.pack("<9i", 5, 6, 0, 8, 6, 0, 0, 0, 9)
+    assert columns["teacher_top_logprobs"] == struct.pack(
+        "<9f", -1, -3, nan, -0.5, -2, nan, nan, nan, -0.25
+    )
+    tops = group_bytes.decode(GOLDEN_FULL.read_bytes()).teacher_tops()
+    assert tops["teacher_top_ids/small"].tolist() == [[0], [0], [9]]
+    assert tops["teacher_top_logprobs/large"][:2].tolist() == [[-1, -3], [-0.5, -2]]
     assert columns["has_experts"] == bytes([1, 0])
     assert raw["own"][1] == [1, {"routed_experts": "file:///experts/8"}]
     assert raw["shared"]["multimodal"] == [
@@ -546,12 +576,26 @@ def test_inconsistent_columns_are_refused_by_name(name: str, values: Any, said: 
         ("teacher_logprobs", [[-1, -2, -3], [np.nan, -1, -4]], "NaN for some"),
         ("teacher_logprobs", [[-1, -2], [-1, -4]], "shape \\[2, 2\\], expected \\[2, 3\\]"),
         ("teacher_logprobs", [[-1, -2, -3]], "shape \\[1, 3\\], expected \\[2, 3\\]"),
+        ("teacher_top_ids", [[1, 2]] * 3, "shape \\[3, 2\\], expected \\[3, 3\\]"),
+        ("teacher_top_ids", [[1, 2, -3]] * 3, "negative"),
+        ("teacher_top_logprobs", [[-1, -2, np.nan]] * 3, "no rollout has"),
+        ("teacher_top_logprobs", [[-1, np.nan, -3]] * 3, "NaN for some of a token"),
+        ("teacher_top_logprobs", [[-1, -2, -3], [np.nan] * 3, [-1, -2, -3]], "NaN for some tokens"),
+        ("teacher_top_logprobs", [[-1, -2, -np.inf]] * 3, "infinite"),
     ],
 )
 def test_inconsistent_optional_columns_are_refused(name: str, values: Any, said: str) -> None:
     raw = msgpack.unpackb(group_bytes.encode(full()))
     with pytest.raises(WireError, match=said):
         decode(with_column(raw, name, values))
+
+
+def test_tops_of_one_teacher_have_one_width() -> None:
+    states = full().states
+    states[1].teacher_top_ids = {"large": np.zeros((1, 3), "<i4")}
+    states[1].teacher_top_logprobs = {"large": np.zeros((1, 3), "<f4")}
+    with pytest.raises(WireError, match="different numbers k"):
+        RolloutGroup("sums-0000000008", "sums", states)
 
 
 def test_an_address_beside_rows_of_experts_is_refused() -> None:

@@ -25,8 +25,8 @@ GIB = 2**30
 
 
 def full_logits(
-    states: Tensor, head: nn.Linear, targets: Tensor, transform: LogitTransform
-) -> tuple[Tensor, Tensor, Tensor]:
+    states: Tensor, head: nn.Linear, targets: Tensor, others: Tensor, transform: LogitTransform
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return what `project` returns, by the textbook and with all logits at once."""
     logits = head(states) * transform.scale
     if transform.cap is not None:
@@ -34,7 +34,8 @@ def full_logits(
     distribution = torch.log_softmax(logits / transform.temperature, -1)
     entropy = -(distribution.exp() * distribution).sum(-1)
     collision = distribution.exp().square().sum(-1)
-    return distribution.gather(1, targets[:, None]).squeeze(1), entropy, collision
+    logprobs = distribution.gather(1, targets[:, None]).squeeze(1)
+    return logprobs, distribution.gather(1, others), entropy, collision
 
 
 @settings(max_examples=60, deadline=None)
@@ -43,6 +44,7 @@ def full_logits(
     vocabulary=st.integers(2, 60),
     rows=st.integers(1, 50),
     bias=st.booleans(),
+    others=st.integers(0, 3),
     frozen=st.booleans(),
     entropy_gradient=st.booleans(),
     transform=st.builds(
@@ -58,6 +60,7 @@ def test_values_and_all_gradients_are_those_of_full_logits(
     vocabulary: int,
     rows: int,
     bias: bool,
+    others: int,
     frozen: bool,
     entropy_gradient: bool,
     transform: LogitTransform,
@@ -68,24 +71,34 @@ def test_values_and_all_gradients_are_those_of_full_logits(
     nn.init.normal_(head.weight, std=0.7)
     states = torch.randn(tokens, 8, requires_grad=True)
     targets = torch.randint(vocabulary, (tokens,))
-    by_logprob = torch.randn(tokens)
+    other = torch.randint(vocabulary, (tokens, others))
+    by_logprob, by_other = torch.randn(tokens), torch.randn(tokens, others)
     by_entropy = torch.randn(tokens) * entropy_gradient
+    given = (by_logprob, by_other, by_entropy)
     inputs = [states, *(() if frozen else head.parameters())]
 
-    expected = full_logits(states, head, targets, transform)
-    wanted = torch.autograd.grad(expected[:2], inputs, (by_logprob, by_entropy))
+    expected = full_logits(states, head, targets, other, transform)
+    wanted = torch.autograd.grad(expected[:3], inputs, given)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vocabulary_projection, "CHUNK_BYTES", 4 * vocabulary * rows)
         found = project(
-            states, head, targets, transform, entropy_gradient=entropy_gradient, collision=True
+            states,
+            head,
+            targets,
+            transform,
+            entropy_gradient=entropy_gradient,
+            collision=True,
+            others=other,
         )
         assert found.entropy.requires_grad == entropy_gradient
-        outputs = (found.logprobs, found.entropy) if entropy_gradient else (found.logprobs,)
-        gradients = torch.autograd.grad(outputs, inputs, (by_logprob, by_entropy)[: len(outputs)])
+        assert found.others is not None
+        outputs = (found.logprobs, found.others, found.entropy)[: 3 if entropy_gradient else 2]
+        gradients = torch.autograd.grad(outputs, inputs, given[: len(outputs)])
     # the order of sums differs: float32 alone makes differences of about 1e-5
     torch.testing.assert_close(found.logprobs, expected[0], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(found.entropy, expected[1], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(found.collision, expected[2], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.others, expected[1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.entropy, expected[2], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found.collision, expected[3], atol=1e-4, rtol=1e-4)
     for gradient, full in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(gradient, full, atol=1e-4, rtol=1e-4)
 

@@ -1,0 +1,1 @@
+"""Training loops of other projects on a run of this one."""

@@ -1,0 +1,1 @@
+"""Adapters that the configs of other trainers name: each imports its trainer."""
