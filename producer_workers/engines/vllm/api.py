@@ -45,6 +45,7 @@ SAMPLED = (
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
     "max_tokens",
     "min_tokens",
     "stop_token_ids",
