@@ -181,6 +181,17 @@ class RolloutGroup:
                 "continues from its newest checkpoint",
             )
 
+    def sampled_crc(self) -> str:
+        """Return the checksum of all columns but those of teachers, in hex."""
+        head, total = self.head, 0
+        for name, column in sorted(self.columns.items()):
+            # a mask that trains all may be left out
+            if not name.startswith("teacher_") and not (name == "mask" and column.all()):
+                total = isal_zlib.crc32(name.encode(), total)
+                total = isal_zlib.crc32(np.ascontiguousarray(column), total)
+        names = repr((head.lineages, head.rewards, head.finish_reasons, head.responses))
+        return f"{isal_zlib.crc32(names.encode(errors='replace'), total):x}"
+
     # -- columns -------------------------------------------------------------
 
     @property
@@ -262,13 +273,18 @@ class RolloutGroup:
         return truncated
 
     @property
-    def token_limits(self) -> NDArray[np.int32]:
-        """Return `max_tokens` of each rollout, int32[k]."""
-        limits = np.full(len(self), self.shared.sample.max_tokens, "<i4")
+    def samples(self) -> list[SampleParams]:
+        """Return how each rollout was sampled."""
+        samples = [self.shared.sample] * len(self)
         for n, own in self.head.own:
             if isinstance(own.sample, SampleParams):
-                limits[n] = own.sample.max_tokens
-        return limits
+                samples[n] = own.sample
+        return samples
+
+    @property
+    def token_limits(self) -> NDArray[np.int32]:
+        """Return `max_tokens` of each rollout, int32[k]."""
+        return np.array([sample.max_tokens for sample in self.samples], "<i4")
 
     @property
     def errors(self) -> list[str]:

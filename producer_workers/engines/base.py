@@ -51,6 +51,15 @@ class Generation:
     sampling_mask: RecordedMask = None  # None: not recorded, or nothing was cut off
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The natural logprobs of given tokens at temperature 1, and the `k` most probable tokens."""
+
+    logprobs: NDArray[np.float32]  # [n]
+    top_ids: NDArray[np.int32]  # [n, k], the most probable first
+    top_logprobs: NDArray[np.float32]  # [n, k]
+
+
 class GrowingResponse:
     """The response of one request so far. `finish_reason` is None until it has ended."""
 
@@ -153,6 +162,20 @@ def structures(engine: object) -> bool:
 def records_masks(engine: object) -> bool:
     """Return whether generations have a `sampling_mask` where something was cut off."""
     return bool(getattr(engine, "records_masks", False))
+
+
+@runtime_checkable
+class ScoresTexts(Protocol):
+    """An engine that can score given tokens, as a teacher does."""
+
+    async def score(
+        self, request_id: str, ids: NDArray[np.int32], start: int, top_k: int = 0
+    ) -> Scores:
+        """Return the scores of `ids[start:]`, each after all ids before it; `start` is at least 1.
+
+        Neither temperature nor top-p apply. Raises GenerationError, also after `pause("abort")`, or
+        EngineDeadError. Other requests run meanwhile.
+        """
 
 
 @runtime_checkable

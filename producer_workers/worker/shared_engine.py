@@ -35,6 +35,7 @@ from producer_workers.engines.base import (
     GenerationError,
     ReportsLoad,
     context_length,
+    records_masks,
     structures,
 )
 from producer_workers.worker.inbox import Inbox, Signal
@@ -111,10 +112,15 @@ class SharedEngine:
             hint = "use [engine] kind vllm, or http with a server that has `structured_outputs`"
             message = f"the engine {self._engine.name} cannot generate structured output"
             raise GenerationError(message, hint=hint)
-        cuts = params.cuts() if self._untruncated_tasks else ""
-        if cuts and split_group_id(gid)[0] in self._untruncated_tasks:
-            message = f"sampling with {cuts} gives logprobs of another distribution than training"
+        is_masked = records_masks(self._engine)
+        changed = params.changes(masked=is_masked) if self._untruncated_tasks else ""
+        if changed and split_group_id(gid)[0] in self._untruncated_tasks:
+            message = (
+                f"sampling with {changed} gives logprobs of another distribution than training"
+            )
             hint = "do without it, or set [learner] allow_truncated_sampling = true"
+            if not is_masked and not params.changes(masked=True):
+                hint += "; or, with [engine] kind vllm or transformers, sampling_mask = true"
             raise GenerationError(message, hint=hint)
 
     async def _ask(

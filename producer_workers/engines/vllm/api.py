@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 from buffer.wire.rollout import PolicyVersion, VersionSpan, expert_rows
 from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.config.engine import VllmConfig
-from producer_workers.engines.base import EngineError, FinishReason, Generation, GenerationError
+from producer_workers.engines.base import (
+    EngineError,
+    FinishReason,
+    Generation,
+    GenerationError,
+    Scores,
+)
 from producer_workers.engines.vllm import OWNER_VARIABLE
 from producer_workers.engines.vllm.images import image_arguments, image_token
 
@@ -39,6 +45,7 @@ SAMPLED = (
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
     "max_tokens",
     "min_tokens",
     "stop_token_ids",
@@ -187,6 +194,20 @@ def generation_of(output: Any, prompt: int) -> Generation:
     labels = output.weight_versions or ()
     spans = tuple(_span(label) for label in labels if label.start < label.end)
     return Generation(token_ids, logprobs, spans, reason, _experts_of(output, prompt))
+
+
+def scores_of(output: Any, start: int, top_k: int) -> Scores:
+    """Convert the prompt logprobs of a RequestOutput. Raises GenerationError if it was aborted."""
+    found = output.prompt_logprobs
+    tokens = len(output.prompt_token_ids)
+    # the first token has no logprob; after it, each has its own, then the most probable ones
+    if output.outputs[0].finish_reason == "abort" or len(found.logprobs) != (tokens - 1) * (
+        top_k + 1
+    ):
+        raise GenerationError("vLLM aborted the scoring of a text")
+    ids = np.array(found.token_ids, "<i4").reshape(-1, top_k + 1)[start - 1 :]
+    logprobs = np.array(found.logprobs, "<f4").reshape(-1, top_k + 1)[start - 1 :]
+    return Scores(logprobs[:, 0], ids[:, 1:], logprobs[:, 1:])
 
 
 def _experts_of(output: Any, prompt: int) -> NDArray[np.int16] | None:

@@ -29,6 +29,7 @@ from producer_workers.engines.base import (
     Generation,
     GenerationError,
     PauseMode,
+    Scores,
     WeightsError,
 )
 from producer_workers.engines.model_folder import (
@@ -46,6 +47,7 @@ from producer_workers.engines.vllm.api import (
     keeps_cache,
     prepare_environment,
     sampling_arguments,
+    scores_of,
     structure_arguments,
 )
 from producer_workers.engines.vllm.control import VllmControl, VllmStatistics
@@ -114,19 +116,43 @@ class VllmEngine:
     async def generate(
         self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
     ) -> Generation:
+        final = await self._ask(request_id, prompt_ids, lambda: self._sampling(params))
+        return generation_of(final.outputs[0], len(prompt_ids))
+
+    async def score(
+        self, request_id: str, ids: NDArray[np.int32], start: int, top_k: int = 0
+    ) -> Scores:
+        self._running()
+        assert self._api is not None
+        if self._adapter:  # its layers break the engine
+            raise GenerationError("vLLM cannot score texts with [engine] max_lora_rank")
+        params = self._api.sampling(
+            temperature=0.0,
+            max_tokens=1,  # vLLM makes at least one
+            prompt_logprobs=top_k,
+            output_kind=self._api.final_only,
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        return scores_of(await self._ask(request_id, ids, lambda: params), start, top_k)
+
+    async def _ask(
+        self, request_id: str, prompt_ids: NDArray[np.int32], sampling: Callable[[], Any]
+    ) -> Any:
+        """Return vLLM's last output of a request."""
         control = self._running()
         assert self._api is not None
         final = None
         self._requests.add(request_id)
         try:
-            sampling = self._sampling(params)
+            params = sampling()
             shown = await self.images.prompt(self._llm, request_id, prompt_ids)
             prompt = shown or self._api.tokens_input(prompt_ids.tolist())
             # Requests share the KV cache of one version only.
             prompt["cache_salt"] = str(self._version)
             adapter = self._adapter.request(self._loaded_from) if self._adapter else None
             async for output in self._llm.generate(
-                prompt, sampling, request_id, lora_request=adapter
+                prompt, params, request_id, lora_request=adapter
             ):
                 final = output
         except self._api.engine_dead as error:
@@ -141,7 +167,7 @@ class VllmEngine:
             self._requests.discard(request_id)
         if final is None:
             raise GenerationError(f"vLLM ended request {request_id} without an answer")
-        return generation_of(final.outputs[0], len(prompt_ids))
+        return final
 
     def _sampling(self, params: SampleParams) -> Any:
         assert self._api is not None

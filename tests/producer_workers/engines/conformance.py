@@ -22,6 +22,7 @@ from producer_workers.engines.base import (
     Generation,
     GenerationError,
     ReportsLoad,
+    Scores,
     WeightsError,
     context_length,
     structures,
@@ -30,8 +31,10 @@ from producer_workers.worker.inbox import Inbox
 from producer_workers.worker.shared_engine import SharedEngine
 from tests.producer_workers.engines.conftest import FIRST, Folders, Run
 from tests.producer_workers.engines.tiny_model import (
+    VOCABULARY,
     allowed_logprobs,
     gates_choose,
+    reference_distribution,
     reference_logprobs,
 )
 
@@ -464,6 +467,66 @@ class ModelContract(EngineContract):
         )
         assert re.fullmatch("[ab]{200}", text)
         assert sum(span.length for span in made.spans) == len(made.token_ids)
+
+
+class ScoreContract:
+    """For every engine that can be a teacher; `scorer` is a fixture of the file that tests it."""
+
+    def test_scores_of_a_text_are_the_same_beside_other_requests(
+        self, scorer: Any, run: Run[Any]
+    ) -> None:
+        text = np.arange(40, 140, dtype=np.int32)
+
+        async def scenario() -> tuple[Scores, list[Any]]:
+            alone = await scorer.score("alone", text, 60, 3)
+            several = (scorer.score(f"text {n}", text, 60, 3) for n in range(4))
+            return alone, await asyncio.gather(*several, generate(scorer, sampling(8)))
+
+        alone, (*others, made) = run(scenario())
+        assert len(made.token_ids) == 8
+        assert alone.logprobs.dtype == alone.top_logprobs.dtype == np.float32
+        assert alone.top_ids.dtype == np.int32
+        assert alone.logprobs.shape == (40,)
+        assert alone.top_ids.shape == alone.top_logprobs.shape == (40, 3)
+        assert (np.diff(alone.top_logprobs) <= 0).all()
+        for other in others:
+            assert np.abs(other.logprobs - alone.logprobs).max() < TOLERANCE
+            assert np.abs(other.top_logprobs - alone.top_logprobs).max() < TOLERANCE
+
+
+class ModelScoreContract(ScoreContract):
+    """For engines with a real model, `folders.first`."""
+
+    @pytest.mark.parametrize(("tokens", "start", "top_k"), [(2, 1, 0), (1900, 37, 5)])
+    def test_scores_equal_a_transformers_forward(
+        self,
+        scorer: Any,
+        run: Run[Scores],
+        folders: Folders,
+        tokens: int,
+        start: int,
+        top_k: int,
+    ) -> None:
+        text = np.random.default_rng(1).integers(4, VOCABULARY, tokens, dtype=np.int32)
+        expected = reference_distribution(folders.first, text.tolist())[start - 1 : -1]
+        for _ in range(2):  # the second time, a cache might hold the text
+            made = run(scorer.score("text", text, start, top_k))
+            own = expected[np.arange(tokens - start), text[start:]]
+            assert np.abs(made.logprobs - own).max() < TOLERANCE
+            best = np.sort(expected)[:, ::-1][:, :top_k]
+            assert made.top_ids.shape == best.shape
+            assert np.abs(made.top_logprobs - best).max(initial=0) < TOLERANCE
+            named = np.take_along_axis(expected, made.top_ids.astype(np.int64), 1)
+            assert np.abs(made.top_logprobs - named).max(initial=0) < TOLERANCE
+
+    def test_a_text_that_is_too_long_is_not_scored(self, scorer: Any, run: Run[Any]) -> None:
+        limit = context_length(scorer)
+        assert limit
+        with pytest.raises(GenerationError):
+            run(scorer.score("text", np.full(limit + 1, 40, np.int32), 3))
+        with pytest.raises(GenerationError):
+            run(scorer.score("text", np.array([40, VOCABULARY], np.int32), 1))
+        assert run(generate(scorer, sampling(2))).finish_reason == "length"
 
 
 class RoutedContract:
