@@ -100,7 +100,7 @@ test-trainers: setup ## the adapters for trainers of others, with those trainers
 			$(PY) -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' > $$venv/rolloutmq.pth && \
 			mv $$venv/rolloutmq.pth "$$($$venv/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')" && \
 			touch $$venv/done; } || exit; \
-		$$venv/bin/python -m pytest tests/trainers/test_$$trainer.py || exit; \
+		$$venv/bin/python -m pytest tests/trainers/test_$$trainer*.py || exit; \
 	done
 
 AGENTS := tests/producer_workers/real_agents
