@@ -146,6 +146,8 @@ async def start_engine(config: ProducingConfig, run: Run) -> Engine:
     section = config.engine
     if config.worker.concurrency == "auto":
         section = section.reporting_load()
+    if any(config.tasks[name].sample.to_params().changes() for name in config.untruncated_tasks):
+        section = section.recording_masks()
     engine = build_engine(section, config.model_folder, FIRST_WEIGHTS)
     if isinstance(engine, ShowsImages):
         limits = _widest([task.images for task in config.tasks.values()])

@@ -1,4 +1,4 @@
-"""Files that payloads refer to, such as features of images or routed experts.
+"""Files that payloads refer to, such as features of images, routed experts or sampling masks.
 
     <folder>/owner.json        the run that this folder belongs to
     <folder>/<gid>/<name>      in a payload: run://<gid>/<name>
@@ -15,15 +15,24 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import orjson
+from numpy.typing import NDArray
 
 from buffer.errors import ConfigError, MediaError
 from buffer.ids import GID
 
 SCHEME = "run://"
 OWNER = "owner.json"
+
+HEADER_BYTES = 128  # of a .npy file beside its numbers
+
+_npy: Any = np.lib.format  # its functions have no types
+
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
@@ -92,6 +101,26 @@ class MediaFolder:
                 f"{uri} has more than {max_bytes} bytes", hint="the reader sets max_bytes"
             )
         return data
+
+    def put_column(self, gid: str, name: str, column: NDArray[Any]) -> str:
+        """Store an array as a .npy file of a group, and return its URI."""
+        file = BytesIO()
+        np.save(file, column, allow_pickle=False)
+        return self.put(gid, name, file.getbuffer())
+
+    def read_column(self, uri: str, dtype: str, most: int) -> NDArray[Any]:
+        """Return the array of a .npy file with at most `most` numbers of this type.
+
+        Raises ConfigError, MediaError, or ValueError for another file.
+        """
+        data = self.read(uri, HEADER_BYTES + np.dtype(dtype).itemsize * most)
+        file = BytesIO(data)
+        if (version := _npy.read_magic(file)) != (1, 0):
+            raise ValueError(f".npy version {version} is not supported, expected (1, 0)")
+        shape, is_fortran, found = _npy.read_array_header_1_0(file)
+        if is_fortran or found != np.dtype(dtype):
+            raise ValueError(f"numbers of type {found}, expected {np.dtype(dtype)} in C order")
+        return np.frombuffer(data, dtype, offset=file.tell()).reshape(shape)
 
     def gids(self) -> Iterator[str]:
         """Yield the groups that have files, in no order."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from buffer.errors import WireError
 from buffer.wire.document import OPTIONAL, Columns, Head, Own, Shared
 from buffer.wire.rollout import expert_rows
+from buffer.wire.sampling_mask import SamplingMask
 from buffer.wire.table import NO_FINISH, STATUSES, tops_of
 
 MAX_NESTING = 32
@@ -74,6 +75,7 @@ def check_group(head: Head, columns: Columns) -> Bounds:
     bounds = _check_values(columns)
     _check_optional(head, columns)
     _check_experts(head, columns)
+    _check_sampling_mask(head, columns)
     _check_spans(head, columns)
     return bounds
 
@@ -151,7 +153,7 @@ BIGGEST = 2**53 - 1
 
 _LARGEST = float(np.finfo("<f4").max)
 _PER_ROLLOUT = ("indices", "lengths", "statuses", "finishes", "has_experts")
-_PER_TOKEN = ("response_ids", "logprobs", "mask", *OPTIONAL)
+_PER_TOKEN = ("response_ids", "sampling_counts", "logprobs", "mask", *OPTIONAL)
 _NAMED = {
     "finishes": "finish_reasons",
     "rewards": "rewards",
@@ -170,7 +172,7 @@ class Bounds(NamedTuple):
     response_id: int
     lowest_logprob: float
     highest_logprob: float
-    top_id: int  # of `teacher_top_ids`
+    other_id: int  # of `teacher_top_ids` and `sampling_ids`
 
 
 def bounds_of(columns: Columns) -> Bounds:
@@ -182,9 +184,10 @@ def bounds_of(columns: Columns) -> Bounds:
         int(np.maximum.reduce(columns["response_ids"].view("<u4"), initial=0)),
         float(np.minimum.reduce(logprobs, initial=0)),
         float(np.maximum.reduce(logprobs, initial=0)),
-        int(columns["teacher_top_ids"].view("<u4").max(initial=0))
-        if "teacher_top_ids" in columns
-        else 0,
+        max(
+            int(columns[name].view("<u4").max(initial=0)) if name in columns else 0
+            for name in ("teacher_top_ids", "sampling_ids")
+        ),
     )
 
 
@@ -225,7 +228,7 @@ def _check_values(columns: Columns) -> Bounds:
     for name, highest in (
         ("prompt_ids", bounds.prompt_id),
         ("response_ids", bounds.response_id),
-        ("teacher_top_ids", bounds.top_id),
+        ("teacher_top_ids or sampling_ids", bounds.other_id),
     ):
         if highest >= 2**31:
             raise WireError(f"at columns.{name}: a negative value")
@@ -324,3 +327,18 @@ def _check_experts(head: Head, columns: Columns) -> None:
         raise WireError("at own: routed_experts of a rollout that has rows of the column")
     if np.minimum.reduce(experts, axis=None) < 0:
         raise WireError("at columns.routed_experts: a negative expert")
+
+
+def _check_sampling_mask(head: Head, columns: Columns) -> None:
+    if ("sampling_ids" in columns) != ("sampling_counts" in columns):
+        raise WireError("at columns: sampling_counts and sampling_ids need each other")
+    if "sampling_ids" not in columns:
+        return
+    mask = SamplingMask(columns["sampling_counts"], columns["sampling_ids"])
+    if problem := mask.problem(columns["response_ids"]):
+        raise WireError(f"at columns.sampling_ids: the sampling mask is wrong: {problem}")
+    ends = np.cumsum(columns["lengths"]).tolist()
+    for n, own in head.own:
+        own_counts = mask.counts[ends[n - 1] if n else 0 : ends[n]]
+        if own.sampling_mask and own_counts.any():
+            raise WireError("at own: sampling_mask of a rollout that has ids in the column")

@@ -65,6 +65,7 @@ class Own(_Map):
     error: str | None = None
     tool_calls: list[ToolCall] = []
     routed_experts: str | None = None
+    sampling_mask: str | None = None
 
 
 Shape = Annotated[list[Count], Meta(min_length=2, max_length=4)]
@@ -178,6 +179,8 @@ LAYOUT = {
     "lengths": ("<i4", 1),
     "prompt_ids": ("<i4", 1),
     "response_ids": ("<i4", 1),
+    "sampling_counts": ("<i4", 1),
+    "sampling_ids": ("<i4", 1),
     "logprobs": ("<f4", 1),
     "ref_logprobs": ("<f4", 1),
     "values": ("<f4", 1),

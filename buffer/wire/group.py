@@ -20,11 +20,13 @@ from buffer.wire.document import OPTIONAL, Columns, Document, Own, Shared
 from buffer.wire.own_copy import own_copy
 from buffer.wire.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
 from buffer.wire.sampling import SampleParams
+from buffer.wire.sampling_mask import RecordedMask
 from buffer.wire.staleness import last_trained, living_version, token_mask
 from buffer.wire.table import (
     STATUSES,
     Experts,
     experts_of,
+    masks_of,
     rollouts,
     spans_of,
     tabulate,
@@ -98,7 +100,8 @@ class RolloutGroup:
     float32[sum R], mask uint8[sum R], scores float32[k]. None where no rollout has them:
     ref_logprobs, values and token_rewards float32[sum R], teacher_logprobs float32[teachers, sum R]
     (nan for a rollout without; beside them `teacher_tops`), routed_experts int16[rows, layers,
-    top_k] (P + R - 1 rows for each rollout whose experts are not elsewhere).
+    top_k] (P + R - 1 rows for each rollout whose experts are not elsewhere). `sampling_masks` are
+    by rollout.
     """
 
     signatures: Sequence[str] = ()  # lines of `buffer.wire.framing`
@@ -177,6 +180,17 @@ class RolloutGroup:
                 "this machine's memory and report this as a bug. Then start again: a trainer "
                 "continues from its newest checkpoint",
             )
+
+    def sampled_crc(self) -> str:
+        """Return the checksum of all columns but those of teachers, in hex."""
+        head, total = self.head, 0
+        for name, column in sorted(self.columns.items()):
+            # a mask that trains all may be left out
+            if not name.startswith("teacher_") and not (name == "mask" and column.all()):
+                total = isal_zlib.crc32(name.encode(), total)
+                total = isal_zlib.crc32(np.ascontiguousarray(column), total)
+        names = repr((head.lineages, head.rewards, head.finish_reasons, head.responses))
+        return f"{isal_zlib.crc32(names.encode(errors='replace'), total):x}"
 
     # -- columns -------------------------------------------------------------
 
@@ -259,13 +273,18 @@ class RolloutGroup:
         return truncated
 
     @property
-    def token_limits(self) -> NDArray[np.int32]:
-        """Return `max_tokens` of each rollout, int32[k]."""
-        limits = np.full(len(self), self.shared.sample.max_tokens, "<i4")
+    def samples(self) -> list[SampleParams]:
+        """Return how each rollout was sampled."""
+        samples = [self.shared.sample] * len(self)
         for n, own in self.head.own:
             if isinstance(own.sample, SampleParams):
-                limits[n] = own.sample.max_tokens
-        return limits
+                samples[n] = own.sample
+        return samples
+
+    @property
+    def token_limits(self) -> NDArray[np.int32]:
+        """Return `max_tokens` of each rollout, int32[k]."""
+        return np.array([sample.max_tokens for sample in self.samples], "<i4")
 
     @property
     def errors(self) -> list[str]:
@@ -403,6 +422,10 @@ class RolloutGroup:
     def experts(self) -> list[Experts]:
         """Return `routed_experts` of each member, in the form of `RolloutState`."""
         return experts_of(self.head, self.columns)
+
+    def sampling_masks(self) -> list[RecordedMask]:
+        """Return `sampling_mask` of each member, in the form of `RolloutState`."""
+        return masks_of(self.head, self.columns)
 
     def _parts(self) -> Iterator[tuple[slice, list[VersionSpan]]]:
         """Yield each rollout's part of the token columns, and its spans."""

@@ -9,7 +9,8 @@
      "own": [[position, {any field of shared, "session_id": str?, "role": str?, "error": str?,
                          "tool_calls": [{"id": str, "name": str, "arguments": {...}?,
                                          "raw_arguments": str?}, ...]?,
-                         "routed_experts": str (their address)?}], ...]?,
+                         "routed_experts": str (their address)?,
+                         "sampling_mask": str (its address)?}], ...]?,
      "responses": [str, ...], "finish_reasons": [str, ...]?, "lineages": [str, ...]?,
      "rewards": [str, ...]?, "teachers": [str, ...]?, "teacher_top_k": [int, ...]?,
      "columns": {name: [offset, *shape], ...}, "pad": str?, "data": bin}
@@ -22,6 +23,8 @@ k rollouts, P prompt tokens, R response tokens of all rollouts, one after anothe
     lengths       int32[k]       response tokens of the rollout
     prompt_ids    int32[P]
     response_ids  int32[R]
+    sampling_counts   int32[R]       from how many tokens each was sampled; 0: from all, or not
+    sampling_ids      int32[sum of these]  their ids, with the sampled token's own among them
     logprobs      float32[R]
     ref_logprobs, values, token_rewards  float32[R]   NaN for all tokens of a rollout without
     teacher_logprobs  float32[t, R]      by the names in `teachers`; NaN in the same way

@@ -16,7 +16,8 @@ from msgspec.structs import asdict, replace
 from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from buffer.wire.rollout import RolloutState
+from buffer.wire.rollout import UNJUDGED, RolloutState
+from buffer.wire.sampling_mask import SamplingMask
 
 T = TypeVar("T")
 
@@ -66,20 +67,22 @@ def _own_object(given: Any) -> Any:
 
 
 def own_rollout(state: RolloutState, **instead: Any) -> RolloutState:
-    """Return a copy of a rollout with the fields `instead`; its routed experts become read-only."""
+    """Return a copy of a rollout with the fields `instead`; the largest become read-only."""
     made = state.model_copy()
     for name, value in vars(state).items():
         if name == "routed_experts" and isinstance(value, np.ndarray):
             made.__dict__[name] = read_only(value)
+        elif isinstance(value, SamplingMask):
+            made.__dict__[name] = value.read_only()
         else:
             made.__dict__[name] = instead[name] if name in instead else own_copy(value)
     return made
 
 
 def readers_copy(value: Any) -> Any:
-    """Return an `own_copy` of a rollout, a list of them, or a value, without routed experts."""
+    """Return an `own_copy` of a rollout, a list of them, or a value, without `UNJUDGED`."""
     if isinstance(value, RolloutState):
-        return own_rollout(value.model_copy(update={"routed_experts": None}))
+        return own_rollout(value.model_copy(update=UNJUDGED))
     if isinstance(value, list):
         return [readers_copy(item) for item in value]
     return own_copy(value)

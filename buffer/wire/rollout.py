@@ -17,6 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from buffer.errors import WireError
 from buffer.wire.sampling import Count, SampleParams
+from buffer.wire.sampling_mask import RecordedMask, SamplingMask, joined_masks
 
 
 class Status(StrEnum):
@@ -127,8 +128,9 @@ class RolloutState(BaseModel):
     and `teacher_logprobs` (by the teacher's name; its most probable tokens, [R, k], in
     `teacher_top_ids` and `teacher_top_logprobs`). `spans` name the weights that sampled each
     token; a tool's tokens have none. `routed_experts` of a mixture of experts: int16[P + R - 1,
-    layers, top_k], the choices for every token but the last, or their address. `prompt_ids` are the
-    same in the whole group.
+    layers, top_k], the choices for every token but the last, or their address. `sampling_mask`: the
+    tokens that each token was sampled from, or their address; None: no token has a restriction.
+    `prompt_ids` are the same in the whole group.
     """
 
     model_config = ConfigDict(
@@ -159,6 +161,7 @@ class RolloutState(BaseModel):
     teacher_top_ids: dict[str, Int32] | None = None
     teacher_top_logprobs: dict[str, Float32] | None = None
     routed_experts: str | Experts | None = None
+    sampling_mask: RecordedMask = None
     spans: list[VersionSpan] = []
     reward: dict[str, float] | None = None
     finish_reason: str | None = None
@@ -180,6 +183,9 @@ class RolloutState(BaseModel):
             raise ValueError(f"a version span is outside of the {tokens} response tokens")
         if isinstance(self.routed_experts, np.ndarray):
             self._check_experts(self.routed_experts)
+        mask = self.sampling_mask
+        if isinstance(mask, SamplingMask) and (problem := mask.problem(self.response_ids)):
+            raise ValueError(f"sampling_mask: {problem}")
         return self
 
     def _token_columns(self) -> Iterator[tuple[str, NDArray[Any]]]:
@@ -225,6 +231,7 @@ class RolloutState(BaseModel):
         spans: Iterable[VersionSpan],
         *,
         routed_experts: NDArray[np.int16] | str | None = None,
+        sampling_mask: RecordedMask = None,
     ) -> None:
         """Append newly sampled tokens to the response (partial rollout).
 
@@ -240,6 +247,8 @@ class RolloutState(BaseModel):
             for name in _COMPUTED:
                 setattr(self, name, None)
             self.routed_experts = with_known_rows(self.routed_experts, routed_experts)
+            masks = [(self.sampling_mask, done), (sampling_mask, len(token_ids))]
+            self.sampling_mask = joined_masks(masks)
         self.response_ids = np.concatenate([self.response_ids, as_column(token_ids, "<i4")])
         self.logprobs = np.concatenate([self.logprobs, logprobs]).astype("<f4", copy=False)
         if self.response_mask is not None:
@@ -303,9 +312,12 @@ _COMPUTED = ("ref_logprobs", "values", *TEACHERS)
 
 _OF_RESPONSE = (
     *("response", "response_ids", "logprobs", "tool_calls", "response_mask", *_COMPUTED),
-    *("role", "token_rewards", "routed_experts", "spans", "reward", "finish_reason"),
-    *("error", "status"),
+    *("role", "token_rewards", "routed_experts", "sampling_mask", "spans", "reward"),
+    *("finish_reason", "error", "status"),
 )
+
+UNJUDGED: dict[str, None] = {"routed_experts": None, "sampling_mask": None}
+"""Fields of megabytes, which copies for judges and readers go without."""
 
 ENDED = ("stop", "length")
 """Finish reasons after which a rollout needs no engine, unless it starts again."""

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from buffer.errors import WireError
 from buffer.wire.document import OPTIONAL, Columns, Head, Own, Shared, encode_value
 from buffer.wire.own_copy import own_copy, read_only
-from buffer.wire.rollout import RolloutState, Status, VersionSpan, expert_rows
+from buffer.wire.rollout import UNJUDGED, RolloutState, Status, VersionSpan, expert_rows
 from buffer.wire.sampling import SampleParams
+from buffer.wire.sampling_mask import RecordedMask, SamplingMask, joined_masks
 
 STATUSES = tuple(Status)
 """The order is part of the wire format: column `statuses` holds positions in it."""
@@ -38,6 +39,7 @@ def tabulate(gid: str, task: str, states: Sequence[RolloutState]) -> tuple[Head,
     teachers, teacher_logprobs = _teachers(states, lengths)
     top_k, top_ids, top_logprobs = _tops(states, teachers, lengths)
     experts, has_experts = _experts([state.routed_experts for state in states])
+    sampled = _sampling_mask([state.sampling_mask for state in states], lengths)
     columns = {
         "spans": spans,
         "rewards": rewards,
@@ -55,6 +57,8 @@ def tabulate(gid: str, task: str, states: Sequence[RolloutState]) -> tuple[Head,
         "mask": _per_token([state.response_mask for state in states], lengths, 1, "u1"),
         "has_experts": has_experts,
     }
+    if sampled:
+        columns |= {"sampling_counts": sampled.counts, "sampling_ids": sampled.ids}
     for name in OPTIONAL:
         columns[name] = _per_token([getattr(state, name) for state in states], lengths)
     shared, own = _texts(states)
@@ -172,6 +176,12 @@ def _experts(
     return np.concatenate(inline), has_experts
 
 
+def _sampling_mask(masks: Sequence[RecordedMask], lengths: Sequence[int]) -> SamplingMask | None:
+    inline = [mask if isinstance(mask, SamplingMask) else None for mask in masks]
+    joined = joined_masks(zip(inline, lengths, strict=True))
+    return joined if isinstance(joined, SamplingMask) else None
+
+
 # -- texts ---------------------------------------------------------------
 
 
@@ -221,8 +231,9 @@ def _own_values(state: RolloutState) -> dict[str, Any]:
         fields["error"] = state.error
     if state.tool_calls:
         fields["tool_calls"] = own_copy(state.tool_calls)
-    if isinstance(state.routed_experts, str):
-        fields["routed_experts"] = state.routed_experts
+    for name in UNJUDGED:
+        if isinstance(address := getattr(state, name), str):
+            fields[name] = address
     return fields
 
 
@@ -234,6 +245,7 @@ def rollouts(head: Head, columns: Columns) -> Iterator[RolloutState]:
     columns = {name: read_only(column) for name, column in columns.items()}
     spans = spans_of(head, columns)
     experts = experts_of(head, columns)
+    masks = masks_of(head, columns)
     tops = tops_of(head, columns)
     own = dict(head.own)
     shared = _state_fields(head.shared)
@@ -255,6 +267,7 @@ def rollouts(head: Head, columns: Columns) -> Iterator[RolloutState]:
             teacher_logprobs=_own_teachers(head.teachers, columns, part),
             **_own_tops(tops, part),
             routed_experts=experts[n],
+            sampling_mask=masks[n],
             spans=spans[n],
             reward=_reward(head.rewards, columns, n),
             finish_reason=None if code == NO_FINISH else head.finish_reasons[code],
@@ -281,6 +294,21 @@ def experts_of(head: Head, columns: Columns) -> list[Experts]:
             end = start + expert_rows(len(columns["prompt_ids"]), int(columns["lengths"][n]))
             found[n] = columns["routed_experts"][start:end]
             start = end
+    return found
+
+
+def masks_of(head: Head, columns: Columns) -> list[RecordedMask]:
+    """Return the sampling mask of each rollout, its address, or None."""
+    found: list[RecordedMask] = [None] * len(head.responses)
+    if "sampling_ids" in columns:
+        start = first = 0
+        for n, length in enumerate(columns["lengths"].tolist()):
+            counts = columns["sampling_counts"][start : start + length]
+            if ids := int(counts.sum(dtype=np.int64)):
+                found[n] = SamplingMask(counts, columns["sampling_ids"][first : first + ids])
+            start, first = start + length, first + ids
+    for n, own in head.own:
+        found[n] = own.sampling_mask or found[n]
     return found
 
 
@@ -341,7 +369,8 @@ def _state_fields(texts: Shared | Own) -> dict[str, Any]:
     """Return the set fields as `RolloutState` takes them."""
     values = {name: getattr(texts, name) for name in texts.__struct_fields__}
     fields = {name: value for name, value in values.items() if value is not UNSET}
-    fields.pop("routed_experts", None)
+    for name in UNJUDGED:  # from `experts_of` and `masks_of`
+        fields.pop(name, None)
     if "sample" in fields:
         fields["sample_params"] = fields.pop("sample")
     return fields

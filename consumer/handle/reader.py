@@ -27,7 +27,7 @@ def check_content(group: RolloutGroup, vocabulary: int | None) -> None:
     """
     bounds = group.bounds
     largest = 2**31 - 1 if vocabulary is None else vocabulary - 1
-    if max(bounds.prompt_id, bounds.response_id, bounds.top_id) > largest:
+    if max(bounds.prompt_id, bounds.response_id, bounds.other_id) > largest:
         _name_id(group, largest)
     if bounds.lowest_logprob >= LOWEST_LOGPROB and bounds.highest_logprob <= HIGHEST_LOGPROB:
         return
@@ -46,7 +46,7 @@ def check_content(group: RolloutGroup, vocabulary: int | None) -> None:
 
 
 def _name_id(group: RolloutGroup, largest: int) -> None:
-    columns = ("prompt_ids", "response_ids", "teacher_top_ids")
+    columns = ("prompt_ids", "response_ids", "teacher_top_ids", "sampling_ids")
     for name, ids in ((name, group.columns[name]) for name in columns if name in group.columns):
         # as unsigned numbers, negative ids are beyond any vocabulary
         wrong = ids.view(np.uint32) > largest

@@ -18,6 +18,7 @@ from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.config.dataset import DatasetSection, ImagesSection
 from producer_workers.config.sandbox import BUBBLEWRAP, Sandbox, is_url
 from producer_workers.config.strategy import StrategySection
+from producer_workers.config.teacher import TeacherSection
 
 HELD_OUT = "held_out"
 """The split of a training task's data set that its `eval_of` task reads."""
@@ -67,6 +68,8 @@ NO_JUDGE = "environment"
 LIVE = "live"
 """The agent loop of tasks that only `rolloutmq gateway` serves."""
 
+TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,32}$")]
+
 JudgeWeight = Annotated[float, Field(ge=-1e6, le=1e6)]
 JudgeSpec = str | dict[str, str | dict[str, JudgeWeight]]
 """A judge; or judges by pattern of the data source, each one judge or several with weights."""
@@ -94,11 +97,13 @@ class SampleParamsSection(Section):
     """nucleus sampling; 1 turns it off"""
     top_k: Count = Field(0, ge=0)
     """sample only from the k most likely tokens; 0 turns it off"""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """sample only from tokens with this share of the largest probability or more; 0 turns it off"""
     max_tokens: Count = Field(2048, ge=1)
     """largest number of tokens of a response"""
     min_tokens: Count = Field(0, ge=0)
-    """smallest number of tokens of a response. Like top_p, top_k and structured, it cuts the
-    distribution that is sampled from: see [learner] allow_truncated_sampling
+    """smallest number of tokens of a response. Like top_p, top_k, min_p and structured, it cuts off
+    tokens: see [learner] allow_truncated_sampling
     """
     stops: list[str] = Field(default_factory=list)
     """strings that end a response"""
@@ -110,7 +115,7 @@ class SampleParamsSection(Section):
     """
     repetition_penalty: float = Field(1.0, gt=0, le=100)
     """above 1: tokens of the prompt and of the response so far become less likely; 1 turns it off.
-    This and the other penalties cut the distribution, too
+    This and the other penalties need [learner] allow_truncated_sampling in a training task
     """
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     """above 0: tokens of the response so far become less likely; 0 turns it off"""
@@ -217,6 +222,8 @@ class TaskSection(Section):
     """
     strategy: StrategySection | None = None
     """the keys of [strategy] with other values for this task"""
+    teachers: dict[TeacherName, TeacherSection] = Field(default_factory=dict)
+    """models that score the tokens of finished rollouts, one after another"""
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -320,7 +327,7 @@ def _inherit(task: Any, training: Mapping[str, Mapping[str, Any]]) -> Any:
     if not isinstance(task, Mapping) or not isinstance(task.get("eval_of"), str):
         return task
     base = training.get(task["eval_of"]) or next(iter(training.values()), {})
-    once = {"weight": 0.0, "prompt_repeat_k": 1, "shuffle": False}
+    once = {"weight": 0.0, "prompt_repeat_k": 1, "shuffle": False, "teachers": {}}
     merged = {**base, **once, **task}
     if all(isinstance(part.get("sample", {}), Mapping) for part in (base, task)):
         greedy = {"temperature": 0.0}

@@ -15,6 +15,7 @@ from buffer.errors import ModelError, RolloutMQError
 from buffer.weights.transport import Announcement
 from buffer.wire.rollout import MediaRef, PolicyVersion, VersionSpan
 from buffer.wire.sampling import SampleParams
+from buffer.wire.sampling_mask import RecordedMask
 from producer_workers.images import ImageReader
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -47,6 +48,16 @@ class Generation:
     finish_reason: FinishReason
     # [P + n - 1, layers, top_k], of every token of prompt and response but the last
     routed_experts: NDArray[np.int16] | None = None
+    sampling_mask: RecordedMask = None  # None: not recorded, or nothing was cut off
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The natural logprobs of given tokens at temperature 1, and the `k` most probable tokens."""
+
+    logprobs: NDArray[np.float32]  # [n]
+    top_ids: NDArray[np.int32]  # [n, k], the most probable first
+    top_logprobs: NDArray[np.float32]  # [n, k]
 
 
 class GrowingResponse:
@@ -82,11 +93,13 @@ class GrowingResponse:
         assert self.finish_reason is not None
         token_ids = np.asarray(self.token_ids, dtype="<i4")
         logprobs = np.asarray(self._logprobs, dtype="<f4")
-        return Generation(
-            token_ids, logprobs, tuple(self._spans), self.finish_reason, self.routed_experts()
-        )
+        recorded = self.routed_experts(), self.sampling_mask()
+        return Generation(token_ids, logprobs, tuple(self._spans), self.finish_reason, *recorded)
 
     def routed_experts(self) -> NDArray[np.int16] | None:
+        return None
+
+    def sampling_mask(self) -> RecordedMask:
         return None
 
 
@@ -144,6 +157,25 @@ def context_length(engine: object) -> int | None:
 def structures(engine: object) -> bool:
     """Return whether `engine` applies `SampleParams.structured`; if not, such tasks are refused."""
     return bool(getattr(engine, "structures_output", False))
+
+
+def records_masks(engine: object) -> bool:
+    """Return whether generations have a `sampling_mask` where something was cut off."""
+    return bool(getattr(engine, "records_masks", False))
+
+
+@runtime_checkable
+class ScoresTexts(Protocol):
+    """An engine that can score given tokens, as a teacher does."""
+
+    async def score(
+        self, request_id: str, ids: NDArray[np.int32], start: int, top_k: int = 0
+    ) -> Scores:
+        """Return the scores of `ids[start:]`, each after all ids before it; `start` is at least 1.
+
+        Neither temperature nor top-p apply. Raises GenerationError, also after `pause("abort")`, or
+        EngineDeadError. Other requests run meanwhile.
+        """
 
 
 @runtime_checkable

@@ -30,6 +30,7 @@ from producer_workers.engines.base import (
     GenerationError,
     GroupImages,
     PauseMode,
+    Scores,
     WeightsError,
 )
 from producer_workers.engines.model_folder import eos_ids, read_shapes, vocabulary_size
@@ -93,15 +94,7 @@ class SimulatedEngine:
     async def generate(
         self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
     ) -> Generation:
-        self.check_health()
-        if self.asleep:
-            raise GenerationError(f"request {request_id} arrived while the engine slept")
-        self._requests += 1
-        config = self._config
-        if config.die_after is not None and self._requests > config.die_after:
-            self._die()
-        if config.fail_every and self._requests % config.fail_every == 0:
-            raise GenerationError(f"request {request_id} failed, as configured by fail_every")
+        self._count(request_id)
         run = self._draw(request_id, prompt_ids, params)
         self._waiting.append(run)
         self._start_waiting()
@@ -114,6 +107,23 @@ class SimulatedEngine:
             if run.started_s is None and run in self._waiting:
                 self._waiting.remove(run)
             self._start_waiting()
+
+    async def score(
+        self, request_id: str, ids: NDArray[np.int32], start: int, top_k: int = 0
+    ) -> Scores:
+        """Return scores that depend only on the seed and on `ids`, after a first token's time."""
+        self._count(request_id)
+        rng = self._random("scores", ids)
+        await asyncio.sleep(self._config.first_token_s.draw(rng))
+        self.check_health()
+        tokens = len(ids) - start
+        top_ids = rng.integers(0, self._config.vocab_size or VOCABULARY, (tokens, top_k))
+        top_logprobs = -np.sort(rng.exponential(2.0, (tokens, top_k)))
+        return Scores(
+            -rng.exponential(0.5, tokens).astype(np.float32),
+            top_ids.astype(np.int32),
+            top_logprobs.astype(np.float32),
+        )
 
     async def pause(self, mode: PauseMode) -> None:
         self.check_health()
@@ -241,12 +251,27 @@ class SimulatedEngine:
             if run in self._waiting:
                 self._waiting.remove(run)
 
+    def _count(self, request_id: str) -> None:
+        """Count a request; fail it or die, as configured."""
+        self.check_health()
+        if self.asleep:
+            raise GenerationError(f"request {request_id} arrived while the engine slept")
+        self._requests += 1
+        config = self._config
+        if config.die_after is not None and self._requests > config.die_after:
+            self._die()
+        if config.fail_every and self._requests % config.fail_every == 0:
+            raise GenerationError(f"request {request_id} failed, as configured by fail_every")
+
+    def _random(self, key: str, ids: NDArray[np.int32]) -> np.random.Generator:
+        digest = hashlib.blake2b(f"{self._config.seed}/{key}/".encode(), digest_size=16)
+        digest.update(np.ascontiguousarray(ids, dtype="<i4").tobytes())
+        return np.random.default_rng(int.from_bytes(digest.digest(), "little"))
+
     def _draw(self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams) -> _Run:
         config = self._config
         key = request_id if params.seed is None else f"seed {params.seed}"
-        digest = hashlib.blake2b(f"{config.seed}/{key}/".encode(), digest_size=16)
-        digest.update(np.ascontiguousarray(prompt_ids, dtype="<i4").tobytes())
-        rng = np.random.default_rng(int.from_bytes(digest.digest(), "little"))
+        rng = self._random(key, prompt_ids)
         # As in vLLM, the stop token itself may come after min_tokens others at the earliest.
         wanted = max(round(config.response_tokens.draw(rng)), params.min_tokens + 1)
         first_token_s = config.first_token_s.draw(rng)

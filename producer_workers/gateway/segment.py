@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from buffer.wire.document import OPTIONAL
 from buffer.wire.rollout import RolloutState, ToolCall, VersionSpan, with_known_rows
+from buffer.wire.sampling_mask import RecordedMask, joined_masks, part_of
 from producer_workers.engines.base import FinishReason, Generation
 from producer_workers.gateway.history import Conversation, Messages
 
@@ -43,6 +44,7 @@ class Segment:
     text: str = ""
     finish_reason: str = ""
     experts: NDArray[np.int16] | str | None = None  # of all ids but the last, if recorded
+    sampling_mask: RecordedMask = None  # of all ids, if recorded
     ends: tuple[TurnEnd, ...] = ()  # of the model's turns in it
     after: int = 0  # how many answers its session had when its last turn was asked
 
@@ -61,6 +63,7 @@ class Segment:
     def then(self, more: Segment) -> Segment:
         """Return this context with `more` behind it; its tools and experts stay."""
         tokens, messages = len(self.ids), len(self.messages)
+        masks = [(self.sampling_mask, tokens), (more.sampling_mask, len(more.ids))]
         ends = [TurnEnd(messages + end.messages, tokens + end.tokens) for end in more.ends]
         return replace(
             more,
@@ -73,6 +76,7 @@ class Segment:
             spans=(*self.spans, *_moved(more.spans, tokens)),
             calls=(*self.calls, *more.calls),
             experts=self.experts,
+            sampling_mask=joined_masks(masks),
             ends=(*self.ends, *ends),
         )
 
@@ -98,6 +102,7 @@ class Segment:
             tuple(calls),
             text,
             made.finish_reason,
+            sampling_mask=made.sampling_mask,
             ends=(TurnEnd(1, len(made.token_ids)),),
             after=self.after,
         )
@@ -115,7 +120,14 @@ class Segment:
     def untrained(self) -> Segment:
         """Return this as context alone: another segment trains these tokens."""
         nothing = np.zeros(len(self.ids), "u1")
-        return replace(self, mask=nothing, logprobs=nothing.astype("<f4"), spans=(), calls=())
+        return replace(
+            self,
+            mask=nothing,
+            logprobs=nothing.astype("<f4"),
+            spans=(),
+            calls=(),
+            sampling_mask=None,
+        )
 
     def until(self, end: TurnEnd) -> Segment:
         """Return this if it ends there; else an earlier context, which this segment trains."""
@@ -140,6 +152,7 @@ class Segment:
             self,
             messages=self.messages[len(parent.messages) :],
             ids=self.ids[first:],
+            sampling_mask=part_of(self.sampling_mask, first),
             mask=self.mask[first:],
             logprobs=self.logprobs[first:],
             spans=_moved(self.spans[len(parent.spans) :], -first),
@@ -171,6 +184,7 @@ class Segment:
             state.response,
             state.finish_reason or "",
             state.routed_experts,
+            joined_masks([(None, before), (state.sampling_mask, len(state.response_ids))]),
             (TurnEnd(len(messages), len(ids)),),
             after,
         )
@@ -199,6 +213,7 @@ class Segment:
         state.tool_calls = list(self.calls)
         state.finish_reason = self.finish_reason
         state.routed_experts = self.experts
+        state.sampling_mask = part_of(self.sampling_mask, prompt)
 
 
 def _moved(spans: Iterable[VersionSpan], tokens: int) -> tuple[VersionSpan, ...]:

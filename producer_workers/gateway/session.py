@@ -364,7 +364,8 @@ class Session:
         message: dict[str, Any] = {"role": "assistant", "content": said[:end]}
         if calls:
             message["tool_calls"] = [as_openai(call) for call in calls]
-        kept = replace(made, routed_experts=None)  # answers stay for a while; the segment has them
+        # answers stay for a while, and the segment has these
+        kept = replace(made, routed_experts=None, sampling_mask=None)
         return SampledTurn(ask.name, message, kept, prompt_tokens, stop), text, calls
 
 

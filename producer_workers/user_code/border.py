@@ -21,7 +21,7 @@ from buffer.failure_text import join_text
 from buffer.imports import load_object
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_bytes import decode, encode
-from buffer.wire.rollout import RolloutState
+from buffer.wire.rollout import UNJUDGED, RolloutState
 from producer_workers.user_code.failure import log_once, user_trace
 
 
@@ -197,7 +197,7 @@ class RolloutBorder(Border):
 
     def write(self, *arguments: Any) -> bytes:
         (states,) = arguments
-        slim = [state.model_copy(update={"routed_experts": None}) for state in states]
+        slim = [state.model_copy(update=UNJUDGED) for state in states]
         return encode(RolloutGroup("called", "called", slim))
 
     def read(self, data: bytes) -> tuple[Any, ...]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import io
 import logging
 import time
 from collections import Counter
@@ -40,7 +39,8 @@ from buffer.redis.connection.retry import LogOnce
 from buffer.redis.media_folder import MediaFolder
 from buffer.run import Run
 from buffer.wire.group import GROUP_TIME, RolloutGroup
-from buffer.wire.rollout import RolloutState, Status
+from buffer.wire.rollout import UNJUDGED, RolloutState, Status
+from buffer.wire.sampling_mask import SamplingMask
 from producer_workers.engines.base import Engine, EngineDeadError, shown
 from producer_workers.user_code.failure import log_failure
 from producer_workers.user_code.user_function import outcome_of
@@ -55,7 +55,7 @@ from producer_workers.worker.turn_keeper import TurnKeeper
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
 
-# Smaller routed experts stay in their column: a file costs more than it saves.
+# Smaller columns stay in the payload: a file costs more than it saves.
 INLINE_BYTES = 64 << 10
 
 # Dead letters of one cause, and of all, whose responses a worker keeps: a judge that always raises
@@ -218,7 +218,7 @@ class GroupRunner:
         if not runner.partial_rollout:
             restart_unfinished(made)
         if media := self._run.media:
-            await asyncio.to_thread(put_experts_into_files, made, media, job.gid, job.token)
+            await asyncio.to_thread(put_columns_into_files, made, media, job.gid, job.token)
         if all(state.status is Status.COMPLETED for state in made):
             runner.leave_out_roles(made)
         result = group.continued(made)
@@ -321,7 +321,7 @@ class GroupRunner:
             log.warning("responses not kept: %s", describe(error), extra={"gid": job.gid})
 
     def _keep(self, job: Job, states: Sequence[RolloutState]) -> None:
-        slim = [state.model_copy(update={"routed_experts": None}) for state in states]
+        slim = [state.model_copy(update=UNJUDGED) for state in states]
         self._run.dead_letters.keep_responses(job, RolloutGroup(job.gid, job.task, slim))
 
     async def _insist(self, call: Callable[..., T], *args: Any) -> T:
@@ -342,20 +342,21 @@ def _is_cancellation(error: BaseException) -> bool:
     return isinstance(error, asyncio.CancelledError) and bool(task and task.cancelling())
 
 
-def put_experts_into_files(
+def put_columns_into_files(
     states: Sequence[RolloutState], media: MediaFolder, gid: str, token: str
 ) -> None:
-    """Move the routed experts of completed rollouts (megabytes each) into the run's media folder.
+    """Move columns of completed rollouts with megabytes each into the run's media folder.
 
     `token`: of the claim, so that a slow worker cannot overwrite the files of a later claim.
     """
     for position, state in enumerate(states):
-        experts = state.routed_experts
-        if not isinstance(experts, np.ndarray) or experts.nbytes <= INLINE_BYTES:
+        # an interrupted rollout keeps its columns: the next worker needs them
+        if state.status is not Status.COMPLETED:
             continue
-        # an interrupted rollout keeps its column: the next worker needs its rows
-        if state.status is Status.COMPLETED:
-            file = io.BytesIO()
-            np.save(file, experts, allow_pickle=False)
+        experts, mask = state.routed_experts, state.sampling_mask
+        if isinstance(experts, np.ndarray) and experts.nbytes > INLINE_BYTES:
             name = f"experts-{token}-{position}.npy"
-            state.routed_experts = media.put(gid, name, file.getbuffer())
+            state.routed_experts = media.put_column(gid, name, experts)
+        if isinstance(mask, SamplingMask) and mask.ids.nbytes > INLINE_BYTES:
+            name = f"sampling-{token}-{position}.npy"
+            state.sampling_mask = media.put_column(gid, name, mask.packed())

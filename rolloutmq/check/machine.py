@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import cycle, islice
 
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.imports import EXTRAS, install_command
@@ -20,10 +21,14 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The GPUs of the trainer and of each worker, as indexes of those that this process may use."""
+    """The GPUs of the trainer, of each worker and of each process of a teacher.
+
+    They are indexes of those that this process may use.
+    """
 
     trainer: list[int]
     workers: list[list[int]]
+    teachers: list[list[int]]
 
     @staticmethod
     def environment(gpus: list[int]) -> dict[str, str]:
@@ -68,26 +73,66 @@ def _ask_gpus(field: str) -> list[str]:
     return [line.strip() for line in listing.splitlines()]
 
 
-def place(launch: LaunchSection, gpus: int, per_worker: int = 1, ranks: int = 1) -> Placement:
-    """Assign `gpus` to processes; `ranks`: of the trainer. Raises ConfigError for too few GPUs."""
+def place(
+    launch: LaunchSection,
+    gpus: int,
+    per_worker: int = 1,
+    ranks: int = 1,
+    teachers: Sequence[int] = (),
+) -> Placement:
+    """Assign `gpus` to processes. Raises ConfigError for too few GPUs.
+
+    `ranks`: of the trainer. `teachers`: how many GPUs each process of a teacher needs.
+    """
     if gpus == 0:
-        if launch.trainer_gpus or launch.worker_gpus:
-            hint = "start it on a machine with GPUs, or remove trainer_gpus and worker_gpus"
+        if launch.trainer_gpus or launch.worker_gpus or launch.teacher_gpus:
+            hint = "start it on a machine with GPUs, or remove trainer_gpus and the like"
             raise ConfigError("[launch] names GPUs, but this machine has none", hint=hint)
-        return Placement([], [[] for _ in range(launch.workers)])
+        return Placement([], [[] for _ in range(launch.workers)], [[] for _ in teachers])
     trainer = list(range(ranks)) if launch.trainer_gpus is None else launch.trainer_gpus
     others = list(range(gpus)) if launch.colocated else [g for g in range(gpus) if g not in trainer]
+    last = others[len(others) - min(sum(teachers), len(others)) :]
+    scoring = last if launch.teacher_gpus is None else launch.teacher_gpus
+    if not launch.colocated:
+        others = [g for g in others if g not in scoring]
     pool = others if launch.worker_gpus is None else launch.worker_gpus
-    _check(launch, gpus, trainer, pool, per_worker)
+    _check_teachers(launch, trainer + pool, scoring, teachers)
+    _check(launch, gpus, trainer, pool, scoring, per_worker)
     groups = [pool[i * per_worker : (i + 1) * per_worker] for i in range(len(pool) // per_worker)]
-    # colocated workers may share one set of GPUs; otherwise each has its own
-    return Placement(trainer, [groups[i % len(groups)] for i in range(launch.workers)])
+    # colocated processes may share one set of GPUs; otherwise each has its own
+    shared = cycle(scoring)
+    return Placement(
+        trainer,
+        [groups[i % len(groups)] for i in range(launch.workers)],
+        [list(islice(shared, size)) for size in teachers],
+    )
+
+
+def _check_teachers(
+    launch: LaunchSection, others: list[int], scoring: list[int], teachers: Sequence[int]
+) -> None:
+    enough = max(teachers, default=0) if launch.colocated else sum(teachers)
+    if len(set(scoring)) < enough:
+        raise ConfigError(
+            f"the teachers need {enough} GPUs, and have {len(set(scoring))}",
+            hint="name more in [launch] teacher_gpus, or use fewer workers of a teacher",
+        )
+    if (shared := sorted(set(scoring) & set(others))) and teachers and not launch.colocated:
+        raise ConfigError(
+            f"[launch] teacher_gpus: other processes use GPUs {shared}, too",
+            hint="use different ones, or set [launch] colocated = true and leave memory for both",
+        )
 
 
 def _check(
-    launch: LaunchSection, gpus: int, trainer: list[int], pool: list[int], per_worker: int
+    launch: LaunchSection,
+    gpus: int,
+    trainer: list[int],
+    pool: list[int],
+    scoring: list[int],
+    per_worker: int,
 ) -> None:
-    if unknown := sorted({g for g in trainer + pool if not 0 <= g < gpus}):
+    if unknown := sorted({g for g in trainer + pool + scoring if not 0 <= g < gpus}):
         raise ConfigError(f"[launch] names GPUs {unknown}, but this machine has 0 to {gpus - 1}")
     if (shared := sorted(set(trainer) & set(pool))) and not launch.colocated:
         raise ConfigError(
@@ -128,7 +173,8 @@ def machine_errors(config: Config) -> list[RolloutMQError]:
 def placement_of(config: Config) -> Placement:
     """Return the GPUs of this machine for each process of a run. Raises ConfigError."""
     ranks = config.launch.ranks(has_own_loop=config.trainer.loop is not None)
-    return place(config.launch, count_gpus(), config.engine.shards, ranks)
+    shards = [config.teacher_engine(name).shards for name in config.teacher_workers]
+    return place(config.launch, count_gpus(), config.engine.shards, ranks, shards)
 
 
 _PACKAGES_OF_LOOPS = ("openenv", "verifiers")
@@ -139,8 +185,12 @@ def _packages(config: Config) -> Iterator[tuple[str, str]]:
     learner = config.learner
     if config.trainer.loop is None:
         yield from (("the trainer", name) for name in ("torch", "transformers", "safetensors"))
-    if config.engine.package:
-        yield f"[engine] kind = {config.engine.kind}", config.engine.package
+    engines = {"[engine]": config.engine} | {
+        f"the engine of teacher {name},": config.teacher_engine(name) for name in config.teachers
+    }
+    for where, engine in engines.items():
+        if engine.package:
+            yield f"{where} kind = {engine.kind}", engine.package
     for loop in sorted({task.loop(config.worker.agent_loop) for task in config.tasks.values()}):
         if has_agents(loop):
             yield f"agent_loop = {loop}", "aiohttp"

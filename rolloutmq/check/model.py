@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,9 @@ from typing import Any
 from buffer.errors import HubError
 from buffer.weights.safetensors_files import MODEL_LOADING
 from consumer.grpo.models.model_folder import check_model_folder, load_tokenizer
+from producer_workers.agent_loops.tokenizer import check_same_tokens
 from producer_workers.engines.model_folder import eos_ids, vocabulary_size
-from producer_workers.hub import model_repository
+from producer_workers.hub import Repository, model_repository
 from rolloutmq.check.finding import Finding, Unit, absent
 from rolloutmq.check.shape import read_shape
 from rolloutmq.config.config import Config
@@ -26,10 +28,19 @@ SMALL = {
 
 
 def units(config: Config, *, quick: bool) -> list[Unit]:
+    teachers = [
+        Unit("model", f"teacher {name}", partial(_check_teacher, config, name))
+        for name in config.teachers
+    ]
+    return [*_student_units(config, quick=quick), *teachers]
+
+
+def _student_units(config: Config, *, quick: bool) -> list[Unit]:
     try:
         folder = config.model_folder
     except HubError:
-        return [Unit("model", str(config.policy.model), partial(_report_absent, config))]
+        absent_model = partial(_report_absent, model_repository(config.policy))
+        return [Unit("model", str(config.policy.model), absent_model)]
     if config.policy.model is None and not folder.is_dir():
         return [Unit("model", "the model that the run builds", partial(_check_warm_start, config))]
     checks = {"its files": _check_files}
@@ -42,8 +53,25 @@ def units(config: Config, *, quick: bool) -> list[Unit]:
     ]
 
 
-def _report_absent(config: Config) -> Iterator[Finding]:
-    yield absent("model", model_repository(config.policy))
+def _report_absent(repository: Repository | None) -> Iterator[Finding]:
+    yield absent("model", repository)
+
+
+def _check_teacher(config: Config, name: str) -> Iterator[Finding]:
+    """Compare a teacher with the student, as far as their folders are here."""
+    try:
+        folder = config.teacher_folder(name)
+    except HubError:
+        if repository := config.teachers[name].repository:
+            yield absent("model", repository)
+        return
+    if config.teachers[name].model is None:
+        return  # the run's own model
+    check_model_folder(folder)
+    with suppress(HubError):
+        if config.model_folder.is_dir():
+            check_same_tokens(config.model_folder, folder)
+    yield Finding("model", "ok", f"teacher {name}: {folder}")
 
 
 def _check_warm_start(config: Config) -> Iterator[Finding]:

@@ -28,8 +28,11 @@ class LaunchSection(Section):
     trainer_gpus: list[Gpu] | None = None
     """GPUs of the trainer; default: the first ones, as many as it has processes"""
     worker_gpus: list[Gpu] | None = None
-    """GPUs of the workers; each worker gets as many as its engine has shards; default: all other
-    GPUs
+    """GPUs of the workers; each worker gets as many as its engine has shards; default: all others
+    """
+    teacher_gpus: list[Gpu] | None = None
+    """GPUs of the teachers, in the order of the config; each of their processes gets as many as its
+    engine has shards; default: the last ones
     """
     judge_workers: int = Field(1, ge=1, le=1024)
     """processes that judge, if a task has judging of kind rq"""

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import orjson
 
 from buffer.control.origin import Origin
 from buffer.errors import ConfigError
+from producer_workers.config.dataset import DatasetSection
 from producer_workers.config.task import TaskSection
+from producer_workers.config.teacher import TeacherSection
 from producer_workers.hub import Repository, model_repository
 from rolloutmq.config.config import Config
+
+S = TypeVar("S", DatasetSection, TeacherSection)
 
 NOTE = "hub.json"
 """File in the run's folder: the commit of each repository whose revision the config leaves open."""
@@ -52,6 +57,7 @@ def names_any(config: Config) -> bool:
 def _repositories(config: Config) -> Iterator[Repository]:
     sections = [task.dataset for task in config.tasks.values()]
     named = [model_repository(config.policy)]
+    named += [teacher.repository for teacher in config.teachers.values()]
     named += [section.repository for section in sections]
     yield from (each for each in named if each)
 
@@ -66,11 +72,13 @@ def _pin(config: Config, pinned: Mapping[Repository, Repository]) -> Config:
 
 
 def _pin_task(task: TaskSection, pinned: Mapping[Repository, Repository]) -> TaskSection:
-    dataset = task.dataset
-    if dataset.repository is None:
-        return task
-    update = {"revision": pinned[dataset.repository].revision}
-    return task.model_copy(update={"dataset": dataset.model_copy(update=update)})
+    def pin(section: S) -> S:
+        if section.repository is None:
+            return section
+        return section.model_copy(update={"revision": pinned[section.repository].revision})
+
+    teachers = {name: pin(teacher) for name, teacher in task.teachers.items()}
+    return task.model_copy(update={"dataset": pin(task.dataset), "teachers": teachers})
 
 
 def _read(note: Path) -> dict[str, str]:

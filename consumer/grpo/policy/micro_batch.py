@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from buffer.wire.group import RolloutGroup
+from consumer.grpo.policy.mask_reader import MaskReader
 from consumer.grpo.policy.routing_replay import RecordedExperts
-from consumer.handle.batch import BatchTable, Ints
+from consumer.grpo.policy.vocabulary_projection import SampledFrom
+from consumer.handle.batch import TOP_IDS, TOP_LOGPROBS, BatchTable, Ints
 
 
 @dataclass(slots=True)
@@ -69,13 +71,28 @@ class MicroBatch:
     trained_tokens: Tensor  # float32[S]; sum of the sample's mask
     # int16[R * W, layers, top_k], chosen by the engine; -1: not recorded
     experts: Tensor | None = None
+    sampled_from: SampledFrom | None = None  # None: every token from the whole vocabulary
     # `RolloutGroup.optional_columns`, float32[N]
     optional: dict[str, Tensor] = field(default_factory=dict)
+    tops: dict[str, Tensor] = field(default_factory=dict)  # `BatchTable.tops`, [N, k]
+    tasks: Sequence[str] = ()  # of the S samples
 
     def column(self, name: str) -> Tensor:
         """Return an optional column, such as "token_rewards", float32[N]; nan: no value."""
         found = self.optional.get(name)
         return torch.full_like(self.rollout_logprobs, torch.nan) if found is None else found
+
+    def top_ids(self) -> Tensor | None:
+        """Return the top tokens of all teachers side by side, int64[N, K]; None without any."""
+        ids = [column for name, column in self.tops.items() if name.startswith(TOP_IDS)]
+        return torch.cat(ids, 1).long() if ids else None
+
+    def top_logprobs(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each teacher and its logprobs of its part of `top_ids`, float32[N, k]."""
+        for name in self.tops:
+            if name.startswith(TOP_IDS):
+                teacher = name.removeprefix(TOP_IDS)
+                yield teacher, self.tops[TOP_LOGPROBS + teacher]
 
 
 class Layout(NamedTuple):
@@ -103,16 +120,20 @@ class MicroBatches:
         layouts: list[Layout],
         device: torch.device,
         recorded: RecordedExperts | None,
+        masks: MaskReader,
     ) -> None:
         self._table = table
         self._layouts = layouts
         self._device = device
         self._recorded = recorded
+        self._mask_reader = masks
+        self._masks = [mask for group in table.groups for mask in group.sampling_masks()]
         self._experts = [e for g in table.groups for e in g.experts()] if recorded else []
         self._prompts = table.columns("prompt_ids")
         self._responses = table.columns("response_ids")
         names = ("logprobs", "mask", *table.optional_names())
         self._columns = {name: table.columns(name) for name in names}
+        self._tops = table.tops()
         is_cpu = device.type == "cpu"
         self._integer = np.int64 if is_cpu else np.int32
         self._mask = np.float32 if is_cpu else np.uint8
@@ -140,6 +161,10 @@ class MicroBatches:
         parts = [self._table.parts(columns, layout.chosen) for layout in self._layouts]
         return [self._moved(_joined(own, np.float32)) for own in parts]
 
+    def column(self, name: str) -> list[Tensor]:
+        """Return an optional column for every micro-batch, float32[N]; nan: no value."""
+        return self.per_token(self._table.columns(name))
+
     def fill(self, columns: Sequence[NDArray[np.float32]], values: Sequence[Tensor]) -> None:
         """Copy float32[N] of every micro-batch into float32[R] of each group."""
         for layout, own in zip(self._layouts, values, strict=True):
@@ -163,7 +188,16 @@ class MicroBatches:
             rollout=self._moved(chosen),
             trained_tokens=self._moved(self._table.trained[chosen]).float(),
             experts=self._slot_experts(layout),
+            sampled_from=self._mask_reader.of_tokens(
+                [self._masks[n] for n in chosen.tolist()], responses, self._device
+            ),
             optional={name: self._moved(_joined(own, np.float32)) for name, own in parts.items()},
+            tops={
+                name: self._moved(np.concatenate(self._table.parts(column, chosen)))
+                for name, column in self._tops.items()
+                if len(chosen)
+            },
+            tasks=[self._table.groups[n].task for n in self._table.group[chosen].tolist()],
         )
 
     def _samples(self, layout: Layout) -> NDArray[Any]:

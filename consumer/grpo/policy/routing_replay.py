@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from io import BytesIO
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,11 +25,6 @@ from buffer.wire.expert_gates import expert_gates, layers_of
 
 Ints = NDArray[np.int64]
 Recorded = NDArray[np.int16] | str | None  # as in `RolloutState.routed_experts`
-
-# its functions have no types
-_npy: Any = np.lib.format
-
-HEADER_BYTES = 128  # of a file beside its numbers: numpy's header
 
 
 class RoutedGroup(Protocol):
@@ -101,21 +95,9 @@ class RecordedExperts:
                 f"has its routed experts at {uri[:200]}, and the run has no media folder"
             )
         try:
-            return _parse(self._media.read(uri, HEADER_BYTES + 2 * int(np.prod(shape))))
+            return self._media.read_column(uri, "<i2", int(np.prod(shape)))
         except (ConfigError, MediaError, ValueError) as error:
             raise WireError(f"has routed experts that cannot be read: {error}") from error
-
-
-def _parse(data: bytes) -> NDArray[np.int16]:
-    """Return the array of a .npy file. Raises ValueError unless it is int16."""
-    file = BytesIO(data)
-    version = _npy.read_magic(file)
-    if version != (1, 0):
-        raise ValueError(f".npy version {version} is not supported, expected (1, 0)")
-    shape, is_fortran, dtype = _npy.read_array_header_1_0(file)
-    if is_fortran or dtype != np.dtype("<i2"):
-        raise ValueError(f"numbers of type {dtype}, expected int16 in C order")
-    return np.frombuffer(data, "<i2", offset=file.tell()).reshape(shape)
 
 
 GateOutput = tuple[Tensor, Tensor, Tensor]  # logits, weights and the chosen experts

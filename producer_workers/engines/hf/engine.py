@@ -11,26 +11,30 @@ import logging
 from collections.abc import Collection
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
+from torch import Tensor
 
 from buffer.imports import install_command
 from buffer.weights.safetensors_files import MODEL_LOADING, is_adapter
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.sampling import SampleParams
+from buffer.wire.sampling_mask import RecordedMask, SamplingMask, joined_masks
 from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,
     EngineLoad,
+    FinishReason,
     Generation,
     GenerationError,
     GrowingResponse,
     PauseMode,
+    Scores,
     WeightsError,
 )
 from producer_workers.engines.hf.routing import RoutedTokens, RoutingRecorder
@@ -45,6 +49,9 @@ from producer_workers.engines.model_folder import (
 )
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CHUNK = 512  # tokens of a text that a step reads: the logits of all would fill the memory
 
 
 class _Request(GrowingResponse):
@@ -59,11 +66,15 @@ class _Request(GrowingResponse):
         self.generator.manual_seed(self.generator.seed() if params.seed is None else params.seed)
         self.cache: Any = None
         self.experts = RoutedTokens()
+        self.masks: list[tuple[RecordedMask, int]] = []  # of each token
         self.error: Exception | None = None
         self.ended: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
 
     def routed_experts(self) -> NDArray[np.int16] | None:
         return self.experts.whole()
+
+    def sampling_mask(self) -> RecordedMask:
+        return joined_masks(self.masks) if self.masks else None
 
     def settle(self) -> None:
         if self.ended.done():
@@ -76,11 +87,51 @@ class _Request(GrowingResponse):
             self.ended.set_result(self.generation())
 
 
+class _Scoring:
+    """The scores of a text so far; each step reads `CHUNK` of its tokens."""
+
+    def __init__(self, request_id: str, ids: list[int], start: int, top_k: int) -> None:
+        self.group = request_id.partition("/")[0]
+        self.ids = ids
+        self.start = start
+        self._top_k = top_k
+        self.cache: Any = None
+        self.error: Exception | None = None
+        self.finish_reason: FinishReason | None = None
+        self.ended: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
+        self.forget()
+
+    def forget(self) -> None:
+        self.known = 0
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def add(self, logits: Tensor, targets: list[int]) -> None:
+        """Add the scores of tokens, of which float[n, V] are the logits."""
+        logprobs = torch.log_softmax(logits.float(), -1)
+        chosen = logprobs.gather(1, torch.tensor(targets, device=logits.device)[:, None])[:, 0]
+        best = logprobs.topk(self._top_k)
+        self._parts.append((chosen.cpu(), best.indices.int().cpu(), best.values.cpu()))
+
+    def finish(self, reason: FinishReason) -> None:
+        self.finish_reason = self.finish_reason or reason
+
+    def settle(self) -> None:
+        if self.ended.done():
+            return
+        if self.error or self.finish_reason == "abort":
+            why = repr(self.error) if self.error else "it was aborted"
+            self.ended.set_exception(GenerationError(f"a text was not scored: {why}"))
+        elif self.finish_reason:
+            scores = [torch.cat(parts).numpy() for parts in zip(*self._parts, strict=True)]
+            self.ended.set_result(Scores(*scores))
+
+
 class TransformersEngine:
     name = "transformers"
 
     def __init__(self, config: TransformersConfig, model_dir: Path, version: PolicyVersion) -> None:
         self._config = config
+        self.records_masks = config.sampling_mask
         self._model_dir = model_dir
         self._version = version
         self._device = config.device
@@ -91,7 +142,7 @@ class TransformersEngine:
         self._tokenizer: Any = None
         self.max_model_len: int | None = None
         self._shapes: Shapes = {}
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _Request | _Scoring] = {}
         self._paused = False
         self._wake = asyncio.Event()
         self._lock = asyncio.Lock()  # held by a step, and by calls that must not run during one
@@ -122,10 +173,22 @@ class TransformersEngine:
         request = _Request(request_id, prompt_ids, params)
         if params.stops and self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(_load_tokenizer, self._model_dir)
+        return await self._answer(request, request.ended)
+
+    async def score(
+        self, request_id: str, ids: NDArray[np.int32], start: int, top_k: int = 0
+    ) -> Scores:
+        self.check_health()
+        self._check_prompt(ids[:-1])
+        self._check_prompt(ids[-1:])
+        request = _Scoring(request_id, ids.tolist(), start, top_k)
+        return await self._answer(request, request.ended)
+
+    async def _answer(self, request: _Request | _Scoring, ended: asyncio.Future[T]) -> T:
         self._requests[id(request)] = request
         self._wake.set()
         try:
-            return await request.ended
+            return await ended
         finally:
             self._requests.pop(id(request), None)
 
@@ -209,13 +272,16 @@ class TransformersEngine:
                     self._requests.pop(id(request), None)
             await asyncio.sleep(0)  # lets callers take their results and pause the engine
 
-    def _step(self, batch: list[_Request]) -> None:
-        """Make one token for each request; if one fails, the others continue."""
+    def _step(self, batch: list[_Request | _Scoring]) -> None:
+        """Make one token for each request, or read a part; if one fails, the others continue."""
         for request in batch:
             if request.finish_reason:
                 continue
             try:
-                self._extend(request)
+                if isinstance(request, _Scoring):
+                    self._read_on(request)
+                else:
+                    self._extend(request)
             except Exception as error:
                 request.error = error
 
@@ -231,14 +297,40 @@ class TransformersEngine:
             request.experts.add(known, self._recorder.take())
         logits = output.logits[0, -1].cpu()
         stop_ids = self._stop_ids.union(params.stop_token_ids)
-        token, logprob = sample(
+        token, logprob, kept = sample(
             logits, params, request.prompt, request.token_ids, stop_ids, request.generator
         )
         request.add([token], [logprob])
+        if self.records_masks:
+            request.masks.append((None if kept is None else _mask_of(kept), 1))
         request.stamp(self._version)
         if token in stop_ids or self._meets_stop(request):
             request.finish("stop")
         elif len(request.token_ids) >= params.max_tokens or len(tokens) + 1 == self.max_model_len:
+            request.finish("length")
+
+    @torch.inference_mode()
+    def _read_on(self, request: _Scoring) -> None:
+        if request.cache is None:
+            request.forget()
+        known = request.known
+        part = request.ids[known : known + CHUNK]
+        request.known += len(part)
+        # the logits after a token are those of the next one
+        targets = request.ids[max(known + 1, request.start) : request.known + 1]
+        kept = request.known + 1 - max(known + 1, request.start)
+        output = self._model(
+            torch.tensor([part], device=self._device),
+            past_key_values=request.cache,
+            use_cache=True,
+            logits_to_keep=max(1, kept),
+        )
+        request.cache = output.past_key_values
+        if self._recorder:
+            self._recorder.take()
+        if targets:
+            request.add(output.logits[0, : len(targets)], targets)
+        if request.known == len(request.ids):
             request.finish("length")
 
     def _meets_stop(self, request: _Request) -> bool:
@@ -303,6 +395,10 @@ class TransformersEngine:
                 _put_adapter_into(model, path)
         model = model.eval().to(self._device)
         return model, RoutingRecorder(model) if self._config.routed_experts else None
+
+
+def _mask_of(kept: torch.Tensor) -> SamplingMask:
+    return SamplingMask(np.array([len(kept)], "<i4"), kept.numpy().astype("<i4"))
 
 
 def _put_adapter_into(model: Any, folder: Path) -> None:

@@ -27,6 +27,7 @@ from producer_workers.engines.base import (
     GenerationError,
     GrowingResponse,
     PauseMode,
+    Scores,
     WeightsError,
 )
 from producer_workers.engines.http.server import (
@@ -65,7 +66,7 @@ class HttpRequest(GrowingResponse):
     def sampling(self) -> dict[str, Any]:
         """Return all sampling fields for the next part: servers have their own defaults."""
         params = self._params.after(len(self.token_ids))
-        fields = {**sampling_arguments(params), "min_p": 0.0}
+        fields = sampling_arguments(params)
         if params.structured:
             fields["structured_outputs"] = structure_arguments(params.structured)
         return fields
@@ -156,6 +157,15 @@ class HttpEngine:
             return request.generation()
         finally:
             self._requests.discard(request)
+
+    async def score(
+        self, request_id: str, ids: NDArray[np.int32], start: int, top_k: int = 0
+    ) -> Scores:
+        self.check_health()
+        try:
+            return await self._server.scores(ids.tolist(), start, top_k)
+        except ServerGone as error:
+            raise await self._declare_dead(str(error)) from error
 
     async def pause(self, mode: PauseMode) -> None:
         self.check_health()

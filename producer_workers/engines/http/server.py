@@ -10,10 +10,11 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, NamedTuple
 
 import aiohttp
+import numpy as np
 import orjson
 
 from buffer.errors import ModelError
-from producer_workers.engines.base import EngineError, GenerationError
+from producer_workers.engines.base import EngineError, GenerationError, Scores
 
 CONNECT_S = 10.0
 HEALTH_S = 60.0  # a dead server refuses at once; a busy one may take long
@@ -21,6 +22,10 @@ HEALTH_S = 60.0  # a dead server refuses at once; a busy one may take long
 MAX_LINE_BYTES = 32 << 20  # of a stream; the first line carries the ids of the prompt
 
 STREAM_INTERVAL = 32  # tokens in one line of a stream; a line for each would cost much JSON
+
+SCORE_S = 600.0  # for a text to be read, behind others
+
+PROMPT_HINT = "the server must answer `prompt_logprobs`, as vLLM does"
 
 IDS_HINT = "the server must answer `return_token_ids`, as vLLM does"
 
@@ -117,6 +122,24 @@ class CompletionServer:
             # Raises ServerGone if the server itself died, not just this connection.
             await self.check_health()
             raise GenerationError(f"the connection to {self.url} broke: {error!r}") from error
+
+    async def scores(self, ids: list[int], start: int, top_k: int) -> Scores:
+        """Return the scores of `ids[start:]`, see `Engine.score`. Raises GenerationError."""
+        body = {
+            "model": self.model,
+            "prompt": ids,
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "prompt_logprobs": top_k,
+        }
+        try:
+            answer = await self._call("POST", "/v1/completions", SCORE_S, body)
+            return _scores(answer["choices"][0]["prompt_logprobs"][start:], ids[start:], top_k)
+        except ServerRefusal as error:
+            raise GenerationError(error.message) from error
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            what = f"{self.url} gave no logprob for each token of a prompt: {error!r}"
+            raise GenerationError(what, hint=PROMPT_HINT) from error
 
     async def top_logprobs(self, prompt_ids: list[int], temperature: float) -> list[float]:
         """Return the two largest logprobs of the token after a prompt."""
@@ -237,6 +260,24 @@ def _piece(line: Mapping[str, Any]) -> Piece | None:
             f"the server gave {len(token_ids)} token ids and {len(values)} logprobs", hint=IDS_HINT
         )
     return Piece(token_ids, values, choice.get("finish_reason"))
+
+
+def _scores(rows: list[dict[str, dict[str, float]]], ids: list[int], top_k: int) -> Scores:
+    """Return the scores of `ids`, each with a row of {token id: {logprob, rank}}."""
+    if len(rows) != len(ids):
+        raise ValueError(f"{len(rows)} rows for {len(ids)} tokens")
+    top = [sorted(row, key=lambda token: row[token]["rank"])[:top_k] for row in rows]
+    return Scores(
+        np.array([row[str(token)]["logprob"] for token, row in zip(ids, rows, strict=True)], "<f4"),
+        np.array([list(map(int, best)) for best in top], "<i4").reshape(len(ids), top_k),
+        np.array(
+            [
+                [row[token]["logprob"] for token in best]
+                for best, row in zip(top, rows, strict=True)
+            ],
+            "<f4",
+        ).reshape(len(ids), top_k),
+    )
 
 
 async def check_logprobs(server: CompletionServer) -> None:

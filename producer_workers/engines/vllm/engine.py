@@ -29,6 +29,7 @@ from producer_workers.engines.base import (
     Generation,
     GenerationError,
     PauseMode,
+    Scores,
     WeightsError,
 )
 from producer_workers.engines.model_folder import (
@@ -44,8 +45,10 @@ from producer_workers.engines.vllm.api import (
     generation_of,
     is_cpu_build,
     keeps_cache,
+    masked,
     prepare_environment,
     sampling_arguments,
+    scores_of,
     structure_arguments,
 )
 from producer_workers.engines.vllm.control import VllmControl, VllmStatistics
@@ -63,6 +66,7 @@ class VllmEngine:
 
     def __init__(self, config: VllmConfig, model_dir: Path, version: PolicyVersion) -> None:
         self._config = config
+        self.records_masks = config.sampling_mask
         self._model_dir = model_dir
         self._loaded_from = model_dir
         self._version = version
@@ -114,19 +118,43 @@ class VllmEngine:
     async def generate(
         self, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
     ) -> Generation:
+        final = await self._ask(request_id, prompt_ids, lambda: self._sampling(params))
+        return generation_of(final.outputs[0], len(prompt_ids))
+
+    async def score(
+        self, request_id: str, ids: NDArray[np.int32], start: int, top_k: int = 0
+    ) -> Scores:
+        self._running()
+        assert self._api is not None
+        if self._adapter:  # its layers break the engine
+            raise GenerationError("vLLM cannot score texts with [engine] max_lora_rank")
+        params = self._api.sampling(
+            top_k=1,  # not temperature 0, which an engine that records masks refuses
+            max_tokens=1,  # vLLM makes at least one
+            prompt_logprobs=top_k,
+            output_kind=self._api.final_only,
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        return scores_of(await self._ask(request_id, ids, lambda: params), start, top_k)
+
+    async def _ask(
+        self, request_id: str, prompt_ids: NDArray[np.int32], sampling: Callable[[], Any]
+    ) -> Any:
+        """Return vLLM's last output of a request."""
         control = self._running()
         assert self._api is not None
         final = None
         self._requests.add(request_id)
         try:
-            sampling = self._sampling(params)
+            params = sampling()
             shown = await self.images.prompt(self._llm, request_id, prompt_ids)
             prompt = shown or self._api.tokens_input(prompt_ids.tolist())
             # Requests share the KV cache of one version only.
             prompt["cache_salt"] = str(self._version)
             adapter = self._adapter.request(self._loaded_from) if self._adapter else None
             async for output in self._llm.generate(
-                prompt, sampling, request_id, lora_request=adapter
+                prompt, params, request_id, lora_request=adapter
             ):
                 final = output
         except self._api.engine_dead as error:
@@ -141,7 +169,7 @@ class VllmEngine:
             self._requests.discard(request_id)
         if final is None:
             raise GenerationError(f"vLLM ended request {request_id} without an answer")
-        return generation_of(final.outputs[0], len(prompt_ids))
+        return final
 
     def _sampling(self, params: SampleParams) -> Any:
         assert self._api is not None
@@ -149,7 +177,7 @@ class VllmEngine:
         if params.structured:
             structure = self._api.structured(**structure_arguments(params.structured))
         return self._api.sampling(
-            **sampling_arguments(params),
+            **sampling_arguments(masked(params) if self.records_masks else params),
             structured_outputs=structure,
             output_kind=self._api.final_only,
             logprobs=0,

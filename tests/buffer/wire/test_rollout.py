@@ -22,6 +22,7 @@ from buffer.wire.rollout import (
     group_status,
 )
 from buffer.wire.sampling import SampleParams, StructuredOutput
+from buffer.wire.sampling_mask import SamplingMask
 
 
 def state(tokens: int = 3, **fields: Any) -> RolloutState:
@@ -57,6 +58,7 @@ def test_columns_become_little_endian_arrays() -> None:
         },
         {"routed_experts": [[[1]]]},
         {"routed_experts": [1, 2]},
+        {"sampling_mask": SamplingMask(np.array([1, 0]), np.array([1]))},
         {"tool_calls": [{"id": "a"}]},
         {"multimodal": [{"kind": "image", "uri": "x", "pixels": []}]},
         {"unknown": 1},
@@ -129,7 +131,7 @@ OF_THE_PROMPT: dict[str, Any] = {
 }  # fmt: skip
 OF_THE_RESPONSE: dict[str, Any] = {
     "role": "solver", "response": "r", "tool_calls": [ToolCall("c", "add")], "response_mask": [1, 0, 1], "values": [0, 0, 0],
-    "ref_logprobs": [0, 0, 0], "token_rewards": [0, 0, 1], "teacher_logprobs": {"t": [0, 0, 0]},
+    "ref_logprobs": [0, 0, 0], "token_rewards": [0, 0, 1], "teacher_logprobs": {"t": [0, 0, 0]}, "sampling_mask": "file:///m",
     "teacher_top_ids": {"t": [[1], [2], [3]]}, "teacher_top_logprobs": {"t": [[0], [0], [0]]}, "routed_experts": "file:///e", "spans": [VersionSpan(0, 3, 1, "a")],
     "reward": {"score": 1}, "finish_reason": "abort", "status": Status.ABORTED, "error": "e",
 }  # fmt: skip

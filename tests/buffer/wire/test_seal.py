@@ -13,6 +13,7 @@ from buffer.wire.document import LAYOUT
 from buffer.wire.framing import compress
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status, VersionSpan
+from buffer.wire.sampling_mask import SamplingMask
 from tests.buffer.wire.test_group_bytes import full
 from tests.memory_fault import overwrite
 
@@ -23,6 +24,7 @@ def whole() -> RolloutGroup:
     first.spans = [VersionSpan(0, 2, 3, "l0")]
     first.finish_reason = "stop"
     first.response_mask = np.array([1, 0], "u1")
+    first.sampling_mask = SamplingMask(np.array([2, 0], "<i4"), np.array([5, 9], "<i4"))
     return RolloutGroup("sums-0000000008", "sums", [first, second])
 
 

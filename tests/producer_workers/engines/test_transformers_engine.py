@@ -26,6 +26,7 @@ from producer_workers.engines.hf.sampling import sample
 from tests.producer_workers.engines.conformance import (
     NEXT,
     PROMPT,
+    MaskContract,
     ModelContract,
     RoutedContract,
     check_experts,
@@ -135,6 +136,15 @@ class TestExperts(RoutedContract):
         check_experts(made, PROMPT, mixtures)
 
 
+class TestMasks(MaskContract):
+    @pytest.fixture
+    def engine(self, run: Run[None], folders: Folders) -> Iterator[Engine]:
+        engine = build_engine(TransformersConfig(sampling_mask=True), folders.first, FIRST)
+        run(engine.start())
+        yield engine
+        run(engine.shutdown())
+
+
 def test_routed_experts_of_a_model_without_any_are_refused(
     run: Run[None], folders: Folders
 ) -> None:
@@ -159,11 +169,14 @@ def test_tokens_come_as_often_as_their_logprobs_say(settings: dict[str, Any]) ->
     logits = torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0])
     generator = torch.Generator().manual_seed(1)
     drawn = [sample(logits, params, [0, 1], [1, 1, 4], (), generator) for _ in range(draws)]
-    said = {token: np.exp(logprob) for token, logprob in drawn}
-    assert len({drawn_ for drawn_ in drawn}) == len(said)
+    said = {made.token: np.exp(made.logprob) for made in drawn}
+    assert len({made[:2] for made in drawn}) == len(said)
     assert sum(said.values()) == pytest.approx(1.0, abs=1e-4)
     for token, share in said.items():
-        found = sum(1 for other, _ in drawn if other == token) / draws
+        found = sum(made.token == token for made in drawn) / draws
         assert abs(found - share) < 5 * np.sqrt(share * (1 - share) / draws) + 1e-9
+    for made in drawn:  # exactly what was sampled, in time
+        assert (made.kept is None) == (len(said) == len(logits))
+        assert made.kept is None or set(made.kept.tolist()) == set(said)
     if "top_k" in settings:
         assert set(said) == {0, 1, 2}

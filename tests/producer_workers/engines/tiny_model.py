@@ -82,6 +82,19 @@ def reference_logprobs(
     return [float(logprobs[len(prompt) - 1 + place, token]) for place, token in enumerate(response)]
 
 
+def reference_distribution(folder: Path, tokens: list[int]) -> NDArray[np.float32]:
+    """Logprobs of all ids after each token, float32[tokens, V], by a plain forward pass."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logprobs: NDArray[np.float32] = torch.log_softmax(
+            model(torch.tensor([tokens])).logits[0], -1
+        ).numpy()
+    return logprobs
+
+
 def gates_choose(folder: Path, tokens: list[int], experts: NDArray[np.int16]) -> NDArray[np.bool_]:
     """Return whether `experts`, of the first tokens, are the best in a plain forward pass.
 

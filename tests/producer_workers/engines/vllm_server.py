@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,21 +28,21 @@ ARGUMENTS = [
         "--logprobs-mode",
         "processed_logprobs",
     ),
-    *("--enable-lora", "--max-lora-rank", "8", "--max-loras", "1"),
     "--no-enable-chunked-prefill",  # see CPU_DEFAULTS in producer_workers/engines/vllm/api.py
     *("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor"),
     *("--worker-extension-cls", "producer_workers.engines.vllm.worker_extension.WeightLoader"),
 ]
+ADAPTERS = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", "1"]
 SETTINGS = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 START_S = 500.0
 
 
 @contextmanager
-def vllm_server(model: Path) -> Iterator[str]:
+def vllm_server(model: Path, more: Sequence[str] = ADAPTERS) -> Iterator[str]:
     """Start a server, yield its URL once it answers, and leave no process behind."""
     log = model.parent / "server.log"
     for _ in range(3):  # somebody may take the port before the server does
-        process, url = _start(model, log)
+        process, url = _start(model, log, more)
         if _is_up(process, url):
             break
         _end(process)
@@ -56,12 +56,12 @@ def vllm_server(model: Path) -> Iterator[str]:
         _end(process)
 
 
-def _start(model: Path, log: Path) -> tuple[BaseProcess, str]:
+def _start(model: Path, log: Path, more: Sequence[str]) -> tuple[BaseProcess, str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     prepare_environment(VllmConfig(omp_threads=1), on_cpu=is_cpu_build())
-    arguments = ["--model", str(model), "--port", str(port), *ARGUMENTS]
+    arguments = ["--model", str(model), "--port", str(port), *ARGUMENTS, *more]
     process: BaseProcess = vllm_context().Process(target=_serve, args=(log, arguments))
     process.start()
     return process, f"http://127.0.0.1:{port}"

@@ -52,6 +52,14 @@ def stops(response, ground_truth, state): return next(iter(()))
 def ranks(states): return [0.0]
 """
 QUICK = "tasks.sums.judging={timeout_s=1.0}"
+TEACHER = "tasks.sums.teachers={big={}}"
+READ = "learner.distillation={}"
+OTHER_TEACHER = (
+    "tasks.more={judge='gsm8k', dataset={kind='jsonl', path='sums.jsonl'}, "
+    "teachers={big={workers=2}}}"
+)
+WITHOUT_REWARDS = ("trainer.advantages=none", "strategy.is_valid_sample_fn=not_all_equal")
+COLD = ("tasks.sums.sample.temperature=0.5", "learner.temperature=0.5")
 VLLM = "engine={kind='vllm'}"
 
 
@@ -147,6 +155,29 @@ def test_a_project_without_a_mistake(project: Path, model: Path) -> None:
         (["engine={kind='transformers'}", "tasks.sums.sample.max_tokens=200"], "model", "context"),
         ([VLLM, "engine.max_model_len=4096"], "model", "exceeds what the model reads"),
         (["producer.max_prompt_tokens=3"], "data", "exceed [producer] max_prompt_tokens = 3"),
+        # a teacher that could not score
+        (
+            [TEACHER, READ, "tasks.sums.teachers.big.model=models/of/none"],
+            "model",
+            "no config.json",
+        ),
+        (
+            [TEACHER, READ, "tasks.sums.teachers.big.model=Qwen/none"],
+            "model",
+            "Qwen/none of the Hub",
+        ),
+        ([TEACHER, READ, "tasks.sums.teachers.big.revision=main"], "config", "revision = main"),
+        ([TEACHER, READ, *COLD], "config", "score at temperature 1"),
+        ([TEACHER, READ, OTHER_TEACHER], "config", "different values of workers"),
+        ([TEACHER, READ, "engine={kind='http', url='http://x'}"], "config", "needs an engine"),
+        # a teacher without an effect, and effects without a teacher
+        ([TEACHER], "config", "nothing reads the logprobs of teacher big"),
+        ([TEACHER, READ, "tasks.sums.teachers.big.top_k=8"], "config", "a teacher has top_k"),
+        ([TEACHER, "learner.distillation.top_k_loss=forward"], "config", "a teacher with top_k"),
+        ([TEACHER, "learner.distillation.coef=0"], "config", "coef = 0 without top_k_loss"),
+        (["learner.loss.kl_coef=1", "learner.loss.kl_reference=big"], "config", "is no teacher"),
+        (["trainer.advantages=none"], "config", "trains nothing without [learner.distillation]"),
+        ([TEACHER, READ, *WITHOUT_REWARDS], "config", "not_all_equal of task sums"),
         # without an effect
         (["policy.max_staleness=1", "strategy.kind=sync"], "config", "which cannot act"),
         (["policy.max_staleness=1", "policy.pause_mode=abort"], "config", "throws the tokens"),
@@ -162,6 +193,24 @@ def test_a_mistake_is_found(project: Path, overrides: list[str], section: str, p
         each for each in found(*overrides, stages=stage, section=section) if each.level != "ok"
     ]
     assert [each for each in wrong if each.section == section and part in each.what], wrong
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_by_its_first_other_token(
+    project: Path, model: Path, tmp_path: Path
+) -> None:
+    teacher = tmp_path / "teacher"
+    shutil.copytree(model, teacher)
+    given = [READ, f"policy.model={model}", f"tasks.sums.teachers={{big={{model='{teacher}'}}}}"]
+    assert [each for each in found(*given, stages=["model"]) if each.level != "ok"] == []
+    file = teacher / "tokenizer.json"
+    document = json.loads(file.read_text(encoding="utf-8"))
+    vocabulary = document["model"]["vocab"]
+    (first, second) = sorted(vocabulary, key=vocabulary.__getitem__)[60:62]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    file.write_text(json.dumps(document), encoding="utf-8")
+    (error,) = [each for each in found(*given, stages=["model"]) if each.level == "error"]
+    assert f"token 60 is {first!r}" in error.what
+    assert f"is {second!r} in {teacher}" in error.what
 
 
 def test_a_data_source_without_a_judge_is_found_behind_the_first_prompts(project: Path) -> None:
