@@ -20,7 +20,8 @@ from buffer.config.section import YEAR_S, Count, DottedPath, Section
 # The engine's guarantees (ids in, logprobs as sampled, versions per token) depend on these.
 OWNED_ARGUMENTS = frozenset(
     {"model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "worker_extension_cls"}
-    | {"enable_return_routed_experts", "enable_lora", "max_lora_rank", "max_loras"}
+    | {"enable_return_routed_experts", "return_sampling_mask"}
+    | {"enable_lora", "max_lora_rank", "max_loras"}
     | {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}
 )
 
