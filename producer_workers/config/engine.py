@@ -15,12 +15,13 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from buffer.config.section import YEAR_S, Count, Section
+from buffer.config.section import YEAR_S, Count, DottedPath, Section
 
 # The engine's guarantees (ids in, logprobs as sampled, versions per token) depend on these.
 OWNED_ARGUMENTS = frozenset(
     {"model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "worker_extension_cls"}
-    | {"enable_return_routed_experts", "enable_lora", "max_lora_rank", "max_loras"}
+    | {"enable_return_routed_experts", "return_sampling_mask"}
+    | {"enable_lora", "max_lora_rank", "max_loras"}
     | {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}
 )
 
@@ -389,7 +390,24 @@ class SimulatedConfig(EngineSettings):
         return {"vocab_size": self.vocab_size or 0, "eos_token_id": ends}
 
 
+class PythonConfig(EngineSettings):
+    """[engine] kind = "python": an engine of yours."""
+
+    built_by = "producer_workers.engines:build_yours"
+    loads_model = False
+
+    kind: Literal["python"] = "python"
+    """the kind of engine"""
+    factory: DottedPath
+    """a class or function of yours as package.module:name, called with this section, the model's
+    folder and the version of its weights, that returns an engine (producer_workers/engines/base.py)
+    """
+    options: dict[str, Any] = Field(default_factory=dict)
+    """whatever the factory reads of this section"""
+
+
 EngineConfig = Annotated[
-    VllmConfig | HttpConfig | TransformersConfig | SimulatedConfig, Field(discriminator="kind")
+    VllmConfig | HttpConfig | TransformersConfig | SimulatedConfig | PythonConfig,
+    Field(discriminator="kind"),
 ]
 """All kinds of engines. To add one, write its section and add it here."""

@@ -26,6 +26,7 @@ from buffer.wire.rollout import (
     no_tokens,
 )
 from buffer.wire.sampling import SampleParams
+from buffer.wire.sampling_mask import SamplingMask
 from producer_workers.engines.base import (
     AbortsGroups,
     Engine,
@@ -243,7 +244,7 @@ def _lower(oldest: dict[str, int], spans: Iterable[VersionSpan]) -> None:
 
 
 def _check_generation(engine: str, made: Generation, params: SampleParams) -> None:
-    """Raise GenerationError for more tokens than were requested, or for missing logprobs."""
+    """Raise GenerationError for too many tokens, missing logprobs, or a wrong sampling mask."""
     tokens = len(made.token_ids)
     if tokens > params.max_tokens:
         raise GenerationError(
@@ -255,3 +256,6 @@ def _check_generation(engine: str, made: Generation, params: SampleParams) -> No
             f"the engine {engine} returned {tokens} tokens without a finite logprob for each",
             hint="check the model's weights and their number format",
         )
+    mask = made.sampling_mask
+    if isinstance(mask, SamplingMask) and (problem := mask.problem(made.token_ids)):
+        raise GenerationError(f"the engine {engine} returned a wrong sampling mask: {problem}")

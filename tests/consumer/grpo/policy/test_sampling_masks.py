@@ -52,6 +52,12 @@ def dense(
     ]
 
 
+def _of_others(row: Tensor, own: list[int], others: Tensor) -> Tensor:
+    places = [own.index(n) if n in own else n if not own else -1 for n in others.tolist()]
+    outside = 0 * row.sum() - torch.inf  # with a gradient, of 0
+    return torch.stack([outside if place < 0 else row[place] for place in places])
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
@@ -75,7 +81,8 @@ def test_values_and_gradients_are_those_of_a_softmax_over_each_set(
     sets = [sorted(torch.randperm(words)[:size].tolist()) for size in sizes]
     own = [int(torch.randint(len(kept) or words, ())) for kept in sets]
     targets = torch.tensor([kept[n] if kept else n for kept, n in zip(sets, own, strict=True)])
-    given = torch.randn(count), torch.randn(count)
+    other = torch.randint(words, (count, 2))  # further tokens: -inf where they could not be sampled
+    given = torch.randn(count), torch.randn(count), torch.randn(count, 2)
     inputs = [states, *head.parameters()]
 
     exact = nn.Linear(8, words).double()
@@ -85,6 +92,7 @@ def test_values_and_gradients_are_those_of_a_softmax_over_each_set(
     expected = (
         torch.stack([row[n] for row, n in zip(rows_of, own, strict=True)]),
         torch.stack([-(row.exp() * row).sum() for row in rows_of]),
+        torch.stack([_of_others(*each) for each in zip(rows_of, sets, other, strict=True)]),
     )
     wanted = torch.autograd.grad(expected, [exact_states, *exact.parameters()], given)
 
@@ -93,9 +101,19 @@ def test_values_and_gradients_are_those_of_a_softmax_over_each_set(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vocabulary_projection, "CHUNK_BYTES", 4 * words * rows)
         sampled_from = SampledFrom(torch.tensor(sizes), ids, starts)
-        found = project(states, head, targets, transform, collision=True, sampled_from=sampled_from)
-        gradients = torch.autograd.grad(found[:2], inputs, given)
-    torch.testing.assert_close(found[:2], expected, atol=1e-4, rtol=1e-4, check_dtype=False)
+        found = project(
+            states,
+            head,
+            targets,
+            transform,
+            collision=True,
+            others=other,
+            sampled_from=sampled_from,
+        )
+        assert found.others is not None
+        values = (found.logprobs, found.entropy, found.others)
+        gradients = torch.autograd.grad(values, inputs, given)
+    torch.testing.assert_close(values, expected, atol=1e-4, rtol=1e-4, check_dtype=False)
     collision = torch.stack([row.exp().square().sum() for row in rows_of])
     torch.testing.assert_close(found.collision, collision, atol=1e-4, rtol=1e-4, check_dtype=False)
     torch.testing.assert_close(gradients, wanted, atol=1e-3, rtol=1e-3, check_dtype=False)
