@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field
 
 from buffer.config.section import Count, Section
 from buffer.imports import is_dotted_path
+from consumer.config.distillation import DistillationConfig
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 KlKind = Literal["abs", "k2", "k3"]
@@ -108,6 +109,10 @@ class LossConfig(Section):
     kl_coef: float = Field(0.0, ge=0, le=1e6)
     """weight of the KL term to the initial model; 0: no such term, and no reference model is loaded
     """
+    kl_reference: str | None = None
+    """a teacher whose logprobs are the reference of that KL, so that the trainer loads no second
+    model; default: the initial model
+    """
     kl_kind: KlKind = "k3"
     """estimator of that KL from the sampled token: k3 (its value is unbiased), k2 (its gradient
     is), abs. There is no k1, the plain difference: the mean of its gradient is 0
@@ -115,8 +120,15 @@ class LossConfig(Section):
     entropy_coef: float = Field(0.0, ge=0, le=1e6)
     """weight of an entropy bonus"""
 
+    @property
+    def has_own_reference(self) -> bool:
+        """Return whether the trainer holds the reference of the KL as a second model."""
+        return self.kl_coef > 0 and self.kl_reference is None
+
     def problems(self) -> Iterator[str]:
         """Yield each key that the others make impossible."""
+        if self.kl_reference and not self.kl_coef:
+            yield "kl_reference needs kl_coef, the weight of the KL to it"
         if self.aggregation == "fixed_length" and self.max_tokens is None:
             yield "aggregation fixed_length needs max_tokens, its divisor"
         if self.dual_clip is not None and self.objective != "ppo":
@@ -247,6 +259,8 @@ class LearnerConfig(Section):
     """how several ranks share the models"""
     loss: LossConfig = LossConfig()
     """the loss"""
+    distillation: DistillationConfig | None = None
+    """train towards teachers, too; default: their log-probabilities are not read"""
 
     def problems(self) -> Iterator[str]:
         """Yield each key that the others make impossible."""

@@ -18,7 +18,7 @@ WITHIN_A_GROUP = (
 )
 """Advantages that compare a rollout with the others of its prompt."""
 
-ADVANTAGES = (*WITHIN_A_GROUP, "reinforce_pp", "gae")
+ADVANTAGES = (*WITHIN_A_GROUP, "reinforce_pp", "gae", "none")
 
 
 def _check_advantages(text: str) -> str:
@@ -44,7 +44,8 @@ class TrainerSection(Section):
     dr_grpo, rloo, opo, pass_at_k; turns: also turn by turn, by their token_rewards; otb: token by
     token, which costs a forward pass; gdpo: each part of the reward by itself), with the batch
     (reinforce_pp, reinforce_pp_baseline), with the values of a critic (gae, see [critic]), or by a
-    function of yours as package.module:function: see docs/pages/loss.md
+    function of yours as package.module:function: see docs/pages/loss.md. none: rewards are not read
+    and may be missing, for [learner.distillation] alone
     """
     reward_weights: dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]] = Field(
         default_factory=dict
@@ -92,10 +93,10 @@ class TrainerSection(Section):
                 "reward_weights names the parts of the reward for advantages = gdpo, which needs "
                 "them; no other estimator reads them"
             )
-        if self.overlong_buffer_tokens and self.advantages == "gdpo":
+        if self.overlong_buffer_tokens and self.advantages in ("gdpo", "none"):
             yield (
-                "overlong_buffer_tokens cannot act with advantages = gdpo: it lowers the score, "
-                "and gdpo reads the parts of the reward"
+                "overlong_buffer_tokens lowers the score, which advantages = "
+                f"{self.advantages} does not read"
             )
 
     @property

@@ -25,6 +25,8 @@ Ints = NDArray[np.int64]
 
 COLUMNS = ("prompt_ids", "response_ids", "logprobs", "mask")
 
+TOP_IDS, TOP_LOGPROBS = "teacher_top_ids/", "teacher_top_logprobs/"
+
 _BATCHES = 4  # only the newest: a trainer may keep groups for good, for example to show them
 
 
@@ -202,12 +204,39 @@ class BatchTable:
             for group, column in zip(self.groups, given, strict=True)
         ]
 
+    def tops(self) -> dict[str, list[NDArray[Any]]]:
+        """Return `RolloutGroup.teacher_tops` of each group, [R, k], as wide as the widest.
+
+        Logprobs are nan for a group without, and -inf where it has fewer tokens than others.
+        """
+        given = [group.teacher_tops() for group in self.groups]
+        widths: dict[str, int] = {}
+        for name, column in (item for tops in given for item in tops.items()):
+            widths[name] = max(widths.get(name, 0), column.shape[1])
+        sizes = [len(group.response_ids) for group in self.groups]
+        return {
+            name: [
+                _widened(name, tops.get(name), (n, k)) for tops, n in zip(given, sizes, strict=True)
+            ]
+            for name, k in sorted(widths.items())
+        }
+
     def parts(self, columns: Sequence[NDArray[Any]], chosen: Ints) -> list[NDArray[Any]]:
         """Return each chosen rollout's part of its group's column of response tokens."""
         starts = self.group_starts[chosen]
         ends = starts + self.lengths[chosen]
         places = zip(self.group[chosen].tolist(), starts.tolist(), ends.tolist(), strict=True)
         return [columns[group][start:end] for group, start, end in places]
+
+
+def _widened(name: str, column: NDArray[Any] | None, shape: tuple[int, int]) -> NDArray[Any]:
+    if name.startswith(TOP_IDS):
+        wide: NDArray[Any] = np.zeros(shape, np.int32)
+    else:
+        wide = np.full(shape, np.nan if column is None else -np.inf, np.float32)
+    if column is not None:
+        wide[:, : column.shape[1]] = column
+    return wide
 
 
 def ranges(starts: Ints, lengths: Ints) -> Ints:

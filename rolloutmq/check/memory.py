@@ -75,7 +75,7 @@ def trainer_parts(config: Config, shape: Shape) -> Parts:
         # several ranks gather a layer at a time, with its gradient
         gathered = shape.parameters if ranks == 1 else 3 * (shape.embedding + layer)
         copy = 2 * gathered if learner.bf16 else 0
-    if learner.loss.kl_coef and not learner.lora:
+    if learner.loss.has_own_reference and not learner.lora:
         states += 4 * shape.parameters // ranks
     if config.trainer.is_gae:
         states *= 2

@@ -123,6 +123,6 @@ def _token_s(config: Config, shape: Shape, device: Device, tokens: float) -> flo
 def _step_s(config: Config, shape: Shape, device: Device, tokens: float) -> float:
     learner = config.learner
     passes = 6 + 2 * learner.gradient_checkpointing + 2 * (learner.updates_per_batch > 1)
-    passes += 2 * (learner.loss.kl_coef > 0)
+    passes += 2 * learner.loss.has_own_reference
     ranks = config.launch.ranks(has_own_loop=config.trainer.loop is not None)
     return passes * shape.active * tokens / (device.flops * ranks)

@@ -286,6 +286,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_pp_baseline": _of_scores(reinforce_pp_baseline_advantages),
     "turns": turn_advantages,
     "otb": otb_advantages,
+    "none": lambda groups: [np.zeros(len(group.scores), np.float32) for group in groups],
 }
 """Estimators by their name in [trainer] advantages; gdpo, which has weights, is beside them."""
 

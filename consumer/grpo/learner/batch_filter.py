@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -54,7 +54,8 @@ class BatchFilter:
 
     `max_sequence_tokens`: of prompt and response; None: unbounded. `recorded`: the reader of
     recorded experts, if routing is replayed. `read_columns`: the optional token columns that the
-    loss reads; a group with another is excluded, as its author expects an effect; None: all.
+    loss reads, by name or kind; a group with another is excluded, as its author expects an effect;
+    None: all. `needs_rewards`: exclude groups in which a rollout has no score.
     """
 
     def __init__(
@@ -63,12 +64,14 @@ class BatchFilter:
         *,
         mask_truncated: bool = False,
         recorded: RecordedExperts | None = None,
-        read_columns: Collection[str] | None = None,
+        read_columns: Set[str] | None = None,
+        needs_rewards: bool = True,
     ) -> None:
         self._max_sequence_tokens = max_sequence_tokens
         self._mask_truncated = mask_truncated
         self._recorded = recorded
         self._read_columns = read_columns
+        self._needs_rewards = needs_rewards
 
     def apply(self, groups: Sequence[RolloutGroup]) -> Filtered:
         """Return the groups to train. Masks rollouts in place; a second call changes nothing.
@@ -78,7 +81,7 @@ class BatchFilter:
         kept: list[RolloutGroup] = []
         counts: Counter[str] = Counter()
         for group in groups:
-            problem = _problem(group) or self._column_problem(group)
+            problem = _problem(group) or self._value_problem(group)
             if problem:
                 reason, detail = problem
                 counts[reason] += 1
@@ -96,16 +99,19 @@ class BatchFilter:
             raise ConfigError(
                 "the groups of the batch have token columns that the loss does not read: the log "
                 "names them",
-                hint="read token_rewards by [trainer] advantages = turns or gae, others by an "
-                "advantages or objective function of yours (docs/pages/loss.md); or remove them "
-                "from the judge's answers",
+                hint="read token_rewards by [trainer] advantages = turns or gae, teacher_logprobs "
+                "by [learner.distillation], others by an advantages or objective function of yours "
+                "(docs/pages/loss.md); or remove them from the judge's answers",
             )
         return Filtered(kept, dict(counts))
 
-    def _column_problem(self, group: RolloutGroup) -> tuple[str, str] | None:
+    def _value_problem(self, group: RolloutGroup) -> tuple[str, str] | None:
+        missing = np.flatnonzero(~np.isfinite(group.scores)).tolist()
+        if missing and self._needs_rewards:
+            return "missing_reward", f"rollouts {missing} have no score"
         if self._read_columns is not None:
             for name in group.optional_columns():
-                if name.partition("/")[0] not in self._read_columns:
+                if self._read_columns.isdisjoint((name, name.partition("/")[0])):
                     return "unread_column", f"nothing reads its {name}"
         detail = self._recorded.problem(group) if self._recorded else ""
         return ("routed_experts", detail) if detail else None
@@ -149,8 +155,7 @@ def _problem(group: RolloutGroup) -> tuple[str, str] | None:
         return "length_mismatch", f"its lengths add up to {tokens} tokens, but it has {wrong}"
     if _trains_unpredicted(group):
         return "no_prompt", "it has no prompt ids, and its first tokens are trained"
-    missing = np.flatnonzero(~np.isfinite(group.scores)).tolist()
-    return ("missing_reward", f"rollouts {missing} have no score") if missing else None
+    return None
 
 
 def _trains_unpredicted(group: RolloutGroup) -> bool:

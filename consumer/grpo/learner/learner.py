@@ -11,7 +11,6 @@ machine, same number of threads).
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -28,6 +27,7 @@ from buffer.redis.media_folder import MediaFolder
 from buffer.weights.safetensors_files import model_checksum
 from buffer.wire.group import RolloutGroup
 from consumer.config.learner import LearnerConfig
+from consumer.grpo.learner.distillation import Distillation, TeacherWeights, of_covered_tokens
 from consumer.grpo.learner.importance import Samples
 from consumer.grpo.learner.losses import (
     TokenColumns,
@@ -41,6 +41,7 @@ from consumer.grpo.model_state.optimizers import (
     gradient_step,
     make_optimizer,
     mean_metrics,
+    scheduled_rate,
     set_rate,
 )
 from consumer.grpo.model_state.saved_state import Rows
@@ -76,6 +77,7 @@ class Learner:
         seed: int = 0,
         ranks: Ranks = ALONE,
         media: MediaFolder | None = None,
+        teacher_weights: TeacherWeights | None = None,
     ) -> None:
         self.config = config
         self.device = torch.device(device)
@@ -113,7 +115,8 @@ class Learner:
         self._packer = Packer(
             config.token_budget, share_rows=share_rows, recorded=self.recorded, device=self.device
         )
-        self.reference = self._load_reference(model_dir) if config.loss.kl_coef > 0 else None
+        self.reference = self._load_reference(model_dir) if config.loss.has_own_reference else None
+        self._distillation = Distillation.of(config, teacher_weights or {})
         load_objective(config.loss.objective)  # before hours of rollouts, where it does not exist
         self._optimizer = make_optimizer(
             config.optimizer,
@@ -130,7 +133,8 @@ class Learner:
         A rollout with advantage 0 has no policy gradient; it still counts in the loss's divisors.
         """
         loss = self.config.loss
-        return None if loss.kl_coef or loss.entropy_coef else advantages != 0
+        is_trained = loss.kl_coef or loss.entropy_coef or self._distillation
+        return None if is_trained else advantages != 0
 
     def pack(
         self, groups: Sequence[RolloutGroup], *, keep: NDArray[np.bool_] | None = None
@@ -162,10 +166,13 @@ class Learner:
 
     @torch.no_grad()
     def compute_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Compute the logprobs under the starting model, unless `kl_coef` is 0."""
-        if self.reference:
-            for update in batch.updates:
+        """Compute the logprobs under the reference of the KL, unless `kl_coef` is 0."""
+        teacher = self.config.loss.kl_reference
+        for update in batch.updates:
+            if self.reference:
                 update.ref_logprobs = [self._reference_logprobs(part) for part in update.batches]
+            elif teacher:
+                update.ref_logprobs = update.batches.column(f"teacher_logprobs/{teacher}")
         return batch
 
     @torch.no_grad()
@@ -196,7 +203,7 @@ class Learner:
         """
         needed = {
             "old_logprobs": self._needs_old_logprobs,
-            "ref_logprobs": self.reference is not None,
+            "ref_logprobs": self.config.loss.kl_coef > 0,
         }
         for name, is_needed in needed.items():
             if is_needed and any(
@@ -208,20 +215,6 @@ class Learner:
     @property
     def _needs_old_logprobs(self) -> bool:
         return self.config.updates_per_batch > 1 and not self.config.is_against_rollout
-
-    def learning_rate(self) -> float:
-        """Return the learning rate at `step`; checkpoints hold no state of the schedule."""
-        config = self.config
-        warmup = config.warmup_steps
-        rate = config.learning_rate
-        if self.step < warmup:
-            return rate * (self.step + 1) / warmup
-        if config.decay_steps is None:
-            return rate
-        left = max(0.0, 1.0 - (self.step - warmup) / (config.decay_steps - warmup))
-        if config.schedule == "cosine":
-            left = (1.0 - math.cos(math.pi * left)) / 2
-        return rate * (config.final_rate + (1.0 - config.final_rate) * left)
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
@@ -325,7 +318,8 @@ class Learner:
             return None
         metrics = {"loss/policy": sums.pop("loss/policy", 0.0)}
         computed = max(1.0, sums.pop("tokens", 0.0))
-        metrics |= derived_metrics({name: value / computed for name, value in sums.items()})
+        means = {name: value / computed for name, value in sums.items()}
+        metrics |= derived_metrics(of_covered_tokens(means))
         metrics["batch/trained_share"] = computed / max(1.0, update.tokens)
         return metrics | optim
 
@@ -341,10 +335,12 @@ class Learner:
             advantages=update.advantages[index],
             samples=samples,
             entropy=current.entropy,
-            ref_logprobs=update.ref_logprobs[index] if self.reference else None,
+            ref_logprobs=update.ref_logprobs[index] if update.ref_logprobs else None,
             optional=batch.optional,
             old_is_rollout=self.config.is_against_rollout,
         )
+        if self._distillation:
+            columns = self._distillation.apply(columns, batch, current.others)
         weights = token_weights(
             samples, loss_config, batch_tokens=update.tokens, batch_samples=update.samples
         )
@@ -363,7 +359,7 @@ class Learner:
         return update.old_logprobs[index] if update.old_logprobs else current.detach()
 
     def _optimize(self, update: Update) -> dict[str, float] | None:
-        rate = self.learning_rate()
+        rate = scheduled_rate(self.config, self.step)
         self.step += 1
         if not update.batches:
             # no gradient: a step would still move the weights by the decaying moments

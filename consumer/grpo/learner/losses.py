@@ -51,11 +51,13 @@ class TokenColumns:
     advantages: Tensor  # of the token's sample
     samples: Samples  # which tokens are trained, and which belong to the same sample
     entropy: Tensor
-    ref_logprobs: Tensor | None = None
+    ref_logprobs: Tensor | None = None  # nan: the token has no KL term
     # of the rollouts, such as "teacher_logprobs/NAME"; nan where a rollout has none
     optional: Mapping[str, Tensor] = field(default_factory=dict)
     # the old policy is the one that sampled: the ratio is the importance weight
     old_is_rollout: bool = False
+    extra_loss: Tensor | None = None  # to be added to the loss of each token
+    extra_metrics: Mapping[str, Tensor] = field(default_factory=dict)  # sums over trained tokens
 
     @property
     def mask(self) -> Tensor:
@@ -71,14 +73,19 @@ class TokenColumns:
         def zeroed(column: Tensor) -> Tensor:
             return torch.where(trained, column, 0.0)
 
+        logprobs, reference = zeroed(self.logprobs), self.ref_logprobs
+        if reference is not None:
+            # at equal logprobs, the KL term and its gradient are 0
+            reference = zeroed(torch.where(reference.isnan(), logprobs.detach(), reference))
         return replace(
             self,
-            logprobs=zeroed(self.logprobs),
+            logprobs=logprobs,
             old_logprobs=zeroed(self.old_logprobs),
             rollout_logprobs=zeroed(self.rollout_logprobs),
             advantages=zeroed(self.advantages),
             entropy=zeroed(self.entropy),
-            ref_logprobs=None if self.ref_logprobs is None else zeroed(self.ref_logprobs),
+            ref_logprobs=reference,
+            extra_loss=None if self.extra_loss is None else zeroed(self.extra_loss),
         )
 
     def ratio(self) -> Tensor:
@@ -92,7 +99,8 @@ def policy_loss(
     """Return the loss of a micro-batch, a scalar to sum over micro-batches, and its metrics.
 
     Metrics are sums over trained tokens, detached. Loss per token: objective times correction
-    (`importance.py`), plus kl_coef * KL, minus entropy_coef * entropy; dropped tokens have none.
+    (`importance.py`), plus kl_coef * KL and the extra loss, minus entropy_coef * entropy; dropped
+    tokens have none.
     Where the old policy is the one that sampled, the correction only drops tokens: the ratio is the
     weight. `weights`: float32[N] from `token_weights`.
     """
@@ -108,6 +116,8 @@ def policy_loss(
     if columns.ref_logprobs is not None:
         kl = kl_estimate(config.kl_kind, columns.logprobs, columns.ref_logprobs)
         token_loss = token_loss + config.kl_coef * kl
+    if columns.extra_loss is not None:
+        token_loss = token_loss + columns.extra_loss
     loss = (weights * torch.where(correction.dropped, 0.0, token_loss)).sum()
     return loss, _metrics(columns, surrogate, correction)
 
@@ -232,7 +242,8 @@ def _metrics(
     if columns.ref_logprobs is not None:
         values["policy/kl_ref"] = kl_estimate("k3", logprobs, columns.ref_logprobs)
     trained = columns.mask > 0
-    return {name: torch.where(trained, value, 0.0).sum().detach() for name, value in values.items()}
+    sums = {name: torch.where(trained, value, 0.0).sum().detach() for name, value in values.items()}
+    return sums | dict(columns.extra_metrics)
 
 
 def derived_metrics(means: Mapping[str, float]) -> dict[str, float]:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from buffer.errors import ConfigError
 from buffer.wire.group import RolloutGroup
+from consumer.config.learner import LearnerConfig
 from consumer.config.training import TrainingConfig
 from consumer.grpo.learner.advantages import (
     ESTIMATORS,
@@ -94,7 +95,8 @@ class TrainController:
             section.max_sequence_tokens,
             mask_truncated=section.mask_truncated,
             recorded=learner.recorded,
-            read_columns=read_columns(section.advantages, config.learner.loss.objective),
+            read_columns=read_columns(section.advantages, config.learner),
+            needs_rewards=section.advantages != "none",
         )
         return cls(
             learner,
@@ -195,7 +197,7 @@ class TrainController:
         for group, energy in zip(own, energies, strict=False):
             group.tokens["energy"] = energy
         ranks = self.learner.ranks
-        if self._name in ("turns", "otb") or ranks.size == 1:
+        if self._name in ("turns", "otb", "none") or ranks.size == 1:
             return estimate(self._name, self._estimator, own)
         with_tokens = self._name not in (*ESTIMATORS, "gdpo")
         parts = ranks.gather([group.lists(with_tokens=with_tokens) for group in own])
@@ -222,11 +224,16 @@ class TrainController:
         return shaped_scores(group, self._overlong_buffer_tokens)
 
 
-def read_columns(advantages: str, objective: str) -> frozenset[str] | None:
+def read_columns(advantages: str, learner: LearnerConfig) -> frozenset[str] | None:
     """Return the optional columns of rollouts that these read; None: all, by the user's code."""
-    if ":" in advantages or ":" in objective:
+    if ":" in advantages or ":" in learner.loss.objective:
         return None
-    return frozenset({"token_rewards"} if advantages in ("gae", "turns", "otb") else ())
+    read = {
+        "token_rewards": advantages in ("gae", "turns", "otb"),
+        "teacher_logprobs": learner.distillation is not None,
+        f"teacher_logprobs/{learner.loss.kl_reference}": learner.loss.kl_reference is not None,
+    }
+    return frozenset(name for name, is_read in read.items() if is_read)
 
 
 def _largest(advantages: NDArray[np.float32], lengths: NDArray[np.int32]) -> NDArray[np.float32]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from buffer.errors import ConfigError
 from buffer.imports import missing_extra
-from consumer.config.learner import OptimizerKind
+from consumer.config.learner import LearnerConfig, OptimizerKind
 from consumer.grpo.model_state.sharding import gather
 
 
@@ -76,6 +76,20 @@ def make_optimizer(
         raise missing_extra(error) or error from error
     optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=rate, betas=betas)
     return optimizer
+
+
+def scheduled_rate(config: LearnerConfig, step: int) -> float:
+    """Return the learning rate at `step`; checkpoints hold no state of the schedule."""
+    warmup = config.warmup_steps
+    rate = config.learning_rate
+    if step < warmup:
+        return rate * (step + 1) / warmup
+    if config.decay_steps is None:
+        return rate
+    left = max(0.0, 1.0 - (step - warmup) / (config.decay_steps - warmup))
+    if config.schedule == "cosine":
+        left = (1.0 - math.cos(math.pi * left)) / 2
+    return rate * (config.final_rate + (1.0 - config.final_rate) * left)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:

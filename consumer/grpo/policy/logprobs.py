@@ -42,6 +42,7 @@ class TargetLogits(nn.Module):
         logit_index: Tensor,
         targets: Tensor,
         experts: Tensor | None = None,
+        others: Tensor | None = None,
         *,
         temperature: float = 1.0,
         entropy_gradient: bool = True,
@@ -49,8 +50,8 @@ class TargetLogits(nn.Module):
         """Return the log-probability of each target and the entropy of its distribution.
 
         `input_ids`, `position_ids`: int64[R, W]. `logit_index`: int64[N] of flat slots. `targets`:
-        int64[N]. `experts`: see `RoutingReplay.set_experts`. Only N positions are projected onto
-        the vocabulary: prompts cost no logits.
+        int64[N]. `experts`: see `RoutingReplay.set_experts`. `others`: see `project`. Only N
+        positions are projected onto the vocabulary: prompts cost no logits.
         """
         if self.replay:
             self.replay.set_experts(experts)
@@ -63,6 +64,7 @@ class TargetLogits(nn.Module):
             fp32_logits=self.fp32_logits,
             collision=self.collision,
             entropy_gradient=entropy_gradient,
+            others=others,
         )
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
@@ -100,7 +102,7 @@ def token_logprobs(
     """Return the log-probability of each target and the entropy of its distribution.
 
     `temperature` divides the logits. Without `entropy_gradient` the entropy carries no gradient,
-    which saves time in the backward pass.
+    which saves time in the backward pass. `others` are those of `batch.top_ids()`.
     """
     with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=bf16):
         scores: TokenLogprobs = policy(
@@ -109,6 +111,7 @@ def token_logprobs(
             batch.logit_index,
             batch.targets,
             batch.experts,
+            batch.top_ids(),
             temperature=temperature,
             entropy_gradient=entropy_gradient,
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from buffer.wire.group import RolloutGroup
 from consumer.grpo.policy.routing_replay import RecordedExperts
-from consumer.handle.batch import BatchTable, Ints
+from consumer.handle.batch import TOP_IDS, TOP_LOGPROBS, BatchTable, Ints
 
 
 @dataclass(slots=True)
@@ -71,11 +71,25 @@ class MicroBatch:
     experts: Tensor | None = None
     # `RolloutGroup.optional_columns`, float32[N]
     optional: dict[str, Tensor] = field(default_factory=dict)
+    tops: dict[str, Tensor] = field(default_factory=dict)  # `BatchTable.tops`, [N, k]
+    tasks: Sequence[str] = ()  # of the S samples
 
     def column(self, name: str) -> Tensor:
         """Return an optional column, such as "token_rewards", float32[N]; nan: no value."""
         found = self.optional.get(name)
         return torch.full_like(self.rollout_logprobs, torch.nan) if found is None else found
+
+    def top_ids(self) -> Tensor | None:
+        """Return the top tokens of all teachers side by side, int64[N, K]; None without any."""
+        ids = [column for name, column in self.tops.items() if name.startswith(TOP_IDS)]
+        return torch.cat(ids, 1).long() if ids else None
+
+    def top_logprobs(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each teacher and its logprobs of its part of `top_ids`, float32[N, k]."""
+        for name in self.tops:
+            if name.startswith(TOP_IDS):
+                teacher = name.removeprefix(TOP_IDS)
+                yield teacher, self.tops[TOP_LOGPROBS + teacher]
 
 
 class Layout(NamedTuple):
@@ -113,6 +127,7 @@ class MicroBatches:
         self._responses = table.columns("response_ids")
         names = ("logprobs", "mask", *table.optional_names())
         self._columns = {name: table.columns(name) for name in names}
+        self._tops = table.tops()
         is_cpu = device.type == "cpu"
         self._integer = np.int64 if is_cpu else np.int32
         self._mask = np.float32 if is_cpu else np.uint8
@@ -140,6 +155,10 @@ class MicroBatches:
         parts = [self._table.parts(columns, layout.chosen) for layout in self._layouts]
         return [self._moved(_joined(own, np.float32)) for own in parts]
 
+    def column(self, name: str) -> list[Tensor]:
+        """Return an optional column for every micro-batch, float32[N]; nan: no value."""
+        return self.per_token(self._table.columns(name))
+
     def fill(self, columns: Sequence[NDArray[np.float32]], values: Sequence[Tensor]) -> None:
         """Copy float32[N] of every micro-batch into float32[R] of each group."""
         for layout, own in zip(self._layouts, values, strict=True):
@@ -164,6 +183,12 @@ class MicroBatches:
             trained_tokens=self._moved(self._table.trained[chosen]).float(),
             experts=self._slot_experts(layout),
             optional={name: self._moved(_joined(own, np.float32)) for name, own in parts.items()},
+            tops={
+                name: self._moved(np.concatenate(self._table.parts(column, chosen)))
+                for name, column in self._tops.items()
+                if len(chosen)
+            },
+            tasks=[self._table.groups[n].task for n in self._table.group[chosen].tolist()],
         )
 
     def _samples(self, layout: Layout) -> NDArray[Any]:

@@ -70,12 +70,16 @@ def test_ranks_train_as_one_does_and_resume_in_other_numbers(
         Life(name="one", model=model_dir),
         Life(name="two", model=model_dir, ranks=2),
         Life(name="spread", model=model_dir, ranks=2, options=spread),
+        Life(name="taught", model=model_dir, options=DISTILLATION),
+        Life(name="two-taught", model=model_dir, ranks=2, options=DISTILLATION),
         Life(name="two-two", model=model_dir, ranks=2, after="two"),
         Life(name="two-three", model=model_dir, ranks=3, after="two"),
         Life(name="two-one", model=model_dir, after="two"),
     )
     for name in ("two", "spread"):
         lives.assert_same(name, "one")
+    lives.assert_same("two-taught", "taught")
+    assert lives.metrics("taught")[0]["distill/top_coverage"] > 0
     assert lives.metrics("two")[0]["optim/grad_norm"] > 0
 
     # with the same ranks exactly, with others but for the order in which numbers are added
@@ -91,6 +95,9 @@ def test_ranks_train_as_one_does_and_resume_in_other_numbers(
     assert max(sizes) < 0.7 * sum(sizes)
     loaded = load_model(tmp_path / "two").state_dict()
     assert all(torch.equal(loaded[name], t) for name, t in lives.weights("two").items())
+
+
+DISTILLATION = {"distillation": {"top_k_loss": "forward"}}
 
 
 def build_mixture(folder: Path) -> Path:

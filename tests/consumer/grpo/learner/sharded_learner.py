@@ -26,7 +26,7 @@ from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.model_state.saved_state import SavedState, write_state
 from consumer.handle.ranks import ALONE, Ranks, balanced_shares
-from tests.consumer.grpo.models.tiny import make_group
+from tests.consumer.grpo.models.tiny import make_group, taught
 
 STEPS = 2
 CUT = 1
@@ -37,6 +37,9 @@ CONFIG: dict[str, Any] = {
     "gradient_checkpointing": True,
     "loss": {"kl_coef": 0.05, "entropy_coef": 0.01},
 }
+
+
+TEACHERS = {"big": 1.0, "small": 0.5}
 
 
 class Life(BaseModel):
@@ -51,8 +54,10 @@ class Life(BaseModel):
     has_critic: bool = False
 
 
-def groups_of(step: int, rank: int, ranks: int) -> list[RolloutGroup]:
+def groups_of(step: int, rank: int, ranks: int, *teachers: str) -> list[RolloutGroup]:
+    """Return a rank's groups of a batch; the first one has the values of teachers."""
     batch = [make_group(100 * step + i, prompt=3 + 2 * i, lengths=(3, 9, 1, 4)) for i in range(4)]
+    batch[0] = taught(batch[0], *teachers)
     # by optimizer step, as one rank cuts it: the updates of a batch hold the same groups however
     # many ranks there are
     halves = [batch[:2], batch[2:]]
@@ -65,7 +70,8 @@ def groups_of(step: int, rank: int, ranks: int) -> list[RolloutGroup]:
 
 def make_controller(life: Life, ranks: Ranks) -> TrainController:
     config = LearnerConfig.model_validate(CONFIG | life.options)
-    learner = Learner(life.model, config, seed=7, ranks=ranks)
+    weights = {"task": TEACHERS}
+    learner = Learner(life.model, config, seed=7, ranks=ranks, teacher_weights=weights)
     if not life.has_critic:
         return TrainController(learner, "reinforce_pp")  # sees the scores of all ranks
     critic = Critic(life.model, CriticConfig(learning_rate=1e-2, lam=0.9), seed=7, ranks=ranks)
@@ -80,7 +86,8 @@ def live(folder: Path, life: Life, ranks: Ranks) -> None:
             controller.load_state_tensors(state)
     metrics = []
     for step in range(CUT + 1 if life.after else 1, life.steps + 1):
-        metrics.append(controller.fit(groups_of(step, ranks.rank, ranks.size)))
+        teachers = TEACHERS if life.options.get("distillation") else {}
+        metrics.append(controller.fit(groups_of(step, ranks.rank, ranks.size, *teachers)))
         if step == CUT:
             write_state(folder / "state" / life.name, controller.state_tensors(), rows, ranks)
     controller.learner.save_weights(folder / life.name, to_publish=True)

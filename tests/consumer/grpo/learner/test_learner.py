@@ -15,6 +15,7 @@ from buffer.wire.group import RolloutGroup
 from consumer.config.learner import LearnerConfig, LoraConfig, LossConfig
 from consumer.grpo.learner.advantages import grpo_advantages
 from consumer.grpo.learner.learner import Learner
+from consumer.grpo.model_state.optimizers import scheduled_rate
 from consumer.grpo.models.model_folder import load_model
 from consumer.grpo.policy.vocabulary_projection import TokenLogprobs
 from tests.consumer.grpo.models.tiny import build_model, make_group, set_advantages, train_step
@@ -333,7 +334,7 @@ def test_learning_rate_rises_then_falls_to_its_final_share(model_dir: Path) -> N
     )
     rates = []
     for learner.step in range(6):
-        rates.append(learner.learning_rate())
+        rates.append(scheduled_rate(learner.config, learner.step))
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.5])
 
 
@@ -348,7 +349,7 @@ def test_learning_rate_falls_along_half_a_cosine(model_dir: Path) -> None:
     )
     rates = []
     for learner.step in range(6):
-        rates.append(learner.learning_rate())
+        rates.append(scheduled_rate(learner.config, learner.step))
     assert rates == pytest.approx([(1 + np.cos(np.pi * min(step, 4) / 4)) / 2 for step in range(6)])
 
 

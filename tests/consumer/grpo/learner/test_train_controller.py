@@ -301,23 +301,32 @@ def test_other_ranks_get_the_same_rewards() -> None:
 
 
 @pytest.mark.parametrize(
-    ("advantages", "objective", "column", "is_read"),
+    ("advantages", "options", "column", "is_read"),
     [
-        ("grpo", "ppo", "token_rewards", False),
-        ("turns", "ppo", "token_rewards", True),
-        ("gae", "ppo", "token_rewards", True),
-        ("gae", "ppo", "values", False),
-        ("turns", "ppo", "ref_logprobs", False),
-        ("grpo", f"{OWN}:reinforce", "ref_logprobs", True),
-        (f"{OWN}:by_token", "ppo", "values", True),
+        ("grpo", {}, "token_rewards", False),
+        ("turns", {}, "token_rewards", True),
+        ("gae", {}, "token_rewards", True),
+        ("gae", {}, "values", False),
+        ("turns", {}, "ref_logprobs", False),
+        ("grpo", {"loss": {"objective": f"{OWN}:reinforce"}}, "ref_logprobs", True),
+        (f"{OWN}:by_token", {}, "values", True),
+        ("grpo", {}, "teacher_logprobs", False),
+        ("grpo", {"distillation": {}}, "teacher_logprobs", True),
+        ("grpo", {"loss": {"kl_coef": 1, "kl_reference": "big"}}, "teacher_logprobs", True),
+        ("grpo", {"loss": {"kl_coef": 1, "kl_reference": "old"}}, "teacher_logprobs", False),
     ],
 )
 def test_a_column_that_nothing_reads_is_refused(
-    advantages: str, objective: str, column: str, is_read: bool
+    advantages: str, options: dict[str, Any], column: str, is_read: bool
 ) -> None:
     groups = make_batch()
-    groups[0].columns[column] = np.zeros(len(groups[0].mask), "<f4")
-    chosen = BatchFilter(read_columns=read_columns(advantages, objective))
+    values = np.zeros(len(groups[0].mask), "<f4")
+    if column == "teacher_logprobs":
+        groups[0].head.teachers = ["big"]
+        values = values[None]
+    groups[0].columns[column] = values
+    learner = LearnerConfig.model_validate(options)
+    chosen = BatchFilter(read_columns=read_columns(advantages, learner))
     filtered = chosen.apply(groups)
     assert len(filtered.groups) == 2 + is_read
     if not is_read:

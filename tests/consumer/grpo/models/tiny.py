@@ -62,3 +62,19 @@ def set_advantages(batch: TrainBatch, advantages: NDArray[np.float32]) -> None:
     ends = np.cumsum([len(group) for group in batch.groups])[:-1]
     own = zip(np.split(np.asarray(advantages, np.float32), ends), batch.groups, strict=True)
     batch.set_advantages([np.repeat(values, group.lengths) for values, group in own])
+
+
+def taught(group: RolloutGroup, *teachers: str, k: int = 3, members: int = 3) -> RolloutGroup:
+    """Return the group with random values of these teachers for its first rollouts."""
+    draw = np.random.default_rng(len(group.response_ids))
+    states = group.states
+    for state in states[:members]:
+        size = len(state.response_ids)
+        ids = {name: draw.permuted(np.tile(np.arange(90), (size, 1)), axis=1) for name in teachers}
+        mass = {name: draw.dirichlet(np.ones(k + 1), size) for name in teachers}
+        drawn = {name: draw.uniform(-6, -1, size) for name in teachers}
+        state.teacher_logprobs = {name: own.astype(np.float32) for name, own in drawn.items()}
+        state.teacher_top_ids = {name: ids[name][:, :k] for name in teachers}
+        tops = {name: np.log(own[:, :k]).astype(np.float32) for name, own in mass.items()}
+        state.teacher_top_logprobs = tops
+    return RolloutGroup(group.gid, group.task, states)
