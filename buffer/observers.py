@@ -26,7 +26,7 @@ class Observer:
         """Receive the (task, lane) queues of a claim, before it is made."""
 
     def claimed(
-        self, worker: str, weights: PolicyVersion, jobs: Sequence[Job], began_ns: int
+        self, worker: str, weights: PolicyVersion | None, jobs: Sequence[Job], began_ns: int
     ) -> None:
         """Receive the groups that a worker was given."""
 

@@ -147,10 +147,18 @@ class ReplayBuffer(Pools):
         return reply
 
     def submit(
-        self, worker: str, job: Job, group: RolloutGroup, new_tokens: int, *, filtered: bool = False
+        self,
+        worker: str,
+        job: Job,
+        group: RolloutGroup,
+        new_tokens: int,
+        *,
+        filtered: bool = False,
+        teachers: Sequence[str] = (),
     ) -> Stored:
-        """Submit one group, with `new_tokens` generated since the claim; raise its error."""
-        (outcome,) = self.submit_many(worker, [Result(job, group, new_tokens, filtered)])
+        """Submit one group (see `Result`); raise its error."""
+        result = Result(job, group, new_tokens, filtered, tuple(teachers))
+        (outcome,) = self.submit_many(worker, [result])
         if isinstance(outcome, Exception):
             raise outcome
         return outcome

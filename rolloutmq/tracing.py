@@ -155,14 +155,19 @@ class Tracing(Observer):
         }
 
     def claimed(
-        self, worker: str, weights: PolicyVersion, jobs: Sequence[Job], began_ns: int
+        self, worker: str, weights: PolicyVersion | None, jobs: Sequence[Job], began_ns: int
     ) -> None:
         for job in jobs:
             since = self._waiting_since.get(job.gid)
             if since is not None:  # else it arrived between the two calls
                 self._past("wait", job.gid, min(since, began_ns), began_ns, lane=job.lane)
             self._past(
-                "claim", job.gid, began_ns, worker=worker, tries=job.tries, weights=str(weights)
+                "claim",
+                job.gid,
+                began_ns,
+                worker=worker,
+                tries=job.tries,
+                weights=str(weights or ""),
             )
 
     def generating(

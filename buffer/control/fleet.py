@@ -224,24 +224,26 @@ class Fleet:
 
     def refusals(self, weights: PolicyVersion) -> Refusals:
         """Return which live workers could not load `weights`, and why, in two round trips."""
-        live, texts = self._store.retrying("refusals", self._refusals)
+        found = self._store.retrying("refusals", self._refusals)
         label = f"{weights} "
         reasons = {
             worker.decode(): text.decode(errors="replace").removeprefix(label)
-            for worker, text in zip(live, texts, strict=True)
+            for worker, text in found.items()
             if text and text.startswith(label.encode())
         }
-        return Refusals(weights, len(live), reasons)
+        return Refusals(weights, len(found), reasons)
 
-    def _refusals(self) -> tuple[list[bytes], list[bytes | None]]:
+    def _refusals(self) -> dict[bytes, bytes | None]:
         client: Any = self._store.control
         seconds, micros = client.time()
         alive_since_ms = seconds * 1000 + micros // 1000 - self._limits.lease_ms
         live = client.zrangebyscore(self._keys.workers, alive_since_ms, "+inf")
         with client.pipeline(transaction=False) as pipe:
             for worker in live:
-                pipe.hget(self._keys.worker(worker.decode()), "refusal")
-            return live, pipe.execute()
+                pipe.hmget(self._keys.worker(worker.decode()), "refusal", "teaches")
+            found = zip(live, pipe.execute(), strict=True)
+            # a teacher loads no published weights
+            return {worker: text for worker, (text, teaches) in found if not teaches}
 
     def response_lengths(self) -> LengthCounts:
         """Return the response lengths that all workers counted; of many workers, an estimate."""

@@ -16,7 +16,7 @@ import orjson
 
 from buffer.failure_text import cause_of, cut_text, headline
 from buffer.groups.claim import Claim, Enqueued, Reaped, fenced, stage_before
-from buffer.ids import LANES, group_id, new_nonce, split_group_id
+from buffer.ids import LANES, TEACH, group_id, new_nonce, split_group_id
 from buffer.job import EndedEarly, Job, ReleaseKind
 from buffer.limits import RunLimits
 from buffer.observers import Observer
@@ -30,10 +30,11 @@ from buffer.wire.rollout import PolicyVersion
 
 @dataclass(frozen=True, slots=True)
 class Serves:
-    """The tasks and lanes that a worker of a mixed fleet claims from."""
+    """The tasks and lanes that a worker of a mixed fleet claims from; `teacher`: only from its."""
 
     tasks: frozenset[str]
     lanes: frozenset[str] = frozenset(LANES)
+    teacher: str = ""
 
     def __contains__(self, queue: tuple[str, str]) -> bool:
         task, lane = queue
@@ -61,6 +62,12 @@ def serving_order(
         drawn = SYSTEM_RANDOM.random() ** (1.0 / weight)
         return held_groups.get(task, 0) / weight, -drawn
 
+    if serves and serves.teacher:
+        return [
+            (task, TEACH + serves.teacher)
+            for task in sorted(weights, key=sort_key)
+            if task in serves.tasks and serves.teacher in limits.tasks[task].teachers
+        ]
     queues = [(task, "eval") for task in limits.eval_tasks]
     for lane in ("resume", "fresh"):
         queues += [(task, lane) for task in sorted(weights, key=sort_key)]
@@ -196,14 +203,16 @@ class JobQueue:
         worker: str,
         nonce: str,
         token: str,
-        weights: PolicyVersion,
+        weights: PolicyVersion | None,
         limit: int,
         serves: Serves | None = None,
         held: Sequence[Job] = (),
     ) -> Claim:
         """Claim up to `limit` jobs (at most MAX_CLAIM) in `serving_order`, beside those `held`.
 
-        The same `token` repeats a claim whose reply was lost (I13).
+        The same `token` repeats a claim whose reply was lost (I13). `weights`: what the engine has;
+        None for a teacher, which claims while weights are published, but not while the operator
+        pauses.
         """
         keys = self._keys
         limits = self._limits
@@ -218,14 +227,14 @@ class JobQueue:
                 "worker": worker,
                 "nonce": nonce,
                 "token": token,
-                "weights": str(weights),
+                "weights": str(weights or ""),
                 "lease_ms": limits.lease_ms,
                 "limit": min(limit, MAX_CLAIM),
                 "low_bytes": limits.low_bytes,
                 "high_bytes": limits.high_bytes,
             },
             [keys.slots(task=task, lane=lane) for task, lane in queues],
-            [lane for _, lane in queues],
+            ["teach" if lane.startswith(TEACH) else lane for _, lane in queues],
         )
         claim = Claim.parse(reply, token)
         for observer in self._observers:
@@ -248,7 +257,7 @@ class JobQueue:
         task = job.task
         oldest = ended.oldest if ended else {}
         made_by = [part for pair in oldest.items() for part in ("oldest", *pair)]
-        text = cut_text(reason)
+        text = cut_text(f"teacher {job.teacher}: {reason}" if job.teacher and reason else reason)
         letter = orjson.dumps({"reason": text, "worker": worker, "try": job.tries}).decode()
         patience, first = self._limits.failures_in_row(task)
         reply = self._store.call(
@@ -290,16 +299,23 @@ class JobQueue:
     def requeue(self, gid: str, *, operation: str = "") -> str:
         """Put a dead or pooled group back into a queue with all its tries; return where it was.
 
-        "waiting": nothing had to be done. The group starts from its prompt; only an aborted
-        group keeps its tokens. `operation` is the same for a repeated call. Raises GroupHeld when
-        the group runs, is in a batch, has ended, or never was.
+        "waiting": nothing had to be done. The group starts from its prompt; an aborted one keeps
+        its tokens, and one that died at a teacher waits for that teacher again. `operation` is the
+        same for a repeated call. Raises GroupHeld when the group runs, is in a batch, has ended, or
+        never was.
         """
         task, draw = split_group_id(gid)
         lane = "resume" if self._limits.tasks[task].eval_of is None else "eval"
         reply = self._store.call(
             "requeue",
-            self._keys.slots(gid=gid, task=task, lane=lane),
-            {"gid": gid, "draw": draw, "operation": operation or new_nonce(), "lane": lane},
+            self._keys.slots(gid=gid, task=task),
+            {
+                "gid": gid,
+                "draw": draw,
+                "operation": operation or new_nonce(),
+                "task": task,
+                "lane": lane,
+            },
             durable=True,
         )
         return stage_before(reply, gid)
@@ -331,6 +347,7 @@ class JobQueue:
                 "expire_waiting",
                 self._keys.slots(task=task),
                 {
+                    "task": task,
                     "threshold": self._limits.threshold(task),
                     "retryable": int(self._limits.retries_expired(task)),
                     "passed": running,

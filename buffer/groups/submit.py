@@ -100,6 +100,8 @@ class Submission:
                     f"group {result.group.gid} is {result.group.status}",
                     hint="only completed or aborted groups are submitted",
                 )
+            if result.job.teacher and result.group.status is not Status.COMPLETED:
+                raise WireError(f"a teacher gave back group {result.group.gid} unfinished")
             ref, commands = to_store(self._payloads, result.job, result.group)
             return commands, self.call(worker, result, ref)
         except Exception as error:  # an order policy is a user's code and may raise anything
@@ -125,6 +127,8 @@ class Submission:
             "truncated": int(group.truncated.sum()),
             "ms": int(1000 * float(group.shared.extra.get(GROUP_TIME) or 0.0)),
             "patience": self._limits.of(task).max_consecutive_filtered or "",
+            "teachers": ",".join(result.teachers),
+            "sampled": group.sampled_crc() if result.teachers or result.job.teacher else "",
         }
         return ScriptCall(
             keys.slots(task=task, worker=worker),
@@ -180,6 +184,11 @@ def _outcome(result: Result, reply: Sequence[str]) -> SubmitOutcome:
             return Stored(_final_status(result), int(arrival))
         case ["FENCED"]:
             return fenced(job)
+        case ["CHANGED"]:
+            return WireError(
+                f"group {job.gid}: teacher {job.teacher} changed more than its own columns",
+                hint="a teacher adds teacher_logprobs and the like, and leaves all else as it was",
+            )
         case ["MISSING", size]:
             return PayloadMissing(
                 f"group {job.gid}: only {size} bytes arrived", hint="submit it again"

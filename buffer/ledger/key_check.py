@@ -9,12 +9,12 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from buffer.redis.key_fields import Damage, text_fields, wrong_fields
+from buffer.redis.key_fields import LANE, Damage, text_fields, wrong_fields
 from buffer.redis.keys import CLUSTER_TABLE, TABLE
 from buffer.redis.store import RunContext
 
 _FORM_OF = {
-    "lane": "eval|resume|fresh",
+    "lane": LANE,
     "status": "completed|aborted|expired",
     "stage": "archived|filtered|dropped",
     "who": r"\w+",

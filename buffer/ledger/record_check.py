@@ -162,7 +162,7 @@ class RecordCheck:
         indexes: list[tuple[str, str, Command]] = [
             ("pool", "status", ("ZRANGE", key, 0, -1)) for key in keys.all_pools([task])
         ]
-        indexes += [("waiting", "lane", ("XRANGE", key, "-", "+")) for key in keys.all_jobs(task)]
+        indexes += [("waiting", "lane", ("XRANGE", key, "-", "+")) for key in self._jobs(task)]
         for stage, field, command in indexes:
             members = self._store.each("strangers", [command])[0]
             gids = [_gid_of(member) for member in members]
@@ -171,6 +171,9 @@ class RecordCheck:
                 if (record.get("stage"), record.get(field)) != (stage, index.rpartition(":")[2]):
                     text = f"{index} has {gid[:80]!r}, and no record says so"
                     yield from self._still(gid, record, [Damage(text, index, gid)])
+
+    def _jobs(self, task: str) -> list[str]:
+        return [self._keys.jobs(task, lane) for lane in self._limits.tasks[task].lanes]
 
     def _of_ages(self, task: str) -> Iterator[Damage]:
         """Yield the groups of the age index that neither wait nor run."""

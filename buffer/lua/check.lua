@@ -1,5 +1,6 @@
 #!lua flags=no-writes
 -- check: find one draw in every structure at one instant. Exactly one place is right; none or two is a fault.
+-- include: lanes
 -- KEYS record      HASH    record of the group
 -- KEYS leases      ZSET
 -- KEYS leased_by   prefix  of what workers hold (HASH)
@@ -11,6 +12,7 @@
 -- KEYS aborted     ZSET    pool of the task
 -- KEYS expired     ZSET    pool of the task
 -- KEYS manifests   prefix  of all manifests (LIST)
+-- KEYS queues      prefix  of the queues (STREAM)
 -- KEYS jobs_eval   STREAM
 -- KEYS jobs_resume STREAM
 -- KEYS jobs_fresh  STREAM
@@ -19,12 +21,14 @@
 -- replies OK stage, then the structures that hold it: waiting | running | pool | taken | dead | archived | filtered | dropped
 -- keeps I1
 
-local held = redis.call('HMGET', record, 'stage', 'entry', 'arrival', 'batch', 'payload', 'chunks', 'size', 'crc', 'samples', 'version', 'owner', 'token')
+local held = redis.call('HMGET', record, 'stage', 'entry', 'arrival', 'batch', 'payload', 'chunks', 'size', 'crc', 'samples', 'version', 'owner', 'token', 'lane')
 local reply = {'OK', held[1] or ''}
 local function found(place) reply[#reply + 1] = place end
 
 local entry = held[2] or ''
-for _, jobs in ipairs({jobs_eval, jobs_resume, jobs_fresh}) do
+local streams = {jobs_eval, jobs_resume, jobs_fresh}
+if teacher_of(held[13]) then streams[4] = queues .. string.match(gid, '^(.*)%-%d+$') .. ':' .. held[13] end
+for _, jobs in ipairs(streams) do
   -- two lanes may assign the same id: within one millisecond, or after the clock was set back
   local there = string.find(entry, '^%d+%-%d+$') and redis.call('XRANGE', jobs, entry, entry)[1]
   if there and there[2][2] == gid then found('waiting') end

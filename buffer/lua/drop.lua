@@ -3,9 +3,7 @@
 -- include: byte_count, ended, events, numbers, remove_from_stage, wake_ups
 -- KEYS record        HASH    record of the group
 -- KEYS progress      HASH    of the task
--- KEYS jobs_eval     STREAM
--- KEYS jobs_resume   STREAM
--- KEYS jobs_fresh    STREAM
+-- KEYS queues        prefix  of the queues (STREAM)
 -- KEYS completed     ZSET    pool of the task
 -- KEYS aborted       ZSET    pool of the task
 -- KEYS expired       ZSET    pool of the task
@@ -38,11 +36,12 @@ end
 local runs = held.stage == 'running'
 if runs and (revoke == '' or held.owner ~= revoke) then return {'RUNNING', held.owner} end
 if held.stage == 'taken' then return {'TAKEN', held.batch} end
-if runs then redis.call('HLEN', leased_by .. held.owner) end
 
-local before = remove_from_stage({progress = progress, jobs = {eval = jobs_eval, resume = jobs_resume, fresh = jobs_fresh},
-  completed = completed, aborted = aborted, expired = expired, order_index = order_index, age_index = age_index,
-  leases = leases, leased_by = leased_by, dead = dead, dead_letters = dead_letters}, gid, held)
+local keys = {progress = progress, jobs = queues .. string.match(gid, '^(.*)%-%d+$') .. ':', completed = completed,
+  aborted = aborted, expired = expired, order_index = order_index, age_index = age_index, leases = leases,
+  leased_by = leased_by, dead = dead, dead_letters = dead_letters}
+read_place(keys, held)
+local before = remove_from_stage(keys, gid, held)
 redis.call('SADD', garbage, gid .. ' init 1')
 if held.payload ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. held.payload .. ' ' .. held.chunks) end
 count_bytes(bytes, 0, num(held.prompt) + (held.payload ~= 'init' and num(held.size) or 0))

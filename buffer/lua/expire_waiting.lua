@@ -1,10 +1,10 @@
 #!lua flags=allow-oom
 -- expire_waiting: move groups out of the queue whose tokens became too old while they waited. Those of the index that run
 -- are ended by their workers (heartbeat.lua). Costs O(log N + those that are too old).
--- include: events, expiry, numbers, steps, wake_ups
+-- include: events, expiry, lanes, numbers, steps, wake_ups
 -- KEYS ledger        HASH*    of the trainer
 -- KEYS age_index     ZSET*    groups of the task that wait or run, by their oldest version
--- KEYS jobs_resume   STREAM   the only lane of groups with tokens that age
+-- KEYS queues        prefix   of the queues (STREAM)
 -- KEYS expired       ZSET     pool of the task
 -- KEYS progress      HASH     of the task
 -- KEYS groups        prefix   of the group records (HASH)
@@ -13,6 +13,7 @@
 -- KEYS bytes         HASH
 -- KEYS bell_producer LIST*    of the producer
 -- KEYS events        STREAM*
+-- ARGV task      name
 -- ARGV threshold 0..     stale threshold in steps
 -- ARGV retryable 0|1     1 = to the pool of expired groups, which start again from their prompt; 0 = dropped
 -- ARGV passed    0..     number of the oldest groups that are passed over, since they run
@@ -25,12 +26,18 @@ local cut = step - threshold
 local gids = redis.call('ZRANGEBYSCORE', age_index, '-inf', '(' .. int(cut), 'LIMIT', passed, limit)
 local waiting = {}
 for _, gid in ipairs(gids) do
-  local record = redis.call('HMGET', groups .. gid, 'stage', 'entry', 'tokens')
-  if record[1] == 'waiting' then waiting[#waiting + 1] = {gid = gid, entry = record[2], tokens = num(record[3])} end
+  local record = redis.call('HMGET', groups .. gid, 'stage', 'entry', 'tokens', 'lane')
+  if record[1] == 'waiting' then
+    local one = {gid = gid, entry = record[2], tokens = num(record[3]), jobs = queues .. task .. ':' .. record[4]}
+    redis.call('XLEN', one.jobs)
+    one.teacher = teacher_of(record[4])
+    waiting[#waiting + 1] = one
+  end
 end
 local tokens = 0
 for _, one in ipairs(waiting) do
-  redis.call('XDEL', jobs_resume, one.entry)
+  redis.call('XDEL', one.jobs, one.entry)
+  if one.teacher then redis.call('HINCRBY', progress, 'teaching', -1) end
   redis.call('ZREM', age_index, one.gid)
   expire_group({record = groups .. one.gid, progress = progress, expired = expired, dropped = dropped, garbage = garbage,
     bytes = bytes}, one.gid, retryable, cut)

@@ -45,7 +45,7 @@ for _, draw, stage in each_unit do
   local gid = string.format('%s-%010d', task, draw)
   local held, now = held_fields(groups .. gid), ended_place(bitmaps, draw)
   if held and held.stage == 'taken' then return {'TAKEN', gid} end
-  if held and held.owner then redis.call('HLEN', leased_by .. held.owner) end
+  read_place(keys, held)
   if not held and not now and draw >= first then
     if draw ~= next_added then return {'DRAW', int(next_added)} end
     next_added = next_added + 1

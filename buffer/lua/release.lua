@@ -1,12 +1,11 @@
 #!lua flags=allow-oom
 -- release: take a group back from its worker, without a result.
--- include: ages, events, expiry, leased, numbers, retries, staleness, steps, task_failures, waiting, wake_ups
+-- include: ages, events, expiry, leased, lanes, numbers, retries, staleness, steps, task_failures, waiting, wake_ups
 -- KEYS leases        ZSET
 -- KEYS leased        HASH    what the worker holds
 -- KEYS groups        prefix  of the group records (HASH)
 -- KEYS progress      HASH    of the task
--- KEYS jobs_resume   STREAM
--- KEYS jobs_eval     STREAM
+-- KEYS queues        prefix  of the queues (STREAM)
 -- KEYS aborted       ZSET    pool of the task
 -- KEYS lineages      LIST
 -- KEYS dead          ZSET
@@ -56,6 +55,9 @@ if not held[2] and kind == 'expired' then
   if redis.call('GETBIT', dropped, draw) == 1 then return {'OK', 'dropped'} end
 end
 if held[1] ~= token or held[2] ~= 'running' then return {'FENCED'} end
+local lane, teacher = lane_again(held[3]), teacher_of(held[3])
+local jobs = queues .. task .. ':' .. lane
+redis.call('XLEN', jobs)
 local is_expiring, cut = false, 0
 if kind == 'expired' then
   -- the worker may have counted a request as begun that waited in its engine: the tokens decide
@@ -65,6 +67,8 @@ if kind == 'expired' then
   is_expiring = threshold and oldest ~= '' and tonumber(oldest) < cut
   kind = 'aborted'
 end
+-- what a teacher gives back is complete but for its columns
+if teacher and kind == 'aborted' and not is_expiring then kind = 'handback' end
 
 let_go(leases, leased, worker, gid, token)
 redis.call('HINCRBY', progress, 'running', -1)
@@ -72,12 +76,12 @@ redis.call('HSET', record, 'released', token)
 local place
 if kind == 'failed' or kind == 'lost' then
   if kind == 'failed' then
-    local failures = note_failure(progress, workers, worker, lease_ms, message, cause, patience, first)
+    local failures = note_failure(progress, workers, teacher and '' or worker, lease_ms, message, cause, patience, first)
     if failures and redis.call('HEXISTS', progress, 'stopped') == 0 then
       stop_task(progress, task, int(failures) .. ' tries in a row failed: ' .. message, bell_trainer, events)
     end
   end
-  place = retry_or_dead_letter({groups = groups, jobs_resume = jobs_resume, jobs_eval = jobs_eval, dead = dead,
+  place = retry_or_dead_letter({groups = groups, jobs = jobs, lane = lane, dead = dead,
     dead_letters = dead_letters, progress = progress, age_index = age_index}, gid, max_tries, reason)
 else
   redis.call('HINCRBY', record, 'tries', -1)
@@ -104,9 +108,7 @@ else
     redis.call('ZADD', is_tail and expired or aborted, pool_score(version, last, token_lead), arrival .. ':' .. gid)
   else
     place = 'waiting'
-    local lane, jobs = 'resume', jobs_resume
-    if held[3] == 'eval' then lane, jobs = 'eval', jobs_eval end
-    to_waiting(jobs, record, gid, lane, held[4])
+    to_waiting(jobs, record, gid, lane, held[4], progress)
     keep_age(age_index, gid, held[4], held[5])
   end
 end

@@ -35,9 +35,9 @@ for _, line in ipairs(entries) do
   local gid, token, chunks, size, crc, samples, version = string.match(line, '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+)$')
   local held = held_fields(groups .. gid)
   if not held or held.stage == 'taken' then return {'GONE', gid} end
-  if held.owner then redis.call('HLEN', leased_by .. held.owner) end
   local task = string.match(gid, '^(.*)%-%d+$')
   tasks[task] = tasks[task] or task_keys(under, task)
+  read_place(tasks[task], held)
   found[#found + 1] = {line = line, gid = gid, token = token, size = num(size), held = held, keys = tasks[task],
     fields = {'payload', token, 'chunks', chunks, 'size', size, 'crc', crc, 'samples', samples, 'version', version}}
 end

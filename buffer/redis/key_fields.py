@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from buffer.errors import RunDamaged
-from buffer.ids import GID
+from buffer.ids import GID, TEACHER
 
 HINT = (
     "something else wrote to the keys of this run, or the server evicts keys (see `rolloutmq "
@@ -25,6 +25,7 @@ _NAME = r"[\w.-]{1,64}"
 _TOKEN = r"[\w.:-]{1,64}"
 _MODE = "run|drain|abort|keep|finish"
 _LANES = "(eval|resume|fresh| )*"
+LANE = rf"eval|resume|fresh|teach\.{TEACHER}"
 _WEIGHTS = rf"{_NAME}:\d{{1,16}}"
 
 Forms = Mapping[str, str]  # regular expressions by the name of the field
@@ -55,8 +56,8 @@ RECORD: Forms = {
     "prompt": _COUNT,
 }
 OF_A_STAGE: Mapping[str, Forms] = {
-    "waiting": {"lane": "eval|resume|fresh", "entry": r"\d+-\d+"},
-    "running": {"lane": "eval|resume|fresh", "token": _TOKEN, "owner": _NAME, "claimed_ms": _COUNT},
+    "waiting": {"lane": LANE, "entry": r"\d+-\d+"},
+    "running": {"lane": LANE, "token": _TOKEN, "owner": _NAME, "claimed_ms": _COUNT},
     "pool": {"arrival": r"\d{10,}"},
     "taken": {"arrival": r"\d{10,}", "batch": r"(train|eval):\d+"},
 }  # further fields of a record
@@ -83,7 +84,7 @@ OPTIONAL: Mapping[str, Forms] = {
                 *("raw_rewards_count", "failed", "expirations", "ended_early", "unmade_tokens"),
                 *("discarded_tokens", "failures_in_row", "filtered_in_row", "tail_step"),
                 *("unparsed", "draws_to", "error_ms", "leases_lost", "quarantined", "halt_step"),
-                *("awaited", "awaited_step", "truncated"),
+                *("awaited", "awaited_step", "truncated", "teaching"),
             ),
             r"-?\d{1,16}",
         ),
@@ -96,6 +97,10 @@ OPTIONAL: Mapping[str, Forms] = {
         **dict.fromkeys(("tokens", "submitted_ms"), _COUNT),
         **dict.fromkeys(("last", "newest", "cut", "arrival"), r"-?\d{0,16}"),
         "reward": _NUMBER,
+        "teachers": rf"({TEACHER},?)*",
+        "sampled": "[0-9a-f]{0,8}",
+        "sampler": rf"({_NAME})?",
+        "replaced": _TOKEN,
     },
 }  # fmt: skip
 """Fields that may be missing, by the kind of key."""

@@ -43,7 +43,9 @@ TABLE: Mapping[str, KeyRow] = {
         "LIST", "wakes idle workers, producer, trainer; a lost wake-up is harmless"
     ),
     # groups
-    "jobs:<task>:<lane>": KeyRow("STREAM", "waiting jobs; XLEN is the backlog"),
+    "jobs:<task>:<lane>": KeyRow(
+        "STREAM", "waiting jobs; XLEN is the backlog. `teach.NAME`: groups that wait for a teacher"
+    ),
     "group:<gid>": KeyRow("HASH", "the record of one group, short fields only"),
     "leases": KeyRow("ZSET", "worker that holds groups by its deadline (ms of the server's clock)"),
     "pool:<task>:<status>": KeyRow(
@@ -270,9 +272,6 @@ class Keys:
     def leased(self, worker: str) -> str:
         return self.leased_by + worker
 
-    def all_jobs(self, task: str) -> list[str]:
-        return [self.jobs(task, lane) for lane in LANES]
-
     def all_pools(self, tasks: Iterable[str]) -> list[str]:
         return [self.pool(task, status) for task in tasks for status in POOLS]
 
@@ -325,6 +324,9 @@ SLOTS: Mapping[str, str] = {
     "ledger_train": "ledger:train",
     "batch": "batch:{ledger}:{step}",
     "batches": "batch:{ledger}:",
-    **{f"bell_{who}": f"bell:{who}" for who in ("workers", "producer", "trainer", "receipts")},
+    **{
+        f"bell_{who}": f"bell:{who}"
+        for who in ("workers", "teachers", "producer", "trainer", "receipts")
+    },
 }
 """Keys that depend on facts, by their names in script headers."""

@@ -16,7 +16,7 @@ from typing import Any
 import redis
 
 from buffer.groups.record_walk import PAGE, PAGE_DRAWS, Record, RecordWalk
-from buffer.ids import ENDS, LANES, POOLS
+from buffer.ids import ENDS, POOLS, TEACH
 from buffer.limits import SCHEMA, RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import Advance
@@ -44,10 +44,11 @@ class IndexCut:
     def __init__(self, store: Store, keys: Keys, limits: RunLimits) -> None:
         self._store = store
         self._keys = keys
-        self._tasks = list(limits.tasks)
+        self._tasks = {name: task.lanes for name, task in limits.tasks.items()}
         self._walk = RecordWalk(store, keys)
         self._last_entries: dict[str, tuple[int, int]] = {}  # by stream
         self.meta: dict[str, str] = {}
+        self._teaching = 0  # groups of the task that wait for a teacher
         self.groups = 0
         self.was_running = 0
 
@@ -74,7 +75,7 @@ class IndexCut:
         fixed = [keys.meta, keys.lineages, keys.dead, keys.bytes, *map(keys.ledger, LEDGERS)]
         for task in self._tasks:
             fixed += [keys.progress(task), keys.order(task)]
-            fixed += [*keys.all_jobs(task), *keys.all_pools([task])]
+            fixed += [*self._jobs(task), *keys.all_pools([task])]
             fixed += [keys.ended(task, end) for end in ENDS]
         return fixed
 
@@ -90,13 +91,18 @@ class IndexCut:
             yield from self._ledger(ledger)
         for task in self._tasks:
             yield from chain(*(self._bits(keys.ended(task, end)) for end in ENDS))
-            yield from chain(*(self._stream(keys.jobs(task, lane)) for lane in LANES))
+            yield from chain(*map(self._stream, self._jobs(task)))
             yield from chain(*(self._zset(keys.pool(task, status)) for status in POOLS))
             yield from self._zset(keys.order(task))
         yield from self._zset(keys.dead)
         for task in self._tasks:
+            self._teaching = 0
             yield from self._groups(task)
-            yield from self._hash(keys.progress(task), running=b"0")
+            teaching = str(self._teaching).encode()
+            yield from self._hash(keys.progress(task), running=b"0", teaching=teaching)
+
+    def _jobs(self, task: str) -> list[str]:
+        return [self._keys.jobs(task, lane) for lane in self._tasks[task]]
 
     def _control(self) -> dict[bytes, bytes]:
         fields: dict[bytes, bytes] = self._ask("hgetall", self._keys.control)
@@ -152,6 +158,8 @@ class IndexCut:
             elif record["stage"] == "dead":
                 letter = self._ask("get", self._keys.dead_letter(gid))
                 yield self._item("string", self._keys.dead_letter(gid), letter or b"{}")
+            if record["stage"] == "waiting":
+                self._teaching += record["lane"].startswith(TEACH)
             yield self._item("hash", self._keys.group(gid), _flat(record))
             # not a copy of the index: it also has tokens that a worker had not handed back
             if record["stage"] == "waiting" and record["payload"] != "init" and record["version"]:
@@ -159,7 +167,9 @@ class IndexCut:
 
     def _at_rest(self, task: str, gid: str, record: Record) -> tuple[Record, Item]:
         """Return the record of a running group as if it was handed back, and its new job."""
-        lane = "eval" if record["lane"] == "eval" else "resume"
+        lane = record["lane"]
+        if lane != "eval" and not lane.startswith(TEACH):
+            lane = "resume"
         stream = self._keys.jobs(task, lane)
         milliseconds, number = self._last_entries.get(stream, (0, 0))
         self._last_entries[stream] = (milliseconds, number + 1)

@@ -188,6 +188,17 @@ class RolloutGroup:
                 "continues from its newest checkpoint",
             )
 
+    def sampled_crc(self) -> str:
+        """Return the checksum of all columns but those of teachers, in hex."""
+        head, total = self.head, 0
+        for name, column in sorted(self.columns.items()):
+            # a mask that trains all may be left out
+            if not name.startswith("teacher_") and not (name == "mask" and column.all()):
+                total = isal_zlib.crc32(name.encode(), total)
+                total = isal_zlib.crc32(np.ascontiguousarray(column), total)
+        names = repr((head.lineages, head.rewards, head.finish_reasons, head.responses))
+        return f"{isal_zlib.crc32(names.encode(errors='replace'), total):x}"
+
     # -- columns -------------------------------------------------------------
 
     @property

@@ -12,7 +12,6 @@ from typing import Any
 from buffer.control.control import RoleHolder
 from buffer.control.events import Event, TrainerReport, parse_event
 from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram, WorkerRecord, parse_counts
-from buffer.ids import LANES
 from buffer.ledger.account import TaskAccount
 from buffer.ledger.ledger import LedgerSteps
 from buffer.ledger.memory import MemoryUse
@@ -303,7 +302,7 @@ def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
         ask("header", "LINDEX", keys.batch("train", taken), 0)
         for task in (account.task for account in tasks):
             ask(f"progress:{task}", "HGETALL", keys.progress(task))
-            for lane in LANES:
+            for lane in run.limits.tasks[task].lanes:
                 ask(f"jobs:{task}:{lane}", "XLEN", keys.jobs(task, lane))
             for label, low, high in _buckets(taken, _threshold(run, task)):
                 ask(f"stale:{task}:{label}", "ZCOUNT", keys.pool(task, "completed"), low, high)
@@ -342,7 +341,9 @@ def _task_view(run: Run, account: TaskAccount, replies: dict[str, Any], taken: i
         account=account,
         is_eval=is_eval,
         progress=progress,
-        backlog={lane: int(replies[f"jobs:{name}:{lane}"]) for lane in LANES},
+        backlog={
+            lane: int(replies[f"jobs:{name}:{lane}"]) for lane in run.limits.tasks[name].lanes
+        },
         # groups of an evaluation never expire
         ready=account.completed if is_eval else sum(counts.values()),
         too_old=0 if is_eval else too_old,

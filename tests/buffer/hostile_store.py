@@ -69,6 +69,7 @@ WORDS = {
     "hex": r"[0-9a-f]{1,8}",
     "lanes": r"((eval|resume|fresh)( |$))*",
     "name": r"[\w.-]{1,64}",
+    "names": r"[A-Za-z0-9][\w,-]{0,511}",
     "number": r"-?\d{1,25}(\.\d*)?(e[+-]?\d{1,2})?",
     "policy": r"[\w.:-]{1,256}",
     "token": r"[\w.:-]{1,64}",

@@ -13,6 +13,7 @@ from buffer.control.control_line import receipt
 from buffer.control.fleet import HeartbeatReply
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.groups.claim import Enqueued
+from buffer.groups.job_queue import Serves
 from buffer.groups.kept_turns import KeptTurns
 from buffer.ids import group_id, new_nonce
 from buffer.job import Job, PayloadRef
@@ -26,7 +27,11 @@ from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from tests.buffer.keyspace import dump
 
 FIRST = PolicyVersion("l0", 0)
-TASKS = {"math": TaskLimits(), "code": TaskLimits(), "quiz": TaskLimits(eval_of="math")}
+TASKS = {
+    "math": TaskLimits(teachers=["big", "small"]),
+    "code": TaskLimits(),
+    "quiz": TaskLimits(eval_of="math"),
+}
 LIMITS = RunLimits(stale_threshold=2, tasks=TASKS)
 
 
@@ -187,10 +192,45 @@ class Scene:
         filtered: bool = False,
         worker: str = "w0",
         begun: RolloutGroup | None = None,
+        teachers: Sequence[str] = (),
     ) -> None:
         """`begun`: the group as its worker has it; None: as it was claimed."""
         group = extend(begun or self.run.buffer.read(job.payload), status, weights)
-        self.run.buffer.submit(worker, job, group, 4, filtered=filtered)
+        self.run.buffer.submit(worker, job, group, 4, filtered=filtered, teachers=teachers)
+
+    # -- teachers ------------------------------------------------------------
+
+    def claim_as(self, teacher: str, count: int = 1, worker: str = "t0") -> list[Job]:
+        """Claim groups that wait for a teacher, as one of its workers."""
+        if worker not in self.nonces:
+            self.nonces[worker] = new_nonce()
+            facts = {"engine": "none", "teaches": teacher}
+            self.run.fleet.register(worker, self.nonces[worker], facts)
+        serves = Serves(frozenset(self.run.limits.training_tasks), teacher=teacher)
+        nonce = self.nonces[worker]
+        claim = self.run.jobs.claim(worker, nonce, new_nonce(), None, count, serves)
+        assert claim.refusal is None
+        return claim.jobs
+
+    def sampled(self, *teachers: str, count: int = 1, **options: Any) -> list[str]:
+        """New groups that students have completed, which wait for the first of their teachers."""
+        self.enqueue(count)
+        jobs = self.claim(count)
+        for job in jobs:
+            self.submit(job, teachers=teachers, **options)
+        return [job.gid for job in jobs]
+
+    def teach(self, job: Job, worker: str = "t0") -> None:
+        """Submit a group with the column of its teacher."""
+        self.run.buffer.submit(worker, job, self.taught(job), 0)
+
+    def taught(self, job: Job) -> RolloutGroup:
+        group = self.run.buffer.read(job.payload)
+        states = group.states
+        for state in states:
+            column = np.full(len(state.response_ids), -0.125, "<f4")
+            state.teacher_logprobs = {**(state.teacher_logprobs or {}), job.teacher: column}
+        return group.continued(states)
 
     def ready(self, *versions: int, task: str = "math", lineage: str = "l0") -> list[str]:
         """New groups in the completed pool, one of each policy version; their gids."""
@@ -300,7 +340,8 @@ class Scene:
         for task in self.run.limits.tasks:
             ages = self.ages(task)
             assert {self.record(gid).get("stage") for gid in ages} <= {"waiting", "running"}
-            waiting = {gid: self.record(gid) for gid in self.stream("resume", task)}
+            lanes = self.run.limits.tasks[task].lanes[1:]
+            waiting = {gid: self.record(gid) for lane in lanes for gid in self.stream(lane, task)}
             begun = {
                 gid: float(record["version"])
                 for gid, record in waiting.items()

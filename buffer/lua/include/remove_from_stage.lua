@@ -1,15 +1,14 @@
 -- remove_from_stage: take a group out of any place but a batch; with held_fields and task_keys, which it needs.
--- include: leased, remove_dead_or_pooled
+-- include: lanes, leased, remove_dead_or_pooled
 
 -- The keys of the task of a gid: all of them have prefixes that were passed as keys. They are read first, as in
 -- retry_keys.
 local function task_keys(under, task)
   local keys = {groups = under.groups, leases = under.leases, leased_by = under.leased_by, dead = under.dead,
-    dead_letters = under.dead_letters, jobs = {}, progress = under.accounts .. task,
+    dead_letters = under.dead_letters, jobs = under.queues .. task .. ':', progress = under.accounts .. task,
     order_index = under.orders .. task .. ':completed', age_index = under.ages .. task}
   for _, lane in ipairs({'eval', 'resume', 'fresh'}) do
-    keys.jobs[lane] = under.queues .. task .. ':' .. lane
-    redis.call('XLEN', keys.jobs[lane])
+    redis.call('XLEN', keys.jobs .. lane)
   end
   for _, status in ipairs({'completed', 'aborted', 'expired'}) do
     keys[status] = under.pools .. task .. ':' .. status
@@ -30,6 +29,12 @@ local function held_fields(record)
   return held.stage and held
 end
 
+-- Read the keys that are named in the fields of a record: a wrong type stops the script before it writes.
+local function read_place(keys, held)
+  if held and held.owner then redis.call('HLEN', keys.leased_by .. held.owner) end
+  if held and held.stage == 'waiting' then redis.call('XLEN', keys.jobs .. held.lane) end
+end
+
 -- Take a group out of its place, which is no batch, and return that place. Its token becomes invalid (I2).
 local function remove_from_stage(keys, gid, held)
   if held.stage == 'running' then
@@ -40,7 +45,8 @@ local function remove_from_stage(keys, gid, held)
     return held.stage
   end
   if held.stage == 'waiting' then
-    redis.call('XDEL', keys.jobs[held.lane], held.entry)
+    redis.call('XDEL', keys.jobs .. held.lane, held.entry)
+    if teacher_of(held.lane) then redis.call('HINCRBY', keys.progress, 'teaching', -1) end
     redis.call('ZREM', keys.age_index, gid)
     return held.stage
   end

@@ -1,12 +1,12 @@
 -- take_back: found_group and take_back, for groups that a worker held and loses (I1, I2, I11).
--- include: dead_letter, events, leased, numbers, retries, wake_ups
+-- include: dead_letter, events, leased, lanes, numbers, retries, wake_ups
 
 -- Return a held group with the keys of its task; `under`: the prefixes. All keys are read: a wrong type stops the script
 -- here, before it writes anything. A group without its record has no keys (fsck reports it).
 local function found_group(under, worker, gid, token)
-  local held, keys = redis.call('HMGET', under.groups .. gid, 'task', 'token', 'claimed_ms'), nil
+  local held, keys = redis.call('HMGET', under.groups .. gid, 'task', 'token', 'claimed_ms', 'lane'), nil
   if held[1] and held[2] == token then
-    keys = retry_keys(held[1], under.groups, under.queues, under.accounts, under.ages, under.dead, under.dead_letters)
+    keys = retry_keys(held[1], held[4], under.groups, under.queues, under.accounts, under.ages, under.dead, under.dead_letters)
   end
   return {worker = worker, gid = gid, token = token, keys = keys, claimed_ms = num(held[3])}
 end
@@ -19,7 +19,8 @@ local function take_back(under, found, max_tries, reason)
     if one.keys then
       redis.call('HINCRBY', one.keys.progress, 'running', -1)
       redis.call('HINCRBY', one.keys.progress, 'leases_lost', 1)
-      local letter = letter_of('"' .. reason .. '"', one.worker)
+      local teacher = teacher_of(one.keys.lane)
+      local letter = letter_of('"' .. (teacher and 'teacher ' .. teacher .. ': ' or '') .. reason .. '"', one.worker)
       local place = retry_or_dead_letter(one.keys, one.gid, max_tries, letter)
       log_event(under.events, 'reaped', 'gid', one.gid, 'worker', one.worker, 'place', place)
       if place == 'dead' then died = died + 1 else waiting = waiting + 1 end
