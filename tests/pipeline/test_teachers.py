@@ -80,9 +80,10 @@ def test_killed_teachers_and_pauses_cost_no_group_and_change_no_column(
 
 
 def kill(site: Site, run: Run, teacher: str, launcher: Process) -> None:
-    """Kill the live process of a teacher while it holds a group, if it ever does."""
+    """Kill the process of a teacher, which the launcher starts again."""
     (record,) = (each for each in run.fleet.workers() if each.teaches == teacher)
-    os.kill(int(record.pid), signal.SIGKILL)
+    pid: Any = run.store.control.hget(run.keys.worker(record.id), "pid")
+    os.kill(int(pid), signal.SIGKILL)
     assert launcher.exit_code is None
 
 
