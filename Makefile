@@ -96,11 +96,11 @@ TRAINERS ?= $(basename $(notdir $(wildcard requirements/trainers/*.txt)))
 test-trainers: setup ## the adapters for trainers of others, with those trainers' own classes, in build/trainers; one alone: TRAINERS=xtuner
 	@for trainer in $(TRAINERS); do \
 		venv=build/trainers/$$trainer; needed=requirements/trainers/$$trainer.txt; \
-		test $$venv/done -nt $$needed || { $(PYTHON) -m venv $$venv && $$venv/bin/pip install -q -r $$needed && \
+		test $$venv/done -nt $$needed || { $(PYTHON) -m venv $$venv && $$venv/bin/pip install -q $$(sed -n 's/^# pip: //p' $$needed) -r $$needed && \
 			$(PY) -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' > $$venv/rolloutmq.pth && \
 			mv $$venv/rolloutmq.pth "$$($$venv/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')" && \
 			touch $$venv/done; } || exit; \
-		$$venv/bin/python -m pytest tests/trainers/test_$$trainer.py || exit; \
+		$$venv/bin/python -m pytest tests/trainers/test_$$trainer*.py || exit; \
 	done
 
 AGENTS := tests/producer_workers/real_agents

@@ -156,6 +156,11 @@ async def start_engine(config: ProducingConfig, run: Run, teacher: str = "") -> 
         await asyncio.to_thread(check_same_tokens, config.model_folder, folder)
     if config.worker.concurrency == "auto":
         section = section.reporting_load()
+    is_changed = (
+        config.tasks[name].sample.to_params().changes() for name in config.untruncated_tasks
+    )
+    if not teacher and any(is_changed):
+        section = section.recording_masks()
     engine = build_engine(section, folder, FIRST_WEIGHTS)
     if isinstance(engine, ShowsImages):
         limits = _widest([task.images for task in config.tasks.values()])

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -26,6 +27,7 @@ from buffer.weights.shared_folder import FolderSender
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status
 from buffer.wire.sampling import SampleParams
+from buffer.wire.sampling_mask import SamplingMask
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.model_state.weights_folder import HostBuffers
@@ -41,6 +43,11 @@ UPDATES = 4
 COLOCATED_SHARE = 0.4
 """Of the GPU's memory, for an engine beside a trainer."""
 
+PLAIN = SampleParams(max_tokens=128)
+"""Without min_tokens: the engine's logprobs would leave out the end token before it."""
+
+MASKED = SampleParams(max_tokens=128, top_p=0.8)
+
 MEAN_NATS = 0.02
 """Largest mean distance of logprobs in bfloat16 that counts as the same model."""
 
@@ -53,6 +60,22 @@ def logprob_agreement(shape: str) -> Iterator[Figure]:
         prompts = _prompts(shape)
         made = asyncio.run(_sample(model, prompts))
         yield from _agreement(f"logprobs, {shape}", model, prompts, made)
+
+
+def masked_agreement(shape: str) -> Iterator[Figure]:
+    """Yield the same where top-p cuts off tokens, with the sampling mask and without."""
+    section = f"logprobs with top_p = {MASKED.top_p:g}, {shape}"
+    with TemporaryDirectory(prefix="rmq-gpu-") as folder:
+        model = Path(folder, "model")
+        build_model(model, shape)
+        prompts = _prompts(shape)
+        made = asyncio.run(_sample(model, prompts, MASKED))
+        yield from _agreement(section, model, prompts, made)
+        bare = [replace(one, sampling_mask=None) for one in made]
+        yield from _agreement(f"{section}, without the mask", model, prompts, bare, bound=None)
+    masks = [one.sampling_mask for one in made]
+    ids = [len(mask.ids) / len(mask.counts) for mask in masks if isinstance(mask, SamplingMask)]
+    yield Figure(section, "mask", 4 * (1 + sum(ids) / len(ids)), "bytes/token")
 
 
 def weight_stall(shape: str) -> Iterator[Figure]:
@@ -88,9 +111,14 @@ def throughput(shape: str) -> Iterator[Figure]:
 
 
 @asynccontextmanager
-async def _started(model: Path, memory_share: float | None = None) -> AsyncIterator[Engine]:
+async def _started(
+    model: Path, memory_share: float | None = None, *, sampling_mask: bool = False
+) -> AsyncIterator[Engine]:
     config = VllmConfig(
-        max_model_len=512, max_num_seqs=SAMPLED, gpu_memory_utilization=memory_share
+        max_model_len=512,
+        max_num_seqs=SAMPLED,
+        gpu_memory_utilization=memory_share,
+        sampling_mask=sampling_mask,
     )
     engine = build_engine(config, model, FIRST_WEIGHTS)
     await engine.start()
@@ -106,10 +134,10 @@ def _prompts(shape: str) -> list[np.ndarray]:
     return [draw.integers(6, size, 32).astype("<i4") for _ in range(SAMPLED // MEMBERS)]
 
 
-async def _sample(model: Path, prompts: Sequence[np.ndarray]) -> list[Generation]:
-    # no min_tokens: the engine's logprobs would leave out the end token before it
-    params = SampleParams(max_tokens=128)
-    async with _started(model) as engine:
+async def _sample(
+    model: Path, prompts: Sequence[np.ndarray], params: SampleParams = PLAIN
+) -> list[Generation]:
+    async with _started(model, sampling_mask=bool(params.always_cuts())) as engine:
         return await asyncio.gather(
             *(
                 engine.generate(f"{group_id('math', n)}/{m}", prompt, _seeded(params, n, m))
@@ -124,7 +152,11 @@ def _seeded(params: SampleParams, number: int, member: int) -> SampleParams:
 
 
 def _agreement(
-    section: str, model: Path, prompts: Sequence[np.ndarray], made: Sequence[Generation]
+    section: str,
+    model: Path,
+    prompts: Sequence[np.ndarray],
+    made: Sequence[Generation],
+    bound: float | None = MEAN_NATS,
 ) -> Iterator[Figure]:
     groups = [
         _group(number, prompt, made[number * MEMBERS : (number + 1) * MEMBERS])
@@ -138,7 +170,7 @@ def _agreement(
         for part in update.batches
     ]
     all_of_them = torch.cat(distances)
-    yield Figure(section, "mean distance", float(all_of_them.mean()), "nats", MEAN_NATS, "less")
+    yield Figure(section, "mean distance", float(all_of_them.mean()), "nats", bound, "less")
     yield Figure(section, "largest distance", float(all_of_them.max()), "nats")
 
 
@@ -146,7 +178,9 @@ def _group(number: int, prompt: np.ndarray, made: Sequence[Generation]) -> Rollo
     states = []
     for index, generation in enumerate(made):
         state = RolloutState(index=index, prompt_ids=prompt, messages=[])
-        state.append(generation.token_ids, generation.logprobs, list(generation.spans))
+        mask = generation.sampling_mask
+        spans = generation.spans
+        state.append(generation.token_ids, generation.logprobs, spans, sampling_mask=mask)
         state.status = Status.COMPLETED
         state.finish_reason = generation.finish_reason
         state.reward = {"score": float(index % 2)}

@@ -39,6 +39,7 @@ def parts(shapes: Sequence[str]) -> list[Part]:
     return [
         *(_trained(shape) for shape in shapes),
         Part("agreement", 180, lambda: _engine("logprob_agreement", first)),
+        Part("masked agreement", 180, lambda: _engine("masked_agreement", first)),
         *(_stalled(shape) for shape in dict.fromkeys((first, shapes[-1]))),
         Part("throughput", 240, lambda: _engine("throughput", first)),
         Part("pipeline", 240, command=_check()),

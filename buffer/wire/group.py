@@ -280,13 +280,18 @@ class RolloutGroup:
         return truncated
 
     @property
-    def token_limits(self) -> NDArray[np.int32]:
-        """Return `max_tokens` of each rollout, int32[k]."""
-        limits = np.full(len(self), self.shared.sample.max_tokens, "<i4")
+    def samples(self) -> list[SampleParams]:
+        """Return how each rollout was sampled."""
+        samples = [self.shared.sample] * len(self)
         for n, own in self.head.own:
             if isinstance(own.sample, SampleParams):
-                limits[n] = own.sample.max_tokens
-        return limits
+                samples[n] = own.sample
+        return samples
+
+    @property
+    def token_limits(self) -> NDArray[np.int32]:
+        """Return `max_tokens` of each rollout, int32[k]."""
+        return np.array([sample.max_tokens for sample in self.samples], "<i4")
 
     @property
     def errors(self) -> list[str]:

@@ -35,15 +35,13 @@ class StructuredOutput(BaseModel):
         return self
 
 
-CUTS = (
-    "top_p",
-    "top_k",
-    "min_tokens",
-    "structured",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
+ALWAYS_CUTS = ("top_p", "top_k", "min_p")
+"""Settings that cut off tokens wherever one is sampled."""
+
+CUTS = (*ALWAYS_CUTS, "min_tokens", "structured")
+"""Settings that cut off tokens, and change no other: a sampling mask has the others."""
+
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 class SampleParams(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
@@ -55,6 +53,7 @@ class SampleParams(Struct, frozen=True, forbid_unknown_fields=True, omit_default
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Count = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     max_tokens: Annotated[int, Meta(ge=1)] = 2048
     min_tokens: Count = 0
     stops: list[str] = []
@@ -70,13 +69,20 @@ class SampleParams(Struct, frozen=True, forbid_unknown_fields=True, omit_default
         values = {name: getattr(self, name) for name in self.__struct_fields__}
         return {name: value for name, value in values.items() if value != _DEFAULTS[name]}
 
-    def cuts(self) -> str:
+    def changes(self, *, masked: bool = False) -> str:
         """Return the settings that make the engine sample from another distribution; "" for none.
 
-        The trainer computes logprobs of the model's own one, at the same temperature.
+        The trainer computes logprobs of the model's own one, at the same temperature. `masked`: it
+        knows which tokens could be sampled, and takes its softmax over these.
         """
         given = self.given()
-        return ", ".join(name for name in CUTS if name in given)
+        names = PENALTIES if masked else (*CUTS, *PENALTIES)
+        return ", ".join(name for name in names if name in given)
+
+    def always_cuts(self) -> str:
+        """Return the settings because of which every token has a sampling mask; "" for none."""
+        given = self.given()
+        return ", ".join(name for name in ALWAYS_CUTS if name in given)
 
     def after(self, done: int) -> SampleParams:
         """Return the parameters after `done` tokens, with a new seed, which repeats no draws."""

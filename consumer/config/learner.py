@@ -216,9 +216,10 @@ class LearnerConfig(Section):
     of all tasks
     """
     allow_truncated_sampling: bool = False
-    """train although responses are sampled with top_p, top_k, min_tokens, structured or penalties:
-    the engine's logprobs are then of the tokens that these leave, the trainer's of all tokens, so
-    that the ratio of the two is wrong even for equal weights
+    """train although the engine samples from another distribution than the trainer's, so that the
+    ratio of the two is wrong even for equal weights: with penalties, or, on an engine that does not
+    record what top_p, top_k, min_p, min_tokens and structured leave, with these. true: no engine
+    records it. See docs/pages/loss.md
     """
     old_policy: Literal["auto", "current", "rollout"] = "auto"
     """policy that the ratio is clipped against. rollout: the policy that sampled, by its recorded

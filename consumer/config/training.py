@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,6 +42,11 @@ class TrainingConfig(Protocol):
     def tasks(self) -> Collection[str]: ...
     @property
     def model_folder(self) -> Path: ...
+    @property
+    def teacher_weights(self) -> Mapping[str, Mapping[str, float]]:
+        """Return the weight of each teacher of each task."""
+        ...
+
     @property
     def worker_gpus(self) -> int:
         """Return the number of GPUs that sample."""

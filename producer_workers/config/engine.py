@@ -15,12 +15,13 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from buffer.config.section import YEAR_S, Count, Section
+from buffer.config.section import YEAR_S, Count, DottedPath, Section
 
 # The engine's guarantees (ids in, logprobs as sampled, versions per token) depend on these.
 OWNED_ARGUMENTS = frozenset(
     {"model", "tokenizer", "skip_tokenizer_init", "logprobs_mode", "worker_extension_cls"}
-    | {"enable_return_routed_experts", "enable_lora", "max_lora_rank", "max_loras"}
+    | {"enable_return_routed_experts", "return_sampling_mask"}
+    | {"enable_lora", "max_lora_rank", "max_loras"}
     | {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}
 )
 
@@ -115,6 +116,8 @@ class EngineSettings(Section):
     """false: its tokens are made up"""
     loads_model: ClassVar[bool] = True
     """whether it reads the model's folder itself, and with it the length of its context"""
+    has_masks: ClassVar[bool] = False
+    """whether it can record what each token was sampled from, by its setting `sampling_mask`"""
 
     restarts: Count = Field(3, ge=0)
     """engines that may replace dead ones; the death of one that ran for 10 minutes is not counted
@@ -153,6 +156,10 @@ class EngineSettings(Section):
         """Return settings with which the engine reports its load, if it can."""
         return self
 
+    def recording_masks(self) -> Self:
+        """Return settings with which the engine records sampling masks, if it can."""
+        return self.model_copy(update={"sampling_mask": True}) if self.has_masks else self
+
     def for_teacher(self, top_k: int) -> Self:
         """Return the settings of an engine that only scores texts, with weights that stay."""
         return self
@@ -167,6 +174,7 @@ class VllmConfig(EngineSettings):
 
     built_by = "producer_workers.engines.vllm.engine:VllmEngine"
     package = "vllm"
+    has_masks = True
 
     kind: Literal["vllm"] = "vllm"
     """the kind of engine"""
@@ -203,6 +211,10 @@ class VllmConfig(EngineSettings):
     """
     routed_experts: bool = False
     """record the experts that a mixture of experts chose for each token"""
+    sampling_mask: bool = False
+    """record which tokens each token was sampled from; set where a training task cuts some off with
+    top_p and the like. CUDA only
+    """
     report_load: bool = False
     """report how full the engine is; [worker] concurrency = "auto" sets it"""
     control_timeout_s: float = Field(60.0, gt=0, le=YEAR_S)
@@ -263,6 +275,7 @@ class VllmConfig(EngineSettings):
                 "max_model_len": self.max_model_len and self.max_model_len + 1,
                 "max_lora_rank": None,
                 "routed_experts": False,
+                "sampling_mask": False,
                 "extra_args": extra,
             }
         )
@@ -315,6 +328,7 @@ class TransformersConfig(EngineSettings):
 
     built_by = "producer_workers.engines.hf.engine:TransformersEngine"
     package = "transformers"
+    has_masks = True
 
     kind: Literal["transformers"] = "transformers"
     """the kind of engine"""
@@ -377,7 +391,24 @@ class SimulatedConfig(EngineSettings):
         return {"vocab_size": self.vocab_size or 0, "eos_token_id": ends}
 
 
+class PythonConfig(EngineSettings):
+    """[engine] kind = "python": an engine of yours."""
+
+    built_by = "producer_workers.engines:build_yours"
+    loads_model = False
+
+    kind: Literal["python"] = "python"
+    """the kind of engine"""
+    factory: DottedPath
+    """a class or function of yours as package.module:name, called with this section, the model's
+    folder and the version of its weights, that returns an engine (producer_workers/engines/base.py)
+    """
+    options: dict[str, Any] = Field(default_factory=dict)
+    """whatever the factory reads of this section"""
+
+
 EngineConfig = Annotated[
-    VllmConfig | HttpConfig | TransformersConfig | SimulatedConfig, Field(discriminator="kind")
+    VllmConfig | HttpConfig | TransformersConfig | SimulatedConfig | PythonConfig,
+    Field(discriminator="kind"),
 ]
 """All kinds of engines. To add one, write its section and add it here."""

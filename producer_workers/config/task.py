@@ -98,11 +98,13 @@ class SampleParamsSection(Section):
     """nucleus sampling; 1 turns it off"""
     top_k: Count = Field(0, ge=0)
     """sample only from the k most likely tokens; 0 turns it off"""
+    min_p: float = Field(0.0, ge=0, le=1)
+    """sample only from tokens with this share of the largest probability or more; 0 turns it off"""
     max_tokens: Count = Field(2048, ge=1)
     """largest number of tokens of a response"""
     min_tokens: Count = Field(0, ge=0)
-    """smallest number of tokens of a response. Like top_p, top_k and structured, it cuts the
-    distribution that is sampled from: see [learner] allow_truncated_sampling
+    """smallest number of tokens of a response. Like top_p, top_k, min_p and structured, it cuts off
+    tokens: see [learner] allow_truncated_sampling
     """
     stops: list[str] = Field(default_factory=list)
     """strings that end a response"""
@@ -114,7 +116,7 @@ class SampleParamsSection(Section):
     """
     repetition_penalty: float = Field(1.0, gt=0, le=100)
     """above 1: tokens of the prompt and of the response so far become less likely; 1 turns it off.
-    This and the other penalties cut the distribution, too
+    This and the other penalties need [learner] allow_truncated_sampling in a training task
     """
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     """above 0: tokens of the response so far become less likely; 0 turns it off"""

@@ -9,10 +9,15 @@ from buffer.imports import load_object
 
 if TYPE_CHECKING:
     from buffer.wire.rollout import PolicyVersion
-    from producer_workers.config.engine import EngineConfig
+    from producer_workers.config.engine import EngineConfig, PythonConfig
     from producer_workers.engines.base import Engine
 
 
 def build_engine(config: EngineConfig, model_dir: Path, version: PolicyVersion) -> Engine:
     engine: Engine = load_object(config.built_by, kind="engine")(config, model_dir, version)
+    return engine
+
+
+def build_yours(config: PythonConfig, model_dir: Path, version: PolicyVersion) -> Engine:
+    engine: Engine = load_object(config.factory, kind="engine")(config, model_dir, version)
     return engine

@@ -26,6 +26,7 @@ from buffer.wire.rollout import (
     no_tokens,
 )
 from buffer.wire.sampling import SampleParams
+from buffer.wire.sampling_mask import SamplingMask
 from producer_workers.engines.base import (
     AbortsGroups,
     Engine,
@@ -37,6 +38,7 @@ from producer_workers.engines.base import (
     Scores,
     ScoresTexts,
     context_length,
+    records_masks,
     structures,
 )
 from producer_workers.worker.inbox import Inbox, Signal
@@ -137,10 +139,15 @@ class SharedEngine:
             hint = "use [engine] kind vllm, or http with a server that has `structured_outputs`"
             message = f"the engine {self._engine.name} cannot generate structured output"
             raise GenerationError(message, hint=hint)
-        cuts = params.cuts() if self._untruncated_tasks else ""
-        if cuts and split_group_id(gid)[0] in self._untruncated_tasks:
-            message = f"sampling with {cuts} gives logprobs of another distribution than training"
+        is_masked = records_masks(self._engine)
+        changed = params.changes(masked=is_masked) if self._untruncated_tasks else ""
+        if changed and split_group_id(gid)[0] in self._untruncated_tasks:
+            message = (
+                f"sampling with {changed} gives logprobs of another distribution than training"
+            )
             hint = "do without it, or set [learner] allow_truncated_sampling = true"
+            if not is_masked and not params.changes(masked=True):
+                hint += "; or, with [engine] kind vllm or transformers, sampling_mask = true"
             raise GenerationError(message, hint=hint)
 
     async def _ask(
@@ -275,7 +282,7 @@ def _check_scores(engine: str, scores: Scores, tokens: int, top_k: int) -> None:
 
 
 def _check_generation(engine: str, made: Generation, params: SampleParams) -> None:
-    """Raise GenerationError for more tokens than were requested, or for missing logprobs."""
+    """Raise GenerationError for too many tokens, missing logprobs, or a wrong sampling mask."""
     tokens = len(made.token_ids)
     if tokens > params.max_tokens:
         raise GenerationError(
@@ -287,3 +294,6 @@ def _check_generation(engine: str, made: Generation, params: SampleParams) -> No
             f"the engine {engine} returned {tokens} tokens without a finite logprob for each",
             hint="check the model's weights and their number format",
         )
+    mask = made.sampling_mask
+    if isinstance(mask, SamplingMask) and (problem := mask.problem(made.token_ids)):
+        raise GenerationError(f"the engine {engine} returned a wrong sampling mask: {problem}")

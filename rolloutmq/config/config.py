@@ -100,6 +100,14 @@ class Config(Section):
         return found
 
     @property
+    def teacher_weights(self) -> dict[str, dict[str, float]]:
+        """Return the weight of each teacher of each task."""
+        return {
+            name: {teacher: section.weight for teacher, section in task.teachers.items()}
+            for name, task in self.tasks.items()
+        }
+
+    @property
     def teacher_workers(self) -> list[str]:
         """Return the teacher of each process that `rolloutmq run` starts for teachers."""
         return [name for name, section in self.teachers.items() for _ in range(section.workers)]

@@ -17,9 +17,10 @@ from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig
 from consumer.config.trainer import MOST_PROBLEMS, WITHIN_A_GROUP
 from producer_workers.agent_loops.agent_loop import BUILT_IN, has_agents
+from producer_workers.config.engine import VllmConfig
 from producer_workers.config.task import TaskSection
 from producer_workers.hub import is_id
-from rolloutmq.config.teacher_rules import teachers_can_score
+from rolloutmq.config.teacher_rules import teachers_are_read, teachers_can_score
 
 if TYPE_CHECKING:
     from rolloutmq.config.config import Config
@@ -217,12 +218,30 @@ def _distributions_are_whole(config: Config) -> Iterator[str]:
     if config.learner.allow_truncated_sampling:
         return
     for name, task in training(config.tasks).items():
-        if cuts := task.sample.to_params().cuts():
+        params = task.sample.to_params()
+        if changes := params.changes(masked=config.engine.has_masks):
+            other = "" if params.changes(masked=True) else ", or with [engine] kind = transformers"
             yield (
-                f"task {name} is sampled with {cuts}: the engine's logprobs are then of another "
+                f"task {name} is sampled with {changes}: the engine's logprobs are then of another "
                 "distribution than the trainer's, which covers all tokens, and the ratios between "
-                "the two are wrong; sample without it, or set "
+                f"the two are wrong; sample without it{other}, or set "
                 "[learner] allow_truncated_sampling = true"
+            )
+
+
+def _masks_are_bounded(config: Config) -> Iterator[str]:
+    if not isinstance(config.engine, VllmConfig):
+        return
+    is_cut = any(task.sample.to_params().changes() for task in training(config.tasks).values())
+    # vLLM records masks of all requests, or of none
+    if not config.engine.sampling_mask and (config.learner.allow_truncated_sampling or not is_cut):
+        return
+    for name, task in config.tasks.items():
+        if task.sample.temperature and not task.sample.to_params().always_cuts():
+            yield (
+                f"task {name} is sampled from the whole vocabulary, and vLLM then records the "
+                "whole vocabulary for each of its tokens, as it records what top_p and the like "
+                f"left of other tasks: set sample.top_k of task {name}, such as 1000"
             )
 
 
@@ -353,10 +372,12 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _tokens_are_younger_than_groups,
     _temperatures_agree,
     _distributions_are_whole,
+    _masks_are_bounded,
     _groups_can_be_compared,
     _critic_is_used,
     _trained_roles_occur,
     teachers_can_score,
+    teachers_are_read,
     _updates_have_groups,
     _ranks_have_gpus,
     _optimizer_fits_the_ranks,

@@ -54,7 +54,7 @@ def who_waits(snap: RunView, steps: Sequence[TrainedStep]) -> list[str]:
     )
     waits = {
         TRAINER: _trainer_waits(snap, steps),
-        WORKERS: bool(idle) and not snap.stages.get("waiting", 0),
+        WORKERS: bool(idle) and not snap.unclaimed,
         PRODUCER: snap.producer.is_alive and at_limit,
     }
     return [wait for wait, is_so in waits.items() if is_so]

@@ -47,7 +47,7 @@ _COLUMNS = {
 _LEVELS = {"note": "", "warning": "yellow", "error": "red"}
 _LOADING = {"trainer": "loads the model", "producer": "opens the data sets"}
 _EVENT_STYLES = {
-    **dict.fromkeys(("completed", "committed"), "green"),
+    **dict.fromkeys(("completed", "taught", "committed"), "green"),
     **dict.fromkeys(("aborted", "expired", "released"), "yellow"),
     **dict.fromkeys(("control", "weights"), "cyan"),
     **dict.fromkeys(
@@ -181,8 +181,12 @@ def _role(role: RoleHolder) -> Text:
 
 def _workers_text(view: RunView) -> Text:
     live = len(view.live_workers)
-    silent = len(view.workers) - live
-    counts = {"alive": live, "silent": silent, "gone": len(view.ended_workers)}
+    counts = {
+        "alive": live,
+        "teaching": len(view.live_teachers),
+        "silent": len(view.silent_workers),
+        "gone": len(view.ended_workers),
+    }
     parts = [
         ", ".join(f"{number} {what}" for what, number in counts.items() if number) or "0 alive",
         f"{count(view.tokens_per_s)} tokens/s",
@@ -333,7 +337,7 @@ def workers_table(rows: Sequence[WorkerRecord], lease_ms: int, newest: str) -> T
         grid.add_row(
             row.id,
             state(worker_state(row, is_live)),
-            Text(row.weights or "-", style="" if row.weights == newest else "yellow"),
+            _weights_text(row, newest),
             Text(seen, style="" if is_live or row.has_ended else "red"),
             f"{row.holds}/{row.concurrency}" if row.concurrency else str(row.holds),
             known(row.requests),
@@ -342,6 +346,12 @@ def workers_table(rows: Sequence[WorkerRecord], lease_ms: int, newest: str) -> T
             faults_text(row.failed + row.quarantined),
         )
     return grid
+
+
+def _weights_text(row: WorkerRecord, newest: str) -> Text:
+    if row.teaches:
+        return Text(f"teacher {row.teaches}")
+    return Text(row.weights or "-", style="" if row.weights == newest else "yellow")
 
 
 def event_text(event: Event) -> Text:

@@ -75,9 +75,11 @@ def test_a_group_that_cannot_be_scored_is_dead_with_the_cause_and_may_be_scored_
 def test_an_engine_that_dies_ends_its_teacher_and_loses_no_group(yard: Yard) -> None:
     async def scenario() -> None:
         await sampled(yard, groups=2)
+        dying = teacher(yard, die_after=1)
+        await dying.engine.start()  # type: ignore[attr-defined]
         with pytest.raises(EngineDeadError):
-            async with yard.working(teacher(yard, die_after=1)):
-                await yard.until_places(completed=2)
+            await dying.run()
+        assert yard.places() == {"waiting": 2}
         async with yard.working(teacher(yard, "t1")):
             await yard.until_places(completed=2)
 

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from buffer.imports import load_object
 from buffer.wire.rollout import RolloutState, VersionSpan
 from buffer.wire.sampling import SampleParams
-from producer_workers.engines.base import EngineDeadError, Generation
+from buffer.wire.sampling_mask import SamplingMask
+from producer_workers.engines.base import EngineDeadError, FinishReason, Generation
 from producer_workers.gateway.loop import GatewayAgentLoop
 from tests.producer_workers.letter_engine import LetterEngine
 
@@ -21,7 +22,7 @@ MINE = "tests.producer_workers.agents:"
 class Recorder(LetterEngine):
     """Makes the turns of a script, or random bytes that no tokenizer would give back; records all.
 
-    Every token has a logprob of its own, every request weights of its own. `cut` are sessions that
+    Every token has a logprob and a set of its own, every request weights of its own. `cut` are sessions that
     are aborted when they ask for the second time.
     """
 
@@ -58,9 +59,10 @@ class Recorder(LetterEngine):
         cut = ids[: params.max_tokens]
         logprobs = (-number - np.arange(len(cut)) / 1024).astype("<f4")
         spans = (VersionSpan(0, len(cut), number, self.now.lineage),)
-        made = Generation(
-            np.array(cut, "<i4"), logprobs, spans, "stop" if len(cut) == len(ids) else "length"
-        )
+        reason: FinishReason = "stop" if len(cut) == len(ids) else "length"
+        sets = np.column_stack([cut, np.full(len(cut), number)]).astype("<i4")
+        mask = SamplingMask(np.full(len(cut), 2, "<i4"), sets.ravel())
+        made = Generation(np.array(cut, "<i4"), logprobs, spans, reason, sampling_mask=mask)
         self.read.append(prompt_ids.copy())
         self.said.append(made)
         return made

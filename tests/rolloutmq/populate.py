@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -42,7 +43,7 @@ class Scene:
             store,
             name,
             new_nonce(),
-            RunLimits.model_validate(settings | {"tasks": tasks}),
+            RunLimits.model_validate({"tasks": tasks} | settings),
             WEIGHTS,
             "/weights/0",
         )
@@ -101,6 +102,7 @@ class Scene:
         *,
         filtered: bool = False,
         finish: str = "stop",
+        teachers: Sequence[str] = (),
     ) -> None:
         group = self.run.buffer.read(job.payload)
         for place, state in enumerate(group.states):
@@ -110,9 +112,8 @@ class Scene:
             state.status = status
             state.finish_reason = finish
             state.reward = {"score": float(place), "length": 3.0}
-        self.run.buffer.submit(
-            worker, job, RolloutGroup(job.gid, job.task, group.states), 6, filtered=filtered
-        )
+        group = RolloutGroup(job.gid, job.task, group.states)
+        self.run.buffer.submit(worker, job, group, 6, filtered=filtered, teachers=teachers)
 
     def write_as(self, worker: str, job: Job, states: list[RolloutState]) -> None:
         """Hand in what a worker made, whatever it is."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from buffer.errors import ConfigError
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status
+from consumer.grpo.policy.mask_reader import MaskReader
 from consumer.grpo.policy.routing_replay import RecordedExperts
 
 log = logging.getLogger("rolloutmq.trainer")
@@ -29,6 +30,7 @@ REASONS = (
     "no_prompt",
     "multimodal",
     "routed_experts",
+    "sampling_mask",
     "unread_column",
     "overlong",
     "truncated",
@@ -39,7 +41,7 @@ REASONS = (
 class Filtered:
     """What is left of a batch: the groups to train, in order.
 
-    `counts`: what was excluded, by reason: groups for the first seven of `REASONS`, else rollouts.
+    `counts`: what was excluded, by reason: groups for the first eight of `REASONS`, else rollouts.
     """
 
     groups: list[RolloutGroup]
@@ -53,9 +55,10 @@ class BatchFilter:
     """Excludes the groups and rollouts of a batch that cannot be trained.
 
     `max_sequence_tokens`: of prompt and response; None: unbounded. `recorded`: the reader of
-    recorded experts, if routing is replayed. `read_columns`: the optional token columns that the
-    loss reads, by name or kind; a group with another is excluded, as its author expects an effect;
-    None: all. `needs_rewards`: exclude groups in which a rollout has no score.
+    recorded experts, if routing is replayed. `masks`: the reader of sampling masks. `read_columns`:
+    the optional token columns that the loss reads, by name or kind; a group with another is
+    excluded, as its author expects an effect; None: all. `needs_rewards`: exclude groups in which
+    a rollout has no score.
     """
 
     def __init__(
@@ -64,12 +67,14 @@ class BatchFilter:
         *,
         mask_truncated: bool = False,
         recorded: RecordedExperts | None = None,
+        masks: MaskReader | None = None,
         read_columns: Set[str] | None = None,
         needs_rewards: bool = True,
     ) -> None:
         self._max_sequence_tokens = max_sequence_tokens
         self._mask_truncated = mask_truncated
         self._recorded = recorded
+        self._masks = masks or MaskReader()
         self._read_columns = read_columns
         self._needs_rewards = needs_rewards
 
@@ -95,6 +100,12 @@ class BatchFilter:
                 hint="set [engine] routed_experts = true for the workers, "
                 "or remove [learner] replay_routing",
             )
+        if groups and counts["sampling_mask"] == len(groups):
+            raise ConfigError(
+                "no group of the batch has usable sampling masks: the log has the reasons",
+                hint="let workers of [engine] kind vllm or transformers sample, or set [learner] "
+                "allow_truncated_sampling = true and accept wrong ratios",
+            )
         if groups and counts["unread_column"] == len(groups):
             raise ConfigError(
                 "the groups of the batch have token columns that the loss does not read: the log "
@@ -114,7 +125,10 @@ class BatchFilter:
                 if self._read_columns.isdisjoint((name, name.partition("/")[0])):
                     return "unread_column", f"nothing reads its {name}"
         detail = self._recorded.problem(group) if self._recorded else ""
-        return ("routed_experts", detail) if detail else None
+        if detail:
+            return "routed_experts", detail
+        detail = self._masks.problem(group)
+        return ("sampling_mask", detail) if detail else None
 
     def _mask(self, group: RolloutGroup) -> Counter[str]:
         """Mask the rollouts of a group that cannot be trained; return their number by reason."""

@@ -50,6 +50,7 @@ from consumer.grpo.model_state.weights_folder import HostBuffers, WeightsSnapsho
 from consumer.grpo.models.device_choices import choose_bf16
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
 from consumer.grpo.policy.lora import Adapter
+from consumer.grpo.policy.mask_reader import MaskReader
 from consumer.grpo.policy.micro_batch import MicroBatch, TrainBatch, Update
 from consumer.grpo.policy.model_checks import check_logprobs, keeps_samples_apart
 from consumer.grpo.policy.packing import Packer
@@ -111,9 +112,15 @@ class Learner:
         self.recorded = replay.recorded_experts(media) if replay else None
         check_logprobs(self._policy)
         self.vocabulary = vocabulary_of(self.model)  # token ids that the model reads and predicts
+        needed = not config.allow_truncated_sampling
+        self.masks = MaskReader(self.vocabulary, media, needed=needed)
         share_rows = keeps_samples_apart(self._policy)
         self._packer = Packer(
-            config.token_budget, share_rows=share_rows, recorded=self.recorded, device=self.device
+            config.token_budget,
+            share_rows=share_rows,
+            recorded=self.recorded,
+            masks=self.masks,
+            device=self.device,
         )
         self.reference = self._load_reference(model_dir) if config.loss.has_own_reference else None
         self._distillation = Distillation.of(config, teacher_weights or {})

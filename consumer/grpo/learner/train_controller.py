@@ -70,7 +70,7 @@ class TrainController:
         self._name = advantages
         self._estimator = None if critic else load_estimator(advantages, reward_weights)
         self._overlong_buffer_tokens = overlong_buffer_tokens
-        self._filter = batch_filter or BatchFilter(recorded=learner.recorded)
+        self._filter = batch_filter or BatchFilter(recorded=learner.recorded, masks=learner.masks)
         # Of the newest batch, per rollout or per token, as computed; a critic's before scaling.
         self.advantages: NDArray[np.float32] = np.zeros(0, np.float32)
 
@@ -95,6 +95,7 @@ class TrainController:
             section.max_sequence_tokens,
             mask_truncated=section.mask_truncated,
             recorded=learner.recorded,
+            masks=learner.masks,
             read_columns=read_columns(section.advantages, config.learner),
             needs_rewards=section.advantages != "none",
         )

@@ -14,7 +14,12 @@ from consumer.grpo.models.device_choices import VARLEN
 from consumer.grpo.models.varlen_attention import sample_borders
 from consumer.grpo.policy.micro_batch import MicroBatch
 from consumer.grpo.policy.routing_replay import RoutingReplay
-from consumer.grpo.policy.vocabulary_projection import LogitTransform, TokenLogprobs, project
+from consumer.grpo.policy.vocabulary_projection import (
+    LogitTransform,
+    SampledFrom,
+    TokenLogprobs,
+    project,
+)
 
 
 class TargetLogits(nn.Module):
@@ -43,6 +48,7 @@ class TargetLogits(nn.Module):
         targets: Tensor,
         experts: Tensor | None = None,
         others: Tensor | None = None,
+        sampled_from: SampledFrom | None = None,
         *,
         temperature: float = 1.0,
         entropy_gradient: bool = True,
@@ -50,8 +56,8 @@ class TargetLogits(nn.Module):
         """Return the log-probability of each target and the entropy of its distribution.
 
         `input_ids`, `position_ids`: int64[R, W]. `logit_index`: int64[N] of flat slots. `targets`:
-        int64[N]. `experts`: see `RoutingReplay.set_experts`. `others`: see `project`. Only N
-        positions are projected onto the vocabulary: prompts cost no logits.
+        int64[N]. `experts`: see `RoutingReplay.set_experts`. `others`, `sampled_from`: see
+        `project`. Only N positions are projected onto the vocabulary: prompts cost no logits.
         """
         if self.replay:
             self.replay.set_experts(experts)
@@ -64,6 +70,7 @@ class TargetLogits(nn.Module):
             fp32_logits=self.fp32_logits,
             collision=self.collision,
             entropy_gradient=entropy_gradient,
+            sampled_from=sampled_from,
             others=others,
         )
 
@@ -112,6 +119,7 @@ def token_logprobs(
             batch.targets,
             batch.experts,
             batch.top_ids(),
+            batch.sampled_from,
             temperature=temperature,
             entropy_gradient=entropy_gradient,
         )

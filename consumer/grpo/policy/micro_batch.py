@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from buffer.wire.group import RolloutGroup
+from consumer.grpo.policy.mask_reader import MaskReader
 from consumer.grpo.policy.routing_replay import RecordedExperts
+from consumer.grpo.policy.vocabulary_projection import SampledFrom
 from consumer.handle.batch import TOP_IDS, TOP_LOGPROBS, BatchTable, Ints
 
 
@@ -69,6 +71,7 @@ class MicroBatch:
     trained_tokens: Tensor  # float32[S]; sum of the sample's mask
     # int16[R * W, layers, top_k], chosen by the engine; -1: not recorded
     experts: Tensor | None = None
+    sampled_from: SampledFrom | None = None  # None: every token from the whole vocabulary
     # `RolloutGroup.optional_columns`, float32[N]
     optional: dict[str, Tensor] = field(default_factory=dict)
     tops: dict[str, Tensor] = field(default_factory=dict)  # `BatchTable.tops`, [N, k]
@@ -117,11 +120,14 @@ class MicroBatches:
         layouts: list[Layout],
         device: torch.device,
         recorded: RecordedExperts | None,
+        masks: MaskReader,
     ) -> None:
         self._table = table
         self._layouts = layouts
         self._device = device
         self._recorded = recorded
+        self._mask_reader = masks
+        self._masks = [mask for group in table.groups for mask in group.sampling_masks()]
         self._experts = [e for g in table.groups for e in g.experts()] if recorded else []
         self._prompts = table.columns("prompt_ids")
         self._responses = table.columns("response_ids")
@@ -182,6 +188,9 @@ class MicroBatches:
             rollout=self._moved(chosen),
             trained_tokens=self._moved(self._table.trained[chosen]).float(),
             experts=self._slot_experts(layout),
+            sampled_from=self._mask_reader.of_tokens(
+                [self._masks[n] for n in chosen.tolist()], responses, self._device
+            ),
             optional={name: self._moved(_joined(own, np.float32)) for name, own in parts.items()},
             tops={
                 name: self._moved(np.concatenate(self._table.parts(column, chosen)))

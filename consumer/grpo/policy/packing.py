@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError, WireError
+from consumer.grpo.policy.mask_reader import MaskReader
 from consumer.grpo.policy.micro_batch import Layout, MicroBatches
 from consumer.grpo.policy.routing_replay import RecordedExperts
 from consumer.handle.batch import BatchTable, Ints
@@ -26,7 +27,8 @@ class Packer:
     """Packs rollouts into micro-batches of at most `token_budget` slots.
 
     A longer sample gets a micro-batch of its own. `share_rows`: False for a model that mixes the
-    samples of a row. `recorded`: the reader of recorded experts, for `MicroBatch.experts`.
+    samples of a row. `recorded`, `masks`: the readers of recorded experts and of
+    sampling masks.
     `device`: where micro-batches are built; default: the CPU.
     """
 
@@ -36,6 +38,7 @@ class Packer:
         *,
         share_rows: bool = True,
         recorded: RecordedExperts | None = None,
+        masks: MaskReader | None = None,
         device: torch.device | None = None,
     ) -> None:
         if token_budget < 1:
@@ -43,6 +46,7 @@ class Packer:
         self.token_budget = token_budget
         self._share_rows = share_rows
         self._recorded = recorded
+        self._masks = masks or MaskReader()
         self._device = device or torch.device("cpu")
 
     def pack_pad_dispatch(
@@ -58,7 +62,7 @@ class Packer:
         if keep is not None:
             packable &= keep
         layouts = self._layouts(table.totals, np.flatnonzero(packable))
-        return MicroBatches(table, layouts, self._device, self._recorded)
+        return MicroBatches(table, layouts, self._device, self._recorded, self._masks)
 
     def _layouts(self, totals: Ints, chosen: Ints) -> list[Layout]:
         """Return the layouts of the micro-batches: the longest sample that fits is next."""

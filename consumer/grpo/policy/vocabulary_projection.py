@@ -10,10 +10,39 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 CHUNK_BYTES = 256 * 1024 * 1024  # of a chunk's float32 logits; a backward pass holds at most four
+
+LOWEST = -1e18  # logit of a word that could not be sampled: finite, so that 0 times it is 0
+
+
+class SampledFrom(NamedTuple):
+    """The words that each token was sampled from. Its softmax is over these alone.
+
+    `counts`: int64[N]; 0: all words. `ids`: int64[n], one token's words after another's. `starts`:
+    int64[N + 1], where those of each token begin, on the CPU, so that nothing waits for a device.
+    """
+
+    counts: Tensor
+    ids: Tensor
+    starts: NDArray[np.int64]
+
+    def restrict_(self, logits: Tensor, rows: slice) -> Tensor:
+        """Set the logits of other words to `LOWEST`, float32[n, vocabulary] of some tokens."""
+        first, last = (int(self.starts[min(n, len(self.counts))]) for n in (rows.start, rows.stop))
+        if first == last:
+            return logits
+        counts, ids = self.counts[rows], self.ids[first:last]
+        row = torch.arange(len(counts), device=counts.device)
+        row = row.repeat_interleave(counts, output_size=last - first)
+        kept = logits[row, ids]
+        logits.masked_fill_((counts > 0)[:, None], LOWEST)
+        logits[row, ids] = kept
+        return logits
 
 
 class TokenLogprobs(NamedTuple):
@@ -42,7 +71,7 @@ class LogitTransform:
         """Turn the logits' `gradient` into that of the products, in place; overwrite `logits`."""
         if self.cap is not None:
             # the derivative of tanh is 1 - tanh^2
-            tanh = logits.mul_(self.temperature / self.cap)
+            tanh = logits.mul_(self.temperature / self.cap).clamp_(-1, 1)  # `LOWEST` is beyond
             gradient.mul_(tanh.square_().neg_().add_(1.0))
         return gradient.mul_(self.scale / self.temperature)
 
@@ -57,13 +86,14 @@ def project(
     entropy_gradient: bool = True,
     collision: bool = False,
     others: Tensor | None = None,
+    sampled_from: SampledFrom | None = None,
 ) -> TokenLogprobs:
     """Return log-probability of each target and entropy of its distribution, in nats.
 
     `states`: [N, width]. `head`: linear, with a `weight` of [vocabulary, width]. `targets`:
-    int64[N]. `others`: further tokens whose log-probability is asked for, int64[N, K]. Under
-    autocast, only the products are computed in its type, the rest in float32. `fp32_logits`:
-    factors are rounded to that type, their products are not.
+    int64[N]. `others`: further tokens whose log-probability is asked for, int64[N, K]; -inf where
+    they are not in `sampled_from`. Under autocast, only the products are computed in its type, the
+    rest in float32. `fp32_logits`: factors are rounded to that type, their products are not.
     """
     weight: Any = head.weight
     bias: Any = getattr(head, "bias", None)
@@ -72,12 +102,13 @@ def project(
     dtype = torch.get_autocast_dtype(device) if is_cast else weight.dtype
     with torch.autocast(device, enabled=False):
         apply: Any = _Projection.apply
-        options = _Options(transform, dtype, fp32_logits, entropy_gradient, collision)
+        options = _Options(transform, dtype, fp32_logits, entropy_gradient, collision, sampled_from)
         tokens = targets[:, None] if others is None else torch.cat([targets[:, None], others], 1)
         logprobs, entropy, squares = apply(states, weight, bias, tokens, options)
-    return TokenLogprobs(
-        logprobs[:, 0], entropy, squares, None if others is None else logprobs[:, 1:]
-    )
+    rest = None if others is None else logprobs[:, 1:]
+    if rest is not None and sampled_from is not None:
+        rest = rest.masked_fill(rest < LOWEST / 2, -torch.inf)
+    return TokenLogprobs(logprobs[:, 0], entropy, squares, rest)
 
 
 def _chunks(count: int, vocabulary: int) -> Iterator[slice]:
@@ -91,6 +122,7 @@ class _Options(NamedTuple):
     fp32_logits: bool
     entropy_gradient: bool
     collision: bool
+    sampled_from: SampledFrom | None
 
 
 class _Table:
@@ -100,11 +132,12 @@ class _Table:
         self.weight = weight.to(options.dtype)
         self._bias = None if bias is None else bias.to(options.dtype)
         self._transform = options.transform
+        self._sampled_from = options.sampled_from
         self._is_exact = options.fp32_logits and options.dtype != torch.float32
 
-    def logits(self, states: Tensor) -> Tensor:
-        """Return float32[n, vocabulary] in memory of their own."""
-        states = states.to(self.weight.dtype)
+    def logits(self, states: Tensor, rows: slice) -> Tensor:
+        """Return those of some rows, float32[n, vocabulary], in memory of their own."""
+        states = states[rows].to(self.weight.dtype)
         if not self._is_exact:
             products = nn.functional.linear(states, self.weight, self._bias).float()
         else:
@@ -114,7 +147,8 @@ class _Table:
                 products = states.float() @ self.weight.float().T
             if self._bias is not None:
                 products += self._bias
-        return self._transform.apply_(products)
+        logits = self._transform.apply_(products)
+        return self._sampled_from.restrict_(logits, rows) if self._sampled_from else logits
 
 
 class _Projection(torch.autograd.Function):
@@ -135,7 +169,7 @@ class _Projection(torch.autograd.Function):
         total = torch.empty_like(entropy)
         collision = logprobs.new_empty(len(states) if options.collision else 0)
         for rows in _chunks(len(states), len(weight)):
-            logits = table.logits(states[rows])
+            logits = table.logits(states, rows)
             total[rows] = logits.logsumexp(-1)
             distribution = logits.sub_(total[rows, None])
             logprobs[rows] = distribution.gather(1, targets[rows])
@@ -158,7 +192,7 @@ class _Projection(torch.autograd.Function):
         table = _Table(weight, bias, options)
         by_state, by_weight, by_bias = _zeros(ctx.needs_input_grad, states, weight, bias)
         for rows in _chunks(len(states), len(weight)):
-            logits = table.logits(states[rows])
+            logits = table.logits(states, rows)
             by_logit = _logit_gradient(
                 logits,
                 targets[rows],

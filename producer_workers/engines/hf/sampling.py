@@ -1,10 +1,11 @@
-"""Sample a token in vLLM's order: penalties, temperature, top-k, top-p.
+"""Sample a token in vLLM's order: penalties, temperature, min-p, top-k, top-p.
 
 Invariant: the logprob is that of the distribution from which the token was drawn.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -41,7 +42,8 @@ def sample(
     logprobs = torch.log_softmax(_cut(logits / params.temperature, params), -1)
     token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
     kept = logprobs.isfinite()
-    return Sampled(token, float(logprobs[token]), None if kept.all() else kept.nonzero()[:, 0])
+    is_whole = bool(kept.all()) and not params.always_cuts()
+    return Sampled(token, float(logprobs[token]), None if is_whole else kept.nonzero()[:, 0])
 
 
 def _penalize(
@@ -62,9 +64,15 @@ def _penalize(
 
 
 def _cut(logits: Tensor, params: SampleParams) -> Tensor:
-    """Keep the `top_k` likeliest tokens, and of these the fewest that sum to `top_p`."""
+    """Keep the `top_k` likeliest tokens, of these the fewest that sum to `top_p`.
+
+    And, of all tokens, those at least `min_p` times as likely as the likeliest.
+    """
     if 0 < params.top_k < len(logits):
         logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], -torch.inf)
+    if params.min_p:
+        likeliest = logits.max() + math.log(params.min_p)
+        logits = logits.masked_fill(logits < likeliest, -torch.inf)
     if params.top_p < 1.0:
         ordered, indices = torch.softmax(logits, -1).sort(descending=True)
         beyond = ordered.cumsum(-1) - ordered >= params.top_p

@@ -66,7 +66,7 @@ class HttpRequest(GrowingResponse):
     def sampling(self) -> dict[str, Any]:
         """Return all sampling fields for the next part: servers have their own defaults."""
         params = self._params.after(len(self.token_ids))
-        fields = {**sampling_arguments(params), "min_p": 0.0}
+        fields = sampling_arguments(params)
         if params.structured:
             fields["structured_outputs"] = structure_arguments(params.structured)
         return fields

@@ -8,14 +8,17 @@ from __future__ import annotations
 import logging
 import os
 from importlib import import_module, metadata
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from buffer.wire.rollout import PolicyVersion, VersionSpan, expert_rows
 from buffer.wire.sampling import SampleParams, StructuredOutput
+from buffer.wire.sampling_mask import SamplingMask
 from producer_workers.config.engine import VllmConfig
 from producer_workers.engines.base import (
     EngineError,
@@ -41,10 +44,17 @@ CHOSEN = (
     "gpu_memory_utilization",
     "enforce_eager",
 )
+RECORDED = {
+    "routed_experts": "enable_return_routed_experts",
+    "sampling_mask": "return_sampling_mask",
+}
+"""What vLLM can record of each token: the key of [engine], and vLLM's argument."""
+WHOLE_VOCABULARY = 2**31 - 1  # as top_k: vLLM takes the size of the vocabulary for larger numbers
 SAMPLED = (
     "temperature",
     "top_p",
     "top_k",
+    "min_p",
     "max_tokens",
     "min_tokens",
     "stop_token_ids",
@@ -156,7 +166,7 @@ def engine_arguments(config: VllmConfig, model_dir: Path, *, on_cpu: bool) -> di
         **image_arguments(model_dir),
         **chosen,
         **owned,
-        **_routing_arguments(config),
+        **_recording_arguments(config),
         **config.extra_args,
     }
 
@@ -178,6 +188,22 @@ def sampling_arguments(params: SampleParams) -> dict[str, Any]:
     return {name: getattr(params, name) for name in SAMPLED} | {"stop": params.stops}
 
 
+def masked(params: SampleParams) -> SampleParams:
+    """Return parameters that sample the same, for an engine that records sampling masks.
+
+    It refuses temperature 0, and top_k 0, which bounds a mask. Raises GenerationError where nothing
+    else bounds it.
+    """
+    if not params.temperature:
+        return replace(params, temperature=1.0, top_k=1)
+    if not params.always_cuts():
+        raise GenerationError(
+            "with [engine] sampling_mask, vLLM would record the whole vocabulary for each token",
+            hint="set sample.top_k of the task, such as 1000",
+        )
+    return replace(params, top_k=params.top_k or WHOLE_VOCABULARY)
+
+
 def structure_arguments(structured: StructuredOutput) -> dict[str, Any]:
     given = structured.model_dump(exclude_none=True)
     return {"json": given.pop("json_schema"), **given} if "json_schema" in given else given
@@ -192,7 +218,8 @@ def generation_of(output: Any, prompt: int) -> Generation:
     logprobs = np.asarray(output.logprobs.logprobs if len(token_ids) else (), dtype="<f4")
     labels = output.weight_versions or ()
     spans = tuple(_span(label) for label in labels if label.start < label.end)
-    return Generation(token_ids, logprobs, spans, reason, _experts_of(output, prompt))
+    recorded = _experts_of(output, prompt), _mask_of(output)
+    return Generation(token_ids, logprobs, spans, reason, *recorded)
 
 
 def scores_of(output: Any, start: int, top_k: int) -> Scores:
@@ -223,20 +250,30 @@ def _experts_of(output: Any, prompt: int) -> NDArray[np.int16] | None:
     return np.asarray(given, "<i2")
 
 
+def _mask_of(output: Any) -> SamplingMask | None:
+    if output.sampling_mask is None or not len(output.token_ids):
+        return None
+    sets = output.sampling_mask.token_ids
+    counts = np.fromiter(map(len, sets), "<i4", len(sets))
+    ids = np.fromiter(chain.from_iterable(sets), "<i4", int(counts.sum()))
+    return SamplingMask(counts, ids)
+
+
 def _span(label: Any) -> VersionSpan:
     version = PolicyVersion.parse(label.version)
     return VersionSpan(label.start, label.end - label.start, version.version, version.lineage)
 
 
-def _routing_arguments(config: VllmConfig) -> dict[str, Any]:
-    """Return the arguments that make vLLM report each token's experts. Raises EngineError.
+def _recording_arguments(config: VllmConfig) -> dict[str, Any]:
+    """Return the arguments that make vLLM record what [engine] asks for. Raises EngineError.
 
-    Only vLLM's Model Runner V2 reports them; it needs Triton, which wheels for CPUs lack.
+    Only vLLM's Model Runner V2 records it; it needs Triton, which wheels for CPUs lack.
     """
-    if not config.routed_experts:
-        return {}
-    if not import_module("vllm.triton_utils").HAS_TRITON:
-        what = "this vLLM cannot report which experts a model chose"
+    wanted = {key: argument for key, argument in RECORDED.items() if getattr(config, key)}
+    if wanted and not import_module("vllm.triton_utils").HAS_TRITON:
+        what = f"this vLLM cannot record {' and '.join(wanted)}"
         hint = "use a CUDA build, or an engine of kind transformers"
+        if config.sampling_mask:
+            hint += "; or sample without top_p and the like"
         raise EngineError(f"{what}: Triton is not installed", hint=hint)
-    return {"enable_return_routed_experts": True}
+    return dict.fromkeys(wanted.values(), True)

@@ -45,6 +45,7 @@ from producer_workers.engines.vllm.api import (
     generation_of,
     is_cpu_build,
     keeps_cache,
+    masked,
     prepare_environment,
     sampling_arguments,
     scores_of,
@@ -65,6 +66,7 @@ class VllmEngine:
 
     def __init__(self, config: VllmConfig, model_dir: Path, version: PolicyVersion) -> None:
         self._config = config
+        self.records_masks = config.sampling_mask
         self._model_dir = model_dir
         self._loaded_from = model_dir
         self._version = version
@@ -127,7 +129,7 @@ class VllmEngine:
         if self._adapter:  # its layers break the engine
             raise GenerationError("vLLM cannot score texts with [engine] max_lora_rank")
         params = self._api.sampling(
-            temperature=0.0,
+            top_k=1,  # not temperature 0, which an engine that records masks refuses
             max_tokens=1,  # vLLM makes at least one
             prompt_logprobs=top_k,
             output_kind=self._api.final_only,
@@ -175,7 +177,7 @@ class VllmEngine:
         if params.structured:
             structure = self._api.structured(**structure_arguments(params.structured))
         return self._api.sampling(
-            **sampling_arguments(params),
+            **sampling_arguments(masked(params) if self.records_masks else params),
             structured_outputs=structure,
             output_kind=self._api.final_only,
             logprobs=0,

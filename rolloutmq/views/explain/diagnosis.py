@@ -10,6 +10,7 @@ from typing import Literal
 from buffer.control.control import RoleHolder
 from buffer.control.task_status import TaskStop
 from buffer.control.worker_record import WorkerRecord
+from buffer.ids import TEACH
 from rolloutmq.output import age, plural
 from rolloutmq.views.explain.shares import shares_of
 from rolloutmq.views.run_view import RunView, TaskView
@@ -136,14 +137,14 @@ def _age_ms(snap: RunView) -> int:
 
 def _workers(snap: RunView) -> Iterator[Symptom]:
     if not snap.live_workers:
-        waiting = plural(snap.stages.get("waiting", 0), "group")
+        waiting = plural(snap.unclaimed, "group")
         since = min((worker.silent_ms for worker in snap.workers), default=_age_ms(snap))
         fix = "`rolloutmq worker CONFIG`; one that was started joins once its engine is loaded"
         yield _stuck(f"no worker is alive; {waiting} waiting for one", fix, since)
     for worker in snap.workers:
         if worker.is_barred:
             yield _barred(worker, snap)
-        if worker not in snap.live_workers:
+        if worker in snap.silent_workers:
             what = f"worker {worker.id} is silent and holds {plural(worker.holds, 'group')}"
             fix = "nothing: other workers generate them once its leases have expired"
             yield _note(what, fix, worker.silent_ms)
@@ -193,7 +194,7 @@ def _unclaimed(snap: RunView) -> Iterator[Symptom]:
     """Report waiting groups whose live workers hang, or serve other tasks or lanes."""
     quiet_ms = last_event_ms(snap)
     claimable = [task for task in snap.tasks if not task.is_gone and not task.stop_reason]
-    waiting = sum(task.account.waiting for task in claimable)
+    waiting = sum(task.account.waiting - task.account.teaching for task in claimable)
     can_claim = [worker for worker in snap.live_workers if worker.weights == str(snap.weights)]
     is_quiet = (quiet_ms or 0) > PATIENCE_MS and not snap.leases
     if waiting and can_claim and is_quiet and snap.mode == "run":
@@ -258,6 +259,12 @@ def _task(task: TaskView, snap: RunView) -> Iterator[Symptom]:
     metrics = snap.report.training.metrics if snap.report.training else {}
     if metrics.get(f"length_bias/mean/{name}", 1.0) < 1 - MOST_BIAS:
         yield _length_bias(name, metrics)
+    for teacher in task.absent_teachers:
+        waiting = task.backlog[TEACH + teacher]
+        what = f"task {name}: no worker of teacher {teacher} is alive; "
+        what += f"{plural(waiting, 'group')} waiting for one"
+        fix = f"`rolloutmq worker CONFIG --teacher {teacher}`; one that was started joins once its "
+        yield Symptom("stuck" if waiting else "note", what, f"{fix}engine is loaded")
     kept = account.waiting + account.completed + account.aborted + account.expired
     if task.is_gone and kept:
         fix = (

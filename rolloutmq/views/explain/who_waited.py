@@ -24,7 +24,7 @@ MOST_EVENTS = 5000
 SHORTEST = 1 / 500  # of the window: shorter spans are not drawn
 MOST_WORKERS = 32  # that are drawn
 PARTS = ("wait", "read", "pause", "train", "publish")  # of a train step, in their order
-_ENDS = frozenset({"completed", "aborted", "filtered", "released", "reaped"})
+_ENDS = frozenset({"completed", "taught", "aborted", "filtered", "released", "reaped"})
 _GONE = frozenset({"worker_left", "worker_lost", "worker_fenced"})
 MUCH, LITTLE = 0.3, 0.1  # shares of the time from which, and below which, a wait has a remedy
 

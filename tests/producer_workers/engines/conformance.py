@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from buffer.wire.rollout import PolicyVersion, VersionSpan
 from buffer.wire.sampling import SampleParams, StructuredOutput
+from buffer.wire.sampling_mask import SamplingMask
 from producer_workers.engines.base import (
     AbortsGroups,
     Engine,
@@ -572,3 +574,69 @@ def check_experts(made: Generation, prompt: Any, mixtures: dict[PolicyVersion, P
     for version, folder in mixtures.items():
         rows = np.array([other == version for other in by])
         assert gates_choose(folder, [*prompt, *made.token_ids], made.routed_experts)[rows].all()
+
+
+CUT = {"top_p": 0.7, "temperature": 0.8}
+
+
+class MaskContract:
+    """For every engine that records sampling masks; its model is the first of `folders`."""
+
+    def test_masks_are_what_top_p_left_of_the_weights_that_sampled(
+        self, engine: Engine, run: Run[Any], folders: Folders
+    ) -> None:
+        weights = {FIRST: folders.first, NEXT: folders.second}
+
+        async def swap() -> None:
+            await engine.pause("keep")
+            other = NEXT if engine.version() == FIRST else FIRST
+            await engine.load_weights(weights[other], other)
+            await engine.resume()
+
+        made = run(interrupt(engine, sampling(LONG, seed=3, **CUT), swap))
+        assert len(made.spans) == 2
+        check_masks(made, PROMPT, weights)
+
+    def test_masks_are_of_all_tokens_when_a_response_is_cut_off_and_goes_on(
+        self, engine: Engine, run: Run[Any], folders: Folders
+    ) -> None:
+        weights = {engine.version(): folders.first}
+        if engine.version() == NEXT:
+            weights[NEXT] = folders.second
+
+        async def scenario() -> tuple[Generation, Generation, Any]:
+            part = await interrupt(
+                engine, sampling(LONG, seed=3, **CUT), lambda: engine.pause("abort"), engine.resume
+            )
+            await engine.resume()
+            tokens = np.concatenate([PROMPT, part.token_ids])
+            rest = await engine.generate("rest", tokens, sampling(10, seed=4, **CUT))
+            return part, rest, tokens
+
+        part, rest, tokens = run(scenario())
+        check_masks(part, PROMPT, weights)
+        check_masks(rest, tokens, weights)
+
+    def test_greedy_requests_are_answered(self, engine: Engine, run: Run[Any]) -> None:
+        once, again = (run(generate(engine, sampling(8, temperature=0.0))) for _ in range(2))
+        assert np.array_equal(once.token_ids, again.token_ids)
+
+
+def check_masks(made: Generation, prompt: Any, weights: dict[PolicyVersion, Path]) -> None:
+    """Check each set by the definition of top-p, and each logprob by the mass of its set."""
+    assert isinstance(made.sampling_mask, SamplingMask)
+    assert made.sampling_mask.problem(made.token_ids) == ""
+    ends = np.cumsum(made.sampling_mask.counts)
+    sets = np.split(made.sampling_mask.ids, ends[:-1])
+    ids = np.concatenate([prompt, made.token_ids]).tolist()
+    for span in made.spans:
+        folder = weights[PolicyVersion(span.lineage, span.version)]
+        scores = reference_distribution(folder, ids)[len(prompt) - 1 : -1] / CUT["temperature"]
+        scores[:, json.loads((folder / "config.json").read_text())["eos_token_id"]] = -np.inf
+        chances = np.exp(scores - np.log(np.exp(scores).sum(1, keepdims=True)))
+        for n in range(span.start, span.start + span.length):
+            kept, least = chances[n, sets[n]], chances[n, sets[n]].min()
+            assert kept.sum() >= CUT["top_p"] - TOLERANCE > kept.sum() - least - 2 * TOLERANCE
+            assert np.delete(chances[n], sets[n]).max() <= least + TOLERANCE
+            own = np.log(chances[n, made.token_ids[n]] / kept.sum())
+            assert made.logprobs[n] == pytest.approx(own, abs=TOLERANCE)

@@ -26,6 +26,7 @@ from producer_workers.engines.hf.sampling import sample
 from tests.producer_workers.engines.conformance import (
     NEXT,
     PROMPT,
+    MaskContract,
     ModelContract,
     RoutedContract,
     check_experts,
@@ -133,6 +134,15 @@ class TestExperts(RoutedContract):
             state.response_ids, state.logprobs, tuple(state.spans), "length", state.routed_experts
         )
         check_experts(made, PROMPT, mixtures)
+
+
+class TestMasks(MaskContract):
+    @pytest.fixture
+    def engine(self, run: Run[None], folders: Folders) -> Iterator[Engine]:
+        engine = build_engine(TransformersConfig(sampling_mask=True), folders.first, FIRST)
+        run(engine.start())
+        yield engine
+        run(engine.shutdown())
 
 
 def test_routed_experts_of_a_model_without_any_are_refused(

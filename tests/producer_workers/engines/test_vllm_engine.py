@@ -14,6 +14,8 @@ import pytest
 from buffer.errors import ConfigError
 from buffer.weights.transport import Announcement
 from buffer.wire.rollout import PolicyVersion
+from buffer.wire.sampling import SampleParams
+from buffer.wire.sampling_mask import SamplingMask
 from consumer.senders.tensor_server import TensorServer
 from producer_workers.agent_loops.tool_parsers import tool_parser
 from producer_workers.engines import build_engine
@@ -27,7 +29,12 @@ from producer_workers.engines.base import (
 )
 from producer_workers.engines.model_folder import read_shapes
 from producer_workers.engines.vllm import engine as module
-from producer_workers.engines.vllm.api import generation_of, is_cpu_build
+from producer_workers.engines.vllm.api import (
+    generation_of,
+    is_cpu_build,
+    masked,
+    sampling_arguments,
+)
 from tests.producer_workers.engines.conformance import (
     LONG,
     NEXT,
@@ -183,7 +190,11 @@ def test_waking_up_leaves_a_paused_engine_paused(
 
 @pytest.mark.parametrize(
     ("asked", "what"),
-    [("enable_sleep_mode", "the CPU build of vLLM cannot sleep"), ("routed_experts", "Triton")],
+    [
+        ("enable_sleep_mode", "the CPU build of vLLM cannot sleep"),
+        ("routed_experts", "Triton"),
+        ("sampling_mask", "cannot record sampling_mask: Triton"),
+    ],
 )
 def test_a_cpu_build_refuses_at_its_start_what_it_cannot_do(
     run: Run[None], folders: Folders, asked: str, what: str
@@ -195,11 +206,16 @@ def test_a_cpu_build_refuses_at_its_start_what_it_cannot_do(
         run(engine.start())
 
 
-def completion(reason: str | None, experts: Any = None) -> Any:
+def completion(reason: str | None, experts: Any = None, masks: Any = None) -> Any:
     """Return two tokens, as vLLM's own class has them."""
     logprobs = import_module("vllm.logprobs").FlatLogprobs(logprobs=[-1.0, -2.0])
-    return import_module("vllm.outputs").CompletionOutput(
-        0, "", [5, 6], None, logprobs, finish_reason=reason, routed_experts=experts
+    outputs = import_module("vllm.outputs")
+    mask = masks and outputs.SamplingMask(masks)
+    return outputs.CompletionOutput(
+        *(0, "", [5, 6], None, logprobs),
+        finish_reason=reason,
+        routed_experts=experts,
+        sampling_mask=mask,
     )
 
 
@@ -225,6 +241,37 @@ def test_routed_experts_of_vllm_become_a_column_or_an_error(kind: str) -> None:
     assert generation_of(completion("stop"), 3).routed_experts is None
     with pytest.raises(GenerationError, match="of 3 tokens"):
         generation_of(completion("stop", np.zeros((3, 2, 8), kind)), 3)
+
+
+def test_sampling_masks_of_vllm_become_columns() -> None:
+    mask = generation_of(completion("stop", masks=[[5, 7, 9], [6]]), 3).sampling_mask
+    assert isinstance(mask, SamplingMask)
+    assert (mask.counts.tolist(), mask.ids.tolist()) == ([3, 1], [5, 7, 9, 6])
+    assert mask.counts.dtype.str == mask.ids.dtype.str == "<i4"
+    assert generation_of(completion("stop"), 3).sampling_mask is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "top_k"),
+    [
+        (SampleParams(top_p=0.9), 2**31 - 1),
+        (SampleParams(min_p=0.1, top_k=7), 7),
+        (SampleParams(temperature=0.0), 1),
+    ],
+)
+def test_requests_to_an_engine_that_records_masks_are_what_vllm_accepts(
+    asked: SampleParams, top_k: int
+) -> None:
+    """vLLM's own class takes the parameters; its rules: temperature > 0, top_k > 0."""
+    made = import_module("vllm").SamplingParams(**sampling_arguments(masked(asked)))
+    assert made.temperature > 0
+    assert made.top_k == top_k
+    assert (made.top_p, made.min_p) == (asked.top_p, asked.min_p)
+
+
+def test_a_request_that_would_record_the_whole_vocabulary_is_refused() -> None:
+    with pytest.raises(GenerationError, match="whole vocabulary"):
+        masked(SampleParams())
 
 
 def test_a_parser_of_vllm_serves_turns_by_its_name(chat: Any) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
+from buffer.wire.sampling_mask import SamplingMask
 from producer_workers.engines.base import Generation
 from producer_workers.gateway.agents import AgentTask
 from producer_workers.gateway.history import Conversation
@@ -103,11 +104,19 @@ def check(engine: Recorder, states: list[RolloutState]) -> set[int]:
             end = span.start + span.length
             assert ids[: start + end] == [*read, *made.token_ids.tolist()]
             assert np.array_equal(state.logprobs[span.start : end], made.logprobs)
+            assert isinstance(state.sampling_mask, SamplingMask)
+            own, said = state.sampling_mask.part(slice(span.start, end)), made.sampling_mask
+            assert isinstance(said, SamplingMask)
+            assert np.array_equal(own.ids, said.ids)
             mask[span.start : end] += 1
             trained.append(span.version)
         known = state.response_mask
         assert np.array_equal(mask, np.ones_like(mask) if known is None else known)
         assert not state.logprobs[mask == 0].any()
+        if isinstance(
+            state.sampling_mask, SamplingMask
+        ):  # a set for what was sampled, for nothing else
+            assert np.array_equal(state.sampling_mask.counts, 2 * mask)
     assert len(set(trained)) == len(trained), "each turn is trained once"
     return set(trained)
 

@@ -53,10 +53,12 @@ def ranks(states): return [0.0]
 """
 QUICK = "tasks.sums.judging={timeout_s=1.0}"
 TEACHER = "tasks.sums.teachers={big={}}"
+READ = "learner.distillation={}"
 OTHER_TEACHER = (
     "tasks.more={judge='gsm8k', dataset={kind='jsonl', path='sums.jsonl'}, "
     "teachers={big={workers=2}}}"
 )
+WITHOUT_REWARDS = ("trainer.advantages=none", "strategy.is_valid_sample_fn=not_all_equal")
 COLD = ("tasks.sums.sample.temperature=0.5", "learner.temperature=0.5")
 VLLM = "engine={kind='vllm'}"
 
@@ -154,12 +156,29 @@ def test_a_project_without_a_mistake(project: Path, model: Path) -> None:
         ([VLLM, "engine.max_model_len=4096"], "model", "exceeds what the model reads"),
         (["producer.max_prompt_tokens=3"], "data", "exceed [producer] max_prompt_tokens = 3"),
         # a teacher that could not score
-        ([TEACHER, "tasks.sums.teachers.big.model=models/of/none"], "model", "no config.json"),
-        ([TEACHER, "tasks.sums.teachers.big.model=Qwen/none"], "model", "Qwen/none of the Hub"),
-        ([TEACHER, "tasks.sums.teachers.big.revision=main"], "config", "revision = main"),
-        ([TEACHER, *COLD], "config", "score at temperature 1"),
-        ([TEACHER, OTHER_TEACHER], "config", "different values of workers"),
-        ([TEACHER, "engine={kind='http', url='http://x'}"], "config", "needs an engine"),
+        (
+            [TEACHER, READ, "tasks.sums.teachers.big.model=models/of/none"],
+            "model",
+            "no config.json",
+        ),
+        (
+            [TEACHER, READ, "tasks.sums.teachers.big.model=Qwen/none"],
+            "model",
+            "Qwen/none of the Hub",
+        ),
+        ([TEACHER, READ, "tasks.sums.teachers.big.revision=main"], "config", "revision = main"),
+        ([TEACHER, READ, *COLD], "config", "sampled with temperature, and"),
+        ([TEACHER, "tasks.sums.sample.top_p=0.9"], "config", "sampled with top_p, and"),
+        ([TEACHER, READ, OTHER_TEACHER], "config", "different values of workers"),
+        ([TEACHER, READ, "engine={kind='http', url='http://x'}"], "config", "needs an engine"),
+        # a teacher without an effect, and effects without a teacher
+        ([TEACHER], "config", "nothing reads the logprobs of teacher big"),
+        ([TEACHER, READ, "tasks.sums.teachers.big.top_k=8"], "config", "a teacher has top_k"),
+        ([TEACHER, "learner.distillation.top_k_loss=forward"], "config", "a teacher with top_k"),
+        ([TEACHER, "learner.distillation.coef=0"], "config", "coef = 0 without top_k_loss"),
+        (["learner.loss.kl_coef=1", "learner.loss.kl_reference=big"], "config", "is no teacher"),
+        (["trainer.advantages=none"], "config", "trains nothing without [learner.distillation]"),
+        ([TEACHER, READ, *WITHOUT_REWARDS], "config", "not_all_equal of task sums"),
         # without an effect
         (["policy.max_staleness=1", "strategy.kind=sync"], "config", "which cannot act"),
         (["policy.max_staleness=1", "policy.pause_mode=abort"], "config", "throws the tokens"),
@@ -182,7 +201,7 @@ def test_a_teacher_with_another_tokenizer_is_refused_by_its_first_other_token(
 ) -> None:
     teacher = tmp_path / "teacher"
     shutil.copytree(model, teacher)
-    given = [f"policy.model={model}", f"tasks.sums.teachers={{big={{model='{teacher}'}}}}"]
+    given = [READ, f"policy.model={model}", f"tasks.sums.teachers={{big={{model='{teacher}'}}}}"]
     assert [each for each in found(*given, stages=["model"]) if each.level != "ok"] == []
     file = teacher / "tokenizer.json"
     document = json.loads(file.read_text(encoding="utf-8"))

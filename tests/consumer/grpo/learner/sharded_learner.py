@@ -56,7 +56,10 @@ class Life(BaseModel):
 
 def groups_of(step: int, rank: int, ranks: int, *teachers: str) -> list[RolloutGroup]:
     """Return a rank's groups of a batch; the first one has the values of teachers."""
-    batch = [make_group(100 * step + i, prompt=3 + 2 * i, lengths=(3, 9, 1, 4)) for i in range(4)]
+    batch = [
+        make_group(100 * step + i, prompt=3 + 2 * i, lengths=(3, 9, 1, 4), kept=i % 2 * 20)
+        for i in range(4)
+    ]
     batch[0] = taught(batch[0], *teachers)
     # by optimizer step, as one rank cuts it: the updates of a batch hold the same groups however
     # many ranks there are

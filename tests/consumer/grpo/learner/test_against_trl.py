@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from consumer.config.distillation import Outside
 from consumer.config.learner import LossConfig
 from consumer.grpo.learner.advantages import dr_grpo_advantages, grpo_advantages
+from consumer.grpo.learner.distillation import top_k_kl
 from consumer.grpo.learner.importance import Samples
 from consumer.grpo.learner.losses import TokenColumns, policy_loss, token_weights
 from consumer.grpo.models.model_folder import load_model, load_tokenizer
@@ -252,3 +254,41 @@ def test_advantages_are_those_of_trl(
     )
     if len(set(scores)) == 1:
         assert not our.any()
+
+
+@pytest.mark.parametrize("outside", ["bucket", "renormalise"])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_loss_over_top_tokens_is_that_of_trl(outside: Outside, reverse: bool) -> None:
+    """Of its distillation from a server; over all words also that of GKD."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from trl.experimental.gkd import GKDTrainer
+        from trl.experimental.server_distillation import server_distillation_trainer as server
+
+    draw = np.random.default_rng(1)
+    student, teacher = (
+        torch.tensor(draw.normal(0, 2, (10, 9))).log_softmax(1).requires_grad_() for _ in range(2)
+    )
+    for k in (3, 9):
+        logprobs, ids = teacher.detach().topk(k, 1)
+        own = student.gather(1, ids)
+        ours = top_k_kl(own, logprobs, reverse=reverse, outside=outside)
+        everywhere = torch.ones_like(ids, dtype=torch.bool)
+        if outside == "bucket":
+            pair = [server._add_tail_bucket(x, everywhere)[0] for x in (own, logprobs)]
+        else:
+            pair = [x.log_softmax(1) for x in (own, logprobs)]
+        mask = torch.ones_like(pair[0], dtype=torch.bool)
+        theirs = server._jsd_divergence(*pair, float(reverse), mask).sum(1)
+        if k == 9:
+            labels = torch.zeros(1, 10, dtype=torch.long)
+            whole = GKDTrainer.generalized_jsd_loss(
+                student[None], teacher[None].detach(), labels, float(reverse), 1.0, "sum"
+            )
+            torch.testing.assert_close(ours.sum(), whole, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        gradients = [
+            torch.autograd.grad(loss.sum(), student, retain_graph=True)[0]
+            for loss in (ours, theirs)
+        ]
+        torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
+from buffer.wire.sampling_mask import SamplingMask
 from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.models.tiny_model import build_tiny_model
@@ -26,9 +27,12 @@ def build_model(folder: Path, *, seed: int = 0, layers: int = 2) -> Path:
 
 
 def make_group(
-    seed: int, *, prompt: int = 6, lengths: Sequence[int] = (3, 5, 1, 4)
+    seed: int, *, prompt: int = 6, lengths: Sequence[int] = (3, 5, 1, 4), kept: int = 0
 ) -> RolloutGroup:
-    """Return a group of random tokens, logprobs, masks and scores 0 or 1."""
+    """Return a group of random tokens, logprobs, masks and scores 0 or 1.
+
+    `kept`: how many words each token was sampled from; 0: from all.
+    """
     draw = np.random.default_rng(seed)
     prompt_ids = draw.integers(6, 90, prompt)
     states = [
@@ -43,6 +47,10 @@ def make_group(
         )
         for index, length in enumerate(lengths)
     ]
+    for state in states if kept else ():
+        others = draw.integers(6, 90, (len(state.response_ids), kept - 1))
+        ids = np.column_stack([state.response_ids, others]).astype("<i4")
+        state.sampling_mask = SamplingMask(np.full(len(ids), kept, "<i4"), ids.ravel())
     return RolloutGroup(f"task-{seed:010d}", "task", states)
 
 

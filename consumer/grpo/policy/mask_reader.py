@@ -1,0 +1,97 @@
+"""Read sampling masks: the trainer's softmax is over the tokens that top-k and top-p left, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from buffer.errors import ConfigError, MediaError, WireError
+from buffer.redis.media_folder import MediaFolder
+from buffer.wire.group import RolloutGroup
+from buffer.wire.sampling_mask import RecordedMask, SamplingMask, joined_masks
+from consumer.grpo.policy.vocabulary_projection import SampledFrom
+
+MOST_IDS = 2**28  # in a file: 1 GiB
+
+
+class MaskReader:
+    """Reads masks of a model with `vocabulary` token ids; None: ids are not compared with it.
+
+    `media`: the folder with masks, if the run has one. `needed`: a trained token that was sampled
+    with top_p or top_k needs a set.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int | None = None,
+        media: MediaFolder | None = None,
+        *,
+        needed: bool = False,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._media = media
+        self._needed = needed
+
+    def problem(self, group: RolloutGroup) -> str:
+        """Return why the masks of a group cannot be used; "" if they can."""
+        end = 0
+        rollouts = zip(group.sampling_masks(), group.samples, group.lengths.tolist(), strict=True)
+        for index, (recorded, sample, length) in enumerate(rollouts):
+            start, end = end, end + length
+            try:
+                mask = self._read(recorded, group.response_ids[start:end])
+            except WireError as error:
+                return f"rollout {index} {error.message}"
+            whole = group.mask[start:end] > 0
+            if mask:
+                whole &= mask.counts == 0
+            if self._needed and (cuts := sample.always_cuts()) and whole.any():
+                return f"rollout {index} was sampled with {cuts}, and does not say what that left"
+        return ""
+
+    def of_tokens(
+        self,
+        masks: Sequence[RecordedMask],
+        responses: Sequence[NDArray[np.int32]],
+        device: torch.device,
+    ) -> SampledFrom | None:
+        """Return what some rollouts were sampled from; None without any restriction.
+
+        Raises WireError for a mask that cannot be used.
+        """
+        if not any(masks):
+            return None
+        pairs = zip(masks, responses, strict=True)
+        joined = joined_masks([(self._read(mask, ids), len(ids)) for mask, ids in pairs])
+        if not isinstance(joined, SamplingMask):
+            return None
+        counts, ids = (torch.from_numpy(part.copy()) for part in (joined.counts, joined.ids))
+        starts = np.append(0, np.cumsum(joined.counts, dtype=np.int64))
+        return SampledFrom(counts.to(device).long(), ids.to(device).long(), starts)
+
+    def _read(self, recorded: RecordedMask, response_ids: NDArray[np.int32]) -> SamplingMask | None:
+        # masks in a payload were checked when it was read
+        mask = self._of_file(recorded, response_ids) if isinstance(recorded, str) else recorded
+        largest = int(mask.ids.max(initial=0)) if mask else 0
+        if self._vocabulary is not None and largest >= self._vocabulary:
+            raise WireError(
+                f"could be sampled as id {largest}, beyond the vocabulary of {self._vocabulary}"
+            )
+        return mask
+
+    def _of_file(self, uri: str, response_ids: NDArray[np.int32]) -> SamplingMask:
+        if self._media is None:
+            raise WireError(
+                f"has its sampling mask at {uri[:200]}, and the run has no media folder"
+            )
+        try:
+            column = self._media.read_column(uri, "<i4", MOST_IDS)
+            mask = SamplingMask.unpacked(column.ravel(), len(response_ids))
+        except (ConfigError, MediaError, ValueError) as error:
+            raise WireError(f"has a sampling mask that cannot be read: {error}") from error
+        if problem := mask.problem(response_ids):
+            raise WireError(f"has a sampling mask that is wrong: {problem}")
+        return mask
