@@ -72,9 +72,7 @@ from producer_workers.worker.weight_updates import WeightUpdates
 log = logging.getLogger("rolloutmq.worker")
 
 IDLE_S = 1.0  # an idle worker takes a step at least this often
-
 ABORT_S = 0.05  # time between two aborts of the same groups
-
 HAND_BACK_S = 5.0  # how long a leaving worker waits for aborted groups before it hands them back
 
 
@@ -108,7 +106,6 @@ class Worker:
         self._nonce = new_nonce()
         self._drain_timeout_s = drain_timeout_s
         self._sleeps = sleeps
-
         self._inbox = Inbox()
         self._control = ControlView()
         self._engine = SharedEngine(engine, self._inbox, untruncated_tasks)
@@ -126,9 +123,8 @@ class Worker:
         self._token_rate = TokenRate()
         self._loop_watch = LoopWatch()
         known = {"engine": engine.name, **(facts or {})}
-        stuck = self._loop_watch.is_stuck
         self._heartbeat = Heartbeat(
-            run, worker_id, self._nonce, known, self._report, self._inbox, stuck
+            run, worker_id, self._nonce, known, self._report, self._inbox, self._loop_watch.is_stuck
         )
         self._client = ControlClient(run, worker_id, self._nonce, self._control, self._inbox)
 
