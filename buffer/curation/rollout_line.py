@@ -126,6 +126,9 @@ def group_of(lines: Sequence[RolloutLine], gid: str, task: str) -> RolloutGroup:
     return group
 
 
+_ANY_VALUES = ("messages", "ground_truth", "extra")
+
+
 def lines_of(group: RolloutGroup, stage: str, staleness: int | None) -> Iterator[dict[str, Any]]:
     own_fields = [name for name in FIELDS if name in RolloutState.model_fields]
     for state in group.states:
@@ -137,6 +140,8 @@ def lines_of(group: RolloutGroup, stage: str, staleness: int | None) -> Iterator
             "staleness": staleness,
         }
         line.update((name, getattr(state, name)) for name in own_fields)
+        # bytes become base64 text, which is what an import finds
+        line.update((name, msgspec.to_builtins(line[name])) for name in _ANY_VALUES)
         line["prompt_ids"] = group.prompt_ids
         line["status"] = state.status.value
         line["spans"] = [list(span) for span in state.spans]

@@ -28,7 +28,7 @@ from tests.buffer.keyspace import dump
 
 FIRST = PolicyVersion("l0", 0)
 TASKS = {
-    "math": TaskLimits(teachers=["big", "small"]),
+    "math": TaskLimits(teachers=["big", "small"], former_teachers=["old"]),
     "code": TaskLimits(),
     "quiz": TaskLimits(eval_of="math"),
 }
