@@ -20,13 +20,13 @@ import typing_extensions
 # skyrl 0.3.0 defines pydantic models with it, which pydantic refuses before Python 3.12
 typing.TypedDict = typing_extensions.TypedDict
 
+from skyrl.train import trainer as skyrl_trainer  # noqa: E402
 from skyrl.train.config import (  # noqa: E402
     AlgorithmConfig,
     GeneratorConfig,
     SkyRLTrainConfig,
     TrainerConfig,
 )
-from skyrl.train.trainer import RayPPOTrainer  # noqa: E402
 
 from buffer.redis.store import Store  # noqa: E402
 from buffer.run import Run  # noqa: E402
@@ -71,7 +71,7 @@ class Dispatch:
                     "response": int(there.sum()),
                     "mask": loss[there].tolist(),
                     "logprobs": logprobs[there].tolist(),
-                    "advantage": float(advantage[there][0]),
+                    "is_better": float(advantage[there][0]) > 0,
                 }
             )
         return SimpleNamespace(metrics={"policy_loss": 0.0})
@@ -128,7 +128,8 @@ def main(url: str, name: str, folder: Path, steps: int) -> None:
     run = Run.open(Store(url), name)
     rollouts = RunGenerator(run, FolderSender(folder / "weights"), pause="keep")
     quiet = SimpleNamespace(log=lambda *_, **__: None, finish=lambda: None)
-    trainer = RayPPOTrainer(
+    skyrl_trainer.run_on_each_node = lambda *_: None  # would start a cluster of Ray
+    trainer = skyrl_trainer.RayPPOTrainer(
         configuration(folder, steps),
         tracker=quiet,
         tokenizer=SimpleNamespace(pad_token_id=0),
