@@ -39,7 +39,7 @@ from xtuner.v1.rl.agent_loop_manager.producer import AsyncProduceStrategyConfig 
 
 from buffer.errors import Fenced  # noqa: E402
 from buffer.wire import group_bytes  # noqa: E402
-from buffer.wire.group import RolloutGroup  # noqa: E402
+from buffer.wire.group import RolloutGroup, prompt_of  # noqa: E402
 from rolloutmq.integrations.xtuner import (  # noqa: E402
     AsyncReplayBufferConfig,
     Sampler,
@@ -170,9 +170,12 @@ def check_that_every_field_survives() -> None:
     )
     # a segment of an agent: its columns are those of the whole sequence
     segment = RolloutState(message=[], input_ids=[1, 2, 3], labels=[-100, 2, 3], logprobs=[0.1] * 3)
-    group = [whole, segment]
+    pictures = RolloutState(message=[{"role": "user", "content": "data:" + "A" * 2_000_000}])
+    group = [whole, segment, pictures]
     states = taken_apart(group, {"status": "completed"})
-    data = group_bytes.encode(RolloutGroup("math-0000000001", "math", states))
+    whole_group = RolloutGroup("math-0000000001", "math", states)
+    assert len(group_bytes.encode(prompt_of(whole_group))) < 2**20, "the server takes no more"
+    data = group_bytes.encode(whole_group)
     again, record = put_together(group_bytes.decode(bytes(data)).states)
     assert record == {"status": "completed"}
     for made, given in zip(again, group, strict=True):
