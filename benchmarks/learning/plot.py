@@ -101,7 +101,7 @@ def ends(sample_s: float, train_s: Sequence[float], staleness: int) -> list[floa
     return done[1:]
 
 
-def smooth(values: Sequence[float | None]) -> NDArray[np.float64]:
+def smooth(values: Sequence[float | None], window: int = WINDOW) -> NDArray[np.float64]:
     """Each value averaged with those before it; None is left out."""
     known = np.array(values, float)
-    return np.array([np.nanmean(known[max(0, i + 1 - WINDOW) : i + 1]) for i in range(len(known))])
+    return np.array([np.nanmean(known[max(0, i + 1 - window) : i + 1]) for i in range(len(known))])

@@ -117,7 +117,8 @@ def train(
             "reward": sum(scores) / len(scores),
             "staleness": sum(ages) / len(ages),
         }
-        points.append(clocks | point | {"loss": metrics["loss/policy"]})
+        taught = {name: value for name, value in metrics.items() if name.startswith("distill/")}
+        points.append(clocks | point | {"loss": metrics["loss/policy"]} | taught)
     consumer.finish()
     consumer.close()
     return points

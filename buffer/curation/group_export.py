@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from buffer.curation.line_file import new_file
 from buffer.curation.rollout_line import lines_of
 from buffer.errors import LedgerError, PayloadMissing, WireError
-from buffer.groups.record_walk import Record, RecordWalk
+from buffer.groups.record_walk import Record, RecordWalk, payload_of
 from buffer.job import PayloadRef
 from buffer.ledger.ledger import BatchLedger
 from buffer.query.language import Node, matches
@@ -95,7 +95,7 @@ class GroupExport:
             facts = GroupRecord.of(gid, record, moment)
             if facts is None or not matches(query, facts):
                 return None
-            found = self._read(_payload_of(gid, record), facts.stage, facts.staleness)
+            found = self._read(payload_of(gid, record), facts.stage, facts.staleness)
             newer_record = self._record(gid) if found.fault else record
             if newer_record == record:
                 return found
@@ -128,10 +128,3 @@ class GroupExport:
     def _record(self, gid: str) -> Record:
         raw = self._store.ask("record", "HGETALL", self._keys.group(gid))
         return {name.decode(): value.decode() for name, value in raw.items()}
-
-
-def _payload_of(gid: str, record: Record) -> PayloadRef:
-    crc = "" if record["payload"] == "init" else record.get("crc", "")
-    return PayloadRef(
-        gid, record["payload"], int(record["chunks"]), int(record.get("size") or 0), crc
-    )

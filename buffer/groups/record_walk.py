@@ -12,6 +12,7 @@ from itertools import islice
 import numpy as np
 
 from buffer.ids import ENDS, IMPORTED_FROM, group_id
+from buffer.job import PayloadRef
 from buffer.redis.key_fields import read_counts, require_fields, text_fields
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
@@ -70,3 +71,11 @@ class RecordWalk:
 
     def _hashes(self, gids: list[str]) -> list[dict[bytes, bytes]]:
         return self._store.each("records", [("HGETALL", self._keys.group(gid)) for gid in gids])
+
+
+def payload_of(gid: str, record: Record) -> PayloadRef:
+    """Return the reference to the bytes of a group that `RecordWalk.records` returned."""
+    crc = "" if record["payload"] == "init" else record.get("crc", "")
+    return PayloadRef(
+        gid, record["payload"], int(record["chunks"]), int(record.get("size") or 0), crc
+    )

@@ -290,10 +290,18 @@ class RolloutState(BaseModel):
         return max(new, 0)
 
     def reset_response(self) -> None:
-        """Discard the response; the prompt, its ids, the ground truth and the session stay."""
+        """Discard the response; the prompt, its ids, the ground truth and the session stay.
+
+        Of `extra`, the entry `OF_RESPONSE` is discarded.
+        """
         for name in _OF_RESPONSE:
             field = RolloutState.model_fields[name]
             setattr(self, name, field.get_default(call_default_factory=True))
+        self.extra = {name: value for name, value in self.extra.items() if name != OF_RESPONSE}
+
+
+OF_RESPONSE = "of_response"
+"""Key of `extra`: values that belong to the response, and not to the prompt."""
 
 
 TEACHERS = ("teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")

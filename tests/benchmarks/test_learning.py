@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from benchmarks.learning import long_answers
+from benchmarks.learning import distill, long_answers
 from benchmarks.learning.__main__ import grid, missing
 from benchmarks.learning.plot import ends, plot
 from benchmarks.learning.sums import RUNNING_SUMS, SUMS, make_model, two_terms
@@ -44,6 +44,18 @@ class NotingController(TrainController):
             [(g.gid, [s.response_ids.tolist() for s in g.states]) for g in groups],
         ]
         return super().fit(groups)
+
+
+def test_a_student_is_trained_on_groups_that_passed_its_teacher(tmp_path: Path) -> None:
+    model = make_model(tmp_path, LITTLE)
+    with EmbeddedServer(tmp_path / "server") as server:
+        trial = distill.Trial("top 8 of the teacher", seed=1, steps=2)
+        first, _ = distill.run_arm(server.url, trial, model, model, tmp_path)
+    # the teacher is the student itself: there is nothing to learn in the first step
+    assert first["distill/coverage"] == first["distill/top_coverage"] == 1
+    assert first["distill/reverse_kl"] == pytest.approx(0, abs=1e-4)
+    assert first["distill/top_kl"] == pytest.approx(0, abs=1e-4)
+    assert distill.steps_to([0.0, 0.0, 0.5, 0.9, 0.9, 0.9, 0.9], 0.9) == 7
 
 
 def test_pipeline_at_staleness_0_is_the_loop_without_a_queue_step_by_step(tmp_path: Path) -> None:

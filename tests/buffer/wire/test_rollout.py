@@ -12,6 +12,7 @@ from buffer.errors import WireError
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import (
+    OF_RESPONSE,
     MediaRef,
     PolicyVersion,
     RolloutState,
@@ -142,6 +143,7 @@ def test_reset_forgets_the_response_and_keeps_the_prompt() -> None:
         RolloutState.model_fields
     )
     made = state(**OF_THE_PROMPT, **OF_THE_RESPONSE)
+    made.extra = {**made.extra, OF_RESPONSE: {"text": "r"}}
     made.reset_response()
     untouched = RolloutState(**OF_THE_PROMPT)
     for name in RolloutState.model_fields:

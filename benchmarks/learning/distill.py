@@ -1,0 +1,215 @@
+"""`python -m benchmarks.learning.distill`: a student learns from a teacher, and by GRPO alone.
+
+The teacher is a small model after GRPO on the sums. The student had another warm start. Its groups
+pass the teacher's lane of the real queue before they are trained. A finished trial is one line of
+`distill.jsonl`, and is not run again.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import numpy as np
+import orjson
+import torch
+import typer
+
+from benchmarks.learning.__main__ import RESULTS, missing
+from benchmarks.learning.fleet import AT_ONCE, TASK, Fleet, serving
+from benchmarks.learning.plot import smooth
+from benchmarks.learning.sampler import Sampler
+from benchmarks.learning.sums import SUMS, make_model
+from benchmarks.learning.trial import Point, Setting, train
+from buffer.control.worker_record import HeartbeatReport, WorkerState
+from buffer.groups.job_queue import Serves
+from buffer.ids import new_nonce
+from buffer.job import Job
+from buffer.limits import RunLimits, TaskLimits
+from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.store import Store
+from buffer.run import Run
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import PolicyVersion
+from consumer.config.learner import LearnerConfig
+from consumer.grpo.learner.learner import Learner
+from consumer.grpo.learner.train_controller import TrainController
+from consumer.grpo.models.model_folder import copy_tokenizer, load_model
+
+TEACHER, TOP_K = "big", 8
+MODELS = Path(__file__).parents[2] / "build" / "distill"
+ARMS: dict[str, dict[str, Any]] = {
+    "grpo": {"advantages": "grpo"},
+    "teacher": {"advantages": "none", "distillation": {}},
+    "grpo and teacher": {"advantages": "grpo", "distillation": {}},
+    "top 8 of the teacher": {
+        "advantages": "none",
+        "distillation": {"coef": 0.0, "top_k_loss": "reverse"},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    arm: str
+    seed: int
+    steps: int
+
+
+class TaughtFleet(Fleet):
+    """Also is the worker of the teacher, in the same loop."""
+
+    def __init__(self, run: Run, setting: Setting, model: Path, teacher: Path) -> None:
+        super().__init__(run, Sampler(model, setting.k, setting.seed), setting.k, setting.batch)
+        self._teacher = load_model(teacher).eval()
+        self._own = new_nonce()
+        run.fleet.register("t0", self._own, {"engine": "benchmark", "teaches": TEACHER})
+
+    def turn(self) -> bool:
+        is_sampled = super().turn()
+        state = self._run.control.state()
+        pulse = HeartbeatReport(state.epoch, state.weights, WorkerState.IDLE)
+        self._run.fleet.heartbeat("t0", self._own, pulse, [])
+        serves = Serves(frozenset([TASK]), teacher=TEACHER)
+        claim = self._run.jobs.claim("t0", self._own, new_nonce(), None, AT_ONCE, serves)
+        for job in claim.jobs:
+            group = self._run.buffer.read(job.payload)
+            self._run.buffer.submit("t0", job, self._score(group), 0)
+        return is_sampled or bool(claim.jobs)
+
+    def _submit(self, job: Job, group: RolloutGroup) -> None:
+        tokens = int(group.lengths.sum())
+        self._run.buffer.submit("w0", job, group, tokens, teachers=[TEACHER])
+
+    @torch.no_grad()
+    def _score(self, group: RolloutGroup) -> RolloutGroup:
+        states = group.states
+        for state in states:
+            given = np.concatenate([group.prompt_ids, state.response_ids])
+            ids = torch.from_numpy(given.astype(np.int64))[None]
+            first = len(group.prompt_ids) - 1
+            found = self._teacher(ids).logits[0, first:-1].float().log_softmax(-1)
+            tops = found.topk(TOP_K)
+            own = found.gather(1, ids[0, first + 1 :, None])[:, 0]
+            state.teacher_logprobs = {TEACHER: own.numpy()}
+            state.teacher_top_ids = {TEACHER: tops.indices.int().numpy()}
+            state.teacher_top_logprobs = {TEACHER: tops.values.numpy()}
+        return group.continued(states)
+
+
+def run_arm(url: str, trial: Trial, model: Path, teacher: Path | None, folder: Path) -> list[Point]:
+    """Return the points of a trial; its last weights are `<folder>/last`."""
+    options = dict(ARMS[trial.arm])
+    advantages = options.pop("advantages")
+    setting = Setting(seed=trial.seed, steps=trial.steps)
+    config = LearnerConfig.model_validate({"learning_rate": 1e-3, "warmup_steps": 5} | options)
+    controller = TrainController(Learner(model, config, seed=trial.seed), advantages)
+    limits = RunLimits(
+        stale_threshold=1,
+        steps=trial.steps,
+        batch_size=setting.batch,
+        tasks={TASK: TaskLimits(teachers=[TEACHER] if teacher else [])},
+    )
+    store = Store(url)
+    initial = PolicyVersion("initial", 0)
+    run = Run.create(store, f"distill-{new_nonce()[:6]}", new_nonce(), limits, initial, str(model))
+    sampler = Sampler(model, setting.k, setting.seed)
+    fleet = (
+        TaughtFleet(run, setting, model, teacher)
+        if teacher
+        else Fleet(run, sampler, setting.k, setting.batch)
+    )
+    try:
+        with serving(run, fleet):
+            points = train(run, controller, setting, folder, model)
+    finally:
+        store.close()
+    controller.learner.save_weights(folder / "last")
+    copy_tokenizer(model, folder / "last")
+    return points
+
+
+def teacher_of(url: str, folder: Path, steps: int) -> Path:
+    """Return a model that GRPO has trained on the sums, and its accuracy beside it."""
+    path = folder / "teacher"
+    if not path.exists():
+        start = make_model(folder / "first")
+        with TemporaryDirectory() as work:
+            points = run_arm(url, Trial("grpo", 0, steps), start, None, Path(work))
+            accuracy = sum(point["reward"] for point in points[-10:]) / 10
+            (Path(work) / "last" / "accuracy").write_text(f"{accuracy:.4f}", encoding="utf-8")
+            shutil.copytree(Path(work) / "last", path)
+    return path
+
+
+def plot_trials(lines: Path, accuracy: float, file: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    found = [orjson.loads(line) for line in lines.read_bytes().splitlines()]
+    figure, axis = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for arm in ARMS:
+        rewards = [smooth(t["reward"], 4) for t in found if t["setting"]["arm"] == arm]
+        if not rewards:
+            continue
+        table = np.array([reward[: min(map(len, rewards))] for reward in rewards])
+        steps = np.arange(1, table.shape[1] + 1)
+        (line,) = axis.plot(steps, table.mean(0), label=f"{arm} (n = {len(table)})")
+        axis.fill_between(
+            steps, table.min(0), table.max(0), color=line.get_color(), alpha=0.15, linewidth=0
+        )
+    axis.axhline(accuracy, color="black", linestyle=":", label="the teacher itself")
+    axis.set(xlabel="train step", ylabel="share of right answers, mean of 4 steps", ylim=(0, 1))
+    axis.grid(alpha=0.3)
+    axis.legend(loc="lower right", fontsize="small")
+    figure.savefig(file, dpi=100)
+    plt.close(figure)
+
+
+def steps_to(rewards: list[float], accuracy: float) -> int | None:
+    """Return the first step at which the mean of 4 steps is within 0.02 of `accuracy`."""
+    reached = np.flatnonzero(smooth(rewards, 4) >= accuracy - 0.02)
+    return int(reached[0]) + 1 if len(reached) else None
+
+
+def main(
+    arms: Annotated[str, typer.Option(help="names in ARMS, with commas")] = ",".join(ARMS),
+    seeds: Annotated[int, typer.Option(min=1)] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="of GRPO; a taught student gets a third")] = 90,
+    folder: Annotated[Path, typer.Option(help="where the models go")] = MODELS,
+    results: Annotated[Path, typer.Option(help="where distill.jsonl and distill.png go")] = RESULTS,
+) -> None:
+    """Teach a small model to do sums."""
+    torch.set_num_threads(1)
+    results.mkdir(parents=True, exist_ok=True)
+    file = results / "distill.jsonl"
+    other = replace(SUMS, warm_start=SUMS.warm_start.model_copy(update={"seed": 2}))
+    trials = [
+        Trial(arm, seed, steps if arm == "grpo" else steps // 3)
+        for seed in range(1, seeds + 1)
+        for arm in arms.split(",")
+    ]
+    with TemporaryDirectory() as temporary, EmbeddedServer(Path(temporary) / "server") as server:
+        teacher = teacher_of(server.url, folder, steps)
+        accuracy = float((teacher / "accuracy").read_text(encoding="utf-8"))
+        typer.echo(f"the teacher answers {accuracy:.1%} right")
+        student = make_model(folder / "student", other)
+        for trial in missing(trials, file):
+            work = Path(temporary) / f"{trial.arm}-{trial.seed}"
+            given = None if trial.arm == "grpo" else teacher
+            rewards = [p["reward"] for p in run_arm(server.url, trial, student, given, work)]
+            line = {"setting": asdict(trial), "reward": [round(each, 4) for each in rewards]}
+            reached = steps_to(rewards, accuracy)
+            typer.echo(f"{trial.arm}, seed {trial.seed}: as good as the teacher at step {reached}")
+            with file.open("ab") as lines:
+                lines.write(orjson.dumps(line | {"teacher": accuracy, "steps": reached}) + b"\n")
+    plot_trials(file, accuracy, results / "distill.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,104 @@
+"""Take XTuner's `RolloutState`s apart into rollouts of ours, and put them together again.
+
+What both have is in the same columns, so that `rolloutmq show`, queries and exports read it: texts,
+token ids, logprobs, masks, versions, score. Everything else is an entry of `extra`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from xtuner.v1.data_proto.rl_data import RolloutState as XTunerState
+
+from buffer.wire.rollout import OF_RESPONSE, RolloutState, Status, VersionSpan
+from rolloutmq.integrations.object_values import ObjectValues
+
+VALUES = ObjectValues("xtuner", {"ray": (ray.ObjectRef, ray.get, ray.put)})
+
+OURS = {
+    "message": "messages",
+    "prompt_ids": "prompt_ids",
+    "response": "response",
+    "response_ids": "response_ids",
+    "response_model_steps": "spans",
+    "logprobs": "logprobs",
+    "response_mask": "response_mask",
+    "finish_reason": "finish_reason",
+}
+"""Fields of XTuner's, each with the one of ours that replaces it where both hold the same."""
+
+KeepArray = Callable[[NDArray[Any]], int]
+
+
+def taken_apart(group: list[XTunerState], record: dict[str, Any]) -> list[RolloutState]:
+    """Return the rollouts of a group; `record` is kept with the first. Raises WireError."""
+    arrays: list[bytes] = []
+
+    def keep_array(array: NDArray[Any]) -> int:
+        data = array.tobytes()
+        if data not in arrays:  # the rollouts of a prompt share their pixels
+            arrays.append(data)
+        return arrays.index(data)
+
+    prompt = group[0].prompt_ids
+    if any(state.prompt_ids != prompt for state in group):
+        prompt = None  # a group of ours has one prompt
+    status = Status.COMPLETED if record["status"] == "completed" else Status.ABORTED
+    states = [_ours(state, prompt, keep_array) for state in group]
+    for n, state in enumerate(states):
+        state.index, state.status = n, status
+    states[0].extra[OF_RESPONSE] |= {"record": record, "arrays": arrays}
+    return states
+
+
+def _ours(state: XTunerState, prompt: list[int] | None, keep_array: KeepArray) -> RolloutState:
+    ids, steps = state.response_ids or [], state.response_model_steps or []
+    columns = {name: getattr(state, name) or [] for name in ("logprobs", "response_mask")}
+    # a segment of an agent has those of its whole sequence
+    fitting = {name: column for name, column in columns.items() if len(column) == len(ids) > 0}
+    score = (state.reward or {}).get("score")
+    ours = RolloutState(
+        messages=VALUES.apart(state.message, keep_array),
+        prompt_ids=prompt,
+        response=state.response or "",
+        response_ids=ids,
+        spans=_spans(steps) if len(steps) == len(ids) else [],
+        finish_reason=state.finish_reason,
+        error=state.error_msg,
+        reward={"score": score} if isinstance(score, int | float) and score == score else None,
+        **{"logprobs": np.zeros(len(ids), "<f4"), **fitting},
+    )
+    fields = {name: value for name, value in state if value is not None}
+    same = [name for name in OURS if fields.get(name) and _theirs(ours, name) == fields[name]]
+    for name in same:
+        del fields[name]
+    ours.extra = {OF_RESPONSE: {"fields": VALUES.apart(fields, keep_array), "same": same}}
+    return ours
+
+
+def _spans(steps: list[int]) -> list[VersionSpan]:
+    starts = np.flatnonzero(np.diff(steps, prepend=-1)).tolist()
+    ends = [*starts[1:], len(steps)] if steps else []
+    return [VersionSpan(a, b - a, steps[a], "xtuner") for a, b in zip(starts, ends, strict=True)]
+
+
+def _theirs(ours: RolloutState, name: str) -> Any:
+    value = getattr(ours, OURS[name])
+    if name == "response_model_steps":
+        return [span.version for span in value for _ in range(span.length)]
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def put_together(states: list[RolloutState]) -> tuple[list[XTunerState], dict[str, Any]]:
+    """Return the rollouts that `taken_apart` was given, and their record."""
+    first = states[0].extra[OF_RESPONSE]
+    group = []
+    for state in states:
+        kept = state.extra[OF_RESPONSE]
+        fields = VALUES.together(kept["fields"], first["arrays"].__getitem__)
+        group.append(XTunerState(**fields, **{name: _theirs(state, name) for name in kept["same"]}))
+    return group, first["record"]

@@ -1,0 +1,200 @@
+"""XTuner's storage of groups, in a run.
+
+A file in each checkpoint of XTuner's says which groups the weights have seen. A group that XTuner
+takes stays in the run until two checkpoints say so, since the last one may be incomplete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+from xtuner.v1.data_proto.rl_data import RolloutState as XTunerState
+from xtuner.v1.data_proto.rl_data import Status as XTunerStatus
+from xtuner.v1.rl import replay_buffer as theirs
+
+from buffer.errors import RunExists, RunNotFound
+from buffer.groups.record_walk import RecordWalk, payload_of
+from buffer.ids import IMPORTED_FROM, new_nonce, split_group_id
+from buffer.ledger.ended_draws import EndedDraws
+from buffer.ledger.position import Position
+from buffer.limits import RunLimits, TaskLimits
+from buffer.redis.store import Store
+from buffer.run import Run
+from consumer.handle.rollout_consumer import RolloutConsumer
+from rolloutmq.integrations.xtuner_rollouts import put_together, taken_apart
+
+FILE = "replay_buffer.json"
+
+LIMITS = RunLimits(stale_threshold=10**9, order="fifo")  # XTuner decides what is too old
+
+Key = tuple[str, int | None]
+"""Task and group_id: the draw of a prompt, as XTuner's sampler numbers it."""
+
+
+class RunStorage(theirs.NaiveStorage):  # type: ignore[misc]
+    """XTuner's storage in memory; each group is in a run before it is here."""
+
+    def __init__(self, url: str, run: str) -> None:
+        super().__init__()
+        self.repeated: set[Key] = set()
+        """prompts that the data set gives again, though their groups were completed"""
+        self._url = url
+        self._name = run or f"xtuner-{secrets.token_hex(4)}"
+        self._run: Run | None = None
+        self._gids: dict[int, str] = {}  # by XTuner's uid
+        self._retried: dict[Key, str] = {}  # handed out to be finished
+        self._position = Position()
+        self._dropped: set[str] = set()
+        self._puts = 0
+        self._saved: dict[str, Any] = {}  # the newest checkpoint
+
+    def opened(self) -> Run:
+        """Return the run: without a checkpoint, one that has trained nothing."""
+        return self._run or self.open({})
+
+    async def put(self, item: theirs.StorageItem) -> int:
+        """Add a group to the run, then here; a failed one only here."""
+        run, gid = await asyncio.to_thread(self.opened), ""
+        if item.status.value in ("completed", "aborted", "expired"):
+            gid = await asyncio.to_thread(self._write, run, item)
+        uid: int = await super().put(item)
+        self._gids |= {uid: gid} if gid else {}
+        return uid
+
+    async def get(self, query: Any) -> list[theirs.StorageItem]:
+        """Return the groups that match."""
+        await asyncio.to_thread(self.opened)
+        found: list[theirs.StorageItem] = await super().get(query)
+        return found
+
+    async def count(self, query: Any) -> int:
+        """Return how many groups match."""
+        await asyncio.to_thread(self.opened)
+        return int(await super().count(query))
+
+    async def delete(self, uids: list[int]) -> None:
+        """Hand groups out, or forget them. They stay in the run until a checkpoint says so."""
+        for uid in uids:
+            item, gid = self._items[uid], self._gids.pop(uid, "")
+            number = item.item[0].group_id
+            if gid and item.status is not XTunerStatus.COMPLETED and number is not None:
+                self._retried[item.task_name, number] = gid
+            elif gid and item.item[0].status is XTunerStatus.COMPLETED:
+                self._position.trained.add_batch(0, [gid])
+            elif gid:
+                self._dropped.add(gid)
+        await super().delete(uids)
+
+    def _write(self, run: Run, item: theirs.StorageItem) -> str:
+        self._consumer.role.check()
+        self._puts += 1
+        record = {"status": item.status.value, "staleness": item.staleness}
+        record |= {"task": item.task_name, "order": self._puts}
+        states = taken_apart(item.item, record)
+        key = item.task_name, item.item[0].group_id
+        if key in self._retried:
+            run.buffer.update(self._retried[key], states, ageless=True)
+            return self._retried.pop(key)
+        task = re.sub(r"[^A-Za-z0-9_.-]", "_", item.task_name)[:64]
+        if task not in run.limits.tasks:
+            tasks = {**run.limits.tasks, task: TaskLimits()}
+            limits = run.limits.model_copy(deep=True, update={"tasks": tasks})
+            Run.create(run.store, run.name, run.nonce, limits)
+            run.refresh_limits()
+        (gid,) = run.buffer.put(task, [states], ageless=True, retryable=True)
+        return gid
+
+    # -- checkpoints ---------------------------------------------------------------------------
+
+    def open(self, saved: dict[str, Any]) -> Run:
+        """Become the trainer of the run at a checkpoint, and read the groups that it has not seen.
+
+        Raises RunNotFound, and RunExists for a run with checkpoints when `saved` is empty.
+        """
+        store = Store(self._url, name="xtuner")
+        name = saved.get("run", self._name)
+        try:
+            run = Run.open(store, name)
+        except RunNotFound:
+            if saved:
+                raise
+            run = Run.create(store, name, new_nonce(), LIMITS)
+        tasks = run.limits.training_tasks
+        if not saved and any(run.progress(task).get("archived", "0") != "0" for task in tasks):
+            raise RunExists(f"run {name!r} was trained", hint="resume, or name another run")
+        self._position = Position.model_validate(saved.get("position", {}))
+        self._dropped = set(saved.get("dropped", ()))
+        self.repeated = {(task, number) for task, number in saved.get("repeated", ())}
+        self._consumer = RolloutConsumer(run, prefetch_bytes=0)
+        self._consumer.open(position=self._position, take_over=True)
+        self._saved = saved
+        found = [group for task in tasks for group in self._unseen(run, task)]
+        found.sort(key=lambda entry: int(entry[2]["order"]))
+        self._puts = max((record["order"] for _, _, record in found), default=0)
+        items = [
+            theirs.StorageItem(
+                group, n, n, record["task"], XTunerStatus(record["status"]), record["staleness"]
+            )
+            for n, (_, group, record) in enumerate(found, 1)
+        ]
+        last = len(items)
+        self.load_state_dict({"items": items, "next_uid": last + 1, "next_timestamp_id": last + 1})
+        self._gids = dict(enumerate((gid for gid, _, _ in found), 1))
+        self._run = run
+        return run
+
+    def _unseen(self, run: Run, task: str) -> Iterator[tuple[str, list[XTunerState], Any]]:
+        """Yield the groups of a task that are for later steps than the checkpoint."""
+        first_new = self._saved.get("draws", {}).get(task, 0)
+        for gid, fields in RecordWalk(run.store, run.keys).records(task):
+            if fields["stage"] != "pool" or gid in self._position.trained or gid in self._dropped:
+                continue
+            group, record = put_together(run.buffer.read(payload_of(gid, fields)).states)
+            if split_group_id(gid)[1] >= first_new:  # the data set will give its prompt again
+                if record["status"] != "completed":
+                    self._dropped.add(gid)
+                    continue
+                self.repeated.add((record["task"], group[0].group_id))
+            yield gid, group, record
+
+    def save(self, folder: Path, policy: str) -> None:
+        """Write what the weights have seen into a checkpoint; end what the one before has seen.
+
+        Only the one before is certain to be complete: XTuner writes the weights after this.
+        """
+        run = self.opened()
+        self._consumer.check_role()
+        # XTuner saves while nothing is generated: these were not put again
+        self._dropped |= set(self._retried.values())
+        self._retried.clear()
+        puts = {task: int(run.progress(task).get("put", 0)) for task in run.limits.training_tasks}
+        saved = {
+            "run": run.name,
+            "policy": policy,
+            "position": self._position.model_dump(),
+            "dropped": sorted(self._dropped),
+            "repeated": sorted(self.repeated),
+            "draws": {task: IMPORTED_FROM + count for task, count in puts.items()},
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f"{FILE}.part"
+        with part.open("wb") as file:
+            file.write(orjson.dumps(saved))
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(folder / FILE)
+        before, self._saved = self._saved, saved
+        seen = Position.model_validate(before.get("position", {}))
+        EndedDraws(run.context, self._consumer.nonce).end(seen, ())
+        for gid in before.get("dropped", ()):
+            run.buffer.delete(gid)
+            self._dropped.discard(gid)
+        while run.janitor.sweep().has_more:
+            pass
