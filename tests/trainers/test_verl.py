@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from buffer.errors import ConfigError, Fenced, WireError
-from rolloutmq.integrations import plain_values
 from rolloutmq.integrations.verl import MessageQueueClient
+from rolloutmq.integrations.verl_samples import decode, encode
 from rolloutmq.integrations.verl_steps import TASK, MessageQueue
 from tests.consumer.grpo.models.tiny import build_model
 from tests.programs import ROOT
@@ -85,7 +85,7 @@ async def test_a_sample_comes_back_as_it_was(client: MessageQueueClient) -> None
     other["lists"] = np.array([[1, 2], [3]], object)
     other["word"] = np.array(["long", "b"])
     given.full_batch.meta_info |= {
-        1: float("nan"),
+        "nan": float("nan"),
         "bytes": b"\xff",
         "none": None,
         "pair": (1, [2]),
@@ -109,7 +109,7 @@ async def test_a_sample_comes_back_as_it_was(client: MessageQueueClient) -> None
     for part in ("non_tensor_batch", "meta_info"):
         expected, restored = (getattr(each.full_batch, part) for each in (given, found))
         assert list(restored) == list(expected)
-        assert plain_values.encode(restored, "") == plain_values.encode(expected, "")
+        assert encode({part: restored}) == encode({part: expected})
         assert {k: type(v) for k, v in restored.items()} == {
             k: type(v) for k, v in expected.items()
         }
@@ -118,7 +118,7 @@ async def test_a_sample_comes_back_as_it_was(client: MessageQueueClient) -> None
 async def test_padding_is_not_stored(client: MessageQueueClient) -> None:
     await client.put_sample(sample(1))
     (group,) = client._run.buffer.get(1, TASK)
-    assert set(plain_values.decode(group.shared.extra["verl"])["tensors"].values()) == {None}
+    assert set(decode(group.shared.extra["verl"])["batch"].values()) == {None}
 
 
 async def test_only_what_the_same_process_has_pickled_is_unpickled(
@@ -137,9 +137,9 @@ async def test_only_what_the_same_process_has_pickled_is_unpickled(
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        (lambda data: data.non_tensor_batch["uid"].fill(object()), r"non_tensor_batch.uid\[0\]"),
+        (lambda data: data.non_tensor_batch["uid"].fill(object()), "non_tensor_batch.uid"),
         (lambda data: data.meta_info.update(lock=threading.Lock()), "meta_info.lock"),
-        (lambda data: data.meta_info.update(big=[2**70]), r"meta_info.big\[0\]"),
+        (lambda data: data.meta_info.update(big=[2**70]), "meta_info.big"),
         (lambda data: data.meta_info.update(x=torch.ones(2).to_sparse()), "meta_info.x"),
         (lambda data: data.batch.pop("rollout_log_probs"), "rollout_log_probs"),
         (lambda data: data.non_tensor_batch.pop("min_global_steps"), "min_global_steps"),
