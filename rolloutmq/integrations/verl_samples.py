@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.wire.rollout import RolloutState, Status, VersionSpan
+from buffer.wire.rollout import RolloutState, Status, VersionSpan, no_tokens
 from rolloutmq.integrations.object_values import ObjectValues
 
 KEY = "verl"
@@ -31,13 +31,17 @@ def states_of(sample: Any, sync: int, lineage: str) -> list[RolloutState]:
     data = sample.full_batch
     # the tokens of an answer can be of several weights, of which verl keeps the first and the last
     weights = _column(data.non_tensor_batch, "min_global_steps").tolist()
+    if None in weights:
+        raise WireError("RolloutSample.full_batch: min_global_steps has None: the engine sets none")
     prompts, answers, attention, trained, logprobs = (
-        _column(data.batch, name).numpy()
+        _column(data.batch, name).cpu().numpy()
         for name in ("prompts", "responses", "attention_mask", "response_mask", "rollout_log_probs")
     )
     scores = data.batch["rm_scores"].sum(1).tolist() if "rm_scores" in data.batch else None
     width = prompts.shape[1]
     is_read = attention.astype(bool)
+    # a group has one prompt; rows with another one are stored as tensors, too
+    prompt = prompts[0][is_read[0, :width]]
     states = []
     for n, row in enumerate(answers):
         length = int(is_read[n, width:].sum())
@@ -45,7 +49,7 @@ def states_of(sample: Any, sync: int, lineage: str) -> list[RolloutState]:
             RolloutState(
                 index=n,
                 status=Status.COMPLETED,
-                prompt_ids=prompts[n][is_read[n, :width]],
+                prompt_ids=prompt,
                 response_ids=row[:length],
                 response_mask=trained[n, :length],
                 logprobs=logprobs[n, :length],
@@ -167,14 +171,16 @@ def _tensors(states: Sequence[RolloutState], width: int, longest: int, pad: int)
     import torch
 
     count = len(states)
+    prompt = no_tokens() if states[0].prompt_ids is None else states[0].prompt_ids
+    start = width - len(prompt)
     prompts = np.full((count, width), pad, "<i8")
     answers = np.full((count, longest), pad, "<i8")
     attention = np.zeros((count, width + longest), "<i8")
     trained = np.zeros((count, longest), "<i8")
     logprobs, scores = np.zeros((2, count, longest), "<f4")
     for n, state in enumerate(states):
-        start, end = width - _length(state.prompt_ids), _length(state.response_ids)
-        prompts[n, start:] = state.prompt_ids
+        end = len(state.response_ids)
+        prompts[n, start:] = prompt
         answers[n, :end] = state.response_ids
         attention[n, start : width + end] = 1
         trained[n, :end] = 1 if state.response_mask is None else state.response_mask
@@ -191,10 +197,6 @@ def _tensors(states: Sequence[RolloutState], width: int, longest: int, pad: int)
         "rm_scores": scores,
     }
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-def _length(ids: NDArray[Any] | None) -> int:
-    return 0 if ids is None else len(ids)
 
 
 def _same(tensor: Any, rebuilt: Any) -> bool:

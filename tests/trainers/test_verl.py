@@ -38,7 +38,7 @@ with warnings.catch_warnings():
     import torch
     from verl.experimental.fully_async_policy import message_queue as theirs
 
-    from tests.trainers.verl_job import Handle, job_config, ray_get, run_job, sample
+    from tests.trainers.verl_job import WIDTH, Handle, job_config, ray_get, run_job, sample
 
 FORK = multiprocessing.get_context("fork")
 
@@ -119,6 +119,17 @@ async def test_padding_is_not_stored(client: MessageQueueClient) -> None:
     await client.put_sample(sample(1))
     (group,) = client._run.buffer.get(1, TASK)
     assert set(decode(group.shared.extra["verl"])["batch"].values()) == {None}
+
+
+async def test_rollouts_may_have_prompts_of_their_own(client: MessageQueueClient) -> None:
+    given = sample(1)
+    batch = given.full_batch.batch
+    for name, place in (("prompts", -1), ("input_ids", WIDTH - 1)):
+        batch[name][1, place] += 1
+    await client.put_sample(given)
+    found, _ = await client.get_sample()
+    for name, tensor in batch.items():
+        assert torch.equal(found.full_batch.batch[name], tensor), name
 
 
 async def test_only_what_the_same_process_has_pickled_is_unpickled(

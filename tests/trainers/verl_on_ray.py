@@ -56,15 +56,24 @@ class RollouterActor(FullyAsyncRollouter.__ray_actor_class__):  # type: ignore[m
 
 
 class Runner(ITS_RUNNER):  # type: ignore[misc]
-    """verl's task runner, which makes its actors of these classes."""
+    """verl's task runner, which makes actors of these classes, and no models."""
 
     def __init__(self) -> None:
         super().__init__()
         names = ITS_RUNNER._initialize_components.__globals__
         names["create_role_worker_mapping"] = lambda _: ({}, None)
-        names["create_resource_pool_manager"] = lambda *_, **__: None
-        names["FullyAsyncTrainer"] = ray.remote(num_cpus=1)(TrainerActor)
-        names["FullyAsyncRollouter"] = ray.remote(num_cpus=1, max_concurrency=9)(RollouterActor)
+
+    def _create_trainer(self, config: Any) -> None:
+        trainer = ray.remote(num_cpus=1)(TrainerActor).remote(config, None, {}, None)
+        ray.get(trainer.init_workers.remote())
+        self.components["trainer"] = trainer
+
+    def _create_rollouter(self, config: Any) -> None:
+        made = ray.remote(num_cpus=1, max_concurrency=9)(RollouterActor)
+        rollouter = made.remote(config=config, tokenizer=None, processor=None)
+        ray.get(rollouter.init_workers.remote())
+        ray.get(rollouter.set_max_required_samples.remote())
+        self.components["rollouter"] = rollouter
 
 
 def write_pid(config: Any, name: str) -> None:
