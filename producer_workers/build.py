@@ -19,7 +19,12 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState
 from producer_workers.agent_loops.agent_loop import load_agent_loop
-from producer_workers.agent_loops.tokenizer import TaskTokenizer, Tokenizer, load_tokenizer
+from producer_workers.agent_loops.tokenizer import (
+    TaskTokenizer,
+    Tokenizer,
+    check_same_tokens,
+    load_tokenizer,
+)
 from producer_workers.agent_loops.toolbox import tool_schemas
 from producer_workers.config.dataset import ImagesSection
 from producer_workers.config.producing import ProducingConfig
@@ -142,13 +147,21 @@ def _image_prompts(config: ProducingConfig, run: Run, name: str) -> ImagePrompts
     return ImagePrompts(str(config.model_folder), limits, run.media, kwargs)
 
 
-async def start_engine(config: ProducingConfig, run: Run) -> Engine:
-    section = config.engine
+async def start_engine(config: ProducingConfig, run: Run, teacher: str = "") -> Engine:
+    """Return the engine of a worker, or of a teacher's. Raises ConfigError, ModelError."""
+    section, folder = config.engine, config.model_folder
+    if teacher:
+        check_teacher(config, teacher)
+        section, folder = config.teacher_engine(teacher), config.teacher_folder(teacher)
+        await asyncio.to_thread(check_same_tokens, config.model_folder, folder)
     if config.worker.concurrency == "auto":
         section = section.reporting_load()
-    if any(config.tasks[name].sample.to_params().changes() for name in config.untruncated_tasks):
+    is_changed = (
+        config.tasks[name].sample.to_params().changes() for name in config.untruncated_tasks
+    )
+    if not teacher and any(is_changed):
         section = section.recording_masks()
-    engine = build_engine(section, config.model_folder, FIRST_WEIGHTS)
+    engine = build_engine(section, folder, FIRST_WEIGHTS)
     if isinstance(engine, ShowsImages):
         limits = _widest([task.images for task in config.tasks.values()])
         engine.images.read_with(ImageReader(run.media, limits))
@@ -160,6 +173,26 @@ async def start_engine(config: ProducingConfig, run: Run) -> Engine:
         message = f"the engine {engine.name} did not start within {timeout_s:g} s"
         raise ModelError(message, hint="raise [worker] start_timeout_s") from error
     return engine
+
+
+def check_teacher(config: ProducingConfig, name: str) -> None:
+    if name not in config.teachers:
+        known = ", ".join(config.teachers) or "none"
+        message = f"no task has a teacher {name}; known: {known}"
+        raise ConfigError(message, hint=f"add [tasks.<name>.teachers.{name}]")
+
+
+def worker_facts(restarts: int) -> dict[str, str]:
+    return {
+        "host": socket.gethostname(),
+        "pid": str(os.getpid()),
+        "engine_restarts": str(restarts),
+    }
+
+
+def set_order(config: ProducingConfig, run: Run) -> None:
+    order = config.policy.order
+    run.buffer.order_function = order_call(order, load_order(run.limits.order, order))
 
 
 def make_worker(
@@ -191,8 +224,7 @@ def make_worker(
         raise ConfigError(problem)
     tokenizer = load_tokenizer(str(config.model_folder))
     ends = eos_ids(config.model_folder)
-    order = config.policy.order
-    run.buffer.order_function = order_call(order, load_order(run.limits.order, order))
+    set_order(config, run)
     judges = WatchedJudges(JudgeTimes(run.observers))
     gateway = functools.cache(functools.partial(_make_gateway, config, run, is_live, names))
     runners = {
@@ -211,11 +243,7 @@ def make_worker(
         lanes=config.worker.lanes,
         untruncated_tasks=config.untruncated_tasks,
         limit_claim=room and room.limit_claim,
-        facts={
-            "host": socket.gethostname(),
-            "pid": str(os.getpid()),
-            "engine_restarts": str(restarts),
-        },
+        facts=worker_facts(restarts),
     )
     if room:
         room.on_demand = worker.claim_soon
@@ -304,6 +332,7 @@ def _make_runner(
         strategy.group_time_limit_s,
         "drop" if task.eval_of else strategy.on_failed_member,
         task.train_roles,
+        task.teachers,
     )
 
 

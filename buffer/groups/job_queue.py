@@ -359,6 +359,15 @@ class JobQueue:
             read = int(some) + int(others)
         return moved
 
+    def skip_former_teachers(self, task: str, limit: int = 250) -> int:
+        """Pass on groups that wait for teachers which the config lacks now; return how many."""
+        arguments = {"task": task, "token_lead": self._limits.token_lead(task), "limit": limit}
+        slots = self._keys.slots(task=task)
+        return sum(
+            int(self._store.call("skip_teacher", slots, {**arguments, "teacher": name})[1])
+            for name in self._limits.tasks[task].former_teachers
+        )
+
     def reap(self, limit: int = 100) -> Reaped:
         """Take back up to `limit` groups of expired leases, and forget long gone workers."""
         limits = self._limits

@@ -19,7 +19,8 @@ from buffer.errors import WireError
 from buffer.wire.document import OPTIONAL, Columns, Head, Own, Shared
 from buffer.wire.rollout import expert_rows
 from buffer.wire.sampling_mask import SamplingMask
-from buffer.wire.table import NO_FINISH, STATUSES, tops_of
+from buffer.wire.table import NO_FINISH, STATUSES
+from buffer.wire.teacher_columns import tops_of
 
 MAX_NESTING = 32
 """Deeper documents would exceed the recursion limit of other readers, and of our encoder."""

@@ -7,6 +7,7 @@ without an object per rollout. `states` makes the objects on first use.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from functools import cache, cached_property
 from typing import Any
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from buffer.errors import GroupChanged, WireError
 from buffer.wire.checks import Bounds, bounds_of
-from buffer.wire.document import OPTIONAL, Columns, Document, Own, Shared
+from buffer.wire.document import OPTIONAL, Columns, Document, Head, Own, Shared
 from buffer.wire.own_copy import own_copy
 from buffer.wire.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
 from buffer.wire.sampling import SampleParams
@@ -30,8 +31,8 @@ from buffer.wire.table import (
     rollouts,
     spans_of,
     tabulate,
-    tops_of,
 )
+from buffer.wire.teacher_columns import tops_of
 
 UNPARSED = "unparsed"
 """The part of a reward that is 1 where a judge found no answer in the response, else 0."""
@@ -137,6 +138,12 @@ class RolloutGroup:
         group = RolloutGroup(self.gid, self.task, states)
         group.signatures = self.signatures
         group.seal = self.seal
+        return group
+
+    def with_parts(self, head: Head, columns: Columns) -> RolloutGroup:
+        """Return the same group with other columns."""
+        group = copy(self)
+        group._states, group.head, group.columns = None, head, columns
         return group
 
     def __len__(self) -> int:

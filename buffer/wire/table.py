@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from buffer.wire.own_copy import own_copy, read_only
 from buffer.wire.rollout import UNJUDGED, RolloutState, Status, VersionSpan, expert_rows
 from buffer.wire.sampling import SampleParams
 from buffer.wire.sampling_mask import RecordedMask, SamplingMask, joined_masks
+from buffer.wire.teacher_columns import own_tops, tops_of
 
 STATUSES = tuple(Status)
 """The order is part of the wire format: column `statuses` holds positions in it."""
@@ -265,7 +266,7 @@ def rollouts(head: Head, columns: Columns) -> Iterator[RolloutState]:
             logprobs=columns["logprobs"][part],
             response_mask=None if mask is None or mask.all() else mask,
             teacher_logprobs=_own_teachers(head.teachers, columns, part),
-            **_own_tops(tops, part),
+            **own_tops(tops, part),
             routed_experts=experts[n],
             sampling_mask=masks[n],
             spans=spans[n],
@@ -312,19 +313,6 @@ def masks_of(head: Head, columns: Columns) -> list[RecordedMask]:
     return found
 
 
-def tops_of(head: Head, columns: Columns) -> dict[str, tuple[NDArray[Any], NDArray[Any]]]:
-    """Return the top tokens of each teacher with any: ids and logprobs, [R, k]."""
-    if not head.teacher_top_k:
-        return {}
-    ends = np.cumsum(head.teacher_top_k).tolist()
-    parts = zip(head.teachers, head.teacher_top_k, ends, strict=True)
-    blocks = ((name, slice(end - k, end)) for name, k, end in parts if k)
-    return {
-        name: (columns["teacher_top_ids"][:, block], columns["teacher_top_logprobs"][:, block])
-        for name, block in blocks
-    }
-
-
 def _reward(names: Sequence[str], columns: Columns, n: int) -> dict[str, float] | None:
     if "rewards" not in columns:
         return None
@@ -347,22 +335,6 @@ def _own_teachers(
     rows = zip(teachers, columns["teacher_logprobs"], strict=True)
     parts = {name: _own_part(row, part) for name, row in rows}
     return {name: own for name, own in parts.items() if own is not None} or None
-
-
-def _own_tops(
-    tops: Mapping[str, tuple[NDArray[Any], NDArray[Any]]], part: slice
-) -> dict[str, dict[str, NDArray[Any]]]:
-    own = {
-        name: (ids[part], logprobs[part])
-        for name, (ids, logprobs) in tops.items()
-        if _own_part(logprobs[:, 0], part) is not None
-    }
-    if not own:
-        return {}
-    return {
-        "teacher_top_ids": {name: ids for name, (ids, _) in own.items()},
-        "teacher_top_logprobs": {name: logprobs for name, (_, logprobs) in own.items()},
-    }
 
 
 def _state_fields(texts: Shared | Own) -> dict[str, Any]:

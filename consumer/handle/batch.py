@@ -25,7 +25,7 @@ Ints = NDArray[np.int64]
 
 COLUMNS = ("prompt_ids", "response_ids", "logprobs", "mask")
 
-TOP_IDS, TOP_LOGPROBS = "teacher_top_ids/", "teacher_top_logprobs/"
+TOP_IDS = "teacher_top_ids/"
 
 _BATCHES = 4  # only the newest: a trainer may keep groups for good, for example to show them
 
@@ -205,7 +205,7 @@ class BatchTable:
         ]
 
     def tops(self) -> dict[str, list[NDArray[Any]]]:
-        """Return `RolloutGroup.teacher_tops` of each group, [R, k], as wide as the widest.
+        """Return `RolloutGroup.teacher_tops` of each group by name, [R, k], as wide as the widest.
 
         Logprobs are nan for a group without, and -inf where it has fewer tokens than others.
         """

@@ -275,6 +275,7 @@ class VllmConfig(EngineSettings):
                 "max_model_len": self.max_model_len and self.max_model_len + 1,
                 "max_lora_rank": None,
                 "routed_experts": False,
+                "sampling_mask": False,
                 "extra_args": extra,
             }
         )

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 from buffer.config.memory_budget import estimate_group_bytes
 from buffer.config.run_settings import Name
 from buffer.config.section import YEAR_S, Count, Section
+from buffer.ids import TEACHER
 from buffer.imports import is_dotted_path
 from buffer.readable import format_size
 from buffer.wire.document import MAX_MEMBERS
@@ -68,7 +69,7 @@ NO_JUDGE = "environment"
 LIVE = "live"
 """The agent loop of tasks that only `rolloutmq gateway` serves."""
 
-TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,32}$")]
+TeacherName = Annotated[str, Field(pattern=f"^{TEACHER}$")]
 
 JudgeWeight = Annotated[float, Field(ge=-1e6, le=1e6)]
 JudgeSpec = str | dict[str, str | dict[str, JudgeWeight]]

@@ -154,6 +154,15 @@ class JudgeTimes:
         self.failed = 0
         self.histogram = Histogram(JUDGE_BOUNDS_S)
 
+    def reported(self) -> dict[str, Any]:
+        """Return the fields of a heartbeat that count answers."""
+        return {
+            "judged": self.histogram.count,
+            "judging_ms": round(1000 * self.histogram.total_s),
+            "judge_failures": self.failed,
+            "judge_buckets": self.histogram.counts,
+        }
+
     @contextmanager
     def measure(self) -> Iterator[None]:
         """Count the time in the block as one answer, unless a pause ends it."""

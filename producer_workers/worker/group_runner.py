@@ -41,7 +41,7 @@ from buffer.run import Run
 from buffer.wire.group import GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import UNJUDGED, RolloutState, Status
 from buffer.wire.sampling_mask import SamplingMask
-from producer_workers.engines.base import Engine, EngineDeadError, shown
+from producer_workers.engines.base import Engine, EngineDeadError, ScoresTexts, shown
 from producer_workers.user_code.failure import log_failure
 from producer_workers.user_code.user_function import outcome_of
 from producer_workers.worker.claims import FailureBackoff
@@ -50,6 +50,7 @@ from producer_workers.worker.loop_border import LoopInput, check_weights
 from producer_workers.worker.shared_engine import SharedEngine
 from producer_workers.worker.submitter import Submitter
 from producer_workers.worker.task_runner import TaskRunner, restart_too_old, restart_unfinished
+from producer_workers.worker.teacher import Teacher
 from producer_workers.worker.turn_keeper import TurnKeeper
 
 log = logging.getLogger("rolloutmq.worker")
@@ -65,7 +66,7 @@ KEPT = 256
 
 
 class GroupRunner:
-    """Generates, judges and submits the groups of one worker."""
+    """Generates, judges and submits the groups of one worker; a teacher scores them instead."""
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class GroupRunner:
         runners: Mapping[str, TaskRunner],
         worker: str,
         failures: FailureBackoff,
+        teacher: Teacher | None = None,
     ) -> None:
         self._run = run
         self._engine = engine
@@ -82,6 +84,7 @@ class GroupRunner:
         self._runners = runners
         self._worker = worker
         self._failures = failures
+        self._teacher = teacher
         self._submitter = Submitter(run, worker)
         self.tokens = self.done = self.failed = 0
         self.lengths = LengthCounts()
@@ -89,7 +92,7 @@ class GroupRunner:
         self._outage = LogOnce(log, "waiting for the server with groups that are held")
 
     async def run(self, job: Job) -> None:
-        """Generate, judge and submit one group.
+        """Generate and judge one group, or as a teacher score it, and submit it.
 
         Raises EngineDeadError, GroupChanged, and RunDamaged where the result cannot be submitted.
         Any other failure only releases the group.
@@ -97,9 +100,13 @@ class GroupRunner:
         known_tokens = 0
         group: RolloutGroup | None = None
         try:
-            group, known_tokens = await self._begin(job)
-            made = await self._generate(job, group)
-            await self._finish(job, made, known_tokens)
+            self._isolate_last_try(job)
+            if self._teacher:
+                await self._teach(job, self._teacher)
+            else:
+                group, known_tokens = await self._begin(job)
+                made = await self._generate(job, group)
+                await self._finish(job, made, known_tokens)
         except Fenced as error:
             log.warning("result not wanted: %s", error, extra={"gid": job.gid})
         except EngineDeadError as error:
@@ -131,6 +138,11 @@ class GroupRunner:
             await self._fail(job, reason, self._held.members.get(job, ()))
         finally:
             self._held.forget(job)
+
+    def _isolate_last_try(self, job: Job) -> None:
+        # if every try were the last one, every group would be alone
+        if job.tries >= self._run.limits.max_tries > 1:
+            self._engine.alone.add(job.gid)
 
     async def open(self) -> None:
         """Open the agent loops, which may serve something. Raises ConfigError."""
@@ -190,10 +202,6 @@ class GroupRunner:
     async def _generate(self, job: Job, group: RolloutGroup) -> RolloutGroup:
         """Return the group sampled and judged, with the total time."""
         runner = self._runners[job.task]
-        max_tries = self._run.limits.max_tries
-        # if every try were the last one, every group would be alone
-        if job.tries >= max_tries > 1:
-            self._engine.alone.add(job.gid)
         began = time.monotonic()
         spent_s = group.shared.extra.get(GROUP_TIME, 0.0)
         claimed = group.states
@@ -211,7 +219,7 @@ class GroupRunner:
             for observer in self._run.observers
         )
         with observed, shown(engine, job.gid, group.multimodal):
-            tries = max_tries - job.tries + 1
+            tries = self._run.limits.max_tries - job.tries + 1
             made = await runner.generate_each(states, engine, job.gid, source, tries)
         check_weights(claimed, made, self._engine.sampled_with)
         self._held.members[job] = made
@@ -233,6 +241,15 @@ class GroupRunner:
         except (PayloadMissing, WireError) as error:
             log.warning("going on without its prompt: %s", error, extra={"gid": job.gid})
             return []
+
+    async def _teach(self, job: Job, teacher: Teacher) -> None:
+        group = await self._insist(self._run.buffer.read, job.payload)
+        made = await teacher.scored(group, cast(ScoresTexts, self._engine))
+        self._held.submitting.add(job)
+        await self._submitter.submit(Result(job, made, 0))
+        self.tokens += len(group.response_ids)
+        self.done += 1
+        self._failures.succeeded()
 
     def _may_have_killed_engine(self, job: Job) -> bool:
         """Return whether the engine's death uses up a try of this group."""
@@ -263,7 +280,9 @@ class GroupRunner:
         else:
             self._held.submitting.add(job)
             new_tokens = max(0, len(group.response_ids) - known_tokens)
-            await self._submitter.submit(Result(job, group, new_tokens, filtered))
+            is_ready = status is Status.COMPLETED and not filtered
+            teachers = self._runners[job.task].teachers_of(group) if is_ready else ()
+            await self._submitter.submit(Result(job, group, new_tokens, filtered, teachers))
             self.tokens += new_tokens
             if status is Status.COMPLETED:
                 self.done += 1

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,8 @@ from producer_workers.engines.base import (
     Generation,
     GenerationError,
     ReportsLoad,
+    Scores,
+    ScoresTexts,
     context_length,
     records_masks,
     structures,
@@ -105,6 +107,30 @@ class SharedEngine:
                 return await self._ask(gid, request_id, prompt_ids, params)
         finally:
             self._inbox.post(Signal.REQUEST_FINISHED)
+
+    async def score(
+        self, request_id: str, ids: NDArray[np.int32], start: int, top_k: int = 0
+    ) -> Scores:
+        """Return the scores of given tokens, see `ScoresTexts`."""
+        gid = request_id.partition("/")[0]
+        await self._wait_for_turn(gid)
+        try:
+            with self._counted(self._running, gid):
+                self._engine.check_health()
+                scores = await self._ask_scores(gid, request_id, ids, start, top_k)
+        finally:
+            self._inbox.post(Signal.REQUEST_FINISHED)
+        _check_scores(self._engine.name, scores, len(ids) - start, top_k)
+        return scores
+
+    async def _ask_scores(
+        self, gid: str, request_id: str, ids: NDArray[np.int32], start: int, top_k: int
+    ) -> Scores:
+        try:
+            return await cast(ScoresTexts, self._engine).score(request_id, ids, start, top_k)
+        except EngineDeadError:
+            self.sampled_at_death.add(gid)
+            raise
 
     def _check_params(self, gid: str, params: SampleParams) -> None:
         """Raise GenerationError for parameters that the engine or the trainer does not support."""
@@ -241,6 +267,18 @@ def _lower(oldest: dict[str, int], spans: Iterable[VersionSpan]) -> None:
     for span in spans:
         if span.length:
             oldest[span.lineage] = min(span.version, oldest.get(span.lineage, span.version))
+
+
+def _check_scores(engine: str, scores: Scores, tokens: int, top_k: int) -> None:
+    shapes = (tokens,), (tokens, top_k), (tokens, top_k)
+    columns = (scores.logprobs, scores.top_ids, scores.top_logprobs)
+    if tuple(column.shape for column in columns) != shapes or not all(
+        np.isfinite(column).all() for column in columns
+    ):
+        raise GenerationError(
+            f"the engine {engine} gave no finite logprob for each of {tokens} tokens",
+            hint="check the model's weights and their number format",
+        )
 
 
 def _check_generation(engine: str, made: Generation, params: SampleParams) -> None:

@@ -66,14 +66,13 @@ from producer_workers.worker.inbox import (
 )
 from producer_workers.worker.shared_engine import SharedEngine
 from producer_workers.worker.task_runner import TaskRunner
+from producer_workers.worker.teacher import FixedWeights, Teacher
 from producer_workers.worker.weight_updates import WeightUpdates
 
 log = logging.getLogger("rolloutmq.worker")
 
 IDLE_S = 1.0  # an idle worker takes a step at least this often
-
 ABORT_S = 0.05  # time between two aborts of the same groups
-
 HAND_BACK_S = 5.0  # how long a leaving worker waits for aborted groups before it hands them back
 
 
@@ -82,7 +81,7 @@ class Worker:
 
     `runners`: one for each task in `lanes`. `concurrency`: groups sampled at once, or "auto".
     `sleeps`: the engine gives its device memory back during pauses. `untruncated_tasks`: see
-    `SharedEngine`. `limit_claim`: see `Claims`.
+    `SharedEngine`. `limit_claim`: see `Claims`. `teacher`: it scores groups instead.
     """
 
     def __init__(
@@ -100,32 +99,32 @@ class Worker:
         lanes: Collection[str] = LANES,
         untruncated_tasks: Collection[str] = (),
         limit_claim: LimitClaim | None = None,
+        teacher: Teacher | None = None,
     ) -> None:
         self.id = worker_id
         self._run = run
         self._nonce = new_nonce()
         self._drain_timeout_s = drain_timeout_s
         self._sleeps = sleeps
-
         self._inbox = Inbox()
         self._control = ControlView()
         self._engine = SharedEngine(engine, self._inbox, untruncated_tasks)
-        self._weights = WeightUpdates(run, engine, self._inbox)
+        self._teacher = teacher
+        self._weights = FixedWeights() if teacher else WeightUpdates(run, engine, self._inbox)
         self._groups = HeldGroups(self._inbox, self._engine)
         self._protection = Protection(run.limits)
-        serves = Serves(frozenset(runners), frozenset(lanes))
+        serves = teacher.serves if teacher else Serves(frozenset(runners), frozenset(lanes))
         self._claims = Claims(run, worker_id, self._nonce, concurrency, serves, limit_claim)
-        self._wake_up = WakeUp(run, self._inbox)
+        self._wake_up = WakeUp(run, self._inbox, "teachers" if teacher else "workers")
         self._runner = GroupRunner(
-            run, self._engine, self._groups, runners, worker_id, self._claims.failures
+            run, self._engine, self._groups, runners, worker_id, self._claims.failures, teacher
         )
         self._judges = judges or WatchedJudges()
         self._token_rate = TokenRate()
         self._loop_watch = LoopWatch()
-        facts = {"engine": engine.name, **(facts or {})}
-        is_stuck = self._loop_watch.is_stuck
+        known = {"engine": engine.name, **(facts or {})}
         self._heartbeat = Heartbeat(
-            run, worker_id, self._nonce, facts, self._report, self._inbox, is_stuck
+            run, worker_id, self._nonce, known, self._report, self._inbox, self._loop_watch.is_stuck
         )
         self._client = ControlClient(run, worker_id, self._nonce, self._control, self._inbox)
 
@@ -244,7 +243,6 @@ class Worker:
         weights = self._engine.version()
         known_epoch = self._control.epoch
         load = self._engine.load()
-        times = self._judges.times
         report = HeartbeatReport(
             ack=self._control.ack,
             weights=weights,
@@ -257,10 +255,7 @@ class Worker:
             requests=load.running + load.waiting if load else None,
             failed=self._runner.failed,
             judging=self._groups.judging(),
-            judged=times.histogram.count,
-            judging_ms=round(1000 * times.histogram.total_s),
-            judge_failures=times.failed,
-            judge_buckets=times.histogram.counts,
+            **self._judges.times.reported(),
             replaced=REPLACED.total(),
             lengths=self._runner.lengths.text(),
         )
@@ -313,6 +308,8 @@ class Worker:
     async def _reach(self, state: ControlState) -> bool:
         """Carry out the mode. Return whether the worker may acknowledge it."""
         engine = self._engine
+        if self._teacher:  # it samples nothing, and finishes what it holds
+            return True
         if state.mode is Mode.KEEP:
             await engine.freeze()
             return True
@@ -341,7 +338,11 @@ class Worker:
 
     def _vacancy(self) -> Vacancy | None:
         state = self._control.state
-        if state is None or not state.lanes or self._is_stopping or self._engine.is_paused:
+        if state is None or self._is_stopping:
+            return None
+        if self._teacher:  # the server refuses its claims while the operator pauses
+            return self._claims.vacancy(self._groups.shares())
+        if not state.lanes or self._engine.is_paused:
             return None
         # lanes that are open in a pause are claimed from once all have reported that nothing else
         # is held
@@ -384,7 +385,7 @@ class Worker:
             self._drain_timeout_s,
             lambda: self._groups and self._control.mode not in (None, Mode.ABORT),
         )
-        if self._groups:
+        if self._groups and not self._teacher:  # what a teacher has not finished is handed back
             self._runner.interrupt()
             await self._engine.halt()
             self._judges.interrupt()

@@ -52,14 +52,21 @@ def worker(
     redis_url: ConfigUrl = None,
     worker_id: WorkerId = None,
     take_over: TakeOver = False,
+    teacher: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Score finished rollouts as this teacher of the config's tasks."
+        ),
+    ] = "",
     metrics: MetricsAddress = None,
 ) -> None:
-    """Start one rollout worker.
+    """Start one rollout worker, or one of a teacher.
 
     It runs an inference engine and claims jobs until the run is over. SIGTERM lets it finish its
     groups, and ends it with exit code 130; a second one stops it at once.
     """
-    _serve("worker", open_config(config, overrides), redis_url, worker_id, metrics, take_over)
+    settings = open_config(config, overrides)
+    _serve("worker", settings, redis_url, worker_id, metrics, take_over, teacher)
 
 
 @command("Run", "gateway", epilog="Example: rolloutmq gateway configs/live.toml")
@@ -87,14 +94,19 @@ def _serve(
     worker_id: str | None,
     metrics: str | None,
     take_over: bool,
+    teacher: str = "",
 ) -> None:
     key = Key.read(settings.worker.key_file, worker_id) if settings.worker.key_file else None
     host = socket.gethostname().split(".")[0]
-    name = key.worker if key else worker_id or f"{host}-{secrets.token_hex(3)}"
+    prefix = f"{teacher}-{host}" if teacher else host
+    name = key.worker if key else worker_id or f"{prefix}-{secrets.token_hex(3)}"
     log_json(role, settings.run.name, name)
     follow_owner()
     is_live = role == "gateway"
-    if asyncio.run(_work(settings, redis_url, name, metrics, take_over, key, is_live=is_live)):
+    work = _work(
+        settings, redis_url, name, metrics, take_over, key, is_live=is_live, teacher=teacher
+    )
+    if asyncio.run(work):
         raise typer.Exit(INTERRUPTED)
 
 
@@ -232,25 +244,32 @@ async def _work(
     key: Key | None,
     *,
     is_live: bool,
+    teacher: str,
 ) -> bool:
     """Return whether a signal ended the work before the run was over."""
-    from producer_workers.build import make_worker, start_engine
+    from producer_workers.build import check_teacher, make_worker, start_engine
+    from producer_workers.build_teacher import make_teacher
     from producer_workers.user_functions import check_functions, named_functions
     from producer_workers.worker import engine_restarts
     from rolloutmq.tracing import trace_run
 
     stopped = threading.Event()
     # before the engine, which takes long to load
+    if teacher:
+        check_teacher(settings, teacher)
     check_functions(named_functions(settings, for_judges=False))
     settings.gateway.tls_context()
 
     async def start() -> Engine:
         # while it holds no groups, it has nothing to clean up; children of the engine end with it
         _on_signals(os._exit, INTERRUPTED)
-        return await start_engine(settings, run)
+        return await start_engine(settings, run, teacher)
 
     async def work(engine: Engine, restarts: int) -> None:
-        member = make_worker(settings, run, engine, name, restarts=restarts, is_live=is_live)
+        if teacher:
+            member = await make_teacher(settings, run, engine, name, teacher, restarts=restarts)
+        else:
+            member = make_worker(settings, run, engine, name, restarts=restarts, is_live=is_live)
         _on_signals(_drain, member, stopped)
         await member.run()
 
@@ -259,7 +278,8 @@ async def _work(
     if not take_over:
         await asyncio.to_thread(_await_silence, run, name)
     trace_run(run, name)
-    await engine_restarts.serve(start, work, settings.engine.restarts)
+    section = settings.teacher_engine(teacher) if teacher else settings.engine
+    await engine_restarts.serve(start, work, section.restarts)
     return stopped.is_set()
 
 

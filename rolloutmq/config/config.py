@@ -284,4 +284,10 @@ class Config(Section):
                 if (publications := getattr(task, field)) is not None:
                     own[threshold] = stale_threshold(publications, interval)
         strategy = self.strategy_of(name).kind
-        return TaskLimits(weight=task.weight, eval_of=task.eval_of, strategy=strategy, **own)
+        return TaskLimits(
+            weight=task.weight,
+            eval_of=task.eval_of,
+            strategy=strategy,
+            teachers=[*task.teachers],
+            **own,
+        )

@@ -220,7 +220,9 @@ def _distributions_are_whole(config: Config) -> Iterator[str]:
     for name, task in training(config.tasks).items():
         params = task.sample.to_params()
         if changes := params.changes(masked=config.engine.has_masks):
-            other = "" if params.changes(masked=True) else ", or with [engine] kind = transformers"
+            other = ", or use [engine] kind vllm or transformers, which record what it leaves"
+            if params.changes(masked=True):
+                other = ""
             yield (
                 f"task {name} is sampled with {changes}: the engine's logprobs are then of another "
                 "distribution than the trainer's, which covers all tokens, and the ratios between "

@@ -21,12 +21,13 @@ def teachers_can_score(config: Config) -> Iterator[str]:
             yield f"task {name} is an evaluation, which teachers do not score: leave teachers out"
         if task.teachers and task.images:
             yield f"task {name} shows images, which teachers do not see: leave teachers out"
-        temperature = task.sample.temperature
-        if task.teachers and temperature != 1.0:
+        sample = task.sample.to_params()
+        changes = "temperature" if sample.temperature != 1.0 else sample.changes()
+        if task.teachers and changes:
             yield (
-                f"task {name} is sampled with temperature {temperature:g}, and teachers score at "
-                "temperature 1: the logprobs of the two could not be compared; set "
-                "sample.temperature = 1.0"
+                f"task {name} is sampled with {changes}, and teachers score the model's own "
+                "distribution at temperature 1: the logprobs of the two could not be compared; "
+                "leave it out"
             )
         for teacher, section in task.teachers.items():
             where, first = known.setdefault(teacher, (name, section))

@@ -6,7 +6,7 @@ token ids, logprobs, masks, versions, score. Everything else is an entry of `ext
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from xtuner.v1.data_proto.rl_data import RolloutState as XTunerState
 
 from buffer.wire.rollout import OF_RESPONSE, RolloutState, Status, VersionSpan
-from rolloutmq.integrations.object_values import ObjectValues
-
-VALUES = ObjectValues("xtuner", {"ray": (ray.ObjectRef, ray.get, ray.put)})
+from rolloutmq.integrations import plain_values
+from rolloutmq.integrations.objects import Kinds, apart, models_of, together
 
 OURS = {
     "message": "messages",
@@ -31,38 +30,67 @@ OURS = {
 }
 """Fields of XTuner's, each with the one of ours that replaces it where both hold the same."""
 
-KeepArray = Callable[[NDArray[Any]], int]
-
 
 def taken_apart(group: list[XTunerState], record: dict[str, Any]) -> list[RolloutState]:
     """Return the rollouts of a group; `record` is kept with the first. Raises WireError."""
-    arrays: list[bytes] = []
-
-    def keep_array(array: NDArray[Any]) -> int:
-        data = array.tobytes()
-        if data not in arrays:  # the rollouts of a prompt share their pixels
-            arrays.append(data)
-        return arrays.index(data)
-
     prompt = group[0].prompt_ids
     if any(state.prompt_ids != prompt for state in group):
         prompt = None  # a group of ours has one prompt
+    arrays: dict[bytes, NDArray[Any]] = {}
+    kinds = _kinds(lambda array: _number(arrays, array))
     status = Status.COMPLETED if record["status"] == "completed" else Status.ABORTED
-    states = [_ours(state, prompt, keep_array) for state in group]
-    for n, state in enumerate(states):
-        state.index, state.status = n, status
-    states[0].extra[OF_RESPONSE] |= {"record": record, "arrays": arrays}
+    states, rest = [], []
+    for n, state in enumerate(group):
+        ours = _ours(state, prompt)
+        ours.index, ours.status = n, status
+        fields = {name: value for name, value in state if value is not None}
+        same = [name for name in OURS if fields.get(name) and _theirs(ours, name) == fields[name]]
+        for name in same:
+            del fields[name]
+        rest.append((same, apart(fields, kinds)))
+        states.append(ours)
+    kept = plain_values.encode((rest, list(arrays.values())), "RolloutState")
+    states[0].extra = {OF_RESPONSE: {"record": record, "rollouts": kept}}
     return states
 
 
-def _ours(state: XTunerState, prompt: list[int] | None, keep_array: KeepArray) -> RolloutState:
+def _number(arrays: dict[bytes, NDArray[Any]], array: NDArray[Any]) -> int:
+    # the rollouts of a prompt share their pixels
+    key = array.tobytes() + repr((array.dtype, array.shape)).encode()
+    arrays.setdefault(key, array)
+    return list(arrays).index(key)
+
+
+def _kinds(
+    number: Callable[[NDArray[Any]], int] = id, arrays: Sequence[NDArray[Any]] = ()
+) -> Kinds:
+    return {
+        **models_of("xtuner"),
+        "ray": (ray.ObjectRef, ray.get, ray.put),
+        "array": (np.ndarray, number, arrays.__getitem__),
+    }
+
+
+def put_together(states: list[RolloutState]) -> tuple[list[XTunerState], dict[str, Any]]:
+    """Return the rollouts that `taken_apart` was given, and their record. Raises WireError."""
+    kept = states[0].extra[OF_RESPONSE]
+    rest, arrays = plain_values.decode(kept["rollouts"])
+    kinds = _kinds(arrays=arrays)
+    group = []
+    for ours, (same, fields) in zip(states, rest, strict=True):
+        columns = {name: _theirs(ours, name) for name in same}
+        group.append(XTunerState(**together(fields, kinds), **columns))
+    return group, kept["record"]
+
+
+def _ours(state: XTunerState, prompt: list[int] | None) -> RolloutState:
     ids, steps = state.response_ids or [], state.response_model_steps or []
     columns = {name: getattr(state, name) or [] for name in ("logprobs", "response_mask")}
     # a segment of an agent has those of its whole sequence
     fitting = {name: column for name, column in columns.items() if len(column) == len(ids) > 0}
     score = (state.reward or {}).get("score")
-    ours = RolloutState(
-        messages=VALUES.apart(state.message, keep_array),
+    return RolloutState(
+        messages=apart(state.message, _kinds()),
         prompt_ids=prompt,
         response=state.response or "",
         response_ids=ids,
@@ -72,12 +100,6 @@ def _ours(state: XTunerState, prompt: list[int] | None, keep_array: KeepArray) -
         reward={"score": score} if isinstance(score, int | float) and score == score else None,
         **{"logprobs": np.zeros(len(ids), "<f4"), **fitting},
     )
-    fields = {name: value for name, value in state if value is not None}
-    same = [name for name in OURS if fields.get(name) and _theirs(ours, name) == fields[name]]
-    for name in same:
-        del fields[name]
-    ours.extra = {OF_RESPONSE: {"fields": VALUES.apart(fields, keep_array), "same": same}}
-    return ours
 
 
 def _spans(steps: list[int]) -> list[VersionSpan]:
@@ -91,14 +113,3 @@ def _theirs(ours: RolloutState, name: str) -> Any:
     if name == "response_model_steps":
         return [span.version for span in value for _ in range(span.length)]
     return value.tolist() if isinstance(value, np.ndarray) else value
-
-
-def put_together(states: list[RolloutState]) -> tuple[list[XTunerState], dict[str, Any]]:
-    """Return the rollouts that `taken_apart` was given, and their record."""
-    first = states[0].extra[OF_RESPONSE]
-    group = []
-    for state in states:
-        kept = state.extra[OF_RESPONSE]
-        fields = VALUES.together(kept["fields"], first["arrays"].__getitem__)
-        group.append(XTunerState(**fields, **{name: _theirs(state, name) for name in kept["same"]}))
-    return group, first["record"]

@@ -50,11 +50,17 @@ def create(
     }
     changes = [f"changed  {change}" for change in run.changes]
     changes += [f"set      {line}" for line in override_lines(run.settings)]
-    return facts, _lines(facts, changes, command, is_own=is_own)
+    verbs = ["producer", "worker", *(f"worker --teacher {name}" for name in config.teachers)]
+    return facts, _lines(facts, changes, command, [*verbs, "train"], is_own=is_own)
 
 
 def _lines(
-    facts: dict[str, Any], changes: list[str], command: Sequence[str], *, is_own: bool
+    facts: dict[str, Any],
+    changes: list[str],
+    command: Sequence[str],
+    verbs: Sequence[str],
+    *,
+    is_own: bool,
 ) -> list[str]:
     """Return what was made and what to start next; `command`: the config and overrides."""
     config = shlex.join(command)
@@ -71,7 +77,7 @@ def _lines(
         f"  rolloutmq run {config}",
         "or one by one:",
         *([f"  rolloutmq server --run-dir {folder}"] if is_own else []),
-        *(f"  rolloutmq {verb} {config}" for verb in ("producer", "worker", "train")),
+        *(f"  rolloutmq {verb} {config}" for verb in verbs),
         "or, in place of the last one, a trainer of your own:",
         f'  RolloutConsumer(Run.open(Store("{url}"), "{run}"))',
     ]

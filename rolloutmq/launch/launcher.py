@@ -179,7 +179,8 @@ class Launcher:
         ranks = config.launch.ranks(has_own_loop=config.trainer.loop is not None)
         placement = placement_of(config)
         # on a CPU every process gets a share: torch would use all cores in each of them
-        threads = str(max(1, (os.cpu_count() or 1) // (config.launch.workers + ranks)))
+        sharers = config.launch.workers + ranks + len(config.teacher_workers)
+        threads = str(max(1, (os.cpu_count() or 1) // sharers))
         if not placement.trainer and "OMP_NUM_THREADS" not in os.environ:
             self._shared_env["OMP_NUM_THREADS"] = threads
         # never with --regenerate: a trainer that is started again would clear the run again
@@ -198,6 +199,12 @@ class Launcher:
             )
             for i, gpus in enumerate(placement.workers)
         ]
+        for i, (name, gpus) in enumerate(
+            zip(config.teacher_workers, placement.teachers, strict=True)
+        ):
+            member = f"teacher-{name}-{i}"
+            args = ["worker", "--teacher", name, "--id", member, "--take-over"]
+            self._workers.append(self._child(member, args, placement.environment(gpus)))
         if any(task.judging.kind == "rq" for task in config.tasks.values()):
             count = str(config.launch.judge_workers)
             self._judges = [

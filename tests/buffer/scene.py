@@ -12,7 +12,7 @@ from buffer.control.control import Mode
 from buffer.control.control_line import receipt
 from buffer.control.fleet import HeartbeatReply
 from buffer.control.worker_record import HeartbeatReport, WorkerState
-from buffer.groups.claim import Enqueued
+from buffer.groups.claim import Claim, Enqueued
 from buffer.groups.job_queue import Serves
 from buffer.groups.kept_turns import KeptTurns
 from buffer.ids import group_id, new_nonce
@@ -28,7 +28,7 @@ from tests.buffer.keyspace import dump
 
 FIRST = PolicyVersion("l0", 0)
 TASKS = {
-    "math": TaskLimits(teachers=["big", "small"]),
+    "math": TaskLimits(teachers=["big", "small"], former_teachers=["old"]),
     "code": TaskLimits(),
     "quiz": TaskLimits(eval_of="math"),
 }
@@ -96,6 +96,7 @@ class Scene:
         self.producer = ""
         self.trainer = ""
         self.nonces: dict[str, str] = {}
+        self.teachers: dict[str, str] = {}
 
     # -- moves ---------------------------------------------------------------
 
@@ -134,7 +135,8 @@ class Scene:
         """The nonce of a registered worker."""
         if name not in self.nonces:
             self.nonces[name] = new_nonce()
-            self.run.fleet.register(name, self.nonces[name], {"engine": "none"})
+            teaches = {"teaches": self.teachers[name]} if name in self.teachers else {}
+            self.run.fleet.register(name, self.nonces[name], {"engine": "none", **teaches})
         return self.nonces[name]
 
     def claim(
@@ -202,15 +204,15 @@ class Scene:
 
     def claim_as(self, teacher: str, count: int = 1, worker: str = "t0") -> list[Job]:
         """Claim groups that wait for a teacher, as one of its workers."""
-        if worker not in self.nonces:
-            self.nonces[worker] = new_nonce()
-            facts = {"engine": "none", "teaches": teacher}
-            self.run.fleet.register(worker, self.nonces[worker], facts)
-        serves = Serves(frozenset(self.run.limits.training_tasks), teacher=teacher)
-        nonce = self.nonces[worker]
-        claim = self.run.jobs.claim(worker, nonce, new_nonce(), None, count, serves)
+        self.teachers[worker] = teacher
+        claim = self.claim_of(worker, count)
         assert claim.refusal is None
         return claim.jobs
+
+    def claim_of(self, worker: str, count: int) -> Claim:
+        tasks = frozenset(self.run.limits.training_tasks)
+        serves = Serves(tasks, teacher=self.teachers[worker])
+        return self.run.jobs.claim(worker, self.worker(worker), new_nonce(), None, count, serves)
 
     def sampled(self, *teachers: str, count: int = 1, **options: Any) -> list[str]:
         """New groups that students have completed, which wait for the first of their teachers."""
@@ -224,8 +226,8 @@ class Scene:
         """Submit a group with the column of its teacher."""
         self.run.buffer.submit(worker, job, self.taught(job), 0)
 
-    def taught(self, job: Job) -> RolloutGroup:
-        group = self.run.buffer.read(job.payload)
+    def taught(self, job: Job, ref: PayloadRef | None = None) -> RolloutGroup:
+        group = self.run.buffer.read(ref or job.payload)
         states = group.states
         for state in states:
             column = np.full(len(state.response_ids), -0.125, "<f4")

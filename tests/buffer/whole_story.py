@@ -190,6 +190,11 @@ def be_taught(scene: Scene) -> None:
     (last,) = scene.claim_as("small", worker="t1")
     scene.teach(last, "t1")
     assert [jobs.drop(job.gid) for job in (last, lost)] == ["completed", "waiting"]
+    scene.enqueue(2)
+    for job, teachers in zip(scene.claim(2), (["old"], ["old", "big"]), strict=True):
+        scene.submit(job, PolicyVersion("l1", 1), teachers=teachers)
+    assert jobs.skip_former_teachers("math") == 2
+    assert [jobs.drop(scene.stream("teach.big")[0])] == ["waiting"]
 
 
 def put_right_by_hand(scene: Scene) -> None:

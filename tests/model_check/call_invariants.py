@@ -122,7 +122,7 @@ def _check_worker(
     if what == "claim" and registered != args[1].encode():
         _unchanged("I2: a claim of another registration", before, after)
     old = held(before).get(worker, {})
-    if what == "claim" and str(args[3]).encode() != control(before)[b"weights"]:
+    if what == "claim" and args[3] and str(args[3]).encode() != control(before)[b"weights"]:
         assert held(before) == held(after), f"I10: {worker!r} claims with the weights {args[3]}"
     acks = [plain(image, b"worker:" + worker, {}).get(b"ack") for image in (before, after)]
     if acks[0] != acks[1]:
@@ -174,7 +174,10 @@ def _claimed(before: Image, after: Image, reply: list[Any]) -> None:
     assert reply[4] == state[b"weights"].decode(), f"I10: the reply has {reply}, not {state}"
     for lane in LANES:
         gone = {gid for _, gid in stream(before, lane)} - {gid for _, gid in stream(after, lane)}
-        is_open = lane in state[b"lanes"].split()
+        if lane.startswith(b"teach."):
+            is_open = state.get(b"operator_mode", b"run") == b"run"
+        else:
+            is_open = lane in state[b"lanes"].split()
         assert is_open or not gone, f"I10: {gone} claimed while {state}"
     for worker, fields in held(after).items():
         for gid in fields.keys() - held(before).get(worker, {}).keys():
@@ -198,6 +201,12 @@ def _submitted(before: Image, after: Image, replies: list[Any]) -> None:
             assert int(fields[b"tries"]) == int(old[b"tries"]) - 1, (
                 "I11: a result gives the try back"
             )
+            if old[b"lane"].startswith(b"teach."):
+                owner = fields[b"owner"]
+                assert owner in (b"", old[b"sampler"]), f"I11: {owner!r} did not sample it"
+                counts = [plain(image, b"progress:" + T, {}) for image in (before, after)]
+                for name in (b"arrivals", b"produced_samples", b"produced_tokens"):
+                    assert counts[0][name] == counts[1][name], f"I1: a teacher counts {name!r}"
 
 
 def _turns_kept(before: Image, after: Image, replies: list[Any]) -> None:

@@ -15,6 +15,7 @@ from buffer.control.control import ALL_LANES
 from buffer.control.task_status import TaskStop
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import RolloutMQError
+from buffer.groups.job_queue import Serves
 from buffer.ids import group_id
 from buffer.job import Job
 from buffer.ledger.position import Position
@@ -127,8 +128,18 @@ def register(run: Run, worker: str, nonce: str) -> Any:
     return run.fleet.register(worker, nonce, {})[1].weights
 
 
-def claim(run: Run, worker: str, nonce: str, token: str, weights: PolicyVersion, limit: int) -> Any:
-    return run.jobs.claim(worker, nonce, token, weights, limit)
+def claim(
+    run: Run,
+    worker: str,
+    nonce: str,
+    token: str,
+    weights: PolicyVersion | None,
+    limit: int,
+    teacher: str = "",
+) -> Any:
+    """`teacher`: the worker is one of it, and has no weights."""
+    serves = Serves(frozenset((TASK,)), teacher=teacher) if teacher else None
+    return run.jobs.claim(worker, nonce, token, weights, limit, serves)
 
 
 def heartbeat(
@@ -139,11 +150,16 @@ def heartbeat(
 
 
 def submit(
-    run: Run, worker: str, job: Job, made_by: tuple[PolicyVersion, ...], status: str
+    run: Run,
+    worker: str,
+    job: Job,
+    made_by: tuple[PolicyVersion, ...],
+    status: str,
+    teachers: tuple[str, ...] = (),
 ) -> None:
     filtered = status == "filtered"
     group = _group(job.gid, made_by, "completed" if filtered else status)
-    run.buffer.submit(worker, job, group, 1, filtered=filtered)
+    run.buffer.submit(worker, job, group, 1, filtered=filtered, teachers=teachers)
 
 
 def keep_turns(

@@ -50,6 +50,10 @@ class Worker(NamedTuple):
     under_way: tuple[Pending | None, Pending | None] = (None, None)
     capacity: int = 1
     beats: bool = True
+    teachers: tuple[str, ...] = ()
+    """those to which it sends what it has completed"""
+    teacher: str = ""
+    """the one that it is: it claims what waits for it, and gives it back with nothing new"""
 
     def starts(self, new_name: NewName) -> Iterator[Start]:
         main, beat = self.under_way
@@ -63,11 +67,16 @@ class Worker(NamedTuple):
             yield Start(0, Pending("register", (self.name, self.nonce)))
             return
         if len(self.jobs) < self.capacity:
-            args = (self.name, self.nonce, new_name(), self.weights, self.capacity)
+            weights = None if self.teacher else self.weights
+            args = (self.name, self.nonce, new_name(), weights, self.capacity, self.teacher)
             yield Start(0, Pending("claim", args))
-        for job, history in self.jobs:
+        for job, history in self.jobs if self.teacher else ():
+            yield Start(0, Pending("submit", (self.name, job, history, "completed")))
+            yield Start(0, Pending("release", (self.name, job, "failed")), "failures")
+            yield Start(0, Pending("release", (self.name, job, "aborted")), "handbacks")
+        for job, history in self.jobs if not self.teacher else ():
             done = (*history, self.weights)
-            yield Start(0, Pending("submit", (self.name, job, done, "completed")))
+            yield Start(0, Pending("submit", (self.name, job, done, "completed", self.teachers)))
             yield Start(0, Pending("submit", (self.name, job, done, "aborted")), "aborts")
             yield Start(0, Pending("submit", (self.name, job, done, "filtered")), "filters")
             if job not in self.kept:
@@ -105,7 +114,7 @@ class Worker(NamedTuple):
             case (("keep_turns" | "submit" | "release"), Finished(place, error)):
                 assert error is None or isinstance(error, Fenced), error
                 job = pending.args[1]
-                died = (job,) if place == "dead" else ()
+                died = (job,) if place == "dead" and not self.teacher else ()
                 return done.without((job,))._replace(dead=(*done.dead, *died))
             case "keep_responses", Finished(_, None):
                 return done._replace(dead=tuple(j for j in done.dead if j != pending.args[1]))
@@ -115,7 +124,10 @@ class Worker(NamedTuple):
         return self._replace(jobs=tuple(held for held in self.jobs if held[0] not in lost))
 
     def reborn(self, new_name: NewName) -> Worker:
-        return Worker(self.name, new_name(), capacity=self.capacity, beats=self.beats)
+        return self._replace(
+            nonce=new_name(), is_registered=False, weights=FIRST, jobs=(), dead=(), kept=(), epoch=0,
+            under_way=(None, None),
+        )  # fmt: skip
 
 
 class Producer(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from buffer.control.control import Mode
 from buffer.control.worker_record import WorkerRecord
@@ -18,6 +19,7 @@ from buffer.ids import new_nonce
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run import Run
+from consumer.grpo.policy.mask_reader import MaskReader
 from consumer.grpo.policy.routing_replay import RecordedExperts
 from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines import build_engine
@@ -26,7 +28,7 @@ from producer_workers.worker import group_runner
 from rolloutmq.views.run_view import read_run_view
 from tests.buffer.cutting_proxy import CuttingProxy
 from tests.pipeline.yard import FAST_S, FIRST, LONG, SLOW_S, TASK, WatchedEngine, Yard
-from tests.producer_workers.engines.tiny_model import write_tiny_model
+from tests.producer_workers.engines.tiny_model import VOCABULARY, write_tiny_model
 from tests.servers import KINDS
 
 on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
@@ -331,23 +333,31 @@ async def test_a_group_that_only_waits_for_its_judge_is_counted_as_such(yard: Ya
 
 
 @pytest.mark.parametrize("most", [0, 1 << 20], ids=["files", "columns"])
-async def test_worker_submits_routed_experts_as_files_of_the_run_if_they_are_large(
+async def test_worker_submits_experts_and_masks_as_files_of_the_run_if_they_are_large(
     make_yard: Callable[..., Yard], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    """Either way the trainer's reader finds a row for each token but the last."""
+    """Either way the trainer's readers find a row for each token but the last, and a set for each."""
     monkeypatch.setattr(group_runner, "INLINE_BYTES", most)
     yard = make_yard(media=str(tmp_path / "media"))
     model = write_tiny_model(tmp_path / "model", seed=1, architecture="qwen3_moe")
     (gid,) = yard.enqueue(1, tokens=(6, 4))
-    engine = build_engine(TransformersConfig(routed_experts=True), model, FIRST)
+    config = TransformersConfig(routed_experts=True, sampling_mask=True)
+    engine = build_engine(config, model, FIRST)
     async with yard.working(yard.worker(engine=engine)):
         await yard.until_places(completed=1)
     await engine.shutdown()
     group = yard.group(gid)
     media = yard.run.media
     assert media is not None
-    assert len(media.names(gid)) == (0 if most else 2)
+    assert len(media.names(gid)) == (0 if most else 4)
     assert (group.columns.get("routed_experts") is None) == (most == 0)
+    assert (group.columns.get("sampling_ids") is None) == (most == 0)
+    masks = MaskReader(VOCABULARY, media, needed=True)
+    assert masks.problem(group) == ""
+    responses = np.split(group.response_ids, [6])
+    found = masks.of_tokens(group.sampling_masks(), responses, torch.device("cpu"))
+    assert found is not None
+    assert (found.counts == VOCABULARY - 1).all()  # min_tokens cuts off the end
     recorded = RecordedExperts(layers=2, top_k=2, experts=8, media=media)
     assert recorded.problem(group) == ""
     table = recorded.of_slots(group.experts(), np.array([0, 9]), np.array([9, 7]), 16)

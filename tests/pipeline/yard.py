@@ -207,6 +207,7 @@ class Yard:
                 "group_time_limit_s",
                 "on_failed_member",
                 "train_roles",
+                "teachers",
             )
             if key in options
         }

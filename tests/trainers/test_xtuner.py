@@ -77,3 +77,6 @@ def test_a_killed_trainer_of_xtuner_keeps_its_groups_and_trains_each_once(
     assert {(group, *ids) for group, ids in trained} <= made
     run = Run.open(Store(server.url), "xtuner")
     assert int(run.progress("math_a")["archived"]) == 24  # as of the checkpoint before the last
+    left = run.export(tmp_path / "left.jsonl")
+    assert left.groups
+    assert not left.unreadable

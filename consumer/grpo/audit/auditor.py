@@ -21,7 +21,7 @@ import math
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +89,11 @@ def check_auditable(group: RolloutGroup) -> None:
     """Raise WireError if the group's trained tokens cannot be computed again."""
     if group.multimodal:
         raise WireError("it has images, which an audit does not read")
+    if changes := {sample.changes() for sample in group.samples} - {""}:
+        raise WireError(
+            f"it was sampled with {', '.join(sorted(changes))}: what that left of the distribution "
+            "is its worker's word"
+        )
     versions = versions_of(group)
     if len(versions) > MOST_VERSIONS:
         raise WireError(f"its tokens name {len(versions)} versions of weights")
@@ -116,7 +121,8 @@ def _logprobs(learner: Learner, group: RolloutGroup) -> NDArray[np.float32]:
     found = np.zeros(len(group.logprobs), np.float32)
     (update,) = learner.pack([group]).updates
     for batch in update.batches:
-        values = learner.logprobs(batch).float().cpu().numpy()
+        # of the whole distribution: a mask is the worker's word
+        values = learner.logprobs(replace(batch, sampled_from=None)).float().cpu().numpy()
         for rollout in batch.rollout.tolist():
             start, length = int(starts[rollout]), int(group.lengths[rollout])
             found[start : start + length] = values[:length]

@@ -108,7 +108,10 @@ class Distillation:
         kl, masses = torch.zeros_like(loss), [torch.zeros_like(loss) for _ in range(2)]
         covered = torch.zeros_like(trained)
         start = 0
-        for name, teacher in batch.top_logprobs():
+        for column, teacher in batch.tops.items():
+            name = column.removeprefix("teacher_top_logprobs/")
+            if name == column:
+                continue
             end = start + teacher.shape[1]
             assert others is not None
             student = others[:, start:end]

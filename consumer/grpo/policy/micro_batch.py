@@ -18,7 +18,7 @@ from buffer.wire.group import RolloutGroup
 from consumer.grpo.policy.mask_reader import MaskReader
 from consumer.grpo.policy.routing_replay import RecordedExperts
 from consumer.grpo.policy.vocabulary_projection import SampledFrom
-from consumer.handle.batch import TOP_IDS, TOP_LOGPROBS, BatchTable, Ints
+from consumer.handle.batch import TOP_IDS, BatchTable, Ints
 
 
 @dataclass(slots=True)
@@ -83,16 +83,9 @@ class MicroBatch:
         return torch.full_like(self.rollout_logprobs, torch.nan) if found is None else found
 
     def top_ids(self) -> Tensor | None:
-        """Return the top tokens of all teachers side by side, int64[N, K]; None without any."""
+        """Return the top tokens of all teachers, by name, int64[N, sum k]; None without any."""
         ids = [column for name, column in self.tops.items() if name.startswith(TOP_IDS)]
         return torch.cat(ids, 1).long() if ids else None
-
-    def top_logprobs(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each teacher and its logprobs of its part of `top_ids`, float32[N, k]."""
-        for name in self.tops:
-            if name.startswith(TOP_IDS):
-                teacher = name.removeprefix(TOP_IDS)
-                yield teacher, self.tops[TOP_LOGPROBS + teacher]
 
 
 class Layout(NamedTuple):

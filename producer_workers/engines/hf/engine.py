@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from torch import Tensor
 
 from buffer.imports import install_command
 from buffer.weights.safetensors_files import MODEL_LOADING, is_adapter
@@ -29,7 +28,6 @@ from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,
     EngineLoad,
-    FinishReason,
     Generation,
     GenerationError,
     GrowingResponse,
@@ -39,6 +37,7 @@ from producer_workers.engines.base import (
 )
 from producer_workers.engines.hf.routing import RoutedTokens, RoutingRecorder
 from producer_workers.engines.hf.sampling import sample
+from producer_workers.engines.hf.scoring import Scoring
 from producer_workers.engines.model_folder import (
     AdapterCheck,
     Shapes,
@@ -50,8 +49,6 @@ from producer_workers.engines.model_folder import (
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-CHUNK = 512  # tokens of a text that a step reads: the logits of all would fill the memory
 
 
 class _Request(GrowingResponse):
@@ -87,45 +84,6 @@ class _Request(GrowingResponse):
             self.ended.set_result(self.generation())
 
 
-class _Scoring:
-    """The scores of a text so far; each step reads `CHUNK` of its tokens."""
-
-    def __init__(self, request_id: str, ids: list[int], start: int, top_k: int) -> None:
-        self.group = request_id.partition("/")[0]
-        self.ids = ids
-        self.start = start
-        self._top_k = top_k
-        self.cache: Any = None
-        self.error: Exception | None = None
-        self.finish_reason: FinishReason | None = None
-        self.ended: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
-        self.forget()
-
-    def forget(self) -> None:
-        self.known = 0
-        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def add(self, logits: Tensor, targets: list[int]) -> None:
-        """Add the scores of tokens, of which float[n, V] are the logits."""
-        logprobs = torch.log_softmax(logits.float(), -1)
-        chosen = logprobs.gather(1, torch.tensor(targets, device=logits.device)[:, None])[:, 0]
-        best = logprobs.topk(self._top_k)
-        self._parts.append((chosen.cpu(), best.indices.int().cpu(), best.values.cpu()))
-
-    def finish(self, reason: FinishReason) -> None:
-        self.finish_reason = self.finish_reason or reason
-
-    def settle(self) -> None:
-        if self.ended.done():
-            return
-        if self.error or self.finish_reason == "abort":
-            why = repr(self.error) if self.error else "it was aborted"
-            self.ended.set_exception(GenerationError(f"a text was not scored: {why}"))
-        elif self.finish_reason:
-            scores = [torch.cat(parts).numpy() for parts in zip(*self._parts, strict=True)]
-            self.ended.set_result(Scores(*scores))
-
-
 class TransformersEngine:
     name = "transformers"
 
@@ -142,7 +100,7 @@ class TransformersEngine:
         self._tokenizer: Any = None
         self.max_model_len: int | None = None
         self._shapes: Shapes = {}
-        self._requests: dict[int, _Request | _Scoring] = {}
+        self._requests: dict[int, _Request | Scoring] = {}
         self._paused = False
         self._wake = asyncio.Event()
         self._lock = asyncio.Lock()  # held by a step, and by calls that must not run during one
@@ -181,10 +139,10 @@ class TransformersEngine:
         self.check_health()
         self._check_prompt(ids[:-1])
         self._check_prompt(ids[-1:])
-        request = _Scoring(request_id, ids.tolist(), start, top_k)
+        request = Scoring(request_id, ids.tolist(), start, top_k)
         return await self._answer(request, request.ended)
 
-    async def _answer(self, request: _Request | _Scoring, ended: asyncio.Future[T]) -> T:
+    async def _answer(self, request: _Request | Scoring, ended: asyncio.Future[T]) -> T:
         self._requests[id(request)] = request
         self._wake.set()
         try:
@@ -272,13 +230,13 @@ class TransformersEngine:
                     self._requests.pop(id(request), None)
             await asyncio.sleep(0)  # lets callers take their results and pause the engine
 
-    def _step(self, batch: list[_Request | _Scoring]) -> None:
+    def _step(self, batch: list[_Request | Scoring]) -> None:
         """Make one token for each request, or read a part; if one fails, the others continue."""
         for request in batch:
             if request.finish_reason:
                 continue
             try:
-                if isinstance(request, _Scoring):
+                if isinstance(request, Scoring):
                     self._read_on(request)
                 else:
                     self._extend(request)
@@ -310,28 +268,10 @@ class TransformersEngine:
             request.finish("length")
 
     @torch.inference_mode()
-    def _read_on(self, request: _Scoring) -> None:
-        if request.cache is None:
-            request.forget()
-        known = request.known
-        part = request.ids[known : known + CHUNK]
-        request.known += len(part)
-        # the logits after a token are those of the next one
-        targets = request.ids[max(known + 1, request.start) : request.known + 1]
-        kept = request.known + 1 - max(known + 1, request.start)
-        output = self._model(
-            torch.tensor([part], device=self._device),
-            past_key_values=request.cache,
-            use_cache=True,
-            logits_to_keep=max(1, kept),
-        )
-        request.cache = output.past_key_values
+    def _read_on(self, request: Scoring) -> None:
+        request.read_on(self._model, self._device)
         if self._recorder:
             self._recorder.take()
-        if targets:
-            request.add(output.logits[0, : len(targets)], targets)
-        if request.known == len(request.ids):
-            request.finish("length")
 
     def _meets_stop(self, request: _Request) -> bool:
         params = request.params

@@ -23,7 +23,7 @@ from rolloutmq.views.run_view import RunView, TaskView
 
 # (values of the labels except `run`, number)
 Cells = Iterable[tuple[tuple[str, ...], float]] | Iterable[tuple[tuple[str, ...], Histogram]]
-KL = {"old": "policy/kl_old", "reference": "policy/kl_ref"}
+KL = {"old": "policy/kl_old", "reference": "policy/kl_ref", "teachers": "distill/reverse_kl"}
 STALENESS = {"mean": "staleness/mean", "max": "staleness/max"}
 PARTS = {
     "total": "time/step_s",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ import pytest
 from buffer.control.control import Mode
 from buffer.errors import Fenced, WireError
 from buffer.job import EndedEarly
-from buffer.limits import Straggler, TaskLimits
+from buffer.limits import RunLimits, Straggler, TaskLimits
+from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import FIRST, Scene
 
@@ -228,10 +230,51 @@ def test_a_full_memory_does_not_stop_teachers(make_scene: MakeScene) -> None:
 
 def test_an_operator_drops_a_group_at_a_teacher(scene: Scene) -> None:
     waiting, running = scene.sampled(BIG, count=2)
-    (job,) = (job for job in scene.claim_as(BIG) if job)
+    (job,) = scene.claim_as(BIG)
     left = running if job.gid == waiting else waiting
     scene.run.jobs.drop(left)
     scene.run.jobs.drop(job.gid, revoke="t0")
     assert counts(scene) == {"dropped": 2}
     assert scene.counters()["teaching"] == "0"
+    scene.check()
+
+
+def test_groups_of_a_teacher_that_the_config_lacks_now_are_passed_on(make_scene: MakeScene) -> None:
+    scene = make_scene(tasks=TASKS, order="fifo")
+    scene.open_trainer(lineage="l0")
+    (last,) = scene.sampled(SMALL, BIG)
+    (ready,) = scene.sampled(BIG)
+    before = scene.run.limits.model_copy(deep=True)
+    wanted = RunLimits(**{**before.model_dump(), "tasks": {"math": TaskLimits(teachers=[SMALL])}})
+    kept = wanted.keeping_tasks_of(before)
+    assert kept.tasks["math"].former_teachers == [BIG]
+    scene.run.limits.adopt(kept)
+    scene.run.janitor.sweep()
+    assert scene.pool("completed") == [(ready, 0.0)]
+    assert scene.record(ready)["owner"] == "w0"
+    (job,) = scene.claim_as(SMALL)
+    scene.teach(job)
+    assert scene.stream("teach.big") == [last]
+    scene.run.janitor.sweep()
+    scene.check()
+    assert sorted(scene.take(1, math=2).gids) == [last, ready]
+    scene.check()
+
+
+def test_a_snapshot_has_the_groups_at_teachers(scene: Scene, tmp_path: Path) -> None:
+    waiting, running = scene.sampled(BIG, count=2)
+    scene.claim_as(BIG)
+    scene.run.save(tmp_path / "run")
+    copy = Run.restore(scene.store, tmp_path / "run", name=f"{scene.name}-copy")
+    found = {record.gid for record in copy.groups.find({"stage": "waiting"})}
+    assert found == {waiting, running}
+    scene.run, scene.name, scene.keys = copy, copy.name, copy.keys
+    scene.nonces.clear()
+    assert sorted(scene.stream("teach.big")) == [waiting, running]
+    assert counts(scene) == {"waiting": 2}
+    scene.check()
+    for job in scene.claim_as(BIG, 2):
+        assert job.tries == 1
+        scene.teach(job)
+    assert counts(scene) == {"completed": 2}
     scene.check()

@@ -25,7 +25,7 @@ class FolderMoves(ServerMoves, SettingsMoves):
             self.move_to(Run.restore(self.scene.store, Path(folder, "run"), name=name))
         for group in running:
             group.place = "waiting"
-            group.lane = "resume"
+            group.lane = group.lane_again
             group.token = ""
             group.tries = group.tries - 1
         self.old_producers.append(self.scene.producer)

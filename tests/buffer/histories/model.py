@@ -16,6 +16,8 @@ from tests.buffer.scene import FIRST
 
 TASKS = ("math", "code")
 WORKERS = ("w0", "w1")
+TEACHERS = {"t0": "big", "t1": "small"}
+"""by the worker that is one"""
 THRESHOLD = 2
 MAX_TRIES = 2
 TAIL_TRIES = 2
@@ -46,7 +48,12 @@ class Group:
     lane: str = "fresh"
     token: str = ""
     owner: str = ""
+    sampled_by: str = ""
+    to_come: list[str] = field(default_factory=list)
+    """teachers after the one for which it waits, or that has it"""
     result: str = "init"
+    replaced: str = ""
+    """the result that the last teacher found"""
     tries: int = 0
     aborts: int = 0
     released: str = ""
@@ -71,6 +78,11 @@ class Group:
         if self.result != token:
             return self.made_by
         return [] if version is None else [PolicyVersion("nobody-knows", version)]
+
+    @property
+    def lane_again(self) -> str:
+        """Where it waits if what has it gives it back."""
+        return self.lane if self.lane.startswith("teach.") else "resume"
 
     @property
     def task(self) -> str:
@@ -215,9 +227,7 @@ class Model:
     def wait_or_die(self, group: Group) -> None:
         """A try was used up."""
         alive = group.tries < self.max_tries
-        group.place, group.lane, group.token = (
-            ("waiting", "resume", "") if alive else ("dead", "", "")
-        )
+        group.place, group.lane, group.token = "waiting" if alive else "dead", group.lane_again, ""
 
     def expire(self, *tasks: str) -> int:
         """What the next step may not use starts again, or is dropped; how many groups."""

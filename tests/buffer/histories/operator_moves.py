@@ -23,11 +23,11 @@ class OperatorMoves(World):
         if before == "waiting":
             return
         group.place = "waiting"
-        group.lane = "resume"
+        group.lane = group.lane_again if before == "dead" else "resume"
         group.token = ""
         group.tries = 0
         group.released = ""
-        if before != "aborted":
+        if before != "aborted" and group.lane == "resume":
             group.made_by, group.result = [], "init"
 
     def delete(self, task: str, staleness: int) -> None:

@@ -211,7 +211,7 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
             if group.result != token:
                 group.unstamped = token, entry.version
             group.place = "taken"
-            group.token = ""
+            group.token = group.lane = ""
             group.result = token
             group.made_by = list(self.made[entry.gid, token])
             group.result_bytes = entry.payload.size

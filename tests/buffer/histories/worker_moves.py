@@ -14,7 +14,7 @@ from buffer.ids import new_nonce
 from buffer.job import Job
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, Status
-from tests.buffer.histories.model import TAIL_TRIES, WORKERS, Group
+from tests.buffer.histories.model import TAIL_TRIES, TEACHERS, WORKERS, Group
 from tests.buffer.histories.world import World
 from tests.buffer.scene import FIRST, extend, turn
 
@@ -22,8 +22,8 @@ from tests.buffer.scene import FIRST, extend, turn
 class WorkerMoves(World):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.engines = dict.fromkeys(WORKERS, FIRST)
-        self.jobs: dict[str, list[Job]] = {name: [] for name in WORKERS}
+        self.engines = dict.fromkeys((*WORKERS, *TEACHERS), FIRST)
+        self.jobs: dict[str, list[Job]] = {name: [] for name in self.engines}
         self.acknowledged: dict[str, tuple[str | None, int]] = {}
         self.kept: dict[tuple[str, str, str], tuple[KeptTurns, list[PolicyVersion]]] = {}
         """by run, group and claim, with the weights of all tokens that its worker knows"""
@@ -49,7 +49,10 @@ class WorkerMoves(World):
         assert answer.refusal == ("FULL" if is_full else None)
         again = self.scene.run.jobs.claim(worker, nonce, token, self.engines[worker], limit)
         assert again.jobs == answer.jobs or not answer.jobs
-        for job in answer.jobs:
+        self.begin(worker, answer.jobs)
+
+    def begin(self, worker: str, jobs: list[Job]) -> None:
+        for job in jobs:
             group = self.groups[job.gid]
             assert (group.place, group.result) == ("waiting", job.payload.token)
             group.place = "running"
@@ -57,7 +60,7 @@ class WorkerMoves(World):
             group.owner = worker
             group.tries = group.tries + 1
             assert job.tries == group.tries
-        self.jobs[worker] += answer.jobs
+        self.jobs[worker] += jobs
 
     def pick(self, worker: str, which: int) -> tuple[Job, Group, bool]:
         """A job this worker once claimed, and whether it still is its own; more often one that is."""
@@ -164,7 +167,7 @@ class WorkerMoves(World):
         if not self.readable(group):
             return
         result = extend(self.scene.run.buffer.read(self.newest(group)), Status.COMPLETED, made)
-        accepted = group.result == job.token
+        accepted = job.token in (group.result, group.replaced)
         try:
             self.scene.run.buffer.submit(worker, job, result, 4, filtered=outcome == "filtered")
         except Fenced:
@@ -191,7 +194,7 @@ class WorkerMoves(World):
             return
         group.tries -= 1
         group.token = ""
-        if kind == "aborted":
+        if kind == "aborted" and worker not in TEACHERS:
             group.aborts += 1
             # interrupted too often, and without tokens to lose: it waits for the tail batch
             group.place = (
@@ -200,7 +203,7 @@ class WorkerMoves(World):
             self.arrive(group)
         else:
             group.place = "waiting"
-            group.lane = "resume"
+            group.lane = group.lane_again
 
     def keep_responses(self, worker: str, which: int) -> None:
         """The responses of a dead letter, often of one that is no longer dead."""

@@ -111,11 +111,11 @@ def dying(store: Store) -> Iterator[FaultyStore]:
     opened.close()
 
 
-@pytest.mark.parametrize("lives", range(1, 16))
+@pytest.mark.parametrize("lives", range(1, 17))
 def test_a_janitor_may_die_behind_every_step(
     scene: Scene, server: Server, dying: FaultyStore, lives: int
 ) -> None:
-    steps = 14 if server.kind == "cluster" else 13
+    steps = 15 if server.kind == "cluster" else 14
     neglect(scene)
     victim = Run(dying, scene.name, scene.run.nonce, scene.run.limits)
     assert isinstance(victim.store, FaultyStore)

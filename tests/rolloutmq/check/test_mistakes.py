@@ -167,7 +167,8 @@ def test_a_project_without_a_mistake(project: Path, model: Path) -> None:
             "Qwen/none of the Hub",
         ),
         ([TEACHER, READ, "tasks.sums.teachers.big.revision=main"], "config", "revision = main"),
-        ([TEACHER, READ, *COLD], "config", "score at temperature 1"),
+        ([TEACHER, READ, *COLD], "config", "sampled with temperature, and"),
+        ([TEACHER, "tasks.sums.sample.top_p=0.9"], "config", "sampled with top_p, and"),
         ([TEACHER, READ, OTHER_TEACHER], "config", "different values of workers"),
         ([TEACHER, READ, "engine={kind='http', url='http://x'}"], "config", "needs an engine"),
         # a teacher without an effect, and effects without a teacher

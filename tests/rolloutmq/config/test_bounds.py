@@ -115,6 +115,25 @@ def test_a_value_that_no_run_can_have_is_refused(tmp_path: Path, override: str) 
         load(tmp_path, WHOLE, override)
 
 
+MASKED = "learner.allow_truncated_sampling=false"
+VLLM = "engine={kind='vllm', max_model_len=4096}"
+TRANSFORMERS = "engine={kind='transformers'}"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [MASKED, TRANSFORMERS],
+        [MASKED, VLLM, "tasks.sums.sample.top_k=1000", "tasks.math.sample.min_p=0.1",
+         "tasks.sums_eval.sample.temperature=0.0"],
+    ],
+)  # fmt: skip
+def test_sampling_may_be_cut_where_the_engine_records_what_that_leaves(
+    tmp_path: Path, overrides: list[str]
+) -> None:
+    load(tmp_path, WHOLE, *overrides)
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -150,7 +169,10 @@ def test_a_value_that_no_run_can_have_is_refused(tmp_path: Path, override: str) 
         (["tasks.sums.train_roles=['solver']"], "gives no rollout a role"),
         (["critic.lam=0.95"], "advantages = gae only"),
         (["tasks.sums_eval.eval_of=sums_eval"], "not a training task; known: math, sums"),
-        (["learner.allow_truncated_sampling=false", "tasks.math.sample.top_p=0.9"], "top_p"),
+        ([MASKED, "tasks.math.sample.top_p=0.9"], "top_p"),
+        ([MASKED, TRANSFORMERS, "tasks.math.sample.presence_penalty=0.9"], "presence_penalty"),
+        ([MASKED, VLLM], "whole vocabulary.*top_k of task sums"),
+        ([VLLM, "engine.sampling_mask=true"], "whole vocabulary.*top_k of task sums"),
         (["memory.budget_bytes='8 gigs'"], "expected a number of bytes"),
         (["run.name=\udc80"], "not a text in UTF-8"),
     ],

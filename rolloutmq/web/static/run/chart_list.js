@@ -21,7 +21,7 @@ export const BY_STEP = [
   { key: "task-reward", title: "Reward by task", unit: "mean score", lines: (columns) => named(columns, "rewards/mean/") },
   { key: "loss", title: "Loss", unit: "policy loss", lines: [line("loss/policy", "policy")] },
   { key: "kl", title: "KL divergence", unit: "nats per token", lines: [
-    line("policy/kl_ref", "to the reference"), line("policy/kl_old", "to the old policy"), line("mismatch/kl", "trainer to engine")] },
+    line("policy/kl_ref", "to the reference"), line("distill/reverse_kl", "to the teachers"), line("policy/kl_old", "to the old policy"), line("mismatch/kl", "trainer to engine")] },
   { key: "entropy", title: "Entropy", unit: "nats per token", lines: [line("policy/entropy", "entropy")] },
   { key: "gradient", title: "Gradient norm", unit: "before clipping", lines: [line("optim/grad_norm", "norm")] },
   { key: "length", title: "Response length", unit: "tokens", lines: [spread("response_len", "mean")] },

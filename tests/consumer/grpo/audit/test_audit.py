@@ -20,6 +20,8 @@ from buffer.redis.signing import Key, write_keys
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
+from buffer.wire.sampling import SampleParams
+from buffer.wire.sampling_mask import SamplingMask
 from consumer.grpo.audit.audit_log import FILE, groups_of
 from consumer.grpo.audit.auditor import Auditor, check_auditable
 from rolloutmq.cli import main
@@ -75,6 +77,20 @@ def lower_one(rollouts: list[RolloutState]) -> None:
     lower(rollouts[1:2])
 
 
+def lower_with_masks(rollouts: list[RolloutState]) -> None:
+    """Claim that no other token could be sampled, for which a trainer's logprobs are 0."""
+    for rollout in rollouts:
+        rollout.logprobs = np.zeros_like(rollout.logprobs)
+        ones = np.ones(len(rollout.response_ids), "<i4")
+        rollout.sampling_mask = SamplingMask(ones, rollout.response_ids)
+
+
+def name_top_p(rollouts: list[RolloutState]) -> None:
+    lower_with_masks(rollouts)
+    for rollout in rollouts:
+        rollout.sample_params = SampleParams(top_p=0.9)
+
+
 def name_no_weights(rollouts: list[RolloutState]) -> None:
     rollouts[0].spans = []
 
@@ -90,8 +106,8 @@ def is_barred(yard: Yard, worker: str) -> bool:
 @on_both
 @pytest.mark.parametrize(
     ("change", "sampled_by"),
-    [(lower, None), (lower_one, None), (leave, 0)],
-    ids=["all logprobs", "one rollout", "the policy of another version"],
+    [(lower, None), (lower_one, None), (lower_with_masks, None), (leave, 0)],
+    ids=["all logprobs", "one rollout", "masks of one token", "the policy of another version"],
 )
 def test_a_worker_that_differs_is_barred_and_its_groups_are_listed(
     yard: Yard, change: Change, sampled_by: int | None
@@ -151,6 +167,14 @@ def test_an_audit_blames_the_owner_of_the_key(yard: Yard, tmp_path: Path) -> Non
     assert yard.auditor().audit_next()
     assert counts(yard) == {"hostile": {"differs": BATCH}}
     assert not is_barred(yard, "honest")
+
+
+def test_masks_that_the_sampling_explains_are_its_workers_word(yard: Yard) -> None:
+    for _ in range(BATCH):
+        yard.submit("w1", name_top_p)
+    yard.take(1)
+    yard.auditor().audit_next()
+    assert counts(yard) == {"w1": {"impossible": BATCH}}
 
 
 def test_what_cannot_be_audited_is_counted_and_bars_nobody(yard: Yard) -> None:
