@@ -22,7 +22,8 @@ from typing import Any
 from buffer.control.control import Mode
 from buffer.run import Run
 from buffer.wire.rollout import RolloutState, Status
-from rolloutmq.integrations.verl_samples import KEY, decode, encode, sample_of, states_of
+from rolloutmq.integrations import plain_values
+from rolloutmq.integrations.verl_samples import KEY, sample_of, states_of
 from rolloutmq.integrations.verl_steps import TASK, VALIDATION, MessageQueue, TrainerSteps
 
 
@@ -90,7 +91,7 @@ class MessageQueueClient:
     async def put_validate(self, data: Any) -> None:
         """Store what a validation returned."""
         value = _unpickled(data)
-        extra = {KEY: encode({"validation": {"data": value}}), "pickled": value is not data}
+        extra = {KEY: plain_values.encode(value, "data"), "pickled": value is not data}
         state = RolloutState(status=Status.COMPLETED, extra=extra)
         await asyncio.to_thread(self._run.buffer.put, VALIDATION, [[state]], ageless=True)
 
@@ -100,7 +101,7 @@ class MessageQueueClient:
         if not groups or not self._run.buffer.delete(groups[0].gid):
             return None
         extra = groups[0].shared.extra
-        value = decode(extra[KEY])["validation"]["data"]
+        value = plain_values.decode(extra[KEY])
         return _pickled(value) if extra["pickled"] else value
 
     async def get_queue_size(self) -> int:

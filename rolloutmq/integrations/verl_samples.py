@@ -7,20 +7,17 @@ back on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from buffer.errors import WireError
 from buffer.wire.rollout import RolloutState, Status, VersionSpan, no_tokens
-from rolloutmq.integrations.object_values import ObjectValues
+from rolloutmq.integrations import plain_values
 
 KEY = "verl"
-"""In `extra`: all of a sample that has no field of a rollout, as `encode` returns it."""
+"""In `extra`: all of a sample that has no field of a rollout, as `plain_values` encodes it."""
 
 
 def states_of(sample: Any, sync: int, lineage: str) -> list[RolloutState]:
@@ -62,7 +59,8 @@ def states_of(sample: Any, sync: int, lineage: str) -> list[RolloutState]:
     shape = [width, answers.shape[1], int(prompts[is_padding][0]) if is_padding.any() else 0]
     rebuilt = _tensors(states, *shape)
     rest = {
-        "sample": {"shape": shape, "epoch": sample.epoch, "id": sample.sample_id},
+        "shape": shape,
+        "epoch": sample.epoch,
         "batch": {
             name: None if name in rebuilt and _same(tensor, rebuilt[name]) else tensor
             for name, tensor in data.batch.items()
@@ -71,7 +69,7 @@ def states_of(sample: Any, sync: int, lineage: str) -> list[RolloutState]:
         "meta_info": data.meta_info,
         "rollout_status": sample.rollout_status,
     }
-    encoded = encode(rest)
+    encoded = plain_values.encode(rest, "RolloutSample")
     for state in states:
         state.extra = {"sample_id": sample.sample_id, KEY: encoded}
     return states
@@ -83,77 +81,16 @@ def sample_of(states: Sequence[RolloutState]) -> Any:
     from verl import DataProto
     from verl.experimental.fully_async_policy.detach_utils import RolloutSample
 
-    rest = decode(states[0].extra[KEY])
-    facts = rest["sample"]
-    rebuilt = _tensors(states, *facts["shape"])
+    rest = plain_values.decode(states[0].extra[KEY])
+    rebuilt = _tensors(states, *rest["shape"])
     batch = {
         name: rebuilt[name] if tensor is None else tensor for name, tensor in rest["batch"].items()
     }
     data = DataProto(
         TensorDict(batch, batch_size=len(states)), rest["non_tensor_batch"], rest["meta_info"]
     )
-    return RolloutSample(data, facts["id"], facts["epoch"], rest["rollout_status"])
-
-
-def encode(parts: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """Return the bytes of all values. Raises WireError, with the field that cannot be encoded."""
-    encoded: dict[str, dict[str, msgspec.Raw]] = {}
-    for part, values in parts.items():
-        fields = encoded[part] = {}
-        for name, value in values.items():
-            where = f"{part}.{name}"
-            try:
-                plain = _values().apart(value, lambda array: array.tobytes(), where)
-                fields[name] = msgspec.Raw(msgspec.msgpack.encode(plain))
-            except (TypeError, RuntimeError, OverflowError) as error:
-                raise WireError(f"at {where}: {error}") from error
-    return msgspec.msgpack.encode(encoded)
-
-
-def decode(data: bytes) -> dict[str, dict[str, Any]]:
-    """Return what `encode` was given. Raises WireError for other bytes."""
-    try:
-        parts: dict[str, dict[str, Any]] = msgspec.msgpack.decode(data)
-        return {
-            part: _values().together(values, lambda data: data) for part, values in parts.items()
-        }
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise WireError(f"not the bytes of a sample of verl: {error!r}") from error
-
-
-@cache
-def _values() -> ObjectValues:
-    import torch
-
-    def tensor_parts(tensor: Any) -> list[Any]:
-        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-            raise TypeError(f"a tensor that is not dense ({tensor.layout}) cannot be kept")
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), raw.numpy()]
-
-    def tensor_of(parts: list[Any]) -> Any:
-        dtype, shape, raw = parts
-        return torch.from_numpy(raw).view(getattr(torch, dtype)).reshape(shape)
-
-    def objects_of(parts: list[Any]) -> NDArray[Any]:
-        shape, items = parts
-        array = np.empty(len(items), object)
-        for n, item in enumerate(items):  # numpy would look into lists
-            array[n] = item
-        return array.reshape(shape)
-
-    return ObjectValues(
-        "verl",
-        {
-            "tensor": (torch.Tensor, tensor_parts, tensor_of),
-            "objects": (
-                np.ndarray,
-                lambda array: [list(array.shape), list(array.flat)],
-                objects_of,
-            ),
-            "number": (np.generic, lambda number: np.asarray(number), lambda array: array[()]),
-        },
-    )
+    sample_id = states[0].extra["sample_id"]
+    return RolloutSample(data, sample_id, rest["epoch"], rest["rollout_status"])
 
 
 def _column(batch: Any, name: str) -> Any:

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from buffer.errors import ConfigError, Fenced, WireError
+from rolloutmq.integrations import plain_values
 from rolloutmq.integrations.verl import MessageQueueClient
-from rolloutmq.integrations.verl_samples import decode, encode
 from rolloutmq.integrations.verl_steps import TASK, MessageQueue
 from tests.consumer.grpo.models.tiny import build_model
 from tests.programs import ROOT
@@ -109,7 +109,7 @@ async def test_a_sample_comes_back_as_it_was(client: MessageQueueClient) -> None
     for part in ("non_tensor_batch", "meta_info"):
         expected, restored = (getattr(each.full_batch, part) for each in (given, found))
         assert list(restored) == list(expected)
-        assert encode({part: restored}) == encode({part: expected})
+        assert plain_values.encode(restored, part) == plain_values.encode(expected, part)
         assert {k: type(v) for k, v in restored.items()} == {
             k: type(v) for k, v in expected.items()
         }
@@ -118,7 +118,7 @@ async def test_a_sample_comes_back_as_it_was(client: MessageQueueClient) -> None
 async def test_padding_is_not_stored(client: MessageQueueClient) -> None:
     await client.put_sample(sample(1))
     (group,) = client._run.buffer.get(1, TASK)
-    assert set(decode(group.shared.extra["verl"])["batch"].values()) == {None}
+    assert set(plain_values.decode(group.shared.extra["verl"])["batch"].values()) == {None}
 
 
 async def test_rollouts_may_have_prompts_of_their_own(client: MessageQueueClient) -> None:
