@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import orjson
 
-from buffer.curation.rollout_line import FIELDS
+from buffer.curation.rollout_line import FIELDS, SAMPLING
 from buffer.errors import ConfigError, DatasetError
 from buffer.imports import install_command
 from buffer.snapshot.folder import sync
@@ -174,7 +174,7 @@ def _schema(arrow: Any) -> Any:
         **dict.fromkeys(("index", "samples"), arrow.int32()),
         "staleness": arrow.int64(),
         "prompt_ids": ids,
-        "response_ids": ids,
+        **dict.fromkeys(("response_ids", *SAMPLING), ids),
         **dict.fromkeys(("logprobs", *OPTIONAL), arrow.list_(arrow.float32())),
         "response_mask": arrow.list_(arrow.uint8()),
     }

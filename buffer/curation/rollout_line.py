@@ -19,6 +19,7 @@ from buffer.wire.document import plain_structure, read_structure
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from buffer.wire.sampling import SampleParams
+from buffer.wire.sampling_mask import SamplingMask
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -44,6 +45,8 @@ class RolloutLine(BaseModel):
     response_ids: list[TokenId]
     logprobs: list[Finite]
     response_mask: list[Literal[0, 1]] | None = None
+    sampling_counts: list[TokenId] | None = None
+    sampling_ids: list[TokenId] | None = None
     spans: list[VersionSpan] = []
     ref_logprobs: list[Finite] | None = None
     values: list[Finite] | None = None
@@ -83,15 +86,20 @@ class RolloutLine(BaseModel):
 
     def state(self, index: int) -> RolloutState:
         """Return the rollout of this index. Raises ValidationError if columns do not agree."""
-        fields = self.model_dump(
-            exclude={"gid", "task", "index", "samples", "stage", "staleness", "sample_params"}
-        )
+        own = {"gid", "task", "index", "samples", "stage", "staleness", "sample_params"}
+        fields = self.model_dump(exclude=own)
+        mask = [np.array(fields.pop(name) or (), "<i4") for name in SAMPLING]
+        if len(mask[0]):
+            fields["sampling_mask"] = SamplingMask(*mask)
         spans = [VersionSpan(*span) for span in fields.pop("spans")]
         params = msgspec.convert(self.sample_params, SampleParams, dec_hook=read_structure)
         return RolloutState(**fields, index=index, sample_params=params, spans=spans)
 
 
 FIELDS = tuple(RolloutLine.model_fields)
+
+SAMPLING = ("sampling_counts", "sampling_ids")
+"""The fields of a sampling mask."""
 
 
 def group_of(lines: Sequence[RolloutLine], gid: str, task: str) -> RolloutGroup:
@@ -140,6 +148,9 @@ def lines_of(group: RolloutGroup, stage: str, staleness: int | None) -> Iterator
             "staleness": staleness,
         }
         line.update((name, getattr(state, name)) for name in own_fields)
+        mask = state.sampling_mask
+        whole = (mask.counts, mask.ids) if isinstance(mask, SamplingMask) else (None, None)
+        line |= zip(SAMPLING, whole, strict=True)
         # bytes become base64 text, which is what an import finds
         line.update((name, msgspec.to_builtins(line[name])) for name in _ANY_VALUES)
         line["prompt_ids"] = group.prompt_ids

@@ -51,16 +51,21 @@ def config_reference() -> str:
 
 def _sections(name: str, field: Schema, schema: Schema) -> Iterator[tuple[str, Schema]]:
     """Find the sections in a field: itself and those inside of it, each under its dotted name."""
-    if "additionalProperties" in field and name == "tasks":
-        name, field = "tasks.<name>", field["additionalProperties"]
+    values = [field.get("additionalProperties"), *field.get("patternProperties", {}).values()]
+    if any(values) and (named := _NAMED.get(name.rpartition(".")[2])):
+        name, field = f"{name}.<{named}>", next(filter(None, values))
     for member in _members(field):
         definition = _resolve(member, schema)
         if not _is_section(definition):
             continue
         yield name, definition
         for key, inner in definition["properties"].items():
-            if key != "strategy":  # [tasks.<name>.strategy] has the keys of [strategy]
+            # [tasks.<name>.strategy] has the keys of [strategy], a teacher's engine of [engine]
+            if key not in ("strategy", "engine"):
                 yield from _sections(f"{name}.{key}", inner, schema)
+
+
+_NAMED = {"tasks": "name", "teachers": "teacher"}  # tables of sections, and what names each
 
 
 def _is_section(definition: Schema) -> bool:

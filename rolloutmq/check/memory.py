@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from buffer.config.memory_budget import PROMPT_TOKENS
+from buffer.errors import HubError, ModelError
 from buffer.readable import format_size
 from consumer.config.learner import LearnerConfig
 from producer_workers.config.engine import GpuMemory
 from rolloutmq.check.finding import Finding, Level
-from rolloutmq.check.shape import Shape, context_tokens
+from rolloutmq.check.shape import Shape, context_tokens, read_shape
 from rolloutmq.config.config import Config
 
 GIB = 1 << 30
@@ -45,6 +47,12 @@ def memory_findings(config: Config, shape: Shape, gpu_bytes: int | None) -> Iter
         yield _trainer(config, parts, gpu_bytes)
     if kept := config.engine.gpu_memory:
         engine = yield from _engine(config, kept, shape, gpu_bytes)
+    for name in config.teachers:
+        if kept := config.teacher_engine(name).gpu_memory:
+            with suppress(ModelError, HubError):  # the stage of the model reports it
+                folder = config.teacher_folder(name)
+                size = shape if folder == config.model_folder else read_shape(folder)
+                yield from _engine(config, kept, size, gpu_bytes, f"teacher {name}")
     together = trainer + engine
     if config.launch.colocated and gpu_bytes and together > FULL * gpu_bytes:
         yield Finding(
@@ -153,13 +161,17 @@ def _less(config: Config) -> str:
 
 
 def _engine(
-    config: Config, kept: GpuMemory, shape: Shape, gpu_bytes: int | None
+    config: Config,
+    kept: GpuMemory,
+    shape: Shape,
+    gpu_bytes: int | None,
+    who: str = "engine",
 ) -> Generator[Finding, None, int]:
     """Yield the memory of an engine; return the bytes on one of its GPUs."""
     weights = kept.value_bytes * shape.parameters // kept.parts
     tokens = longest_sample(config)
     sequence = tokens * (kept.value_bytes * shape.kv_values // kept.parts)
-    what = f"engine: weights {format_size(weights)} on each device"
+    what = f"{who}: weights {format_size(weights)} on each device"
     one = f"{format_size(sequence)} for a sequence of {tokens:,} tokens"
     cache = kept.cache_bytes
     if cache is None and gpu_bytes:

@@ -192,6 +192,11 @@ def _engine_loads_what_is_published(config: Config) -> Iterator[str]:
 def _responses_fit_the_context(config: Config) -> Iterator[str]:
     # workers check it again with what their engine reports
     yield from context_problems(config, getattr(config.engine, "max_model_len", None), config.tasks)
+    for name, task in config.tasks.items():
+        for teacher, section in task.teachers.items():
+            limit = getattr(section.engine, "max_model_len", None)
+            for problem in context_problems(config, limit, [name]):
+                yield f"teacher {teacher}: {problem}"
 
 
 def _tokens_are_younger_than_groups(config: Config) -> Iterator[str]:

@@ -62,6 +62,7 @@ def evaluate_model(
     target = folder / (ADAPTER if is_adapter else "exported")
     given = [*overrides, f"run.name={config.run.name}-eval", f"run.dir={folder}"]
     given += [f"trainer.loop={_LOOP}"]
+    given += [f"tasks.{name}.teachers={{}}" for name, task in config.tasks.items() if task.teachers]
     if not is_adapter:
         given += [f"policy.model={(target if step else Path(what)).resolve()}"]
     settings = load_config(find_config(path), given)

@@ -202,9 +202,9 @@ class Launcher:
         for i, (name, gpus) in enumerate(
             zip(config.teacher_workers, placement.teachers, strict=True)
         ):
-            args = ["worker", "--teacher", name, "--id", f"{name}-{i}", "--take-over"]
-            env = placement.environment(gpus)
-            self._workers.append(self._child(f"teacher-{name}-{i}", args, env))
+            member = f"teacher-{name}-{i}"
+            args = ["worker", "--teacher", name, "--id", member, "--take-over"]
+            self._workers.append(self._child(member, args, placement.environment(gpus)))
         if any(task.judging.kind == "rq" for task in config.tasks.values()):
             count = str(config.launch.judge_workers)
             self._judges = [

@@ -253,6 +253,7 @@ def _task(task: TaskView) -> Iterator[Text]:
         (f" {task.in_flight} of {limit if has_target else '(no target yet)'}",
          "yellow" if has_target and task.in_flight >= limit else ""),
         (" · ready ", "dim"), f"{task.ready} of {task.batch_share or '?'}",
+        f" · {task.account.teaching} wait for teachers" if task.account.teaching else "",
     )  # fmt: skip
     groups = task.number("produced_groups")
     yield _fit(Text.assemble(
@@ -369,7 +370,7 @@ def starting_lines(view: RunView, started_s: dict[str, float]) -> list[str]:
     """Return a line per process that has not joined, and for the first groups; see `LiveNotes`."""
     if view.mode == "finish":
         return []
-    joined = {worker.id for worker in view.live_workers}
+    joined = {worker.id for worker in (*view.live_workers, *view.live_teachers)}
     joined |= {role.role for role in (view.trainer, view.producer) if role.is_alive}
     missing = {name: 1000 * s for name, s in started_s.items() if name not in joined}
     lines = [

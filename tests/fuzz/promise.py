@@ -13,6 +13,7 @@ from buffer.errors import WireError
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
+from buffer.wire.sampling_mask import SamplingMask
 
 GOLDEN = Path(__file__).parents[1] / "buffer" / "golden"
 
@@ -36,6 +37,11 @@ def plain(state: RolloutState) -> dict[str, Any]:
     fields["reward"] = fields["reward"] or None
     if isinstance(state.routed_experts, np.ndarray):
         fields["routed_experts"] = state.routed_experts.tolist()
+    if isinstance(state.sampling_mask, SamplingMask):
+        fields["sampling_mask"] = [
+            state.sampling_mask.counts.tolist(),
+            state.sampling_mask.ids.tolist(),
+        ]
     columns = {
         name: fields.pop(name).tolist() for name in ("prompt_ids", "response_ids", "logprobs")
     }

@@ -103,8 +103,9 @@ class BatchFilter:
         if groups and counts["sampling_mask"] == len(groups):
             raise ConfigError(
                 "no group of the batch has usable sampling masks: the log has the reasons",
-                hint="let workers of [engine] kind vllm or transformers sample, or set [learner] "
-                "allow_truncated_sampling = true and accept wrong ratios",
+                hint="sample by [engine] kind vllm or transformers; let your own agent loop pass "
+                "sampling_mask to state.append; or set [learner] allow_truncated_sampling = true, "
+                "and the ratios are wrong",
             )
         if groups and counts["unread_column"] == len(groups):
             raise ConfigError(

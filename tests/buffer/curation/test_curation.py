@@ -19,6 +19,7 @@ from buffer.redis.store import Store
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, Status
+from buffer.wire.sampling_mask import SamplingMask
 from tests.buffer.scene import Scene, extend
 from tests.buffer.snapshot.test_snapshot import resumed
 from tests.fuzz.promise import plain
@@ -106,6 +107,9 @@ def test_exported_groups_come_back_as_they_were(scene: Scene, tmp_path: Path, en
         state.teacher_logprobs = {"large": state.logprobs * np.float32(2), "small": state.logprobs}
         state.teacher_top_ids = {"large": np.array([[5, 6], [6, 7]], "<i4")}
         state.teacher_top_logprobs = {"large": np.array([[-0.25, -2], [-0.1, -3]], "<f4")}
+        if n:
+            kept = np.array([state.response_ids[0], 9], "<i4")
+            state.sampling_mask = SamplingMask(np.array([2, 0], "<i4"), kept)
     scene.run.buffer.submit("w0", job, RolloutGroup(group.gid, group.task, states), 4)
     old = scene.payload(job.gid)
     scene.run.export(tmp_path / f"f.{ending}")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from buffer.wire.sampling import SampleParams
+from buffer.wire.sampling_mask import SamplingMask
 from producer_workers.agent_loops.environment import Answer
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
@@ -175,3 +176,54 @@ def test_a_resumed_response_has_another_seed_and_the_same_one_each_time() -> Non
     assert SampleParams().after(7).seed is None
     assert params.attempt(0) == params
     assert len({params.attempt(number).seed for number in range(50)} | seeds) == 99
+
+
+class Masked(Endless):
+    """Says that each token was one of `kept`."""
+
+    records_masks = True
+    kept = (7, 9)
+
+    async def generate(self, *request: Any) -> Generation:
+        made = await super().generate(*request)
+        counts = np.full(len(made.token_ids), len(self.kept), "<i4")
+        ids = np.tile(np.array(self.kept, "<i4"), len(made.token_ids))
+        return replace(made, sampling_mask=SamplingMask(counts, ids))
+
+
+def test_a_token_that_its_mask_has_not_fails_the_rollout(chat: Any) -> None:
+    engine = Masked(chat, PROMPT)
+    loop = SingleTurnAgentLoop(**common(chat))
+    assert run(loop, engine, rollout(5, max_tokens=4)).status is Status.COMPLETED
+    engine.kept = (8, 9)
+    state = run(loop, engine, rollout(5, max_tokens=4))
+    assert state.status is Status.FAILED
+    assert "token 0, id 7, is not among the 2 tokens" in str(state.error)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "refused"),
+    [
+        (Endless, {"top_p": 0.9}, "top_p"),
+        (Endless, {}, None),
+        (Masked, {"top_p": 0.9, "top_k": 5, "min_p": 0.1, "min_tokens": 1}, None),
+        (Masked, {"top_p": 0.9, "presence_penalty": 1.0}, "presence_penalty"),
+    ],
+)
+def test_a_training_task_is_sampled_as_it_is_trained(
+    chat: Any, kind: type[Endless], params: dict[str, Any], refused: str | None
+) -> None:
+    async def scene() -> Generation:
+        inbox = Inbox()
+        inbox.open()
+        engine: Any = SharedEngine(kind(chat, PROMPT), inbox, ["math"])
+        asked = SampleParams(max_tokens=4, **params)
+        await engine.generate("other-0000000001/0", PROMPT, asked)  # of a task that is not trained
+        made: Generation = await engine.generate("math-0000000001/0", PROMPT, asked)
+        return made
+
+    if refused is None:
+        assert len(asyncio.run(scene()).token_ids) == 4
+        return
+    with pytest.raises(GenerationError, match=f"{refused} gives logprobs"):
+        asyncio.run(scene())
