@@ -179,6 +179,7 @@ def test_a_project_without_a_mistake(project: Path, model: Path) -> None:
         ([TEACHER, "learner.distillation.top_k_loss=forward"], "config", "a teacher with top_k"),
         ([TEACHER, "learner.distillation.coef=0"], "config", "coef = 0 without top_k_loss"),
         (["learner.loss.kl_coef=1", "learner.loss.kl_reference=big"], "config", "is no teacher"),
+        (["tasks.sums.judge=none"], "config", "without a teacher, it teaches nothing"),
         (["trainer.advantages=none"], "config", "trains nothing without [learner.distillation]"),
         ([TEACHER, READ, *WITHOUT_REWARDS], "config", "not_all_equal of task sums"),
         # without an effect
