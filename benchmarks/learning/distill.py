@@ -8,6 +8,7 @@ pass the teacher's lane of the real queue before they are trained. A finished tr
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -76,9 +77,9 @@ class TaughtFleet(Fleet):
         self._run.fleet.heartbeat("t0", self._own, pulse, [])
         serves = Serves(frozenset([TASK]), teacher=TEACHER)
         claim = self._run.jobs.claim("t0", self._own, new_nonce(), None, AT_ONCE, serves)
-        for job in claim.jobs:
-            group = self._run.buffer.read(job.payload)
-            self._run.buffer.submit("t0", job, self._score(group), 0)
+        groups = [self._run.buffer.read(job.payload) for job in claim.jobs]
+        for job, group in zip(claim.jobs, self._score(groups), strict=True):
+            self._run.buffer.submit("t0", job, group, 0)
         return is_sampled or bool(claim.jobs)
 
     def _submit(self, job: Job, group: RolloutGroup) -> None:
@@ -86,19 +87,27 @@ class TaughtFleet(Fleet):
         self._run.buffer.submit("w0", job, group, tokens, teachers=[TEACHER])
 
     @torch.no_grad()
-    def _score(self, group: RolloutGroup) -> RolloutGroup:
-        states = group.states
-        for state in states:
-            given = np.concatenate([group.prompt_ids, state.response_ids])
-            ids = torch.from_numpy(given.astype(np.int64))[None]
-            first = len(group.prompt_ids) - 1
-            found = self._teacher(ids).logits[0, first:-1].float().log_softmax(-1)
-            tops = found.topk(TOP_K)
-            own = found.gather(1, ids[0, first + 1 :, None])[:, 0]
-            state.teacher_logprobs = {TEACHER: own.numpy()}
+    def _score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        """Return the groups with the teacher's values, from one pass (prompts have one length)."""
+        members = [group.states for group in groups]
+        states = [state for own in members for state in own]
+        if not states:
+            return []
+        prompt = len(groups[0].prompt_ids)
+        ids = torch.zeros(len(states), prompt + SUMS.max_tokens, dtype=torch.long)
+        prompts = [group.prompt_ids for group in groups for _ in range(len(group))]
+        for row, before, state in zip(ids, prompts, states, strict=True):
+            given = np.concatenate([before, state.response_ids]).astype(np.int64)
+            row[: len(given)] = torch.from_numpy(given)
+        found = self._teacher(ids).logits[:, prompt - 1 : -1].float().log_softmax(-1)
+        for logprobs, row, state in zip(found, ids, states, strict=True):
+            size = len(state.response_ids)
+            own, tops = logprobs[:size], logprobs[:size].topk(TOP_K)
+            sampled = own.gather(1, row[prompt : prompt + size, None])[:, 0]
+            state.teacher_logprobs = {TEACHER: sampled.numpy()}
             state.teacher_top_ids = {TEACHER: tops.indices.int().numpy()}
             state.teacher_top_logprobs = {TEACHER: tops.values.numpy()}
-        return group.continued(states)
+        return [group.continued(own) for group, own in zip(groups, members, strict=True)]
 
 
 def run_arm(url: str, trial: Trial, model: Path, teacher: Path | None, folder: Path) -> list[Point]:

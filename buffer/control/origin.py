@@ -39,6 +39,8 @@ class Origin(BaseModel):
     """fingerprint of the model's shape"""
     tasks: dict[str, TaskOrigin] = {}
     """every task that the run ever had"""
+    teachers: list[str] = []
+    """models of teachers on the Hub, as NAME@COMMIT; a config may name others at any time"""
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, str]) -> Origin | None:
@@ -51,7 +53,8 @@ class Origin(BaseModel):
     @property
     def commits(self) -> dict[str, str]:
         """Return the commit of every repository of the Hub."""
-        sources = [self.source, *(task.source for task in self.tasks.values())]
+        tasks = (task.source for task in self.tasks.values())
+        sources = [*self.teachers, self.source, *tasks]
         pairs = (source.partition("@") for source in sources if source)
         return {name: commit for name, _, commit in pairs}
 
@@ -102,6 +105,7 @@ class Origin(BaseModel):
             tokenizer=self.tokenizer or other.tokenizer,
             architecture=self.architecture or other.architecture,
             tasks=tasks,
+            teachers=sorted({*self.teachers, *other.teachers}),
         )
 
     def resized(self, other: Origin) -> dict[str, tuple[int, int]]:

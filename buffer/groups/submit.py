@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from buffer.errors import PayloadMissing, WireError
 from buffer.groups.claim import fenced
 from buffer.groups.order_policy import OrderFunction, submit_argument
+from buffer.ids import TEACH
 from buffer.job import Job, PayloadRef, Result
 from buffer.limits import RunLimits
 from buffer.redis.payloads import PayloadStore, SetCommand, pin_listed
@@ -113,6 +114,9 @@ class Submission:
         group = result.group
         task = group.task
         status = _final_status(result)
+        # of a config that is newer than the run's limits, there may be others
+        lanes = self._limits.tasks[task].lanes
+        teachers = [name for name in result.teachers if TEACH + name in lanes]
         scores = group.scores.tolist() if status is not Status.ABORTED else ()
         counted = [score for score in scores if math.isfinite(score)]
         arguments = described(group, status, ref, self._limits, self._order_function) | {
@@ -127,8 +131,8 @@ class Submission:
             "truncated": int(group.truncated.sum()),
             "ms": int(1000 * float(group.shared.extra.get(GROUP_TIME) or 0.0)),
             "patience": self._limits.of(task).max_consecutive_filtered or "",
-            "teachers": ",".join(result.teachers),
-            "sampled": group.sampled_crc() if result.teachers or result.job.teacher else "",
+            "teachers": ",".join(teachers),
+            "sampled": group.sampled_crc() if teachers or result.job.teacher else "",
         }
         return ScriptCall(
             keys.slots(task=task, worker=worker),

@@ -50,6 +50,7 @@ JUDGES = {
     "reasoning_gym": BuiltInJudge(
         f"{_FUNCTIONS}:reasoning_gym_score", "the package's own verifier"
     ),
+    "none": BuiltInJudge(f"{_FUNCTIONS}:no_score", "always 0, where teachers alone count"),
     "exact_match": BuiltInJudge(f"{_FUNCTIONS}:exact_match", "equal text"),
     "gsm8k": BuiltInJudge(f"{_FUNCTIONS}:gsm8k", "equal final number"),
     "math_verify": BuiltInJudge(

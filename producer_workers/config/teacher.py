@@ -48,6 +48,11 @@ class TeacherSection(Section):
         """Return the repository of the model; None for a folder."""
         return repository(self.model, self.revision, "model")
 
+    @property
+    def pin(self) -> str | None:
+        """Return the repository as NAME@COMMIT; None for a folder or another revision."""
+        return self.repository and self.repository.pin
+
     def scores(self, source: str | None) -> bool:
         """Return whether it scores rollouts of a data source."""
         return not self.sources or any(fnmatchcase(source or "", each) for each in self.sources)

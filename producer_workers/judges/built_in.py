@@ -45,6 +45,11 @@ TEST_S = 10.0  # seconds for one test
 _BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
 
 
+def no_score(*, response: str, ground_truth: Any = None, state: object = None) -> float:
+    """Return 0, for tasks that are learned from teachers alone."""
+    return 0.0
+
+
 def exact_match(*, response: str, ground_truth: Any, state: object = None) -> float:
     """Return 1.0 for the same text, apart from white space around it. Raises ValueError."""
     if ground_truth is None:

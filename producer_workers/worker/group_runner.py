@@ -126,7 +126,8 @@ class GroupRunner:
                 await self._end_early(job, known_tokens)
                 return
             # a submission writes keys that all groups share; only a read concerns the group alone
-            is_shared = isinstance(error, RunDamaged) and job in self._held.members
+            begun = {*self._held.members, *self._held.submitting}
+            is_shared = isinstance(error, RunDamaged) and job in begun
             if isinstance(error, GeneratorExit | GroupChanged) or is_cancelled or is_shared:
                 raise
             if group:  # lengths that have changed fail a group in many ways

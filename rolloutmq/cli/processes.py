@@ -213,6 +213,7 @@ def _open(
     name: str,
     metrics: str | None,
     key: Key | None,
+    teacher: str = "",
 ) -> tuple[Run, Config]:
     """Return the run, and the config with the commits of the Hub that the run was made with."""
     from buffer.control.continuation import check_origin, read_origin
@@ -230,7 +231,7 @@ def _open(
     if key:
         run.sign_with(key)
     origin = read_origin(run.store, run.keys)
-    settings = fetch(settings, origin, with_data=name == "producer")
+    settings = fetch(settings, origin, with_data=name == "producer", with_teachers=bool(teacher))
     check_origin(run.store, run.keys, origin_of(settings, settings.model_folder))
     return run, settings
 
@@ -274,7 +275,7 @@ async def _work(
         await member.run()
 
     _on_signals(os._exit, INTERRUPTED)
-    run, settings = await asyncio.to_thread(_open, settings, redis_url, name, metrics, key)
+    run, settings = await asyncio.to_thread(_open, settings, redis_url, name, metrics, key, teacher)
     if not take_over:
         await asyncio.to_thread(_await_silence, run, name)
     trace_run(run, name)

@@ -20,7 +20,11 @@ from producer_workers.agent_loops.agent_loop import BUILT_IN, has_agents
 from producer_workers.config.engine import VllmConfig
 from producer_workers.config.task import TaskSection
 from producer_workers.hub import is_id
-from rolloutmq.config.teacher_rules import teachers_are_read, teachers_can_score
+from rolloutmq.config.teacher_rules import (
+    teachers_are_read,
+    teachers_can_score,
+    teachers_replace_rewards,
+)
 
 if TYPE_CHECKING:
     from rolloutmq.config.config import Config
@@ -188,6 +192,11 @@ def _engine_loads_what_is_published(config: Config) -> Iterator[str]:
 def _responses_fit_the_context(config: Config) -> Iterator[str]:
     # workers check it again with what their engine reports
     yield from context_problems(config, getattr(config.engine, "max_model_len", None), config.tasks)
+    for name, task in config.tasks.items():
+        for teacher, section in task.teachers.items():
+            limit = getattr(section.engine, "max_model_len", None)
+            for problem in context_problems(config, limit, [name]):
+                yield f"teacher {teacher}: {problem}"
 
 
 def _tokens_are_younger_than_groups(config: Config) -> Iterator[str]:
@@ -380,6 +389,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _trained_roles_occur,
     teachers_can_score,
     teachers_are_read,
+    teachers_replace_rewards,
     _updates_have_groups,
     _ranks_have_gpus,
     _optimizer_fits_the_ranks,

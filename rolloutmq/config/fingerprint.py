@@ -57,6 +57,7 @@ def origin_of(config: Config, model: Path) -> Origin:
         tokenizer=_files(model / name for name in TOKENIZER_FILES),
         architecture=_architecture(model / "config.json"),
         tasks={name: _task(task) for name, task in config.tasks.items()},
+        teachers=sorted(filter(None, {each.pin for each in config.teachers.values()})),
     )
 
 

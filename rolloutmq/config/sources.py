@@ -27,20 +27,29 @@ NOTE = "hub.json"
 """File in the run's folder: the commit of each repository whose revision the config leaves open."""
 
 
-def fetch(config: Config, origin: Origin | None = None, *, with_data: bool = True) -> Config:
+def fetch(
+    config: Config,
+    origin: Origin | None = None,
+    *,
+    with_data: bool = True,
+    with_teachers: bool = True,
+) -> Config:
     """Return `config` with commits as its revisions, and download what is not in the cache.
 
     `origin`: the record of the run, where it is known; else the folder's note decides. `with_data`:
-    also download data sets, which workers do not read. Raises HubError.
+    also download data sets, which workers do not read. `with_teachers`: also their models. Raises
+    HubError.
     """
     wanted = set(_repositories(config))
+    unread = set() if with_teachers else {each.repository for each in config.teachers.values()}
+    unread -= {model_repository(config.policy)}
     note = config.run.folder / NOTE
     noted = _read(note) if wanted else {}
     known = noted | (origin.commits if origin else {})
     pinned: dict[Repository, Repository] = {}
-    for each in sorted(wanted):
+    for each in sorted(wanted, key=lambda each: (each.name, each.revision or "")):
         pinned[each] = each._replace(revision=each.revision or known.get(each.name))
-        if each.kind == "model" or with_data:
+        if each not in unread and (each.kind == "model" or with_data):
             commit = pinned[each].download().name
             pinned[each] = each._replace(revision=commit)
     opened = {each.name: pin.revision for each, pin in pinned.items() if each.revision is None}

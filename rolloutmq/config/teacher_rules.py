@@ -72,9 +72,16 @@ def teachers_are_read(config: Config) -> Iterator[str]:
         )
     if has_top_loss and not has_tops:
         yield "[learner.distillation] top_k_loss needs a teacher with top_k, for example 32"
-    if trainer.advantages != "none":
+
+
+def teachers_replace_rewards(config: Config) -> Iterator[str]:
+    """Yield what would teach nothing without rewards."""
+    for name, task in config.tasks.items():
+        if "none" in task.judges and task.eval_of is None and not task.teachers:
+            yield f"judge = none of task {name}: without a teacher, it teaches nothing"
+    if config.trainer.loop is not None or config.trainer.advantages != "none":
         return
-    if section is None:
+    if config.learner.distillation is None:
         yield "[trainer] advantages = none trains nothing without [learner.distillation]"
     for name, task in config.tasks.items():
         if task.eval_of is None and config.strategy_of(name).is_valid_sample_fn == "not_all_equal":

@@ -45,8 +45,7 @@ class RunStorage(theirs.NaiveStorage):  # type: ignore[misc]
         super().__init__()
         self.repeated: set[Key] = set()
         """prompts that the data set gives again, though their groups were completed"""
-        self._url = url
-        self._name = run or f"xtuner-{secrets.token_hex(4)}"
+        self._url, self._name = url, run or f"xtuner-{secrets.token_hex(4)}"
         self._run: Run | None = None
         self._gids: dict[int, str] = {}  # by XTuner's uid
         self._retried: dict[Key, str] = {}  # handed out to be finished
@@ -93,7 +92,7 @@ class RunStorage(theirs.NaiveStorage):  # type: ignore[misc]
         await super().delete(uids)
 
     def _write(self, run: Run, item: theirs.StorageItem) -> str:
-        self._consumer.role.check()
+        self._consumer.check_role()
         self._puts += 1
         record = {"status": item.status.value, "staleness": item.staleness}
         record |= {"task": item.task_name, "order": self._puts}
@@ -111,8 +110,6 @@ class RunStorage(theirs.NaiveStorage):  # type: ignore[misc]
         (gid,) = run.buffer.put(task, [states], ageless=True, retryable=True)
         return gid
 
-    # -- checkpoints ---------------------------------------------------------------------------
-
     def open(self, saved: dict[str, Any]) -> Run:
         """Become the trainer of the run at a checkpoint, and read the groups that it has not seen.
 
@@ -127,17 +124,19 @@ class RunStorage(theirs.NaiveStorage):  # type: ignore[misc]
                 raise
             run = Run.create(store, name, new_nonce(), LIMITS)
         tasks = run.limits.training_tasks
-        if not saved and any(run.progress(task).get("archived", "0") != "0" for task in tasks):
+        if not saved and any(int(run.progress(task).get("archived", 0)) for task in tasks):
             raise RunExists(f"run {name!r} was trained", hint="resume, or name another run")
         self._position = Position.model_validate(saved.get("position", {}))
         self._dropped = set(saved.get("dropped", ()))
         self.repeated = {(task, number) for task, number in saved.get("repeated", ())}
         self._consumer = RolloutConsumer(run, prefetch_bytes=0)
-        self._consumer.open(position=self._position, take_over=True)
+        # the server has ended what the checkpoint before this one has seen
+        ended = Position.model_validate(saved.get("ended", {}))
+        self._consumer.open(position=ended, take_over=True)
         self._saved = saved
         found = [group for task in tasks for group in self._unseen(run, task)]
         found.sort(key=lambda entry: int(entry[2]["order"]))
-        self._puts = max((record["order"] for _, _, record in found), default=0)
+        self._puts = found[-1][2]["order"] if found else 0
         items = [
             theirs.StorageItem(
                 group, n, n, record["task"], XTunerStatus(record["status"]), record["staleness"]
@@ -161,7 +160,7 @@ class RunStorage(theirs.NaiveStorage):  # type: ignore[misc]
                 if record["status"] != "completed":
                     self._dropped.add(gid)
                     continue
-                self.repeated.add((record["task"], group[0].group_id))
+                self.repeated |= {(record["task"], group[0].group_id)} - {(record["task"], None)}
             yield gid, group, record
 
     def save(self, folder: Path, policy: str) -> None:
@@ -179,6 +178,7 @@ class RunStorage(theirs.NaiveStorage):  # type: ignore[misc]
             "run": run.name,
             "policy": policy,
             "position": self._position.model_dump(),
+            "ended": self._saved.get("position", {}),
             "dropped": sorted(self._dropped),
             "repeated": sorted(self.repeated),
             "draws": {task: IMPORTED_FROM + count for task, count in puts.items()},

@@ -12,6 +12,7 @@ from typing import Any
 from buffer.control.control import RoleHolder
 from buffer.control.events import Event, TrainerReport, parse_event
 from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram, WorkerRecord, parse_counts
+from buffer.ids import TEACH
 from buffer.ledger.account import TaskAccount
 from buffer.ledger.ledger import LedgerSteps
 from buffer.ledger.memory import MemoryUse
@@ -55,8 +56,8 @@ class TaskView:
             )
         if self.absent_teachers:
             names = ", ".join(self.absent_teachers)
-            waiting = plural(self.account.teaching, "group")
-            return f"no worker of teacher {names} is alive; {waiting} waiting"
+            waiting = sum(self.backlog[TEACH + name] for name in self.absent_teachers)
+            return f"no worker of teacher {names} is alive; {plural(waiting, 'group')} waiting"
         is_recent = now_ms - self.number("error_ms") < RECENT_MS
         if self.error and (is_recent or self.number("failures_in_row")):
             return f"{self.number('failed'):.0f} failed: {self.error}"

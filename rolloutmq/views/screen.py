@@ -253,6 +253,7 @@ def _task(task: TaskView) -> Iterator[Text]:
         (f" {task.in_flight} of {limit if has_target else '(no target yet)'}",
          "yellow" if has_target and task.in_flight >= limit else ""),
         (" · ready ", "dim"), f"{task.ready} of {task.batch_share or '?'}",
+        f" · {task.account.teaching} wait for teachers" if task.account.teaching else "",
     )  # fmt: skip
     groups = task.number("produced_groups")
     yield _fit(Text.assemble(

@@ -69,6 +69,11 @@ def test_only_completed_groups_pass_teachers(scene: Scene) -> None:
     scene.check()
 
 
+def test_a_teacher_that_the_run_does_not_know_yet_is_left_out(scene: Scene) -> None:
+    (gid,) = scene.sampled("new", BIG)
+    assert (scene.stream("teach.big"), scene.record(gid)["teachers"]) == ([gid], "")
+
+
 def test_a_teacher_may_add_columns_and_change_nothing_else(scene: Scene) -> None:
     (gid,) = scene.sampled(BIG)
     (job,) = scene.claim_as(BIG)

@@ -19,6 +19,8 @@ class TeacherMoves(WorkerMoves):
 
     def submit_to_teachers(self, worker: str, which: int, number: int) -> None:
         """A student's group goes to one teacher, or to both; it is counted as one that arrives."""
+        if self.tokens is not None:
+            return  # the model has no age of single tokens for a group that waits or runs
         self.hold(worker)
         owned = [job for job in self.jobs[worker] if self.owns(job)]
         if not owned:

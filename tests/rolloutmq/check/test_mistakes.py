@@ -59,6 +59,7 @@ OTHER_TEACHER = (
     "teachers={big={workers=2}}}"
 )
 WITHOUT_REWARDS = ("trainer.advantages=none", "strategy.is_valid_sample_fn=not_all_equal")
+SHORT_TEACHER = "tasks.sums.teachers={big={engine={kind='vllm', max_model_len=32}}}"
 COLD = ("tasks.sums.sample.temperature=0.5", "learner.temperature=0.5")
 VLLM = "engine={kind='vllm'}"
 
@@ -168,6 +169,7 @@ def test_a_project_without_a_mistake(project: Path, model: Path) -> None:
         ),
         ([TEACHER, READ, "tasks.sums.teachers.big.revision=main"], "config", "revision = main"),
         ([TEACHER, READ, *COLD], "config", "sampled with temperature, and"),
+        ([SHORT_TEACHER], "config", "teacher big: task sums"),
         ([TEACHER, "tasks.sums.sample.top_p=0.9"], "config", "sampled with top_p, and"),
         ([TEACHER, READ, OTHER_TEACHER], "config", "different values of workers"),
         ([TEACHER, READ, "engine={kind='http', url='http://x'}"], "config", "needs an engine"),
@@ -177,6 +179,7 @@ def test_a_project_without_a_mistake(project: Path, model: Path) -> None:
         ([TEACHER, "learner.distillation.top_k_loss=forward"], "config", "a teacher with top_k"),
         ([TEACHER, "learner.distillation.coef=0"], "config", "coef = 0 without top_k_loss"),
         (["learner.loss.kl_coef=1", "learner.loss.kl_reference=big"], "config", "is no teacher"),
+        (["tasks.sums.judge=none"], "config", "without a teacher, it teaches nothing"),
         (["trainer.advantages=none"], "config", "trains nothing without [learner.distillation]"),
         ([TEACHER, READ, *WITHOUT_REWARDS], "config", "not_all_equal of task sums"),
         # without an effect

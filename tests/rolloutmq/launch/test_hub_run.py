@@ -32,6 +32,8 @@ launch.workers = 1
 judge = "exact_match"
 sample.max_tokens = 8
 dataset = { kind = "hugging_face", path = "openai/sums", subset = "main", split = "train", fields = { question = "problem" } }
+teachers.big.model = "qwen/big"
+[learner.distillation]
 """
 CARD = b"""---
 configs:
@@ -49,7 +51,9 @@ def push(hub: FakeHub, models: Path, seed: int) -> str:
         for n in range(8)
     )
     hub.push("datasets/openai/sums", {"train.jsonl": rows, "README.md": CARD})
-    return hub.push_folder("qwen/tiny", build_model(models, seed=seed))
+    model = build_model(models, seed=seed)
+    hub.push_folder("qwen/big", model)
+    return hub.push_folder("qwen/tiny", model)
 
 
 def test_a_run_from_the_hub(tmp_path: Path) -> None:
@@ -80,10 +84,13 @@ def test_a_run_from_the_hub(tmp_path: Path) -> None:
         there.mkdir()
         (there / "far.toml").write_text(CONFIG, encoding="utf-8")
         elsewhere = hub.env(there / "home") | {"REDIS_URL": server.url}
-        work_until_registered(there, elsewhere, server)
+        work_until_registered(there, elsewhere, server, "late")
         (snapshot,) = (there / "home/hub/models--qwen--tiny/snapshots").iterdir()
         assert snapshot.name == old
         assert not list((there / "home/hub").glob("datasets--*")), "a worker reads no data"
+        assert not list((there / "home/hub").glob("*--big")), "nor a teacher's model"
+        work_until_registered(there, elsewhere, server, "taught", "--teacher", "big")
+        (big,) = (there / "home/hub/models--qwen--big/snapshots").iterdir()
         store = Store(server.url)
         origin = Origin.from_meta(
             {k.decode(): v.decode() for k, v in store.control.hgetall(Keys("far").meta).items()}
@@ -91,11 +98,14 @@ def test_a_run_from_the_hub(tmp_path: Path) -> None:
         store.close()
         assert origin is not None
         assert origin.source == f"qwen/tiny@{old}"
+        assert origin.teachers == [f"qwen/big@{big.name}"]
 
 
-def work_until_registered(folder: Path, env: dict[str, str], server: EmbeddedServer) -> None:
+def work_until_registered(
+    folder: Path, env: dict[str, str], server: EmbeddedServer, name: str, *more: str
+) -> None:
     worker = subprocess.Popen(
-        [sys.executable, "-m", "rolloutmq", "worker", "far.toml", "--id", "late"],
+        [sys.executable, "-m", "rolloutmq", "worker", "far.toml", "--id", name, *more],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
         stderr=subprocess.PIPE,
@@ -103,7 +113,7 @@ def work_until_registered(folder: Path, env: dict[str, str], server: EmbeddedSer
     )
     store = Store(server.url)
     try:
-        while not store.control.zcard(Keys("far").workers):
+        while store.control.zscore(Keys("far").workers, name) is None:
             assert worker.poll() is None, worker.stderr and worker.stderr.read()
             time.sleep(0.1)
     finally:

@@ -14,6 +14,7 @@ from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run import Run
 from rolloutmq.views.explain.diagnosis import diagnose
+from rolloutmq.views.found_group import find_group
 from rolloutmq.views.history import TRAINER, WORKERS, History
 from rolloutmq.views.live import watch
 from rolloutmq.views.run_json import describe
@@ -157,6 +158,7 @@ def test_a_task_whose_teacher_has_no_live_worker_says_so_on_every_screen(store: 
     (job,) = scene.claim("w0", 1)
     scene.submit("w0", job, teachers=["big"])
     snap = read_run_view(scene.run)
+    assert find_group(scene.run, job.gid).where == "waiting for teacher big"
     said = "no worker of teacher big is alive; 1 group waiting"
     assert said in one_line(snap, History(), LiveNotes())
     assert said in drawn(snap)
