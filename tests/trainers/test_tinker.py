@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -70,6 +71,7 @@ def service(model: Path) -> Iterator[None]:
         finally:
             process.kill()
             process.wait()
+            gc.collect()  # while the marks above hold
 
 
 ENGINE = PythonConfig(
