@@ -164,7 +164,7 @@ def test_sampling_may_be_cut_where_the_engine_records_what_that_leaves(
                 *("trainer.advantages=gdpo", "trainer.reward_weights={right=1.0}"),
                 "trainer.overlong_buffer_tokens=64",
             ],
-            "overlong_buffer_tokens cannot act",
+            "overlong_buffer_tokens lowers the score",
         ),
         (["tasks.sums.train_roles=['solver']"], "gives no rollout a role"),
         (["critic.lam=0.95"], "advantages = gae only"),
