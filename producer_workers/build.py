@@ -151,7 +151,6 @@ async def start_engine(config: ProducingConfig, run: Run, teacher: str = "") -> 
     """Return the engine of a worker, or of a teacher's. Raises ConfigError, ModelError."""
     section, folder = config.engine, config.model_folder
     if teacher:
-        check_teacher(config, teacher)
         section, folder = config.teacher_engine(teacher), config.teacher_folder(teacher)
         await asyncio.to_thread(check_same_tokens, config.model_folder, folder)
     if config.worker.concurrency == "auto":

@@ -6,7 +6,7 @@ import numpy as np
 
 from buffer.errors import ConfigError, ModelError
 from buffer.run import Run
-from producer_workers.build import check_teacher, set_order, worker_facts
+from producer_workers.build import set_order, worker_facts
 from producer_workers.config.producing import ProducingConfig
 from producer_workers.engines.base import Engine, GenerationError, ScoresTexts, context_length
 from producer_workers.engines.model_folder import vocabulary_size
@@ -24,7 +24,6 @@ async def make_teacher(
     restarts: int = 0,
 ) -> Worker:
     """Return a worker that scores groups as `teacher`. Raises ConfigError, ModelError."""
-    check_teacher(config, teacher)
     top_k = {
         name: task.teachers[teacher].top_k
         for name, task in config.tasks.items()

@@ -117,20 +117,13 @@ class SharedEngine:
         try:
             with self._counted(self._running, gid):
                 self._engine.check_health()
-                scores = await self._ask_scores(gid, request_id, ids, start, top_k)
+                with self._blamed(gid):
+                    engine = cast(ScoresTexts, self._engine)
+                    scores = await engine.score(request_id, ids, start, top_k)
         finally:
             self._inbox.post(Signal.REQUEST_FINISHED)
         _check_scores(self._engine.name, scores, len(ids) - start, top_k)
         return scores
-
-    async def _ask_scores(
-        self, gid: str, request_id: str, ids: NDArray[np.int32], start: int, top_k: int
-    ) -> Scores:
-        try:
-            return await cast(ScoresTexts, self._engine).score(request_id, ids, start, top_k)
-        except EngineDeadError:
-            self.sampled_at_death.add(gid)
-            raise
 
     def _check_params(self, gid: str, params: SampleParams) -> None:
         """Raise GenerationError for parameters that the engine or the trainer does not support."""
@@ -154,11 +147,8 @@ class SharedEngine:
         self, gid: str, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
     ) -> Generation:
         sampled = self.sampled.setdefault(gid, Sampled(self._engine.version()))
-        try:
+        with self._blamed(gid):
             made = await self._engine.generate(request_id, prompt_ids, params)
-        except EngineDeadError:
-            self.sampled_at_death.add(gid)
-            raise
         _check_generation(self._engine.name, made, params)
         for span in made.spans:
             self.sampled_with.add(PolicyVersion(span.lineage, span.version))
@@ -166,6 +156,14 @@ class SharedEngine:
         sampled.tokens[member] += len(made.token_ids)
         _lower(sampled.oldest, made.spans)
         return made
+
+    @contextmanager
+    def _blamed(self, gid: str) -> Iterator[None]:
+        try:
+            yield
+        except EngineDeadError:
+            self.sampled_at_death.add(gid)
+            raise
 
     async def _wait_for_turn(self, gid: str) -> None:
         if gid not in self.alone:
@@ -270,11 +268,10 @@ def _lower(oldest: dict[str, int], spans: Iterable[VersionSpan]) -> None:
 
 
 def _check_scores(engine: str, scores: Scores, tokens: int, top_k: int) -> None:
-    shapes = (tokens,), (tokens, top_k), (tokens, top_k)
-    columns = (scores.logprobs, scores.top_ids, scores.top_logprobs)
-    if tuple(column.shape for column in columns) != shapes or not all(
-        np.isfinite(column).all() for column in columns
-    ):
+    columns = (scores.logprobs[:, None], scores.top_ids, scores.top_logprobs)
+    shapes = [column.shape for column in columns]
+    is_finite = all(np.isfinite(column).all() for column in columns)
+    if shapes != [(tokens, 1), (tokens, top_k), (tokens, top_k)] or not is_finite:
         raise GenerationError(
             f"the engine {engine} gave no finite logprob for each of {tokens} tokens",
             hint="check the model's weights and their number format",

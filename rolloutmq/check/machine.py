@@ -91,13 +91,19 @@ def place(
         return Placement([], [[] for _ in range(launch.workers)], [[] for _ in teachers])
     trainer = list(range(ranks)) if launch.trainer_gpus is None else launch.trainer_gpus
     others = list(range(gpus)) if launch.colocated else [g for g in range(gpus) if g not in trainer]
-    last = others[len(others) - min(sum(teachers), len(others)) :]
+    free = [g for g in others if launch.colocated or g not in (launch.worker_gpus or [])]
+    last = free[max(0, len(free) - sum(teachers)) :]
     scoring = last if launch.teacher_gpus is None else launch.teacher_gpus
     if not launch.colocated:
         others = [g for g in others if g not in scoring]
     pool = others if launch.worker_gpus is None else launch.worker_gpus
-    _check_teachers(launch, trainer + pool, scoring, teachers)
     _check(launch, gpus, trainer, pool, scoring, per_worker)
+    needed = max(teachers, default=0) if launch.colocated else sum(teachers)
+    if len(set(scoring)) < needed:
+        raise ConfigError(
+            f"the teachers need {needed} GPUs, and have {len(set(scoring))}",
+            hint="name more in [launch] teacher_gpus, or use fewer workers of a teacher",
+        )
     groups = [pool[i * per_worker : (i + 1) * per_worker] for i in range(len(pool) // per_worker)]
     # colocated processes may share one set of GPUs; otherwise each has its own
     shared = cycle(scoring)
@@ -106,22 +112,6 @@ def place(
         [groups[i % len(groups)] for i in range(launch.workers)],
         [list(islice(shared, size)) for size in teachers],
     )
-
-
-def _check_teachers(
-    launch: LaunchSection, others: list[int], scoring: list[int], teachers: Sequence[int]
-) -> None:
-    enough = max(teachers, default=0) if launch.colocated else sum(teachers)
-    if len(set(scoring)) < enough:
-        raise ConfigError(
-            f"the teachers need {enough} GPUs, and have {len(set(scoring))}",
-            hint="name more in [launch] teacher_gpus, or use fewer workers of a teacher",
-        )
-    if (shared := sorted(set(scoring) & set(others))) and teachers and not launch.colocated:
-        raise ConfigError(
-            f"[launch] teacher_gpus: other processes use GPUs {shared}, too",
-            hint="use different ones, or set [launch] colocated = true and leave memory for both",
-        )
 
 
 def _check(
@@ -134,9 +124,10 @@ def _check(
 ) -> None:
     if unknown := sorted({g for g in trainer + pool + scoring if not 0 <= g < gpus}):
         raise ConfigError(f"[launch] names GPUs {unknown}, but this machine has 0 to {gpus - 1}")
-    if (shared := sorted(set(trainer) & set(pool))) and not launch.colocated:
+    used = [*set(trainer), *set(pool), *set(scoring)]
+    if (shared := sorted(g for g in set(used) if used.count(g) > 1)) and not launch.colocated:
         raise ConfigError(
-            f"trainer and workers both use GPUs {shared}",
+            f"trainer, workers or teachers use the same GPUs {shared}",
             hint="use different ones, or set [launch] colocated = true and leave memory for both",
         )
     if len(set(pool)) < len(pool) and not launch.colocated:

@@ -53,7 +53,7 @@ def _pack(value: Any, where: str) -> Any:
     if kind is np.ndarray and value.dtype.kind == "O":
         items = [_pack(item, f"{where}[{n}]") for n, item in enumerate(value.flat)]
         return ["objects", list(value.shape), items]
-    if isinstance(value, np.generic | np.ndarray) and kind not in (np.memmap, np.ma.MaskedArray):
+    if kind is np.ndarray or issubclass(kind, np.generic):
         if value.dtype.kind in _ARRAYS:
             name = "array" if kind is np.ndarray else "number"
             return [name, value.dtype.str, list(value.shape), value.tobytes()]
@@ -70,8 +70,7 @@ def _pack_tensor(value: Any, where: str) -> Any:
     import torch
 
     if type(value) is not torch.Tensor or value.is_nested or value.layout is not torch.strided:
-        layout = "nested" if type(value) is torch.Tensor and value.is_nested else type(value)
-        raise WireError(f"{where} is no dense torch.Tensor: {layout}")
+        raise WireError(f"{where} is a {type(value).__name__}, and no dense torch.Tensor")
     if value.is_quantized:
         raise WireError(f"{where} is a quantized tensor")
     flat = value.detach().cpu().contiguous().reshape(-1)

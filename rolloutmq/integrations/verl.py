@@ -53,19 +53,21 @@ class MessageQueueClient:
 
         verl's rollouter reads the size of the queue, and starts nothing while it is full. It waits
         for its samples under the lock that the trainer needs before its next `get_sample`, so that
-        a put that waited for the trainer would wait forever.
+        a put that waited for the trainer would wait forever. Raises Fenced once another job has
+        opened the run, and WireError for a sample that cannot be stored.
         """
         await asyncio.to_thread(self._put, sample)
         return True
 
     def _put(self, sample: Any) -> None:
-        run = self._run
+        run, queue = self._run, self.queue_actor
+        # the rollouter of a job that was killed may still be alive
+        weights = run.control.renew_role("producer", queue.job).weights
         if sample is None:
             run.control.set_mode("operator", Mode.FINISH)
             return
         value = _unpickled(sample)
-        lineage = run.control.state().weights.lineage
-        states = states_of(value, self.queue_actor.sync, lineage)
+        states = states_of(value, queue.sync, weights.lineage)
         for state in states:
             state.extra["pickled"] = value is not sample
         with self._putting:
@@ -165,9 +167,9 @@ def main() -> None:
 
     class TaskRunner(verl_main.FullyAsyncTaskRunner.__ray_actor_class__):  # type: ignore[misc]
         def _initialize_components(self, config: Any) -> None:
-            # in the process of the actor, where verl looks these two names up
-            verl_main.MessageQueue = MessageQueue
-            verl_main.MessageQueueClient = MessageQueueClient
+            # Ray sends the class with a copy of its module's names
+            names = super()._initialize_components.__globals__
+            names.update(MessageQueue=MessageQueue, MessageQueueClient=MessageQueueClient)
             super()._initialize_components(config)
 
     verl_main.FullyAsyncTaskRunner = ray.remote(num_cpus=1)(TaskRunner)

@@ -1,7 +1,8 @@
 """verl's `RolloutSample` as rollouts of a group, and back.
 
 Ids, masks, logprobs, rewards and versions are columns of the group. Everything else is in `extra`,
-with the tensors that the columns do not give back bit by bit; padding is not stored.
+with the tensors that the columns do not give back bit by bit; padding is not stored. Tensors come
+back on the CPU.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.wire.rollout import RolloutState, Status, VersionSpan
+from buffer.wire.rollout import RolloutState, Status, VersionSpan, no_tokens
 from rolloutmq.integrations import plain_values
 
 KEY = "verl"
@@ -28,13 +28,17 @@ def states_of(sample: Any, sync: int, lineage: str) -> list[RolloutState]:
     data = sample.full_batch
     # the tokens of an answer can be of several weights, of which verl keeps the first and the last
     weights = _column(data.non_tensor_batch, "min_global_steps").tolist()
+    if None in weights:
+        raise WireError("RolloutSample.full_batch: min_global_steps has None: the engine sets none")
     prompts, answers, attention, trained, logprobs = (
-        _column(data.batch, name).numpy()
+        _column(data.batch, name).cpu().numpy()
         for name in ("prompts", "responses", "attention_mask", "response_mask", "rollout_log_probs")
     )
     scores = data.batch["rm_scores"].sum(1).tolist() if "rm_scores" in data.batch else None
     width = prompts.shape[1]
     is_read = attention.astype(bool)
+    # a group has one prompt; rows with another one are stored as tensors, too
+    prompt = prompts[0][is_read[0, :width]]
     states = []
     for n, row in enumerate(answers):
         length = int(is_read[n, width:].sum())
@@ -42,7 +46,7 @@ def states_of(sample: Any, sync: int, lineage: str) -> list[RolloutState]:
             RolloutState(
                 index=n,
                 status=Status.COMPLETED,
-                prompt_ids=prompts[n][is_read[n, :width]],
+                prompt_ids=prompt,
                 response_ids=row[:length],
                 response_mask=trained[n, :length],
                 logprobs=logprobs[n, :length],
@@ -56,13 +60,13 @@ def states_of(sample: Any, sync: int, lineage: str) -> list[RolloutState]:
     rebuilt = _tensors(states, *shape)
     rest = {
         "shape": shape,
-        "tensors": {
+        "epoch": sample.epoch,
+        "batch": {
             name: None if name in rebuilt and _same(tensor, rebuilt[name]) else tensor
             for name, tensor in data.batch.items()
         },
         "non_tensor_batch": data.non_tensor_batch,
         "meta_info": data.meta_info,
-        "epoch": sample.epoch,
         "rollout_status": sample.rollout_status,
     }
     encoded = plain_values.encode(rest, "RolloutSample")
@@ -79,12 +83,11 @@ def sample_of(states: Sequence[RolloutState]) -> Any:
 
     rest = plain_values.decode(states[0].extra[KEY])
     rebuilt = _tensors(states, *rest["shape"])
-    tensors = {
-        name: rebuilt[name] if tensor is None else tensor
-        for name, tensor in rest["tensors"].items()
+    batch = {
+        name: rebuilt[name] if tensor is None else tensor for name, tensor in rest["batch"].items()
     }
     data = DataProto(
-        TensorDict(tensors, batch_size=len(states)), rest["non_tensor_batch"], rest["meta_info"]
+        TensorDict(batch, batch_size=len(states)), rest["non_tensor_batch"], rest["meta_info"]
     )
     sample_id = states[0].extra["sample_id"]
     return RolloutSample(data, sample_id, rest["epoch"], rest["rollout_status"])
@@ -105,14 +108,16 @@ def _tensors(states: Sequence[RolloutState], width: int, longest: int, pad: int)
     import torch
 
     count = len(states)
+    prompt = no_tokens() if states[0].prompt_ids is None else states[0].prompt_ids
+    start = width - len(prompt)
     prompts = np.full((count, width), pad, "<i8")
     answers = np.full((count, longest), pad, "<i8")
     attention = np.zeros((count, width + longest), "<i8")
     trained = np.zeros((count, longest), "<i8")
     logprobs, scores = np.zeros((2, count, longest), "<f4")
     for n, state in enumerate(states):
-        start, end = width - _length(state.prompt_ids), _length(state.response_ids)
-        prompts[n, start:] = state.prompt_ids
+        end = len(state.response_ids)
+        prompts[n, start:] = prompt
         answers[n, :end] = state.response_ids
         attention[n, start : width + end] = 1
         trained[n, :end] = 1 if state.response_mask is None else state.response_mask
@@ -129,10 +134,6 @@ def _tensors(states: Sequence[RolloutState], width: int, longest: int, pad: int)
         "rm_scores": scores,
     }
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-def _length(ids: NDArray[Any] | None) -> int:
-    return 0 if ids is None else len(ids)
 
 
 def _same(tensor: Any, rebuilt: Any) -> bool:

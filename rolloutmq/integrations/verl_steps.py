@@ -29,6 +29,7 @@ class MessageQueue:
 
     server: str
     run: str
+    job: str
     max_queue_size: int
     required: int  # samples of a trainer's step
     sync: int  # steps of a version of the weights
@@ -49,6 +50,7 @@ class MessageQueue:
         queue = cls(
             server=ours.server,
             run=ours.run,
+            job=new_nonce(),
             max_queue_size=int(max_queue_size),
             required=config.actor_rollout_ref.actor.ppo_mini_batch_size * training.require_batches,
             sync=training.trigger_parameter_sync_step,
@@ -71,6 +73,7 @@ class MessageQueue:
             tasks={TASK: TaskLimits(), VALIDATION: TaskLimits(weight=0)},
         )
         run = Run.create(Store(self.server), self.run, nonce.read_text(encoding="utf-8"), limits)
+        run.control.open_producer(self.job, take_over=True)
         # the job before may have ended the run
         run.control.set_mode("operator", Mode.RUN)
 
@@ -146,7 +149,7 @@ class TrainerSteps:
         if len(batch.groups) != self._queue.required:
             raise LedgerError(
                 f"step {step} has {len(batch.groups)} of {self._queue.required} samples",
-                hint="see `rolloutmq events` for the groups that were quarantined",
+                hint="see `rolloutmq tail` for the groups that were quarantined",
             )
         self._position.add(batch.manifest)
         self._queue.write_position(self._position)

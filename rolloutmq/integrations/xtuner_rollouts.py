@@ -30,11 +30,14 @@ OURS = {
 }
 """Fields of XTuner's, each with the one of ours that replaces it where both hold the same."""
 
+LONGEST = 2**17
+"""Prompts with more tokens or characters, as with images in the text, are in `extra` alone."""
+
 
 def taken_apart(group: list[XTunerState], record: dict[str, Any]) -> list[RolloutState]:
     """Return the rollouts of a group; `record` is kept with the first. Raises WireError."""
     prompt = group[0].prompt_ids
-    if any(state.prompt_ids != prompt for state in group):
+    if any(state.prompt_ids != prompt for state in group) or len(prompt or ()) > LONGEST:
         prompt = None  # a group of ours has one prompt
     arrays: dict[bytes, NDArray[Any]] = {}
     kinds = _kinds(lambda array: _number(arrays, array))
@@ -89,8 +92,9 @@ def _ours(state: XTunerState, prompt: list[int] | None) -> RolloutState:
     # a segment of an agent has those of its whole sequence
     fitting = {name: column for name, column in columns.items() if len(column) == len(ids) > 0}
     score = (state.reward or {}).get("score")
+    messages = apart(state.message, _kinds())
     return RolloutState(
-        messages=apart(state.message, _kinds()),
+        messages=messages if len(repr(messages)) <= LONGEST else [],
         prompt_ids=prompt,
         response=state.response or "",
         response_ids=ids,

@@ -160,7 +160,7 @@ class RunStorage(theirs.NaiveStorage):  # type: ignore[misc]
                 if record["status"] != "completed":
                     self._dropped.add(gid)
                     continue
-                self.repeated.add((record["task"], group[0].group_id))
+                self.repeated |= {(record["task"], group[0].group_id)} - {(record["task"], None)}
             yield gid, group, record
 
     def save(self, folder: Path, policy: str) -> None:

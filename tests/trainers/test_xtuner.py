@@ -57,6 +57,11 @@ def test_xtuners_own_tests_of_its_buffer_pass(server: Server, tmp_path: Path) ->
 
 
 @on_valkey
+def test_a_trainer_that_was_replaced_adds_nothing(server: Server) -> None:
+    assert exit_code_of("check_that_a_replaced_trainer_adds_nothing", server.url) == 0
+
+
+@on_valkey
 def test_a_killed_trainer_of_xtuner_keeps_its_groups_and_trains_each_once(
     server: Server, tmp_path: Path
 ) -> None:

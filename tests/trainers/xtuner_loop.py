@@ -20,6 +20,7 @@ from typing import Any
 from unittest.mock import AsyncMock, MagicMock
 
 import numpy as np
+import pytest
 
 from tests.trainers.xtuner_sources import import_xtuner, load
 
@@ -36,8 +37,9 @@ from xtuner.v1.rl.agent_loop_manager.agent_loop_manager import AgentLoopManager 
 from xtuner.v1.rl.agent_loop_manager.produce_utils import _TaskRunner  # noqa: E402
 from xtuner.v1.rl.agent_loop_manager.producer import AsyncProduceStrategyConfig  # noqa: E402
 
+from buffer.errors import Fenced  # noqa: E402
 from buffer.wire import group_bytes  # noqa: E402
-from buffer.wire.group import RolloutGroup  # noqa: E402
+from buffer.wire.group import RolloutGroup, prompt_of  # noqa: E402
 from rolloutmq.integrations.xtuner import (  # noqa: E402
     AsyncReplayBufferConfig,
     Sampler,
@@ -168,13 +170,35 @@ def check_that_every_field_survives() -> None:
     )
     # a segment of an agent: its columns are those of the whole sequence
     segment = RolloutState(message=[], input_ids=[1, 2, 3], labels=[-100, 2, 3], logprobs=[0.1] * 3)
-    group = [whole, segment]
+    pictures = RolloutState(message=[{"role": "user", "content": "data:" + "A" * 2_000_000}])
+    group = [whole, segment, pictures]
     states = taken_apart(group, {"status": "completed"})
-    data = group_bytes.encode(RolloutGroup("math-0000000001", "math", states))
+    whole_group = RolloutGroup("math-0000000001", "math", states)
+    assert len(group_bytes.encode(prompt_of(whole_group))) < 2**20, "the server takes no more"
+    data = group_bytes.encode(whole_group)
     again, record = put_together(group_bytes.decode(bytes(data)).states)
     assert record == {"status": "completed"}
     for made, given in zip(again, group, strict=True):
         np.testing.assert_equal(dict(made), dict(given))
+
+
+def check_that_a_replaced_trainer_adds_nothing(url: str) -> None:
+    def group(number: int) -> list[RolloutState]:
+        return [RolloutState(group_id=number, message=[], status=Status.COMPLETED)]
+
+    async def check() -> None:
+        old, new = (AsyncReplayBufferConfig(url=url, run="replaced").build() for _ in range(2))
+        await old.put(group(1), "math")
+        assert await new.count("math", Status.COMPLETED) == 1
+        with pytest.raises(Fenced):
+            await old.put(group(2), "math")
+        # the data set of the new trainer begins anew: it has the first group already
+        again = group(1)
+        await new.put(again, "math")
+        assert again[0].status is Status.FILTERED
+        assert await new.count("math", Status.COMPLETED) == 1
+
+    asyncio.run(check())
 
 
 def run_own_tests(url: str, report: Path) -> None:

@@ -113,7 +113,10 @@ def read_waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Waits |
     elif snap.mode == "finish":
         ended_s = events[-1][0] / 1000
     lanes = {}
-    for worker, lane in _lanes(events, snap).items():
+    found = _lanes(events, snap)
+    for teacher in (worker.id for worker in snap.workers if worker.teaches):
+        found.pop(teacher, None)  # neither weights nor jobs of the data set are what it waits for
+    for worker, lane in found.items():
         cut = [(max(begin, began_s), min(end, ended_s), what) for begin, end, what in lane.spans]
         if spans := [LaneSpan(*span) for span in cut if span[0] < span[1]]:
             lanes[worker] = spans

@@ -37,7 +37,7 @@ ERRORS = [
     ({"workers": 8}, 8, 1, "need 8, but 7 are left"),
     ({"workers": 2}, 4, 2, "workers = 2 of 2 GPUs need 4, but 3 are left"),
     ({"workers": 1, "colocated": True}, 1, 2, "need 2, but 1 are left"),
-    ({"workers": 1, "trainer_gpus": [1], "worker_gpus": [1, 2]}, 4, 1, r"both use GPUs \[1\]"),
+    ({"workers": 1, "trainer_gpus": [1], "worker_gpus": [1, 2]}, 4, 1, r"use the same GPUs \[1\]"),
     ({"workers": 1, "worker_gpus": [4]}, 4, 1, r"names GPUs \[4\], but this machine has 0 to 3"),
     ({"workers": 2, "worker_gpus": [1, 1]}, 4, 1, "names a GPU twice"),
 ]
@@ -79,6 +79,7 @@ def test_every_rank_of_the_trainer_gets_a_gpu() -> None:
         ({"workers": 1}, 0, [1, 2], [[]], [[], []]),
         ({"workers": 2}, 6, [1, 2], [[1], [2]], [[3], [4, 5]]),
         ({"workers": 1, "teacher_gpus": [1, 2]}, 4, [1, 1], [[3]], [[1], [2]]),
+        ({"workers": 1, "worker_gpus": [3]}, 4, [1, 1], [[3]], [[1], [2]]),
         ({"workers": 1, "colocated": True}, 1, [1, 1], [[0]], [[0], [0]]),
     ],
 )
@@ -99,7 +100,7 @@ def test_teachers_get_the_last_gpus_or_those_that_are_named(
         ({"workers": 1, "teacher_gpus": [0]}, 0, [1], "this machine has none"),
         ({"workers": 2}, 3, [1], "workers = 2 of 1 GPUs need 2, but 1 are left"),
         ({"workers": 1, "teacher_gpus": [3]}, 4, [2], "teachers need 2 GPUs, and have 1"),
-        ({"workers": 1, "teacher_gpus": [0]}, 4, [1], r"other processes use GPUs \[0\], too"),
+        ({"workers": 1, "teacher_gpus": [0]}, 4, [1], r"use the same GPUs \[0\]"),
         ({"workers": 1, "teacher_gpus": [4]}, 4, [1], r"names GPUs \[4\]"),
     ],
 )
