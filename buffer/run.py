@@ -235,7 +235,7 @@ class Run:
         return self._exporter().write(path, tasks, node, advance)
 
     def export_archived(self, path: Path, *, advance: Advance = no_advance) -> Exported:
-        """Write the archived batches that were not exported yet to a new file.
+        """Write the archived batches that were not exported yet to a new file, or into a folder.
 
         They are marked as exported once the file is on disk, which frees them under
         `retain_until_exported`. After a crash in between, the next file holds them again.

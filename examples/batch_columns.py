@@ -57,7 +57,7 @@ def rows(batch: Batch) -> Iterator[Row]:
 
 
 def rows_of_lines(lines: Iterable[str]) -> Iterator[Row]:
-    """Yield the rollouts of a JSONL file: `rolloutmq export RUN groups.jsonl`."""
+    """Yield the rollouts of a JSONL file: `rolloutmq export groups.jsonl`."""
     for line in map(json.loads, lines):
         mask = line["response_mask"]
         yield _row(

@@ -61,10 +61,17 @@ class GroupExport:
         return self._write(path, self._living(tasks, query), Exported(), advance)
 
     def write_archived(self, path: Path, advance: Advance = no_advance) -> Exported:
-        """Write the retained batches that were not exported yet, if any, in order."""
+        """Write the retained batches that were not exported yet, if any, in order.
+
+        In a folder, the file is named for its first step. One of that name was written by a process
+        that died before the batches were marked as exported: it is replaced.
+        """
         done = Exported(steps=self._unexported())
         if not done.steps:
             return done
+        if path.is_dir():
+            path /= f"step_{done.steps[0]:07}.jsonl"
+            path.unlink(missing_ok=True)
         return self._write(path, self._archived(done.steps), done, advance)
 
     def _write(

@@ -15,10 +15,11 @@ import numpy as np
 import tinker
 from numpy.typing import NDArray
 
+from buffer.errors import ConfigError
 from buffer.weights.safetensors_files import read_header
 from buffer.wire.rollout import PolicyVersion, VersionSpan
 from buffer.wire.sampling import SampleParams
-from producer_workers.config.engine import PythonConfig
+from producer_workers.config.engine import EngineSettings, PythonConfig
 from producer_workers.engines.base import (
     EngineDeadError,
     EngineError,
@@ -39,11 +40,20 @@ NOTHING = Generation(np.empty(0, "<i4"), np.empty(0, "<f4"), (), "abort")
 """The result of an aborted request: the service returns no part of a response."""
 
 
+def base_model(config: EngineSettings) -> str:
+    """Return the service's name of the model. Raises ConfigError."""
+    options = config.options if isinstance(config, PythonConfig) else {}
+    if "base_model" not in options:
+        hint = 'for example options = { base_model = "Qwen/Qwen3-8B" }'
+        raise ConfigError("[engine] options names no base_model of Tinker", hint=hint)
+    return str(options["base_model"])
+
+
 class TinkerEngine:
     name = "tinker"
 
     def __init__(self, config: PythonConfig, model_dir: Path, version: PolicyVersion) -> None:
-        self._base_model = config.options["base_model"]
+        self._base_model = base_model(config)
         self._ends = sorted(eos_ids(model_dir))
         self._version = version
         self._service: Any = None
@@ -89,7 +99,7 @@ class TinkerEngine:
             top_p=params.top_p,
             top_k=params.top_k or -1,
             seed=params.seed,
-            stop=[*params.stop_token_ids, *self._ends],
+            stop=[*params.stop_token_ids, *self._ends] or None,
         )
         try:
             prompt = tinker.ModelInput.from_ints(prompt_ids.tolist())

@@ -26,6 +26,7 @@ import orjson
 import tinker
 from numpy.typing import NDArray
 
+from buffer.errors import ConfigError
 from buffer.ledger.position import Position
 from buffer.run import Run
 from buffer.weights.checksums import write_tensors
@@ -35,8 +36,7 @@ from consumer.grpo.learner.advantages import estimate, load_estimator, per_token
 from consumer.grpo.learner.group_rewards import GroupRewards
 from consumer.handle.publication import open_sender, publish
 from consumer.handle.rollout_consumer import RolloutConsumer
-from examples.trainers.tinker_engine import SAMPLER
-from producer_workers.config.engine import PythonConfig
+from examples.trainers.tinker_engine import SAMPLER, base_model
 from rolloutmq.config.config import Config
 
 Ints = NDArray[np.int32]
@@ -50,8 +50,9 @@ SAMPLER_TTL_S = 7 * 24 * 3600  # the service deletes a sampler's weights after t
 
 def train(run: Run, config: Config, model_dir: Path, *, take_over: bool = False) -> None:
     """Train from the newest checkpoint to the last step. The process may be killed at any line."""
-    assert isinstance(config.engine, PythonConfig)
-    options = config.engine.options
+    _check_temperature(config)
+    model = base_model(config.engine)
+    options: dict[str, Any] = getattr(config.engine, "options", {})
     checkpoints = CheckpointFolder(config.run.folder / "checkpoints")
     steps = checkpoints.steps()
     position = checkpoints.read(steps[-1]) if steps else Position()
@@ -71,9 +72,8 @@ def train(run: Run, config: Config, model_dir: Path, *, take_over: bool = False)
             opened = service.create_training_client_from_state_with_optimizer(saved["state"])
             consumer.commit(position.step, keep=steps[0])  # the dead trainer may not have
         else:
-            opened = service.create_lora_training_client(
-                options["base_model"], options.get("rank", 32), seed=config.run.seed
-            )
+            rank = options.get("rank", 32)
+            opened = service.create_lora_training_client(model, rank, seed=config.run.seed)
         client = opened.result()
 
         def save_sampler(folder: Path) -> None:
@@ -104,6 +104,16 @@ def train(run: Run, config: Config, model_dir: Path, *, take_over: bool = False)
     sender.close()
     consumer.finish()
     consumer.close()
+
+
+def _check_temperature(config: Config) -> None:
+    """Raise ConfigError where the service would train another distribution than it samples."""
+    for name in config.training_tasks:
+        if (sampled := config.tasks[name].sample.temperature) != 1:
+            raise ConfigError(
+                f"task {name} is sampled with temperature {sampled:g}; Tinker trains with 1",
+                hint=f"set [tasks.{name}.sample] temperature to 1",
+            )
 
 
 def datums(groups: Sequence[RolloutGroup], advantages: str) -> Iterator[tinker.Datum]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,7 @@ from buffer.redis.signing import Key
 from buffer.run import Run
 from buffer.snapshot.folder import read_manifest
 from rolloutmq.cli.groups import WHERE_HELP
+from rolloutmq.cli.logs import follow
 from rolloutmq.command_list import command
 from rolloutmq.options import (
     AsJson,
@@ -139,7 +141,10 @@ _SHOWN = 20
 def export(
     target: Target,
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="New file: NAME.jsonl or NAME.parquet.")
+        Path,
+        typer.Argument(
+            metavar="FILE", help="New file: NAME.jsonl or NAME.parquet; with --follow, a folder."
+        ),
     ],
     task: OneTask = None,
     status: Annotated[
@@ -156,6 +161,14 @@ def export(
             "--archived", help="All archived batches that are retained and have not been exported."
         ),
     ] = False,
+    follow_steps: Annotated[
+        bool,
+        typer.Option(
+            "--follow",
+            help="With --archived: write each step to a file as soon as it is committed, until the "
+            "run is finished or Ctrl-C; the same command goes on from there.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> Output:
     """Write groups to a file, one line per rollout.
@@ -170,10 +183,14 @@ def export(
         raise ConfigError(
             "--archived exports whole batches", hint="remove --task, --status and --where"
         )
+    if follow_steps and not archived:
+        raise ConfigError("--follow writes the steps that were trained", hint="add --archived")
     query = parse(read_where(where))
     require_known("task", task, target.run.limits.tasks)
     with progress(as_json) as advance:
-        if archived:
+        if follow_steps:
+            done = _follow(target.run, file, as_json=as_json)
+        elif archived:
             done = target.run.export_archived(file, advance=advance)
         else:
             done = target.run.export(file, task=task, status=status, where=query, advance=advance)
@@ -186,6 +203,24 @@ def export(
     if archived:
         document["steps"] = [done.steps[0], done.steps[-1]] if done.steps else []
     return Output(document, list(_exported(file, done, archived)))
+
+
+def _follow(run: Run, folder: Path, *, as_json: bool) -> Exported:
+    """Write steps into `folder` as they are committed, until the run is finished."""
+    folder.mkdir(parents=True, exist_ok=True)
+    total = Exported()
+    # the first look is for steps from before, the last one for those that no event announced
+    for name in chain(["committed"], (event[1] for _, event in follow(run)), ["committed"]):
+        if name == "committed":
+            done = run.export_archived(folder)
+            total.groups += done.groups
+            total.rollouts += done.rollouts
+            total.unreadable |= done.unreadable
+            if done.steps:
+                total.steps = range(total.steps.start or done.steps.start, done.steps.stop)
+                if not as_json:
+                    typer.echo(next(_exported(folder, done, archived=True)))
+    return total
 
 
 def _exported(file: Path, done: Exported, archived: bool) -> Iterator[str]:

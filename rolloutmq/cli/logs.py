@@ -161,7 +161,7 @@ def tail(
             console().print(event_text(event), soft_wrap=True)
 
 
-def follow(run: Run, *, from_start: bool) -> Iterator[tuple[str, Event]]:
+def follow(run: Run, *, from_start: bool = False) -> Iterator[tuple[str, Event]]:
     """Yield (id, event), old ones if `from_start`, until the run or the reader of stdout ends."""
     last = START if from_start else run.events.newest()
     while True:

@@ -102,6 +102,11 @@ class RunGenerator(GeneratorInterface, TrainingCallback):  # type: ignore[misc]
         step = callback_input.global_step
         if step:
             file = self._file(trainer, step)
+            if not file.exists():
+                raise ConfigError(
+                    f"SkyRL continues from step {step}, of which there is no {file}",
+                    hint="use another trainer.ckpt_path: a run begins with untrained weights",
+                )
             self._position = Position.model_validate_json(file.read_bytes())
         consumer = self._consumer.blocking
         consumer.open(position=self._position, take_over=True)

@@ -69,6 +69,8 @@ def test_a_batch_that_skyrl_cannot_compare_is_refused(
         given, _ = prepare_generator_input(rows, members, {}, "none", phase, 1)
         return asyncio.run(rollouts.generate(given))
 
+    with pytest.raises(ConfigError, match="continues from step 3"):
+        rollouts.on_train_start(trainer, CallbackInput(3, 0, 1, 1), None)
     with at_work(run, math=GROUPS):
         rollouts.on_train_start(trainer, CallbackInput(0, 0, 1, 1), None)
         with pytest.raises(ConfigError, match="evaluation"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from buffer.errors import ConfigError
 from buffer.ids import group_id
 from buffer.open_run import wait_for_run
 from buffer.redis.store import Store
@@ -69,6 +71,7 @@ def service(model: Path) -> Iterator[None]:
         finally:
             process.kill()
             process.wait()
+            gc.collect()  # while the marks above hold
 
 
 ENGINE = PythonConfig(
@@ -158,6 +161,8 @@ def test_a_request_ends_with_the_weights_that_it_began_with(model: Path, tmp_pat
             await engine.generate("a/0", PROMPT, SampleParams(repetition_penalty=1.1))
         assert engine.unfinished() == 0
         await engine.shutdown()
+        with pytest.raises(ConfigError, match="base_model"):
+            build_engine(ENGINE.model_copy(update={"options": {}}), model, FIRST)
 
     asyncio.run(scenario())
 

@@ -1,4 +1,4 @@
-"""Read sampling masks: the trainer's softmax is over the tokens that top-k and top-p left, too."""
+"""Read sampling masks for the trainer: its softmax is over the tokens that top-k and top-p left."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ class MaskReader:
         joined = joined_masks([(self._read(mask, ids), len(ids)) for mask, ids in pairs])
         if not isinstance(joined, SamplingMask):
             return None
-        counts, ids = (torch.from_numpy(part.copy()) for part in (joined.counts, joined.ids))
-        starts = np.append(0, np.cumsum(joined.counts, dtype=np.int64))
-        return SampledFrom(counts.to(device).long(), ids.to(device).long(), starts)
+        columns = (torch.from_numpy(part).to(device) for part in (joined.counts, joined.ids))
+        counts, ids = (column.long() for column in columns)
+        return SampledFrom(counts, ids, np.append(0, np.cumsum(joined.counts, dtype=np.int64)))
 
     def _read(self, recorded: RecordedMask, response_ids: NDArray[np.int32]) -> SamplingMask | None:
         # masks in a payload were checked when it was read

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any, cast
 
 import orjson
 import pytest
 
+from buffer.control.control import Mode
 from buffer.manifest import Manifest
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
@@ -185,3 +188,42 @@ def test_export_of_archived_batches_frees_them(
     told = json_of(command("export", str(tmp_path / "b.jsonl"), "--archived", "--json"))
     assert (told["groups"], told["steps"]) == (1, [3, 3])
     assert json_of(command("fsck", "--json"))["clean"]
+
+
+def test_export_follows_a_run_and_replaces_the_file_of_one_that_died_before_it_was_marked(
+    store: Store, command: Command, tmp_path: Path
+) -> None:
+    scene = Scene(store, "demo", retain_until_exported=True, stale_threshold=9)
+    scene.open_trainer()
+    scene.join("w0")
+
+    scene.enqueue(2)
+    for job in scene.claim("w0", 2):
+        scene.submit("w0", job)
+
+    def commit(step: int) -> None:
+        scene.run.ledger.take(scene.trainer, step, {"math": 1})
+        scene.run.ledger.commit(scene.trainer, step, step)
+
+    commit(1)
+    tmp_path.joinpath("step_0000001.jsonl").write_text("of a process that died\n")
+
+    def train_on() -> None:
+        # a listening client is blocked: from then on, an event proves that it was followed
+        while not scene.run.store.control.info("clients")["blocked_clients"]:
+            time.sleep(0.02)
+        commit(2)
+        while scene.run.ledger.archive.steps():
+            time.sleep(0.02)
+        scene.run.control.set_mode("operator", Mode.FINISH)
+
+    trainer = threading.Thread(target=train_on)
+    trainer.start()
+    done = command("export", str(tmp_path), "--archived", "--follow", "--json")
+    trainer.join()
+    assert json_of(done)["steps"] == [1, 2]
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["step_0000001.jsonl", "step_0000002.jsonl"]
+    gids = [orjson.loads(line)["gid"] for file in files for line in file.read_bytes().splitlines()]
+    assert len(set(gids)) == 2
+    assert scene.run.ledger.archive.steps() == range(3, 3)
