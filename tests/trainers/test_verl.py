@@ -264,13 +264,13 @@ def test_each_sample_is_trained_once_although_the_job_is_killed(
     check_account(MessageQueue.remote(config, 8), 24)
 
 
-def test_a_job_in_ray_trains_each_sample_once_although_its_actors_are_killed(
+def test_a_job_in_ray_trains_each_sample_once_although_its_trainer_is_killed(
     server: Server, run_name: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     words = [server.url, run_name, str(folder), str(build_model(tmp_path))]
-    for victim in ("trainer", "rollouter", None):
+    for victim in ("trainer", None):
         begins = newest_version(folder)
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "tests.trainers.verl_on_ray", *words]
