@@ -27,7 +27,7 @@ from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.staleness import staleness
 from consumer.handle.rollout_consumer import RolloutConsumer
-from producer_workers.config.engine import Bimodal, Distribution, LogNormal
+from producer_workers.config.distribution import Bimodal, Distribution, LogNormal
 from producer_workers.simulation.event_model import simulate
 from producer_workers.simulation.lengths import Lengths, drawn_lengths
 from producer_workers.simulation.setting import Outcome, Setting, candidates

@@ -21,6 +21,7 @@ PAGES = (
     "producer_workers/PROTOCOL.md",
     "tests/chaos/*.md",
     "docs/pages/*.md",
+    "docs/pages/*/*.md",
 )
 LINKED = (
     "LICENSE",

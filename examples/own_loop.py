@@ -33,7 +33,8 @@ from buffer.wire.sampling import SampleParams
 from consumer.handle.publication import publish
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.config.engine import Fixed, SimulatedConfig
+from producer_workers.config.distribution import Fixed
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.judges.judge import FunctionJudge

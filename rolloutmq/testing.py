@@ -22,7 +22,8 @@ from buffer.wire.rollout import FIRST_WEIGHTS
 from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.agent_loop import AgentLoop, AgentLoopFactory, load_agent_loop
 from producer_workers.agent_loops.tokenizer import Tokenizer
-from producer_workers.config.engine import Fixed, SimulatedConfig
+from producer_workers.config.distribution import Fixed
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine
 from producer_workers.engines.simulated import SimulatedEngine

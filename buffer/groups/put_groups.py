@@ -23,7 +23,7 @@ from buffer.redis.payloads import PROMPT, PayloadStore, pin_listed
 from buffer.redis.scripts import unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
-from buffer.wire.group import RolloutGroup, prompt_of
+from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 
 _MAX_RACES = 100  # how often another import may take the draw first
@@ -139,7 +139,7 @@ class GroupPut:
         gid = group.gid
         task = group.task
         token = new_nonce()
-        prompt = group_bytes.encode(prompt_of(group))
+        prompt = group_bytes.encode(_prompt_of(group))
         self._payloads.write_prompts({gid: prompt}, token=token + PROMPT)
         ref = self._payloads.write(gid, token, group_bytes.encode(group))
         payloads = [keys.payload(gid, token + PROMPT), keys.payload(gid, "init")]
@@ -182,3 +182,11 @@ def _refusal(gid: str, task: str, reply: Sequence[str]) -> RolloutMQError:
         case ["MISSING", size]:
             return PayloadMissing(f"group {gid}: {size} bytes arrived", hint="put it again")
     return unknown_reply("put", reply)
+
+
+def _prompt_of(group: RolloutGroup) -> RolloutGroup:
+    """Return the group without its responses, as it is when it starts again."""
+    states = [state.model_copy() for state in group.states]
+    for state in states:
+        state.reset_response()
+    return RolloutGroup(group.gid, group.task, states)

@@ -23,6 +23,7 @@ from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
 from buffer.wire.group import GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import Status
+from buffer.wire.teacher_columns import sampled_crc
 
 GROUPS_PER_TRIP = 32  # bounds what is sent again after a lost connection
 
@@ -132,7 +133,7 @@ class Submission:
             "ms": int(1000 * float(group.shared.extra.get(GROUP_TIME) or 0.0)),
             "patience": self._limits.of(task).max_consecutive_filtered or "",
             "teachers": ",".join(teachers),
-            "sampled": group.sampled_crc() if teachers or result.job.teacher else "",
+            "sampled": sampled_crc(group) if teachers or result.job.teacher else "",
         }
         return ScriptCall(
             keys.slots(task=task, worker=worker),

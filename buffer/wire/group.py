@@ -12,12 +12,11 @@ from functools import cache, cached_property
 from typing import Any
 
 import numpy as np
-from isal import isal_zlib
 from numpy.typing import NDArray
 
 from buffer.errors import GroupChanged, WireError
 from buffer.wire.checks import Bounds, bounds_of
-from buffer.wire.document import OPTIONAL, Columns, Document, Head, Own, Shared
+from buffer.wire.document import OPTIONAL, Columns, Document, Head, Own, Seal, Shared
 from buffer.wire.own_copy import own_copy
 from buffer.wire.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
 from buffer.wire.sampling import SampleParams
@@ -45,14 +44,6 @@ def _status_of(codes: frozenset[int]) -> Status:
     return group_status(STATUSES[code] for code in codes)
 
 
-def prompt_of(group: RolloutGroup) -> RolloutGroup:
-    """Return the group without its responses, as it is when it starts again."""
-    states = [state.model_copy() for state in group.states]
-    for state in states:
-        state.reset_response()
-    return RolloutGroup(group.gid, group.task, states)
-
-
 GROUP_TIME = "group_time_s"
 """Key of `extra`: seconds that workers have spent on a group, over all its claims."""
 
@@ -69,29 +60,6 @@ def new_contexts(extra: Mapping[str, Any]) -> dict[str, int]:
     written = extra.get(NEW_CONTEXTS)
     counts = written.items() if isinstance(written, dict) else ()
     return {why: count for why, count in counts if isinstance(count, int)}
-
-
-_REPLACED = frozenset(("mask", "statuses"))
-"""Columns that a group may replace (`RolloutGroup.mask`, `set_status`)."""
-
-
-class Seal:
-    """The checksum of the received bytes of a group, and which arrays were its columns."""
-
-    def __init__(self, columns: Columns, data: memoryview) -> None:
-        self._columns = columns  # may be added to later
-        self._received = [item for item in columns.items() if item[0] not in _REPLACED]
-        self._data = data
-        self._sum = isal_zlib.crc32(data)
-
-    def changed(self) -> str:
-        """Return what has changed; "" for nothing."""
-        if isal_zlib.crc32(self._data) != self._sum:
-            return "its columns"
-        replaced = [
-            name for name, column in self._received if self._columns.get(name) is not column
-        ]
-        return ", ".join(replaced)
 
 
 class RolloutGroup:
@@ -187,17 +155,6 @@ class RolloutGroup:
                 "this machine's memory and report this as a bug. Then start again: a trainer "
                 "continues from its newest checkpoint",
             )
-
-    def sampled_crc(self) -> str:
-        """Return the checksum of all columns but those of teachers, in hex."""
-        head, total = self.head, 0
-        for name, column in sorted(self.columns.items()):
-            # a mask that trains all may be left out
-            if not name.startswith("teacher_") and not (name == "mask" and column.all()):
-                total = isal_zlib.crc32(name.encode(), total)
-                total = isal_zlib.crc32(np.ascontiguousarray(column), total)
-        names = repr((head.lineages, head.rewards, head.finish_reasons, head.responses))
-        return f"{isal_zlib.crc32(names.encode(errors='replace'), total):x}"
 
     # -- columns -------------------------------------------------------------
 

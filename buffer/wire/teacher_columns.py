@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from isal import isal_zlib
 from msgspec import structs
 from numpy.typing import NDArray
 
@@ -72,3 +73,15 @@ def with_teacher(
         columns["teacher_top_logprobs"] = np.concatenate([values for _, values in blocks], 1)
     head = structs.replace(group.head, teachers=[*rows], teacher_top_k=top_k if blocks else [])
     return group.with_parts(head, columns)
+
+
+def sampled_crc(group: RolloutGroup) -> str:
+    """Return the checksum of all columns but those of teachers, in hex."""
+    head, total = group.head, 0
+    for name, column in sorted(group.columns.items()):
+        # a mask that trains all may be left out
+        if name not in TEACHERS and not (name == "mask" and column.all()):
+            total = isal_zlib.crc32(name.encode(), total)
+            total = isal_zlib.crc32(np.ascontiguousarray(column), total)
+    names = repr((head.lineages, head.rewards, head.finish_reasons, head.responses))
+    return f"{isal_zlib.crc32(names.encode(errors='replace'), total):x}"

@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 
 from buffer.errors import DatasetError
-from producer_workers.config.engine import Distribution
+from producer_workers.config.distribution import Distribution
 
 Lengths = Callable[[int], list[int]]  # returns the tokens of each rollout of draw n, at least 1
 

@@ -8,7 +8,7 @@ from math import ceil, inf
 
 import numpy as np
 
-from producer_workers.config.engine import Distribution, LogNormal
+from producer_workers.config.distribution import Distribution, LogNormal
 from producer_workers.config.task import TaskSection
 from producer_workers.simulation.event_model import simulate
 from producer_workers.simulation.lengths import drawn_lengths

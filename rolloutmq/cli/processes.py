@@ -250,8 +250,8 @@ async def _work(
     """Return whether a signal ended the work before the run was over."""
     from producer_workers.build import check_teacher, make_worker, start_engine
     from producer_workers.build_teacher import make_teacher
+    from producer_workers.engines import engine_restarts
     from producer_workers.user_functions import check_functions, named_functions
-    from producer_workers.worker import engine_restarts
     from rolloutmq.tracing import trace_run
 
     stopped = threading.Event()

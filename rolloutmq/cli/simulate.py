@@ -122,7 +122,7 @@ def simulate(
     from pydantic import ValidationError
 
     from buffer.errors import ConfigError
-    from producer_workers.config.engine import LogNormal
+    from producer_workers.config.distribution import LogNormal
     from producer_workers.simulation.advice import advise
     from producer_workers.simulation.event_model import simulate as run_model
     from producer_workers.simulation.lengths import drawn_lengths, trace_lengths

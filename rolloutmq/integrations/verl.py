@@ -165,14 +165,14 @@ def main() -> None:
     import ray
     from verl.experimental.fully_async_policy import fully_async_main as verl_main
 
-    class TaskRunner(verl_main.FullyAsyncTaskRunner.__ray_actor_class__):  # type: ignore[misc]
+    class RunTaskRunner(verl_main.FullyAsyncTaskRunner.__ray_actor_class__):  # type: ignore[misc]
         def _initialize_components(self, config: Any) -> None:
             # Ray sends the class with a copy of its module's names
             names = super()._initialize_components.__globals__
             names.update(MessageQueue=MessageQueue, MessageQueueClient=MessageQueueClient)
             super()._initialize_components(config)
 
-    verl_main.FullyAsyncTaskRunner = ray.remote(num_cpus=1)(TaskRunner)
+    verl_main.FullyAsyncTaskRunner = ray.remote(num_cpus=1)(RunTaskRunner)
     verl_main.main()
 
 

@@ -23,7 +23,8 @@ from buffer.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS
 from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.config.engine import Fixed, SimulatedConfig
+from producer_workers.config.distribution import Fixed
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.config.task import JudgingSection
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.engines.simulated import SimulatedEngine

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.sampling import SampleParams
-from producer_workers.config.engine import Fixed, SimulatedConfig
+from producer_workers.config.distribution import Fixed
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.base import Generation
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.gateway.agents import AgentTask

@@ -27,7 +27,8 @@ from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.environment import Answer, Turn
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.config.engine import Fixed, SimulatedConfig
+from producer_workers.config.distribution import Fixed
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.base import Generation
 from producer_workers.gateway.loop import GatewayAgentLoop
 from producer_workers.judges.judge import FunctionJudge, call_here

@@ -13,9 +13,8 @@ import pytest
 from buffer.errors import ModelError
 from buffer.redis.connection.retry import Backoff
 from producer_workers.config.engine import VllmConfig
-from producer_workers.engines import build_engine
+from producer_workers.engines import build_engine, engine_restarts
 from producer_workers.engines.base import Engine, EngineDeadError, Generation
-from producer_workers.worker import engine_restarts
 from tests.pipeline.yard import FIRST, SLOW_S, Yard
 from tests.producer_workers.engines.tiny_model import write_tiny_model
 from tests.producer_workers.engines.warm_vllm import fork_engines

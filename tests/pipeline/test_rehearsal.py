@@ -15,7 +15,8 @@ import pytest
 from buffer.redis.store import Store
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState, Status, VersionSpan
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.config.engine import Fixed, SimulatedConfig
+from producer_workers.config.distribution import Fixed
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.worker import worker

@@ -18,7 +18,8 @@ from buffer.wire.rollout import RolloutState
 from consumer.handle.rollout_consumer import RolloutConsumer
 from consumer.handle.wait_rules import WaitReason
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.config.engine import Fixed, SimulatedConfig
+from producer_workers.config.distribution import Fixed
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.judges.judge import FunctionJudge
 from producer_workers.worker.task_runner import TaskRunner, not_all_equal
 from producer_workers.worker.worker import Worker

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from buffer.limits import TaskLimits
-from producer_workers.config.engine import Fixed, SimulatedConfig
+from producer_workers.config.distribution import Fixed
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.config.teacher import TeacherSection
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.worker.teacher import Teacher

@@ -15,7 +15,7 @@ from torch import Tensor
 from buffer.wire.sampling import SampleParams
 
 
-class Sampled(NamedTuple):
+class SampledToken(NamedTuple):
     """A token id, its natural log probability, and the ids that it was sampled from (None: all)."""
 
     token: int
@@ -30,7 +30,7 @@ def sample(
     response: Sequence[int],
     stop_ids: Collection[int],
     generator: torch.Generator,
-) -> Sampled:
+) -> SampledToken:
     """Sample one of float[V]; none of `stop_ids` before `min_tokens` others."""
     logits = _penalize(logits.float(), params, prompt, response)
     if len(response) < params.min_tokens:
@@ -38,12 +38,12 @@ def sample(
     if params.temperature == 0:
         logprobs = torch.log_softmax(logits, -1)
         token = int(logprobs.argmax())
-        return Sampled(token, float(logprobs[token]))
+        return SampledToken(token, float(logprobs[token]))
     logprobs = torch.log_softmax(_cut(logits / params.temperature, params), -1)
     token = int(torch.multinomial(logprobs.exp(), 1, generator=generator))
     kept = logprobs.isfinite()
     is_whole = bool(kept.all()) and not params.always_cuts()
-    return Sampled(token, float(logprobs[token]), None if is_whole else kept.nonzero()[:, 0])
+    return SampledToken(token, float(logprobs[token]), None if is_whole else kept.nonzero()[:, 0])
 
 
 def _penalize(

@@ -19,7 +19,8 @@ from buffer.weights.transport import Announcement
 from buffer.wire.rollout import PolicyVersion
 from consumer.senders.memory_snapshot import MemorySnapshot
 from consumer.senders.tensor_server import TensorServer
-from producer_workers.config.engine import Fixed, HttpConfig, SimulatedConfig, VllmConfig
+from producer_workers.config.distribution import Fixed
+from producer_workers.config.engine import HttpConfig, SimulatedConfig, VllmConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine
 from tests.pipeline.handover import announce

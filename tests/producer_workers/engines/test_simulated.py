@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from buffer.wire.sampling import SampleParams
-from producer_workers.config.engine import Bimodal, Distribution, Fixed, LogNormal, SimulatedConfig
+from producer_workers.config.distribution import Bimodal, Distribution, Fixed, LogNormal
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import (
     Engine,

@@ -25,7 +25,8 @@ from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.tool_parsers import HermesParser
-from producer_workers.config.engine import Fixed, SimulatedConfig
+from producer_workers.config.distribution import Fixed
+from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.gateway import server, session
 from producer_workers.gateway.agent_sessions import AgentSessions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from producer_workers.config.engine import LogNormal
+from producer_workers.config.distribution import LogNormal
 from producer_workers.simulation.event_model import REDRAWN, simulate
 from producer_workers.simulation.lengths import drawn_lengths
 from producer_workers.simulation.setting import Setting
