@@ -70,7 +70,7 @@ def resumed(scene: Scene, folder: Path, **options: Any) -> Scene:
     other.keys = other.run.keys
     other.producer = ""
     other.trainer = ""
-    other.nonces = {}
+    other.nonces, other.teachers = {}, {}
     return other
 
 
