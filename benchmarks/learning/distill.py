@@ -1,13 +1,13 @@
 """`python -m benchmarks.learning.distill`: a student learns from a teacher, and by GRPO alone.
 
-The teacher is a small model after GRPO on the sums. The student had another warm start. Its groups
-pass the teacher's lane of the real queue before they are trained. A finished trial is one line of
-`distill.jsonl`, and is not run again.
+The teacher is a small model that demonstrations have taught running sums of eight digits. The
+student has its size, and a warm start that ended early. Its groups pass the teacher's lane of the
+real queue before they are trained. A finished trial is one line of `distill.jsonl`, and is not run
+again.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,11 +23,11 @@ from benchmarks.learning.__main__ import RESULTS, missing
 from benchmarks.learning.fleet import AT_ONCE, TASK, Fleet, serving
 from benchmarks.learning.plot import smooth
 from benchmarks.learning.sampler import Sampler
-from benchmarks.learning.sums import SUMS, make_model
+from benchmarks.learning.sums import LONG_SUMS, make_model
 from benchmarks.learning.trial import Point, Setting, train
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.groups.job_queue import Serves
-from buffer.ids import new_nonce
+from buffer.ids import group_id, new_nonce
 from buffer.job import Job
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.server.embedded import EmbeddedServer
@@ -38,10 +38,9 @@ from buffer.wire.rollout import PolicyVersion
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
-from consumer.grpo.models.model_folder import copy_tokenizer, load_model
+from consumer.grpo.models.model_folder import load_model
 
 TEACHER, TOP_K = "big", 8
-TEACHER_STEPS = 150
 MODELS = Path(__file__).parents[2] / "build" / "distill"
 ARMS: dict[str, dict[str, Any]] = {
     "grpo": {"advantages": "grpo"},
@@ -64,8 +63,8 @@ class Trial:
 class TaughtFleet(Fleet):
     """Also is the worker of the teacher, in the same loop."""
 
-    def __init__(self, run: Run, setting: Setting, model: Path, teacher: Path) -> None:
-        super().__init__(run, Sampler(model, setting.k, setting.seed), setting.k, setting.batch)
+    def __init__(self, run: Run, sampler: Sampler, setting: Setting, teacher: Path) -> None:
+        super().__init__(run, sampler, setting.k, setting.batch)
         self._teacher = load_model(teacher).eval()
         self._own = new_nonce()
         run.fleet.register("t0", self._own, {"engine": "benchmark", "teaches": TEACHER})
@@ -94,7 +93,7 @@ class TaughtFleet(Fleet):
         if not states:
             return []
         prompt = len(groups[0].prompt_ids)
-        ids = torch.zeros(len(states), prompt + SUMS.max_tokens, dtype=torch.long)
+        ids = torch.zeros(len(states), prompt + LONG_SUMS.max_tokens, dtype=torch.long)
         prompts = [group.prompt_ids for group in groups for _ in range(len(group))]
         for row, before, state in zip(ids, prompts, states, strict=True):
             given = np.concatenate([before, state.response_ids]).astype(np.int64)
@@ -111,7 +110,7 @@ class TaughtFleet(Fleet):
 
 
 def run_arm(url: str, trial: Trial, model: Path, teacher: Path | None, folder: Path) -> list[Point]:
-    """Return the points of a trial; its last weights are `<folder>/last`."""
+    """Return the points of a trial."""
     options = dict(ARMS[trial.arm])
     advantages = options.pop("advantages")
     setting = Setting(seed=trial.seed, steps=trial.steps)
@@ -126,33 +125,30 @@ def run_arm(url: str, trial: Trial, model: Path, teacher: Path | None, folder: P
     store = Store(url)
     initial = PolicyVersion("initial", 0)
     run = Run.create(store, f"distill-{new_nonce()[:6]}", new_nonce(), limits, initial, str(model))
-    sampler = Sampler(model, setting.k, setting.seed)
+    sampler = Sampler(model, setting.k, setting.seed, LONG_SUMS)
     fleet = (
-        TaughtFleet(run, setting, model, teacher)
+        TaughtFleet(run, sampler, setting, teacher)
         if teacher
         else Fleet(run, sampler, setting.k, setting.batch)
     )
     try:
         with serving(run, fleet):
-            points = train(run, controller, setting, folder, model)
+            return train(run, controller, setting, folder, model)
     finally:
         store.close()
-    controller.learner.save_weights(folder / "last")
-    copy_tokenizer(model, folder / "last")
-    return points
 
 
-def teacher_of(url: str, folder: Path) -> Path:
-    """Return a model that GRPO has trained on the sums, with its accuracy in a file beside it."""
-    path = folder / "teacher"
-    if not path.exists():
-        start = make_model(folder / "first")
-        with TemporaryDirectory() as work:
-            points = run_arm(url, Trial("grpo", 0, TEACHER_STEPS), start, None, Path(work))
-            accuracy = sum(point["reward"] for point in points[-10:]) / 10
-            (Path(work) / "last" / "accuracy").write_text(f"{accuracy:.4f}", encoding="utf-8")
-            shutil.copytree(Path(work) / "last", path)
-    return path
+def teacher_of(folder: Path) -> Path:
+    config = LONG_SUMS.warm_start.model_copy(update={"stop_accuracy": 0.85, "seed": 1})
+    return make_model(folder / "teacher", replace(LONG_SUMS, warm_start=config))
+
+
+def accuracy_of(model: Path, problems: int = 512) -> float:
+    """Return the share of problems that a model answers right when it samples."""
+    sampler = Sampler(model, 1, 0, LONG_SUMS)
+    asked = [sampler.prompt(group_id(TASK, draw)) for draw in range(problems)]
+    answers = sampler.answer(asked, PolicyVersion("teacher", 0))
+    return float(np.mean([group.scores for group in answers]))
 
 
 def plot_trials(lines: Path, accuracy: float, file: Path) -> None:
@@ -190,9 +186,7 @@ def steps_to(rewards: list[float], accuracy: float) -> int | None:
 def main(
     arms: Annotated[str, typer.Option(help="names in ARMS, with commas")] = ",".join(ARMS),
     seeds: Annotated[int, typer.Option(min=1)] = 2,
-    steps: Annotated[
-        int, typer.Option(min=1, help="of GRPO; a taught student gets a quarter")
-    ] = 120,
+    steps: Annotated[int, typer.Option(min=1, help="of GRPO; a taught student gets a third")] = 120,
     folder: Annotated[Path, typer.Option(help="where the models go")] = MODELS,
     results: Annotated[Path, typer.Option(help="where distill.jsonl and distill.png go")] = RESULTS,
 ) -> None:
@@ -200,17 +194,16 @@ def main(
     torch.set_num_threads(1)
     results.mkdir(parents=True, exist_ok=True)
     file = results / "distill.jsonl"
-    other = replace(SUMS, warm_start=SUMS.warm_start.model_copy(update={"seed": 2}))
     trials = [
-        Trial(arm, seed, steps if arm == "grpo" else steps // 4)
+        Trial(arm, seed, steps if arm == "grpo" else steps // 3)
         for seed in range(1, seeds + 1)
         for arm in arms.split(",")
     ]
     with TemporaryDirectory() as temporary, EmbeddedServer(Path(temporary) / "server") as server:
-        teacher = teacher_of(server.url, folder)
-        accuracy = float((teacher / "accuracy").read_text(encoding="utf-8"))
+        teacher = teacher_of(folder)
+        accuracy = accuracy_of(teacher)
         typer.echo(f"the teacher answers {accuracy:.1%} right")
-        student = make_model(folder / "student", other)
+        student = make_model(folder / "student", LONG_SUMS)
         for trial in missing(trials, file):
             work = Path(temporary) / f"{trial.arm}-{trial.seed}"
             given = None if trial.arm == "grpo" else teacher

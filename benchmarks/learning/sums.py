@@ -53,6 +53,19 @@ def running(number: int, seed: int = 0) -> Demonstration:
     return Demonstration([{"role": "user", "content": text}], "".join(map(str, results)))
 
 
+LONG_TERMS = 8
+
+
+def long_running(number: int, seed: int = 0) -> Demonstration:
+    """`78612345+`, answered by the sum modulo 10 up to each digit, `75124916`."""
+    draw = random.Random(f"{seed}/{number}")
+    terms = [draw.randrange(10) for _ in range(LONG_TERMS)]
+    results = [sum(terms[:end]) % 10 for end in range(1, LONG_TERMS + 1)]
+    return Demonstration(
+        [{"role": "user", "content": "".join(map(str, terms)) + "+"}], "".join(map(str, results))
+    )
+
+
 SUMS = Problems(two_terms, 5, WarmStartConfig(stop_accuracy=0.4, seed=1))
 """Each answer is a sign, two digits and the end."""
 
@@ -60,6 +73,12 @@ RUNNING_SUMS = Problems(
     running, MOST_TERMS + 2, WarmStartConfig(stop_accuracy=0.74, check_every_steps=5, seed=1)
 )
 """The longer the answer, the harder: one wrong digit spoils it."""
+
+
+LONG_SUMS = Problems(
+    long_running, LONG_TERMS + 2, WarmStartConfig(stop_accuracy=0.05, check_every_steps=5, seed=2)
+)
+"""A student knows hardly any of them."""
 
 
 def make_model(folder: Path, problems: Problems = SUMS) -> Path:

@@ -36,7 +36,7 @@ ANSWERS = {
     "multi-node training": "docs/pages/many_gpus.html",
     "lora": "docs/pages/engines.html",
     "tensorboard": "docs/pages/metrics.html",
-    "verl": "docs/pages/moving.html",
+    "verl": "docs/pages/trainers/verl.html",
     "sandbox": "SECURITY.html",
     "learning rate": "docs/pages/config_reference.html",
     "importance sampling": "docs/pages/loss.html",

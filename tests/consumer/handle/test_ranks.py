@@ -159,7 +159,8 @@ def test_adapter_and_critic_train_on_two_ranks_as_on_one(model_dir: Path, tmp_pa
     lives.assert_same("two", "one")
     lives.assert_same("again", "one", first=CUT)
     assert "critic/loss" in lives.metrics("one")[0]
-    assert lives.metrics("rounded")[0] == pytest.approx(lives.metrics("one")[0], rel=0.1, abs=0.02)
+    # one token of 44 may cross the bound of its ratio
+    assert lives.metrics("rounded")[0] == pytest.approx(lives.metrics("one")[0], rel=0.1, abs=0.03)
 
 
 no_compiler = shutil.which("g++") is None

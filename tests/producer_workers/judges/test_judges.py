@@ -194,7 +194,7 @@ def test_every_task_whose_verifier_evaluates_answers_is_refused() -> None:
     [
         (
             "exact",
-            "there is no judge 'exact' .*exact_match, gsm8k, math_verify, python_tests, reasoning_gym",
+            "there is no judge 'exact' .*exact_match, gsm8k, math_verify, none, python_tests, reasoning_gym",
         ),
         ("no_such_module:f", "cannot be imported"),
         ("math:no_such_function", "module 'math' has no 'no_such_function'"),
