@@ -186,7 +186,7 @@ def steps_to(rewards: list[float], accuracy: float) -> int | None:
 def main(
     arms: Annotated[str, typer.Option(help="names in ARMS, with commas")] = ",".join(ARMS),
     seeds: Annotated[int, typer.Option(min=1)] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="of GRPO; a taught student gets a third")] = 120,
+    steps: Annotated[int, typer.Option(min=1, help="of GRPO; a taught student gets half")] = 120,
     folder: Annotated[Path, typer.Option(help="where the models go")] = MODELS,
     results: Annotated[Path, typer.Option(help="where distill.jsonl and distill.png go")] = RESULTS,
 ) -> None:
@@ -195,7 +195,7 @@ def main(
     results.mkdir(parents=True, exist_ok=True)
     file = results / "distill.jsonl"
     trials = [
-        Trial(arm, seed, steps if arm == "grpo" else steps // 3)
+        Trial(arm, seed, steps if arm == "grpo" else steps // 2)
         for seed in range(1, seeds + 1)
         for arm in arms.split(",")
     ]
