@@ -139,7 +139,7 @@ class GroupPut:
         gid = group.gid
         task = group.task
         token = new_nonce()
-        prompt = group_bytes.encode(_prompt_of(group))
+        prompt = group_bytes.encode(prompt_of(group))
         self._payloads.write_prompts({gid: prompt}, token=token + PROMPT)
         ref = self._payloads.write(gid, token, group_bytes.encode(group))
         payloads = [keys.payload(gid, token + PROMPT), keys.payload(gid, "init")]
@@ -184,7 +184,7 @@ def _refusal(gid: str, task: str, reply: Sequence[str]) -> RolloutMQError:
     return unknown_reply("put", reply)
 
 
-def _prompt_of(group: RolloutGroup) -> RolloutGroup:
+def prompt_of(group: RolloutGroup) -> RolloutGroup:
     """Return the group without its responses, as it is when it starts again."""
     states = [state.model_copy() for state in group.states]
     for state in states:

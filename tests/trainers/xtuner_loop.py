@@ -38,8 +38,9 @@ from xtuner.v1.rl.agent_loop_manager.produce_utils import _TaskRunner  # noqa: E
 from xtuner.v1.rl.agent_loop_manager.producer import AsyncProduceStrategyConfig  # noqa: E402
 
 from buffer.errors import Fenced  # noqa: E402
+from buffer.groups.put_groups import prompt_of  # noqa: E402
 from buffer.wire import group_bytes  # noqa: E402
-from buffer.wire.group import RolloutGroup, prompt_of  # noqa: E402
+from buffer.wire.group import RolloutGroup  # noqa: E402
 from rolloutmq.integrations.xtuner import (  # noqa: E402
     AsyncReplayBufferConfig,
     Sampler,
