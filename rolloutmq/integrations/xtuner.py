@@ -34,7 +34,7 @@ from xtuner.v1.rl.rollout.trace_store import release_and_discard_rollout_groups
 from rolloutmq.integrations.xtuner_storage import FILE, RunStorage
 
 
-class ReplayBuffer(theirs.ReplayBuffer):  # type: ignore[misc]
+class RunReplayBuffer(theirs.ReplayBuffer):  # type: ignore[misc]
     """XTuner's buffer on a run."""
 
     def repeats(self, task: str, group: list[XTunerState]) -> bool:
@@ -80,9 +80,9 @@ class SyncReplayBufferConfig(theirs.SyncReplayBufferConfig):  # type: ignore[mis
     url: str
     run: str = ""
 
-    def build(self) -> ReplayBuffer:
+    def build(self) -> RunReplayBuffer:
         """Return the buffer, first in first out."""
-        return ReplayBuffer(theirs.FIFOReplayPolicy(), RunStorage(self.url, self.run))
+        return RunReplayBuffer(theirs.FIFOReplayPolicy(), RunStorage(self.url, self.run))
 
 
 class AsyncReplayBufferConfig(theirs.AsyncReplayBufferConfig):  # type: ignore[misc]
@@ -91,12 +91,12 @@ class AsyncReplayBufferConfig(theirs.AsyncReplayBufferConfig):  # type: ignore[m
     url: str
     run: str = ""
 
-    def build(self) -> ReplayBuffer:
+    def build(self) -> RunReplayBuffer:
         """Return the buffer, the stalest first."""
-        return ReplayBuffer(theirs.StalenessReplayPolicy(), RunStorage(self.url, self.run))
+        return RunReplayBuffer(theirs.StalenessReplayPolicy(), RunStorage(self.url, self.run))
 
 
-class Sampler(their_sampler.Sampler):  # type: ignore[misc]
+class RunSampler(their_sampler.Sampler):  # type: ignore[misc]
     """XTuner's sampler without the prompts whose groups are in the buffer already."""
 
     async def sample(
@@ -111,9 +111,9 @@ class Sampler(their_sampler.Sampler):  # type: ignore[misc]
 
 
 class SamplerConfig(their_sampler.SamplerConfig):  # type: ignore[misc]
-    """XTuner's `SamplerConfig`, for a `ReplayBuffer` of this module."""
+    """XTuner's `SamplerConfig`, for a `RunReplayBuffer`."""
 
-    def build(self, tokenizer: Any, replay_buffer: ReplayBuffer) -> Sampler:
+    def build(self, tokenizer: Any, replay_buffer: RunReplayBuffer) -> RunSampler:
         """Return the sampler."""
         made = super().build(tokenizer, replay_buffer)
-        return Sampler(made.dataloader, made.prompt_repeat_k, replay_buffer)
+        return RunSampler(made.dataloader, made.prompt_repeat_k, replay_buffer)

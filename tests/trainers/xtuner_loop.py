@@ -43,7 +43,7 @@ from buffer.wire import group_bytes  # noqa: E402
 from buffer.wire.group import RolloutGroup  # noqa: E402
 from rolloutmq.integrations.xtuner import (  # noqa: E402
     AsyncReplayBufferConfig,
-    Sampler,
+    RunSampler,
     SyncReplayBufferConfig,
 )
 from rolloutmq.integrations.xtuner_rollouts import put_together, taken_apart  # noqa: E402
@@ -106,7 +106,7 @@ async def generate(life: Life, group: list[RolloutState], **_: Any) -> list[Roll
 
 async def train(url: str, folder: Path, steps: int, life: Life) -> None:
     buffer = AsyncReplayBufferConfig(url=url, run="xtuner").build()
-    sampler = Sampler(Prompts(), MEMBERS, buffer)
+    sampler = RunSampler(Prompts(), MEMBERS, buffer)
     strategy = AsyncProduceStrategyConfig(over_sample_threshold=1.0, max_staleness=3).build()
     loop = MagicMock(generate_group=partial(generate, life), pause=AsyncMock())
     controller = MagicMock()
