@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
 from consumer.grpo.models.tiny_model import build_tiny_model
@@ -46,10 +47,14 @@ def running(number: int, seed: int = 0) -> Demonstration:
     draw = random.Random(f"{seed}/{number}")
     is_hard = draw.random() < 0.3
     terms = [draw.randrange(10) for _ in range(MOST_TERMS if is_hard else draw.randint(2, 3))]
-    sign = -1 if is_hard else 1
+    return _digit_by_digit(terms, MOST_TERMS, "-" if is_hard else "+")
+
+
+def _digit_by_digit(terms: Sequence[int], width: int, operator: Literal["+", "-"]) -> Demonstration:
+    sign = 1 if operator == "+" else -1
     ends = range(1, len(terms) + 1)
     results = [(terms[0] + sign * sum(terms[1:end])) % 10 for end in ends]
-    text = "".join(map(str, terms)).ljust(MOST_TERMS, ".") + ("-" if is_hard else "+")
+    text = "".join(map(str, terms)).ljust(width, ".") + operator
     return Demonstration([{"role": "user", "content": text}], "".join(map(str, results)))
 
 
@@ -59,11 +64,7 @@ LONG_TERMS = 8
 def long_running(number: int, seed: int = 0) -> Demonstration:
     """`78612345+`, answered by the sum modulo 10 up to each digit, `75124916`."""
     draw = random.Random(f"{seed}/{number}")
-    terms = [draw.randrange(10) for _ in range(LONG_TERMS)]
-    results = [sum(terms[:end]) % 10 for end in range(1, LONG_TERMS + 1)]
-    return Demonstration(
-        [{"role": "user", "content": "".join(map(str, terms)) + "+"}], "".join(map(str, results))
-    )
+    return _digit_by_digit([draw.randrange(10) for _ in range(LONG_TERMS)], LONG_TERMS, "+")
 
 
 SUMS = Problems(two_terms, 5, WarmStartConfig(stop_accuracy=0.4, seed=1))
