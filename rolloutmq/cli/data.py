@@ -165,8 +165,8 @@ def export(
         bool,
         typer.Option(
             "--follow",
-            help="With --archived: write each step to a file as soon as it is committed, until the "
-            "run is finished or Ctrl-C; the same command goes on from there.",
+            help="As --archived, and write each step to a file of the folder as soon as it is "
+            "committed, until the run is finished or Ctrl-C; the same command continues.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -179,12 +179,11 @@ def export(
     only when it is complete. Parquet needs the package pyarrow.
     """
     require_known("status", status, _STATUSES)
+    archived = archived or follow_steps
     if archived and (task or status or where):
         raise ConfigError(
             "--archived exports whole batches", hint="remove --task, --status and --where"
         )
-    if follow_steps and not archived:
-        raise ConfigError("--follow writes the steps that were trained", hint="add --archived")
     query = parse(read_where(where))
     require_known("task", task, target.run.limits.tasks)
     with progress(as_json) as advance:
@@ -207,7 +206,15 @@ def export(
 
 def _follow(run: Run, folder: Path, *, as_json: bool) -> Exported:
     """Write steps into `folder` as they are committed, until the run is finished."""
-    folder.mkdir(parents=True, exist_ok=True)
+    if not run.limits.retain_until_exported and not run.limits.retain_batches:
+        raise ConfigError(
+            "the run keeps no trained batch that could be exported",
+            hint='set [retention] policy = "export" in its config',
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--follow writes into a folder, and {folder} is none: {error}") from None
     total = Exported()
     # the first look is for steps from before, the last one for those that no event announced
     for name in chain(["committed"], (event[1] for _, event in follow(run)), ["committed"]):

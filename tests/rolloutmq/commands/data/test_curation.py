@@ -89,6 +89,7 @@ def test_mistakes_are_one_clear_error(scene: Scene, command: Command, tmp_path: 
         (("export", str(path), "--where", "{"), "--where is not valid JSON"),
         (("export", str(path), "--where", '{"color": 1}'), "no field 'color'"),
         (("export", str(path), "--archived", "--task", "math"), "whole batches"),
+        (("export", str(path), "--follow"), "keeps no trained batch"),
     ):
         done = command(*options)
         assert (done.returncode, done.stdout) == (2, "")
@@ -219,7 +220,7 @@ def test_export_follows_a_run_and_replaces_the_file_of_one_that_died_before_it_w
 
     trainer = threading.Thread(target=train_on)
     trainer.start()
-    done = command("export", str(tmp_path), "--archived", "--follow", "--json")
+    done = command("export", str(tmp_path), "--follow", "--json")
     trainer.join()
     assert json_of(done)["steps"] == [1, 2]
     files = sorted(tmp_path.iterdir())
