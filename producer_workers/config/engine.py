@@ -346,7 +346,7 @@ class PythonConfig(EngineSettings):
     folder and the version of its weights, that returns an engine (producer_workers/engines/base.py)
     """
     options: dict[str, Any] = Field(default_factory=dict)
-    """whatever the factory reads of this section"""
+    """values for the factory, which gets this section"""
 
 
 EngineConfig = Annotated[

@@ -1,6 +1,6 @@
 """A teacher: a model that scores the tokens of completed groups, and adds its columns to them.
 
-Its weights stay what they are, whatever the trainer publishes.
+It loads no weights that the trainer publishes.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class Distillation:
         self._weights = weights
         self._kl_reference = kl_reference
         names = {name for own in weights.values() for name in own} - {kl_reference}
-        # all ranks have the same metrics, whatever their rollouts are
+        # each rank reports every metric, also one without rollouts of this teacher
         self._named = sorted(names) if len(names) > 1 else []
 
     def apply(
