@@ -120,7 +120,7 @@ bench-learning: setup ## reward by step and wall time for several staleness boun
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.learning.long_answers
 
 .PHONY: bench-distill
-bench-distill: setup ## a student that a teacher scores, and plain GRPO: share of right answers by step; some minutes, goes on where it was stopped
+bench-distill: setup ## a student that a teacher scores, and plain GRPO: share of right answers by step; half an hour, goes on where it was stopped
 	@OMP_NUM_THREADS=1 $(PY) -m benchmarks.learning.distill
 
 fuzz: setup ## coverage-guided fuzz of the decoder, then of all other entrances, FUZZ_S seconds each (300); see build/fuzz
