@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.pipeline.yard import DEADLINE_S, Yard
 from tests.warm_process import start_program
 
 AGENTS = 2
+MOST_DEATHS = 12
 
 
 def notes(folder: Path, kind: str) -> list[Any]:
@@ -24,15 +26,17 @@ def notes(folder: Path, kind: str) -> list[Any]:
     return [orjson.loads(line) for line in file.read_bytes().splitlines()] if file.exists() else []
 
 
-def work(yard: Yard, folder: Path, worker: str, death: str) -> None:
-    """Let a worker process die in its way, and take back what it held."""
+def dies(yard: Yard, folder: Path, worker: str, death: str) -> bool:
+    """Run a worker process until it kills itself, and take back what it held, or to the end."""
     words = (yard.store.url, yard.run.name, worker, str(folder), death)
     process = start_program(live, *words)
     process.join(DEADLINE_S)
-    assert process.exitcode == (0 if death == "never" else -signal.SIGKILL)
-    if death != "never":
-        yard.expire_lease(worker)
-        yard.check()
+    if process.exitcode == 0:
+        return False
+    assert process.exitcode == -signal.SIGKILL
+    yard.expire_lease(worker)
+    yard.check()
+    return True
 
 
 def trained(states: list[RolloutState]) -> list[list[list[int]]]:
@@ -70,10 +74,9 @@ def test_agents_of_killed_workers_go_on_and_each_turn_that_they_got_is_trained_o
     ]
     (gid,) = yard.enqueue_states(states)
     deaths = 0
-    while len(notes(tmp_path, "told")) < TURNS * AGENTS - 1 and deaths < 12:
-        work(yard, tmp_path, f"w{deaths}", f"{kind} 2")
+    while dies(yard, tmp_path, f"w{deaths}", f"{kind} 2" if deaths < MOST_DEATHS else "never"):
         deaths += 1
-    work(yard, tmp_path, "last", "never")
+    assert deaths > 1
 
     group = yard.group(gid)
     assert group.status is Status.COMPLETED
@@ -86,7 +89,8 @@ def test_agents_of_killed_workers_go_on_and_each_turn_that_they_got_is_trained_o
     told = notes(tmp_path, "told")
     texts = ["".join(chr(32 + token) for token in ids).strip() for _, ids in turns]
     assert all(text.strip() in texts for _, text in told)
-    assert len(told) == TURNS * AGENTS, "no agent asked again for a turn that it had got"
+    # an agent whose worker died behind a kept turn goes on from it, though it was never told
+    assert max(Counter(session for session, _ in told).values()) <= TURNS
     # what no agent had got was sampled again
     assert len(sampled) - len(turns) <= 2 * deaths
     yard.check()
