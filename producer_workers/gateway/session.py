@@ -39,8 +39,7 @@ from producer_workers.gateway.segment import (
     why_new,
 )
 from producer_workers.gateway.session_record import check_storable
-from producer_workers.gateway.token_budget import TokenBudget
-from producer_workers.gateway.turn import Ask, SampledTurn, as_openai
+from producer_workers.gateway.turn import Ask, SampledTurn, TokenBudget, as_openai
 
 log = logging.getLogger("rolloutmq.worker")
 

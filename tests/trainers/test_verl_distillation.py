@@ -10,8 +10,7 @@ import torch
 
 pytest.importorskip("verl")
 
-from consumer.config.distillation import DistillationConfig
-from consumer.config.learner import LossConfig
+from consumer.config.learner import DistillationConfig, LossConfig
 from consumer.grpo.learner.distillation import Distillation, top_k_kl
 from consumer.grpo.learner.importance import Samples
 from consumer.grpo.learner.losses import TokenColumns, policy_loss

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from consumer.config.distillation import Outside
-from consumer.config.learner import LossConfig
+from consumer.config.learner import LossConfig, Outside
 from consumer.grpo.learner.advantages import dr_grpo_advantages, grpo_advantages
 from consumer.grpo.learner.distillation import top_k_kl
 from consumer.grpo.learner.importance import Samples

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from buffer.wire.group import RolloutGroup
-from consumer.config.distillation import DistillationConfig
-from consumer.config.learner import LearnerConfig, LossConfig
+from consumer.config.learner import DistillationConfig, LearnerConfig, LossConfig
 from consumer.grpo.learner.batch_filter import BatchFilter
 from consumer.grpo.learner.distillation import Distillation
 from consumer.grpo.learner.importance import Samples
