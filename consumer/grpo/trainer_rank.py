@@ -21,7 +21,7 @@ from buffer.run import Run
 from buffer.weights.checksums import WrittenFiles
 from buffer.weights.transport import Save
 from buffer.wire.group import RolloutGroup
-from consumer.config.training import TrainingConfig
+from consumer.config.trainer import TrainingConfig
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController

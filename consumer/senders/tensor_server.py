@@ -51,7 +51,11 @@ TENSORS_SUFFIX = ".safetensors"
 
 
 class MemorySnapshot:
-    """The files of the version `label`, and the manifest that a folder with these files has."""
+    """The files of the version `label`, and the manifest that a folder with these files has.
+
+    A learner writes files: here into memory (/dev/shm, if it has room), mapped and deleted at once.
+    So no disk delays them, and a killed trainer leaves nothing.
+    """
 
     def __init__(
         self, label: str, files: Mapping[str, bytes | mmap.mmap], manifest_data: bytes

@@ -81,7 +81,11 @@ _CONFIG = "task.toml"
 
 
 def open_tasks(section: HarborSection, *_: Any) -> Dataset:
-    """Read all tasks of a folder, in the order of their names. Raises DatasetError."""
+    """Read all tasks of a folder, in the order of their names. Raises DatasetError.
+
+    Each is a folder with task.toml and instruction.md, or steps/<name>/instruction.md. Harbor
+    itself checks a task again when it begins a trial.
+    """
     folder = section.path.absolute()
     tasks = sorted(path.parent for path in folder.glob(f"*/{_CONFIG}"))
     if not tasks:

@@ -19,7 +19,8 @@ from buffer.ids import split_group_id
 from buffer.run import Run
 from buffer.wire.rollout import RolloutState, has_ended
 from producer_workers.config.gateway import GatewaySection
-from producer_workers.gateway.agent_sessions import AgentSessions, ended_rollouts
+from producer_workers.gateway.agent_rollouts import ended_rollouts
+from producer_workers.gateway.agent_sessions import AgentSessions
 from producer_workers.gateway.agents import AGENT, AgentTask, Earned
 from producer_workers.gateway.dialects.dialect import AgentRequest
 from producer_workers.gateway.guests import Guest, Refusal

@@ -121,7 +121,7 @@ def _check_tokenizer(folder: Path) -> Iterator[Finding]:
 
 def _check_architecture(folder: Path) -> Iterator[Finding]:
     """Run the trainer's probes on a small model of the architecture, with random weights."""
-    from consumer.grpo.models.model_folder import empty_model
+    from consumer.grpo.models.shards import empty_model
     from consumer.grpo.policy.logprobs import TargetLogits
     from consumer.grpo.policy.model_checks import check_logprobs, keeps_samples_apart
 

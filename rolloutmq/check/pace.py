@@ -11,8 +11,7 @@ import numpy as np
 from producer_workers.config.distribution import Distribution, LogNormal
 from producer_workers.config.task import TaskSection
 from producer_workers.simulation.event_model import simulate
-from producer_workers.simulation.lengths import drawn_lengths
-from producer_workers.simulation.setting import Setting
+from producer_workers.simulation.setting import Setting, drawn_lengths
 from rolloutmq.check.finding import Finding
 from rolloutmq.check.shape import Shape
 from rolloutmq.config.config import Config

@@ -9,6 +9,9 @@ A sample is a group of task `verl`, and a step of verl's trainer is a step of th
 checkpoint. When the job is started again, samples after the checkpoint are delivered again, in the
 same order. Nothing in the store is a pickle: verl's own two calls of cloudpickle, around
 `put_sample` and `get_sample`, are undone and made again in the process that calls.
+
+Ids, masks, logprobs, rewards and versions of a sample are columns of the group. All else is in
+`extra`, with the tensors that the columns do not give back bit by bit; padding is not stored.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 A file in each checkpoint of XTuner's says which groups the weights have seen. A group that XTuner
 takes stays in the run until two checkpoints say so, since the last one may be incomplete.
+
+What XTuner's and our rollouts both have is in the same columns, so that `rolloutmq show`, queries
+and exports read it: texts, token ids, logprobs, masks, versions, score. All else is in `extra`.
 """
 
 from __future__ import annotations

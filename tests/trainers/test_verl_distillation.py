@@ -12,8 +12,7 @@ pytest.importorskip("verl")
 
 from consumer.config.learner import DistillationConfig, LossConfig
 from consumer.grpo.learner.distillation import Distillation, top_k_kl
-from consumer.grpo.learner.importance import Samples
-from consumer.grpo.learner.losses import TokenColumns, policy_loss
+from consumer.grpo.learner.losses import Samples, TokenColumns, policy_loss
 from consumer.grpo.policy.micro_batch import MicroBatch
 
 TOKENS, WORDS = 12, 9

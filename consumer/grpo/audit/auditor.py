@@ -37,7 +37,7 @@ from buffer.wire.framing import signers
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 from consumer.config.learner import LearnerConfig
-from consumer.config.training import TrainingConfig
+from consumer.config.trainer import TrainingConfig
 from consumer.grpo.audit.audit_log import MadeGroup, add_batch
 from consumer.grpo.learner.learner import Learner
 from consumer.handle.ranks import ALONE, select_device

@@ -15,7 +15,8 @@ from consumer.grpo.model_state.learner_state import capture, restore, shard_rows
 from consumer.grpo.model_state.optimizers import gradient_step, make_optimizer, set_rate
 from consumer.grpo.model_state.saved_state import Rows
 from consumer.grpo.model_state.sharding import place, set_gradient_sync, shard
-from consumer.grpo.models.model_folder import empty_model, load_model, load_shards
+from consumer.grpo.models.model_folder import load_model
+from consumer.grpo.models.shards import empty_model, load_shards
 from consumer.grpo.policy.micro_batch import MicroBatch, MicroBatches
 from consumer.handle.ranks import ALONE, Ranks
 

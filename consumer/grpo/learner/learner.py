@@ -28,8 +28,8 @@ from buffer.weights.safetensors_files import model_checksum
 from buffer.wire.group import RolloutGroup
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.distillation import Distillation, TeacherWeights, of_covered_tokens
-from consumer.grpo.learner.importance import Samples
 from consumer.grpo.learner.losses import (
+    Samples,
     TokenColumns,
     derived_metrics,
     load_objective,

@@ -25,7 +25,7 @@ from torch import Tensor
 from buffer.errors import ConfigError
 from buffer.wire.group import RolloutGroup
 from consumer.config.learner import LearnerConfig
-from consumer.config.training import TrainingConfig
+from consumer.config.trainer import TrainingConfig
 from consumer.grpo.learner.advantages import (
     ESTIMATORS,
     estimate,

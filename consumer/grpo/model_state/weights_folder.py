@@ -162,6 +162,17 @@ POLL_S = 0.02
 
 
 class WeightParts:
+    """The parts of published weights, written by a thread of each rank while all of them train.
+
+    rank 0                                  each other rank
+    posts the folder                        finds it, and writes its part into it
+    writes its own part                     posts the checksums, or what went wrong
+    waits for the others
+
+    Threads use no collective, which would mix with those of training. If a rank dies, the next
+    exchange of all ranks (`TrainerRank.meet`) ends them all.
+    """
+
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._thread = ThreadPoolExecutor(1, "weight-parts")

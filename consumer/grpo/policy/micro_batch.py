@@ -258,6 +258,10 @@ def _joined(parts: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
 class Packer:
     """Packs rollouts into micro-batches of at most `token_budget` slots.
 
+    Rows take samples first fit decreasing, and are as wide as their longest sample: without a
+    variable-length kernel, attention costs the square of a row. Invariant: every kept response
+    token is in exactly one micro-batch, with its rollout's logprob and mask.
+
     A longer sample gets a micro-batch of its own. `share_rows`: False for a model that mixes the
     samples of a row. `recorded`, `masks`: the readers of recorded experts and of
     sampling masks.

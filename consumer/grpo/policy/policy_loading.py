@@ -16,7 +16,8 @@ from buffer.wire.expert_gates import expert_gates
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.model_state.sharding import place, shard
 from consumer.grpo.models.device_choices import choose_attention
-from consumer.grpo.models.model_folder import empty_model, load_model, load_shards
+from consumer.grpo.models.model_folder import load_model
+from consumer.grpo.models.shards import empty_model, load_shards
 from consumer.grpo.policy.logprobs import TargetLogits
 from consumer.handle.ranks import Ranks
 

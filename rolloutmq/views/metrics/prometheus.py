@@ -38,7 +38,12 @@ class Observation:
 
 
 class WorkersWanted:
-    """Estimates the number of workers from observations; `value` does not flap."""
+    """Estimates how many workers would keep the trainer busy; `value` does not flap.
+
+    A trainer that waits for a fraction w of its time could use 1 / (1 - w) times its supply.
+    Workers that are busy for a fraction b of their time make it, so `workers * b / (1 - w)` workers
+    are wanted. Their number now does not change this estimate, so a fleet scaled by it settles.
+    """
 
     def __init__(self, *, window_s: float = WINDOW_S) -> None:
         self._window_s = window_s
