@@ -135,7 +135,7 @@ def create(
     """
     given = list(overrides or [])
     settings = open_config(config, given)
-    from rolloutmq.launch.create_run import create as create_run
+    from rolloutmq.launch.creation import create as create_run
 
     facts, lines = create_run(settings, config, given, redis_url, quiet=as_json)
     if as_json:
