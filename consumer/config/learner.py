@@ -73,12 +73,7 @@ def _check_objective(text: str) -> str:
 Objective = Annotated[str, AfterValidator(_check_objective)]
 """The name of a function in `consumer/grpo/objectives.py`, or a function of the user."""
 
-IMPORTANCE_KEYS = (
-    "importance_level",
-    "importance_mode",
-    "importance_floor",
-    "importance_veto",
-)
+IMPORTANCE_KEYS = ("importance_level", "importance_mode", "importance_floor", "importance_veto")
 """Keys of [learner.loss] that say how the importance weight is bounded, besides its cap."""
 
 

@@ -33,8 +33,7 @@ from rolloutmq.presets import find_config
 GpuMemory = Annotated[
     str | None,
     typer.Option(
-        metavar="SIZE",
-        help="Memory of a GPU, for example 80GB.  [default: that of this machine's]",
+        metavar="SIZE", help="Memory of a GPU, for example 80GB.  [default: that of this machine's]"
     ),
 ]
 

@@ -93,8 +93,7 @@ def rejudge(
     config: Annotated[
         Path | None,
         typer.Option(
-            metavar="CONFIG",
-            help="Config with the judge. Default: that of `rolloutmq run`.",
+            metavar="CONFIG", help="Config with the judge. Default: that of `rolloutmq run`."
         ),
     ] = None,
     with_pdb: Annotated[

@@ -169,8 +169,7 @@ class KeptWeights:
         published = find_version(self._run.store, self._run.keys, kept, weights)
         if published is None:
             raise ModelError(
-                f"the weights {weights} are not kept any more",
-                hint="raise [trainer] keep_weights",
+                f"the weights {weights} are not kept any more", hint="raise [trainer] keep_weights"
             )
         folder = self._receiver.fetch(published)
         self._receiver.keep_only(folder)
