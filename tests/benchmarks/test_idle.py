@@ -34,6 +34,7 @@ def total(lengths: Lengths, draws: int) -> int:
     return sum(sum(lengths(draw)) for draw in range(draws))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interruption", ["keep", "partial", "abort"])
 def test_pipeline_trains_the_same_draws_as_the_model(interruption: Interruption) -> None:
     setting = SMALL.model_copy(update={"interruption": interruption})

@@ -18,12 +18,14 @@ __all__ = ["store_server"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `without` a kind of store."""
+    """Skip what is marked `without` a kind of store; leave `slow_on` to `make test-slow`."""
     for item in items:
         kind = item.callspec.params.get("server") if hasattr(item, "callspec") else None
         for mark in item.iter_markers("without"):
             if kind in mark.args:
                 item.add_marker(pytest.mark.skip(reason=f"{kind}: {mark.kwargs['reason']}"))
+        if any(kind in mark.args for mark in item.iter_markers("slow_on")):
+            item.add_marker(pytest.mark.slow)
 
 
 @cache

@@ -113,6 +113,7 @@ dataset = {{ kind = "python", factory = "my_task:problems", options = {{ most = 
     return site
 
 
+@pytest.mark.slow
 def test_parts_of_a_stranger_and_an_agent_program_train_together(site: Site) -> None:
     code, output = site.command("run")
     assert code == 0, output + site.words()

@@ -27,6 +27,7 @@ def echo(server: Server, redis_client: redis.Redis, run_name: str) -> Iterator[F
     store.close()
 
 
+@pytest.mark.slow_on("cluster", "memory")
 @pytest.mark.parametrize(
     ("server", "on_straggler", "order"),
     [

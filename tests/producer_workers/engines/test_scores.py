@@ -55,6 +55,7 @@ class TestVllm(ModelScoreContract):
         return vllm_scorer
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 class TestHttp(ModelScoreContract):
     @pytest.fixture

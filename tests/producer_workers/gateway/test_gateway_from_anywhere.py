@@ -34,6 +34,7 @@ from producer_workers.gateway.session import Session
 from rolloutmq.config.load import load_config
 from tests.cluster import adjacent_ports
 from tests.producer_workers.recorder import Recorder, loop_of, questions, run
+from tests.thoroughness import examples
 from tests.tls import Authority
 
 USER: list[Any] = [{"role": "user", "content": "x"}]
@@ -143,7 +144,7 @@ def raw(request: Request) -> bytes:
 
 
 @given(st.lists(REQUESTS, min_size=1, max_size=5))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_nobody_without_a_key_is_told_anything(requests: list[Request]) -> None:
     class Closed(Session):
         def __init__(self) -> None:
