@@ -82,6 +82,7 @@ def test_run_stops_in_order_when_its_terminal_closes(make_site: Callable[..., Si
     stopped_in_order(site, started)
 
 
+@pytest.mark.slow
 def test_each_process_takes_a_hang_up_as_sigterm(make_site: Callable[..., Site]) -> None:
     site = make_site(steps=1000)
     site.server.start()

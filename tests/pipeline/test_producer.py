@@ -160,7 +160,7 @@ def test_no_draw_is_skipped_or_doubled_when_producers_are_killed(
     """A process of its own each time, killed at a random moment of its work (I3)."""
     yard = make_yard()
     chance = random.Random(11)
-    share = 120
+    share = 60
     version = 0
     for _ in range(6):
         version += 1

@@ -60,6 +60,7 @@ class Lives:
             torch.testing.assert_close(weights[key], tensor, rtol=1e-3, atol=5e-4)
 
 
+@pytest.mark.slow
 def test_ranks_train_as_one_does_and_resume_in_other_numbers(
     model_dir: Path, tmp_path: Path
 ) -> None:

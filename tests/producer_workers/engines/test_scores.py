@@ -48,6 +48,7 @@ def http_scorer(run: Run[None], folders: Folders) -> Iterator[Engine]:
         run(engine.shutdown())
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 class TestVllm(ModelScoreContract):
     @pytest.fixture

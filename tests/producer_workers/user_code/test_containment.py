@@ -151,8 +151,8 @@ KINDS: dict[str, Any] = {
     "go_on": deciding,
     "weights": deciding,
 }
-WAYS = {"judge", "agent_later", "record", "order"}
-"""One of each way to a process: the others are slow."""
+WAYS = {"judge", "agent_later", "order"}
+"""Waited for in a loop, alone, and in a thread: the others are slow."""
 ANY_RESULT = {"tool", "tool_later", "go_on"}
 """What they return is made a text, or a yes or no, whatever it is."""
 HARMLESS = {("keep", "odd"), ("weights", "nan")}

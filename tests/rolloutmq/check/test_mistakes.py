@@ -239,6 +239,7 @@ def errors(*overrides: str, section: str) -> list[Finding]:
     return [each for each in every if each.section == section and each.level == "error"]
 
 
+@pytest.mark.slow
 def test_all_mistakes_of_all_sections_are_found_at_once(project: Path, command: Command) -> None:
     """Also behind code that ends the process which imports it, and in a config with mistakes."""
     (project / "ends.py").write_text("import os\nos._exit(4)", encoding="utf-8")
