@@ -140,53 +140,44 @@ class RecordCheck:
 
     def _commands(self, task: str, row: GroupRow) -> list[Command]:
         """Return the commands whose answers `_compare` reads: few groups need any."""
-        keys, record, stage = self._keys, row.record, row.record["stage"]
-        commands: list[Command] = []
-        if stage not in row.stages or (stage == "pool" and record["status"] not in row.scores):
-            commands.append(self._where(task, row.gid, record))
-        if _is_begun(record):
-            commands.append(("ZSCORE", keys.age(task), row.gid))
-        if stage == "dead":
-            commands.append(("GET", keys.dead_letter(row.gid)))
-        return commands
+        if row.record["stage"] == "dead":
+            return [("GET", self._keys.dead_letter(row.gid))]
+        return [("ZSCORE", self._keys.age(task), row.gid)] if _is_begun(row.record) else []
 
-    def _where(self, task: str, gid: str, record: Record) -> Command:
-        """Return the command that finds a group in the index of its stage."""
+    def _index(self, task: str, record: Record) -> str:
+        """Return the key of the index that has a group of this stage."""
         keys = self._keys
         match record["stage"]:
             case "pool":
-                member = f"{record['arrival']}:{gid}"
-                return ("ZSCORE", keys.pool(task, record["status"]), member)
+                return keys.pool(task, record["status"])
             case "waiting":
-                return ("XRANGE", keys.jobs(task, record["lane"]), record["entry"], record["entry"])
+                return keys.jobs(task, record["lane"])
             case "dead":
-                return ("ZSCORE", keys.dead, gid)
+                return keys.dead
             case "running":
-                return ("HGET", keys.leased(record["owner"]), gid)
-        ledger, _, step = record["batch"].partition(":")
-        return ("LLEN", keys.batch(ledger, int(step)))
+                return keys.leased(record["owner"])
+        return keys.manifests + record["batch"]
 
     def _compare(self, task: str, row: GroupRow, got: list[Any]) -> Iterator[Damage]:
         keys, gid, record = self._keys, row.gid, row.record
         stage, version = record["stage"], record["version"]
-        own, ages, reason = keys.group(gid), keys.age(task), keys.dead_letter(gid)
+        ages, reason = keys.age(task), keys.dead_letter(gid)
         if (record["task"], int(record["draw"])) != (task, int(gid[-10:])):
             text = f"the record of {gid} says task {record['task']}, draw {record['draw']}"
-            yield Damage(text, own, gid)
+            yield Damage(text, row.key, gid)
         if version and "lineage" not in record:
-            yield Damage(f"{own} has no field lineage", own, gid)
-        index = str(self._where(task, gid, record)[1])
-        if stage == "dead" and not _is_letter(letter := got.pop()):
-            what = "cannot be read" if letter else "is gone"
-            yield Damage(f"{reason}, the reason of a dead letter, {what}", reason, gid)
-        if _is_begun(record) and ((age := got.pop()) is None or float(age) != int(version)):
-            yield Damage(f"{ages} does not have {gid} at its version {version}", ages, gid)
-        score = row.scores.get(record["status"])
-        if got and not got[0] and got[0] != 0:
-            yield Damage(f"{index} lacks {gid}, which is {stage}", index, gid)
-        elif stage == "pool" and score is not None and not self._fits(task, record, score):
+            yield Damage(f"{row.key} has no field lineage", row.key, gid)
+        index, score = self._index(task, record), row.scores.get(record["status"])
+        if stage not in row.stages or (stage == "pool" and score is None):
+            yield Damage(f"{gid} is {stage} by its record, and not by {index}", index, gid)
+        elif stage == "pool" and not self._fits(task, record, score or 0.0):
             text = f"{index} has {gid} at {score:g}, and its version is {version or 'none'}"
             yield Damage(text, index, gid)
+        if stage == "dead" and not _is_letter(got[0]):
+            what = "cannot be read" if got[0] else "is gone"
+            yield Damage(f"{reason}, the reason of a dead letter, {what}", reason, gid)
+        elif _is_begun(record) and (got[0] is None or float(got[0]) != int(version)):
+            yield Damage(f"{ages} does not have {gid} at its version {version}", ages, gid)
 
     def _of_sizes(self, row: GroupRow, there: Sequence[int]) -> Iterator[Damage]:
         gid, record = row.gid, row.record
