@@ -8,7 +8,6 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -183,6 +182,9 @@ def _needs(requirement: str, why: str = "") -> ConfigError:
 
 def install_command(extra: str) -> str:
     """Return the command that installs an extra's packages, without a checkout or wheel."""
+    # here, because it would add a fifth to the time of --help
+    from importlib import metadata
+
     # `aiohttp>=3.11; extra == "http"`
     named = re.compile(rf"(.+?)\s*;.*\bextra == [\"']{re.escape(extra)}[\"']")
     found = [named.fullmatch(line) for line in metadata.requires("rolloutmq") or ()]

@@ -11,15 +11,17 @@ from typing import Annotated, Any, Literal, Self
 import orjson
 from pydantic import (
     BaseModel,
+    ByteSize,
     ConfigDict,
     Field,
+    GetPydanticSchema,
     SerializerFunctionWrapHandler,
     model_serializer,
     model_validator,
 )
+from pydantic_core.core_schema import no_info_after_validator_function
 
 from buffer.ids import LANES, TEACH, TEACHER
-from buffer.readable import Bytes
 from buffer.wire.framing import Compression
 
 SCHEMA = "2"
@@ -43,6 +45,15 @@ LEAST_FAILURES = 8
 
 DAY_MS = 86_400_000
 """The longest time in milliseconds that the scripts accept."""
+
+Bytes = Annotated[
+    int,
+    # a plain int, because a Redis client sends no ByteSize
+    GetPydanticSchema(
+        lambda _, schema_of: no_info_after_validator_function(int, schema_of(ByteSize))
+    ),
+]
+"""A field that is read from a number, or from text like "8GiB" or "500MB"."""
 
 Steps = Annotated[int, Field(ge=1, le=2**53 - 1)]  # exact in a script
 
@@ -72,7 +83,7 @@ MOST_PARTS = 64
 class Reweighting(BaseModel):
     """Task weights from a train step on; `before`: groups of each task in all earlier batches."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     from_step: int = Field(ge=1)
     weights: dict[str, float]
@@ -137,7 +148,7 @@ class TaskSettings(BaseModel):
     `rolloutmq set` inherit this one declaration.
     """
 
-    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
     over_sample_threshold: float = Field(0.0, ge=0, le=10_000, allow_inf_nan=False)
     """groups started beyond the batch, as a share of it: 0.5 starts half a batch more"""

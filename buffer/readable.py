@@ -2,12 +2,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Annotated
-
-from pydantic import ByteSize, GetPydanticSchema
-from pydantic_core.core_schema import no_info_after_validator_function
 
 REASON_BYTES = 2000
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def visible(text: str) -> str:
@@ -26,19 +23,12 @@ def _escape(character: str) -> str:
     return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))
 
 
-Bytes = Annotated[
-    int,
-    # a plain int, because a Redis client sends no ByteSize
-    GetPydanticSchema(
-        lambda _, schema_of: no_info_after_validator_function(int, schema_of(ByteSize))
-    ),
-]
-"""A field that is read from a number, or from text like "8GiB" or "500MB"."""
-
-
 def format_size(number: float) -> str:
     """Return a number of bytes with a unit: 512 B, 1.5 MiB."""
-    return ByteSize(number).human_readable(separator=" ")
+    size, unit = float(int(number)), 0
+    while abs(size) >= 1024 and unit < len(_UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.{min(unit, 1)}f} {_UNITS[unit]}"
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from buffer.control.continuation import BY_HAND, Start
 from buffer.control.control import RunControl
@@ -16,8 +16,6 @@ from buffer.control.progress import ProduceProgress, read_progress
 from buffer.control.receipts import Receipts
 from buffer.control.settings_record import SettingsRecord
 from buffer.control.task_status import TaskStops
-from buffer.curation.group_export import Exported, GroupExport
-from buffer.curation.group_import import GroupImport, Imported
 from buffer.errors import RunExists
 from buffer.groups.dead_letters import DeadLetters
 from buffer.groups.job_queue import JobQueue
@@ -36,7 +34,6 @@ from buffer.limits import (
     RunLimits,
     parse_stamp,
 )
-from buffer.maintenance.regeneration import Regeneration
 from buffer.observers import Observer
 from buffer.query.language import TRUE, AllOf, parse
 from buffer.query.scan import GroupScan
@@ -56,10 +53,13 @@ from buffer.run_fields import (
     settings_left,
     without_meta,
 )
-from buffer.snapshot.folder import SnapshotFacts
-from buffer.snapshot.loader import SnapshotLoader
-from buffer.snapshot.saver import SnapshotSaver
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
+
+if TYPE_CHECKING:  # whole rooms that most processes never enter: methods import them
+    from buffer.curation.group_export import Exported, GroupExport
+    from buffer.curation.group_import import Imported
+    from buffer.maintenance.regeneration import Regeneration
+    from buffer.snapshot.folder import SnapshotFacts
 
 
 class Run:
@@ -192,6 +192,8 @@ class Run:
         The run may continue, but its index must not change during one of `attempts` copies of it.
         Otherwise raises SnapshotError and leaves no folder.
         """
+        from buffer.snapshot.saver import SnapshotSaver
+
         saver = SnapshotSaver(self.store, self.keys, self.limits, self.payloads, self.media)
         return saver.save(folder, attempts, advance)
 
@@ -211,6 +213,8 @@ class Run:
         had. Raises SnapshotError, SchemaVersionError or RunExists, and leaves nothing on the
         server.
         """
+        from buffer.snapshot.loader import SnapshotLoader
+
         loader = SnapshotLoader(store, folder, name, media)
         loader.load(advance)
         return cls.open(store, loader.keys.run)
@@ -246,6 +250,8 @@ class Run:
         return done
 
     def _exporter(self) -> GroupExport:
+        from buffer.curation.group_export import GroupExport
+
         return GroupExport(self.store, self.keys, self.buffer, self.ledger)
 
     def import_groups(
@@ -257,6 +263,8 @@ class Run:
         advance: Advance = no_advance,
     ) -> Imported:
         """Put all groups of a .jsonl or .parquet file into the pools, or raise DatasetError."""
+        from buffer.curation.group_import import GroupImport
+
         reader = GroupImport(self.context, self.payloads, self.buffer.order_function)
         return reader.read(path, task, from_line=from_line, advance=advance)
 

@@ -10,7 +10,8 @@ from pydantic import Field, field_validator
 
 from buffer.config.section import Section
 from buffer.errors import ConfigError
-from buffer.readable import Bytes, format_size
+from buffer.limits import Bytes
+from buffer.readable import format_size
 from buffer.wire.framing import MAX_BYTES, Compression, zstandard
 
 SHARE_OF_SERVER = 0.75

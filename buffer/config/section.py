@@ -20,7 +20,7 @@ Count = Annotated[int, Field(le=1_000_000_000)]
 class Section(BaseModel):
     """A section that cannot be changed, refuses unknown keys and checks its defaults, too.
 
-    The string under a field is its meaning on the page of all keys and in the JSON schema.
+    The string under a field is its meaning on the page of all keys (`meanings`).
     """
 
     model_config = ConfigDict(
@@ -28,7 +28,8 @@ class Section(BaseModel):
         extra="forbid",
         validate_default=True,
         allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        # most processes use few sections
+        defer_build=True,
     )
 
     def problems(self) -> Iterator[str]:

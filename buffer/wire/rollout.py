@@ -133,9 +133,7 @@ class RolloutState(BaseModel):
     `prompt_ids` are the same in the whole group.
     """
 
-    model_config = ConfigDict(
-        extra="forbid", arbitrary_types_allowed=True, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 
     index: int = Field(0, ge=0)
     """position in its group"""

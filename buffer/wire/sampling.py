@@ -19,7 +19,7 @@ class StructuredOutput(BaseModel):
     continue in the middle of a structure.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     json_schema: dict[str, Any] | None = None
     """the response is JSON of this schema"""

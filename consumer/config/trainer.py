@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 from buffer.config.run_settings import PolicySection, RunSection
 from buffer.config.section import YEAR_S, Count, DottedPath, Section
 from buffer.imports import is_dotted_path
-from buffer.readable import Bytes
+from buffer.limits import Bytes
 from consumer.config.learner import CriticConfig, LearnerConfig
 
 WITHIN_A_GROUP = (

@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ByteSize, TypeAdapter
 
+from buffer.config.meanings import meanings
 from buffer.config.section import Section
 from buffer.control.live_settings import LiveSettings
 from docs.reference.markdown import table
@@ -69,7 +70,7 @@ _NAMED = {"tasks": "name", "teachers": "teacher"}  # tables of sections, and wha
 
 
 def _is_section(definition: Schema) -> bool:
-    return "properties" in definition and definition["title"] in _SECTION_NAMES
+    return "properties" in definition and definition["title"] in _SECTIONS
 
 
 def _subclasses(base: type[Section]) -> Iterator[type[Section]]:
@@ -78,7 +79,7 @@ def _subclasses(base: type[Section]) -> Iterator[type[Section]]:
         yield from _subclasses(found)
 
 
-_SECTION_NAMES = {found.__name__ for found in _subclasses(Section)}
+_SECTIONS = {found.__name__: found for found in _subclasses(Section)}
 
 
 def _members(field: Schema) -> Sequence[Schema]:
@@ -104,16 +105,13 @@ def _keys(definition: Schema, schema: Schema, *, has_defaults: bool = True) -> s
     required = definition.get("required", ())
     header = ["key", "type", "default", "meaning"]
     rows = [header]
+    docs = meanings(_SECTIONS[definition["title"]])
     for key, field in sorted(definition["properties"].items(), key=lambda item: item[0] != "kind"):
         default = _default(key, field, required)
-        rows.append([f"`{key}`", _type(field, schema), default, _meaning(field)])
+        rows.append([f"`{key}`", _type(field, schema), default, docs[key]])
     if not has_defaults:
         rows = [[key, kind, meaning] for key, kind, _, meaning in rows]
     return table(rows[0], rows[1:])
-
-
-def _meaning(field: Schema) -> str:
-    return str(field.get("description", ""))
 
 
 def _default(key: str, field: Schema, required: Sequence[str]) -> str:

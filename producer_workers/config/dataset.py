@@ -10,7 +10,7 @@ from pydantic import Field
 
 from buffer.config.section import YEAR_S, Count, DottedPath, Section
 from buffer.errors import ConfigError
-from buffer.readable import Bytes
+from buffer.limits import Bytes
 from producer_workers.hub import Repository, is_id, repository
 
 

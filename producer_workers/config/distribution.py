@@ -14,7 +14,7 @@ MOST = 1e9
 class _Shape(BaseModel):
     """A length or a latency of the simulated engine: no draw is negative."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class Fixed(_Shape):

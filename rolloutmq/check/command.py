@@ -16,7 +16,8 @@ from rich.panel import Panel
 from rich.text import Text
 
 from buffer.errors import ConfigError, HubError, ModelError
-from buffer.readable import Bytes, format_size
+from buffer.limits import Bytes
+from buffer.readable import format_size
 from rolloutmq.check.contained import STAGES, run_units
 from rolloutmq.check.finding import SECTIONS, Finding, Level, failure
 from rolloutmq.check.machine import count_gpus, gpu_bytes, machine_errors

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from buffer.config.section import Count, Section
-from buffer.readable import Bytes
+from buffer.limits import Bytes
 
 Gpu = Annotated[int, Field(ge=0, le=1023)]
 

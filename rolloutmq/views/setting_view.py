@@ -10,6 +10,7 @@ from typing import Any
 from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
+from buffer.config.meanings import meanings
 from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.control.settings_record import THRESHOLDS, SettingsRecord, publications
 from buffer.limits import RunLimits, TaskLimits, TaskSettings
@@ -29,10 +30,11 @@ class LiveSetting:
 def live_settings(limits: RunLimits) -> Iterator[LiveSetting]:
     """Yield the settings of the run, then those of each training task."""
     fields = {name: field for name, field in LiveSettings.model_fields.items() if name != "tasks"}
+    docs = meanings(LiveSettings)
     for name in sorted(fields, key=TaskSettings.model_fields.__contains__):
         field = fields[name]
         value = _value(limits, name, limits.sync_weights_interval)
-        yield LiveSetting(name, value, _doc(field), _range(field))
+        yield LiveSetting(name, value, docs[name], _range(field))
     for task in limits.training_tasks:
         if not limits.tasks[task].is_gone:
             yield from _of_task(limits, task)
@@ -40,6 +42,7 @@ def live_settings(limits: RunLimits) -> Iterator[LiveSetting]:
 
 def _of_task(limits: RunLimits, task: str) -> Iterator[LiveSetting]:
     own = limits.tasks[task]
+    docs = meanings(LiveTaskSettings)
     for name, field in LiveTaskSettings.model_fields.items():
         if name == "weight":
             value: Any = limits.newest_weights()[task]
@@ -50,17 +53,13 @@ def _of_task(limits: RunLimits, task: str) -> Iterator[LiveSetting]:
         else:
             value = getattr(limits.of(task), name)
             inherited = name in TaskSettings.model_fields and name not in own.model_fields_set
-        yield LiveSetting(f"tasks.{task}.{name}", value, _doc(field), _range(field), inherited)
+        yield LiveSetting(f"tasks.{task}.{name}", value, docs[name], _range(field), inherited)
 
 
 def _value(limits: RunLimits | TaskLimits, name: str, interval: int) -> Any:
     if name in THRESHOLDS:
         return publications(limits, interval).get(name)
     return getattr(limits, name)
-
-
-def _doc(field: FieldInfo) -> str:
-    return " ".join((field.description or "").split())
 
 
 def _range(field: FieldInfo) -> str:
