@@ -79,7 +79,6 @@ def _import(function: NamedFunction) -> Iterator[Finding]:
 
 
 def serve() -> None:
-    """Run the units that the arguments of this process name."""
     stages, extent, skip, path, *overrides = sys.argv[1:]
     follow_owner()
     # what the user's code prints must not get between the lines

@@ -121,8 +121,7 @@ def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bo
     return Output(facts | lists, _summary(confirmed, silent, took_s, wait))
 
 
-def _ignore(line: str) -> None:
-    """Report nothing."""
+def _ignore(line: str) -> None: ...
 
 
 def _summary(confirmed: list[str], silent: list[str], took_s: float, waited: bool) -> str:

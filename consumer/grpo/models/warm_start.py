@@ -182,5 +182,4 @@ def _parse(line: bytes, where: str) -> Demonstration:
         ) from error
 
 
-def _ignore(_: WarmStartProgress) -> None:
-    """Do nothing: the callback of a caller that passes none."""
+def _ignore(_: WarmStartProgress) -> None: ...

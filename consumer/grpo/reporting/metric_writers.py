@@ -27,6 +27,7 @@ from rich.progress import (
 
 from buffer.errors import ConfigError
 from buffer.imports import install_command
+from buffer.whole_file import replace_file
 from consumer.config.trainer import TrainingConfig
 from consumer.grpo.reporting.metrics import BatchColumns
 from consumer.grpo.reporting.sample_log import Sample, SampleFile, sample_files
@@ -42,8 +43,7 @@ WriterName = Literal["tensorboard", "wandb"]
 class MetricWriter:
     """A destination of reports, some of which come again after a restart."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of one step."""
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def write_evaluation(self, step: int, task: str, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one held-out task, `eval/*`, for the weights after a step."""
@@ -51,8 +51,7 @@ class MetricWriter:
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Write the samples of one step (`consumer.grpo.reporting.sample_log`)."""
 
-    def close(self) -> None:
-        """Write what is buffered, and release the destination."""
+    def close(self) -> None: ...
 
 
 def open_writers(config: TrainingConfig, first: int) -> list[MetricWriter]:
@@ -152,10 +151,7 @@ class WandbWriter(MetricWriter):
         self._run.finish()
 
     def _save(self) -> None:
-        """Replace the record, so that a trainer that dies here leaves the one before."""
-        new = self._file.with_suffix(".new")
-        new.write_bytes(orjson.dumps(self._record))
-        new.replace(self._file)
+        replace_file(self._file, orjson.dumps(self._record))
 
 
 TRAIN_STEP = "train_step"
