@@ -29,10 +29,11 @@ from typing import Literal
 from pydantic import BaseModel, ValidationError
 
 from buffer.errors import AnswerTooLong, ConfigError, JudgeError, SandboxUnavailable
+from buffer.imports import import_extra
 from producer_workers.config.sandbox import BUBBLEWRAP, WEAK, is_url
 from producer_workers.follow_owner import kill_session
 from producer_workers.user_code.bubblewrap import caged, check_bubblewrap, file_of, rules_file
-from producer_workers.user_code.http_request import LONGEST_ANSWER, Service, check_aiohttp
+from producer_workers.user_code.http_request import LONGEST_ANSWER, Service
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -91,7 +92,7 @@ class _Start:
 def check_sandbox(sandbox: str) -> None:
     """Raise SandboxUnavailable where programs cannot be run in `sandbox` on this machine."""
     if is_url(sandbox):
-        check_aiohttp(f"sandbox {sandbox}")
+        import_extra("aiohttp", f"sandbox {sandbox}")
         return
     if sandbox not in (BUBBLEWRAP, WEAK):
         raise ConfigError(

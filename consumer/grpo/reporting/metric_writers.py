@@ -8,7 +8,6 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module
 from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
@@ -25,8 +24,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from buffer.errors import ConfigError
-from buffer.imports import install_command
+from buffer.imports import import_extra
 from buffer.whole_file import replace_file
 from consumer.config.trainer import TrainingConfig
 from consumer.grpo.reporting.metrics import BatchColumns
@@ -73,7 +71,7 @@ class TensorBoardWriter(MetricWriter):
     """Writes event files into `<folder>/tensorboard`: scalars, and config and samples as text."""
 
     def __init__(self, config: TrainingConfig, first: int) -> None:
-        package = _load("tensorboardX", "tensorboard")
+        package = import_extra("tensorboardX", '[trainer] writers = ["tensorboard"]')
         self._every = config.samples.report_every_steps
         self._events: Any = package.SummaryWriter(
             str(config.run.folder / "tensorboard"),
@@ -111,7 +109,7 @@ class WandbWriter(MetricWriter):
     """
 
     def __init__(self, config: TrainingConfig, first: int) -> None:
-        package = _load("wandb", "wandb")
+        package = import_extra("wandb", '[trainer] writers = ["wandb"]')
         folder = config.run.folder
         self._every = config.samples.report_every_steps
         self._table: Callable[..., Any] = package.Table
@@ -169,16 +167,6 @@ def is_due(step: int, every: int) -> bool:
 def of_task(task: str, metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics `eval/*` of a task as `eval/<task>/*`."""
     return {f"eval/{task}/{name.removeprefix('eval/')}": v for name, v in metrics.items()}
-
-
-def _load(module: str, writer: WriterName) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"[trainer] writers: {module} is not installed",
-            hint=f"{install_command(writer)}, or remove {writer!r} from [trainer] writers",
-        ) from error
 
 
 class ProgressBar(MetricWriter):
