@@ -81,7 +81,8 @@ class TensorBoardWriter(MetricWriter):
             # same second would overwrite a file
             filename_suffix=f".{time.time_ns()}",
         )
-        self._events.add_text("config", code_block(indented_json(config.public())), first)
+        settings = orjson.dumps(config.public(), option=orjson.OPT_INDENT_2).decode()
+        self._events.add_text("config", code_block(settings), first)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -114,7 +115,9 @@ class WandbWriter(MetricWriter):
         self._every = config.samples.report_every_steps
         self._table: Callable[..., Any] = package.Table
         self._file = folder / "wandb_run.json"
-        self._record: dict[str, Any] = {"id": secrets.token_hex(4), "step": 0} | _read(self._file)
+        self._record: dict[str, Any] = {"id": secrets.token_hex(4), "step": 0}
+        if self._file.exists():
+            self._record |= orjson.loads(self._file.read_bytes())
         self._run: Any = package.init(
             project=config.wandb.project,
             name=config.wandb.name or config.run.name,
@@ -153,11 +156,6 @@ class WandbWriter(MetricWriter):
 
 
 TRAIN_STEP = "train_step"
-
-
-def _read(file: Path) -> dict[str, Any]:
-    record: dict[str, Any] = orjson.loads(file.read_bytes()) if file.exists() else {}
-    return record
 
 
 def is_due(step: int, every: int) -> bool:
@@ -319,10 +317,6 @@ def response_text(member: dict[str, Any]) -> str:
 
 def code_block(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
-
-
-def indented_json(value: Any) -> str:
-    return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
 
 
 def _versions(member: dict[str, Any]) -> str:
