@@ -9,7 +9,7 @@ nothing and report it; the caller then calls `expire_all` or `fill_index`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -206,11 +206,8 @@ class Pools:
         return task
 
 
-def _decoded(
-    refs: Sequence[PayloadRef], payloads: Sequence[bytes | memoryview]
-) -> list[RolloutGroup]:
-    groups = [group_bytes.decode(data) for data in payloads]
-    for ref, group in zip(refs, groups, strict=True):
-        if group.gid != ref.gid:
-            raise WireError(f"the payload of {ref.gid} holds group {group.gid!r}")
-    return groups
+def _decoded(ref: PayloadRef, data: bytes | memoryview) -> RolloutGroup:
+    group = group_bytes.decode(data, ref.crc)
+    if group.gid != ref.gid:
+        raise WireError(f"the payload of {ref.gid} holds group {group.gid!r}")
+    return group

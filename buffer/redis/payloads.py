@@ -26,7 +26,7 @@ from isal import isal_zlib
 
 from buffer.errors import PayloadMissing, WireError
 from buffer.job import PayloadRef
-from buffer.redis.connection.bulk_io import Command, Pieces
+from buffer.redis.connection.bulk_io import Command, Parts, Pieces
 from buffer.redis.keys import Keys
 from buffer.redis.signing import Keyring, Signer
 from buffer.redis.store import Store
@@ -100,7 +100,7 @@ class PayloadStore:
 
     def append(self, ref: PayloadRef, data: Pieces) -> tuple[PayloadRef, list[SetCommand]]:
         """Return the reference with more bytes behind it, and the commands that store these."""
-        parts = cut(data)
+        parts = cut(data, self._store.servers.has_size_classes)
         chunks = ref.chunks + len(parts)
         names = self._keys.payload_chunks(ref.gid, ref.token, chunks)[ref.chunks :]
         size = ref.size + sum(map(len, data))
@@ -136,16 +136,14 @@ class PayloadStore:
         is_short = len(prompt) <= CHUNK_BYTES
         return is_short or len(compress(prompt, self._compression)) <= CHUNK_BYTES
 
-    def read(self, ref: PayloadRef) -> bytes | memoryview:
+    def read(self, ref: PayloadRef) -> Whole:
         """Return the bytes. Raises what `join` raises, or SignatureError."""
         return self.read_each([ref], lambda _, found: found)[0]
 
     def read_each(
-        self,
-        refs: Sequence[PayloadRef],
-        use: Callable[[Sequence[PayloadRef], Sequence[Whole]], Sequence[T]],
+        self, refs: Sequence[PayloadRef], use: Callable[[PayloadRef, Whole], T]
     ) -> list[T]:
-        """Return what `use` makes of the payloads of each round trip, in order.
+        """Return what `use` makes of each payload, in order.
 
         The payloads of a round trip share memory. The next two are under way while `use` works.
         """
@@ -153,10 +151,12 @@ class PayloadStore:
         used: list[T] = []
         with _no_collection():
             for batch, found in zip(rounds, self._read_rounds(rounds), strict=True):
-                used += use(batch, found)
+                # one payload at a time, because it stays in the processor's cache
+                for ref, parts in zip(batch, found, strict=True):
+                    used.append(use(ref, self._checked(ref, parts)))
         return used
 
-    def _read_rounds(self, rounds: Sequence[Sequence[PayloadRef]]) -> Iterator[list[Whole]]:
+    def _read_rounds(self, rounds: Sequence[Sequence[PayloadRef]]) -> Iterator[list[Parts]]:
         if len(rounds) < 2:
             yield from map(self._read, rounds)
             return
@@ -169,15 +169,17 @@ class PayloadStore:
             for following in coming:
                 yield following.result()
 
-    def _read(self, refs: Sequence[PayloadRef]) -> list[Whole]:
+    def _read(self, refs: Sequence[PayloadRef]) -> list[Parts]:
         names = [self._keys.payload_chunks(ref.gid, ref.token, ref.chunks) for ref in refs]
-        found = self._store.read("payload read", names, [ref.size for ref in refs])
-        wholes = list(map(join, refs, found))
-        for guard in [guard for guard in (self.signer, self.keyring) if guard]:
-            for ref, whole in zip(refs, wholes, strict=True):
+        return self._store.read("payload read", names, [ref.size for ref in refs])
+
+    def _checked(self, ref: PayloadRef, parts: Parts) -> Whole:
+        whole = join(ref, parts)
+        for guard in (self.signer, self.keyring):
+            if guard:
                 for token, document in _documents(ref.token, whole):
                     guard.check(replace(ref, token=token), document)
-        return wholes
+        return whole
 
     def read_chunks(self, refs: Sequence[PayloadRef]) -> list[list[bytes | None]]:
         """Return the chunks of many payloads, unchecked; None for a missing one."""
@@ -275,28 +277,33 @@ def _rounds(sized: Iterable[tuple[int, T]], most: int = ROUND_BYTES) -> Iterator
         yield batch
 
 
-def chunk_sizes(size: int) -> list[int]:
+def chunk_sizes(size: int, by_class: bool) -> list[int]:
     """Return the bytes of each chunk of a payload; readers accept any other cut.
 
-    jemalloc has four size classes per doubling: 165,888 bytes in one value occupy 196,608. Cut at
-    the largest class that fits, they occupy 163,840 and 2,560. A third chunk would save little: the
-    second is less than a fifth of the whole, and wastes at most a fifth of that.
+    `by_class`: for jemalloc, which has four size classes per doubling: 165,888 bytes in one value
+    occupy 196,608. Cut at the largest class that fits, they occupy 163,840 and 2,560. A third chunk
+    would save little: the second is less than a fifth of the whole, and wastes at most a fifth of
+    that. Elsewhere, a second chunk would only cost time.
     """
     full, rest = divmod(size, CHUNK_BYTES)
     sizes = [CHUNK_BYTES] * full
-    stored = rest + _HEADER_BYTES
-    step = 1 << max(0, stored.bit_length() - 3)  # between this size class and the next
-    over = stored % step
-    if over and rest >= _CUT_FROM_BYTES and step - over > rest * _MOST_WASTE:
-        return [*sizes, rest - over, over]
+    if by_class and rest >= _CUT_FROM_BYTES:
+        stored = rest + _HEADER_BYTES
+        step = 1 << (stored.bit_length() - 3)  # between this size class and the next
+        over = stored % step
+        if over and step - over > rest * _MOST_WASTE:
+            return [*sizes, rest - over, over]
     return [*sizes, rest] if rest or not sizes else sizes
 
 
-def cut(data: Pieces) -> list[Pieces]:
+def cut(data: Pieces, by_class: bool) -> list[Pieces]:
     """Return the chunks of a payload, at least one, without copying them."""
+    sizes = chunk_sizes(sum(map(len, data)), by_class)
+    if len(sizes) == 1:
+        return [data]
     rest = [memoryview(piece) for piece in reversed(data)]
     chunks: list[Pieces] = []
-    for size in chunk_sizes(sum(map(len, data))):
+    for size in sizes:
         chunk: Pieces = []
         while size:
             piece = rest.pop()
@@ -321,7 +328,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def join(ref: PayloadRef, parts: Sequence[bytes | memoryview | None]) -> bytes | memoryview:
+def join(ref: PayloadRef, parts: Sequence[Whole | None]) -> Whole:
     """Return the payload. Raises PayloadMissing for a lost chunk, WireError for other bytes."""
     present = [part for part in parts if part is not None]
     if len(present) != len(parts):
@@ -331,8 +338,8 @@ def join(ref: PayloadRef, parts: Sequence[bytes | memoryview | None]) -> bytes |
     data = present[0] if len(present) == 1 else b"".join(present)
     if ref.size and len(data) != ref.size:
         raise WireError(f"group {ref.gid}: {len(data)} bytes, {ref.size} were submitted")
-    if ref.crc and checksum(data) != ref.crc:
-        raise WireError(f"group {ref.gid}: checksum {checksum(data)}, {ref.crc} was submitted")
+    if ref.crc and (found := checksum(data)) != ref.crc:
+        raise WireError(f"group {ref.gid}: checksum {found}, {ref.crc} was submitted")
     return data
 
 

@@ -51,12 +51,23 @@ see these bytes (I14).
 from __future__ import annotations
 
 import struct
+from operator import attrgetter
 
 import msgpack
 
 from buffer.errors import WireError
 from buffer.wire.checks import check_containers, check_group
-from buffer.wire.document import LAYOUT, SCHEMA, Columns, Head, encode_value, pack, read, unpack
+from buffer.wire.document import (
+    LAYOUT,
+    SCHEMA,
+    Columns,
+    Head,
+    Seal,
+    encode_value,
+    pack,
+    read,
+    unpack,
+)
 from buffer.wire.framing import ALIGNMENT, MAX_BYTES, expand, split_signed, split_turns
 from buffer.wire.group import RolloutGroup
 
@@ -71,6 +82,8 @@ _PADS = [
 ]
 
 _FIXED_MAP = 0x80
+
+_fields = attrgetter(*Head.__struct_fields__)
 
 
 def encode(group: RolloutGroup) -> bytes:
@@ -93,20 +106,22 @@ def pieces_checked(group: RolloutGroup) -> list[bytes | memoryview]:
     return _document(head, pieces, size)
 
 
-def decode(data: bytes | memoryview) -> RolloutGroup:
+def decode(data: bytes | memoryview, crc: str = "") -> RolloutGroup:
     """Return the group, with columns as views of `data`. Raises SchemaVersionError, WireError.
 
-    Of a group whose agents are at work, it is the group as it was claimed, and its `turns`.
+    Of a group whose agents are at work, it is the group as it was claimed, and its `turns`. `crc`:
+    the checksum of `data`, if the caller has compared it.
     """
     documents = split_turns(data)
-    group = _decode(documents[0])
+    is_known = crc and documents[0] is data
+    group = _decode(documents[0], int(crc, 16) if is_known else None)
     group.turns = [state for turn in documents[1:] for state in _decode(turn).states]
     group.signatures = split_signed(documents[-1])[0]
     return group
 
 
-def _decode(data: bytes | memoryview) -> RolloutGroup:
-    data = expand(data)
+def _decode(stored: bytes | memoryview, crc: int | None = None) -> RolloutGroup:
+    data = expand(stored)
     if len(data) > MAX_BYTES:
         raise WireError(
             f"the document has {len(data)} bytes", hint=f"at most {MAX_BYTES} are accepted"
@@ -114,7 +129,9 @@ def _decode(data: bytes | memoryview) -> RolloutGroup:
     check_containers(data)
     document = read(data)
     columns = unpack(document.columns, document.data)
-    return RolloutGroup.received(document, columns, check_group(document, columns))
+    bounds = check_group(document, columns)
+    seal = Seal(columns, data, crc if data is stored else None)
+    return RolloutGroup.received(document, columns, bounds, seal)
 
 
 def _written(columns: Columns) -> Columns:
@@ -128,7 +145,7 @@ def _written(columns: Columns) -> Columns:
 def _head(group: RolloutGroup, directory: dict[str, list[int]]) -> bytes:
     """Return the beginning of the document, up to the last value before `pad`."""
     # of a received group, the head is the document: its data is not written again
-    fields = {name: getattr(group.head, name) for name in Head.__struct_fields__}
+    fields = dict(zip(Head.__struct_fields__, _fields(group.head), strict=True))
     head = Head(**fields | {"columns": directory})
     try:
         packed = encode_value(head)
