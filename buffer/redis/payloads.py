@@ -26,7 +26,7 @@ from isal import isal_zlib
 
 from buffer.errors import PayloadMissing, WireError
 from buffer.job import PayloadRef
-from buffer.redis.connection.bulk_io import Command, Parts, Pieces
+from buffer.redis.connection.bulk_io import Command, Pieces
 from buffer.redis.keys import Keys
 from buffer.redis.signing import Keyring, Signer
 from buffer.redis.store import Store
@@ -136,14 +136,16 @@ class PayloadStore:
         is_short = len(prompt) <= CHUNK_BYTES
         return is_short or len(compress(prompt, self._compression)) <= CHUNK_BYTES
 
-    def read(self, ref: PayloadRef) -> Whole:
+    def read(self, ref: PayloadRef) -> bytes | memoryview:
         """Return the bytes. Raises what `join` raises, or SignatureError."""
         return self.read_each([ref], lambda _, found: found)[0]
 
     def read_each(
-        self, refs: Sequence[PayloadRef], use: Callable[[PayloadRef, Whole], T]
+        self,
+        refs: Sequence[PayloadRef],
+        use: Callable[[Sequence[PayloadRef], Sequence[Whole]], Sequence[T]],
     ) -> list[T]:
-        """Return what `use` makes of each payload, in order.
+        """Return what `use` makes of the payloads of each round trip, in order.
 
         The payloads of a round trip share memory. The next two are under way while `use` works.
         """
@@ -151,12 +153,10 @@ class PayloadStore:
         used: list[T] = []
         with _no_collection():
             for batch, found in zip(rounds, self._read_rounds(rounds), strict=True):
-                # one payload at a time, because it stays in the processor's cache
-                for ref, parts in zip(batch, found, strict=True):
-                    used.append(use(ref, self._checked(ref, parts)))
+                used += use(batch, found)
         return used
 
-    def _read_rounds(self, rounds: Sequence[Sequence[PayloadRef]]) -> Iterator[list[Parts]]:
+    def _read_rounds(self, rounds: Sequence[Sequence[PayloadRef]]) -> Iterator[list[Whole]]:
         if len(rounds) < 2:
             yield from map(self._read, rounds)
             return
@@ -169,17 +169,15 @@ class PayloadStore:
             for following in coming:
                 yield following.result()
 
-    def _read(self, refs: Sequence[PayloadRef]) -> list[Parts]:
+    def _read(self, refs: Sequence[PayloadRef]) -> list[Whole]:
         names = [self._keys.payload_chunks(ref.gid, ref.token, ref.chunks) for ref in refs]
-        return self._store.read("payload read", names, [ref.size for ref in refs])
-
-    def _checked(self, ref: PayloadRef, parts: Parts) -> Whole:
-        whole = join(ref, parts)
-        for guard in (self.signer, self.keyring):
-            if guard:
+        found = self._store.read("payload read", names, [ref.size for ref in refs])
+        wholes = list(map(join, refs, found))
+        for guard in [guard for guard in (self.signer, self.keyring) if guard]:
+            for ref, whole in zip(refs, wholes, strict=True):
                 for token, document in _documents(ref.token, whole):
                     guard.check(replace(ref, token=token), document)
-        return whole
+        return wholes
 
     def read_chunks(self, refs: Sequence[PayloadRef]) -> list[list[bytes | None]]:
         """Return the chunks of many payloads, unchecked; None for a missing one."""

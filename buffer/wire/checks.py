@@ -69,34 +69,45 @@ def _has_short_head(data: bytes | memoryview) -> bool:
     return True
 
 
-def check_group(head: Head, columns: Columns) -> Bounds:
-    """Check the parts of a group and return the bounds of its columns. Raises WireError."""
-    _check_texts(head)
-    lengths = _check_shapes(head, columns)
-    bounds = _check_values(columns)
-    _check_optional(head, columns, lengths)
-    _check_experts(head, columns, lengths)
-    _check_sampling_mask(head, columns)
-    _check_spans(head, columns, lengths)
+def check_groups(heads: Sequence[Head], columns: Sequence[Columns]) -> list[Bounds]:
+    """Check the parts of groups and return the bounds of their columns. Raises WireError.
+
+    No writer is trusted, whoever signed: a checksum or a signature proves that these are the bytes
+    that were sent, not that a trainer can read them.
+    """
+    _check_texts(heads)
+    for head, own in zip(heads, columns, strict=True):
+        lengths = _check_shapes(head, own)
+        _check_optional(head, own, lengths)
+        _check_experts(head, own, lengths)
+        _check_spans(head, own, lengths)
+    # apart, because the large columns drive all else out of the processor's cache
+    bounds = list(map(_check_values, columns))
+    for head, own in zip(heads, columns, strict=True):
+        _check_sampling_mask(head, own)
     return bounds
 
 
-def _check_texts(head: Head) -> None:
-    last = -1
-    for n, _ in head.own:
-        if not last < n < len(head.responses):
-            raise WireError(f"at own: position {n} of {len(head.responses)} rollouts")
-        last = n
-    for name in ("finish_reasons", "lineages", "rewards", "teachers"):
-        names = getattr(head, name)
-        if len(names) > 1 and len(set(names)) != len(names):
-            raise WireError(f"at {name}: a name twice")
+def _check_texts(heads: Sequence[Head]) -> None:
+    for head in heads:
+        last = -1
+        for n, _ in head.own:
+            if not last < n < len(head.responses):
+                raise WireError(f"at own: position {n} of {len(head.responses)} rollouts")
+            last = n
+        for name in ("finish_reasons", "lineages", "rewards", "teachers"):
+            names = getattr(head, name)
+            if len(names) > 1 and len(set(names)) != len(names):
+                raise WireError(f"at {name}: a name twice")
+    parts: list[Shared | Own] = [head.shared for head in heads]
+    parts += [own for head in heads for _, own in head.own]
     try:
-        check_plain("the texts", _untyped([head.shared, *(own for _, own in head.own)]))
+        check_plain("the texts", _untyped(parts))
     except WireError:
-        check_plain("shared", _untyped([head.shared]))
-        for n, own in head.own:
-            check_plain(f"own.{n}", _untyped([own]))
+        for head in heads:
+            check_plain("shared", _untyped([head.shared]))
+            for n, own in head.own:
+                check_plain(f"own.{n}", _untyped([own]))
         raise
 
 
