@@ -222,6 +222,8 @@ class RolloutGroup:
     @property
     def unparsed(self) -> int:
         """Return in how many members no judge found an answer."""
+        if UNPARSED not in self.head.rewards:
+            return 0
         return int(np.count_nonzero(self._rewards(UNPARSED) > 0))
 
     def _rewards(self, name: str) -> NDArray[np.float32]:
