@@ -283,11 +283,13 @@ class Store:
         check_durable(self.wait_replicas, answers[len(commands) :])
         return answers[: len(commands)]
 
-    def read(self, what: str, names: Sequence[Sequence[str]], sizes: Sequence[int]) -> list[Parts]:
+    def read(
+        self, what: str, entries: Sequence[tuple[Sequence[str], int]], *, own_pages: bool = False
+    ) -> list[Parts]:
         """Return the values of several keys of one slot each; see `bulk_io.receive`."""
-        keys = [chunks[0] for chunks in names]
-        items = list(zip(names, sizes, strict=True))
-        return self.retrying(what, partial(self.servers.at_each, "bulk", keys, items, receive))
+        keys = [names[0] for names, _ in entries]
+        run = partial(receive, own_pages=own_pages)
+        return self.retrying(what, partial(self.servers.at_each, "bulk", keys, entries, run))
 
     def wait_for_wake_up(self, bell: str, timeout_s: float, *, shared: bool = False) -> bool:
         """Block until a wake-up arrives in the list `bell`, and return whether one did.
