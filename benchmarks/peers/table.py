@@ -69,6 +69,5 @@ def draw(figures: Sequence[Figure], path: Path) -> None:
             shown = axes.barh(list(bars), list(bars.values()), color=colours)
             axes.bar_label(shown, fmt="{:,.0f}", padding=3, fontsize="small")
             axes.set(title=f"{kind}, {section}", xscale="log", xlim=(50, 500_000))
-    for axes in grid[-1]:
-        axes.set_xlabel("microseconds of processor time for a group, client and servers")
+    canvas.supxlabel("microseconds of processor time for a group, client and servers")
     canvas.savefig(path, dpi=110)
