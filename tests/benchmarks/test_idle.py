@@ -11,8 +11,7 @@ from benchmarks.fleet_plots import draw_fleets
 from benchmarks.idle import play
 from benchmarks.server import memory_server
 from producer_workers.simulation.event_model import simulate
-from producer_workers.simulation.lengths import Lengths
-from producer_workers.simulation.setting import Interruption, Setting
+from producer_workers.simulation.setting import Interruption, Lengths, Setting
 
 SMALL = Setting(
     workers=3,

@@ -26,7 +26,7 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 from consumer.grpo.reporting.step_log import read_evaluations
 from rolloutmq.config.load import load_config
-from rolloutmq.init.project import TINY, Choices, write_project
+from rolloutmq.init.command import TINY, Choices, write_project
 from tests.cluster import adjacent_ports
 from tests.pipeline.site import Site
 from tests.programs import python

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rolloutmq.config.load import inspect_config
-from rolloutmq.init.project import KINDS, TINY, Choices, write_project
+from rolloutmq.init.command import KINDS, TINY, Choices, write_project
 from tests.programs import ROOT, python
 from tests.rolloutmq.conftest import Command
 

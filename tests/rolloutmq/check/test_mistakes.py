@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -20,7 +19,6 @@ from rolloutmq.check.command import config_findings, context_findings, machine_f
 from rolloutmq.check.contained import STAGES, run_units, units_of
 from rolloutmq.check.finding import Finding
 from rolloutmq.check.memory import trainer_parts
-from rolloutmq.check.pace import time_findings
 from rolloutmq.check.shape import shape_of
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import inspect_config
@@ -325,11 +323,3 @@ def test_a_template_that_drops_the_text_of_the_user_is_found(
         if each.level == "error"
     ]
     assert len(errors) == drops
-
-
-@pytest.mark.parametrize("kind", ["simulated", "vllm"])
-def test_the_estimate_of_time_uses_the_configured_lengths(project: Path, kind: str) -> None:
-    config = config_of(f"engine={{kind='{kind}'}}", "tasks.sums.sample={max_tokens=16}")
-    (estimate,) = time_findings(config, shape_of(config), 1)
-    (tokens,) = re.findall(r"responses of ([\d,]+) tokens", estimate.fix)
-    assert 1 <= int(tokens) <= 16

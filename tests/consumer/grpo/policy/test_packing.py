@@ -19,9 +19,8 @@ from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.models.model_folder import load_model
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
-from consumer.grpo.policy.micro_batch import MicroBatch
+from consumer.grpo.policy.micro_batch import MicroBatch, Packer
 from consumer.grpo.policy.model_checks import keeps_samples_apart
-from consumer.grpo.policy.packing import Packer
 from consumer.handle.batch import BatchTable
 from tests.consumer.grpo.models.tiny import build_model, make_group
 from tests.thoroughness import examples
