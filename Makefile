@@ -52,15 +52,21 @@ gpu-check: setup ## a few GRPO steps of a Qwen3-0.6B-shaped model on one CUDA GP
 gpu-day: setup ## all that one CUDA GPU can show in 25 minutes: a report with figures and a verdict for each part
 	@$(PY) -m benchmarks.gpu_day
 
-test: lint type arch ## everything that CI runs
-	@$(PYTEST) -m "not chaos and not gpu and not modes and not agents" -n 4 --no-loadscope-reorder
+ON_CPUS := not chaos and not gpu and not modes and not agents
+
+test: lint type arch ## lint, types and all tests but the slow ones; 10 minutes on 2 cores
+	@$(PYTEST) -m "not slow and $(ON_CPUS)" -n 4 --no-loadscope-reorder
+
+.PHONY: test-slow
+test-slow: setup ## longer runs with killed processes, more engines, all kinds of stores, and each property with 4 times as many examples; 15 minutes
+	@$(PYTEST) -m "(slow or hypothesis) and $(ON_CPUS)" --hypothesis-profile=thorough -n 4 --no-loadscope-reorder
 
 .PHONY: test-modes
 test-modes: setup ## vLLM in shards, as pipeline stages and as replicas, or on 2 and 4 GPUs where there are some; 2 minutes
 	@$(PYTEST) -m "modes or (gpu and vllm)" tests/producer_workers/engines
 
 test-unit: setup ## the quick tests: no engine, no server
-	@$(PYTEST) -n 2 $(SHORT_TESTS) $(addprefix --ignore=tests/producer_workers/,judges/test_process_judge.py agent_loops/test_gateway.py)
+	@$(PYTEST) -n 2 -m "not slow" $(SHORT_TESTS) $(addprefix --ignore=tests/producer_workers/,judges/test_process_judge.py agent_loops/test_gateway.py)
 
 .PHONY: test-foreign
 test-foreign: setup ## workers in other languages against the protocol's tests; installs two npm packages into build/foreign

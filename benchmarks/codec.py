@@ -11,8 +11,7 @@ from benchmarks.bench_run import TASK, BenchRun
 from benchmarks.figure import Figure, Way, interleave, ratio
 from benchmarks.server import BenchServer
 from buffer.wire import group_bytes
-from consumer.grpo.policy.micro_batch import MicroBatches
-from consumer.grpo.policy.packing import Packer
+from consumer.grpo.policy.micro_batch import MicroBatches, Packer
 from consumer.handle.batch import BatchTable
 from consumer.handle.rollout_consumer import RolloutConsumer
 

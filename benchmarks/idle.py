@@ -29,8 +29,7 @@ from buffer.wire.staleness import staleness
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.config.distribution import Bimodal, Distribution, LogNormal
 from producer_workers.simulation.event_model import simulate
-from producer_workers.simulation.lengths import Lengths, drawn_lengths
-from producer_workers.simulation.setting import Outcome, Setting, candidates
+from producer_workers.simulation.setting import Lengths, Outcome, Setting, candidates, drawn_lengths
 
 TARGET = 0.97
 AT_ONCE = 6

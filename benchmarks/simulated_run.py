@@ -24,8 +24,7 @@ from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
-from producer_workers.simulation.lengths import Lengths
-from producer_workers.simulation.setting import Setting
+from producer_workers.simulation.setting import Lengths, Setting
 from rolloutmq.testing import Characters
 
 TASK = "math"

@@ -13,8 +13,7 @@ import numpy as np
 
 from benchmarks.figure import Figure
 from producer_workers.simulation.event_model import REDRAWN, simulate
-from producer_workers.simulation.lengths import Lengths
-from producer_workers.simulation.setting import Outcome, Setting
+from producer_workers.simulation.setting import Lengths, Outcome, Setting
 
 FLEET = Setting(
     workers=8,

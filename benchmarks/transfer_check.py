@@ -22,8 +22,7 @@ import typer
 from safetensors.numpy import save_file
 
 from buffer.weights.transport import Announcement
-from consumer.senders.memory_snapshot import MemorySnapshot
-from consumer.senders.tensor_server import TensorServer
+from consumer.senders.tensor_server import MemorySnapshot, TensorServer
 from producer_workers.engines.tensor_receiver import TensorReceiver
 
 app = typer.Typer(add_completion=False)

@@ -182,11 +182,7 @@ def check_teacher(config: ProducingConfig, name: str) -> None:
 
 
 def worker_facts(restarts: int) -> dict[str, str]:
-    return {
-        "host": socket.gethostname(),
-        "pid": str(os.getpid()),
-        "engine_restarts": str(restarts),
-    }
+    return {"host": socket.gethostname(), "pid": str(os.getpid()), "engine_restarts": str(restarts)}
 
 
 def set_order(config: ProducingConfig, run: Run) -> None:

@@ -47,7 +47,7 @@ def _configs(_: Any) -> list[str]:
 
 
 def _templates(_: Any) -> Iterable[str]:
-    from rolloutmq.init.project import KINDS
+    from rolloutmq.init.command import KINDS
 
     return KINDS
 

@@ -135,12 +135,7 @@ def _make_loop(
 
 
 async def _play(
-    run: Run,
-    producer: Producer,
-    worker: Worker,
-    engine: Engine,
-    count: int,
-    timeout_s: float,
+    run: Run, producer: Producer, worker: Worker, engine: Engine, count: int, timeout_s: float
 ) -> list[RolloutGroup]:
     await engine.start()
     working = asyncio.create_task(worker.run())
@@ -180,8 +175,7 @@ def _raise_if_incomplete(run: Run) -> None:
     """Raise RehearsalError, with the reason, if the batch can never be complete."""
     for letter in run.dead_letters.newest():
         raise RehearsalError(
-            f"{letter.gid}: {letter.reason}",
-            hint="the agent loop or the judge failed this group",
+            f"{letter.gid}: {letter.reason}", hint="the agent loop or the judge failed this group"
         )
     stop = run.task_stops.of(TASK)
     if stop.is_stopped:

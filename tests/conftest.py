@@ -20,6 +20,7 @@ from hypothesis import settings
 
 from tests.servers import close_clients, redis_client, run_name, server, server_of
 from tests.shared_processes import SharedProcessScheduling
+from tests.thoroughness import QUICK, THOROUGH
 
 # No network, no compiler warm-up, no thread pinning: tests share few cores.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -60,8 +61,9 @@ redis.utils.get_lib_version = cache(redis.utils.get_lib_version)
 
 # No test says how long something may take, and the machine is shared: what is slow once is no
 # finding.
-settings.register_profile("rolloutmq", settings(), deadline=None)
-settings.load_profile("rolloutmq")
+settings.register_profile("quick", QUICK)
+settings.register_profile("thorough", THOROUGH)
+settings.load_profile("quick")
 
 # Until all tests are collected: imports make no garbage.
 gc.disable()

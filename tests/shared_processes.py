@@ -15,6 +15,8 @@ SHARED = {
         "tests/pipeline/test_roles_over_tls.py",
         "tests/pipeline/test_signed_run.py",
         "tests/pipeline/test_hang_up.py",
+        "tests/pipeline/test_producer.py",
+        "tests/pipeline/test_disaggregated.py",
         "tests/pipeline/test_tracing.py",
         "tests/consumer/handle/test_ranks.py",
         "tests/examples/",

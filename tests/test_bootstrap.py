@@ -10,12 +10,15 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.programs import ROOT, printed
 
 MAKE_VENV = "import bootstrap; bootstrap.make_venv()"
 INSTALLED = "import pip._internal.cli.main, sys; print(sys.prefix)"
 
 
+@pytest.mark.slow
 def test_a_venv_that_was_half_made_is_made_again(tmp_path: Path) -> None:
     """Python in it has no pip, or installs into the system's packages."""
     shutil.copy(ROOT / "bootstrap.py", tmp_path)

@@ -92,6 +92,7 @@ with EmbeddedServer(pathlib.Path("server")) as server:
 """
 
 
+@pytest.mark.slow
 def test_the_installed_packages_run_without_the_checkout(site: Path) -> None:
     place, files, faults = run_installed(site, "-c", STRANGER).splitlines()
     assert place == str(site)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from buffer.ids import ENDS, IMPORTED_FROM, group_id
 from buffer.job import PayloadRef
@@ -24,6 +26,14 @@ PAGE_DRAWS = 2**19  # draws whose bits one round trip reads: 64 KiB of each bitm
 Record = dict[str, str]
 
 
+class Entered(NamedTuple):
+    """How many draws of a task the cursor passed, were drawn, and groups were put or imported."""
+
+    cursor: int
+    drawn: int
+    by_hand: int
+
+
 class RecordWalk:
     def __init__(self, store: Store, keys: Keys) -> None:
         self._store = store
@@ -31,35 +41,41 @@ class RecordWalk:
 
     def records(self, task: str) -> Iterator[tuple[str, Record]]:
         """Yield (gid, record) of a task's living groups, drawn ones first. Raises RunDamaged."""
-        for gid, record in self.unchecked(task):
-            require_fields("group", self._keys.group(gid), record)
-            yield gid, record
-
-    def unchecked(self, task: str) -> Iterator[tuple[str, Record]]:
-        """Yield what `records` does, also records with missing or malformed fields."""
         draws = self._living(task)
         while page := list(islice(draws, PAGE)):
             gids = [group_id(task, draw) for draw in page]
-            for gid, fields in zip(gids, self._hashes(gids), strict=True):
-                if fields:
-                    yield gid, text_fields(fields)
+            for gid, raw in zip(gids, self._hashes(gids), strict=True):
+                if record := text_fields(raw):
+                    require_fields("group", self._keys.group(gid), record)
+                    yield gid, record
 
     def _living(self, task: str) -> Iterator[int]:
+        for first, ends in self.ends(task, self.entered(task)):
+            yield from (np.flatnonzero(ends == 0) + first).tolist()
+
+    def entered(self, task: str) -> Entered:
         key = self._keys.progress(task)
         names = ("cursor", "highest_draw", "put", "imported")
         (counts,) = self._store.each("records", [("HMGET", key, *names)])
         cursor, highest_draw, put, imported = read_counts(key, names, counts)
-        yield from self._living_between(task, 0, max(cursor, highest_draw))
-        yield from self._living_between(task, IMPORTED_FROM, IMPORTED_FROM + put + imported)
+        return Entered(cursor, max(cursor, highest_draw), put + imported)
 
-    def _living_between(self, task: str, start: int, stop: int) -> Iterator[int]:
-        for first in range(start, stop, PAGE_DRAWS):
-            ended = np.zeros(PAGE_DRAWS // 8, "u1")
-            for end in ENDS:
-                page = np.frombuffer(self.bits(self._keys.ended(task, end), first // 8), "u1")
-                ended[: len(page)] |= page
-            living = np.flatnonzero(np.unpackbits(ended)[: stop - first] == 0)
-            yield from (living + first).tolist()
+    def ends(self, task: str, entered: Entered) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+        """Yield first draws, and how many ends each draw from there on has: 0 for a living group.
+
+        Each page covers up to PAGE_DRAWS draws.
+        """
+        for start, stop in (
+            (0, entered.drawn),
+            (IMPORTED_FROM, IMPORTED_FROM + entered.by_hand),
+        ):
+            for first in range(start, stop, PAGE_DRAWS):
+                ends = np.zeros(PAGE_DRAWS, "u1")
+                for end in ENDS:
+                    page = self.bits(self._keys.ended(task, end), first // 8)
+                    bits = np.unpackbits(np.frombuffer(page, "u1"))
+                    ends[: len(bits)] += bits
+                yield first, ends[: stop - first]
 
     def bits(self, key: str, offset: int) -> bytes:
         """Return one page of a bitmap, from `offset` bytes on."""

@@ -1,7 +1,7 @@
 """The account: every group is in exactly one stage, and nothing is trained twice (I1, I6).
 
 One script returns all totals at one instant, from structures and from counters; both must agree
-with `enqueued + put + imported`. Then each draw is checked in all structures at one instant,
+with `enqueued + put + imported`. Then each group is checked in all structures at one instant,
 because paging through two live sets would report false losses.
 """
 
@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 from buffer.errors import ConfigError, RunDamaged, RunError, StoreError, StoreUnavailable
-from buffer.ids import ENDS, IMPORTED_FROM, LANES, NAME, POOLS, group_id, split_group_id
+from buffer.ids import ENDS, LANES, NAME, POOLS, group_id
 from buffer.ledger.key_check import KeyCheck
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.memory import ByteCount, Memory
 from buffer.ledger.record_check import RecordCheck
+from buffer.ledger.stages import StageReader, doubled, stage_faults
 from buffer.redis.key_fields import Damage, text_fields, wrong_fields
-from buffer.redis.keys import Keys, SlotKeys
-from buffer.redis.scripts import Arg
+from buffer.redis.keys import Keys
+from buffer.redis.scripts import ScriptCall
 from buffer.redis.store import RunContext
 
 _COUNTERS = (
@@ -34,7 +35,7 @@ STAGES = (
 )
 """Where a group can be: in exactly one of these. A group in a pool is named by its status."""
 
-SLICE = 200  # draws in one round trip
+_NEWEST = 200  # draws of each task that a check of constant cost reads
 
 _WIDTH = len(LANES) + len(POOLS) + len(_COUNTERS) + len(ENDS)
 
@@ -171,15 +172,7 @@ class Account:
 
     def stages_of(self, gids: Sequence[str]) -> list[list[str]]:
         """Return the stages of each group, read at one instant for each, but not for all."""
-        calls: list[tuple[SlotKeys, dict[str, Arg]]] = []
-        for gid in gids:
-            task, draw = split_group_id(gid)
-            calls.append((self._keys.slots(gid=gid, task=task), {"gid": gid, "draw": draw}))
-        found: list[list[str]] = []
-        for start in range(0, len(calls), SLICE):
-            replies = self._store.call_many("check", calls[start : start + SLICE])
-            found += [[str(stage) for stage in stages] for _ok, _recorded, *stages in replies]
-        return found
+        return [row.stages for row in StageReader(self._context).rows(gids)]
 
     # -- fsck ------------------------------------------------------------------------------------
 
@@ -190,13 +183,15 @@ class Account:
         """
         report = FsckReport([], leases=0, bytes=ByteCount(0, 0))
         keys = KeyCheck(self._context)
+        groups = RecordCheck(self._context, keys)
         report.damage.extend(keys.damage())
         report.collect("the fields", keys.fields())
-        report.collect("the totals", self._check_draws(report, advance))
-        report.collect("the manifests of training", self._check_manifests("train"))
-        report.collect("the manifests of evaluations", self._check_manifests("eval"))
+        report.collect("the totals", self._check_totals(report, groups))
+        report.collect("the groups", self._check_groups(groups, advance))
+        report.checked = groups.checked
+        for name, what in (("train", "training"), ("eval", "evaluations")):
+            report.collect(f"the manifests of {what}", self._check_manifests(name, groups))
         report.collect("what workers hold", self._check_leases(keys))
-        report.collect("the records", self._check_records(keys))
         return report
 
     def spot_check(self) -> list[Damage]:
@@ -206,37 +201,20 @@ class Account:
         fields: Any = self._store.ask("ledger", "HGETALL", key)
         report.collect("the ledger", wrong_fields("ledger", key, text_fields(fields)))
         for task in self.totals().tasks:
-            newest = range(max(0, task.drawn - SLICE), task.drawn)
-            gids = [group_id(task.task, draw) for draw in newest]
-            report.collect(f"the draws of {task.task}", self._check(gids, task.cursor))
+            newest = range(max(0, task.drawn - _NEWEST), task.drawn)
+            rows = StageReader(self._context).rows([group_id(task.task, n) for n in newest])
+            faults = (fault for row in rows for fault in stage_faults(row, task.cursor))
+            report.collect(f"the draws of {task.task}", faults)
         return report.damage
 
-    def _check_draws(
-        self, report: FsckReport, advance: Callable[[int, int], object]
-    ) -> Iterator[Damage]:
-        """Count all groups into `report`, and yield the faults of counts and draws."""
+    def _check_totals(self, report: FsckReport, groups: RecordCheck) -> Iterator[Damage]:
+        """Count all groups into `report`, and yield the faults of counts."""
         totals = self.totals()
         report.tasks, report.leases, report.bytes = totals.tasks, totals.leases, totals.bytes
         yield from totals.damage
-        number = sum(task.drawn + task.added_by_hand for task in totals.tasks)
         for task in totals.tasks:
-            added = range(IMPORTED_FROM, IMPORTED_FROM + task.added_by_hand)
-            draws = chain(range(task.drawn), added)
-            while gids := [group_id(task.task, draw) for draw in islice(draws, SLICE)]:
-                report.checked += len(gids)
-                yield from self._check(gids, task.cursor)
-                advance(report.checked, number)
             if sum(task.stages.values()) != task.total:
-                yield from RecordCheck(self._context).strangers(task.task)
-
-    def _check(self, gids: Sequence[str], cursor: int) -> Iterator[Damage]:
-        for gid, stages in zip(gids, self.stages_of(gids), strict=True):
-            _, draw = split_group_id(gid)
-            # a draw from the cursor on need not have entered yet
-            if not stages and not cursor <= draw < IMPORTED_FROM:
-                yield Damage(f"{gid} is in no stage", self._keys.group(gid), gid, "lost")
-            elif len(stages) > 1:
-                yield _doubled(gid, ", ".join(stages))
+                yield from groups.strangers(task.task)
 
     def _check_leases(self, found: KeyCheck) -> Iterator[Damage]:
         """Yield the faults of what workers hold, each worker at one instant."""
@@ -246,7 +224,7 @@ class Account:
         )
         known = {worker.decode(errors="replace") for members in listed for worker in members}
         workers = sorted(filter(NAME.fullmatch, known | found.of_kind("leased").keys()))
-        calls = [(keys.slots(worker=worker), {"worker": worker}) for worker in workers]
+        calls = [ScriptCall(keys.slots(worker=name), {"worker": name}) for name in workers]
         replies = self._store.call_many("check_leased", calls)
         for worker, (_ok, *faults) in zip(workers, replies, strict=True):
             yield from (Damage(fault, keys.leased(worker)) for fault in faults)
@@ -254,7 +232,7 @@ class Account:
             text = f"{worker!r} in {keys.leases} or {keys.workers} is no worker"
             yield Damage(text, keys.leases)
 
-    def _check_manifests(self, name: str) -> Iterator[Damage]:
+    def _check_manifests(self, name: str, groups: RecordCheck) -> Iterator[Damage]:
         """Yield the faults of batches that are not archived, and of retained ones."""
         ledger = BatchLedger(self._context, name)
         oldest = ledger.archive.steps().start
@@ -279,39 +257,37 @@ class Account:
                 yield Damage(text, key)
             if manifest and step > steps.freed:
                 seen.update(manifest.gids)
-                yield from self._check_batch(f"batch {step} of {name}", manifest.gids)
-        yield from (_doubled(gid, f"in {n} batches") for gid, n in seen.items() if n > 1)
+                unsure = groups.taken.lacks(manifest.gids)
+                yield from self._check_batch(f"batch {step} of {name}", unsure)
+        yield from (doubled(gid, f"in {n} batches") for gid, n in seen.items() if n > 1)
 
     def _check_batch(self, batch: str, gids: Sequence[str]) -> Iterator[Damage]:
         for gid, stages in zip(gids, self.stages_of(gids), strict=True):
             # a group may be archived between the two reads, but never leaves a batch otherwise
             if stages not in (["taken"], ["archived"]):
-                yield _doubled(gid, f"{batch}; {', '.join(stages) or 'nowhere'}")
+                yield doubled(gid, f"{batch}; {', '.join(stages) or 'nowhere'}")
 
-    def _check_records(self, found: KeyCheck) -> Iterator[Damage]:
-        """Yield the faults of records, payloads and the count of bytes.
+    def _check_groups(
+        self, groups: RecordCheck, advance: Callable[[int, int], object]
+    ) -> Iterator[Damage]:
+        """Yield the faults of groups, their bytes, and the count of bytes.
 
         On a live run the count is a range: bytes that come or go meanwhile may be missed.
         """
         memory = Memory(self._context)
         before = memory.count()
-        check = RecordCheck(self._context)
-        yield from check.damage()
+        yield from groups.damage(advance)
         # in a cluster, payloads may outlive what a lost node knew of them
         if not self._keys.spread:
-            yield from check.orphans(each.key for each in found.of_kind("payload").values())
+            yield from groups.orphans()
         after = memory.count()
         least, most = before.came - after.went, after.came - before.went
-        if not least <= check.weight <= most:
+        if not least <= groups.weight <= most:
             text = (
                 f"{before.held} payload bytes are counted, but the records add up to "
-                f"{check.weight} ({least} to {most} expected)"
+                f"{groups.weight} ({least} to {most} expected)"
             )
             yield Damage(text, self._keys.bytes)
-
-
-def _doubled(gid: str, where: str) -> Damage:
-    return Damage(f"{gid} ({where})", gid=gid, kind="doubled")
 
 
 def _task(name: str, row: list[int]) -> TaskAccount:

@@ -6,9 +6,15 @@ Keys are read at several instants: a difference counts only if it remains when b
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from buffer.ids import GID
+from buffer.redis.connection.bulk_io import send
 from buffer.redis.key_fields import LANE, Damage, text_fields, wrong_fields
 from buffer.redis.keys import CLUSTER_TABLE, TABLE
 from buffer.redis.store import RunContext
@@ -33,7 +39,7 @@ _LINEAGE = re.compile(r"[\w.-]+:\d+")
 _STEPS = ("forgotten", "freed", "committed", "taken")
 """Fields of a ledger, each at most as high as the next."""
 
-_PAGE = 500
+_PAGE = 1000
 _TRIES = 3
 """Readings of two keys that differ before that counts as damage."""
 
@@ -46,61 +52,106 @@ class FoundKey(NamedTuple):
     type: str
 
 
+class NameSet:
+    """A set of names that grows, at 8 bytes for each: it keeps their hashes."""
+
+    def __init__(self) -> None:
+        self._hashes = array("q")
+
+        self._sorted = np.array([], "i8")
+
+    def add(self, *names: str) -> None:
+        self._hashes.extend(map(hash, names))
+
+    def lacks(self, names: Sequence[str]) -> list[str]:
+        """Return the names that are not in this set."""
+        if len(self._sorted) != len(self._hashes):
+            self._sorted = np.sort(np.array(self._hashes, "i8"))
+        hashes = np.array([hash(name) for name in names], "i8")
+        first, last = (np.searchsorted(self._sorted, hashes, side) for side in ("left", "right"))
+        return [names[index] for index in np.flatnonzero(first == last)]
+
+    def __sub__(self, other: NameSet) -> set[int]:
+        """Return the hashes of the names that `other` lacks."""
+        mine, others = (np.array(each._hashes, "i8") for each in (self, other))
+        return set(np.setdiff1d(mine, others).tolist())
+
+
 class KeyCheck:
-    """List all keys with the prefix of a run, known or not, and check them. O(keys)."""
+    """List all keys with the prefix of a run, known or not, and check them. O(keys).
+
+    Of the keys of groups, it keeps only `payloads`, and `draws`: by task, those of groups that have
+    a record or a dead letter.
+    """
 
     def __init__(self, context: RunContext) -> None:
         self._store, self._keys, limits = context
         self._tasks = limits.tasks
-        self.found = self._list()  # by name without prefix
+        self._known = {None, *limits.tasks}
+        table = {**TABLE, **(CLUSTER_TABLE if self._keys.spread else {})}
+        self._forms: dict[str, list[tuple[re.Pattern[str], str]]] = defaultdict(list)
+        for name, row in table.items():
+            form = (re.compile(_pattern(name)), row.type.lower())
+            self._forms[name.partition(":")[0]].append(form)
+        self._store.retrying("keys", self._list)
 
-    def of_kind(self, kind: str) -> dict[str, FoundKey]:
-        """Return the keys of a kind by the rest of their names, such as the worker of `holds:`."""
-        return {
-            name.partition(":")[2]: each for name, each in self.found.items() if each.kind == kind
-        }
+    def _list(self) -> None:
+        self.found: dict[str, FoundKey] = {}  # by name without prefix
+        self.payloads = NameSet()
+        self.draws = {task: array("q") for task in self._tasks}
+        self._wrong: dict[str, Damage] = {}
+        for key, kind in self._typed(self._keys.pattern):
+            name = key.partition("}:")[2]
+            row, _, rest = name.partition(":")
+            if fault := self._fault(row, name, key, kind):
+                self._wrong[key] = fault
+            if row == "payload":
+                self.payloads.add(key)
+            elif row not in ("group", "dead") or not rest:
+                self.found[name] = FoundKey(key, row, kind)
+            elif rest[:-11] in self.draws and GID.fullmatch(rest):
+                self.draws[rest[:-11]].append(int(rest[-10:]))
 
-    def _list(self) -> dict[str, FoundKey]:
-        def scan() -> list[str]:
-            # SCAN may return a key twice
-            found = {
-                key.decode(errors="replace"): None
-                for _, client in self._store.servers.masters()
-                for key in client.scan_iter(self._keys.pattern, count=1000)
-            }
-            return list(found)
-
-        names = self._store.retrying("keys", scan)
-        found = {}
-        for start in range(0, len(names), _PAGE):
-            page = names[start : start + _PAGE]
-            types = self._store.each("types", [("TYPE", key) for key in page], "control")
-            for key, kind in zip(page, types, strict=True):
+    def _typed(self, pattern: str) -> Iterator[tuple[str, str]]:
+        """Yield the keys that match, with their types; a key may come twice."""
+        for _, client in self._store.servers.masters():
+            cursor = -1
+            while cursor:
+                cursor, page = client.scan(max(0, cursor), match=pattern, count=_PAGE)
+                keys = [key.decode(errors="surrogateescape") for key in page]
+                types = send(client, [("TYPE", _sendable(key)) for key in keys])
                 # a key may have ended since it was listed
-                if kind != b"none":
-                    name = key.partition("}:")[2]
-                    found[name] = FoundKey(key, name.partition(":")[0], kind.decode())
-        return found
+                yield from (
+                    (k, t.decode()) for k, t in zip(keys, types, strict=True) if t != b"none"
+                )
+
+    def _fault(self, row: str, name: str, key: str, kind: str) -> Damage | None:
+        for pattern, wanted in self._forms.get(row, ()):
+            match = pattern.fullmatch(name)
+            if match and match.groupdict().get("of") in self._known:
+                if kind == wanted:
+                    return None
+                return Damage(f"{key} is a {kind}, and not a {wanted}", key)
+        return Damage(f"{key} is no key of this run", key)
+
+    def payload_keys(self, hashes: set[int]) -> Iterator[str]:
+        """Yield the payloads with these hashes of their names."""
+        keys = (key for key, _ in self._typed(f"{self._keys.prefix}payload:*"))
+        yield from (key for key in keys if hash(key) in hashes)
 
     def damage(self) -> Iterator[Damage]:
         """Yield missing keys, and keys with a wrong name or type."""
-        table = {**TABLE, **(CLUSTER_TABLE if self._keys.spread else {})}
-        rows = [(re.compile(_pattern(name)), row.type.lower()) for name, row in table.items()]
-        for name, each in self.found.items():
-            matches = ((pattern.fullmatch(name), kind) for pattern, kind in rows)
-            kinds = [
-                kind
-                for match, kind in matches
-                if match and match.groupdict().get("of") in (None, *self._tasks)
-            ]
-            if not kinds:
-                yield Damage(f"{each.key} is no key of this run", each.key)
-            elif kinds[0] != each.type:
-                yield Damage(f"{each.key} is a {each.type}, and not a {kinds[0]}", each.key)
+        yield from self._wrong.values()
         for name in ("meta", "control", "ledger:train"):
             if name not in self.found:
                 key = self._keys.prefix + name
                 yield Damage(f"{key} is gone", key)
+
+    def of_kind(self, kind: str) -> dict[str, FoundKey]:
+        """Return the keys of a kind by the rest of their names, such as the worker of `leased:`."""
+        return {
+            name.partition(":")[2]: each for name, each in self.found.items() if each.kind == kind
+        }
 
     def fields(self) -> Iterator[Damage]:
         """Yield which fields are missing, cannot be read, or contradict another key."""
@@ -200,6 +251,11 @@ class KeyCheck:
         if found is not None and found.type != kind:
             return None
         return self._store.each("fields", [command], "control")[0]
+
+
+def _sendable(key: str) -> str | bytes:
+    # text is sent faster
+    return key if key.isascii() else key.encode(errors="surrogateescape")
 
 
 def _pattern(name: str) -> str:

@@ -1,22 +1,26 @@
-"""Check the record of every living group against its bytes and against the indexes.
+"""Check every living group: its stages, its record, its bytes, and the indexes.
 
 On a live run, a fault counts only if the record is unchanged when read again: every script that
-moves a group changes its record at the same instant.
+moves a group changes its record at the same instant. A draw that has one end, and nothing else, is
+not read: only its bits are.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import orjson
 
-from buffer.groups.record_walk import PAGE, Record, RecordWalk
-from buffer.ids import GID
+from buffer.groups.record_walk import PAGE, Entered, Record, RecordWalk
+from buffer.ids import ENDS, GID, group_id
 from buffer.job import PayloadRef
 from buffer.ledger.archive import Archive
+from buffer.ledger.key_check import KeyCheck, NameSet
+from buffer.ledger.stages import GroupRow, StageReader, stage_faults
 from buffer.redis.key_fields import Damage, text_fields, wrong_fields
 from buffer.redis.store import RunContext
 
@@ -26,68 +30,125 @@ _PAYLOAD = re.compile(rf":payload:(?P<gid>{GID.pattern}):(?P<token>[^:]+)")
 
 
 class RecordCheck:
-    """Walks over the records once; `weight` and `payloads` are complete after that."""
+    """Walks over the groups once; `weight`, `payloads` and `taken` are complete after that."""
 
-    def __init__(self, context: RunContext) -> None:
+    def __init__(self, context: RunContext, found: KeyCheck) -> None:
         self._context = context
         self._store, self._keys, self._limits = context
+        self._found = found
+        self._stages = StageReader(context)
+        self._walk = RecordWalk(self._store, self._keys)
+        self.checked = 0  # draws
         self.weight = 0  # bytes that records and archived batches name
-        self.payloads: set[str] = set()  # keys of these payloads
-        self._weighed: set[str] = set()
+        self.payloads = NameSet()  # keys of these payloads
+        self.taken = NameSet()  # groups whose only stage that is
+        self._weighed = NameSet()  # groups with results
         self._last_arrival = 0
 
-    def damage(self) -> Iterator[Damage]:
-        """Yield the faults of records, their bytes, and the indexes. O(living groups)."""
-        walk = RecordWalk(self._store, self._keys)
-        for task in self._limits.tasks:
-            records = walk.unchecked(task)
-            while page := dict(islice(records, PAGE)):
-                yield from self._of_page(task, page)
+    def damage(self, advance: Callable[[int, int], object]) -> Iterator[Damage]:
+        """Yield the faults of groups and indexes; `advance` gets the draws checked, and all.
+
+        O(living groups), and a bit for each other one.
+        """
+        tasks = {task: self._walk.entered(task) for task in self._limits.tasks}
+        number = sum(entered.drawn + entered.by_hand for entered in tasks.values())
+        for task, entered in tasks.items():
+            draws = self._unsure(task, entered)
+            while page := list(islice(draws, PAGE)):
+                yield from self._of_page(task, entered.cursor, page)
+                self.checked += len(page)
+                advance(self.checked, number)
             yield from self._of_ages(task)
             yield from self._of_arrivals(task)
         for name in ("train", "eval"):
             yield from self._of_archive(Archive(self._context, name))
 
-    def _of_page(self, task: str, page: dict[str, Record]) -> Iterator[Damage]:
-        whole: dict[str, Record] = {}
-        for gid, record in page.items():
-            wrong = list(wrong_fields("group", self._keys.group(gid), record))
-            yield from self._still(gid, record, wrong)
-            if not wrong:
-                whole[gid] = record
-                self._weigh(gid, record)
-        wanted = {gid: self._commands(task, gid, record) for gid, record in whole.items()}
-        answers = iter(
-            self._store.each("records", [command for some in wanted.values() for command in some])
-        )
-        for gid, record in whole.items():
-            got = list(islice(answers, len(wanted[gid])))
-            wrong = list(self._compare(task, gid, record, got))
-            yield from self._still(gid, record, wrong)
+    def _unsure(self, task: str, entered: Entered) -> Iterator[int]:
+        """Yield all draws but those with one end, no record, and no dead letter."""
+        named = np.array(self._found.draws[task], "i8")
+        named = np.unique(np.concatenate([named, np.array([*self._dead(task)], "i8")]))
+        for first, ends in self._walk.ends(task, entered):
+            is_sure = ends == 1
+            here = named[(named >= first) & (named < first + len(ends))]
+            is_sure[here - first] = False
+            self.checked += int(is_sure.sum())
+            yield from (np.flatnonzero(~is_sure) + first).tolist()
+
+    def _dead(self, task: str) -> Iterator[int]:
+        for member in self._members(self._keys.dead):
+            gid = GID.fullmatch(member)
+            if gid and gid["task"] == task:
+                yield int(gid["draw"])
+
+    def _members(self, key: str) -> Iterator[str]:
+        """Yield the members of a sorted set, a page at a time."""
+        start = 0
+        while page := self._store.each("members", [("ZRANGE", key, start, start + PAGE - 1)])[0]:
+            yield from (member.decode(errors="replace") for member in page)
+            start += PAGE
+
+    def _of_page(self, task: str, cursor: int, page: Sequence[int]) -> Iterator[Damage]:
+        rows = list(self._stages.rows([group_id(task, draw) for draw in page]))
+        whole: list[GroupRow] = []
+        for row in rows:
+            yield from stage_faults(row, cursor)
+            if row.stages == ["taken"]:
+                self.taken.add(row.gid)
+            elif row.stages == ["dead"] and not row.record:
+                yield Damage(f"{row.gid} is dead, and its record is gone", row.key, row.gid)
+            if not row.record or not set(ENDS).isdisjoint(row.stages):
+                continue
+            if row.is_whole:
+                self._weigh(row.gid, row.record)
+                whole.append(row)
+            else:
+                yield from self._of_fields(row.gid)
+        yield from self._of_whole(task, whole)
+
+    def _of_fields(self, gid: str) -> Iterator[Damage]:
+        (record,) = self._records([gid])
+        wrong = wrong_fields("group", self._keys.group(gid), record) if record else ()
+        yield from self._still(gid, record, wrong)
+
+    def _of_whole(self, task: str, rows: Sequence[GroupRow]) -> Iterator[Damage]:
+        keys = [self._sized(row) for row in rows]
+        sizes = iter(self._store.sizes("payloads", [key for some in keys for key in some]))
+        asked = [self._commands(task, row) for row in rows]
+        answers = iter(self._store.each("records", [each for some in asked for each in some]))
+        for row, some, commands in zip(rows, keys, asked, strict=True):
+            got = list(islice(answers, len(commands)))
+            there = list(islice(sizes, len(some)))
+            wrong = [*self._compare(task, row, got), *self._of_sizes(row, there)]
+            yield from self._still(row.gid, row.record, wrong)
 
     def _weigh(self, gid: str, record: Record) -> None:
         self._last_arrival = max(self._last_arrival, int(record.get("arrival") or 0))
         self.weight += int(record["prompt"])
-        self.payloads.update(self._keys.payload_chunks(gid, "init", 1))
+        self.payloads.add(self._keys.payload(gid, "init"))
         # before the first result, the payload is the prompt, which is counted already
         if record["payload"] != "init":
             self.weight += int(record["size"])
             self._weighed.add(gid)
-            self.payloads.update(self._chunks(gid, record))
+            self.payloads.add(*self._chunks(gid, record))
 
     def _chunks(self, gid: str, record: Record) -> list[str]:
         return self._keys.payload_chunks(gid, record["payload"], int(record["chunks"]))
 
-    def _commands(self, task: str, gid: str, record: Record) -> list[Command]:
-        """Return the commands whose answers `_compare` reads."""
-        keys = self._keys
-        return [
-            self._where(task, gid, record),
-            ("ZSCORE", keys.age(task), gid),
-            ("GET", keys.dead_letter(gid)),
-            ("STRLEN", keys.payload(gid, "init")),
-            *(("STRLEN", key) for key in self._chunks(gid, record)),
-        ]
+    def _sized(self, row: GroupRow) -> list[str]:
+        """Return the keys whose sizes `_of_sizes` compares."""
+        return [self._keys.payload(row.gid, "init"), *self._chunks(row.gid, row.record)]
+
+    def _commands(self, task: str, row: GroupRow) -> list[Command]:
+        """Return the commands whose answers `_compare` reads: few groups need any."""
+        keys, record, stage = self._keys, row.record, row.record["stage"]
+        commands: list[Command] = []
+        if stage not in row.stages or (stage == "pool" and record["status"] not in row.scores):
+            commands.append(self._where(task, row.gid, record))
+        if _is_begun(record):
+            commands.append(("ZSCORE", keys.age(task), row.gid))
+        if stage == "dead":
+            commands.append(("GET", keys.dead_letter(row.gid)))
+        return commands
 
     def _where(self, task: str, gid: str, record: Record) -> Command:
         """Return the command that finds a group in the index of its stage."""
@@ -105,9 +166,8 @@ class RecordCheck:
         ledger, _, step = record["batch"].partition(":")
         return ("LLEN", keys.batch(ledger, int(step)))
 
-    def _compare(self, task: str, gid: str, record: Record, got: Sequence[Any]) -> Iterator[Damage]:
-        keys = self._keys
-        there, age, letter, prompt, *sizes = got
+    def _compare(self, task: str, row: GroupRow, got: list[Any]) -> Iterator[Damage]:
+        keys, gid, record = self._keys, row.gid, row.record
         stage, version = record["stage"], record["version"]
         own, ages, reason = keys.group(gid), keys.age(task), keys.dead_letter(gid)
         if (record["task"], int(record["draw"])) != (task, int(gid[-10:])):
@@ -116,22 +176,26 @@ class RecordCheck:
         if version and "lineage" not in record:
             yield Damage(f"{own} has no field lineage", own, gid)
         index = str(self._where(task, gid, record)[1])
-        if not there and there != 0:
-            yield Damage(f"{index} lacks {gid}, which is {stage}", index, gid)
-        elif stage == "pool" and not self._fits(task, record, float(there)):
-            text = f"{index} has {gid} at {float(there):g}, and its version is {version or 'none'}"
-            yield Damage(text, index, gid)
-        is_begun = stage == "waiting" and record["payload"] != "init" and version != ""
-        if is_begun and (age is None or float(age) != int(version)):
-            yield Damage(f"{ages} does not have {gid} at its version {version}", ages, gid)
-        if stage == "dead" and not _is_letter(letter):
+        if stage == "dead" and not _is_letter(letter := got.pop()):
             what = "cannot be read" if letter else "is gone"
             yield Damage(f"{reason}, the reason of a dead letter, {what}", reason, gid)
+        if _is_begun(record) and ((age := got.pop()) is None or float(age) != int(version)):
+            yield Damage(f"{ages} does not have {gid} at its version {version}", ages, gid)
+        score = row.scores.get(record["status"])
+        if got and not got[0] and got[0] != 0:
+            yield Damage(f"{index} lacks {gid}, which is {stage}", index, gid)
+        elif stage == "pool" and score is not None and not self._fits(task, record, score):
+            text = f"{index} has {gid} at {score:g}, and its version is {version or 'none'}"
+            yield Damage(text, index, gid)
+
+    def _of_sizes(self, row: GroupRow, there: Sequence[int]) -> Iterator[Damage]:
+        gid, record = row.gid, row.record
+        prompt, *sizes = there
         if record["prompt"] != "0" and prompt != int(record["prompt"]):
             yield self._of_bytes(gid, "init", prompt, record["prompt"])
         # the bytes of a dead letter may be why it died
         is_whole = sum(sizes) == int(record["size"]) and all(sizes)
-        if stage != "dead" and not is_whole:
+        if record["stage"] != "dead" and not is_whole:
             yield self._of_bytes(gid, record["payload"], sum(sizes), record["size"])
 
     def _of_bytes(self, gid: str, token: str, there: int, wanted: str | int) -> Damage:
@@ -159,41 +223,47 @@ class RecordCheck:
     def strangers(self, task: str) -> Iterator[Damage]:
         """Yield the members of a task's pools and queues whose records are of another stage."""
         keys = self._keys
-        indexes: list[tuple[str, str, Command]] = [
-            ("pool", "status", ("ZRANGE", key, 0, -1)) for key in keys.all_pools([task])
-        ]
-        indexes += [("waiting", "lane", ("XRANGE", key, "-", "+")) for key in self._jobs(task)]
-        for stage, field, command in indexes:
-            members = self._store.each("strangers", [command])[0]
-            gids = [_gid_of(member) for member in members]
-            index = str(command[1])
-            for gid, record in zip(gids, self._records(gids), strict=True):
-                if (record.get("stage"), record.get(field)) != (stage, index.rpartition(":")[2]):
-                    text = f"{index} has {gid[:80]!r}, and no record says so"
-                    yield from self._still(gid, record, [Damage(text, index, gid)])
+        for key in keys.all_pools([task]):
+            members = (member.partition(":")[2] or repr(member) for member in self._members(key))
+            yield from self._of_index(key, members, "pool", "status")
+        for key in (keys.jobs(task, lane) for lane in self._limits.tasks[task].lanes):
+            yield from self._of_index(key, self._waiting(key), "waiting", "lane")
 
-    def _jobs(self, task: str) -> list[str]:
-        return [self._keys.jobs(task, lane) for lane in self._limits.tasks[task].lanes]
+    def _of_index(self, key: str, gids: Iterator[str], stage: str, field: str) -> Iterator[Damage]:
+        while page := list(islice(gids, PAGE)):
+            for gid, record in zip(page, self._records(page), strict=True):
+                if (record.get("stage"), record.get(field)) != (stage, key.rpartition(":")[2]):
+                    text = f"{key} has {gid[:80]!r}, and no record says so"
+                    yield from self._still(gid, record, [Damage(text, key, gid)])
+
+    def _waiting(self, key: str) -> Iterator[str]:
+        """Yield the gids of a queue, a page at a time."""
+        last = "-"
+        while page := self._store.each("members", [("XRANGE", key, last, "+", "COUNT", PAGE)])[0]:
+            yield from (text_fields(fields).get("gid", "?") for _, fields in page)
+            last = f"({page[-1][0].decode()}"
 
     def _of_ages(self, task: str) -> Iterator[Damage]:
         """Yield the groups of the age index that neither wait nor run."""
         key = self._keys.age(task)
-        members = self._store.each("ages", [("ZRANGE", key, 0, -1)])[0]
-        gids = [member.decode(errors="replace") for member in members]
-        records = self._records(gids)
-        for gid, record in zip(gids, records, strict=True):
-            is_right = record.get("stage") in ("waiting", "running")
-            if not is_right and self._store.each("ages", [("ZSCORE", key, gid)])[0] is not None:
-                text = f"{key} has {gid}, which neither waits nor runs"
-                yield from self._still(gid, record, [Damage(text, key, gid)])
+        members = self._members(key)
+        while gids := list(islice(members, PAGE)):
+            for gid, record in zip(gids, self._records(gids), strict=True):
+                is_right = record.get("stage") in ("waiting", "running")
+                if not is_right and self._store.each("ages", [("ZSCORE", key, gid)])[0] is not None:
+                    text = f"{key} has {gid}, which neither waits nor runs"
+                    yield from self._still(gid, record, [Damage(text, key, gid)])
 
-    def orphans(self, stored: Iterable[str]) -> Iterator[Damage]:
-        """Yield the payloads, `stored` before `damage`, that nothing names."""
-        garbage = {self._keys.payload(gid, token) for gid, token, _ in self._garbage()}
-        unnamed = sorted(set(stored) - self.payloads - garbage)
-        ages = self._store.each("orphans", [("PTTL", key) for key in unnamed])
+    def orphans(self) -> Iterator[Damage]:
+        """Yield the payloads, stored before `damage`, that nothing names."""
+        for gid, token, _ in self._garbage():
+            self.payloads.add(self._keys.payload(gid, token))
+        unnamed = self._found.payloads - self.payloads
+        found = self._found.payload_keys
+        keys = self._store.retrying("orphans", lambda: sorted({*found(unnamed)})) if unnamed else []
+        ages = self._store.each("orphans", [("PTTL", key) for key in keys])
         # bytes that no script has accepted expire
-        kept = [key for key, age in zip(unnamed, ages, strict=True) if age == -1]
+        kept = [key for key, age in zip(keys, ages, strict=True) if age == -1]
         for key in kept:
             match = _PAYLOAD.search(key)
             if match is None or self._is_named(match["gid"], match["token"]):
@@ -219,20 +289,26 @@ class RecordCheck:
 
     def _of_archive(self, archive: Archive) -> Iterator[Damage]:
         """Yield the payloads of archived batches whose bytes are missing."""
-        entries = [entry.payload for entry in archive.entries()]
-        commands = [("STRLEN", key) for ref in entries for key in self._of_ref(ref)]
-        answers = iter(self._store.each("archive", commands))
         first = archive.steps().start
-        wrong = []
-        for ref in entries:
-            there = sum(islice(answers, ref.chunks))
-            self.payloads.update(self._of_ref(ref))
-            self.weight += ref.size if ref.gid not in self._weighed else 0
-            if there != ref.size:
-                wrong.append(self._of_bytes(ref.gid, ref.token, there, ref.size))
+        entries = (entry.payload for entry in archive.entries())
+        wrong: list[Damage] = []
+        while page := list(islice(entries, PAGE)):
+            wrong += self._of_entries(page)
         # batches that were freed meanwhile have no bytes
         if archive.steps().start == first:
             yield from wrong
+
+    def _of_entries(self, page: Sequence[PayloadRef]) -> Iterator[Damage]:
+        keys = [key for ref in page for key in self._of_ref(ref)]
+        sizes = iter(self._store.sizes("archive", keys))
+        self.payloads.add(*keys)
+        unknown = set(self._weighed.lacks([ref.gid for ref in page]))
+        for ref in page:
+            there = sum(islice(sizes, ref.chunks))
+            # a group that was archived since its record was read is counted already
+            self.weight += ref.size if ref.gid in unknown else 0
+            if there != ref.size:
+                yield self._of_bytes(ref.gid, ref.token, there, ref.size)
 
     def _of_ref(self, ref: PayloadRef) -> list[str]:
         return self._keys.payload_chunks(ref.gid, ref.token, ref.chunks)
@@ -240,7 +316,8 @@ class RecordCheck:
     def _still(self, gid: str, record: Record, wrong: Iterable[Damage]) -> Iterator[Damage]:
         """Yield the faults of a group if its record has not changed since it was read."""
         found = list(wrong)
-        if found and self._records([gid])[0] == record:
+        now = self._records([gid])[0] if found else {}
+        if bool(now) == bool(record) and record.items() <= now.items():
             yield from found
 
     def _records(self, gids: Sequence[str]) -> list[Record]:
@@ -255,9 +332,6 @@ def _is_letter(letter: bytes | None) -> bool:
         return False
 
 
-def _gid_of(member: Any) -> str:
-    """Return the gid in a member of a pool, or in an entry of a queue."""
-    if isinstance(member, bytes):
-        return member.decode(errors="replace").partition(":")[2] or repr(member)
-    fields = member[1]
-    return text_fields(fields if isinstance(fields, dict) else dict([fields])).get("gid", "?")
+def _is_begun(record: Record) -> bool:
+    """Return whether a group waits and has tokens."""
+    return record["stage"] == "waiting" and record["payload"] != "init" and record["version"] != ""

@@ -1,7 +1,6 @@
 #!lua flags=no-writes
--- check: find one draw in every structure at one instant. Exactly one place is right; none or two is a fault.
+-- check: read the records of some groups, and find each group in every structure, at one instant. Exactly one stage is right; none or two is a fault.
 -- include: lanes
--- KEYS record      HASH    record of the group
 -- KEYS leases      ZSET
 -- KEYS leased_by   prefix  of what workers hold (HASH)
 -- KEYS dead        ZSET
@@ -12,42 +11,69 @@
 -- KEYS aborted     ZSET    pool of the task
 -- KEYS expired     ZSET    pool of the task
 -- KEYS manifests   prefix  of all manifests (LIST)
+-- KEYS groups      prefix  of the group records (HASH)
 -- KEYS queues      prefix  of the queues (STREAM)
 -- KEYS jobs_eval   STREAM
 -- KEYS jobs_resume STREAM
 -- KEYS jobs_fresh  STREAM
--- ARGV gid  gid
--- ARGV draw 0..69_999_999
--- replies OK stage, then the structures that hold it: waiting | running | pool | taken | dead | archived | filtered | dropped
+-- ARGV task   name
+-- ARGV fields text..1024  of the records, with spaces between: those that are read below, and others
+-- ARGV draw   0..69_999_999 x1..128
+-- replies OK, then a text for each draw: its stages with spaces between, and the values of the fields. NUL precedes
+--       each value; one that is missing is \1. Stages: waiting | running | taken | dead | archived | filtered | dropped |
+--       completed:SCORE | aborted:SCORE | expired:SCORE
 -- keeps I1
 
-local held = redis.call('HMGET', record, 'stage', 'entry', 'arrival', 'batch', 'payload', 'chunks', 'size', 'crc', 'samples', 'version', 'owner', 'token', 'lane')
-local reply = {'OK', held[1] or ''}
-local function found(place) reply[#reply + 1] = place end
+local names = {}
+for name in string.gmatch(fields, '%S+') do names[#names + 1] = name end
+local pools = {completed = completed, aborted = aborted, expired = expired}
+local ends = {archived = archived, filtered = filtered, dropped = dropped}
 
-local entry = held[2] or ''
-local streams = {jobs_eval, jobs_resume, jobs_fresh}
-if teacher_of(held[13]) then streams[4] = queues .. string.match(gid, '^(.*)%-%d+$') .. ':' .. held[13] end
-for _, jobs in ipairs(streams) do
+local function in_lane(jobs, entry, gid)
   -- two lanes may assign the same id: within one millisecond, or after the clock was set back
-  local there = string.find(entry, '^%d+%-%d+$') and redis.call('XRANGE', jobs, entry, entry)[1]
-  if there and there[2][2] == gid then found('waiting') end
+  local there = redis.call('XRANGE', jobs, entry, entry)[1]
+  return there and there[2][2] == gid
 end
-local owner, token = held[11], held[12]
-if owner and token and redis.call('HGET', leased_by .. owner, gid) == token and redis.call('ZSCORE', leases, owner) then found('running') end
-for _, pool in ipairs({completed, aborted, expired}) do
-  if held[3] and redis.call('ZSCORE', pool, held[3] .. ':' .. gid) then found('pool') end
-end
-if held[4] then
-  local line = gid
-  for k = 5, 10 do
-    line = line .. ' ' .. ((held[k] and held[k] ~= '') and held[k] or '-')
+
+local function stages_of(gid, n, record)
+  local found, entry, owner, arrival, batch = {}, record.entry, record.owner, record.arrival, record.batch
+  if entry and string.find(entry, '^%d+%-%d+$') then
+    local lanes = {jobs_eval, jobs_resume, jobs_fresh}
+    if teacher_of(record.lane) then lanes[4] = queues .. task .. ':' .. record.lane end
+    for _, jobs in ipairs(lanes) do
+      if in_lane(jobs, entry, gid) then found[#found + 1] = 'waiting' end
+    end
   end
-  if redis.call('LPOS', manifests .. held[4], line) then found('taken') end
+  if owner and record.token and redis.call('HGET', leased_by .. owner, gid) == record.token and redis.call('ZSCORE', leases, owner) then
+    found[#found + 1] = 'running'
+  end
+  for _, status in ipairs({'completed', 'aborted', 'expired'}) do
+    local score = arrival and redis.call('ZSCORE', pools[status], arrival .. ':' .. gid)
+    if score then found[#found + 1] = status .. ':' .. score end
+  end
+  if batch then
+    local line = gid
+    for _, name in ipairs({'payload', 'chunks', 'size', 'crc', 'samples', 'version'}) do
+      local value = record[name]
+      line = line .. ' ' .. ((value and value ~= '') and value or '-')
+    end
+    if redis.call('LPOS', manifests .. batch, line) then found[#found + 1] = 'taken' end
+  end
+  if redis.call('ZSCORE', dead, gid) then found[#found + 1] = 'dead' end
+  for _, stage in ipairs({'archived', 'filtered', 'dropped'}) do
+    if redis.call('GETBIT', ends[stage], n) == 1 then found[#found + 1] = stage end
+  end
+  return found
 end
-if redis.call('ZSCORE', dead, gid) then found('dead') end
-local bitmaps = {archived = archived, filtered = filtered, dropped = dropped}
-for _, place in ipairs({'archived', 'filtered', 'dropped'}) do
-  if redis.call('GETBIT', bitmaps[place], draw) == 1 then found(place) end
+
+local reply = {'OK'}
+for _, n in ipairs(draw) do
+  local gid = string.format('%s-%010d', task, n)
+  local values, record = redis.call('HMGET', groups .. gid, unpack(names)), {}
+  for k, name in ipairs(names) do
+    record[name] = values[k]
+    values[k] = values[k] or '\1'
+  end
+  reply[#reply + 1] = table.concat(stages_of(gid, n, record), ' ') .. '\0' .. table.concat(values, '\0')
 end
 return reply

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from buffer.errors import RunDamaged
@@ -105,6 +107,14 @@ OPTIONAL: Mapping[str, Forms] = {
 }  # fmt: skip
 """Fields that may be missing, by the kind of key."""
 
+RECORD_FIELDS = tuple(
+    dict.fromkeys([*RECORD, *chain(*OF_A_STAGE.values()), *OPTIONAL["group"], "lineage"])
+)
+"""All fields of records that `fsck` reads."""
+
+MISSING = "\1"
+"""Stands for a missing field where the values of a record are one text; see `is_whole`."""
+
 _REQUIRED: Mapping[str, Forms] = {
     "meta": META,
     "control": CONTROL,
@@ -146,6 +156,27 @@ def wrong_fields(kind: str, key: str, fields: Mapping[str, str]) -> Iterator[Dam
     for name, form in OPTIONAL.get(kind, {}).items():
         if name in fields:
             yield from _misformed(key, name, fields[name], form)
+
+
+def is_whole(values: str, stage: str) -> bool:
+    """Return whether `wrong_fields` finds nothing in a record, a hundred times faster.
+
+    `values`: of RECORD_FIELDS in this order, with NUL between them.
+    """
+    pattern = _record_pattern(stage if stage in OF_A_STAGE else "dead")
+    return pattern.fullmatch(values) is not None
+
+
+@cache
+def _record_pattern(stage: str) -> re.Pattern[str]:
+    required = {**RECORD, **OF_A_STAGE.get(stage, {})}
+    parts = []
+    for name in RECORD_FIELDS:
+        form, other = required.get(name), OPTIONAL["group"].get(name)
+        part = f"(?:{form})" if form else f"(?:{other}|{MISSING})" if other else "[^\0]*+"
+        # of a name in both, both forms hold
+        parts.append(f"(?=(?:{other})(?:\0|$)){part}" if form and other else part)
+    return re.compile("\0".join(parts), re.ASCII)
 
 
 def _misformed(key: str, name: str, value: str, form: str) -> Iterator[Damage]:

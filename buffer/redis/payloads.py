@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from isal import isal_zlib
@@ -39,9 +40,10 @@ CHUNK_BYTES = 1_048_000
 
 UNPINNED_S = 3600  # lifetime of bytes that no script has accepted
 
-# At most: larger round trips delay all other clients (measured). Smaller ones are received more
-# slowly: from 4 MiB on, numpy asks the kernel for huge pages.
-ROUND_BYTES = 8 * 2**20
+ROUND_BYTES = 8 * 2**20  # at most: larger round trips delay all other clients (measured)
+
+_KEPT_BYTES = 128 * 2**20
+"""Larger reads get pages of their own: malloc would not keep their memory for the next one."""
 
 PIN = 200  # payloads whose expiry one round removes
 
@@ -150,28 +152,36 @@ class PayloadStore:
         The payloads of a round trip share memory. The next two are under way while `use` works.
         """
         rounds = list(_rounds((ref.size or CHUNK_BYTES, ref) for ref in refs))
+        is_large = sum(ref.size for ref in refs) >= _KEPT_BYTES
+        found = self._read_rounds(rounds, partial(self._read, own_pages=is_large))
         used: list[T] = []
         with _no_collection():
-            for batch, found in zip(rounds, self._read_rounds(rounds), strict=True):
-                used += use(batch, found)
+            for batch, wholes in zip(rounds, found, strict=True):
+                used += use(batch, wholes)
         return used
 
-    def _read_rounds(self, rounds: Sequence[Sequence[PayloadRef]]) -> Iterator[list[Whole]]:
+    def _read_rounds(
+        self,
+        rounds: Sequence[Sequence[PayloadRef]],
+        read: Callable[[Sequence[PayloadRef]], list[Whole]],
+    ) -> Iterator[list[Whole]]:
         if len(rounds) < 2:
-            yield from map(self._read, rounds)
+            yield from map(read, rounds)
             return
         with ThreadPoolExecutor(_AHEAD, "payload-read") as threads:
-            coming = deque(threads.submit(self._read, refs) for refs in rounds[:_AHEAD])
+            coming = deque(threads.submit(read, refs) for refs in rounds[:_AHEAD])
             for refs in rounds[_AHEAD:]:
                 found = coming.popleft().result()
-                coming.append(threads.submit(self._read, refs))
+                coming.append(threads.submit(read, refs))
                 yield found
             for following in coming:
                 yield following.result()
 
-    def _read(self, refs: Sequence[PayloadRef]) -> list[Whole]:
-        names = [self._keys.payload_chunks(ref.gid, ref.token, ref.chunks) for ref in refs]
-        found = self._store.read("payload read", names, [ref.size for ref in refs])
+    def _read(self, refs: Sequence[PayloadRef], *, own_pages: bool) -> list[Whole]:
+        entries = [
+            (self._keys.payload_chunks(ref.gid, ref.token, ref.chunks), ref.size) for ref in refs
+        ]
+        found = self._store.read("payload read", entries, own_pages=own_pages)
         wholes = list(map(join, refs, found))
         for guard in [guard for guard in (self.signer, self.keyring) if guard]:
             for ref, whole in zip(refs, wholes, strict=True):

@@ -290,4 +290,4 @@ def load_missing(client: Any, scripts: Iterable[Script], missing: NoScriptError)
 
 
 def decoded(reply: Sequence[Any]) -> list[Any]:
-    return [item.decode() if isinstance(item, bytes) else item for item in reply]
+    return [item.decode(errors="replace") if isinstance(item, bytes) else item for item in reply]

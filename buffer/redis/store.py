@@ -41,6 +41,7 @@ from buffer.redis.scripts import (
     Arg,
     KeysByName,
     Script,
+    ScriptCall,
     TailArg,
     Upload,
     check_durable,
@@ -181,10 +182,8 @@ class Store:
         reply, answer = self._run(entry, "control", str(command[FIRST_KEY]), both)
         return decoded(reply), answer
 
-    def call_many(
-        self, script: str, calls: Iterable[tuple[KeysByName, Mapping[str, Arg]]]
-    ) -> list[list[Any]]:
-        """Run a read-only script for each (keys, args) in one round trip, each at one instant."""
+    def call_many(self, script: str, calls: Iterable[ScriptCall]) -> list[list[Any]]:
+        """Make several calls of a read-only script in one round trip, each at one instant."""
         entry = self.scripts[script]
         commands = [entry.command(*call) for call in calls]
         if not commands:
@@ -260,6 +259,11 @@ class Store:
         keys = [str(command[1]) for command in commands]
         return self.retrying(what, partial(self.servers.at_each, role, keys, commands, run))
 
+    def sizes(self, what: str, keys: Sequence[str]) -> list[int]:
+        """Return the bytes of each value, 0 for a missing one, as `each` does, but faster."""
+        commands: list[Command] = [("STRLEN", key) for key in keys]
+        return self.retrying(what, partial(self.servers.at_each, "bulk", keys, commands, send))
+
     def write(
         self, what: str, commands: Sequence[Command], *, starts_work: bool = False
     ) -> list[Any]:
@@ -284,11 +288,13 @@ class Store:
         check_durable(self.wait_replicas, answers[len(commands) :])
         return answers[: len(commands)]
 
-    def read(self, what: str, names: Sequence[Sequence[str]], sizes: Sequence[int]) -> list[Parts]:
+    def read(
+        self, what: str, entries: Sequence[tuple[Sequence[str], int]], *, own_pages: bool = False
+    ) -> list[Parts]:
         """Return the values of several keys of one slot each; see `bulk_io.receive`."""
-        keys = [chunks[0] for chunks in names]
-        items = list(zip(names, sizes, strict=True))
-        return self.retrying(what, partial(self.servers.at_each, "bulk", keys, items, receive))
+        keys = [names[0] for names, _ in entries]
+        run = partial(receive, own_pages=own_pages)
+        return self.retrying(what, partial(self.servers.at_each, "bulk", keys, entries, run))
 
     def wait_for_wake_up(self, bell: str, timeout_s: float, *, shared: bool = False) -> bool:
         """Block until a wake-up arrives in the list `bell`, and return whether one did.

@@ -3,14 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from buffer.config.section import Count, Section
 from buffer.imports import is_dotted_path
-from consumer.config.distillation import DistillationConfig
+
+Outside = Literal["bucket", "renormalise"]
+
+
+class DistillationConfig(Section):
+    """[learner.distillation]: train the policy on its own tokens towards the teachers of its tasks.
+
+    Teachers are added up by their weight ([tasks.<name>.teachers.<teacher>]). A token without the
+    values of a teacher is trained without them. See docs/pages/distillation.md.
+    """
+
+    coef: float = Field(1.0, ge=0, le=1e6)
+    """what log(teacher / policy) of the sampled token is multiplied by before it is added to the
+    token's advantage; 0: it is not added
+    """
+    clip: float = Field(10.0, gt=0, le=1e6)
+    """bound of log(teacher / policy) in nats, and of the loss over top tokens"""
+    top_k_loss: Literal["none", "forward", "reverse"] = "none"
+    """a loss beside the policy loss, over the top_k most probable tokens of each teacher: forward
+    is KL(teacher, policy), reverse is KL(policy, teacher)
+    """
+    top_k_coef: float = Field(1.0, gt=0, le=1e6)
+    """weight of that loss"""
+    outside: Outside = "bucket"
+    """how it counts all other tokens: as one more token with the rest of the probability (bucket),
+    or not at all, so that the policy is not kept from them (renormalise)
+    """
+
+    def problems(self) -> Iterator[str]:
+        """Yield each key that the others make impossible."""
+        if self.top_k_loss == "none":
+            if self.coef == 0:
+                yield "coef = 0 without top_k_loss: teachers would have no effect"
+            if self.top_k_coef != 1.0 or self.outside != "bucket":
+                yield "top_k_coef and outside cannot act without top_k_loss"
+
 
 Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 KlKind = Literal["abs", "k2", "k3"]
@@ -27,23 +61,19 @@ OptimizerKind = Literal["adamw", "adamw_8bit"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
+OBJECTIVES = ("cispo", "dppo", "gspo", "ppo", "sapo")
+
+
 def _check_objective(text: str) -> str:
-    folder = Path(__file__).parents[1] / "grpo" / "objectives"
-    known = sorted(file.stem for file in folder.glob("[a-z]*.py"))
-    if text not in known and not is_dotted_path(text):
-        raise ValueError(f"it is not one of {', '.join(known)}, nor package.module:function")
+    if text not in OBJECTIVES and not is_dotted_path(text):
+        raise ValueError(f"it is not one of {', '.join(OBJECTIVES)}, nor package.module:function")
     return text
 
 
 Objective = Annotated[str, AfterValidator(_check_objective)]
-"""The name of a file in `consumer/grpo/objectives`, or a function of the user."""
+"""The name of a function in `consumer/grpo/objectives.py`, or a function of the user."""
 
-IMPORTANCE_KEYS = (
-    "importance_level",
-    "importance_mode",
-    "importance_floor",
-    "importance_veto",
-)
+IMPORTANCE_KEYS = ("importance_level", "importance_mode", "importance_floor", "importance_veto")
 """Keys of [learner.loss] that say how the importance weight is bounded, besides its cap."""
 
 

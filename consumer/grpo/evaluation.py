@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from buffer.manifest import NotReady
 from buffer.wire.group import RolloutGroup
-from consumer.config.training import TrainingConfig
+from consumer.config.trainer import TrainingConfig
 from consumer.grpo.reporting.reporter import Reporter
 from consumer.grpo.reporting.step_log import read_evaluations
 from consumer.handle.evaluation_round import EvaluationRound

@@ -10,7 +10,7 @@ import torch
 from buffer.errors import ModelError
 from buffer.weights.new_folder import new_folder
 from buffer.weights.safetensors_files import model_checksum
-from consumer.config.training import TrainingConfig
+from consumer.config.trainer import TrainingConfig
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.model_state.saved_state import SavedState
 from consumer.grpo.models.model_folder import copy_tokenizer, load_model, save_model

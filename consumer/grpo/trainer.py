@@ -21,7 +21,7 @@ from buffer.manifest import Manifest
 from buffer.run import Run
 from buffer.weights.transport import Save
 from buffer.wire.staleness import staleness
-from consumer.config.training import TrainingConfig
+from consumer.config.trainer import TrainingConfig
 from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.evaluation import EvaluationPlan, log_wait_reason
 from consumer.grpo.reporting.metric_writers import ProgressBar, open_writers

@@ -33,7 +33,7 @@ from buffer.errors import PublicationFailed, RolloutMQError
 from buffer.run import Run
 from buffer.weights.transport import Save, WeightsSender
 from buffer.wire.rollout import PolicyVersion
-from consumer.config.training import TrainingConfig
+from consumer.config.trainer import TrainingConfig
 from consumer.handle.rollout_consumer import PauseMode, RolloutConsumer, Stopped
 from consumer.senders import transfer
 

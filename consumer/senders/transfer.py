@@ -31,8 +31,7 @@ from buffer.weights.transport import (
     WeightsSender,
 )
 from buffer.wire.rollout import PolicyVersion
-from consumer.senders.memory_snapshot import MemorySnapshot
-from consumer.senders.tensor_server import TensorServer
+from consumer.senders.tensor_server import MemorySnapshot, TensorServer
 
 log = logging.getLogger("rolloutmq.trainer")
 

@@ -21,12 +21,7 @@ from buffer.errors import ConfigError
 from buffer.wire.own_copy import own_copy
 from buffer.wire.rollout import RolloutState, Status, has_ended
 from producer_workers.agent_loops.chat_delta import ChatDelta
-from producer_workers.agent_loops.environment import (
-    Answer,
-    ContainedEnvironment,
-    Environment,
-    Turn,
-)
+from producer_workers.agent_loops.environment import Answer, ContainedEnvironment, Environment, Turn
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.agent_loops.tool_parsers import ToolParser, tool_parser

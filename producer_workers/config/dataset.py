@@ -237,7 +237,7 @@ class PythonSection(RecordsSection):
 class HarborSection(_Stored):
     """[tasks.<name>.dataset] kind = "harbor": a folder of tasks of Harbor: agent_loop is harbor."""
 
-    reader = "producer_workers.datasets.harbor_tasks:open_tasks"
+    reader = "producer_workers.datasets.environment_tasks:open_tasks"
     agent_loop = "harbor"
 
     kind: Literal["harbor"]
@@ -252,7 +252,7 @@ class VerifiersSection(RecordsSection):
     Needs `pip install 'verifiers>=0.4,<0.5'`. Its agents play the tasks: agent_loop is verifiers.
     """
 
-    reader = "producer_workers.datasets.verifiers_tasks:open_verifiers"
+    reader = "producer_workers.datasets.environment_tasks:open_verifiers"
     agent_loop = "verifiers"
     loop_keys = ("environment", "options")
     package = "verifiers"
@@ -278,7 +278,7 @@ class OpenEnvSection(_DatasetKind):
     `pip install 'openenv>=0.10,<0.11'`.
     """
 
-    reader = "producer_workers.datasets.openenv_resets:open_resets"
+    reader = "producer_workers.datasets.environment_tasks:open_resets"
     agent_loop = "openenv"
     loop_keys = ("url",)
 
@@ -302,7 +302,7 @@ class NemoGymSection(_Stored):
     agent_loop is nemo_gym, which needs `pip install '.[http]'`.
     """
 
-    reader = "producer_workers.datasets.nemo_gym_rows:open_rows"
+    reader = "producer_workers.datasets.environment_tasks:open_rows"
     agent_loop = "nemo_gym"
     loop_keys = ("url",)
 

@@ -1,7 +1,7 @@
 """[engine]: the inference engine of a worker, one section per kind.
 
 A section is also the registry entry of its kind: it names what builds the engine, and tells checks
-and the launcher its GPUs, memory, times and packages, so that no other file branches on kinds.
+and the launcher its GPUs, memory and packages, so that no other file branches on kinds.
 
 Invariant: a value that is left out means "the default of this machine", and only the engine fills
 it in.
@@ -39,14 +39,6 @@ class GpuMemory(NamedTuple):
     """share of the GPU's memory that the engine takes; None: its default"""
 
 
-class Times(NamedTuple):
-    """How long responses are, and the seconds of their tokens."""
-
-    response_tokens: Distribution
-    first_token_s: Distribution
-    token_s: Distribution
-
-
 class EngineSettings(Section):
     """The settings that every engine has."""
 
@@ -82,11 +74,6 @@ class EngineSettings(Section):
     @property
     def gpu_memory(self) -> GpuMemory | None:
         """Return what the engine keeps on each GPU; None where that is not known."""
-        return None
-
-    @property
-    def times(self) -> Times | None:
-        """Return the times of its tokens, where the settings define them."""
         return None
 
     @property
@@ -322,10 +309,6 @@ class SimulatedConfig(EngineSettings):
     """every n-th request raises GenerationError; default: none"""
     die_after: Count | None = Field(None, ge=0)
     """the engine dies at the request after this many; default: never"""
-
-    @property
-    def times(self) -> Times:
-        return Times(self.response_tokens, self.first_token_s, self.token_s)
 
     @property
     def token_ids(self) -> Mapping[str, int]:

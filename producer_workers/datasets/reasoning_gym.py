@@ -17,12 +17,7 @@ from buffer.errors import ConfigError
 from buffer.readable import did_you_mean
 from producer_workers.config.dataset import ReasoningGymSection
 from producer_workers.datasets.dataset import permute
-from producer_workers.judges.built_in import (
-    SOURCE_PREFIX,
-    check_safe,
-    score_entry,
-    task_datasets,
-)
+from producer_workers.judges.built_in import SOURCE_PREFIX, check_safe, score_entry, task_datasets
 
 _FORMAT = 1  # of the files; a change makes them anew
 _MISSES = 1000  # entries in a row without a new problem, after which there are no more

@@ -51,7 +51,7 @@ LARGEST_ANSWER = 2**20  # bytes
 LONGEST_STDERR = 2000  # bytes of a dead process's stderr that are told
 
 TASK_PATH = "task_path"
-"""Key of `extra`: the folder of the task (`producer_workers.datasets.harbor_tasks`)."""
+"""Key of `extra`: the folder of the task (`producer_workers.datasets.environment_tasks`)."""
 
 SCORED_ERRORS = frozenset(
     {

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from buffer.errors import ConfigError
 from buffer.imports import load_object, require
-from producer_workers.datasets.verifiers_tasks import REQUIREMENT as VERIFIERS
+from producer_workers.datasets.environment_tasks import REQUIREMENT as VERIFIERS
 from producer_workers.environments.harbor import HarborAgent
 from producer_workers.environments.openenv import REQUIREMENT as OPENENV
 from producer_workers.gateway.agents import AgentError, FunctionAgent

@@ -19,7 +19,7 @@ import orjson
 
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.imports import import_package, is_dotted_path, load_function
-from producer_workers.datasets.openenv_resets import NOTHING_ASKED
+from producer_workers.datasets.environment_tasks import NOTHING_ASKED
 from producer_workers.gateway.agents import AgentTask
 
 REQUIREMENT = "openenv>=0.10,<0.11"

@@ -19,11 +19,7 @@ import numpy as np
 
 from buffer.errors import WireError
 from buffer.wire.rollout import RolloutState, Status
-from producer_workers.gateway.agent_rollouts import (
-    Rollouts,
-    ended_rollouts,
-    interrupted_rollouts,
-)
+from producer_workers.gateway.agent_rollouts import Rollouts, ended_rollouts, interrupted_rollouts
 from producer_workers.gateway.segment import Segment, share_prompt
 from producer_workers.gateway.session_record import SessionRecord
 

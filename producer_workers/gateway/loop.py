@@ -28,11 +28,7 @@ from producer_workers.agent_loops.single_turn import run_all
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.agent_loops.tool_parsers import tool_parser
 from producer_workers.engines.base import Engine
-from producer_workers.gateway.agent_rollouts import (
-    Rollouts,
-    ended_rollouts,
-    interrupted_rollouts,
-)
+from producer_workers.gateway.agent_rollouts import Rollouts, ended_rollouts, interrupted_rollouts
 from producer_workers.gateway.agent_sessions import AgentSessions
 from producer_workers.gateway.agents import (
     EVERY_ROLE,

@@ -32,15 +32,9 @@ from producer_workers.agent_loops.tool_parsers import ParsedTurn, ToolParser
 from producer_workers.engines.base import Engine, Generation, context_length
 from producer_workers.gateway.history import Conversation, Messages
 from producer_workers.gateway.kept_turns import TurnWriter
-from producer_workers.gateway.segment import (
-    Segment,
-    TurnEnd,
-    continued_by,
-    why_new,
-)
+from producer_workers.gateway.segment import Segment, TurnEnd, continued_by, why_new
 from producer_workers.gateway.session_record import check_storable
-from producer_workers.gateway.token_budget import TokenBudget
-from producer_workers.gateway.turn import Ask, SampledTurn, as_openai
+from producer_workers.gateway.turn import Ask, SampledTurn, TokenBudget, as_openai
 
 log = logging.getLogger("rolloutmq.worker")
 

@@ -170,6 +170,5 @@ class LiveRoom:
                 return await seat.earned
         except TimeoutError as error:
             raise GroupAbandoned(
-                f"{gid}: no reward within {self.ttl_s:g} s",
-                hint="see [gateway] session_ttl_s",
+                f"{gid}: no reward within {self.ttl_s:g} s", hint="see [gateway] session_ttl_s"
             ) from error

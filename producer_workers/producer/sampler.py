@@ -18,13 +18,7 @@ from buffer.wire.group import GATEWAY_RECORD, GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams, derived_seed
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, with_system_prompt
-from producer_workers.datasets.dataset import (
-    Dataset,
-    EncodedPrompt,
-    Problem,
-    RowPlace,
-    place_of,
-)
+from producer_workers.datasets.dataset import Dataset, EncodedPrompt, Problem, RowPlace, place_of
 from producer_workers.datasets.image_records import ImagePrompts
 
 # The origin of a prompt, which a sampler adds to `extra`.

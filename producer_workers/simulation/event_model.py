@@ -20,8 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.wire.staleness import staleness
-from producer_workers.simulation.lengths import Lengths
-from producer_workers.simulation.setting import Outcome, Setting
+from producer_workers.simulation.setting import Lengths, Outcome, Setting
 
 REDRAWN = 1 << 32
 """Added to the number of a draw whose group is retried: lengths of the same prompt, drawn again."""

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated
 
 import typer
@@ -22,7 +21,6 @@ from rolloutmq.check.contained import STAGES, run_units
 from rolloutmq.check.finding import SECTIONS, Finding, Level, failure
 from rolloutmq.check.machine import count_gpus, gpu_bytes, machine_errors
 from rolloutmq.check.memory import memory_findings
-from rolloutmq.check.pace import PROMPT, time_findings
 from rolloutmq.check.shape import Shape, context_tokens, shape_of
 from rolloutmq.command_list import command
 from rolloutmq.config.config import Config
@@ -35,8 +33,7 @@ from rolloutmq.presets import find_config
 GpuMemory = Annotated[
     str | None,
     typer.Option(
-        metavar="SIZE",
-        help="Memory of a GPU, for example 80GB.  [default: that of this machine's]",
+        metavar="SIZE", help="Memory of a GPU, for example 80GB.  [default: that of this machine's]"
     ),
 ]
 
@@ -57,8 +54,8 @@ def check(
     """Find the mistakes of a config before a GPU is used.
 
     Imports what it names, opens the data sets, shows a prompt, scores two answers with each judge,
-    tests the model's architecture, and estimates memory and time. Starts no server and no engine.
-    Exits with 1 if the run would fail.
+    tests the model's architecture, and estimates memory. Starts no server and no engine. Exits with
+    1 if the run would fail.
     """
     size = _parse_size(gpu_memory)
     screen = open_console()
@@ -89,19 +86,17 @@ def check_config(path: Path, overrides: Sequence[str], size: int | None = None) 
         with ThreadPoolExecutor(len(STAGES)) as pool:
             for stage in pool.map(lambda stage: list(run_units([stage], command)), STAGES):
                 found += stage
-        found += _estimates(config, size, found)
+        found += _estimates(config, size)
     return sorted(found, key=lambda finding: SECTIONS.index(finding.section))
 
 
-def _estimates(config: Config, size: int | None, found: Sequence[Finding]) -> Iterator[Finding]:
-    lengths = [each.tokens for each in found if each.tokens is not None]
+def _estimates(config: Config, size: int | None) -> Iterator[Finding]:
     try:
         shape = shape_of(config)
     except (ModelError, HubError):
         return  # the stage of the model reports it
     yield from context_findings(config, shape)
     yield from memory_findings(config, shape, size)
-    yield from time_findings(config, shape, count_gpus(), fmean(lengths or [PROMPT]))
 
 
 def _parse_size(text: str | None) -> int | None:

@@ -8,7 +8,6 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from buffer.errors import DatasetError, HubError, RolloutMQError
@@ -145,7 +144,7 @@ def _summary(name: str, rows: int, first: Sequence[RolloutState], note: str) -> 
     lengths = [_tokens(state) for state in first]
     sizes = f"{min(lengths):,} to {max(lengths):,}" if lengths else "no"
     what = f"task {name}: {rows:,} rows, prompts of {sizes} {note or 'tokens'}"
-    return Finding("data", "ok", what, tokens=fmean(lengths) if lengths else None)
+    return Finding("data", "ok", what)
 
 
 def _ids(state: RolloutState) -> list[int]:

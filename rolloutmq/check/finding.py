@@ -12,7 +12,7 @@ from producer_workers.hub import Repository
 
 Level = Literal["ok", "warning", "error"]
 
-SECTIONS = ("config", "machine", "functions", "model", "data", "judge", "memory", "time")
+SECTIONS = ("config", "machine", "functions", "model", "data", "judge", "memory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,6 @@ class Finding:
     what: str
     fix: str = ""
     text: str = ""  # a prompt, to be shown as it is
-    tokens: float | None = None  # mean length of a task's prompts
     exit_code: int = 1  # of a run that ends with this error
 
     def error(self) -> RolloutMQError:

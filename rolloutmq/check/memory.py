@@ -161,11 +161,7 @@ def _less(config: Config) -> str:
 
 
 def _engine(
-    config: Config,
-    kept: GpuMemory,
-    shape: Shape,
-    gpu_bytes: int | None,
-    who: str = "engine",
+    config: Config, kept: GpuMemory, shape: Shape, gpu_bytes: int | None, who: str = "engine"
 ) -> Generator[Finding, None, int]:
     """Yield the memory of an engine; return the bytes on one of its GPUs."""
     weights = kept.value_bytes * shape.parameters // kept.parts

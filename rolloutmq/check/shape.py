@@ -1,4 +1,4 @@
-"""Read from a model folder what memory and time depend on, without loading the model."""
+"""Read from a model folder what memory depends on, without loading the model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from rolloutmq.config.config import Config
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a model, in parameters. `active`: those that compute a token.
+    """Sizes of a model, in parameters.
 
     `kv_values`: numbers per token in the KV cache. `positions`: tokens that the model can read.
     """
 
     name: str
     parameters: int
-    active: int
     embedding: int
     layers: int
     width: int
@@ -84,11 +83,9 @@ def _shape(name: str, parameters: int, named: dict[str, Any]) -> Shape:
     experts = int(named.get("num_experts") or named.get("num_local_experts") or 0)
     used = int(named.get("num_experts_per_tok") or 1)
     inner = int(named.get("moe_intermediate_size") or named.get("intermediate_size") or 4 * width)
-    idle = 3 * layers * width * inner * max(0, experts - used)
     return Shape(
         name=name,
         parameters=parameters,
-        active=max(1, parameters - idle),
         embedding=vocabulary * width,
         layers=layers,
         width=width,

@@ -49,8 +49,7 @@ Examples: rolloutmq metrics            print them once
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")]
 TokenFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="File with the token that requests must send."),
+    Path | None, typer.Option(metavar="FILE", help="File with the token that requests must send.")
 ]
 
 

@@ -25,15 +25,7 @@ from buffer.redis.signing import Key, read_keys, write_keys
 from buffer.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.hang_up import stop_at_signals
-from rolloutmq.options import (
-    AsJson,
-    Output,
-    RunDir,
-    Target,
-    embedded_server,
-    newest_server,
-    on_run,
-)
+from rolloutmq.options import AsJson, Output, RunDir, Target, embedded_server, newest_server, on_run
 from rolloutmq.output import console, emit, emit_line, facts, plural, table
 
 log = logging.getLogger("rolloutmq.janitor")

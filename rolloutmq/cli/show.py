@@ -27,7 +27,7 @@ from rolloutmq.output import count, facts, known, table
 from rolloutmq.views.found_group import FoundGroup, find_group, group_parts
 
 if TYPE_CHECKING:
-    from rolloutmq.check.rejudge import Verdict
+    from rolloutmq.check.judge import Verdict
     from rolloutmq.config.config import Config
 
 
@@ -93,8 +93,7 @@ def rejudge(
     config: Annotated[
         Path | None,
         typer.Option(
-            metavar="CONFIG",
-            help="Config with the judge. Default: that of `rolloutmq run`.",
+            metavar="CONFIG", help="Config with the judge. Default: that of `rolloutmq run`."
         ),
     ] = None,
     with_pdb: Annotated[
@@ -109,7 +108,7 @@ def rejudge(
     in the sample log, or a dead letter that has kept its responses. Exits with 1 if the judge
     raises.
     """
-    from rolloutmq.check.rejudge import debug, judge_again, responses_of
+    from rolloutmq.check.judge import debug, judge_again, responses_of
 
     found = find_group(target.run, gid, target.samples)
     task = _config(target, config).tasks.get(name := split_group_id(gid)[0])

@@ -125,8 +125,12 @@ def simulate(
     from producer_workers.config.distribution import LogNormal
     from producer_workers.simulation.advice import advise
     from producer_workers.simulation.event_model import simulate as run_model
-    from producer_workers.simulation.lengths import drawn_lengths, trace_lengths
-    from producer_workers.simulation.setting import Setting, candidates
+    from producer_workers.simulation.setting import (
+        Setting,
+        candidates,
+        drawn_lengths,
+        trace_lengths,
+    )
 
     try:
         fleet = Setting(

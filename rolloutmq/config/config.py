@@ -30,10 +30,10 @@ from consumer.config.trainer import (
 from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
 from producer_workers.config.engine import EngineConfig, VllmConfig
 from producer_workers.config.gateway import GatewaySection
+from producer_workers.config.producing import JudgesSection, ProducerSection, WorkerSection
 from producer_workers.config.strategy import StrategySection
 from producer_workers.config.task import Tasks, TaskSection
 from producer_workers.config.teacher import TeacherSection
-from producer_workers.config.worker import JudgesSection, ProducerSection, WorkerSection
 from producer_workers.hub import model_repository
 from rolloutmq.config.cross_section_rules import (
     context_problems,

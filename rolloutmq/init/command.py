@@ -1,15 +1,150 @@
-"""`rolloutmq init`: write the folder of a new project."""
+"""`rolloutmq init`: write a new project: the folder of a template and parts of `shared`."""
 
 from __future__ import annotations
 
+import re
+import shutil
+from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from typing import Annotated
 
 import typer
 
+from buffer.errors import ConfigError, SandboxUnavailable
+from buffer.readable import did_you_mean
+from producer_workers.config.sandbox import BUBBLEWRAP, WEAK
+from producer_workers.hub import is_id
+from producer_workers.user_code.sandbox import check_sandbox
 from rolloutmq.check.machine import count_gpus
 from rolloutmq.command_list import command
-from rolloutmq.init.project import KINDS, TINY, Choices, write_project
+
+TEMPLATES = Path(__file__).parent / "templates"
+SHARED = TEMPLATES / "shared"
+
+# what each template is about
+KINDS = {
+    "math": "A model learns to solve word problems; a function of yours scores the last number.",
+    "code": "A model learns to write functions, scored by tests in a sandbox.",
+    "tools": "A model learns to call a function of yours between its turns.",
+    "agent": "A model learns to play a game over several turns with an environment of yours.",
+}
+
+# what each file of a template does
+FILES = {
+    "judge.py": "scores an answer",
+    "calculator.py": "the tool",
+    "game.py": "the environment, which answers the model",
+    "held_out.jsonl": "problems for the evaluation before the first step and after the last",
+}
+
+TINY = "tiny"  # the model that the run builds, with random weights
+TINY_MODEL = """
+[tiny_model]                 # without a model in [policy], the run builds one
+max_positions = 2048         # longest prompt and answer together, in tokens
+
+[warm_start]
+max_steps = 0                # its weights are random
+"""
+LONGEST = {TINY: 48}  # tokens of an answer, by model
+NO_MODEL = '# model = "Qwen/Qwen3-0.6B"'
+TINY_NOTE = """
+The run builds a small model with random weights: it shows that everything works, and learns
+nothing. For a real one set `[policy] model` to a folder or an id of the Hugging Face Hub, such as
+"Qwen/Qwen3-0.6B", and raise `max_tokens`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """The user's choices. `data`: a file, a folder or an id of the Hub; None for the sample."""
+
+    template: str
+    model: str
+    data: str | None
+    gpus: int
+
+
+def write_project(folder: Path, choices: Choices) -> list[str]:
+    """Write the project and return its file names.
+
+    Raises ConfigError for an unknown template, or a folder with files.
+    """
+    if choices.template not in KINDS:
+        raise ConfigError(
+            f"there is no template {choices.template!r}",
+            hint=f"{did_you_mean(choices.template, KINDS)}known: {', '.join(KINDS)}",
+        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder} is not empty", hint="give the path of a new folder")
+    values = _values(folder, choices)
+    template = TEMPLATES / choices.template
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in [SHARED / "judge.py", *sorted(template.iterdir())]:  # most have their own judge
+        if file.suffix == ".py":
+            _write(folder / file.name, [file], values)
+        elif file.suffix == ".jsonl":
+            shutil.copyfile(file, folder / file.name)
+    parts = [SHARED / "head.toml", template / "task.toml", _engine(choices.gpus)]
+    _write(folder / "config.toml", parts, values)
+    _write(folder / "README.md", [SHARED / "README.md"], values)
+    return sorted(path.name for path in folder.iterdir())
+
+
+def _engine(gpus: int) -> Path:
+    name = {0: "cpu", 1: "one_gpu"}.get(gpus, "gpus")
+    return SHARED / f"{name}.toml"
+
+
+def _values(folder: Path, choices: Choices) -> dict[str, object]:
+    ranks = choices.gpus // 2
+    folders = (SHARED, TEMPLATES / choices.template)
+    own = [name for name in FILES if any((each / name).exists() for each in folders)]
+    return {
+        "name": re.sub(r"[^A-Za-z0-9_.-]", "-", folder.resolve().name).lstrip("_.-")[:64] or "mine",
+        "model": NO_MODEL if choices.model == TINY else f'model = "{choices.model}"',
+        "tiny_model": TINY_MODEL if choices.model == TINY else "",
+        "max_tokens": LONGEST.get(choices.model, 1024),
+        "dataset": _dataset(choices.data),
+        "trainer_gpus": list(range(ranks)),
+        "worker_gpus": list(range(ranks, choices.gpus)),
+        "workers": choices.gpus - ranks,
+        "about": KINDS[choices.template],
+        "files": "\n".join(f"| `{name}` | {FILES[name]} |" for name in own),
+        "sandbox": _sandbox(),
+        "note": TINY_NOTE if choices.model == TINY else "",
+    }
+
+
+def _sandbox() -> str:
+    """Return the sandbox that works on this machine."""
+    try:
+        check_sandbox(BUBBLEWRAP)
+    except SandboxUnavailable:
+        return WEAK
+    return BUBBLEWRAP
+
+
+def _dataset(data: str | None) -> str:
+    """Return the lines of a [tasks.<name>.dataset]. Raises ConfigError for unknown data."""
+    if data is None:
+        return 'kind = "jsonl"\npath = "data.jsonl"'
+    path = Path(data)
+    if not path.exists() and is_id(path):
+        return f'kind = "hugging_face"\npath = "{data}"\nsplit = "train"'
+    if not path.exists():
+        raise ConfigError(f"--data {data}: there is no such file", hint="or give an id of the Hub")
+    where = f'path = "{path.resolve()}"'
+    if path.is_dir() and not any(path.glob("*.parquet")):
+        return f'kind = "hugging_face"\n{where}'
+    is_lines = path.suffix in (".jsonl", ".json")
+    return f'kind = "{"jsonl" if is_lines else "parquet"}"\n{where}'
+
+
+def _write(file: Path, parts: list[Path], values: dict[str, object]) -> None:
+    text = "".join(part.read_text(encoding="utf-8") for part in parts)
+    file.write_text(Template(text).substitute(values), encoding="utf-8")
+
 
 EPILOG = """
 \b

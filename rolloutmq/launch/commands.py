@@ -107,11 +107,7 @@ def run(
 
 
 def _detach(
-    settings: Config,
-    config: Path,
-    given: list[str],
-    redis_url: str | None,
-    flags: dict[str, bool],
+    settings: Config, config: Path, given: list[str], redis_url: str | None, flags: dict[str, bool]
 ) -> NoReturn:
     command = [str(config), *set_flags(given)]
     command += [f"--{name}" for name, is_set in flags.items() if is_set]

@@ -29,9 +29,8 @@ from rolloutmq.views.history import History
 from rolloutmq.web.access import ERRORS, Access
 from rolloutmq.web.control_routes import ControlRoutes
 from rolloutmq.web.group_routes import GroupRoutes, logged_samples
-from rolloutmq.web.log_routes import LogRoutes
 from rolloutmq.web.report import read_contents
-from rolloutmq.web.run_routes import RunRoutes
+from rolloutmq.web.run_routes import LogRoutes, RunRoutes
 from rolloutmq.web.watcher import Watcher
 
 STATIC = Path(__file__).parent / "static"

@@ -27,9 +27,9 @@ from buffer.groups.dead_letters import DeadLetter
 from buffer.run import Run
 from rolloutmq.options import require_known
 from rolloutmq.views.operator_mode import set_operator_mode
+from rolloutmq.views.run_folder import letters_by_cause
 from rolloutmq.views.setting_view import live_settings
 from rolloutmq.web.access import Access
-from rolloutmq.web.letters import letters_by_cause
 
 SEARCHED_EVENTS = 5_000  # newest events among which those of one worker are found
 SHOWN_EVENTS = 50

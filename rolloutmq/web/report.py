@@ -18,8 +18,7 @@ from consumer.grpo.reporting.sample_log import SampleLog
 from rolloutmq.presets import config_of_run
 from rolloutmq.run_owner import LaunchRecord
 from rolloutmq.versions import all_versions
-from rolloutmq.views.run_folder import RunFolder
-from rolloutmq.web.letters import letters_by_cause
+from rolloutmq.views.run_folder import RunFolder, letters_by_cause
 from rolloutmq.web.series import Mark, RunSeries
 
 SAMPLED_STEPS = 6  # steps whose samples are shown: the first, the last, and some between

@@ -1,17 +1,21 @@
-"""What browsers read of the run as a whole, and of runs beside it.
+"""What browsers read of the run as a whole, of runs beside it, and of their logs.
 
 GET /api/runs      the runs whose curves can be shown
 GET /api/stream    ?runs=a,b: server-sent events, one per second, with a snapshot of the run
                    (rolloutmq/web/watcher.py) and what was added to the curves of the named runs
 GET /api/waits     who waited for whom in the last steps: a lane for the trainer and each worker
 GET /api/steps     ?run=a&first=100&last=200: the curves of these steps in detail
+GET /api/logs      ?process=worker&level=warning&about=math-0000000042&text=…&since=…&until=…
+                   &lines=200: server-sent events; the first has the newest lines that match, later
+                   ones new lines of the processes on this machine
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,16 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from buffer.errors import ConfigError
+from buffer.readable import visible
+from rolloutmq.views.explain.log_files import (
+    FIELDS_OF_ALL,
+    LEVELS,
+    OUTPUT,
+    Entry,
+    LogFiles,
+    LogFilter,
+    filter_about,
+)
 from rolloutmq.web.access import Access, encoded, number_in
 from rolloutmq.web.series import Mark, RunSeries, run_folders
 from rolloutmq.web.watcher import Watcher
@@ -97,3 +111,79 @@ class RunRoutes:
                 hint=f"one of {', '.join(folders)}",
             )
         return self._series.setdefault(name, RunSeries(folders[name]))
+
+
+POLL_S = 0.5
+MOST_LINES = 1000
+# of a line, which then has about 10,000 characters at most
+MOST_FIELDS = 20
+LONGEST_FIELD = 200
+LONGEST_MESSAGE = 2_000
+LONGEST_TRACE = 4_000
+
+
+class LogRoutes:
+    def __init__(self, run_dir: Path | None, access: Access, is_over: Callable[[], bool]) -> None:
+        self._run_dir = run_dir
+        self._access = access
+        self._is_over = is_over
+
+    def all(self) -> list[Route]:
+        return [Route("/api/logs", self._logs)]
+
+    async def _logs(self, request: Request) -> Response:
+        self._access.to_read(request)
+        query = request.query_params
+        lines = number_in(query.get("lines") or "200", MOST_LINES)
+        if self._run_dir is None:
+            raise ConfigError(
+                "the folder of this run is not known here, nor are its logs",
+                hint="start `rolloutmq web` with --run-dir on the machine of its processes",
+            )
+        if (level := query.get("level", "")) and level not in LEVELS:
+            raise ConfigError(f"{level[:20]!r} is no level", hint=f"one of {', '.join(LEVELS)}")
+        about = await asyncio.to_thread(filter_about, self._run_dir, query.get("about", ""))
+        text, since, until = (query.get(name, "") for name in ("text", "since", "until"))
+        wanted = replace(about, level=level, text=text, since=since, until=until)
+        files = LogFiles(self._run_dir / "logs", query.get("process", ""))
+        events = self._events(request, files, wanted, lines)
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    async def _events(
+        self, request: Request, files: LogFiles, wanted: LogFilter, lines: int
+    ) -> AsyncIterator[bytes]:
+        found = await asyncio.to_thread(files.last, lines, wanted)
+        processes = [name for role in ("", OUTPUT) for name in LogFiles(files.folder, role).roles]
+        yield await asyncio.to_thread(_event, found, processes=processes, is_cut=files.is_cut)
+        while not self._is_over() and not await request.is_disconnected():
+            if found := await asyncio.to_thread(files.new, wanted):
+                yield await asyncio.to_thread(_event, found[-MOST_LINES:])
+            await asyncio.sleep(POLL_S)
+
+
+def _event(entries: list[Entry], **more: Any) -> bytes:
+    return b"data: " + encoded({"lines": [_line(entry) for entry in entries], **more}) + b"\n\n"
+
+
+def _line(entry: Entry) -> dict[str, Any]:
+    """Return a line with texts only, so that its fields can be of any kind."""
+    fields = entry.fields
+    own = [(name, value) for name, value in fields.items() if name not in FIELDS_OF_ALL]
+    return {
+        "time": entry.time[:40],
+        "process": entry.role,
+        "level": entry.level if fields else "",
+        "message": _cut(fields.get("message", entry.line), LONGEST_MESSAGE),
+        "exception": _cut(fields.get("exception", ""), LONGEST_TRACE),
+        "fields": {_cut(n, 40): _cut(value, LONGEST_FIELD) for n, value in own[:MOST_FIELDS]},
+    }
+
+
+def _cut(value: object, most: int) -> str:
+    """Return a text with visible control characters, without its middle if it is too long."""
+    # cut twice: `visible` is slow, and makes a text longer
+    return _ends(visible(_ends(str(value), most)), most)
+
+
+def _ends(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"

@@ -41,6 +41,7 @@ def test_the_limits_of_all_parts_are_listed() -> None:
     }
 
 
+@pytest.mark.slow
 def test_a_rehearsal_measures_train_steps_and_reports_them(tmp_path: Path) -> None:
     done = gpu_day("--rehearse", "train steps tiny", "--out", str(tmp_path))
     assert done.exit_code == 0, (tmp_path / "report.md").read_text(encoding="utf-8")

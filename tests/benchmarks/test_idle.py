@@ -11,8 +11,7 @@ from benchmarks.fleet_plots import draw_fleets
 from benchmarks.idle import play
 from benchmarks.server import memory_server
 from producer_workers.simulation.event_model import simulate
-from producer_workers.simulation.lengths import Lengths
-from producer_workers.simulation.setting import Interruption, Setting
+from producer_workers.simulation.setting import Interruption, Lengths, Setting
 
 SMALL = Setting(
     workers=3,
@@ -35,6 +34,7 @@ def total(lengths: Lengths, draws: int) -> int:
     return sum(sum(lengths(draw)) for draw in range(draws))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interruption", ["keep", "partial", "abort"])
 def test_pipeline_trains_the_same_draws_as_the_model(interruption: Interruption) -> None:
     setting = SMALL.model_copy(update={"interruption": interruption})

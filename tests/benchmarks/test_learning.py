@@ -46,6 +46,7 @@ class NotingController(TrainController):
         return super().fit(groups)
 
 
+@pytest.mark.slow
 def test_a_student_is_trained_on_groups_that_passed_its_teacher(tmp_path: Path) -> None:
     model = make_model(tmp_path, LITTLE)
     with EmbeddedServer(tmp_path / "server") as server:
@@ -58,6 +59,7 @@ def test_a_student_is_trained_on_groups_that_passed_its_teacher(tmp_path: Path) 
     assert distill.steps_to([0.0, 0.0, 0.5, 0.9, 0.9, 0.9, 0.9], 0.9) == 7
 
 
+@pytest.mark.slow
 def test_pipeline_at_staleness_0_is_the_loop_without_a_queue_step_by_step(tmp_path: Path) -> None:
     model = make_model(tmp_path, LITTLE)
     one, other = (NotingController(make_controller(model, SETTING).learner) for _ in range(2))
@@ -77,6 +79,7 @@ def test_pipeline_at_staleness_0_is_the_loop_without_a_queue_step_by_step(tmp_pa
     assert any(point["loss"] for point in alone)
 
 
+@pytest.mark.slow
 def test_staleness_is_its_bound_as_soon_as_there_are_so_many_steps(tmp_path: Path) -> None:
     model = make_model(tmp_path, LITTLE)
     with EmbeddedServer(tmp_path / "server") as server:
@@ -87,6 +90,7 @@ def test_staleness_is_its_bound_as_soon_as_there_are_so_many_steps(tmp_path: Pat
     assert sample_s > 0
 
 
+@pytest.mark.slow
 def test_one_limit_drops_long_answers_that_come_late_and_two_limits_train_them(
     tmp_path: Path,
 ) -> None:

@@ -29,6 +29,7 @@ def figures() -> list[Figure]:
     return list(run_suite(list(SUITE), TINY))
 
 
+@pytest.mark.slow
 def test_suite_compares_ours_with_redis_and_with_every_naive_way(figures: list[Figure]) -> None:
     for section in ("put, in memory", "take, in memory", "put, durable", "take, durable"):
         names = {figure.name for figure in figures if figure.section == section}
@@ -41,12 +42,14 @@ def test_suite_compares_ours_with_redis_and_with_every_naive_way(figures: list[F
         assert any(name.startswith("ours / ") for name in names)
 
 
+@pytest.mark.slow
 def test_suite_names_the_slowest_call_of_the_scripts_that_scaling_runs(
     figures: list[Figure],
 ) -> None:
     assert {"take_batch"} <= {figure.name for figure in figures if figure.section == "slowest call"}
 
 
+@pytest.mark.slow
 def test_report_holds_every_figure_when_it_is_written(
     figures: list[Figure], tmp_path: Path
 ) -> None:

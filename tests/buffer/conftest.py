@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 import redis
@@ -16,14 +17,21 @@ from tests.servers import Server, store_server
 
 __all__ = ["store_server"]
 
+STORES = Path(__file__).parent / "redis"
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `without` a kind of store."""
+    """Skip what is marked `without` a kind of store.
+
+    A cluster and memory run the same scripts: `make test` tries them in the room of stores alone.
+    """
     for item in items:
         kind = item.callspec.params.get("server") if hasattr(item, "callspec") else None
         for mark in item.iter_markers("without"):
             if kind in mark.args:
                 item.add_marker(pytest.mark.skip(reason=f"{kind}: {mark.kwargs['reason']}"))
+        if kind in ("cluster", "memory") and STORES not in item.path.parents:
+            item.add_marker(pytest.mark.slow)
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import redis
 
 from buffer.redis.connection.bulk_io import Command
-from buffer.redis.scripts import Arg, KeysByName, Script, TailArg, Upload, library
+from buffer.redis.scripts import Arg, KeysByName, Script, ScriptCall, TailArg, Upload, library
 from buffer.redis.store import Store
 from tests.buffer.keyspace import changed, dump
 
@@ -103,9 +103,7 @@ class FaultyStore(Store):
         reply = self.call(script, keys, args, (), tail_args)
         return reply, self.retrying("read", lambda: self.control.execute_command(*read))
 
-    def call_many(
-        self, script: str, calls: Iterable[tuple[KeysByName, Mapping[str, Arg]]]
-    ) -> list[list[Any]]:
+    def call_many(self, script: str, calls: Iterable[ScriptCall]) -> list[list[Any]]:
         if self.one_by_one:
             return [self.call(script, *call) for call in calls]
         return super().call_many(script, calls)

@@ -18,6 +18,7 @@ def test_every_kind_of_key_has_a_trial() -> None:
     assert {target.row for target in TARGETS} == set(TABLE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", ["control deleted", "ledger:<name> deleted"])
 def test_a_run_that_loses_a_key_is_made_again_while_its_workers_work(
     words: str, tmp_path: Path

@@ -47,6 +47,7 @@ def run(folder: Path, *words: str) -> str:
     return python(*words, cwd=folder, PYTHONPATH="")
 
 
+@pytest.mark.slow
 def test_each_layer_has_the_files_that_its_set_up_needs(tmp_path: Path) -> None:
     app = tmp_path / "app"
     app.mkdir()

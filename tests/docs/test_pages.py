@@ -85,6 +85,7 @@ class Reader:
         return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_your_own_data_set_judge_agent_loop_and_trainer_make_a_run(tmp_path: Path) -> None:
     build_model(tmp_path).rename(tmp_path / "model")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from buffer.redis.server.embedded import EmbeddedServer
 from tests.docs.test_pages import ROOT
 from tests.warm_process import run_to_end
@@ -17,6 +19,7 @@ def files_of_the_readme() -> dict[str, str]:
     return {name: code for code, name in blocks}
 
 
+@pytest.mark.slow
 def test_your_own_trainer_runs_as_printed(tmp_path: Path) -> None:
     for name, code in files_of_the_readme().items():
         (tmp_path / name).write_text(code, encoding="utf-8")

@@ -291,6 +291,7 @@ def test_the_loop_of_the_readme_trains_every_step_once_although_it_dies(
     assert site.run.account.fsck().clean
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("site", ["unused:train"], indirect=True)
 def test_trl_refuses_a_group_size_that_was_edited(site: Site) -> None:
     trl = pytest.importorskip("examples.trl_async_grpo", exc_type=ImportError)
@@ -305,6 +306,7 @@ def test_trl_refuses_a_group_size_that_was_edited(site: Site) -> None:
     assert not site.run.control.holder("trainer").seen_ms
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("site", ["tests.examples.trl_on_cpu:train"], indirect=True)
 def test_trl_trains_every_step_once_although_it_is_killed(site: Site) -> None:
     """It is killed after a commit, somewhere in the steps behind it, and started again."""

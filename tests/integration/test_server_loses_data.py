@@ -207,7 +207,7 @@ def site(tmp_path: Path, request: pytest.FixtureRequest) -> Site:
     return Site(tmp_path, getattr(request, "param", 0))
 
 
-@pytest.mark.parametrize("site", [1, 2], indirect=True)
+@pytest.mark.parametrize("site", [1, pytest.param(2, marks=pytest.mark.slow)], indirect=True)
 def test_nothing_is_trained_twice_whatever_part_of_its_file_the_server_loses(site: Site) -> None:
     site.life()
     reasserted = 0

@@ -19,8 +19,7 @@ from safetensors.numpy import save_file
 from buffer.weights import process_group
 from buffer.weights.process_group import ProcessGroup
 from buffer.weights.transport import Announcement
-from consumer.senders.memory_snapshot import MemorySnapshot
-from consumer.senders.tensor_server import TensorServer
+from consumer.senders.tensor_server import MemorySnapshot, TensorServer
 from producer_workers.engines.tensor_receiver import TensorReceiver
 
 LABEL = "l1:7"

@@ -1,11 +1,7 @@
-"""A producer process for tests that kill it: the real one, with a tokenizer that loads fast.
-
-usage: python -m tests.pipeline.produce URL RUN DATASET TARGET [standby]
-"""
+"""A producer process for tests that kill it: the real one, with a tokenizer that loads fast."""
 
 from __future__ import annotations
 
-import sys
 import threading
 from pathlib import Path
 
@@ -57,7 +53,3 @@ def main(url: str, name: str, dataset: str, share: str, standby: str = "") -> No
         producer.stand_by(threading.Event())
     else:
         producer.produce_loop(threading.Event(), take_over=True)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

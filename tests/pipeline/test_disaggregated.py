@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,12 @@ from buffer.limits import TaskLimits
 from consumer.handle.batch import Batch
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.producer.producer import Producer
+from tests.pipeline import produce
 from tests.pipeline.produce import make_producer
 from tests.pipeline.yard import LINEAGE, TASK, Yard
 from tests.servers import Server
+from tests.warm_process import start_program
 
-ROOT = Path(__file__).parents[2]
 SHARE = 4
 """Groups of one step."""
 
@@ -170,17 +170,8 @@ def test_a_standby_takes_over_from_a_killed_producer_and_without_one_the_trainer
 ) -> None:
     yard = make_yard(stale_threshold=1, role_timeout_ms=2_000)
     consumer = consumer_of(yard)
-    command = [
-        sys.executable,
-        "-m",
-        "tests.pipeline.produce",
-        server_of("valkey").url,
-        yard.run.name,
-        str(dataset),
-    ]
-
-    def start(*more: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([*command, str(SHARE), *more], cwd=ROOT)
+    words = (server_of("valkey").url, yard.run.name, str(dataset), str(SHARE))
+    start = partial(start_program, produce.main, *words)
 
     def trainer() -> None:
         processes = [start()]
@@ -194,7 +185,7 @@ def test_a_standby_takes_over_from_a_killed_producer_and_without_one_the_trainer
             second = yard.run.control.holder("producer")
             assert second.nonce not in ("", first.nonce)
             processes[1].kill()
-            processes[1].wait()
+            processes[1].join()
             yard.publish(2)
             consumer.producer_timeout_s = 3.0
             with pytest.raises(ProducerGone, match=f"the producer {second.nonce[:8]}… ") as gone:
@@ -208,7 +199,7 @@ def test_a_standby_takes_over_from_a_killed_producer_and_without_one_the_trainer
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
+                process.join()
 
     with caplog.at_level(logging.WARNING, "rolloutmq.consumer"):
         play(yard, trainer)
@@ -244,22 +235,14 @@ def test_a_cluster_serves_a_whole_run(
             consumer.commit(step, keep=step)
             yard.publish(step)
 
-    command = [
-        sys.executable,
-        "-m",
-        "tests.pipeline.produce",
-        server.url,
-        yard.run.name,
-        str(dataset),
-        str(SHARE),
-    ]
-    producer = subprocess.Popen(command, cwd=ROOT)
+    words = (server.url, yard.run.name, str(dataset), str(SHARE))
+    producer = start_program(produce.main, *words)
     try:
         play(yard, trainer)
     finally:
         consumer.close()
         producer.kill()
-        producer.wait()
+        producer.join()
     assert len(set(trained)) == len(trained) == STEPS * SHARE
     assert len(nodes_with_bytes) > 1
     audit = account(yard)

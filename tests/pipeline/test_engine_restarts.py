@@ -112,6 +112,7 @@ class WatchedVllm:
         return getattr(self._engine, name)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_a_prompt_that_kills_vllm_each_time_is_a_dead_letter_and_nothing_beside_it(
     make_yard: Callable[..., Yard], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -53,6 +53,7 @@ def take_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
+@pytest.mark.slow
 def test_run_stops_in_order_when_its_terminal_closes(make_site: Callable[..., Site]) -> None:
     site = make_site(steps=1000)
     master, slave = pty.openpty()
@@ -81,6 +82,7 @@ def test_run_stops_in_order_when_its_terminal_closes(make_site: Callable[..., Si
     stopped_in_order(site, started)
 
 
+@pytest.mark.slow
 def test_each_process_takes_a_hang_up_as_sigterm(make_site: Callable[..., Site]) -> None:
     site = make_site(steps=1000)
     site.server.start()
@@ -94,6 +96,7 @@ def test_each_process_takes_a_hang_up_as_sigterm(make_site: Callable[..., Site])
     assert audit.leases == 0
 
 
+@pytest.mark.slow
 def test_an_ignored_hang_up_stays_ignored(make_site: Callable[..., Site]) -> None:
     """As under nohup, and for what a run started under nohup starts."""
     site = make_site(steps=1000)

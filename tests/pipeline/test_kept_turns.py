@@ -56,6 +56,7 @@ def trained(states: list[RolloutState]) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("make_yard", ["valkey"], indirect=True)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sampled", "told"])
 def test_agents_of_killed_workers_go_on_and_each_turn_that_they_got_is_trained_once(
     make_yard: Any, kind: str, tmp_path: Path

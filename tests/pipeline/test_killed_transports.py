@@ -47,7 +47,12 @@ def is_whole(folder: Path, version: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("transport", "delta_base_every"), [("folder", 1), ("redis", 1), ("redis", 4)]
+    ("transport", "delta_base_every"),
+    [
+        pytest.param("folder", 1, marks=pytest.mark.slow),
+        pytest.param("redis", 1, marks=pytest.mark.slow),
+        ("redis", 4),
+    ],
 )
 def test_a_process_that_is_killed_in_the_middle_leaves_whole_versions_and_nothing_else(
     yard: Yard,

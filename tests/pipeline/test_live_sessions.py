@@ -189,7 +189,7 @@ def test_a_turn_that_is_kept_but_not_answered_is_answered_by_the_next_gateway(
 def test_a_reward_counts_once_and_a_session_without_one_is_dropped(
     make_gateways: Callable[..., Gateways],
 ) -> None:
-    gateways = make_gateways(ttl_s=3.0)
+    gateways = make_gateways(ttl_s=6.0)
     yard = gateways.yard
     url = gateways.start("g0")
     opened = gateways.open(url)

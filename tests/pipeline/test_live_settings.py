@@ -25,6 +25,7 @@ from producer_workers.datasets.files import JsonlDataset
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
+from rolloutmq.run_owner import Stage, read_record
 from tests.pipeline.site import Process, Site
 from tests.pipeline.yard import LONG, SLOW_S, TASK, Letters, Yard
 from tests.rolloutmq.conftest import in_process
@@ -184,6 +185,11 @@ def restarted(site: Site, launcher: Process, name: str, process: str) -> None:
     site.until(lambda: launcher.said().count(f"{name} restarted") > before, f"another {name}")
 
 
+def running(site: Site) -> bool:
+    record = read_record(site.run_dir)
+    return bool(record and record.stage is Stage.RUNNING)
+
+
 @pytest.mark.slow
 def test_what_was_set_survives_each_process_the_server_and_its_data(
     make_site: Callable[..., Site],
@@ -192,7 +198,7 @@ def test_what_was_set_survives_each_process_the_server_and_its_data(
     site = make_site(steps=6, token_s=0.05)
     person = Person(site)
     launcher = site.start("run")
-    site.until_step(1)
+    site.until(lambda: running(site), "the start")  # all six steps are still ahead
     person.command("set", "steps=400", "max_tries=7", "max_staleness=2")
     wanted = {"steps": 400, "max_tries": 7, "max_staleness": 2}
     assert person.listed() == wanted

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import shutil
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -139,8 +140,10 @@ async def test_a_trainer_learns_at_once_that_workers_refuse_its_weights(
         spoil(folder)
         consumer.publish_weights(1, str(folder), checksum)
         yard.enqueue(3)
+        while not any(worker.refusal for worker in yard.run.fleet.workers()):
+            time.sleep(0.01)
         with pytest.raises(TimeoutError, match="1 of 1 workers cannot load the weights l1:1"):
-            consumer.take_batch(1, {TASK: 3}, waiting=wait, deadline_s=3.0)
+            consumer.take_batch(1, {TASK: 3}, waiting=wait, deadline_s=1.0)
         with monkeypatch.context() as patch:
             patch.setattr(wait_rules, "REFUSAL_S", 0.5)
             with pytest.raises(WeightsRefused, match=r"model\.safetensors differs") as refused:

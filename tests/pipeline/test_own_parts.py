@@ -26,7 +26,7 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 from consumer.grpo.reporting.step_log import read_evaluations
 from rolloutmq.config.load import load_config
-from rolloutmq.init.project import TINY, Choices, write_project
+from rolloutmq.init.command import TINY, Choices, write_project
 from tests.cluster import adjacent_ports
 from tests.pipeline.site import Site
 from tests.programs import python
@@ -113,6 +113,7 @@ dataset = {{ kind = "python", factory = "my_task:problems", options = {{ most = 
     return site
 
 
+@pytest.mark.slow
 def test_parts_of_a_stranger_and_an_agent_program_train_together(site: Site) -> None:
     code, output = site.command("run")
     assert code == 0, output + site.words()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -26,11 +24,12 @@ from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import AsyncProduceStrategy
 from rolloutmq.views.explain.diagnosis import diagnose
 from rolloutmq.views.run_view import read_run_view
+from tests.pipeline import produce
 from tests.pipeline.produce import make_producer
 from tests.pipeline.yard import SLOW_S, TASK, Letters, Yard
 from tests.servers import KINDS
+from tests.warm_process import start_program
 
-ROOT = Path(__file__).parents[2]
 on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
 
 
@@ -161,24 +160,18 @@ def test_no_draw_is_skipped_or_doubled_when_producers_are_killed(
     """A process of its own each time, killed at a random moment of its work (I3)."""
     yard = make_yard()
     chance = random.Random(11)
-    share = 120
+    share = 60
     version = 0
     for _ in range(6):
         version += 1
         yard.publish(version)
         start = yard.places().get("waiting", 0)
-        command = [
-            sys.executable,
-            "-m",
-            "tests.pipeline.produce",
-            server_of("valkey").url,
-            yard.run.name,
-        ]
-        process = subprocess.Popen([*command, str(dataset), str(share)], cwd=ROOT)
+        words = (server_of("valkey").url, yard.run.name, str(dataset), str(share))
+        process = start_program(produce.main, *words)
         goal = start + chance.randrange(1, share)
         wait_until(lambda goal=goal: yard.places().get("waiting", 0) >= goal)  # type: ignore[misc]
         process.kill()
-        process.wait()
+        process.join()
     last = make_producer(yard.run, dataset, share)
     take_the_role(last, yard)
     play(last, yard)

@@ -66,6 +66,7 @@ def outcome(mixture: Mixture) -> dict[str, Any]:
     return {"lines": lines, "cursors": cursors, "weights": mixture.run.limits.newest_weights()}
 
 
+@pytest.mark.slow
 def test_the_next_producer_ends_what_one_began_that_died_at_any_call(
     make_mixture: Callable[..., Mixture], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,6 @@ def files_of(folder: Path) -> dict[str, float]:
     return {str(path): path.stat().st_mtime for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.slow
 def test_nothing_is_lost_or_trained_twice_when_a_run_is_stopped_and_each_process_is_killed(
     make_site: Callable[..., Site],
 ) -> None:

@@ -57,6 +57,7 @@ def site(make_site: Callable[..., Site], big: Path) -> Site:
     return site
 
 
+@pytest.mark.slow
 def test_killed_teachers_and_pauses_cost_no_group_and_change_no_column(
     site: Site, big: Path
 ) -> None:

@@ -14,7 +14,7 @@ from buffer.curation.rollout_line import RolloutLine, group_of, lines_of
 from buffer.errors import JudgeError
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
-from consumer.grpo.policy.packing import Packer
+from consumer.grpo.policy.micro_batch import Packer
 from consumer.handle.batch import BatchTable
 from producer_workers.judges.judge import take_columns
 from producer_workers.user_code.border import check_answer

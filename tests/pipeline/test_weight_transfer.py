@@ -27,8 +27,7 @@ from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import Announcement, PublishedWeights, TransportName
 from buffer.wire.rollout import PolicyVersion
 from consumer.senders import tensor_server
-from consumer.senders.memory_snapshot import MemorySnapshot
-from consumer.senders.tensor_server import TensorServer
+from consumer.senders.tensor_server import MemorySnapshot, TensorServer
 from consumer.senders.transfer import TransferSender, open_sender
 from producer_workers.engines.base import WeightsError
 from producer_workers.engines.tensor_receiver import TensorReceiver

@@ -57,6 +57,7 @@ def test_the_command_starts_beside_them(folder: Path) -> None:
     assert "Exit codes" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_config_finds_a_module_of_the_users_folder(folder: Path) -> None:
     (folder / "run.toml").write_text(CONFIG.format(judge="configs:score"), encoding="utf-8")
     done = python(folder, "-m", "rolloutmq.check", "data", "all", "0", "run.toml")

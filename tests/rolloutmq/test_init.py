@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rolloutmq.config.load import inspect_config
-from rolloutmq.init.project import KINDS, TINY, Choices, write_project
+from rolloutmq.init.command import KINDS, TINY, Choices, write_project
 from tests.programs import ROOT, python
 from tests.rolloutmq.conftest import Command
 
@@ -81,6 +81,7 @@ def test_a_wrong_choice_is_refused_before_anything_is_written(
     assert not (tmp_path / "mine").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_projects_pass_their_tests_and_the_check(tmp_path: Path) -> None:
     for template in KINDS:

@@ -27,8 +27,7 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
-from rolloutmq.integrations.miles import RunDataBuffer
-from rolloutmq.integrations.miles_samples import Versions, put_together, taken_apart
+from rolloutmq.integrations.miles import RunDataBuffer, Versions, put_together, taken_apart
 from tests.consumer.handle.crew import wait_until
 from tests.servers import Server
 from tests.trainers.miles_process import TRACKER, Prompts, arguments, finish

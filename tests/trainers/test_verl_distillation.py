@@ -10,11 +10,9 @@ import torch
 
 pytest.importorskip("verl")
 
-from consumer.config.distillation import DistillationConfig
-from consumer.config.learner import LossConfig
+from consumer.config.learner import DistillationConfig, LossConfig
 from consumer.grpo.learner.distillation import Distillation, top_k_kl
-from consumer.grpo.learner.importance import Samples
-from consumer.grpo.learner.losses import TokenColumns, policy_loss
+from consumer.grpo.learner.losses import Samples, TokenColumns, policy_loss
 from consumer.grpo.policy.micro_batch import MicroBatch
 
 TOKENS, WORDS = 12, 9

@@ -46,7 +46,7 @@ from rolloutmq.integrations.xtuner import (  # noqa: E402
     RunSampler,
     SyncReplayBufferConfig,
 )
-from rolloutmq.integrations.xtuner_rollouts import put_together, taken_apart  # noqa: E402
+from rolloutmq.integrations.xtuner_storage import put_together, taken_apart  # noqa: E402
 
 BATCH, MEMBERS = 3, 2
 

@@ -19,8 +19,7 @@ from consumer.config.learner import LearnerConfig, LossConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.policy.logprobs import TargetLogits
-from consumer.grpo.policy.micro_batch import MicroBatch, TrainBatch, Update
-from consumer.grpo.policy.packing import Packer
+from consumer.grpo.policy.micro_batch import MicroBatch, Packer, TrainBatch, Update
 from consumer.grpo.policy.vocabulary_projection import TokenLogprobs
 from consumer.handle.batch import BatchTable
 from consumer.handle.ranks import ALONE, Ranks

@@ -67,6 +67,8 @@ class Servers:
         run: Callable[[Any, list[Item]], list[T]],
     ) -> list[T]:
         """Call `run` once per server with the items whose keys it holds; return ordered answers."""
+        if not self.is_cluster:
+            return run(self.client(role), list(items)) if items else []
         positions: dict[Any, list[int]] = {}
         for position, key in enumerate(keys):
             positions.setdefault(self.client(role, key), []).append(position)

@@ -37,7 +37,7 @@ from buffer.wire.framing import signers
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 from consumer.config.learner import LearnerConfig
-from consumer.config.training import TrainingConfig
+from consumer.config.trainer import TrainingConfig
 from consumer.grpo.audit.audit_log import MadeGroup, add_batch
 from consumer.grpo.learner.learner import Learner
 from consumer.handle.ranks import ALONE, select_device
@@ -169,8 +169,7 @@ class KeptWeights:
         published = find_version(self._run.store, self._run.keys, kept, weights)
         if published is None:
             raise ModelError(
-                f"the weights {weights} are not kept any more",
-                hint="raise [trainer] keep_weights",
+                f"the weights {weights} are not kept any more", hint="raise [trainer] keep_weights"
             )
         folder = self._receiver.fetch(published)
         self._receiver.keep_only(folder)

@@ -132,11 +132,7 @@ class Critic:
         if norm is None:
             log.error("the gradient of the critic's step %s is not finite: skipped", self.step)
             return None
-        return {
-            "critic/loss": total,
-            "critic/abs_error": abs_error,
-            "critic/grad_norm": norm,
-        }
+        return {"critic/loss": total, "critic/abs_error": abs_error, "critic/grad_norm": norm}
 
     def state_tensors(self) -> dict[str, Tensor]:
         return capture(self.parameters, self._optimizer, self.step, self.device, PREFIX)

@@ -18,8 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from consumer.config.distillation import DistillationConfig, Outside
-from consumer.config.learner import LearnerConfig
+from consumer.config.learner import DistillationConfig, LearnerConfig, Outside
 from consumer.grpo.learner.losses import TokenColumns
 from consumer.grpo.policy.micro_batch import MicroBatch
 

@@ -28,8 +28,8 @@ from buffer.weights.safetensors_files import model_checksum
 from buffer.wire.group import RolloutGroup
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.distillation import Distillation, TeacherWeights, of_covered_tokens
-from consumer.grpo.learner.importance import Samples
 from consumer.grpo.learner.losses import (
+    Samples,
     TokenColumns,
     derived_metrics,
     load_objective,
@@ -51,9 +51,8 @@ from consumer.grpo.models.device_choices import choose_bf16
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
 from consumer.grpo.policy.lora import Adapter
 from consumer.grpo.policy.mask_reader import MaskReader
-from consumer.grpo.policy.micro_batch import MicroBatch, TrainBatch, Update
+from consumer.grpo.policy.micro_batch import MicroBatch, Packer, TrainBatch, Update
 from consumer.grpo.policy.model_checks import check_logprobs, keeps_samples_apart
-from consumer.grpo.policy.packing import Packer
 from consumer.grpo.policy.policy_loading import load_policy, vocabulary_of
 from consumer.grpo.policy.routing_replay import RoutingReplay
 from consumer.grpo.policy.vocabulary_projection import TokenLogprobs

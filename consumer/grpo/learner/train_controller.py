@@ -25,13 +25,8 @@ from torch import Tensor
 from buffer.errors import ConfigError
 from buffer.wire.group import RolloutGroup
 from consumer.config.learner import LearnerConfig
-from consumer.config.training import TrainingConfig
-from consumer.grpo.learner.advantages import (
-    ESTIMATORS,
-    estimate,
-    load_estimator,
-    per_token,
-)
+from consumer.config.trainer import TrainingConfig
+from consumer.grpo.learner.advantages import ESTIMATORS, estimate, load_estimator, per_token
 from consumer.grpo.learner.batch_filter import BatchFilter
 from consumer.grpo.learner.critic import Critic, packed_gae
 from consumer.grpo.learner.group_rewards import GroupRewards, shaped_scores

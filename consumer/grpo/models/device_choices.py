@@ -25,14 +25,7 @@ from consumer.config.learner import LearnerConfig
 from consumer.grpo.models.model_folder import check_model_folder
 from consumer.grpo.models.varlen_attention import TORCH_VARLEN
 
-ORDER = (
-    "flash_attention_3",
-    "flash_attention_2",
-    TORCH_VARLEN,
-    "sdpa",
-    "flex_attention",
-    "eager",
-)
+ORDER = ("flash_attention_3", "flash_attention_2", TORCH_VARLEN, "sdpa", "flex_attention", "eager")
 VARLEN = ORDER[:3]  # read the borders of samples (`sample_borders`); need bf16 and CUDA
 
 PACKAGES: dict[str, tuple[str, Callable[[], bool]]] = {

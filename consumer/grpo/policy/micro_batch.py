@@ -1,10 +1,11 @@
-"""Micro-batches: planned for a whole batch, built one at a time when they are used.
+"""Micro-batches: packed from the table of a batch, built one at a time when they are used.
 
 Columns have at most four bytes per token until they are on a GPU; torch needs int64 there.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from buffer.errors import ConfigError, WireError
 from buffer.wire.group import RolloutGroup
 from consumer.grpo.policy.mask_reader import MaskReader
 from consumer.grpo.policy.routing_replay import RecordedExperts
@@ -251,3 +253,94 @@ class MicroBatches:
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: type) -> NDArray[Any]:
     return np.concatenate(parts, dtype=dtype) if parts else np.empty(0, dtype)
+
+
+class Packer:
+    """Packs rollouts into micro-batches of at most `token_budget` slots.
+
+    Rows take samples first fit decreasing, and are as wide as their longest sample: without a
+    variable-length kernel, attention costs the square of a row. Invariant: every kept response
+    token is in exactly one micro-batch, with its rollout's logprob and mask.
+
+    A longer sample gets a micro-batch of its own. `share_rows`: False for a model that mixes the
+    samples of a row. `recorded`, `masks`: the readers of recorded experts and of
+    sampling masks.
+    `device`: where micro-batches are built; default: the CPU.
+    """
+
+    def __init__(
+        self,
+        token_budget: int,
+        *,
+        share_rows: bool = True,
+        recorded: RecordedExperts | None = None,
+        masks: MaskReader | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        if token_budget < 1:
+            raise ConfigError(f"token_budget is {token_budget}", hint="it must be at least 1")
+        self.token_budget = token_budget
+        self._share_rows = share_rows
+        self._recorded = recorded
+        self._masks = masks or MaskReader()
+        self._device = device or torch.device("cpu")
+
+    def pack_pad_dispatch(
+        self, table: BatchTable, *, keep: NDArray[np.bool_] | None = None
+    ) -> MicroBatches:
+        """Return the micro-batches of a batch.
+
+        `keep`: bool[S], which rollouts to pack; default: all that have a trained token. Raises
+        WireError where nothing predicts a trained token, ConfigError for prompts with images.
+        """
+        _check(table)
+        packable = table.trained > 0
+        if keep is not None:
+            packable &= keep
+        layouts = self._layouts(table.totals, np.flatnonzero(packable))
+        return MicroBatches(table, layouts, self._device, self._recorded, self._masks)
+
+    def _layouts(self, totals: Ints, chosen: Ints) -> list[Layout]:
+        """Return the layouts of the micro-batches: the longest sample that fits is next."""
+        # stable, so that the same batch gives the same micro-batches on every machine
+        order = chosen[np.argsort(-totals[chosen], kind="stable")][::-1]
+        sizes, rollouts = totals[order].tolist(), order.tolist()
+        packed: list[int] = []
+        slots: list[int] = []
+        shapes: list[tuple[int, int, int, int]] = []
+        while sizes:
+            first, rows, width = len(packed), 0, sizes[-1]
+            while sizes and (rows == 0 or (rows + 1) * width <= self.token_budget):
+                rows += 1
+                free = width
+                while sizes and sizes[0] <= free and (self._share_rows or free == width):
+                    position = bisect_right(sizes, free) - 1
+                    packed.append(rollouts.pop(position))
+                    slots.append(rows * width - free)
+                    free -= sizes.pop(position)
+            shapes.append((first, len(packed), rows, width))
+        every, starts = np.array(packed, np.int64), np.array(slots, np.int64)
+        return [
+            Layout(every[first:end], starts[first:end], rows, width)
+            for first, end, rows, width in shapes
+        ]
+
+
+def _check(table: BatchTable) -> None:
+    for group in table.groups:
+        if group.shared.multimodal:
+            raise ConfigError(
+                f"the prompt of group {group.gid} contains images: token ids alone are another "
+                "prompt",
+                hint="use a trainer of your own that reads images (trainer.loop): "
+                "consumer/README.md",
+            )
+    unprompted = np.flatnonzero((table.prompt_lengths == 0) & (table.lengths > 0))
+    masks = table.parts(table.columns("mask"), unprompted)
+    unpredicted = [n for n, mask in zip(unprompted.tolist(), masks, strict=True) if mask[0]]
+    if unpredicted:
+        gid = table.groups[table.group[unpredicted[0]]].gid
+        raise WireError(
+            f"group {gid} has no prompt ids",
+            hint="without a prompt, nothing predicts the first response token",
+        )

@@ -27,7 +27,7 @@ from rich.progress import (
 
 from buffer.errors import ConfigError
 from buffer.imports import install_command
-from consumer.config.training import TrainingConfig
+from consumer.config.trainer import TrainingConfig
 from consumer.grpo.reporting.metrics import BatchColumns
 from consumer.grpo.reporting.sample_log import Sample, SampleFile, sample_files
 

@@ -18,7 +18,7 @@ from buffer.redis.connection.retry import LogOnce
 from buffer.replay_buffer import ReplayBuffer
 from buffer.wire.group import RolloutGroup
 from buffer.wire.staleness import staleness
-from consumer.config.training import TrainingConfig
+from consumer.config.trainer import TrainingConfig
 from consumer.grpo.reporting.metric_writers import MetricWriter, choose
 from consumer.grpo.reporting.metrics import BatchColumns
 from consumer.grpo.reporting.sample_log import Sample, TokenTexts, describe_sample

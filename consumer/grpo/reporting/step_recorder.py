@@ -23,7 +23,7 @@ from buffer.manifest import Manifest
 from buffer.observers import Observer
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
-from consumer.config.training import TrainingConfig
+from consumer.config.trainer import TrainingConfig
 from consumer.grpo.reporting.metric_writers import open_writers
 from consumer.grpo.reporting.metrics import BatchColumns, staleness_metrics
 from consumer.grpo.reporting.reporter import Reporter

@@ -35,9 +35,7 @@ from producer_workers.engines.base import (
     Scores,
     WeightsError,
 )
-from producer_workers.engines.hf.routing import RoutedTokens, RoutingRecorder
-from producer_workers.engines.hf.sampling import sample
-from producer_workers.engines.hf.scoring import Scoring
+from producer_workers.engines.hf.sampling import RoutedTokens, RoutingRecorder, Scoring, sample
 from producer_workers.engines.model_folder import (
     AdapterCheck,
     Shapes,

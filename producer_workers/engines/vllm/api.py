@@ -91,7 +91,7 @@ ALWAYS = {
 }
 ON_CPU = {
     # vLLM's own binding puts every engine on the first cores.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind"
 }
 # Otherwise vLLM compiles the sampler alone at the first request, which takes 15 s.
 ON_CPU_EAGER = {"TORCH_COMPILE_DISABLE": "1"}

@@ -25,6 +25,7 @@ from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config
 from rolloutmq.launch.create_run import create_run
 from tests.servers import on_both
+from tests.thoroughness import examples
 
 pytestmark = on_both
 
@@ -227,7 +228,8 @@ class Histories(RuleBasedStateMachine):
 def test_what_was_set_holds_over_all_histories(store: Store, run_name: str) -> None:
     Histories.store, Histories.prefix = store, run_name
     run_state_machine_as_test(
-        Histories, settings=settings(max_examples=20, stateful_step_count=15, deadline=None)
+        Histories,
+        settings=settings(max_examples=examples(20), stateful_step_count=15, deadline=None),
     )
 
 

@@ -24,6 +24,7 @@ from tests.buffer.faulty_store import FaultyStore
 from tests.buffer.histories.all_moves import AllMoves
 from tests.buffer.histories.model import TASKS, TEACHERS, WORKERS
 from tests.servers import Server, start_server
+from tests.thoroughness import examples
 
 log = logging.getLogger("histories")
 EXAMPLES = int(os.environ.get("HISTORIES", "0"))
@@ -147,7 +148,7 @@ histories = st.lists(st.tuples(a_move, is_lost), min_size=70, max_size=110)
 History = list[tuple[tuple[str, dict[str, Any]], bool]]
 
 
-SHARE = {"valkey": 30, "memory": 3}
+SHARE = {"valkey": examples(32), "memory": examples(4)}
 """Examples on each kind of store. Memory runs the same scripts, more slowly; whether alike is soon
 seen.
 """
@@ -161,6 +162,7 @@ def server(
         yield server
 
 
+@pytest.mark.hypothesis
 @pytest.mark.timeout(3600 if EXAMPLES else 600)
 def test_random_histories_agree_with_the_model(server: Server) -> None:
     numbers = count(1)

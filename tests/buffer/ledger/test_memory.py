@@ -93,8 +93,8 @@ def test_fsck_of_the_bytes_holds_while_groups_move(
         lambda: scene.run.ledger.commit(scene.trainer, 1, 1),
     ]
 
-    def moving(check: RecordCheck) -> Iterator[Damage]:
-        yield from damage(check)
+    def moving(check: RecordCheck, advance: Callable[[int, int], object]) -> Iterator[Damage]:
+        yield from damage(check, advance)
         moves.pop(0)()
 
     monkeypatch.setattr(RecordCheck, "damage", moving)

@@ -56,6 +56,7 @@ def ends_well(story: Story) -> None:
         assert int(progress.get("filtered", 0)) == 0
 
 
+@pytest.mark.slow
 def test_every_key_deleted_retyped_or_renamed_leaves_a_clean_run(story: Story) -> None:
     """The whole table of keys, in every stage of a group; some of them are then trained on."""
     scene = story.scene

@@ -15,6 +15,7 @@ from buffer.query.record import RECORD_FIELDS, STAGES, GroupRecord, Moment
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import Scene
 from tests.naive_query import QUERIES, says
+from tests.thoroughness import examples
 
 NO_TIME = {name: field.attribute for name, field in FIELDS.items() if name != "time"}
 
@@ -72,7 +73,7 @@ def test_indexes_answer_what_a_scan_of_all_records_answers(
     found = every_record(scene)
     assert len(found) == scene.run.groups.count() == len(list(scene.run.groups.find()))
 
-    @settings(max_examples=60, database=None)
+    @settings(max_examples=examples(60), database=None)
     @given(QUERIES)
     def check(query: dict[str, Any]) -> None:
         query = without_time(query)

@@ -23,6 +23,7 @@ from buffer.query.language import (
 from buffer.query.record import RECORD_FIELDS, STAGES, GroupRecord, Moment
 from buffer.wire.rollout import Status
 from tests.naive_query import QUERIES, says
+from tests.thoroughness import examples
 
 FEW = st.integers(0, 5)
 FEW_OR_NONE = st.none() | FEW
@@ -64,7 +65,7 @@ def facts(record: GroupRecord) -> dict[str, Any]:
     return {name: getattr(record, field.attribute) for name, field in FIELDS.items()}
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(QUERIES, st.lists(records(), min_size=1, max_size=5))
 def test_queries_mean_what_a_naive_reading_of_them_says(
     query: dict[str, Any], found: list[GroupRecord]
@@ -77,7 +78,7 @@ def test_queries_mean_what_a_naive_reading_of_them_says(
     assert parse({"$and": [node]}) == parse({"$and": [query]})
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(QUERIES, records())
 def test_plans_are_never_too_narrow(query: dict[str, Any], record: GroupRecord) -> None:
     """What an index knows of a group excludes it only if the whole query does."""

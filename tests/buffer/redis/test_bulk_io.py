@@ -46,13 +46,17 @@ def test_columns_of_received_payloads_are_aligned(scene: Scene) -> None:
     assert [bytes(part) for part in parts] == [payload(size) for size in sizes]
 
 
+@pytest.mark.parametrize("own_pages", [False, True])
 @pytest.mark.parametrize("size", [0, 10, 10**6])
-def test_receive_finds_more_or_less_than_was_expected(scene: Scene, key: str, size: int) -> None:
+def test_receive_finds_more_or_less_than_was_expected(
+    scene: Scene, key: str, size: int, own_pages: bool
+) -> None:
     values = [payload(n) for n in (100_000, 3, 70_000)]
     scene.store.write(
         "test", [("SET", name, value) for name, value in zip(names(key, 3), values, strict=True)]
     )
-    found = scene.store.read("test", [names(key, 2), names(key, 3)[2:]], [size, size])
+    entries = [(names(key, 2), size), (names(key, 3)[2:], size)]
+    found = scene.store.read("test", entries, own_pages=own_pages)
     assert [[bytes(part or b"") for part in parts] for parts in found] == _whole(
         [values[:2], values[2:]], found
     )
@@ -68,7 +72,7 @@ def _whole(values: Sequence[Sequence[bytes]], found: Sequence[Parts]) -> list[li
 
 def test_receive_tells_which_values_are_missing(scene: Scene, key: str) -> None:
     scene.store.write("test", [("SET", names(key, 1)[0], b"here")])
-    missing, there = scene.store.read("test", [names(key, 3), names(key, 1)], [300, 4])
+    missing, there = scene.store.read("test", [(names(key, 3), 300), (names(key, 1), 4)])
     assert missing.count(None) == 2
     assert [bytes(part or b"") for part in there] == [b"here"]
 
@@ -96,8 +100,8 @@ def test_missing_chunk_is_named_and_the_next_read_works(scene: Scene) -> None:
 def test_what_is_no_value_is_told_as_the_library_tells_it(scene: Scene, key: str) -> None:
     scene.raw.rpush(key, "a list")
     with pytest.raises(RunDamaged, match="of another type"):
-        scene.store.read("payload read", [[key]], [5])
-    assert scene.store.read("payload read", [names(key, 1)], [0]) == [[None]]
+        scene.store.read("payload read", [([key], 5)])
+    assert scene.store.read("payload read", [(names(key, 1), 0)]) == [[None]]
 
 
 def test_send_raises_the_first_error_and_takes_all_answers(scene: Scene, key: str) -> None:

@@ -93,6 +93,7 @@ def test_sentinels_name_another_primary_and_nothing_answered_is_lost(watched: Wa
     until(lambda: watched.connections() == 0, "connections to the Sentinel to be closed")
 
 
+@pytest.mark.slow
 def test_a_cluster_promotes_a_replica_and_nothing_answered_is_lost(cluster: Cluster) -> None:
     store = Store(cluster.url, deadline_s=PATIENT_S)
     master = cluster.master_of("rmq:{demo}:meta")

@@ -45,6 +45,7 @@ def frozen(scene: Scene, node: Node) -> Iterator[None]:
     scene.run.store.deadline_s = 60.0
 
 
+@pytest.mark.slow
 def test_bytes_on_another_node_are_waited_for(
     cluster: Cluster, raw: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from buffer.limits import RunLimits
 from tests.buffer.faulty_store import MUTATING, FaultyStore
 from tests.buffer.scene import LIMITS, Scene
 from tests.buffer.whole_story import tell_a_whole_story
-from tests.servers import STORES, Server
+from tests.servers import KINDS, Server
 
 HINT = "sync"
 """Notes the time, each time."""
@@ -32,7 +32,9 @@ def echo(server: Server, redis_client: redis.Redis, run_name: str) -> Iterator[F
     [
         ("valkey", "drop", "staleness"),
         ("valkey", "retry", "staleness"),
-        *[(kind, "retry", "length_fair") for kind in STORES],
+        *[(kind, "retry", "length_fair") for kind in KINDS],
+        pytest.param("cluster", "retry", "length_fair", marks=pytest.mark.slow),
+        pytest.param("memory", "retry", "length_fair", marks=pytest.mark.slow),
     ],
     indirect=["server"],
 )

@@ -20,7 +20,7 @@ from tests.buffer.whole_story import tell_a_whole_story
 from tests.servers import start_server
 
 
-@pytest.fixture(scope="module", params=["valkey", "redis"])
+@pytest.fixture(scope="module", params=["valkey", pytest.param("redis", marks=pytest.mark.slow)])
 def hostile(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[HostileStore]:

@@ -29,6 +29,7 @@ from buffer.wire.rollout import MediaRef, RolloutState, Status, ToolCall, Versio
 from buffer.wire.sampling import SampleParams, StructuredOutput
 from buffer.wire.teacher_columns import with_teacher
 from tests.fuzz.promise import keep, plain
+from tests.thoroughness import examples
 
 ROOT = Path(__file__).parents[3]
 
@@ -235,7 +236,7 @@ def test_a_large_head_and_entries_in_another_order_are_read_the_same() -> None:
         ]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(groups())
 def test_group_survives_the_wire(group: RolloutGroup) -> None:
     data = group_bytes.encode(group)
@@ -752,7 +753,7 @@ ODD: tuple[Any, ...] = ([[]], [0, {"extra": {}}], [16, 2], [0, 2**40], b"", "sto
 ANYTHING = JSON | st.binary(max_size=40) | st.floats() | st.sampled_from(ODD)
 
 
-@settings(max_examples=250)
+@settings(max_examples=examples(250))
 @given(st.data())
 def test_documents_with_anything_anywhere_never_do_worse_than_a_wire_error(
     data: st.DataObject,

@@ -60,6 +60,7 @@ class Lives:
             torch.testing.assert_close(weights[key], tensor, rtol=1e-3, atol=5e-4)
 
 
+@pytest.mark.slow
 def test_ranks_train_as_one_does_and_resume_in_other_numbers(
     model_dir: Path, tmp_path: Path
 ) -> None:
@@ -118,6 +119,7 @@ def build_mixture(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_is_published_under_the_names_that_it_was_loaded_from(
     tmp_path: Path,
 ) -> None:
@@ -146,6 +148,7 @@ def test_a_mixture_of_experts_is_published_under_the_names_that_it_was_loaded_fr
 LORA = {"lora": {"rank": 4}, "learning_rate": 1e-2}
 
 
+@pytest.mark.slow
 def test_adapter_and_critic_train_on_two_ranks_as_on_one(model_dir: Path, tmp_path: Path) -> None:
     both: dict[str, Any] = {"model": model_dir, "has_critic": True}
     rounded = LORA | {"bf16": True}
@@ -245,7 +248,10 @@ def test_the_reference_trainer_ends_all_ranks_when_a_group_of_one_changes_in_mem
     assert run.control.state().weights.version < changed_share.STEP
 
 
-@pytest.mark.parametrize(("seed", "lives", "ranks"), [(4, 4, "1"), (22, 5, "2,4,1,2")])
+@pytest.mark.parametrize(
+    ("seed", "lives", "ranks"),
+    [(4, 4, "1"), pytest.param(22, 5, "2,4,1,2", marks=pytest.mark.slow)],
+)
 def test_weights_are_those_of_the_surviving_batches_whatever_killed_the_trainer(
     model_dir: Path, tmp_path: Path, seed: int, lives: int, ranks: str
 ) -> None:

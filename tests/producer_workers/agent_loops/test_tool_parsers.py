@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from producer_workers.agent_loops.tool_parsers import HermesParser
+from tests.thoroughness import examples
 
 PARSER = HermesParser()
 CALL = '<tool_call>{"name": "rm", "arguments": {}}</tool_call>'
@@ -82,7 +83,7 @@ def written(tokenizer: Any, calls: list[tuple[str, Any]], content: str = "") -> 
     return str(tokenizer.apply_chat_template([turn], chat_template=TEMPLATE, tokenize=False))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(calls=CALLS, thoughts=CALLS, prose=PROSE, thinks=st.sampled_from(["", "<think>", "open"]))
 def test_what_a_template_writes_is_read_whatever_its_texts_say(
     tokenizer: Any, calls: Any, thoughts: Any, prose: str, thinks: str

@@ -25,11 +25,13 @@ from producer_workers.config.dataset import (
     ParquetSection,
     PythonSection,
 )
-from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.open import open_dataset, open_here
 from producer_workers.datasets.records import RecordsDataset, load_to_problem
 from producer_workers.datasets.stream import StreamDataset
 from producer_workers.producer.sampler import Sampler
+from tests.producer_workers.datasets import forms
+from tests.producer_workers.datasets.forms import to_problem
+from tests.thoroughness import examples
 
 ROWS = 10
 HERE = "tests.producer_workers.datasets.test_datasets"
@@ -37,16 +39,6 @@ HERE = "tests.producer_workers.datasets.test_datasets"
 
 def record(number: int) -> dict[str, Any]:
     return {"question": f"q{number}", "answer": str(number), "level": number}
-
-
-def from_other_form(row: dict[str, Any]) -> dict[str, Any]:
-    return {"question": row["problem"], "answer": row["solution"]}
-
-
-def to_problem(row: Any) -> Problem:
-    return Problem(
-        messages=[{"role": "user", "content": row["question"]}], ground_truth=row["answer"]
-    )
 
 
 class MapStyle(Dataset[dict[str, Any]]):
@@ -135,9 +127,9 @@ def test_record_function_makes_problems_of_another_form(tmp_path: Path) -> None:
     parquet.write_table(pa.Table.from_pylist([{"problem": "1+1", "solution": "2"}]), path)
     with pytest.raises(DatasetError, match=r"row 0: there is no prompt"):
         open_dataset(ParquetSection(kind="parquet", path=path), tmp_path)
-    section = ParquetSection(kind="parquet", path=path, record=f"{HERE}:from_other_form")
+    section = ParquetSection(kind="parquet", path=path, record=f"{forms.__name__}:from_other_form")
     assert open_dataset(section, tmp_path).row(0).ground_truth == "2"
-    wrong = ParquetSection(kind="parquet", path=path, record=f"{HERE}:to_problem")
+    wrong = ParquetSection(kind="parquet", path=path, record=f"{forms.__name__}:to_problem")
     with pytest.raises(DatasetError, match="row 0: KeyError: 'question'"):
         open_dataset(wrong, tmp_path)
 
@@ -158,7 +150,7 @@ def test_hugging_face_folder_is_read_by_split(tmp_path: Path) -> None:
 
 # torch warns of more processes than cores
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_loader_gives_each_draw_the_same_prompt_after_a_restart(
     tmp_path: Path, tokenizer: Any, workers: int
 ) -> None:
@@ -199,7 +191,7 @@ def drawn(sampler: Sampler, draw: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("kind", "shuffle"), [("rows", True), ("rows", False), ("loader", False), ("stream", False)]
 )
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(producers=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=8))
 def test_draws_are_those_of_an_undisturbed_run_wherever_producers_die(
     tmp_path_factory: pytest.TempPathFactory,

@@ -46,6 +46,7 @@ class AdapterContract:
 
     takes_whole_weights = False
 
+    @pytest.mark.slow
     def test_adapters_take_each_others_place_while_tokens_flow(
         self, engine: Engine, run: Run[Any], folders: Folders, adapters: list[Path]
     ) -> None:

@@ -17,8 +17,7 @@ import pytest
 
 from buffer.weights.transport import Announcement
 from buffer.wire.rollout import PolicyVersion
-from consumer.senders.memory_snapshot import MemorySnapshot
-from consumer.senders.tensor_server import TensorServer
+from consumer.senders.tensor_server import MemorySnapshot, TensorServer
 from producer_workers.config.distribution import Fixed
 from producer_workers.config.engine import HttpConfig, SimulatedConfig, VllmConfig
 from producer_workers.engines import build_engine

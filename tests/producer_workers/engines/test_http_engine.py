@@ -39,7 +39,7 @@ from tests.producer_workers.engines.conformance import (
 )
 from tests.producer_workers.engines.conftest import FIRST, Folders, Run
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.fixture

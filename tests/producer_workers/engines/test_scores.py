@@ -48,6 +48,7 @@ def http_scorer(run: Run[None], folders: Folders) -> Iterator[Engine]:
         run(engine.shutdown())
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 class TestVllm(ModelScoreContract):
     @pytest.fixture
@@ -55,6 +56,7 @@ class TestVllm(ModelScoreContract):
         return vllm_scorer
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 class TestHttp(ModelScoreContract):
     @pytest.fixture

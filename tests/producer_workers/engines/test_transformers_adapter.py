@@ -37,6 +37,7 @@ def policy() -> dict[str, Any]:
     return FOLDER
 
 
+@pytest.mark.slow
 class TestTransformers(AdapterContract):
     """It tells adapters from whole weights by their folder."""
 

@@ -44,6 +44,7 @@ def engine(run: Run[None], folders: Folders) -> Iterator[Engine]:
     run(engine.shutdown())
 
 
+@pytest.mark.slow
 class TestTransformers(ModelContract):
     """The contract."""
 

@@ -41,7 +41,7 @@ from tests.producer_workers.engines.tiny_vision_model import (
 )
 from tests.servers import Server
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 GID = "see-0000000001"
 PICTURES = [picture(1, 56, 28), picture(2, 60, 100)]

@@ -27,7 +27,7 @@ from tests.producer_workers.engines.conformance import (
 from tests.producer_workers.engines.conftest import CPU_ENGINE, Run, running
 from tests.producer_workers.engines.tiny_model import reference_logprobs, write_tiny_model
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

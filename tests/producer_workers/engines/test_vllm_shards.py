@@ -1,7 +1,7 @@
 """Test vLLM in several processes: each loads its part of new weights, all or none.
 
 One that hangs ends the engine. With a pair of tensor-parallel shards, what each shard takes part
-in belongs to `make test`; the rest of the contract, and the other sizes, to `make test-modes`.
+in belongs to `make test-slow`; the rest of the contract, and the other sizes, to `make test-modes`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from tests.producer_workers.engines.conftest import (
     running,
 )
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 SIZES = [
     pytest.param({"tensor_parallel_size": 2}, id="tensor-2"),
     pytest.param({"pipeline_parallel_size": 2}, id="pipeline-2", marks=pytest.mark.modes),

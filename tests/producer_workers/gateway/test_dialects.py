@@ -23,6 +23,7 @@ from producer_workers.gateway.agents import AgentTask
 from producer_workers.gateway.reply import Reply
 from tests.producer_workers.gateway.test_gateway_endpoint import Desk, at_desk
 from tests.producer_workers.recorder import Recorder, loop_of, questions, run
+from tests.thoroughness import examples
 
 anthropic: Any = pytest.importorskip("anthropic")
 
@@ -654,7 +655,9 @@ FIELDS = [
 
 
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     st.lists(

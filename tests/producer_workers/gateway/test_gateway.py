@@ -167,6 +167,7 @@ def test_what_an_agent_read_somewhere_begins_no_turn(chat: Any) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_program_runs_unchanged_through_a_whole_run(chat: Any, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(PROGRAM, encoding="utf-8")
     engine = Recorder(chat)

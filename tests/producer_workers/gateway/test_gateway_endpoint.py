@@ -33,7 +33,7 @@ from producer_workers.gateway.agent_sessions import AgentSessions
 from producer_workers.gateway.agents import AgentTask
 from producer_workers.gateway.server import Gateway
 from producer_workers.gateway.session import Session
-from producer_workers.gateway.token_budget import TokenBudget
+from producer_workers.gateway.turn import TokenBudget
 from producer_workers.judges.judge import Judge
 from tests.producer_workers.recorder import Recorder, loop_of, questions
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import anthropic
 import openai
 import pytest
 from hypothesis import given, settings
@@ -34,6 +33,7 @@ from producer_workers.gateway.session import Session
 from rolloutmq.config.load import load_config
 from tests.cluster import adjacent_ports
 from tests.producer_workers.recorder import Recorder, loop_of, questions, run
+from tests.thoroughness import examples
 from tests.tls import Authority
 
 USER: list[Any] = [{"role": "user", "content": "x"}]
@@ -143,7 +143,7 @@ def raw(request: Request) -> bytes:
 
 
 @given(st.lists(REQUESTS, min_size=1, max_size=5))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_nobody_without_a_key_is_told_anything(requests: list[Request]) -> None:
     class Closed(Session):
         def __init__(self) -> None:
@@ -260,6 +260,8 @@ def test_many_connections_of_strangers_leave_room_for_agents(chat: Any) -> None:
 def test_too_many_requests_are_put_off_and_clients_ask_again(
     chat: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import anthropic  # here: it takes seconds, which each process of the tests would spend
+
     monkeypatch.setattr(guests, "MOST_AT_ONCE", 2)
     engine = Recorder(chat)
 
@@ -310,6 +312,8 @@ async def said_to_openai(url: str, key: str, **client: Any) -> str:
 def test_clients_of_both_vendors_ask_over_tls(
     chat: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import anthropic
+
     authority = Authority(tmp_path / "tls")
     authority.issue("server")
     files = {

@@ -21,6 +21,7 @@ from producer_workers.gateway.dialects.openai_chat import ChatRequest
 from tests.producer_workers.agents import PROGRAM, ask
 from tests.producer_workers.gateway.test_gateway_endpoint import USER, Desk, at_desk
 from tests.producer_workers.recorder import Recorder, loop_of, questions
+from tests.thoroughness import examples
 
 HALVES = st.characters(categories=["Cs"])
 CUT = st.text(st.one_of(st.sampled_from('a"\\/🙂'), HALVES), max_size=8)
@@ -40,7 +41,7 @@ def thinker(chat: Any) -> Any:
     return made
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CUT)
 def test_half_a_character_is_replaced_and_the_rest_is_read(chat: Any, text: str) -> None:
     whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

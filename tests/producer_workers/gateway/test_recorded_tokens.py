@@ -25,6 +25,7 @@ from producer_workers.gateway.segment import Segment
 from producer_workers.worker.turn_keeper import TurnKeeper
 from tests.producer_workers.agents import TOOL
 from tests.producer_workers.recorder import Recorder, loop_of, questions, run
+from tests.thoroughness import examples
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"b": {"x": [1.0, "é"]}, "a": 2}}\n</tool_call>'
 PIECES = ["", " ", "yes", "a\n", "<think>", "</think>", "<think>\nhm\n</think>\n\n", "[THINK]"]
@@ -188,7 +189,7 @@ async def play(task: AgentTask, steps: Any, answers: list[str]) -> None:
 
 
 @settings(
-    max_examples=25,
+    max_examples=examples(25),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

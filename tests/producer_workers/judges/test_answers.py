@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from producer_workers.judges.answers import spans
 from producer_workers.judges.built_in import final_number, gsm8k, math_verify
 from producer_workers.judges.expressions import expression_of
+from tests.thoroughness import examples
 
 FORMS = [
     orjson.loads(line)
@@ -119,7 +120,7 @@ def solution(value: Fraction) -> str:
 TRUTHS = st.sampled_from([grouped, str, latex_fraction, solution])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(VALUES, VALUES, st.sampled_from(sorted(STYLES)), st.sampled_from(SENTENCES), TRUTHS)
 def test_a_number_is_right_in_any_style_and_no_other_number_is(
     value: Fraction, other: Fraction, style: str, sentence: str, truth: Callable[[Fraction], str]
@@ -144,7 +145,7 @@ OPEN = [
 ]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(0, 10**7), st.integers(0, 10**7), st.sampled_from(OPEN))
 def test_two_numbers_are_no_answer(one: int, other: int, sentence: str) -> None:
     assume(one != other)
@@ -174,7 +175,7 @@ def test_a_long_hostile_text_is_read_in_linear_time(unit: str) -> None:
             expression_of(span)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.one_of(st.sampled_from(UNITS), st.text(max_size=3)), max_size=40).map("".join))
 def test_any_text_is_read_without_an_exception(text: str) -> None:
     final_number(text)

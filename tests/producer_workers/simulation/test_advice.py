@@ -9,8 +9,13 @@ import pytest
 
 from buffer.errors import DatasetError
 from producer_workers.simulation.advice import Simulated, advise, as_config
-from producer_workers.simulation.lengths import picked_lengths, read_trace
-from producer_workers.simulation.setting import Outcome, Setting, candidates
+from producer_workers.simulation.setting import (
+    Outcome,
+    Setting,
+    candidates,
+    picked_lengths,
+    read_trace,
+)
 
 FLEET = Setting(
     workers=4,

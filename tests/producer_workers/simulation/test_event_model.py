@@ -6,8 +6,7 @@ import pytest
 
 from producer_workers.config.distribution import LogNormal
 from producer_workers.simulation.event_model import REDRAWN, simulate
-from producer_workers.simulation.lengths import drawn_lengths
-from producer_workers.simulation.setting import Setting
+from producer_workers.simulation.setting import Setting, drawn_lengths
 
 
 def setting(**changes: object) -> Setting:

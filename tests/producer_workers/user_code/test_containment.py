@@ -151,13 +151,18 @@ KINDS: dict[str, Any] = {
     "go_on": deciding,
     "weights": deciding,
 }
+WAYS = {"judge", "agent_later", "order"}
+"""Waited for in a loop, alone, and in a thread: the others are slow."""
 ANY_RESULT = {"tool", "tool_later", "go_on"}
 """What they return is made a text, or a yes or no, whatever it is."""
 HARMLESS = {("keep", "odd"), ("weights", "nan")}
 """A number that is true; and a weight that the settings refuse, by its name."""
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in WAYS else pytest.param(name, marks=pytest.mark.slow) for name in KINDS],
+)
 async def test_whatever_a_function_does_fails_its_call_alone_and_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,8 +23,11 @@ def asked(deed: str) -> ToolCall:
     return ToolCall(id="0", name="tool", arguments={"deed": deed})
 
 
-@pytest.mark.parametrize("hung", [16, 40])
-@pytest.mark.parametrize("tool", [f"{MINE}:tool", deeds.tool], ids=["named", "given"])
+@pytest.mark.parametrize("hung", [16, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "tool",
+    [pytest.param(f"{MINE}:tool", id="named", marks=pytest.mark.slow), deeds.tool],
+)
 def test_a_call_after_any_number_of_hung_ones_is_answered(tool: Any, hung: int) -> None:
     async def scene() -> tuple[set[str], list[str]]:
         toolbox = Toolbox([tool], call_timeout_s=LIMIT_S)

@@ -13,6 +13,7 @@ from producer_workers.worker.claims import (
     AdaptiveConcurrency,
     FailureBackoff,
 )
+from tests.thoroughness import examples
 
 
 class Fleet:
@@ -34,7 +35,7 @@ class Fleet:
         return load
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(
     places=st.integers(8, 600),
     k=st.integers(1, 8),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -20,7 +19,6 @@ from rolloutmq.check.command import config_findings, context_findings, machine_f
 from rolloutmq.check.contained import STAGES, run_units, units_of
 from rolloutmq.check.finding import Finding
 from rolloutmq.check.memory import trainer_parts
-from rolloutmq.check.pace import time_findings
 from rolloutmq.check.shape import shape_of
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import inspect_config
@@ -241,6 +239,7 @@ def errors(*overrides: str, section: str) -> list[Finding]:
     return [each for each in every if each.section == section and each.level == "error"]
 
 
+@pytest.mark.slow
 def test_all_mistakes_of_all_sections_are_found_at_once(project: Path, command: Command) -> None:
     """Also behind code that ends the process which imports it, and in a config with mistakes."""
     (project / "ends.py").write_text("import os\nos._exit(4)", encoding="utf-8")
@@ -324,11 +323,3 @@ def test_a_template_that_drops_the_text_of_the_user_is_found(
         if each.level == "error"
     ]
     assert len(errors) == drops
-
-
-@pytest.mark.parametrize("kind", ["simulated", "vllm"])
-def test_the_estimate_of_time_uses_the_configured_lengths(project: Path, kind: str) -> None:
-    config = config_of(f"engine={{kind='{kind}'}}", "tasks.sums.sample={max_tokens=16}")
-    (estimate,) = time_findings(config, shape_of(config), 1)
-    (tokens,) = re.findall(r"responses of ([\d,]+) tokens", estimate.fix)
-    assert 1 <= int(tokens) <= 16

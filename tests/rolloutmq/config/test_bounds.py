@@ -18,6 +18,7 @@ from buffer.errors import ConfigError
 from buffer.limits import RunLimits, TaskLimits
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import inspect_config, load_config, validate_config
+from tests.thoroughness import examples
 
 WHOLE = """
 [run]
@@ -200,7 +201,7 @@ MISTAKES = {
 
 
 @given(st.sets(st.sampled_from(sorted(MISTAKES)), min_size=2, max_size=4))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_all_mistakes_are_reported_at_once(mistakes: set[str]) -> None:
     tree = tomllib.loads(WHOLE)
     for mistake in mistakes:
@@ -253,7 +254,7 @@ def key_paths() -> list[tuple[str, ...]]:
 
 
 @given(st.lists(st.tuples(st.sampled_from(key_paths()), ANYTHING), min_size=1, max_size=3))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_no_value_of_any_key_ends_in_a_traceback(
     changes: list[tuple[tuple[str, ...], Any]],
 ) -> None:

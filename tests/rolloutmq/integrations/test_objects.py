@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from buffer.errors import WireError
 from rolloutmq.integrations import plain_values
-from rolloutmq.integrations.objects import Kinds, apart, models_of, together
+from rolloutmq.integrations.plain_values import Kinds, apart, models_of, together
 
 
 class Color(Enum):

@@ -56,6 +56,7 @@ def push(hub: FakeHub, models: Path, seed: int) -> str:
     return hub.push_folder("qwen/tiny", model)
 
 
+@pytest.mark.slow
 def test_a_run_from_the_hub(tmp_path: Path) -> None:
     (tmp_path / "far.toml").write_text(CONFIG, encoding="utf-8")
     with fake_hub() as hub, EmbeddedServer(tmp_path / "server") as server:

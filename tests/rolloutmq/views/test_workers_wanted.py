@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolloutmq.views.metrics.workers_wanted import Observation, WorkersWanted
+from rolloutmq.views.metrics.prometheus import Observation, WorkersWanted
+from tests.thoroughness import examples
 
 
 @dataclass
@@ -54,7 +55,7 @@ class Fleet:
         return Observation(self.now_s, "t", self.waited_s, busy_s / seconds, self.workers)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(
     step_s=st.sampled_from([20.0, 60.0, 120.0]),
     ideal=st.floats(1.5, 60),

@@ -118,6 +118,7 @@ def test_curves_grow_with_the_trainers_log_and_follow_a_restart(
     until(chromium, "own/metric")
 
 
+@pytest.mark.slow
 def test_several_runs_are_overlaid_smoothed_and_hidden(
     chromium: Chrome, address: str, steps: Path, shots: Path
 ) -> None:
@@ -147,6 +148,7 @@ def test_several_runs_are_overlaid_smoothed_and_hidden(
     chromium.save_screenshot(str(shots / "compare.png"))
 
 
+@pytest.mark.slow
 def test_a_drag_zooms_all_charts_and_a_button_shows_all_again(
     chromium: Chrome, address: str, steps: Path
 ) -> None:
@@ -203,6 +205,7 @@ def controls(chromium: Chrome) -> list[tuple[str, str]]:
     ]
 
 
+@pytest.mark.slow
 def test_no_view_makes_the_browser_complain_and_all_controls_have_names(
     chromium: Chrome, address: str, steps: Path
 ) -> None:
@@ -218,6 +221,7 @@ def test_no_view_makes_the_browser_complain_and_all_controls_have_names(
         assert errors(chromium) == [], view
 
 
+@pytest.mark.slow
 def test_what_is_focused_and_open_stays_while_numbers_change(
     chromium: Chrome, address: str, steps: Path, scene: Scene
 ) -> None:

@@ -6,6 +6,7 @@ import http.client
 import time
 from urllib.parse import urlsplit
 
+import pytest
 from selenium.common.exceptions import StaleElementReferenceException
 from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
@@ -120,6 +121,7 @@ def test_dead_letters_are_grouped_by_cause_and_moved_together(
     assert scene.run.record("math-0000000005") == {}
 
 
+@pytest.mark.slow
 def test_without_the_token_or_read_only_nothing_can_be_done(
     chromium: Chrome, address: str, scene: Scene, server: EmbeddedServer
 ) -> None:

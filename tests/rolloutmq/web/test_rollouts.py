@@ -47,6 +47,7 @@ def press(chromium: Chrome, *keys: str) -> None:
         ActionChains(chromium).send_keys(key).perform()
 
 
+@pytest.mark.slow
 def test_a_form_builds_the_query_that_it_shows(
     chromium: Chrome, address: str, scene: Scene
 ) -> None:
@@ -84,6 +85,7 @@ def test_a_form_builds_the_query_that_it_shows(
     until(chromium, "What is 1 + 1?")
 
 
+@pytest.mark.slow
 def test_a_freed_step_is_read_with_keys_alone(
     chromium: Chrome, address: str, scene: Scene, folder: Path, shots: Path
 ) -> None:
@@ -118,6 +120,7 @@ def test_a_freed_step_is_read_with_keys_alone(
     until(chromium, "It was worst.")
 
 
+@pytest.mark.slow
 def test_groups_by_outcome_and_their_neighbours_by_key(
     chromium: Chrome, address: str, scene: Scene, folder: Path
 ) -> None:
@@ -168,6 +171,7 @@ HOSTILE = [
 LIVING = "return document.querySelectorAll(\"main :is(img, script, iframe, style, svg, [onerror], [src], [style], a:not([href^='#']))\").length"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["\n\n".join(HOSTILE), "<b>huge</b> " * 200_000], ids=["odd", "huge"]
 )

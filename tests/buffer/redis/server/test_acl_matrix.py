@@ -190,6 +190,7 @@ class MatrixStore(FaultyStore):
         return has_changed and not is_denied
 
 
+@pytest.mark.slow
 def test_every_script_changes_a_run_for_no_role_but_the_declared(
     own_server: Server, raw: Any, run_name: str, tmp_path: Path
 ) -> None:

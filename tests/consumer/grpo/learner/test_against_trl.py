@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from consumer.config.distillation import Outside
-from consumer.config.learner import LossConfig
+from consumer.config.learner import LossConfig, Outside
 from consumer.grpo.learner.advantages import dr_grpo_advantages, grpo_advantages
 from consumer.grpo.learner.distillation import top_k_kl
-from consumer.grpo.learner.importance import Samples
-from consumer.grpo.learner.losses import TokenColumns, policy_loss, token_weights
+from consumer.grpo.learner.losses import Samples, TokenColumns, policy_loss, token_weights
 from consumer.grpo.models.model_folder import load_model, load_tokenizer
 from tests.consumer.grpo.models.tiny import build_model
 

@@ -13,13 +13,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from buffer.wire.group import RolloutGroup
-from consumer.config.distillation import DistillationConfig
-from consumer.config.learner import LearnerConfig, LossConfig
+from consumer.config.learner import DistillationConfig, LearnerConfig, LossConfig
 from consumer.grpo.learner.batch_filter import BatchFilter
 from consumer.grpo.learner.distillation import Distillation
-from consumer.grpo.learner.importance import Samples
 from consumer.grpo.learner.learner import Learner
-from consumer.grpo.learner.losses import TokenColumns, policy_loss
+from consumer.grpo.learner.losses import Samples, TokenColumns, policy_loss
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.policy.micro_batch import MicroBatch
 from tests.consumer.grpo.models.tiny import build_model, make_group, taught

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from consumer.config.learner import KlKind, LossConfig
-from consumer.grpo.learner.importance import Samples, correct
 from consumer.grpo.learner.losses import (
+    Samples,
     TokenColumns,
+    correct,
     derived_metrics,
     kl_estimate,
     policy_loss,

@@ -21,7 +21,7 @@ from consumer.grpo.learner.critic import Critic, packed_gae, value_loss
 from consumer.grpo.learner.group_rewards import GroupRewards
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController, read_columns
-from consumer.grpo.policy.packing import Packer
+from consumer.grpo.policy.micro_batch import Packer
 from consumer.grpo.reporting.metrics import BatchColumns
 from consumer.handle.batch import BatchTable
 from tests.consumer.grpo.learner import own_objective

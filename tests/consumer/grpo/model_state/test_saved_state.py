@@ -14,6 +14,7 @@ from buffer.errors import ModelError, RolloutMQError
 from consumer.grpo.model_state.saved_state import Rows, SavedState, write_state
 from consumer.grpo.model_state.state_files import check_state
 from consumer.handle.ranks import Ranks
+from tests.thoroughness import examples
 
 SHAPES = {"a": (7, 3), "b": (1,), "c": (16, 2, 2), "e": (3,)}
 
@@ -46,7 +47,7 @@ def write(folder: Path, size: int, sharded: frozenset[str]) -> dict[str, torch.T
     return whole
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(30), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     writers=st.integers(1, 5),
     readers=st.integers(1, 5),

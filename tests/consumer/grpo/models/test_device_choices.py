@@ -31,8 +31,8 @@ from consumer.grpo.models.device_choices import ModelOnDevice, choose_attention
 from consumer.grpo.models.model_folder import load_model
 from consumer.grpo.models.varlen_attention import TORCH_VARLEN
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
+from consumer.grpo.policy.micro_batch import Packer
 from consumer.grpo.policy.model_checks import keeps_samples_apart
-from consumer.grpo.policy.packing import Packer
 from consumer.handle.batch import BatchTable
 from tests.consumer.grpo.models.tiny import make_group
 

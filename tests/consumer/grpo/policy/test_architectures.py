@@ -15,8 +15,8 @@ from buffer.errors import ModelError
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
+from consumer.grpo.policy.micro_batch import Packer
 from consumer.grpo.policy.model_checks import check_logprobs, keeps_samples_apart
-from consumer.grpo.policy.packing import Packer
 from consumer.handle.batch import BatchTable
 from tests.consumer.grpo.models.tiny import make_group
 

@@ -19,11 +19,11 @@ from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.models.model_folder import load_model
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
-from consumer.grpo.policy.micro_batch import MicroBatch
+from consumer.grpo.policy.micro_batch import MicroBatch, Packer
 from consumer.grpo.policy.model_checks import keeps_samples_apart
-from consumer.grpo.policy.packing import Packer
 from consumer.handle.batch import BatchTable
 from tests.consumer.grpo.models.tiny import build_model, make_group
+from tests.thoroughness import examples
 
 SHAPES = st.lists(
     st.tuples(st.integers(1, 9), st.lists(st.integers(0, 12), min_size=1, max_size=5)),
@@ -137,7 +137,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> TargetLogits:
     return TargetLogits(load_model(build_model(tmp_path_factory.mktemp("model"))).eval())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(shapes=SHAPES, budget=st.integers(20, 200), data=st.data())
 def test_another_sample_changes_nothing_wherever_it_was_packed(
     policy: TargetLogits, shapes: list[tuple[int, list[int]]], budget: int, data: st.DataObject
@@ -177,7 +177,7 @@ def without_prompt(group: RolloutGroup) -> RolloutGroup:
     return RolloutGroup(group.gid, group.task, states)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(shapes=SHAPES, budget=st.integers(1, 200))
 def test_rollouts_without_a_common_prompt_train_as_those_with_one(
     policy: TargetLogits, shapes: list[tuple[int, list[int]]], budget: int

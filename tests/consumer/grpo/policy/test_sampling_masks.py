@@ -29,6 +29,7 @@ from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines import build_engine
 from tests.consumer.grpo.models.tiny import train_step
 from tests.producer_workers.engines.tiny_model import write_tiny_model
+from tests.thoroughness import examples
 
 ADVANTAGES = np.array([1.0, -1.0, 0.5, -0.5], np.float32)
 LENGTHS = (30, 9, 17, 24)
@@ -58,7 +59,7 @@ def _of_others(row: Tensor, own: list[int], others: Tensor) -> Tensor:
     return torch.stack([outside if place < 0 else row[place] for place in places])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     seed=st.integers(0, 2**31),
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=12),

@@ -20,6 +20,7 @@ from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.grpo.policy import vocabulary_projection
 from consumer.grpo.policy.vocabulary_projection import LogitTransform, project
 from tests.consumer.grpo.models.tiny import make_group, train_step
+from tests.thoroughness import examples
 
 GIB = 2**30
 
@@ -38,7 +39,7 @@ def full_logits(
     return logprobs, distribution.gather(1, others), entropy, collision
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     tokens=st.integers(0, 40),
     vocabulary=st.integers(2, 60),
@@ -144,6 +145,7 @@ def peak_bytes(tokens: int) -> int:
     return memory("VmHWM") - before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_peak_at_a_real_vocabulary_stays_below_two_gib(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a number of chunks; full logits of these tokens are 4 of them, and take 16 in all."""

@@ -160,6 +160,7 @@ def test_doctor_finds_a_lost_ledger_and_records_in_a_large_run_and_points_to_fsc
                 assert faults_of(busy), harm
 
 
+@pytest.mark.slow
 def test_no_command_and_no_process_ends_in_a_traceback(busy: Scene) -> None:
     """Nor is a group trained twice, or lost without a word."""
     moment = remember(busy.raw, busy.name)
