@@ -97,12 +97,14 @@ class RolloutGroup:
         self._bounds: Bounds | None = None
 
     @classmethod
-    def received(cls, document: Document, columns: Columns, bounds: Bounds) -> RolloutGroup:
+    def received(
+        cls, document: Document, columns: Columns, bounds: Bounds, seal: Seal
+    ) -> RolloutGroup:
         """Return a group of parts that `buffer.wire.group_bytes` has checked."""
         group = cls.__new__(cls)
         group.head = document
         group.columns = columns
-        group.seal = Seal(columns, document.data)
+        group.seal = seal
         group._states = None
         group._bounds = bounds
         return group
@@ -226,6 +228,8 @@ class RolloutGroup:
     @property
     def unparsed(self) -> int:
         """Return in how many members no judge found an answer."""
+        if UNPARSED not in self.head.rewards:
+            return 0
         return int(np.count_nonzero(self._rewards(UNPARSED) > 0))
 
     def _rewards(self, name: str) -> NDArray[np.float32]:
