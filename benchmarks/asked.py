@@ -53,18 +53,6 @@ ROWS = (
         "checks",
     ),
     Row(
-        "put / Ray queue: processor time",
-        "put",
-        _both("put", "ours / Ray queue"),
-        "plain `SET`",
-    ),
-    Row(
-        "take / Ray queue: processor time",
-        "take",
-        _both("take", "ours / Ray queue"),
-        "plain `MGET`",
-    ),
-    Row(
         "encode, decode one group, all checks",
         "codec",
         [("one group", "encode, all checks"), ("one group", "decode, all checks")],

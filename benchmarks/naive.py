@@ -2,9 +2,7 @@
 
 `pickle stream` is PipelineRL's: `pipelinerl/streams.py` pickles the group as Python objects with
 lists of numbers, adds it to a stream, and reads entry after entry. The others store one value:
-msgpack with lists of numbers, and msgpack with raw arrays, decoded without any check. `Ray queue`
-is `ray.util.queue.Queue`, an actor that holds the same lists; it is left out where Ray is not
-installed.
+msgpack with lists of numbers, and msgpack with raw arrays, decoded without any check.
 """
 
 from __future__ import annotations
@@ -12,9 +10,6 @@ from __future__ import annotations
 # Only here, to measure what others do; a pickle from a stranger runs the stranger's code.
 import pickle
 from collections.abc import Callable
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import msgpack
@@ -67,6 +62,18 @@ def from_arrays(document: dict[str, Any]) -> dict[str, Any]:
     return document | ints | {"logprobs": np.frombuffer(document["logprobs"], "<f4")}
 
 
+def add_to_stream(client: Any, index: int, rollouts: list[dict[str, Any]]) -> None:
+    """Write one group, as a producer of PipelineRL does."""
+    fields = {"index": index, "data": pickle.dumps(rollouts)}
+    client.xadd(STREAM, fields, maxlen=1_000_000, approximate=True)
+
+
+def read_stream(client: Any, last: bytes) -> tuple[bytes, list[dict[str, Any]]]:
+    """Return the entry after `last`: its id and its group."""
+    [[_, [[last, fields]]]] = client.xread({STREAM: last}, count=1)
+    return last, from_lists(pickle.loads(fields[b"data"]))
+
+
 def writers(server: BenchServer, groups: list[RolloutGroup]) -> dict[str, Way]:
     """Each way to write; the objects that a producer would have are made beforehand."""
     raw = server.raw
@@ -74,12 +81,7 @@ def writers(server: BenchServer, groups: list[RolloutGroup]) -> dict[str, Way]:
 
     def stream(_: Any) -> None:
         for index, rollouts in enumerate(lists):
-            raw.xadd(
-                STREAM,
-                {"index": index, "data": pickle.dumps(rollouts)},
-                maxlen=1_000_000,
-                approximate=True,
-            )
+            add_to_stream(raw, index, rollouts)
 
     def store(values: list[Any], pack: Callable[[Any], bytes]) -> None:
         for place, value in enumerate(values):
@@ -92,27 +94,7 @@ def writers(server: BenchServer, groups: list[RolloutGroup]) -> dict[str, Way]:
             groups, lambda group: msgpack.packb(as_arrays(group))
         ),
     }
-    made = {name: Way(way, clean=server.clear) for name, way in ways.items()}
-    queue = _ray_queue()
-    if queue is not None:
-        drain = lambda: queue.get_nowait_batch(len(lists))  # noqa: E731
-        made["Ray queue"] = Way(lambda _: _put_all(queue, lists), clean=drain)
-    return made
-
-
-@cache
-def _ray_queue() -> Any:
-    """Return a queue on a Ray of this machine, None where Ray is not installed."""
-    if find_spec("ray") is None:
-        return None
-    ray: Any = import_module("ray")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    return import_module("ray.util.queue").Queue()
-
-
-def _put_all(queue: Any, groups: list[Any]) -> None:
-    for rollouts in groups:
-        queue.put(rollouts)
+    return {name: Way(way, clean=server.clear) for name, way in ways.items()}
 
 
 def readers(server: BenchServer, groups: list[RolloutGroup]) -> dict[str, Way]:
@@ -120,15 +102,15 @@ def readers(server: BenchServer, groups: list[RolloutGroup]) -> dict[str, Way]:
     raw = server.raw
     for place, group in enumerate(groups):
         lists = as_lists(group)
-        raw.xadd(STREAM, {"index": place, "data": pickle.dumps(lists)})
+        add_to_stream(raw, place, lists)
         raw.set(f"naive:lists:{place}", msgpack.packb(lists))
         raw.set(f"naive:arrays:{place}", msgpack.packb(as_arrays(group)))
 
     def stream(_: Any) -> list[Any]:
         found, last = [], b"0"
         for _index in range(len(groups)):
-            [[_, [[last, fields]]]] = raw.xread({STREAM: last}, count=1)
-            found.append(from_lists(pickle.loads(fields[b"data"])))
+            last, rollouts = read_stream(raw, last)
+            found.append(rollouts)
         return found
 
     def load(kind: str, unpack: Callable[[Any], Any]) -> list[Any]:
@@ -142,12 +124,4 @@ def readers(server: BenchServer, groups: list[RolloutGroup]) -> dict[str, Way]:
         "naive: msgpack lists": lambda _: load("lists", from_lists),
         "naive: msgpack arrays": lambda _: load("arrays", from_arrays),
     }
-    made = {name: Way(way) for name, way in ways.items()}
-    queue = _ray_queue()
-    if queue is not None:
-        queued = [as_lists(group) for group in groups]
-        made["Ray queue"] = Way(
-            lambda _: [from_lists(queue.get()) for _ in groups],
-            prepare=lambda: _put_all(queue, queued),
-        )
-    return made
+    return {name: Way(way) for name, way in ways.items()}

@@ -100,8 +100,6 @@ def _figures(
     yield from _compared(
         section, spent, "ours", "naive: pickle stream", STREAM_TARGETS[section.partition(",")[0]]
     )
-    if "Ray queue" in spent.cpu:
-        yield from _compared(section, spent, "ours", "Ray queue", None)
 
 
 def _compared(

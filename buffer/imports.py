@@ -148,6 +148,7 @@ EXTRAS = {
     "trl": "trl",
     "uvicorn": "web",
     "vllm": "vllm-cuda",
+    "wandb": "wandb",
     "zstandard": "zstd",
 }
 
@@ -157,8 +158,20 @@ def missing_extra(error: ImportError) -> ConfigError | None:
     package = (error.name or "").partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or package not in EXTRAS:
         return None
+    return _needs_extra("this", package)
+
+
+def import_extra(module: str, what: str) -> Any:
+    """Import a module of an extra, which `what` needs. Raises ConfigError, which names it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise _needs_extra(what, module.partition(".")[0]) from error
+
+
+def _needs_extra(what: str, package: str) -> ConfigError:
     return ConfigError(
-        f"this needs the package {package}, which is not installed",
+        f"{what} needs the package {package}, which is not installed",
         hint=install_command(EXTRAS[package]),
     )
 

@@ -17,7 +17,7 @@ from buffer.errors import ConfigError, PayloadMissing, WireError
 from buffer.ids import POOLS, split_group_id
 from buffer.job import PayloadRef
 from buffer.manifest import ManifestEntry
-from buffer.redis.payloads import PayloadStore
+from buffer.redis.payloads import PayloadStore, Whole
 from buffer.redis.scripts import Arg, unfenced, unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
@@ -206,10 +206,8 @@ class Pools:
         return task
 
 
-def _decoded(
-    refs: Sequence[PayloadRef], payloads: Sequence[bytes | memoryview]
-) -> list[RolloutGroup]:
-    groups = [group_bytes.decode(data) for data in payloads]
+def _decoded(refs: Sequence[PayloadRef], payloads: Sequence[Whole]) -> list[RolloutGroup]:
+    groups = group_bytes.decode_each(payloads, [ref.crc for ref in refs])
     for ref, group in zip(refs, groups, strict=True):
         if group.gid != ref.gid:
             raise WireError(f"the payload of {ref.gid} holds group {group.gid!r}")

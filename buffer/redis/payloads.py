@@ -102,7 +102,7 @@ class PayloadStore:
 
     def append(self, ref: PayloadRef, data: Pieces) -> tuple[PayloadRef, list[SetCommand]]:
         """Return the reference with more bytes behind it, and the commands that store these."""
-        parts = cut(data)
+        parts = cut(data, self._store.servers.has_size_classes)
         chunks = ref.chunks + len(parts)
         names = self._keys.payload_chunks(ref.gid, ref.token, chunks)[ref.chunks :]
         size = ref.size + sum(map(len, data))
@@ -285,28 +285,33 @@ def _rounds(sized: Iterable[tuple[int, T]], most: int = ROUND_BYTES) -> Iterator
         yield batch
 
 
-def chunk_sizes(size: int) -> list[int]:
+def chunk_sizes(size: int, by_class: bool) -> list[int]:
     """Return the bytes of each chunk of a payload; readers accept any other cut.
 
-    jemalloc has four size classes per doubling: 165,888 bytes in one value occupy 196,608. Cut at
-    the largest class that fits, they occupy 163,840 and 2,560. A third chunk would save little: the
-    second is less than a fifth of the whole, and wastes at most a fifth of that.
+    `by_class`: for jemalloc, which has four size classes per doubling: 165,888 bytes in one value
+    occupy 196,608. Cut at the largest class that fits, they occupy 163,840 and 2,560. A third chunk
+    would save little: the second is less than a fifth of the whole, and wastes at most a fifth of
+    that. Elsewhere, a second chunk would only cost time.
     """
     full, rest = divmod(size, CHUNK_BYTES)
     sizes = [CHUNK_BYTES] * full
-    stored = rest + _HEADER_BYTES
-    step = 1 << max(0, stored.bit_length() - 3)  # between this size class and the next
-    over = stored % step
-    if over and rest >= _CUT_FROM_BYTES and step - over > rest * _MOST_WASTE:
-        return [*sizes, rest - over, over]
+    if by_class and rest >= _CUT_FROM_BYTES:
+        stored = rest + _HEADER_BYTES
+        step = 1 << (stored.bit_length() - 3)  # between this size class and the next
+        over = stored % step
+        if over and step - over > rest * _MOST_WASTE:
+            return [*sizes, rest - over, over]
     return [*sizes, rest] if rest or not sizes else sizes
 
 
-def cut(data: Pieces) -> list[Pieces]:
+def cut(data: Pieces, by_class: bool) -> list[Pieces]:
     """Return the chunks of a payload, at least one, without copying them."""
+    sizes = chunk_sizes(sum(map(len, data)), by_class)
+    if len(sizes) == 1:
+        return [data]
     rest = [memoryview(piece) for piece in reversed(data)]
     chunks: list[Pieces] = []
-    for size in chunk_sizes(sum(map(len, data))):
+    for size in sizes:
         chunk: Pieces = []
         while size:
             piece = rest.pop()
@@ -331,7 +336,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def join(ref: PayloadRef, parts: Sequence[bytes | memoryview | None]) -> bytes | memoryview:
+def join(ref: PayloadRef, parts: Sequence[Whole | None]) -> Whole:
     """Return the payload. Raises PayloadMissing for a lost chunk, WireError for other bytes."""
     present = [part for part in parts if part is not None]
     if len(present) != len(parts):
@@ -341,8 +346,8 @@ def join(ref: PayloadRef, parts: Sequence[bytes | memoryview | None]) -> bytes |
     data = present[0] if len(present) == 1 else b"".join(present)
     if ref.size and len(data) != ref.size:
         raise WireError(f"group {ref.gid}: {len(data)} bytes, {ref.size} were submitted")
-    if ref.crc and checksum(data) != ref.crc:
-        raise WireError(f"group {ref.gid}: checksum {checksum(data)}, {ref.crc} was submitted")
+    if ref.crc and (found := checksum(data)) != ref.crc:
+        raise WireError(f"group {ref.gid}: checksum {found}, {ref.crc} was submitted")
     return data
 
 

@@ -17,11 +17,9 @@ from buffer.wire import group_bytes
 
 MARKED = "before\n<!-- figures: written by `make bench` -->\nold\n<!-- end of figures -->\nafter\n"
 NOT_IN_A_TINY_RUN = {
-    row.what
-    for row in ROWS
-    if row.benchmark in ("idle", "engine", "scale", "scaling", "pause") or "Ray" in row.what
+    row.what for row in ROWS if row.benchmark in ("idle", "engine", "scale", "scaling", "pause")
 }
-"""Rows whose sizes are those of the full run, or that need Ray or vLLM."""
+"""Rows whose sizes are those of the full run, or that need vLLM."""
 
 
 @pytest.fixture(scope="module")
