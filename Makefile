@@ -117,8 +117,17 @@ test-agents: setup ## Codex, opencode, qwen-code, mini-swe-agent and others, as 
 	@$(PYTHON) -m venv build/agents/venv && build/agents/venv/bin/pip install -q -r $(AGENTS)/requirements.txt
 	@$(PYTEST) -m agents $(AGENTS)
 
-bench: setup ## measure against raw Redis, naive ways and ideal fleets; 12 minutes at most, fills benchmarks/README.md
+bench: setup ## measure against raw Redis, PipelineRL's stream and ideal fleets; 12 minutes at most, fills benchmarks/README.md
 	@$(PY) -m benchmarks
+
+.PHONY: bench-peers
+bench-peers: setup ## put and take next to TransferQueue, Ray's queue, PipelineRL's stream and SkyRL's queue, in build/peers; 5 minutes
+	@test -x build/peers/bin/python || $(PYTHON) -m venv build/peers
+	@for needed in requirements/peers/*.txt; do \
+		build/peers/bin/pip install -q --no-deps -r $$needed || echo "could not install $$needed: its queue is left out"; done
+	@$(PY) -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' > \
+		"$$(build/peers/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')/rolloutmq.pth"
+	@OMP_NUM_THREADS=1 TQ_NUM_THREADS=1 TQ_LOGGING_LEVEL=ERROR build/peers/bin/python -m benchmarks.peers
 
 .PHONY: bench-learning
 bench-learning: setup ## reward by step and wall time for several staleness bounds and losses, and with long answers; about an hour, goes on where it was stopped

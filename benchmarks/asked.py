@@ -43,26 +43,14 @@ ROWS = (
     Row(
         "put / PipelineRL's stream: processor time",
         "put",
-        _both("put", "ours / naive: pickle stream"),
+        _both("put", "ours / PipelineRL's stream"),
         "encoding, the script",
     ),
     Row(
         "take / PipelineRL's stream: processor time",
         "take",
-        _both("take", "ours / naive: pickle stream"),
+        _both("take", "ours / PipelineRL's stream"),
         "checks",
-    ),
-    Row(
-        "put / Ray queue: processor time",
-        "put",
-        _both("put", "ours / Ray queue"),
-        "plain `SET`",
-    ),
-    Row(
-        "take / Ray queue: processor time",
-        "take",
-        _both("take", "ours / Ray queue"),
-        "plain `MGET`",
     ),
     Row(
         "encode, decode one group, all checks",

@@ -15,8 +15,7 @@ from rich.table import Table
 from benchmarks.asked import machine, measure, table
 from benchmarks.figure import Figure
 
-_BEGIN = "<!-- figures: written by `make bench` -->"
-_END = "<!-- end of figures -->"
+_MARK = "figures: written by `make bench`"
 _VERDICTS = {None: "", True: "met", False: "MISSED"}
 
 
@@ -68,12 +67,17 @@ def merge(earlier: Sequence[Figure], newer: Sequence[Figure]) -> list[Figure]:
 
 
 def write_readme(figures: Sequence[Figure], facts: Mapping[str, str], path: Path) -> None:
-    """Replace what stands between the markers."""
-    text = path.read_text(encoding="utf-8")
-    head, _, rest = text.partition(_BEGIN)
-    _, _, tail = rest.partition(_END)
-    filled = "\n".join([*table(figures), "", machine(facts)])
-    path.write_text(f"{head}{_BEGIN}\n\n{filled}\n\n{_END}{tail}", encoding="utf-8")
+    """Replace the table of all benchmarks."""
+    fill_in(path, _MARK, [*table(figures), "", machine(facts)])
+
+
+def fill_in(path: Path, mark: str, lines: Sequence[str]) -> None:
+    """Replace what stands in a page between the comment `mark` and the end of its figures."""
+    begin, end = f"<!-- {mark} -->", f"<!-- end of {mark.partition(':')[0]} -->"
+    head, _, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, _, tail = rest.partition(end)
+    filled = "\n".join(lines)
+    path.write_text(f"{head}{begin}\n\n{filled}\n\n{end}{tail}", encoding="utf-8")
 
 
 def _cells(figure: Figure) -> tuple[str, str, str, str, str]:

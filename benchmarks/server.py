@@ -33,17 +33,25 @@ class BenchServer:
     store: Store
     raw: Any
 
+    @property
+    def process(self) -> int:
+        """Return the server's process id."""
+        return int(self.raw.info("server")["process_id"])
+
     def processor_time(self) -> float:
         """Return the seconds of processor that this process and the server have used."""
-        process = self.raw.info("server")["process_id"]
-        # in nanoseconds; /proc/PID/stat counts hundredths of a second
-        threads = Path(f"/proc/{process}/task").glob("*/schedstat")
-        served = sum(int(thread.read_text().split()[0]) for thread in threads)
-        return time.process_time() + served / 1e9
+        return time.process_time() + used_by(self.process)
 
     def clear(self) -> None:
         """Remove everything, so that the next round starts from the same state."""
         self.raw.flushall()
+
+
+def used_by(process: int) -> float:
+    """Return the seconds of processor that the threads of another process have used."""
+    # in nanoseconds; /proc/PID/stat counts hundredths of a second
+    threads = Path(f"/proc/{process}/task").glob("*/schedstat")
+    return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
 
 @contextmanager

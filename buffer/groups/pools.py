@@ -17,14 +17,14 @@ from buffer.errors import ConfigError, PayloadMissing, WireError
 from buffer.ids import POOLS, split_group_id
 from buffer.job import PayloadRef
 from buffer.manifest import ManifestEntry
-from buffer.redis.payloads import PayloadStore
+from buffer.redis.payloads import PayloadStore, Whole
 from buffer.redis.scripts import Arg, unfenced, unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.staleness import AgeLimit, next_step
 
-_SLICE = 250  # groups that one call moves or adds: the server answers other clients in between
+_SLICE = 100  # groups that one call moves or adds: the server answers other clients in between
 
 
 AGING = ("completed", "aborted")  # the pools whose groups become too stale
@@ -206,10 +206,8 @@ class Pools:
         return task
 
 
-def _decoded(
-    refs: Sequence[PayloadRef], payloads: Sequence[bytes | memoryview]
-) -> list[RolloutGroup]:
-    groups = [group_bytes.decode(data) for data in payloads]
+def _decoded(refs: Sequence[PayloadRef], payloads: Sequence[Whole]) -> list[RolloutGroup]:
+    groups = group_bytes.decode_each(payloads, [ref.crc for ref in refs])
     for ref, group in zip(refs, groups, strict=True):
         if group.gid != ref.gid:
             raise WireError(f"the payload of {ref.gid} holds group {group.gid!r}")

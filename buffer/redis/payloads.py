@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from isal import isal_zlib
@@ -39,9 +40,10 @@ CHUNK_BYTES = 1_048_000
 
 UNPINNED_S = 3600  # lifetime of bytes that no script has accepted
 
-# At most: larger round trips delay all other clients (measured). Smaller ones are received more
-# slowly: from 4 MiB on, numpy asks the kernel for huge pages.
-ROUND_BYTES = 8 * 2**20
+ROUND_BYTES = 8 * 2**20  # at most: larger round trips delay all other clients (measured)
+
+_KEPT_BYTES = 128 * 2**20
+"""Larger reads get pages of their own: malloc would not keep their memory for the next one."""
 
 PIN = 200  # payloads whose expiry one round removes
 
@@ -100,7 +102,7 @@ class PayloadStore:
 
     def append(self, ref: PayloadRef, data: Pieces) -> tuple[PayloadRef, list[SetCommand]]:
         """Return the reference with more bytes behind it, and the commands that store these."""
-        parts = cut(data)
+        parts = cut(data, self._store.servers.has_size_classes)
         chunks = ref.chunks + len(parts)
         names = self._keys.payload_chunks(ref.gid, ref.token, chunks)[ref.chunks :]
         size = ref.size + sum(map(len, data))
@@ -149,29 +151,32 @@ class PayloadStore:
 
         The payloads of a round trip share memory. The next two are under way while `use` works.
         """
-        rounds = list(_rounds((ref.size or CHUNK_BYTES, ref) for ref in refs))
         used: list[T] = []
         with _no_collection():
-            for batch, found in zip(rounds, self._read_rounds(rounds), strict=True):
+            for batch, found in self._read_rounds(refs):
                 used += use(batch, found)
         return used
 
-    def _read_rounds(self, rounds: Sequence[Sequence[PayloadRef]]) -> Iterator[list[Whole]]:
+    def _read_rounds(
+        self, refs: Sequence[PayloadRef]
+    ) -> Iterator[tuple[list[PayloadRef], list[Whole]]]:
+        rounds = list(_rounds((ref.size or CHUNK_BYTES, ref) for ref in refs))
+        read = partial(self._read, own_pages=sum(ref.size for ref in refs) >= _KEPT_BYTES)
         if len(rounds) < 2:
-            yield from map(self._read, rounds)
+            yield from ((batch, read(batch)) for batch in rounds)
             return
         with ThreadPoolExecutor(_AHEAD, "payload-read") as threads:
-            coming = deque(threads.submit(self._read, refs) for refs in rounds[:_AHEAD])
-            for refs in rounds[_AHEAD:]:
+            coming = deque(threads.submit(read, batch) for batch in rounds[:_AHEAD])
+            for n, batch in enumerate(rounds, _AHEAD):
                 found = coming.popleft().result()
-                coming.append(threads.submit(self._read, refs))
-                yield found
-            for following in coming:
-                yield following.result()
+                coming.extend(threads.submit(read, after) for after in rounds[n : n + 1])
+                yield batch, found
 
-    def _read(self, refs: Sequence[PayloadRef]) -> list[Whole]:
-        names = [self._keys.payload_chunks(ref.gid, ref.token, ref.chunks) for ref in refs]
-        found = self._store.read("payload read", names, [ref.size for ref in refs])
+    def _read(self, refs: Sequence[PayloadRef], *, own_pages: bool) -> list[Whole]:
+        entries = [
+            (self._keys.payload_chunks(ref.gid, ref.token, ref.chunks), ref.size) for ref in refs
+        ]
+        found = self._store.read("payload read", entries, own_pages=own_pages)
         wholes = list(map(join, refs, found))
         for guard in [guard for guard in (self.signer, self.keyring) if guard]:
             for ref, whole in zip(refs, wholes, strict=True):
@@ -275,28 +280,33 @@ def _rounds(sized: Iterable[tuple[int, T]], most: int = ROUND_BYTES) -> Iterator
         yield batch
 
 
-def chunk_sizes(size: int) -> list[int]:
+def chunk_sizes(size: int, by_class: bool) -> list[int]:
     """Return the bytes of each chunk of a payload; readers accept any other cut.
 
-    jemalloc has four size classes per doubling: 165,888 bytes in one value occupy 196,608. Cut at
-    the largest class that fits, they occupy 163,840 and 2,560. A third chunk would save little: the
-    second is less than a fifth of the whole, and wastes at most a fifth of that.
+    `by_class`: for jemalloc, which has four size classes per doubling: 165,888 bytes in one value
+    occupy 196,608. Cut at the largest class that fits, they occupy 163,840 and 2,560. A third chunk
+    would save little: the second is less than a fifth of the whole, and wastes at most a fifth of
+    that. Elsewhere, a second chunk would only cost time.
     """
     full, rest = divmod(size, CHUNK_BYTES)
     sizes = [CHUNK_BYTES] * full
-    stored = rest + _HEADER_BYTES
-    step = 1 << max(0, stored.bit_length() - 3)  # between this size class and the next
-    over = stored % step
-    if over and rest >= _CUT_FROM_BYTES and step - over > rest * _MOST_WASTE:
-        return [*sizes, rest - over, over]
+    if by_class and rest >= _CUT_FROM_BYTES:
+        stored = rest + _HEADER_BYTES
+        step = 1 << (stored.bit_length() - 3)  # between this size class and the next
+        over = stored % step
+        if over and step - over > rest * _MOST_WASTE:
+            return [*sizes, rest - over, over]
     return [*sizes, rest] if rest or not sizes else sizes
 
 
-def cut(data: Pieces) -> list[Pieces]:
+def cut(data: Pieces, by_class: bool) -> list[Pieces]:
     """Return the chunks of a payload, at least one, without copying them."""
+    sizes = chunk_sizes(sum(map(len, data)), by_class)
+    if len(sizes) == 1:
+        return [data]
     rest = [memoryview(piece) for piece in reversed(data)]
     chunks: list[Pieces] = []
-    for size in chunk_sizes(sum(map(len, data))):
+    for size in sizes:
         chunk: Pieces = []
         while size:
             piece = rest.pop()
@@ -321,7 +331,7 @@ def _no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def join(ref: PayloadRef, parts: Sequence[bytes | memoryview | None]) -> bytes | memoryview:
+def join(ref: PayloadRef, parts: Sequence[Whole | None]) -> Whole:
     """Return the payload. Raises PayloadMissing for a lost chunk, WireError for other bytes."""
     present = [part for part in parts if part is not None]
     if len(present) != len(parts):
@@ -331,8 +341,8 @@ def join(ref: PayloadRef, parts: Sequence[bytes | memoryview | None]) -> bytes |
     data = present[0] if len(present) == 1 else b"".join(present)
     if ref.size and len(data) != ref.size:
         raise WireError(f"group {ref.gid}: {len(data)} bytes, {ref.size} were submitted")
-    if ref.crc and checksum(data) != ref.crc:
-        raise WireError(f"group {ref.gid}: checksum {checksum(data)}, {ref.crc} was submitted")
+    if ref.crc and (found := checksum(data)) != ref.crc:
+        raise WireError(f"group {ref.gid}: checksum {found}, {ref.crc} was submitted")
     return data
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -69,34 +69,45 @@ def _has_short_head(data: bytes | memoryview) -> bool:
     return True
 
 
-def check_group(head: Head, columns: Columns) -> Bounds:
-    """Check the parts of a group and return the bounds of its columns. Raises WireError."""
-    _check_texts(head)
-    _check_shapes(head, columns)
-    bounds = _check_values(columns)
-    _check_optional(head, columns)
-    _check_experts(head, columns)
-    _check_sampling_mask(head, columns)
-    _check_spans(head, columns)
+def check_groups(heads: Sequence[Head], columns: Sequence[Columns]) -> list[Bounds]:
+    """Check the parts of groups and return the bounds of their columns. Raises WireError.
+
+    No writer is trusted, whoever signed: a checksum or a signature proves that these are the bytes
+    that were sent, not that a trainer can read them.
+    """
+    _check_texts(heads)
+    for head, own in zip(heads, columns, strict=True):
+        lengths = _check_shapes(head, own)
+        _check_optional(head, own, lengths)
+        _check_experts(head, own, lengths)
+        _check_spans(head, own, lengths)
+    # apart, because the large columns drive all else out of the processor's cache
+    bounds = list(map(_check_values, columns))
+    for head, own in zip(heads, columns, strict=True):
+        _check_sampling_mask(head, own)
     return bounds
 
 
-def _check_texts(head: Head) -> None:
-    last = -1
-    for n, _ in head.own:
-        if not last < n < len(head.responses):
-            raise WireError(f"at own: position {n} of {len(head.responses)} rollouts")
-        last = n
-    for name in ("finish_reasons", "lineages", "rewards", "teachers"):
-        names = getattr(head, name)
-        if len(names) > 1 and len(set(names)) != len(names):
-            raise WireError(f"at {name}: a name twice")
+def _check_texts(heads: Sequence[Head]) -> None:
+    for head in heads:
+        last = -1
+        for n, _ in head.own:
+            if not last < n < len(head.responses):
+                raise WireError(f"at own: position {n} of {len(head.responses)} rollouts")
+            last = n
+        for name in ("finish_reasons", "lineages", "rewards", "teachers"):
+            names = getattr(head, name)
+            if len(names) > 1 and len(set(names)) != len(names):
+                raise WireError(f"at {name}: a name twice")
+    parts: list[Shared | Own] = [head.shared for head in heads]
+    parts += [own for head in heads for _, own in head.own]
     try:
-        check_plain("the texts", _untyped([head.shared, *(own for _, own in head.own)]))
+        check_plain("the texts", _untyped(parts))
     except WireError:
-        check_plain("shared", _untyped([head.shared]))
-        for n, own in head.own:
-            check_plain(f"own.{n}", _untyped([own]))
+        for head in heads:
+            check_plain("shared", _untyped([head.shared]))
+            for n, own in head.own:
+                check_plain(f"own.{n}", _untyped([own]))
         raise
 
 
@@ -112,34 +123,30 @@ def _untyped(texts: Sequence[Shared | Own]) -> list[Any]:
 
 def check_plain(where: str, values: Sequence[Any]) -> None:
     """Raise WireError, naming `where`, for types that msgpack lacks, or too deep nesting."""
-    for level in _levels(where, values):
+    _walk(where, values, is_plain=True)
+
+
+def check_nesting(where: str, values: Sequence[Any]) -> None:
+    _walk(where, values, is_plain=False)
+
+
+def _walk(where: str, values: Sequence[Any], *, is_plain: bool) -> None:
+    level: Sequence[Any] = values
+    for _ in range(MAX_NESTING):
         kinds = set(map(type, level))
-        if not kinds <= _PLAIN:
+        if is_plain and not kinds <= _PLAIN:
             (other, *_) = (kind.__name__ for kind in kinds - _PLAIN)
             raise WireError(f"at {where}: {other} is not part of the format")
         if kinds.isdisjoint(_CONTAINERS):
             return
-        for item in level:
-            if type(item) is dict and item and set(map(type, item)) != _TEXT:
-                raise WireError(f"at {where}: a key that is not a text")
-
-
-def check_nesting(where: str, values: Sequence[Any]) -> None:
-    for _ in _levels(where, values):
-        pass
-
-
-def _levels(where: str, values: Sequence[Any]) -> Iterator[Sequence[Any]]:
-    level: Sequence[Any] = values
-    for _ in range(MAX_NESTING):
-        if not level:
-            return
-        yield level
         below: list[Any] = []
         for item in level:
-            if type(item) is dict:
+            kind = type(item)
+            if kind is dict and item:
+                if is_plain and set(map(type, item)) != _TEXT:
+                    raise WireError(f"at {where}: a key that is not a text")
                 below += item.values()
-            elif type(item) in (list, tuple):
+            elif kind is list or kind is tuple:
                 below += item
         level = below
     if level:
@@ -153,8 +160,10 @@ BIGGEST = 2**53 - 1
 """The largest integer that is exact in every language."""
 
 _LARGEST = float(np.finfo("<f4").max)
-_PER_ROLLOUT = ("indices", "lengths", "statuses", "finishes", "has_experts")
-_PER_TOKEN = ("response_ids", "sampling_counts", "logprobs", "mask", *OPTIONAL)
+_PER_ROLLOUT = frozenset(("indices", "lengths", "statuses", "finishes", "has_experts"))
+_PER_TOKEN = frozenset(("response_ids", "sampling_counts", "logprobs", "mask", *OPTIONAL))
+_IDS = ("prompt_ids", "response_ids", "teacher_top_ids", "sampling_ids")
+_UNSIGNED = np.dtype("<u4")
 _NAMED = {
     "finishes": "finish_reasons",
     "rewards": "rewards",
@@ -167,13 +176,11 @@ _NAMED = {
 
 
 class Bounds(NamedTuple):
-    """The largest ids of a group (a negative one: 2^31 or more), and the range of its logprobs."""
+    """The largest token id of a group (2^31 or more: one is negative), and its logprobs' range."""
 
-    prompt_id: int
-    response_id: int
+    largest_id: int
     lowest_logprob: float
     highest_logprob: float
-    other_id: int  # of `teacher_top_ids` and `sampling_ids`
 
 
 def bounds_of(columns: Columns) -> Bounds:
@@ -181,40 +188,46 @@ def bounds_of(columns: Columns) -> Bounds:
     # ufuncs, because the methods of arrays call them through two functions in Python
     logprobs = columns["logprobs"]
     return Bounds(
-        int(np.maximum.reduce(columns["prompt_ids"].view("<u4"), initial=0)),
-        int(np.maximum.reduce(columns["response_ids"].view("<u4"), initial=0)),
+        max([_largest(columns[name]) for name in _IDS if name in columns]),
         float(np.minimum.reduce(logprobs, initial=0)),
         float(np.maximum.reduce(logprobs, initial=0)),
-        max(
-            int(columns[name].view("<u4").max(initial=0)) if name in columns else 0
-            for name in ("teacher_top_ids", "sampling_ids")
-        ),
     )
 
 
-def _check_shapes(head: Head, columns: Columns) -> None:
+def _largest(ids: NDArray[Any]) -> int:
+    return int(np.maximum.reduce(ids.view(_UNSIGNED), axis=None, initial=0))
+
+
+def _check_shapes(head: Head, columns: Columns) -> list[int]:
+    """Return the lengths of the rollouts."""
     rollouts = len(head.responses)
-    lengths = columns["lengths"].tolist()
+    lengths: list[int] = columns["lengths"].tolist()
     if len(lengths) == rollouts and min(lengths) < 0:
         raise WireError("at columns.lengths: a negative length")
     tokens = sum(lengths)
     for name, names in _NAMED.items():
         if (name in columns) != bool(getattr(head, names)):
             raise WireError(f"at columns.{name}: the column and {names} need each other")
+    top = (tokens, sum(head.teacher_top_k))
     shapes: dict[str, tuple[int, ...]] = {
-        **dict.fromkeys(_PER_ROLLOUT, (rollouts,)),
-        **dict.fromkeys(_PER_TOKEN, (tokens,)),
         "rewards": (rollouts, len(head.rewards)),
         "teacher_logprobs": (len(head.teachers), tokens),
-        "teacher_top_ids": (tokens, sum(head.teacher_top_k)),
-        "teacher_top_logprobs": (tokens, sum(head.teacher_top_k)),
+        "teacher_top_ids": top,
+        "teacher_top_logprobs": top,
     }
     for name, column in columns.items():
-        if name in shapes and column.shape != shapes[name]:
+        if name in _PER_TOKEN:
+            expected: tuple[int, ...] = (tokens,)
+        elif name in _PER_ROLLOUT:
+            expected = (rollouts,)
+        else:
+            expected = shapes.get(name, column.shape)
+        if column.shape != expected:
             raise WireError(
-                f"at columns.{name}: shape {list(column.shape)}, expected {list(shapes[name])} "
+                f"at columns.{name}: shape {list(column.shape)}, expected {list(expected)} "
                 f"of {rollouts} rollouts with {tokens} response tokens"
             )
+    return lengths
 
 
 def _check_values(columns: Columns) -> Bounds:
@@ -226,25 +239,20 @@ def _check_values(columns: Columns) -> Bounds:
         if name in columns and np.maximum.reduce(columns[name], initial=0) > 1:
             raise WireError(f"at columns.{name}: a value that is neither 0 nor 1")
     bounds = bounds_of(columns)
-    for name, highest in (
-        ("prompt_ids", bounds.prompt_id),
-        ("response_ids", bounds.response_id),
-        ("teacher_top_ids or sampling_ids", bounds.other_id),
-    ):
-        if highest >= 2**31:
-            raise WireError(f"at columns.{name}: a negative value")
+    if bounds.largest_id >= 2**31:
+        wrong = [n for n in _IDS if n in columns and _largest(columns[n]) >= 2**31]
+        raise WireError(f"at columns.{wrong[0]}: a negative value")
     if not math.isfinite(bounds.lowest_logprob) or not math.isfinite(bounds.highest_logprob):
         raise WireError("at columns.logprobs: a value that is NaN or infinite")
     return bounds
 
 
-def _check_spans(head: Head, columns: Columns) -> None:
+def _check_spans(head: Head, columns: Columns, lengths: Sequence[int]) -> None:
     if "spans" not in columns:
         return
     spans = columns["spans"]
     if spans.shape[1] != 5 or not len(spans):
         raise WireError(f"at columns.spans: shape {list(spans.shape)}, expected [n, 5]")
-    lengths = columns["lengths"].tolist()
     last = 0
     # a loop: a rollout has one span or a few, and every call of numpy costs as much as five of them
     for n, span in enumerate(spans.tolist()):
@@ -278,7 +286,7 @@ def _check_whole(name: str, column: NDArray[Any], lengths: Sequence[int]) -> Non
         raise WireError(f"at columns.{name}: NaN for some tokens of a rollout, but not for all")
 
 
-def _check_optional(head: Head, columns: Columns) -> None:
+def _check_optional(head: Head, columns: Columns, lengths: Sequence[int]) -> None:
     if "finishes" in columns:
         used = set(columns["finishes"].tobytes()) - {NO_FINISH}
         if not used or max(used) >= len(head.finish_reasons):
@@ -287,7 +295,6 @@ def _check_optional(head: Head, columns: Columns) -> None:
     rewards = columns["rewards"].ravel().tolist() if "rewards" in columns else ()
     if any([abs(value) > _LARGEST for value in rewards]):
         raise WireError(f"at columns.rewards: a value beyond {_LARGEST:.3g}, the range of float32")
-    lengths = columns["lengths"].tolist()
     for name in OPTIONAL:
         if name in columns:
             _check_whole(name, columns[name], lengths)
@@ -309,7 +316,7 @@ def _check_tops(head: Head, columns: Columns, lengths: Sequence[int]) -> None:
             raise WireError("at columns.teacher_top_logprobs: an infinite value")
 
 
-def _check_experts(head: Head, columns: Columns) -> None:
+def _check_experts(head: Head, columns: Columns, lengths: Sequence[int]) -> None:
     experts = columns.get("routed_experts")
     inline = columns.get("has_experts")
     if experts is None and inline is None:
@@ -319,7 +326,6 @@ def _check_experts(head: Head, columns: Columns) -> None:
     if min(experts.shape) < 1:
         raise WireError(f"at columns.routed_experts: shape {list(experts.shape)}")
     prompt = len(columns["prompt_ids"])
-    lengths = columns["lengths"].tolist()
     positions = np.flatnonzero(inline).tolist()
     rows = sum(expert_rows(prompt, lengths[n]) for n in positions)
     if len(experts) != rows:

@@ -277,19 +277,24 @@ _REPLACED = frozenset(("mask", "statuses"))
 
 
 class Seal:
-    """The checksum of the received bytes of a group, and which arrays were its columns."""
+    """The checksum of a received document, and which arrays were its columns.
 
-    def __init__(self, columns: Columns, data: memoryview) -> None:
+    `crc`: the checksum, if the caller has computed it.
+    """
+
+    def __init__(self, columns: Columns, data: bytes | memoryview, crc: int | None) -> None:
         self._columns = columns  # may be added to later
-        self._received = [item for item in columns.items() if item[0] not in _REPLACED]
+        self._received = columns.copy()
         self._data = data
-        self._sum = isal_zlib.crc32(data)
+        self._sum = isal_zlib.crc32(data) if crc is None else crc
 
     def changed(self) -> str:
         """Return what has changed; "" for nothing."""
         if isal_zlib.crc32(self._data) != self._sum:
             return "its columns"
         replaced = [
-            name for name, column in self._received if self._columns.get(name) is not column
+            name
+            for name, column in self._received.items()
+            if self._columns.get(name) is not column and name not in _REPLACED
         ]
         return ", ".join(replaced)

@@ -51,13 +51,25 @@ see these bytes (I14).
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
+from operator import attrgetter
 
 import msgpack
 
 from buffer.errors import WireError
-from buffer.wire.checks import check_containers, check_group
-from buffer.wire.document import LAYOUT, SCHEMA, Columns, Head, encode_value, pack, read, unpack
-from buffer.wire.framing import ALIGNMENT, MAX_BYTES, expand, split_signed, split_turns
+from buffer.wire.checks import check_containers, check_groups
+from buffer.wire.document import (
+    LAYOUT,
+    SCHEMA,
+    Columns,
+    Head,
+    Seal,
+    encode_value,
+    pack,
+    read,
+    unpack,
+)
+from buffer.wire.framing import ALIGNMENT, MAX_BYTES, Data, expand, split_signed, split_turns
 from buffer.wire.group import RolloutGroup
 
 _SCHEMA_ENTRY = msgpack.packb("schema") + msgpack.packb(SCHEMA)
@@ -71,6 +83,8 @@ _PADS = [
 ]
 
 _FIXED_MAP = 0x80
+
+_fields = attrgetter(*Head.__struct_fields__)
 
 
 def encode(group: RolloutGroup) -> bytes:
@@ -89,32 +103,59 @@ def pieces_checked(group: RolloutGroup) -> list[bytes | memoryview]:
     directory, pieces, size = pack(_written(group.columns))
     head = _head(group, directory)
     read(head + _PADS[0] + _NO_DATA)
-    check_group(group.head, group.columns)
+    check_groups([group.head], [group.columns])
     return _document(head, pieces, size)
 
 
-def decode(data: bytes | memoryview) -> RolloutGroup:
+def decode(data: Data) -> RolloutGroup:
     """Return the group, with columns as views of `data`. Raises SchemaVersionError, WireError.
 
     Of a group whose agents are at work, it is the group as it was claimed, and its `turns`.
     """
-    documents = split_turns(data)
-    group = _decode(documents[0])
-    group.turns = [state for turn in documents[1:] for state in _decode(turn).states]
-    group.signatures = split_signed(documents[-1])[0]
-    return group
+    return decode_each([data], [""])[0]
 
 
-def _decode(data: bytes | memoryview) -> RolloutGroup:
-    data = expand(data)
+def decode_each(payloads: Sequence[Data], crcs: Sequence[str]) -> list[RolloutGroup]:
+    """Return the groups of payloads, each as `decode` does. Raises the first one's error.
+
+    `crcs`: their checksums, which the caller has compared, or "".
+    """
+    parts = list(map(split_turns, payloads))
+    sums = [
+        int(crc, 16) if crc and documents[0] is data else None
+        for data, crc, documents in zip(payloads, crcs, parts, strict=True)
+    ]
+    groups = _decoded([documents[0] for documents in parts], sums)
+    for group, documents in zip(groups, parts, strict=True):
+        if turns := documents[1:]:
+            made = _decoded(turns, [None] * len(turns))
+            group.turns = [state for turn in made for state in turn.states]
+        group.signatures = split_signed(documents[-1])[0]
+    return groups
+
+
+def _decoded(stored: Sequence[Data], sums: Sequence[int | None]) -> list[RolloutGroup]:
+    # Each step for all documents: a third faster than all steps for each, because a document
+    # drives the code of the other steps out of the processor's cache (measured).
+    plain = list(map(_plain, stored))
+    documents = list(map(read, plain))
+    columns = [unpack(document.columns, document.data) for document in documents]
+    bounds = check_groups(documents, columns)
+    seals = [
+        Seal(part, data, known if data is as_stored else None)
+        for part, data, as_stored, known in zip(columns, plain, stored, sums, strict=True)
+    ]
+    return list(map(RolloutGroup.received, documents, columns, bounds, seals))
+
+
+def _plain(stored: Data) -> Data:
+    data = expand(stored)
     if len(data) > MAX_BYTES:
         raise WireError(
             f"the document has {len(data)} bytes", hint=f"at most {MAX_BYTES} are accepted"
         )
     check_containers(data)
-    document = read(data)
-    columns = unpack(document.columns, document.data)
-    return RolloutGroup.received(document, columns, check_group(document, columns))
+    return data
 
 
 def _written(columns: Columns) -> Columns:
@@ -128,7 +169,7 @@ def _written(columns: Columns) -> Columns:
 def _head(group: RolloutGroup, directory: dict[str, list[int]]) -> bytes:
     """Return the beginning of the document, up to the last value before `pad`."""
     # of a received group, the head is the document: its data is not written again
-    fields = {name: getattr(group.head, name) for name in Head.__struct_fields__}
+    fields = dict(zip(Head.__struct_fields__, _fields(group.head), strict=True))
     head = Head(**fields | {"columns": directory})
     try:
         packed = encode_value(head)

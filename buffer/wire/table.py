@@ -150,7 +150,11 @@ def _tops(
         return [], None, None
     top_k, blocks = [], []
     for name in teachers:
-        pairs = [(ids.get(name), logprobs.get(name)) for ids, logprobs in given]
+        # a rollout without tokens has none of any width
+        pairs = [
+            (ids[name], logprobs.get(name)) if len(ids.get(name, ())) else (None, None)
+            for ids, logprobs in given
+        ]
         widths = {rows.shape[1] for pair in pairs for rows in pair if rows is not None}
         if len(widths) > 1:
             raise WireError(f"top tokens of {name!r} have different numbers k: {sorted(widths)}")

@@ -27,7 +27,7 @@ def check_content(group: RolloutGroup, vocabulary: int | None) -> None:
     """
     bounds = group.bounds
     largest = 2**31 - 1 if vocabulary is None else vocabulary - 1
-    if max(bounds.prompt_id, bounds.response_id, bounds.other_id) > largest:
+    if bounds.largest_id > largest:
         _name_id(group, largest)
     if bounds.lowest_logprob >= LOWEST_LOGPROB and bounds.highest_logprob <= HIGHEST_LOGPROB:
         return

@@ -243,6 +243,7 @@ def test_an_older_checkpoint_is_trained_again_when_asked_by_name(site: Site) -> 
     site.life()
 
 
+@pytest.mark.slow
 def test_trainers_that_are_killed_in_the_middle_of_it_are_followed_by_one_that_ends_it(
     site: Site,
 ) -> None:

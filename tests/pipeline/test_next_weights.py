@@ -143,7 +143,7 @@ async def test_a_trainer_learns_at_once_that_workers_refuse_its_weights(
         while not any(worker.refusal for worker in yard.run.fleet.workers()):
             time.sleep(0.01)
         with pytest.raises(TimeoutError, match="1 of 1 workers cannot load the weights l1:1"):
-            consumer.take_batch(1, {TASK: 3}, waiting=wait, deadline_s=1.0)
+            consumer.take_batch(1, {TASK: 3}, waiting=wait, deadline_s=3.0)
         with monkeypatch.context() as patch:
             patch.setattr(wait_rules, "REFUSAL_S", 0.5)
             with pytest.raises(WeightsRefused, match=r"model\.safetensors differs") as refused:

@@ -73,6 +73,7 @@ def test_the_users_folder_is_searched_last(folder: Path) -> None:
     assert found.stdout == "the user\n"
 
 
+@pytest.mark.slow
 def test_a_script_beside_them_imports_rolloutmq(folder: Path) -> None:
     done = run_script(folder, "from rolloutmq import BatchDataset, Run\nimport configs\n"
                       "print(BatchDataset.__module__, configs.OWNER)")  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
-from redis.exceptions import ConnectionError, NoPermissionError, TimeoutError
+from redis.exceptions import ConnectionError, NoPermissionError, RedisError, TimeoutError
 
 from buffer.redis.connection.retry import SYSTEM_RANDOM
 from buffer.redis.connection.url import SOCKET_TIMEOUT_S, at_node, open_client, seeds
@@ -37,6 +37,7 @@ class Servers:
         self._clients: dict[tuple[Role, str], redis.Redis] = {}
         self._lock = threading.RLock()
         self._slots: list[str] | None = None
+        self._allocator: str | None = None
         for seed in self._seeds:  # raises ConfigError for a bad URL
             self._client("control", seed)
 
@@ -58,6 +59,22 @@ class Servers:
     def is_cluster(self) -> bool:
         """Return whether the server is a cluster; it is asked once. Raises redis.RedisError."""
         return bool(self._map())
+
+    @property
+    def has_size_classes(self) -> bool:
+        """Return whether the server's allocator is jemalloc, as far as it tells.
+
+        It is asked once. A managed service that hides it counts as one, as Redis and Valkey are
+        built with jemalloc on Linux. After a move to a server with another allocator, values are
+        cut for the old one until this process ends: readers accept any cut.
+        """
+        if self._allocator is None:
+            try:
+                found = self.client("control").info("memory")
+            except RedisError:
+                return True  # a server that does not answer is asked again
+            self._allocator = str(found.get("mem_allocator", "jemalloc"))
+        return self._allocator.startswith("jemalloc")
 
     def at_each(
         self,

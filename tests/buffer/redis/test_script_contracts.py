@@ -20,7 +20,7 @@ from tests.buffer.whole_story import tell_a_whole_story
 from tests.servers import start_server
 
 
-@pytest.fixture(scope="module", params=["valkey", pytest.param("redis", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["valkey", "redis"])
 def hostile(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[HostileStore]:
@@ -46,6 +46,7 @@ def hostile(
         store.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(library()))
 def test_script_refuses_whatever_its_header_does_not_allow(
     hostile: HostileStore, name: str

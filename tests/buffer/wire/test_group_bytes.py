@@ -334,6 +334,21 @@ def test_encode_checked_refuses_what_decode_refuses(spoil: Callable[[RolloutGrou
     assert str(caught.value) == str(expected.value)
 
 
+@pytest.mark.parametrize("spoil", BREAKS)
+def test_a_bad_group_among_others_has_the_error_that_it_has_alone(
+    spoil: Callable[[RolloutGroup], None],
+) -> None:
+    good = [group_bytes.encode(made) for made in (sample(), full())]
+    group = sample()
+    spoil(group)
+    bad = group_bytes.encode(group)
+    with pytest.raises(WireError) as alone:
+        group_bytes.decode(bad)
+    with pytest.raises(WireError) as among:
+        group_bytes.decode_each([good[0], bad, good[1]], ["", "", ""])
+    assert str(among.value) == str(alone.value)
+
+
 def test_columns_are_views_of_the_received_bytes() -> None:
     data = group_bytes.encode(sample())
     group = group_bytes.decode(data)

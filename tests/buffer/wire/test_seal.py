@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.errors import GroupChanged
+from buffer.redis.payloads import checksum
 from buffer.wire import group_bytes
 from buffer.wire.document import LAYOUT
 from buffer.wire.framing import compress
@@ -28,12 +29,14 @@ def whole() -> RolloutGroup:
     return RolloutGroup("sums-0000000008", "sums", [first, second])
 
 
-DATA = {"plain": group_bytes.encode(whole()), "zstd": compress(group_bytes.encode(whole()), "zstd")}
+PLAIN = group_bytes.encode(whole())
+DATA = {"plain": PLAIN, "compared": PLAIN, "zstd": compress(PLAIN, "zstd")}
 
 
 def received(kind: str = "plain") -> RolloutGroup:
     # a copy: the bytes of a constant may be shared
-    return group_bytes.decode(memoryview(bytearray(DATA[kind])).toreadonly())
+    data = memoryview(bytearray(DATA[kind])).toreadonly()
+    return group_bytes.decode_each([data], ["" if kind == "plain" else checksum(data)])[0]
 
 
 COLUMNS = sorted(received().columns)

@@ -103,6 +103,7 @@ def test_the_page_shows_the_run_and_loads_nothing(
     assert faults == []
 
 
+@pytest.mark.slow
 def test_web_shows_the_folder_of_a_run_whose_server_is_lost(
     run_folder: Path, chromium: webdriver.Chrome
 ) -> None:

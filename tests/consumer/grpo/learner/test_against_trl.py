@@ -21,6 +21,9 @@ LENGTHS = [4, 1, 6, 0, 3, 5]
 LONGEST = max(LENGTHS)
 
 
+pytestmark = pytest.mark.slow  # to import TRL takes six seconds
+
+
 @pytest.fixture(scope="module")
 def trl(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """TRL's trainer of a tiny model, whose forward pass returns what `columns` contains."""

@@ -134,6 +134,7 @@ def faults_of(scene: Scene) -> list[str]:
     return [symptom.what for symptom in found if symptom.level == "fault"]
 
 
+@pytest.mark.slow
 def test_doctor_says_what_fsck_finds(busy: Scene) -> None:
     assert faults_of(busy) == []
     unseen = []

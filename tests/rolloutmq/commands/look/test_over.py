@@ -70,6 +70,7 @@ def test_runs_starts_no_server(over: EmbeddedServer) -> None:
     assert "started" not in in_process("runs", cwd=over.folder.parents[2]).stderr
 
 
+@pytest.mark.slow
 def test_views_share_a_server_and_a_killed_one_leaves_it_to_the_next(over: EmbeddedServer) -> None:
     first, second = web(over), web(over)
     first.send_signal(signal.SIGTERM)
