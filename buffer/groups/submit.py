@@ -24,6 +24,7 @@ from buffer.groups.order_policy import OrderFunction, submit_argument
 from buffer.ids import TEACH
 from buffer.job import Job, PayloadRef, Result
 from buffer.limits import RunLimits
+from buffer.redis.connection.bulk_io import Pieces
 from buffer.redis.payloads import PayloadStore, SetCommand, pin_listed
 from buffer.redis.scripts import ScriptCall, Upload, unknown_reply
 from buffer.redis.store import RunContext
@@ -33,6 +34,8 @@ from buffer.wire.rollout import Status
 from buffer.wire.teacher_columns import sampled_crc
 
 GROUPS_PER_TRIP = 32  # bounds what is sent again after a lost connection
+
+_TOGETHER = 8  # groups that are encoded before the first is sent
 
 _CALL_BYTES = 8 * 2**20  # of payloads: large groups do not wait for each other
 
@@ -85,8 +88,8 @@ class Submission:
         pin_listed(self._store, self._keys)
         return trip.outcomes(replies)
 
-    def prepare(self, result: Result) -> tuple[list[SetCommand], Unit]:
-        """Return what stores a group, and its unit of a call. Raises what is wrong with it.
+    def prepare(self, result: Result, data: Pieces) -> tuple[list[SetCommand], Unit]:
+        """Return what stores the bytes of a group, and its unit of a call. Raises what is wrong.
 
         All checks are here, before the upload: later ones only protect the trainer from bytes that
         were damaged on their way.
@@ -98,7 +101,7 @@ class Submission:
             )
         if result.job.teacher and result.group.status is not Status.COMPLETED:
             raise WireError(f"a teacher gave back group {result.group.gid} unfinished")
-        ref, commands = to_store(self._payloads, result.job, result.group)
+        ref, commands = to_store(self._payloads, result.job, result.group, data)
         return commands, self.unit(result, ref)
 
     def unit(self, result: Result, ref: PayloadRef) -> Unit:
@@ -164,12 +167,14 @@ class _RoundTrip:
         by_task = sorted(range(len(results)), key=lambda number: results[number].group.task)
         for task, numbers in groupby(by_task, lambda number: results[number].group.task):
             units: list[Unit] = []
-            for number in numbers:
+            for number, data in self._encoded(list(numbers)):
                 try:
-                    commands, unit = self._submission.prepare(results[number])
+                    if isinstance(data, Exception):
+                        raise data
+                    commands, unit = self._submission.prepare(results[number], data)
                 except (
                     Exception
-                ) as error:  # an order policy is a user's code: it may raise anything
+                ) as error:  # an order policy is a user's code and may raise anything
                     self._failed[number] = error
                     continue
                 self._called.append(number)
@@ -181,6 +186,12 @@ class _RoundTrip:
             if units:
                 yield (), self._submission.call(self._worker, task, units)
 
+    def _encoded(self, numbers: Sequence[int]) -> Iterator[tuple[int, Pieces | Exception]]:
+        for start in range(0, len(numbers), _TOGETHER):
+            some = numbers[start : start + _TOGETHER]
+            groups = [self._results[number].group for number in some]
+            yield from zip(some, group_bytes.pieces_each(groups), strict=True)
+
     def outcomes(self, replies: Sequence[Sequence[str]]) -> list[SubmitOutcome]:
         """Return the outcome of each result."""
         flat = [part for reply in replies for part in reply]
@@ -191,10 +202,9 @@ class _RoundTrip:
 
 
 def to_store(
-    payloads: PayloadStore, job: Job, group: RolloutGroup
+    payloads: PayloadStore, job: Job, group: RolloutGroup, data: Pieces
 ) -> tuple[PayloadRef, list[SetCommand]]:
-    """Return where a claim stores its group, and the commands. Raises WireError, GroupChanged."""
-    data = group_bytes.pieces_checked(group)
+    """Return where a claim stores the bytes of its group, and the commands. Raises GroupChanged."""
     made = payloads.commands(job.gid, job.token, data, group.signatures)
     # after the checksum: wrong bytes must not have a right one
     group.check_unchanged()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from buffer.errors import Fenced, WireError
@@ -50,15 +52,14 @@ def test_groups_are_prepared_once_and_stored_once_when_the_connection_breaks_bet
     results = finished(scene, 20)
     results[7].group.columns["spans"][0, 2] = 99
     prepared: list[str] = []
-    prepare = group_bytes.pieces_checked
+    prepare = group_bytes.pieces_each
 
-    def breaking(group: RolloutGroup) -> list[bytes | memoryview]:
-        prepared.append(group.gid)
-        if len(prepared) in (3, 12, 20):
-            scene.raw.client_kill_filter(_type="normal", skipme=True)
-        return prepare(group)
+    def breaking(groups: Sequence[RolloutGroup]) -> list[list[bytes | memoryview] | Exception]:
+        prepared.extend(group.gid for group in groups)
+        scene.raw.client_kill_filter(_type="normal", skipme=True)
+        return prepare(groups)
 
-    monkeypatch.setattr(group_bytes, "pieces_checked", breaking)
+    monkeypatch.setattr(group_bytes, "pieces_each", breaking)
     retries = scene.store.retries
     outcomes = scene.run.buffer.submit_many("w0", results)
     assert scene.store.retries > retries
