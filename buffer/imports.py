@@ -29,11 +29,11 @@ def check_module(spec: str, *, kind: str) -> None:
     """Raise ConfigError if a slow module is missing, importing only the packages around it."""
     module_name = spec.partition(":")[0]
     search_in(Path.cwd())
-    if not _is_there(module_name):
+    if not is_there(module_name):
         raise _not_importable(spec, kind, module_name, f"No module named {module_name!r}")
 
 
-def _is_there(module: str) -> bool:
+def is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # a package around it
@@ -148,6 +148,7 @@ EXTRAS = {
     "trl": "trl",
     "uvicorn": "web",
     "vllm": "vllm-cuda",
+    "wandb": "wandb",
     "zstandard": "zstd",
 }
 
@@ -157,8 +158,20 @@ def missing_extra(error: ImportError) -> ConfigError | None:
     package = (error.name or "").partition(".")[0]
     if not isinstance(error, ModuleNotFoundError) or package not in EXTRAS:
         return None
+    return _needs_extra("this", package)
+
+
+def import_extra(module: str, what: str) -> Any:
+    """Import a module of an extra, which `what` needs. Raises ConfigError, which names it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise _needs_extra(what, module.partition(".")[0]) from error
+
+
+def _needs_extra(what: str, package: str) -> ConfigError:
     return ConfigError(
-        f"this needs the package {package}, which is not installed",
+        f"{what} needs the package {package}, which is not installed",
         hint=install_command(EXTRAS[package]),
     )
 
@@ -173,7 +186,7 @@ def import_package(module: str, requirement: str) -> Any:
 
 def require(module: str, requirement: str) -> None:
     """Raise ConfigError if a module is missing, without importing it."""
-    if not _is_there(module):
+    if not is_there(module):
         raise _needs(requirement)
 
 

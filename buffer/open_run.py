@@ -18,6 +18,7 @@ from buffer.redis.server.check import ServerFinding, fsync_policy, require_all_s
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run import Run
+from buffer.whole_file import replace_file
 
 log = logging.getLogger("rolloutmq.store")
 
@@ -109,10 +110,7 @@ def run_nonce(folder: Path) -> str:
 
 def write_nonce(folder: Path, nonce: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    # renamed when it is whole: a process that dies here must not leave half a nonce
-    part = folder / "run.tmp"
-    part.write_bytes(orjson.dumps({"nonce": nonce}))
-    part.rename(folder / "run.json")
+    replace_file(folder / "run.json", orjson.dumps({"nonce": nonce}))
 
 
 def own_run(store: Store, config: ServerConfig) -> Run | None:

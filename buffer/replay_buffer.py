@@ -140,7 +140,6 @@ class ReplayBuffer(Pools):
                 **arguments_of(group, ref, self._limits, self.order_function),
             },
             keys.in_slot(keys.payload_chunks(gid, ref.token, ref.chunks)),
-            group.made_by(self._limits.token_lead(task) != ""),
             durable=True,
         )
         pin_listed(self._store, keys)

@@ -1,4 +1,6 @@
-"""End a process with its owner: `rolloutmq run` cannot pass SIGKILL on to its children.
+"""Processes and their ends: with the owner, of a whole session, and in words.
+
+`rolloutmq run` cannot pass SIGKILL on to its children, so that they follow it by themselves.
 
 A child ends as after SIGTERM; if it cannot, it is killed ten minutes later. With leases and
 checkpoints, nothing is lost.
@@ -9,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from contextlib import suppress
 
 OWNER = "ROLLOUTMQ_OWNER_PID"  # the environment variable with the pid of the process to follow
 
@@ -16,6 +19,16 @@ OWNER = "ROLLOUTMQ_OWNER_PID"  # the environment variable with the pid of the pr
 ORPHAN_S = 600.0
 
 _POLL_S = 1.0
+
+
+def kill_session(pid: int) -> None:
+    """Kill the process that leads a session, and all that it has started there."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def how_ended(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 def follow_owner() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from buffer.config.run_settings import PolicySection
-from buffer.errors import ConfigError, HubError
+from buffer.errors import HubError
+from buffer.imports import import_extra
 
 log = logging.getLogger("rolloutmq.hub")
 
@@ -138,13 +139,6 @@ def is_id(path: Path) -> bool:
 
 
 def _huggingface_hub() -> Any:
-    try:
-        import huggingface_hub
-        import huggingface_hub.errors
-        import huggingface_hub.utils
-    except ImportError as error:
-        raise ConfigError(
-            "models and data sets of the Hub need huggingface_hub",
-            hint="pip install huggingface-hub",
-        ) from error
-    return huggingface_hub
+    for module in ("huggingface_hub.errors", "huggingface_hub.utils"):
+        import_extra(module, "a model or a data set of the Hub")
+    return import_extra("huggingface_hub", "a model or a data set of the Hub")

@@ -18,8 +18,8 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.errors import ConfigError, MediaError
-from buffer.imports import install_command
+from buffer.errors import MediaError
+from buffer.imports import import_extra
 from buffer.readable import format_size
 from buffer.redis.media_folder import SCHEME, MediaFolder
 from buffer.wire.rollout import MediaRef
@@ -71,7 +71,7 @@ def png_of(image: Image) -> bytes:
 
 @contextmanager
 def _opened(source: bytes | Path, limits: ImagesSection) -> Iterator[Any]:
-    pil = _pillow()
+    pil = import_extra("PIL.Image", "a data set with images")
     try:
         with _file(source, limits) as file, pil.open(file, formats=FORMATS) as image:
             width, height = image.size
@@ -108,14 +108,6 @@ def _check_bytes(count: int, limits: ImagesSection) -> None:
         raise MediaError(
             f"it has {format_size(count)}, over max_bytes = {format_size(limits.max_bytes)}"
         )
-
-
-def _pillow() -> Any:
-    try:
-        import PIL.Image
-    except ImportError as error:
-        raise ConfigError("images need Pillow", hint=install_command("images")) from error
-    return PIL.Image
 
 
 @dataclass(frozen=True, slots=True)

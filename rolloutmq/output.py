@@ -25,26 +25,12 @@ from buffer.readable import visible
 
 BARS = "▁▂▃▄▅▆▇█"
 
-_GOOD = "green"
-_WAITING = "yellow"
-_BAD = "red"
+_GOOD = ("run", "running", "finished", WorkerState.IDLE, WorkerState.WORKING, "completed")
 _STATE_STYLES: dict[str, str] = {
-    "run": _GOOD,
-    "running": _GOOD,
-    "finished": _GOOD,
-    "stopped": _WAITING,
-    "died": _BAD,
-    WorkerState.IDLE: _GOOD,
-    WorkerState.WORKING: _GOOD,
-    "completed": _GOOD,
-    WorkerState.STARTING: "cyan",
-    "loading": "cyan",
-    WorkerState.PAUSED: _WAITING,
-    WorkerState.DRAINING: _WAITING,
-    "silent": _BAD,
-    "barred": _BAD,
-    "dead": _BAD,
-    "failed": _BAD,
+    **dict.fromkeys(_GOOD, "green"),
+    **dict.fromkeys((WorkerState.STARTING, "loading"), "cyan"),
+    **dict.fromkeys(("stopped", WorkerState.PAUSED, WorkerState.DRAINING), "yellow"),
+    **dict.fromkeys(("died", "silent", "barred", "dead", "failed"), "red"),
 }
 _STATE_WIDTH = 9
 _VERSION_STYLES = (

@@ -8,7 +8,6 @@ may lose everything.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -28,11 +27,11 @@ from buffer.control.settings_record import (
     task_of,
 )
 from buffer.errors import ConfigError, RunNotFound
-from buffer.ids import new_nonce
 from buffer.limits import LiveLimits, Reweighting, RunLimits, TaskLimits, TaskSettings, newest_parts
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import unfenced, unknown_reply
 from buffer.redis.store import Store
+from buffer.whole_file import replace_file
 from buffer.wire.staleness import stale_threshold
 
 CONFIG = "config"  # in place of a value: that of the config
@@ -151,12 +150,7 @@ class KeptSettings:
             return
         data = orjson.dumps({"nonce": self._nonce, "record": record.model_dump(mode="json")})
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        part = self._file.with_name(f".{FILE}.{new_nonce()[:8]}.tmp")
-        with part.open("wb") as stream:
-            stream.write(data)
-            stream.flush()
-            os.fsync(stream.fileno())
-        part.replace(self._file)
+        replace_file(self._file, data)
         self._last = record
 
     def read(self) -> SettingsRecord | None:

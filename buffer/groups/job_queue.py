@@ -25,6 +25,7 @@ from buffer.redis.key_fields import read_counts
 from buffer.redis.payloads import pin_listed
 from buffer.redis.scripts import unfenced, unknown_reply
 from buffer.redis.store import RunContext
+from buffer.wire.group import ages
 from buffer.wire.rollout import PolicyVersion
 
 
@@ -255,8 +256,6 @@ class JobQueue:
         """
         began_ns = time.time_ns()
         task = job.task
-        oldest = ended.oldest if ended else {}
-        made_by = [part for pair in oldest.items() for part in ("oldest", *pair)]
         text = cut_text(f"teacher {job.teacher}: {reason}" if job.teacher and reason else reason)
         letter = orjson.dumps({"reason": text, "worker": worker, "try": job.tries}).decode()
         patience, first = self._limits.failures_in_row(task)
@@ -282,8 +281,8 @@ class JobQueue:
                 "cause": cause_of(text),
                 "patience": patience,
                 "first": first,
+                "made_by": ages({"oldest": ended.oldest}) if ended else "",
             },
-            tail_args=made_by,
         )
         match reply:
             case ["OK", stage]:

@@ -17,7 +17,7 @@ from buffer.redis.scripts import ScriptCall, unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
 from buffer.wire.framing import TURNS_MAGIC, framed
-from buffer.wire.group import RolloutGroup
+from buffer.wire.group import RolloutGroup, ages
 from buffer.wire.rollout import RolloutState
 
 MOST_CHUNKS = 1000  # then all turns are stored again, in few
@@ -94,10 +94,10 @@ class KeptTurns:
             "size": ref.size,
             "crc": ref.crc,
             "length": self._length,
+            "made_by": ages({"oldest": self._oldest}),
         }
-        ages = [part for pair in self._oldest.items() for part in ("oldest", *pair)]
         slots = keys.slots(gid=ref.gid, task=self._job.task)
-        call = ScriptCall(slots, arguments, keys.in_slot(chunks), ages)
+        call = ScriptCall(slots, arguments, keys.in_slot(chunks))
         record = keys.group(ref.gid)
         (reply,) = self._store.upload_and_call("keep_turns", record, [(commands, call)])
         pin_listed(self._store, keys)

@@ -65,7 +65,8 @@ def arguments_of(
     reward = float(finite.sum()) if group.status is Status.COMPLETED else 0.0
     tokens = int(group.lengths.sum(dtype=np.int64))
     described_group = described(group, group.status, ref, limits, function)
-    return described_group | {"tokens": tokens, "reward": f"{reward:.6g}"}
+    more = {"token_lead": limits.token_lead(group.task), "reward": f"{reward:.6g}"}
+    return described_group | more | {"tokens": tokens}
 
 
 class GroupPut:
@@ -162,7 +163,6 @@ class GroupPut:
                 "prompt": len(prompt),
             },
             keys.in_slot(payloads + keys.payload_chunks(gid, token, ref.chunks)),
-            group.made_by(self._limits.token_lead(task) != ""),
             durable=True,
         )
         pin_listed(self._store, keys)

@@ -1,8 +1,13 @@
 """Submit: finished groups on their way from a worker into the pools (`submit.lua`).
 
-A group is checked and encoded, its bytes are uploaded, and the script moves it. Several groups
-share one round trip, but each has its own script call, so one refused group does not hold up others
-(I2).
+A group is checked and encoded, its bytes are uploaded, and the script moves it. Several groups of a
+task share one call, which judges each by itself: one refused group does not hold up others (I2).
+
+    SET SET … SET  submit(group, group, …)   one round trip
+       worker or server dies here ▶ no group has moved: the bytes expire, the groups are submitted
+                                    again, or their leases run out
+                   server dies here ▶ a script is whole on disk or not at all
+                                      reply lost ▶ submitted again; each that has moved is told so
 """
 
 from __future__ import annotations
@@ -10,6 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 from buffer.errors import PayloadMissing, WireError
 from buffer.groups.claim import fenced
@@ -27,6 +34,8 @@ from buffer.wire.teacher_columns import sampled_crc
 
 GROUPS_PER_TRIP = 32  # bounds what is sent again after a lost connection
 
+_CALL_BYTES = 8 * 2**20  # of payloads: large groups do not wait for each other
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -36,21 +45,6 @@ class Stored:
     arrival: int
 
 
-class _Uploads:
-    """Makes each upload once, while the server receives the ones before."""
-
-    def __init__(self, making: Iterator[Upload | Exception]) -> None:
-        self._making = making
-        self.made: list[Upload | Exception] = []
-
-    def __iter__(self) -> Iterator[Upload]:
-        yield from [upload for upload in self.made if not isinstance(upload, Exception)]
-        for upload in self._making:
-            self.made.append(upload)
-            if not isinstance(upload, Exception):
-                yield upload
-
-
 SubmitOutcome = Stored | Exception
 """The result for one submitted group.
 
@@ -58,6 +52,10 @@ An exception is that group's own, and nothing of it was changed: `Fenced` (the l
 `PayloadMissing` (its bytes did not arrive), `WireError` (it cannot be encoded, or is no result), or
 an error of the order policy.
 """
+
+
+Unit = dict[str, Any]
+"""The arguments of one result in a call of `submit.lua`, by name."""
 
 
 class Submission:
@@ -82,47 +80,38 @@ class Submission:
         ]
 
     def _round_trip(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
-        uploads = _Uploads(self._prepare(worker, result) for result in results)
-        replies = iter(self._store.upload_and_call("submit", self._keys.leases, uploads))
+        trip = _RoundTrip(self, worker, results)
+        replies = self._store.upload_and_call("submit", self._keys.leases, trip)
         pin_listed(self._store, self._keys)
-        return [
-            upload if isinstance(upload, Exception) else _outcome(result, next(replies))
-            for result, upload in zip(results, uploads.made, strict=True)
-        ]
+        return trip.outcomes(replies)
 
-    def _prepare(self, worker: str, result: Result) -> Upload | Exception:
-        """Return what stores and submits a group, or why it cannot be submitted.
+    def prepare(self, result: Result) -> tuple[list[SetCommand], Unit]:
+        """Return what stores a group, and its unit of a call. Raises what is wrong with it.
 
         All checks are here, before the upload: later ones only protect the trainer from bytes that
         were damaged on their way.
         """
-        try:
-            if result.group.status not in (Status.COMPLETED, Status.ABORTED):
-                raise WireError(
-                    f"group {result.group.gid} is {result.group.status}",
-                    hint="only completed or aborted groups are submitted",
-                )
-            if result.job.teacher and result.group.status is not Status.COMPLETED:
-                raise WireError(f"a teacher gave back group {result.group.gid} unfinished")
-            ref, commands = to_store(self._payloads, result.job, result.group)
-            return commands, self.call(worker, result, ref)
-        except Exception as error:  # an order policy is a user's code and may raise anything
-            return error
+        if result.group.status not in (Status.COMPLETED, Status.ABORTED):
+            raise WireError(
+                f"group {result.group.gid} is {result.group.status}",
+                hint="only completed or aborted groups are submitted",
+            )
+        if result.job.teacher and result.group.status is not Status.COMPLETED:
+            raise WireError(f"a teacher gave back group {result.group.gid} unfinished")
+        ref, commands = to_store(self._payloads, result.job, result.group)
+        return commands, self.unit(result, ref)
 
-    def call(self, worker: str, result: Result, ref: PayloadRef) -> ScriptCall:
-        """Return the call of `submit.lua` for a result whose bytes are stored at `ref`."""
-        keys = self._keys
+    def unit(self, result: Result, ref: PayloadRef) -> Unit:
+        """Return the arguments of `submit.lua` for a result whose bytes are stored at `ref`."""
         group = result.group
-        task = group.task
         status = _final_status(result)
         # of a config that is newer than the run's limits, there may be others
-        lanes = self._limits.tasks[task].lanes
+        lanes = self._limits.tasks[group.task].lanes
         teachers = [name for name in result.teachers if TEACH + name in lanes]
         scores = group.scores.tolist() if status is not Status.ABORTED else ()
         counted = [score for score in scores if math.isfinite(score)]
-        arguments = described(group, status, ref, self._limits, self._order_function) | {
+        return described(group, status, ref, self._limits, self._order_function) | {
             "gid": group.gid,
-            "task": task,
             "token": ref.token,
             "tokens": result.new_tokens,
             "length": sum(group.lengths.tolist()),
@@ -131,16 +120,74 @@ class Submission:
             "unparsed": group.unparsed,
             "truncated": int(group.truncated.sum()),
             "ms": int(1000 * float(group.shared.extra.get(GROUP_TIME) or 0.0)),
-            "patience": self._limits.of(task).max_consecutive_filtered or "",
             "teachers": ",".join(teachers),
             "sampled": sampled_crc(group) if teachers or result.job.teacher else "",
         }
-        return ScriptCall(
-            keys.slots(task=task, worker=worker),
-            arguments,
-            keys.in_slot(keys.payload_chunks(ref.gid, ref.token, ref.chunks)),
-            group.made_by(arguments["token_lead"] != ""),
-        )
+
+    def call(self, worker: str, task: str, units: Sequence[Unit]) -> ScriptCall:
+        """Return the call of `submit.lua` for results of one task whose bytes are stored."""
+        keys = self._keys
+        chunks = [
+            name
+            for unit in units
+            for name in keys.payload_chunks(unit["gid"], unit["token"], unit["chunks"])
+        ]
+        arguments = {
+            "task": task,
+            "patience": self._limits.of(task).max_consecutive_filtered or "",
+            "token_lead": self._limits.token_lead(task),
+        }
+        slots = keys.slots(task=task, worker=worker)
+        return ScriptCall(slots, arguments, keys.in_slot(chunks), units)
+
+
+class _RoundTrip:
+    """Makes each upload once, while the server receives the ones before."""
+
+    def __init__(self, submission: Submission, worker: str, results: Sequence[Result]) -> None:
+        self._submission = submission
+        self._worker = worker
+        self._results = results
+        self._failed: dict[int, Exception] = {}
+        self._called: list[int] = []  # numbers of the results, in the order of the calls
+        self._made: list[Upload] = []
+        self._making = self._make()
+
+    def __iter__(self) -> Iterator[Upload]:
+        yield from self._made
+        for upload in self._making:
+            self._made.append(upload)
+            yield upload
+
+    def _make(self) -> Iterator[Upload]:
+        results = self._results
+        by_task = sorted(range(len(results)), key=lambda number: results[number].group.task)
+        for task, numbers in groupby(by_task, lambda number: results[number].group.task):
+            units: list[Unit] = []
+            for number in numbers:
+                try:
+                    commands, unit = self._submission.prepare(results[number])
+                except (
+                    Exception
+                ) as error:  # an order policy is a user's code: it may raise anything
+                    self._failed[number] = error
+                    continue
+                self._called.append(number)
+                units.append(unit)
+                yield commands, None
+                if sum(int(unit["size"]) for unit in units) >= _CALL_BYTES:
+                    yield (), self._submission.call(self._worker, task, units)
+                    units = []
+            if units:
+                yield (), self._submission.call(self._worker, task, units)
+
+    def outcomes(self, replies: Sequence[Sequence[str]]) -> list[SubmitOutcome]:
+        """Return the outcome of each result."""
+        flat = [part for reply in replies for part in reply]
+        outcomes: dict[int, SubmitOutcome] = dict(self._failed)
+        for number, *reply in zip(self._called, flat[::2], flat[1::2], strict=True):
+            outcomes[number] = _outcome(self._results[number], reply)
+        return [outcomes[number] for number in range(len(self._results))]
 
 
 def to_store(
@@ -172,7 +219,7 @@ def described(
         "crc": ref.crc,
         "chunks": ref.chunks,
         "order": order,
-        "token_lead": limits.token_lead(group.task),
+        "made_by": group.made_by(limits.token_lead(group.task) != ""),
     }
 
 
@@ -185,11 +232,11 @@ def _final_status(result: Result) -> Status:
 def _outcome(result: Result, reply: Sequence[str]) -> SubmitOutcome:
     job = result.job
     match reply:
-        case ["OK", arrival]:
+        case ["OK", arrival] if arrival:
             return Stored(_final_status(result), int(arrival))
-        case ["FENCED"]:
+        case ["FENCED", _]:
             return fenced(job)
-        case ["CHANGED"]:
+        case ["CHANGED", _]:
             return WireError(
                 f"group {job.gid}: teacher {job.teacher} changed more than its own columns",
                 hint="a teacher adds teacher_logprobs and the like, and leaves all else as it was",

@@ -31,7 +31,7 @@ end
 local found = seen_bytes(payloads, 0, chunks, size)
 if found ~= size then return {'MISSING', int(found)} end
 
-pin(payloads, 0, unpinned, gid .. ' ' .. token .. ' ' .. chunks)
+pin(payloads, 0, chunks, unpinned, gid .. ' ' .. token .. ' ' .. chunks)
 if before ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. before .. ' ' .. held[4]) end
 count_bytes(bytes, size, before == 'init' and 0 or num(held[5]))
 redis.call('HSET', record, 'payload', token, 'chunks', chunks, 'size', int(size), 'crc', crc, 'tokens', int(tokens))

@@ -21,7 +21,7 @@
 -- ARGV size      0..1_000_000_000_000  bytes of all its chunks
 -- ARGV crc       hex                   CRC-32 of all its bytes
 -- ARGV length    0..1_000_000_000_000  tokens in all responses
--- ARGV what, lineage, version  oldest|last, name, 0.. x0..128  oldest: the oldest version of each lineage in the group
+-- ARGV made_by   ''|ages                with the oldest version of each lineage in the group, as in submit
 -- replies OK | FENCED | BEHIND payload (the server lost chunks, or has another payload: write all turns under another name)
 --       | MISSING size_found
 -- keeps I1 (nothing moves), I2 (an old token changes nothing), I8, I12 (counts bytes), I13 (token, name, chunks), I14
@@ -34,9 +34,9 @@ if payload ~= replaces or (before > 0 and known ~= before) then return {'BEHIND'
 local found = seen_bytes(payloads, 0, chunks - before, added)
 if found ~= added then return {'MISSING', int(found)} end
 
-local version, lineage = age_of(lineages, each_unit)
+local version, lineage = age_of(lineages, made_by)
 redis.call('ZCARD', age_index)
-pin(payloads, 0, unpinned, gid .. ' ' .. turns .. ' ' .. chunks)
+pin(payloads, 0, chunks - before, unpinned, gid .. ' ' .. turns .. ' ' .. chunks)
 local went = 0
 if before == 0 and payload ~= 'init' then
   redis.call('SADD', garbage, gid .. ' ' .. payload .. ' ' .. held[4])

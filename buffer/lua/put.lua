@@ -40,7 +40,7 @@
 -- ARGV byte_limit 0..                        payload bytes of the run from which no group is accepted; 0 = no bound
 -- ARGV chunks    1..1024
 -- ARGV prompt    0..1_048_576               bytes of the prompt
--- ARGV what, lineage, version  oldest|last|newest, name, 0.. x0..128  as in submit; none = no limit of age
+-- ARGV made_by   ''|ages                    as in submit; '' = no limit of age
 -- replies OK status (completed | aborted | expired | dropped) | DRAW next | NO_DRAWS cursor | FULL held byte_limit | MISSING size_found
 -- keeps I1 (put and imported count with enqueued), I3 (takes no draw of the data set), I8, I12, I13 (operation and place), I14 (renames a key, reads nothing)
 
@@ -59,7 +59,7 @@ local found = seen_bytes(payloads, 2, chunks, size)
 if payload_prompt and redis.call('EXISTS', payload_prompt) == 0 then found = found - prompt end
 if found ~= size then return {'MISSING', int(found)} end
 
-local version, lineage, score, fields, newest = age_of(lineages, each_unit, token_lead)
+local version, lineage, score, fields, newest = age_of(lineages, made_by, token_lead)
 local cut = next_step(ledger) - threshold
 if score ~= '+inf' and tonumber(score) < cut then status = 'expired' end
 -- as in refresh.lua: members that are not too old keep their tokens
@@ -85,7 +85,7 @@ else
 end
 if keeps_bytes then
   count_bytes(bytes, prompt + size, 0)
-  pin(payloads, 2, unpinned, gid .. ' ' .. token .. ' ' .. chunks)
+  pin(payloads, 2, chunks, unpinned, gid .. ' ' .. token .. ' ' .. chunks)
 else
   count_bytes(bytes, prompt, 0)
   token, chunks, size, crc, tokens, reward = 'init', 1, prompt, '', 0, 0

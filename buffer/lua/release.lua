@@ -42,7 +42,7 @@
 -- ARGV cause     ''|text..640                 what failures of one cause have in common, "KeyError at judge.py:12"
 -- ARGV patience  ''|1..                        failures of the task in a row after which it is stopped; '' = no limit
 -- ARGV first     ''|1..                        the same while no try of the task has succeeded
--- ARGV what, lineage, version  oldest|last, name, 0.. x0..128  of an expired group, as in submit; none = as its record says
+-- ARGV made_by   ''|ages                       of an expired group, as in submit; '' = as its record says
 -- replies OK place | FENCED
 -- keeps I1, I2, I8, I11 (a clean release gives the try back; a task of which every try fails stops), I13 (token)
 
@@ -61,7 +61,7 @@ redis.call('XLEN', jobs)
 local is_expiring, cut = false, 0
 if kind == 'expired' then
   -- the worker may have counted a request as begun that waited in its engine: the tokens decide
-  local oldest = age_of(lineages, each_unit)
+  local oldest = age_of(lineages, made_by)
   if oldest == '' and (held[5] or '') ~= '' then oldest = living_version(lineages, held[7], held[5]) end
   cut = next_step(ledger) - (threshold or 0)
   is_expiring = threshold and oldest ~= '' and tonumber(oldest) < cut
@@ -70,7 +70,7 @@ end
 -- what a teacher gives back is complete but for its columns
 if teacher and kind == 'aborted' and not is_expiring then kind = 'handback' end
 
-let_go(leases, leased, worker, gid, token)
+let_go(leases, leased, worker, {gid}, {token})
 redis.call('HINCRBY', progress, 'running', -1)
 redis.call('HSET', record, 'released', token)
 local place

@@ -1,10 +1,11 @@
 #!lua flags=allow-oom
--- submit: accept the result of a group from its worker; its bytes are already stored under the worker's token.
+-- submit: accept results of a worker for groups of one task; their bytes are already stored under the worker's tokens.
+-- Each is judged by itself, as if it had come alone: all are judged before anything is written.
 -- A completed group with teachers waits for the first of them, then for the next, before it is in the pool. A teacher adds
 -- columns: all counts are those of the worker that sampled the group.
--- include: ages, byte_count, clock, earlier_counts, events, leased, lanes, numbers, order_index, payloads, staleness, task_failures, waiting, wake_ups
+-- include: ages, byte_count, clock, earlier_counts, events, leased, lanes, numbers, order_index, payloads, refuse, staleness, task_failures, waiting, wake_ups
 -- KEYS leases        ZSET
--- KEYS leased        HASH     what the worker holds
+-- KEYS leased        HASH*    what the worker holds
 -- KEYS groups        prefix   of the group records (HASH)
 -- KEYS progress      HASH*    of the task
 -- KEYS completed     ZSET*    pool of the task
@@ -21,127 +22,193 @@
 -- KEYS bytes         HASH
 -- KEYS unpinned      SET*
 -- KEYS age_index     ZSET*    groups of the task that wait or run, by their oldest version
--- KEYS payloads  STRING* x0..1024  the chunks, in order; none in a cluster
--- ARGV gid          gid
--- ARGV token        token                       of the claim
--- ARGV status       completed|aborted|filtered
--- ARGV samples      1..4096                     rollouts in the group
--- ARGV tokens       0..1_000_000_000_000        generated since the claim (net of a partial rollout's history)
--- ARGV length       0..1_000_000_000_000        tokens in all responses
--- ARGV size         0..1_000_000_000_000        bytes of all chunks
--- ARGV crc          hex                         CRC-32 of all bytes, hex
--- ARGV reward_sum   number                      of all scores in a completed or filtered group
--- ARGV reward_count 0..4096                     number of these scores
--- ARGV unparsed     ''|0..4096                  of these rollouts, those without an answer that a judge could read
--- ARGV truncated    ''|0..4096                  of these rollouts, those that ended at their token limit
--- ARGV order        ''|arrival|bucket|number    position in the index: buckets take turns, a number is a score; '' = no index
--- ARGV token_lead   ''|0..                      steps by which single tokens expire earlier than groups; '' = they do not
+-- KEYS payloads  STRING* x0..4096  the chunks of all groups, in order; none in a cluster
 -- ARGV task         name
--- ARGV ms           0..                         time from the group's claims to its result, without that in between
 -- ARGV patience     ''|1..                      filtered groups of the task in a row after which it is stopped; '' = no limit
--- ARGV chunks       1..1024
--- ARGV teachers     ''|names                    that a completed group passes, in order; a teacher leaves them out
--- ARGV sampled      ''|hex                      CRC-32 of all columns but those of teachers; '' = it passes no teacher
--- ARGV what, lineage, version  oldest|last|newest, name, 0.. x0..128  of each lineage in the group: its oldest version; of
---                      the rollouts whose last trained token it made, the least newest version; if rollouts differ in
---                      age, of those whose oldest token it made, the newest version. none = no token was generated
--- replies OK arrival | FENCED | CHANGED (a teacher changed another column) | MISSING size_found
+-- ARGV token_lead   ''|0..                      steps by which single tokens expire earlier than groups; '' = they do not
+-- ARGV gid          gid                         x1..64
+-- ARGV token        token                       x1..64  of the claim
+-- ARGV status       completed|aborted|filtered  x1..64
+-- ARGV samples      1..4096                     x1..64  rollouts in the group
+-- ARGV tokens       0..1_000_000_000_000        x1..64  generated since the claim (net of a partial rollout's history)
+-- ARGV length       0..1_000_000_000_000        x1..64  tokens in all responses
+-- ARGV size         0..1_000_000_000_000        x1..64  bytes of all chunks
+-- ARGV crc          hex                         x1..64  CRC-32 of all bytes, hex
+-- ARGV reward_sum   number                      x1..64  of all scores in a completed or filtered group
+-- ARGV reward_count 0..4096                     x1..64  number of these scores
+-- ARGV unparsed     ''|0..4096                  x1..64  of these rollouts, those without an answer that a judge could read
+-- ARGV truncated    ''|0..4096                  x1..64  of these rollouts, those that ended at their token limit
+-- ARGV order        ''|arrival|bucket|number    x1..64  position in the index: buckets take turns, a number is a score; '' = no index
+-- ARGV ms           0..                         x1..64  time from the group's claims to its result, without that in between
+-- ARGV chunks       1..1024                     x1..64  of KEYS
+-- ARGV teachers     ''|names                    x1..64  that a completed group passes, in order; a teacher leaves them out
+-- ARGV sampled      ''|hex                      x1..64  CRC-32 of all columns but those of teachers; '' = it passes no teacher
+-- ARGV made_by      ''|ages                     x1..64  "oldest LINEAGE VERSION,..." of each lineage in the group: its oldest
+--                      version; `last`: of the rollouts whose last trained token it made, the least newest version; `newest`, if
+--                      rollouts differ in age: of those whose oldest token it made, the newest version. '' = there are no tokens
+-- replies OK arrival | FENCED '' | CHANGED '' (a teacher changed another column) | MISSING size_found
+--       of each, one behind the other
 -- keeps I1, I2 (an old token changes nothing), I8 (versions of dead lineages count as the fork), I11 (a result gives the try back), I12 (never refused), I13 (token), I14
 
-local record = groups .. gid
-local held = redis.call('HMGET', record, 'payload', 'chunks', 'stage', 'token', 'draw', 'tries', 'aborts',
-  'arrival', 'size', 'prompt', 'owner', 'continued', 'lane', 'teachers', 'sampled', 'sampler', 'replaced')
-local payload, stage, teacher = held[1], held[3], teacher_of(held[13])
-if payload == token or held[17] == token then return {'OK', held[8]} end
-if not stage then
+local is_read, before = {}, 0
+-- of a key that will be written: a wrong type stops the script before it writes
+local function read(command, key)
+  if not is_read[key] then redis.call(command, key) end
+  is_read[key] = true
+end
+
+-- Return the reply to a result, and if it is accepted, what the record of its group says.
+local function judge(one)
+  local gid, token, status, record = one.gid, one.token, one.status, groups .. one.gid
+  local payload, stage, holder, owner, lane, tries, arrival =
+    unpack(redis.call('HMGET', record, 'payload', 'stage', 'token', 'owner', 'lane', 'tries', 'arrival'))
+  local teacher, first, old = teacher_of(lane), before, {}
+  before = before + one.chunks
+  if payload and (payload ~= 'init' or status == 'filtered') then
+    old = redis.call('HMGET', record, 'chunks', 'size', 'prompt', 'continued', 'teachers', 'sampled', 'sampler', 'replaced')
+  end
+  if payload == token or old[8] == token then return {'OK', arrival} end
   local draw = tonumber(string.match(gid, '%-(%d+)$'))
-  if status == 'filtered' and redis.call('GETBIT', filtered, draw) == 1 then return {'OK', '0'} end
-  return {'FENCED'}
-end
-if held[4] ~= token or stage ~= 'running' then return {'FENCED'} end
-if teacher and held[15] ~= sampled then return {'CHANGED'} end
-local found = seen_bytes(payloads, 0, chunks, size)
-if found ~= size then return {'MISSING', int(found)} end
-local lane, later
-if status == 'completed' then lane, later = string.match(teacher and held[14] or teachers, '^([^,]+),?(.*)$') end
-lane = lane and 'teach.' .. lane
-local jobs = queues .. task .. ':' .. (lane or '')
+  if not payload and status == 'filtered' and redis.call('GETBIT', filtered, draw) == 1 then return {'OK', '0'} end
+  if holder ~= token or stage ~= 'running' then return {'FENCED', ''} end
+  if teacher and old[6] ~= one.sampled then return {'CHANGED', ''} end
+  local found = seen_bytes(payloads, first, one.chunks, one.size)
+  if found ~= one.size then return {'MISSING', int(found)} end
 
-local version, lineage, score, fields = age_of(lineages, each_unit, token_lead)
-local counts = redis.call('HMGET', progress, 'running', 'produced_samples', 'produced_tokens', 'raw_rewards_sum',
-  'raw_rewards_count', 'arrivals', 'failures_in_row', 'filtered_in_row', 'produced_groups', 'produced_ms',
-  'unparsed', 'truncated')
--- an audit does not blame the worker that completed a group for tokens of others
-local is_own = payload == 'init' or ((teacher or has_turns_of(token, payload)) and not held[12])
-if not is_own then fields[#fields + 1], fields[#fields + 2] = 'continued', 1 end
-local pool = status == 'completed' and completed or aborted
--- only what this status writes: a wrong type stops the script before it writes
-redis.call('ZCARD', pool)
-if lane then redis.call('XLEN', jobs) end
-if order ~= '' then redis.call('ZCARD', order_index) end
-if #payloads == 0 then redis.call('SCARD', unpinned) end
-if status == 'filtered' then redis.call('STRLEN', filtered) end
-if status == 'filtered' or payload ~= 'init' then redis.call('SCARD', garbage) end
-
-redis.call('ZREM', age_index, gid)
-let_go(leases, leased, held[11], gid, token)
--- all counters in one call: the cost is that of the call, not of the number of fields
-local arrival, changed = held[8], {'running', int(num(counts[1]) - 1)}
-local function change(field, value) changed[#changed + 1], changed[#changed + 2] = field, value end
-if not teacher then
-  arrival = string.format('%010d', num(counts[6]) + 1)
-  change('produced_samples', int(num(counts[2]) + samples))
-  change('produced_tokens', int(num(counts[3]) + tokens))
-  change('raw_rewards_sum', string.format('%.17g', num(counts[4]) + num(reward_sum)))
-  change('raw_rewards_count', int(num(counts[5]) + reward_count))
-  change('arrivals', int(num(counts[6]) + 1))
-  if status == 'completed' and num(counts[8]) > 0 then change('filtered_in_row', 0) end
+  local next_lane, later
+  if status == 'completed' then next_lane, later = string.match(teacher and old[5] or one.teachers, '^([^,]+),?(.*)$') end
+  next_lane = next_lane and 'teach.' .. next_lane
+  local jobs, pool = queues .. task .. ':' .. (next_lane or ''), status == 'completed' and completed or aborted
+  local version, lineage, score, fields = age_of(lineages, one.made_by, token_lead)
+  -- an audit does not blame the worker that completed a group for tokens of others
+  local is_own = payload == 'init' or ((teacher or has_turns_of(token, payload)) and not old[4])
+  if not is_own then fields[#fields + 1], fields[#fields + 2] = 'continued', 1 end
+  read('ZCARD', pool)
+  if next_lane then read('XLEN', jobs) end
+  if one.order ~= '' then read('ZCARD', order_index) end
+  if #payloads == 0 then read('SCARD', unpinned) end
+  if status == 'filtered' then read('STRLEN', filtered) end
+  if status == 'filtered' or payload ~= 'init' then read('SCARD', garbage) end
+  return {'OK', arrival}, {one = one, record = record, payload = payload, teacher = teacher, owner = owner, tries = tries,
+    arrival = arrival, first = first, draw = draw, chunks = old[1], prompt = num(old[3]),
+    size = payload ~= 'init' and num(old[2]) or 0, sampler = teacher and old[7] or owner or '',
+    lane = next_lane, later = later, jobs = jobs, pool = pool, version = version, lineage = lineage, score = score,
+    fields = fields}
 end
-if status ~= 'aborted' and not teacher then
-  change('produced_groups', int(num(counts[9]) + 1))
-  change('produced_ms', int(num(counts[10]) + ms))
-  if (unparsed or 0) > 0 then change('unparsed', int(num(counts[11]) + unparsed)) end
-  if (truncated or 0) > 0 then change('truncated', int(num(counts[12]) + truncated)) end
-end
--- a filtered group was generated and judged: its task works; one that goes to a teacher may still fail there
-if status ~= 'aborted' and not lane and num(counts[7]) > 0 then change('failures_in_row', 0) end
-redis.call('HSET', progress, unpack(changed))
-if payload ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. payload .. ' ' .. held[2]) end
-local went = payload ~= 'init' and num(held[9]) or 0
 
-if status == 'filtered' then
-  redis.call('SADD', garbage, gid .. ' init 1', gid .. ' ' .. token .. ' ' .. chunks)
-  redis.call('SETBIT', filtered, held[5], 1)
-  redis.call('HINCRBY', progress, 'filtered', 1)
-  local in_row = redis.call('HINCRBY', progress, 'filtered_in_row', 1)
-  if patience and in_row >= patience and redis.call('HEXISTS', progress, 'stopped') == 0 then
-    stop_task(progress, task, in_row .. ' groups in a row were filtered', bell_trainer, events)
+local accepted, replies, gids, tokens, known, twins = {}, {}, {}, {}, {}, {}
+for n, one in ipairs(units) do
+  local reply, was = judge(one)
+  replies[2 * n - 1], replies[2 * n] = reply[1], reply[2] or ''
+  if was and known[one.gid] then
+    twins[2 * n] = known[one.gid]  -- given twice in this call, which is as good as repeated
+  elseif was then
+    known[one.gid], accepted[#accepted + 1], twins[2 * n] = was, was, was
+    gids[#accepted], tokens[#accepted] = one.gid, one.token
   end
-  count_bytes(bytes, 0, went + num(held[10]))
-  redis.call('UNLINK', record)
-else
-  pin(payloads, 0, unpinned, gid .. ' ' .. token .. ' ' .. chunks)
-  count_bytes(bytes, size, went)
-  -- fields that only a running group needs would move the record into a larger size class
-  redis.call('HDEL', record, 'token', 'lane', 'entry', 'claimed_ms', 'newest', 'cut', 'continued', 'teachers', 'sampled', 'sampler')
-  -- I11: only failures and lost leases use up a try
-  local aborts = num(held[7]) + (status == 'aborted' and 1 or 0)
-  local sampler = teacher and held[16] or held[11] or ''
-  if teacher then fields = {'owner', sampler, 'replaced', payload, unpack(fields)} end
-  redis.call('HSET', record, 'stage', 'pool', 'status', status, 'payload', token, 'chunks', chunks,
-    'size', int(size), 'crc', crc, 'version', version, 'lineage', lineage, 'samples', samples,
-    'arrival', arrival, 'reward', reward_sum, 'submitted_ms', int(now_ms()),
-    'tokens', int(length), 'tries', int(num(held[6]) - 1), 'aborts', int(aborts), unpack(fields))
-  if lane then
-    to_waiting(jobs, record, gid, lane, token, progress)
-    redis.call('HSET', record, 'teachers', later, 'sampled', sampled, 'sampler', sampler)
-    keep_age(age_index, gid, token, version)
+end
+if #payloads > 0 and before ~= #payloads then return refuse('chunks', #payloads .. ' in all', before) end
+if #accepted == 0 then return replies end
+local counts = redis.call('HMGET', progress, 'running', 'arrivals', 'produced_samples', 'produced_tokens', 'raw_rewards_sum',
+  'raw_rewards_count', 'produced_groups', 'produced_ms', 'failures_in_row', 'filtered_in_row')
+
+redis.call('ZREM', age_index, unpack(gids))
+let_go(leases, leased, accepted[1].owner, gids, tokens)
+local arrivals, samples, generated, rewards, scores, produced, ms = num(counts[2]), 0, 0, 0, 0, 0, 0
+local in_row, stopped_at, is_working, unparsed, truncated, ended = num(counts[10]), nil, false, 0, 0, 0
+local now, unneeded, came, went, members = int(now_ms()), {}, 0, 0, {[completed] = {}, [aborted] = {}}
+for n, was in ipairs(accepted) do
+  local one, record = was.one, was.record
+  local status, is_new, bytes_of = one.status, not was.teacher, gids[n] .. ' ' .. tokens[n] .. ' ' .. one.chunks
+  local had_arrival = was.arrival
+  if is_new then
+    arrivals, samples, generated = arrivals + 1, samples + one.samples, generated + one.tokens
+    rewards, scores = rewards + one.reward_sum, scores + one.reward_count
+    was.arrival = string.format('%010d', arrivals)
+    if status == 'completed' then in_row = 0 end
+  end
+  if is_new and status ~= 'aborted' then
+    produced, ms = produced + 1, ms + one.ms
+    unparsed, truncated = unparsed + (one.unparsed or 0), truncated + (one.truncated or 0)
+  end
+  -- a filtered group was generated and judged: its task works; one that goes to a teacher may still fail there
+  if status ~= 'aborted' and not was.lane then is_working = true end
+  if was.payload ~= 'init' then unneeded[#unneeded + 1] = gids[n] .. ' ' .. was.payload .. ' ' .. was.chunks end
+  went = went + was.size
+
+  if status == 'filtered' then
+    unneeded[#unneeded + 1], unneeded[#unneeded + 2] = gids[n] .. ' init 1', bytes_of
+    redis.call('SETBIT', filtered, was.draw, 1)
+    redis.call('UNLINK', record)
+    went, ended, in_row = went + was.prompt, ended + 1, in_row + 1
+    if patience and in_row >= patience then stopped_at = stopped_at or in_row end
   else
-    redis.call('ZADD', pool, score, arrival .. ':' .. gid)
-    if status == 'completed' then put_in_order(order_index, progress, order, arrival, gid) end
+    pin(payloads, was.first, one.chunks, unpinned, bytes_of)
+    came = came + one.size
+    -- fields that only a running group needs would move the record into a larger size class
+    redis.call('HDEL', record, 'token', 'lane', 'entry', 'claimed_ms')
+    if was.payload ~= 'init' or had_arrival then
+      redis.call('HDEL', record, 'newest', 'cut', 'continued', 'teachers', 'sampled', 'sampler')
+    end
+    local fields = was.fields
+    if was.teacher then fields = {'owner', was.sampler, 'replaced', was.payload, unpack(fields)} end
+    -- I11: only failures and lost leases use up a try
+    redis.call('HSET', record, 'stage', 'pool', 'status', status, 'payload', tokens[n], 'chunks', one.chunks,
+      'size', int(one.size), 'crc', one.crc, 'version', was.version, 'lineage', was.lineage, 'samples', one.samples,
+      'arrival', was.arrival, 'reward', one.reward_sum, 'submitted_ms', now,
+      'tokens', int(one.length), 'tries', int(num(was.tries) - 1), unpack(fields))
+    if status == 'aborted' then redis.call('HINCRBY', record, 'aborts', 1) end
+    if was.lane then
+      to_waiting(was.jobs, record, gids[n], was.lane, tokens[n], progress)
+      redis.call('HSET', record, 'teachers', was.later, 'sampled', one.sampled, 'sampler', was.sampler)
+      keep_age(age_index, gids[n], tokens[n], was.version)
+    else
+      local scored = members[was.pool]
+      scored[#scored + 1], scored[#scored + 2] = was.score, was.arrival .. ':' .. gids[n]
+      if status == 'completed' then put_in_order(order_index, progress, one.order, was.arrival, gids[n]) end
+    end
   end
 end
-if status ~= 'aborted' and not teacher then keep_counts(progress, num(counts[9]) + 1) end
-wake(lane and bell_teachers or status == 'completed' and bell_trainer or bell_producer, 1)
-log_event(events, teacher and 'taught' or status, 'gid', gid, 'worker', held[11], 'version', version, 'tokens', int(tokens))
-return {'OK', arrival}
+for pool, scored in pairs(members) do
+  if #scored > 0 then redis.call('ZADD', pool, unpack(scored)) end
+end
+if #unneeded > 0 then redis.call('SADD', garbage, unpack(unneeded)) end
+count_bytes(bytes, came, went)
+
+-- all counters in one call: the cost is that of the call, not of the number of fields
+local changed = {'running', int(num(counts[1]) - #accepted)}
+local function change(field, value) changed[#changed + 1], changed[#changed + 2] = field, value end
+if arrivals > num(counts[2]) then
+  change('arrivals', int(arrivals))
+  change('produced_samples', int(num(counts[3]) + samples))
+  change('produced_tokens', int(num(counts[4]) + generated))
+  change('raw_rewards_sum', string.format('%.17g', num(counts[5]) + rewards))
+  change('raw_rewards_count', int(num(counts[6]) + scores))
+end
+if produced > 0 then
+  change('produced_groups', int(num(counts[7]) + produced))
+  change('produced_ms', int(num(counts[8]) + ms))
+end
+if is_working and num(counts[9]) > 0 then change('failures_in_row', 0) end
+if in_row ~= num(counts[10]) then change('filtered_in_row', int(in_row)) end
+redis.call('HSET', progress, unpack(changed))
+if unparsed > 0 then redis.call('HINCRBY', progress, 'unparsed', unparsed) end
+if truncated > 0 then redis.call('HINCRBY', progress, 'truncated', truncated) end
+if ended > 0 then redis.call('HINCRBY', progress, 'filtered', ended) end
+keep_counts(progress, num(counts[7]), num(counts[7]) + produced)
+if stopped_at and redis.call('HEXISTS', progress, 'stopped') == 0 then
+  stop_task(progress, task, int(stopped_at) .. ' groups in a row were filtered', bell_trainer, events)
+end
+
+local wakes = {}
+for _, was in ipairs(accepted) do
+  local bell = was.lane and bell_teachers or was.one.status == 'completed' and bell_trainer or bell_producer
+  wakes[bell] = (wakes[bell] or 0) + 1
+end
+for bell, times in pairs(wakes) do wake(bell, times) end
+for n, was in ipairs(accepted) do
+  log_event(events, was.teacher and 'taught' or was.one.status, 'gid', gids[n], 'worker', was.owner, 'version', was.version,
+    'tokens', int(was.one.tokens))
+end
+for place, was in pairs(twins) do replies[place] = was.arrival end
+return replies

@@ -31,7 +31,7 @@
 -- ARGV order    ''|arrival|bucket|number  position in the index: buckets take turns, a number is a score; '' = no index
 -- ARGV token_lead ''|0..                    steps by which single tokens expire earlier than groups; '' = they do not
 -- ARGV chunks   1..1024
--- ARGV what, lineage, version  oldest|last|newest, name, 0.. x0..128  as in submit; none = no limit of age
+-- ARGV made_by  ''|ages                  as in submit; '' = no limit of age
 -- replies OK | CHANGED token | NOT_POOLED stage | ENDED place | UNKNOWN | MISSING size_found
 -- keeps I1, I2 (compare-and-set), I8, I12 (counts bytes), I13 (token), I14
 
@@ -47,8 +47,8 @@ if held[3] ~= replaces then return {'CHANGED', held[3]} end
 local found = seen_bytes(payloads, 0, chunks, size)
 if found ~= size then return {'MISSING', int(found)} end
 
-local version, lineage, score, fields = age_of(lineages, each_unit, token_lead)
-pin(payloads, 0, unpinned, gid .. ' ' .. token .. ' ' .. chunks)
+local version, lineage, score, fields = age_of(lineages, made_by, token_lead)
+pin(payloads, 0, chunks, unpinned, gid .. ' ' .. token .. ' ' .. chunks)
 if replaces ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. replaces .. ' ' .. held[4]) end
 -- the bytes of an expired group are those of its prompt, which is kept
 count_bytes(bytes, size, replaces == 'init' and 0 or num(held[6]))

@@ -9,6 +9,9 @@
     -- ARGV strict     0|1
     -- ARGV lane  eval|resume|fresh xKEYS  of each pair
 
+    -- ARGV gid       gid     x1..64  of each result
+    -- ARGV size      0..     x1..64  bytes of its payload
+
 Callers send the values in the order of the lines. A key has a Redis type, or is a prefix; its name
 identifies it (`SLOTS` in `buffer/redis/keys.py`). An argument has one type, or several with `|`
 between: a word, `''` (empty), a range of integers (`0..` ends at 2^53 - 1), `text..N` (at most N
@@ -24,6 +27,10 @@ arguments with `xKEYS` come with the keys of their unit:
 
     for n, jobs, progress, lane in each_unit do
 
+Lines of ARGV with the same number are one tail; its units are tables in the list `units`:
+
+    for n, one in ipairs(units) do … one.gid … one.size
+
 The prologue reads the length of a key (0.5 microseconds) to find a wrong type before anything is
 written. `HASH*` leaves that to Redis, for scripts that run for every group: the body reads this key
 before it writes anything, or the key only carries a hint and is written last. A script reads keys
@@ -34,7 +41,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from buffer.errors import ScriptError
@@ -66,14 +73,14 @@ between. The draw of a gid is an offset in a
 bitmap, so its pattern bounds the memory (70,000,000 draws are 8.75 MB).
 """
 
-JUDGED = ("lanes", "number")  # types with a check of their own, `lua/include/is_<name>.lua`
+JUDGED = ("ages", "lanes", "number")  # types with a check of their own, `lua/include/is_<name>.lua`
 
 BIGGEST = 2**53 - 1  # the largest integer that is exact in Lua
 
 _SLOT = re.compile(
     r"^-- (?P<array>KEYS|ARGV) +(?P<names>\w+(?:, \w+)*)"
     r" +(?P<types>[^ ,\n]+(?:, [^ ,\n]+)*?)"
-    r"(?: x(?:(?P<least>\d+)\.\.(?P<most>\d+)|(?P<like>KEYS)))?(?: (?!x[\dK]).*)?$",
+    r"(?: +x(?:(?P<least>\d+)\.\.(?P<most>\d+)|(?P<like>KEYS)))?(?: +(?! |x[\dK]).*)?$",
     re.MULTILINE,
 )
 _RANGE = re.compile(r"([\d_]+)\.\.([\d_]*)")
@@ -93,6 +100,15 @@ class Slot:
     types: tuple[str, ...]
     least: int = 1
     most: int | None = 1
+    is_table: bool = False
+    """its units are tables in the list `units`"""
+
+    def joined(self, other: Slot, line: str) -> Slot:
+        """Return the tail that goes on with the next line. Raises ScriptError."""
+        if (self.least, self.most) != (other.least, other.most):
+            raise ScriptError(f"nothing follows a tail: {line}")
+        names, types = self.names + other.names, self.types + other.types
+        return replace(self, names=names, types=types, is_table=True)
 
     def lines(self) -> list[str]:
         """Return Lua that checks all values of this slot, and declares the local of a fixed one."""
@@ -102,12 +118,16 @@ class Slot:
             f"{self.array}[i + {offset}]" if offset else f"{self.array}[i]"
             for offset in range(len(self.names))
         ]
-        checks = [line for offset, value in enumerate(at) for line in self._check(value, offset)]
-        return (
-            [f"for i = {self.first}, #{self.array}, {len(self.names)} do", *checks, "end"]
-            if checks
-            else []
-        )
+        names = self.names if self.is_table else ("",) * len(at)
+        found = zip(at, range(len(at)), names, strict=True)
+        checks = [
+            line for value, offset, name in found for line in self._check(value, offset, name)
+        ]
+        loop = [f"for i = {self.first}, #{self.array}, {len(self.names)} do", *checks, "end"]
+        if self.is_table:
+            fields = ", ".join(f"{name} = {name}" for name in names)
+            return ["local units = {}", *loop[:-1], f"units[#units + 1] = {{{fields}}}", "end"]
+        return loop if checks else []
 
     def _check(self, at: str, offset: int, local: str = "") -> list[str]:
         """Return Lua that checks the value `at`, the offset-th of a unit, and declares `local`."""
@@ -170,9 +190,11 @@ class ScriptHeader:
         slots: list[Slot] = []
         for match in matches:
             before = [slot for slot in slots if slot.array == match["array"]]
-            if any(slot.is_tail for slot in before):
-                raise ScriptError(f"nothing follows a tail: {match[0]}")
-            slots.append(_slot(match, len(before) + 1))
+            slot = _slot(match, len(before) + 1)
+            if before and before[-1].is_tail:
+                slots.remove(before[-1])
+                slot = before[-1].joined(slot, match[0])
+            slots.append(slot)
         return cls(tuple(slots), writes="no-writes" not in body.partition("\n")[0])
 
     @cache  # noqa: B019 (there are as many headers as scripts, and they stay)
@@ -208,10 +230,11 @@ class ScriptHeader:
         tails = [tail for array in ("KEYS", "ARGV") if (tail := self.tail(array))]
         # a tail of ARGV with xKEYS is walked together with that of KEYS
         are_joined = any(tail.most is None for tail in tails)
-        units = [tail for tail in tails if are_joined or len(tail.names) > 1]
+        several = (tail for tail in tails if are_joined or len(tail.names) > 1)
+        units = [tail for tail in several if not tail.is_table]
         assert are_joined or len(units) < 2, "two tails of units in one script"
         for tail in tails:
-            if tail not in units:
+            if tail not in units and not tail.is_table:
                 yield f"local {tail.names[0]} = {{unpack({tail.array}, {tail.first})}}"
         if units:
             yield from _each_unit(units)

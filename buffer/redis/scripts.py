@@ -30,6 +30,8 @@ from buffer.redis.script_contract import ScriptHeader
 
 Arg = str | int | float | bytes
 
+TailArg = Arg | Mapping[str, Arg]  # or the arguments of a unit by name
+
 
 class KeysByName(Protocol):
     """Keys of a script by the names in its header: `SlotKeys`, or a dictionary."""
@@ -62,7 +64,7 @@ class Script:
         keys: KeysByName,
         args: Mapping[str, Arg],
         tail_keys: Sequence[str | KeysByName] = (),
-        tail_args: Sequence[Arg] = (),
+        tail_args: Sequence[TailArg] = (),
     ) -> Command:
         """Return the EVALSHA of a call, in the order of the header. Raises ScriptError.
 
@@ -86,7 +88,16 @@ class Script:
         except KeyError as missing_key:
             raise ScriptError(f"{self.name}.lua: KEYS missing {missing_key}") from None
         values = [args[name] for name in names]
-        return ("EVALSHA", self.sha, len(all_keys), *all_keys, *values, *tail_args)
+        for part in tail_args:
+            values += self._unit(part) if isinstance(part, Mapping) else [part]
+        return ("EVALSHA", self.sha, len(all_keys), *all_keys, *values)
+
+    def _unit(self, unit: Mapping[str, Arg]) -> list[Arg]:
+        names = self.header.tail_names("ARGV")
+        if unit.keys() != set(names):
+            wrong = sorted(unit.keys() ^ set(names))
+            raise ScriptError(f"{self.name}.lua: ARGV missing or unknown in a unit: {wrong}")
+        return [unit[name] for name in names]
 
 
 def includes(text: str) -> list[str]:
@@ -228,39 +239,37 @@ _LARGE_BYTES = 32 * 2**10
 """A server reads a value of this size by itself, and smaller ones together."""
 
 
-_TOGETHER = 8  # payloads after which their scripts are called
-
-
 class ScriptCall(NamedTuple):
     """Keys and arguments of a script by the names in its header; see `Script.command`."""
 
     keys: KeysByName
     args: Mapping[str, Arg]
     tail_keys: Sequence[str | KeysByName] = ()
-    tail_args: Sequence[Arg] = ()
+    tail_args: Sequence[TailArg] = ()
 
 
-Upload = tuple[Sequence[Command], ScriptCall]
-"""The commands that store a payload, and the call of the script that accepts it."""
+Upload = tuple[Sequence[Command], ScriptCall | None]
+"""The commands that store a payload, and the call of the script that accepts it and those before.
+
+None: a later upload has the call.
+"""
 
 
 def in_order(script: Script, uploads: Iterable[Upload]) -> Iterator[Command]:
-    """Yield the commands of uploads: large values at once, small ones and calls after several.
+    """Yield the commands of uploads: large values at once, small ones with their call.
 
     A server that writes to disk before it answers writes once for all small commands in a row.
     """
-    later: list[Command] = []
-    for number, (payload, call) in enumerate(uploads, 1):
+    small: list[Command] = []
+    for payload, call in uploads:
         for command in payload:
             if _is_large(command):
                 yield command
             else:
-                later.append(command)
-        later.append(script.command(*call))
-        if number % _TOGETHER == 0:
-            yield from later
-            later = []
-    yield from later
+                small.append(command)
+        if call:
+            yield from (*small, script.command(*call))
+            small = []
 
 
 def _is_large(command: Command) -> bool:

@@ -23,6 +23,7 @@ from pathlib import Path
 from buffer.errors import ConfigError, SignatureError
 from buffer.ids import NAME, valid_name
 from buffer.job import PayloadRef
+from buffer.whole_file import replace_file
 from buffer.wire.framing import Data, Line, signed_block, split_signed
 
 PRODUCER = "producer"
@@ -56,11 +57,8 @@ def read_keys(file: Path) -> dict[str, list[str]]:
 
 def write_keys(file: Path, keys: KeysOfAll) -> None:
     """Replace a file of keys, in one step, by one that only its owner may read."""
-    part = file.with_name(f"{file.name}.{secrets.token_hex(4)}")
-    part.touch(mode=0o600, exist_ok=False)
     lines = [f"{worker} {key}\n" for worker, own in keys.items() for key in own]
-    part.write_text("".join(lines), encoding="ascii")
-    part.replace(file)
+    replace_file(file, "".join(lines).encode("ascii"), is_private=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from buffer.redis.scripts import (
     KeysByName,
     Script,
     ScriptCall,
+    TailArg,
     Upload,
     check_durable,
     decoded,
@@ -124,7 +125,7 @@ class Store:
         keys: KeysByName,
         args: Mapping[str, Arg],
         tail_keys: Sequence[str | KeysByName] = (),
-        tail_args: Sequence[Arg] = (),
+        tail_args: Sequence[TailArg] = (),
         *,
         durable: bool = False,
     ) -> list[Any]:
@@ -191,7 +192,7 @@ class Store:
         return [decoded(reply) for reply in self._run(entry, "control", self._home, all_of_them)]
 
     def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
-        """Store payloads and call a script for each in one round trip, as a durable `call` does.
+        """Store payloads and make their calls in one round trip, as a durable `call` does.
 
         All keys lie in the slot of `key`. In a cluster, payloads are written to their own nodes
         first. A repeated attempt is harmless (I13); it iterates over `uploads` again. Later uploads
@@ -201,7 +202,7 @@ class Store:
         if self.in_cluster:
             uploads = list(uploads)
             self.write("payload write", [command for payload, _ in uploads for command in payload])
-            uploads = [((), call) for _, call in uploads]
+            uploads = [((), call) for _, call in uploads if call]
         waits = self._waits(key)
 
         def attempt(client: Any) -> list[Any]:

@@ -62,6 +62,12 @@ def new_contexts(extra: Mapping[str, Any]) -> dict[str, int]:
     return {why: count for why, count in counts if isinstance(count, int)}
 
 
+def ages(found: Mapping[str, Mapping[str, int]]) -> str:
+    """Return versions by what they are and by lineage of weights, as scripts read them."""
+    rows = ((what, *pair) for what, versions in found.items() for pair in versions.items())
+    return ",".join(f"{what} {lineage} {version}" for what, lineage, version in rows)
+
+
 class RolloutGroup:
     """The k rollouts of one prompt, as columns over all of them.
 
@@ -318,15 +324,14 @@ class RolloutGroup:
                     oldest[span.lineage] = min(span.version, known)
         return oldest
 
-    def made_by(self, by_token: bool) -> list[str | int]:
-        """Return (oldest, newest or last; lineage; version) of the weights, flat, for scripts."""
+    def made_by(self, by_token: bool) -> str:
+        """Return the weights for scripts: `oldest LINEAGE VERSION,…`, newest and last as well."""
         if not by_token and (weights := self._only_weights()):
-            return ["oldest", *weights]
-        triples = [("oldest", *pair) for pair in self.oldest_by_lineage().items()]
-        triples += [("newest", *pair) for pair in self.newest_by_lineage(by_token).items()]
+            return f"oldest {weights[0]} {weights[1]}"
+        found = {"oldest": self.oldest_by_lineage(), "newest": self.newest_by_lineage(by_token)}
         if by_token:
-            triples += [("last", *pair) for pair in self.last_by_lineage().items()]
-        return [part for triple in triples for part in triple]
+            found["last"] = self.last_by_lineage()
+        return ages(found)
 
     def _only_weights(self) -> tuple[str, int] | None:
         """Return the lineage and version of all tokens; None if they differ or one has expired."""

@@ -38,7 +38,6 @@ class DistillationConfig(Section):
     """
 
     def problems(self) -> Iterator[str]:
-        """Yield each key that the others make impossible."""
         if self.top_k_loss == "none":
             if self.coef == 0:
                 yield "coef = 0 without top_k_loss: teachers would have no effect"
@@ -156,7 +155,6 @@ class LossConfig(Section):
         return self.kl_coef > 0 and self.kl_reference is None
 
     def problems(self) -> Iterator[str]:
-        """Yield each key that the others make impossible."""
         if self.kl_reference and not self.kl_coef:
             yield "kl_reference needs kl_coef, the weight of the KL to it"
         if self.aggregation == "fixed_length" and self.max_tokens is None:
@@ -294,7 +292,6 @@ class LearnerConfig(Section):
     """train towards teachers, too; default: their log-probabilities are not read"""
 
     def problems(self) -> Iterator[str]:
-        """Yield each key that the others make impossible."""
         if self.decay_steps is None:
             for key in _changed(self, "schedule", "final_rate"):
                 yield f"{key} needs decay_steps: without it, the learning rate does not decay"

@@ -89,7 +89,6 @@ class TrainerSection(Section):
     """
 
     def problems(self) -> Iterator[str]:
-        """Yield each key that the others make impossible."""
         if bool(self.reward_weights) != (self.advantages == "gdpo"):
             yield (
                 "reward_weights names the parts of the reward for advantages = gdpo, which needs "

@@ -41,7 +41,6 @@ class TinyModelConfig(Section):
     """pieces of text that become one token each; the defaults fit reasoning-gym's chain_sum"""
 
     def problems(self) -> Iterator[str]:
-        """Yield a problem if kv_heads does not divide heads."""
         if self.heads % self.kv_heads:
             yield f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})"
 

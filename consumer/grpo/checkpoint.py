@@ -105,7 +105,8 @@ class CheckpointFolder:
         try:
             (folder / POSITION).write_bytes(data)
             follow_umask(folder)
-            _sync_tree(folder)
+            for written in [*folder.rglob("*"), folder]:
+                _sync(written)
         except OSError as error:
             raise RolloutMQError(
                 f"{folder} cannot be written: {error.strerror}",
@@ -151,11 +152,6 @@ class CheckpointFolder:
 
     def _hidden(self, path: Path) -> Path:
         return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-
-
-def _sync_tree(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        _sync(path)
 
 
 def _sync(path: Path) -> None:

@@ -65,7 +65,6 @@ class ChatDelta:
 
     @cached_property
     def largest_token(self) -> int | None:
-        """The largest id that the tokenizer knows; None if it does not tell."""
         vocabulary: dict[str, int] = getattr(self._tokenizer, "get_vocab", dict)()
         return max(vocabulary.values(), default=None)
 

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from buffer.errors import ConfigError, ProcessUnavailable, UserCodeError
-from buffer.imports import install_command
+from buffer.imports import import_extra
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -185,12 +185,7 @@ def _is_answer(error: Exception) -> bool:
 
 
 def _client(command: Sequence[str] | str) -> Any:
-    try:
-        from mcp import Client, StdioServerParameters
-    except ImportError as error:
-        raise ConfigError(
-            "MCP servers need the package mcp", hint=install_command("mcp")
-        ) from error
+    mcp = import_extra("mcp", "an MCP server")
     if isinstance(command, str):
-        return Client(command)
-    return Client(StdioServerParameters(command=command[0], args=list(command[1:])))
+        return mcp.Client(command)
+    return mcp.Client(mcp.StdioServerParameters(command=command[0], args=list(command[1:])))

@@ -60,25 +60,21 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
 
     `answer_timeout_s` limits one answer, `max_turns` the model's turns, `memory_mb` the address
     space of one of up to `processes` processes of a factory; for `keep_turns` see `ChatDelta`.
+    `given`: the arguments of `SingleTurnAgentLoop`.
     """
 
     def __init__(
         self,
         *,
-        judge: Judge | None,
-        tokenizer: Tokenizer,
-        eos_ids: Collection[int],
-        partial_rollout: bool = False,
         environment: Environment | str,
         max_turns: int = 8,
         keep_turns: bool = False,
         answer_timeout_s: float = 120.0,
         processes: int = 4,
         memory_mb: int = 0,
+        **given: Any,
     ) -> None:
-        super().__init__(
-            judge=judge, tokenizer=tokenizer, eos_ids=eos_ids, partial_rollout=partial_rollout
-        )
+        super().__init__(**given)
         if max_turns < 1:
             raise ConfigError(f"max_turns is {max_turns}", hint="it is at least 1")
         if not isinstance(environment, ToolEnvironment):
@@ -87,7 +83,7 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
             )
         self._environment = environment
         self._max_turns = max_turns
-        self._delta = ChatDelta(tokenizer, eos_ids, keep_turns=keep_turns)
+        self._delta = ChatDelta(self._tokenizer, self._eos_ids, keep_turns=keep_turns)
 
     async def close(self) -> None:
         await self._environment.close()

@@ -112,7 +112,6 @@ class JsonlSection(_Files):
     """the kind of data set"""
 
     def count_held_out(self) -> int:
-        """Return the number of lines that are not blank."""
         try:
             with self.path.open("rb") as lines:
                 return sum(1 for line in lines if line.strip())
@@ -145,7 +144,6 @@ class ReasoningGymSection(_DatasetKind):
     """problems reserved for evaluation"""
 
     def problems(self) -> Iterator[str]:
-        """Yield a problem if the splits leave nothing to train on."""
         if self.warm_start_size + self.held_out_size >= self.size:
             yield (
                 f"warm_start_size = {self.warm_start_size} and "
@@ -154,7 +152,6 @@ class ReasoningGymSection(_DatasetKind):
             )
 
     def count_held_out(self) -> int:
-        """Return the number of problems that are reserved for evaluation."""
         return self.held_out_size
 
 

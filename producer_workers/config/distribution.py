@@ -26,7 +26,6 @@ class Fixed(_Shape):
     """every draw"""
 
     def draw(self, rng: np.random.Generator) -> float:
-        """Return the value."""
         return self.value
 
 
@@ -41,7 +40,6 @@ class LogNormal(_Shape):
     """standard deviation of the logarithm"""
 
     def draw(self, rng: np.random.Generator) -> float:
-        """Return a random value."""
         return float(self.median * np.exp(self.sigma * rng.standard_normal()))
 
 
@@ -58,7 +56,6 @@ class Bimodal(_Shape):
     """probability of the rare draw"""
 
     def draw(self, rng: np.random.Generator) -> float:
-        """Return a random value."""
         return self.long if rng.random() < self.long_share else self.short
 
 

@@ -173,7 +173,6 @@ class VllmConfig(EngineSettings):
 
     @property
     def wants_adapters(self) -> bool:
-        """Return whether the engine loads LoRA adapters."""
         return self.max_lora_rank is not None
 
     def adapter_problem(self, rank: int) -> str:
@@ -239,7 +238,6 @@ class HttpConfig(EngineSettings):
 
     @property
     def wants_adapters(self) -> bool:
-        """Return whether the server loads LoRA adapters."""
         return self.weights == "adapters"
 
     def adapter_problem(self, rank: int) -> str:

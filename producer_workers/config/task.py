@@ -256,7 +256,6 @@ class TaskSection(Section):
         return judge
 
     def problems(self) -> Iterator[str]:
-        """Yield problems of the judge and of the size of a group."""
         unsafe = [name for name in self.judges if name in JUDGES and JUDGES[name].is_unsafe]
         if unsafe and self.judging.kind == "inline":
             yield (
@@ -285,7 +284,6 @@ class TaskSection(Section):
 
     @property
     def judges(self) -> list[str]:
-        """Return the names of all judges of the task."""
         return [] if self.judge == NO_JUDGE else judge_names(self.judge)
 
     @property
@@ -300,7 +298,6 @@ class TaskSection(Section):
 
     @property
     def lane(self) -> Literal["fresh", "eval"]:
-        """Return the lane of the task's new jobs."""
         return "eval" if self.eval_of else "fresh"
 
     @property

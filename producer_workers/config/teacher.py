@@ -39,7 +39,6 @@ class TeacherSection(Section):
     """its engine, with all keys of [engine]; default: the values of [engine]"""
 
     def problems(self) -> Iterator[str]:
-        """Yield a problem if the revision has no repository."""
         if self.revision and self.repository is None:
             yield f"revision = {self.revision} is for a model on the Hub: {self.model} is none"
 

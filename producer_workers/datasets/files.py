@@ -8,8 +8,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from buffer.errors import ConfigError, DatasetError
-from buffer.imports import install_command
+from buffer.errors import DatasetError
+from buffer.imports import import_extra
 from producer_workers.datasets.records import RecordsDataset, ToProblem, problem_of
 
 # First bytes of files that are not text: what they are, and what to do.
@@ -101,10 +101,7 @@ class ParquetRows:
 
 
 def _read_table(file: Path) -> Any:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise ConfigError("Parquet needs pyarrow", hint=install_command("parquet")) from error
+    parquet = import_extra("pyarrow.parquet", "a Parquet file")
     try:
         return parquet.read_table(file)
     except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer.errors import ConfigError, DatasetError
-from buffer.imports import install_command, load_object
+from buffer.imports import import_extra, load_object
 from producer_workers.config.dataset import (
     DatasetSection,
     HuggingFaceSection,
@@ -114,12 +114,7 @@ def _folder_of(section: RecordsSection) -> Path:
 
 
 def _read_by_datasets(section: HuggingFaceSection) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(
-            "kind = hugging_face needs `datasets`", hint=install_command("datasets")
-        ) from error
+    datasets = import_extra("datasets", "a data set of kind hugging_face")
     folder = str(_folder_of(section))
     found: Any
     try:

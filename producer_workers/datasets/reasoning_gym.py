@@ -6,7 +6,6 @@ them into held-out, training and warm start. A copy of the section finds them ag
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +14,7 @@ import orjson
 
 from buffer.errors import ConfigError
 from buffer.readable import did_you_mean
+from buffer.whole_file import replace_file
 from producer_workers.config.dataset import ReasoningGymSection
 from producer_workers.datasets.dataset import permute
 from producer_workers.judges.built_in import SOURCE_PREFIX, check_safe, score_entry, task_datasets
@@ -69,10 +69,7 @@ def _replace(path: Path, lines: Sequence[bytes]) -> None:
     if not lines:
         path.unlink(missing_ok=True)
         return
-    # Renamed at the end, so that a killed process leaves no half file under the final name.
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.write_bytes(b"\n".join(lines) + b"\n")
-    part.replace(path)
+    replace_file(path, b"\n".join(lines) + b"\n")
 
 
 def _deal(problems: list[bytes], seed: int) -> list[bytes]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import os
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -27,6 +26,7 @@ import orjson
 from buffer.errors import ConfigError, UserCodeError
 from buffer.failure_text import trace_text
 from buffer.imports import load_object
+from producer_workers.follow_owner import kill_session
 from producer_workers.user_code.border import TURN_REWARDS, Border, Rules, check_answer
 from producer_workers.user_code.process_function import call_of
 
@@ -246,8 +246,5 @@ class ProgramAgent:
 
 async def end_process(process: asyncio.subprocess.Process) -> None:
     """End the program and all processes of its session, which might outlive it."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+    kill_session(process.pid)
     await asyncio.shield(process.wait())

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from buffer.errors import ConfigError, JudgeError
-from buffer.imports import load_object
+from buffer.imports import import_extra, load_object
 from buffer.wire.group import UNPARSED
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.sandbox import is_url
@@ -23,7 +23,7 @@ from producer_workers.judges.judge import (
     take_columns,
 )
 from producer_workers.user_code.border import check_answer, is_marked_inline
-from producer_workers.user_code.http_request import Service, check_aiohttp
+from producer_workers.user_code.http_request import Service
 from producer_workers.user_code.sandbox import check_sandbox
 
 
@@ -137,7 +137,7 @@ class HttpJudge(Judge):
 
     def __init__(self, url: str, judging: JudgingSection) -> None:
         what = f"judge {url}"
-        check_aiohttp(what)
+        import_extra("aiohttp", what)  # at the start, not later
         self.name = url
         hint = "check the service, or raise [tasks.<name>.judging] timeout_s"
         self._service = Service(what, url, judging.timeout_s, judging.retries, hint)

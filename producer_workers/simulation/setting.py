@@ -126,7 +126,6 @@ class Outcome:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return trained tokens per second."""
         return self.trained_tokens / self.seconds
 
     @property

@@ -9,8 +9,7 @@ from typing import Any
 
 import orjson
 
-from buffer.errors import AnswerTooLong, ConfigError, JudgeError
-from buffer.imports import install_command
+from buffer.errors import AnswerTooLong, JudgeError
 from buffer.redis.connection.retry import Backoff
 
 log = logging.getLogger("rolloutmq.judge")
@@ -19,14 +18,6 @@ LONGEST_ANSWER = 1 << 20  # bytes that are read
 
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 BACKOFF = Backoff(0.2, 10.0, jitter=0.5)
-
-
-def check_aiohttp(what: str) -> None:
-    """Raise ConfigError where aiohttp, an extra, is not installed: at the start, not later."""
-    try:
-        import aiohttp  # noqa: F401 (only tried)
-    except ImportError as error:
-        raise ConfigError(f"{what} needs aiohttp", hint=install_command("http")) from error
 
 
 @dataclass(frozen=True, slots=True)

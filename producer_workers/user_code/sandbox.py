@@ -16,13 +16,12 @@ import os
 import resource
 import selectors
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -30,9 +29,11 @@ from typing import Literal
 from pydantic import BaseModel, ValidationError
 
 from buffer.errors import AnswerTooLong, ConfigError, JudgeError, SandboxUnavailable
+from buffer.imports import import_extra
 from producer_workers.config.sandbox import BUBBLEWRAP, WEAK, is_url
+from producer_workers.follow_owner import kill_session
 from producer_workers.user_code.bubblewrap import caged, check_bubblewrap, file_of, rules_file
-from producer_workers.user_code.http_request import LONGEST_ANSWER, Service, check_aiohttp
+from producer_workers.user_code.http_request import LONGEST_ANSWER, Service
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -91,7 +92,7 @@ class _Start:
 def check_sandbox(sandbox: str) -> None:
     """Raise SandboxUnavailable where programs cannot be run in `sandbox` on this machine."""
     if is_url(sandbox):
-        check_aiohttp(f"sandbox {sandbox}")
+        import_extra("aiohttp", f"sandbox {sandbox}")
         return
     if sandbox not in (BUBBLEWRAP, WEAK):
         raise ConfigError(
@@ -193,8 +194,7 @@ def _outcome(process: subprocess.Popen[bytes], limits: Limits) -> ProgramResult:
         try:
             problem = _read(process, outputs, deadline, limits.file_mb << 20)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill_session(process.pid)
             process.wait()
     stdout, stderr = (bytes(output).decode(errors="replace") for output in outputs)
     return ProgramResult(None if problem else process.returncode, stdout, stderr, problem)

@@ -9,14 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections import Counter
-from contextlib import suppress
 from itertools import count
 from typing import Any
 
@@ -24,6 +21,7 @@ import msgspec
 import orjson
 
 from buffer.errors import ProcessUnavailable
+from producer_workers.follow_owner import how_ended, kill_session
 from producer_workers.user_code.border import ROOM, Border, Rules
 from producer_workers.user_code.function_server import HEADER, READY, CallAnswer, Order
 
@@ -234,7 +232,5 @@ class UserProcess:
 
 def _kill(process: subprocess.Popen[bytes]) -> str:
     """End a process with its children, unless it has ended, and return how it ended."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    code = process.wait()  # at once: it was killed
-    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    kill_session(process.pid)
+    return how_ended(process.wait())  # at once: it was killed

@@ -28,7 +28,7 @@ from typing import IO, Any
 import orjson
 
 from buffer.imports import check_module, is_dotted_path
-from producer_workers.follow_owner import OWNER, follow_owner
+from producer_workers.follow_owner import OWNER, follow_owner, how_ended, kill_session
 from producer_workers.user_functions import NamedFunction, named_functions
 from rolloutmq.check.finding import Finding, Unit
 from rolloutmq.config.config import Config
@@ -79,7 +79,6 @@ def _import(function: NamedFunction) -> Iterator[Finding]:
 
 
 def serve() -> None:
-    """Run the units that the arguments of this process name."""
     stages, extent, skip, path, *overrides = sys.argv[1:]
     follow_owner()
     # what the user's code prints must not get between the lines
@@ -133,7 +132,7 @@ def _run_process(section: str, arguments: Sequence[str]) -> Generator[Finding, N
             what = f"{unit['what']}: {_end(process, unit)}"
             yield Finding(unit["section"], "error", what, _last_line(errors))
         finally:
-            _kill(process)
+            kill_session(process.pid)
     return None if unit is start else unit["begins"] + 1
 
 
@@ -155,7 +154,7 @@ def _limit_s(unit: Line) -> float:
 def _next_line(process: subprocess.Popen[bytes], limit_s: float) -> Line | None:
     """Return the next line; None if the process ended, or was killed at its limit."""
     assert process.stdout is not None
-    timer = threading.Timer(limit_s, _kill, [process])
+    timer = threading.Timer(limit_s, kill_session, [process.pid])
     timer.daemon = True
     timer.start()
     try:
@@ -170,13 +169,7 @@ def _end(process: subprocess.Popen[bytes], unit: Line) -> str:
     code = process.wait()
     if code == -signal.SIGKILL:
         return f"no end within {_limit_s(unit):g} s, or it was killed for its memory"
-    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return f"it ended the process that checked it ({how})"
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    return f"it ended the process that checked it ({how_ended(code)})"
 
 
 def _last_line(errors: IO[bytes]) -> str:

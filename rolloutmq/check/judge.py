@@ -112,8 +112,6 @@ def _compared(name: str, scores: Scores) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the judge returned for one rollout, or raised."""
-
     state: RolloutState
     reward: dict[str, float] | None = None
     error: BaseException | None = None

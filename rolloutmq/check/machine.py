@@ -7,14 +7,12 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import cycle, islice
 
 from buffer.errors import ConfigError, RolloutMQError
-from buffer.imports import EXTRAS, install_command
+from buffer.imports import EXTRAS, install_command, is_there
 from producer_workers.agent_loops.agent_loop import has_agents
-from rolloutmq.config.config import Config
-from rolloutmq.config.launch import LaunchSection
+from rolloutmq.config.config import Config, LaunchSection
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -45,12 +43,8 @@ def visible_gpus() -> list[str] | None:
 
 def count_gpus() -> int:
     """Count the NVIDIA GPUs that this process may use, without importing torch."""
-    if (given := visible_gpus()) is not None:
-        return len(given)
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+    given = visible_gpus()
+    return len(_ask_gpus("name")) if given is None else len(given)
 
 
 def gpu_bytes() -> int | None:
@@ -66,7 +60,7 @@ def gpu_names() -> str:
 
 def _ask_gpus(field: str) -> list[str]:
     """Return what nvidia-smi says of each GPU; nothing if this process may use none."""
-    if count_gpus() == 0 or shutil.which("nvidia-smi") is None:
+    if visible_gpus() == [] or shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     listing = subprocess.run(query, capture_output=True, text=True, check=False).stdout
@@ -147,11 +141,10 @@ def _check(
 
 
 def machine_errors(config: Config) -> list[RolloutMQError]:
-    """Return what this machine lacks for a run of `config`."""
     found = [
         ConfigError(f"{key} needs the package {name}, which is not installed", hint=_hint(name))
         for key, name in _packages(config)
-        if not _is_installed(name)
+        if not is_there(name)
     ]
     for check in (placement_of, lambda config: config.gateway.tls_context()):
         try:
@@ -193,13 +186,6 @@ def _packages(config: Config) -> Iterator[tuple[str, str]]:
         yield "[learner] optimizer = adamw_8bit", "bitsandbytes"
     for writer in config.trainer.writers:
         yield "[trainer] writers", {"tensorboard": "tensorboardX", "wandb": "wandb"}[writer]
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return find_spec(package) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def _hint(package: str) -> str:

@@ -57,7 +57,6 @@ class RunLine(NamedTuple):
 
     @property
     def seen_ms(self) -> int | None:
-        """Return the age of the newest heartbeat of any process."""
         if self.view is None:
             return None
         silences = [each.silent_ms for each in (self.view.trainer, self.view.producer)]

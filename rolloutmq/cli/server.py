@@ -241,13 +241,15 @@ def _key(slot: str) -> str:
 def _slot(slot: Slot) -> dict[str, Any]:
     """Describe a slot of KEYS or ARGV; a `tail` takes any number of values, within the contract.
 
-    `default` is the value to pass for "none".
+    `default` is the value to pass for "none"; `defaults`: of each name in a tail.
     """
     document: dict[str, Any] = {"names": slot.names, "types": slot.types, "tail": slot.is_tail}
-    if slot.array == "ARGV" and not slot.is_tail:
-        default = _default(slot.types[0])
-        if default is not None:
-            document["default"] = default
+    if slot.array == "ARGV":
+        defaults = [_default(kind) for kind in slot.types]
+        if slot.is_tail:
+            document["defaults"] = defaults
+        elif defaults[0] is not None:
+            document["default"] = defaults[0]
     return document
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import getpass
 import socket
 import time
-from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -22,15 +21,6 @@ from rolloutmq.output import age, console, plural, table
 from rolloutmq.views.operator_mode import set_operator_mode
 from rolloutmq.views.setting_view import overrides, time_text, value_text
 
-
-class PauseMode(StrEnum):
-    """What happens to running groups."""
-
-    ABORT = "abort"
-    DRAIN = "drain"
-    KEEP = "keep"
-
-
 Wait = Annotated[bool, typer.Option("--wait", help="Wait until every live worker has confirmed.")]
 Timeout = Annotated[
     float | None, typer.Option(min=0, help="Seconds to wait. Default: the run's pause_timeout_s.")
@@ -42,11 +32,11 @@ Timeout = Annotated[
 def pause(
     target: Target,
     mode: Annotated[
-        PauseMode,
+        Literal["abort", "drain", "keep"],
         typer.Option(
             help="Running groups are returned (abort), finished (drain) or frozen (keep)."
         ),
-    ] = PauseMode.ABORT,
+    ] = "abort",
     wait: Wait = False,
     timeout: Timeout = None,
     as_json: AsJson = False,
@@ -56,7 +46,7 @@ def pause(
     No worker claims anything during the pause. The trainer's own pauses, around weight updates,
     are separate.
     """
-    return _hold(target.run, Mode(mode.value), wait, timeout, as_json)
+    return _hold(target.run, Mode(mode), wait, timeout, as_json)
 
 
 @command("Steer", "resume", epilog="Example: rolloutmq resume --wait")
@@ -108,7 +98,8 @@ def _unbar(run: Run, worker: str) -> Output:
 def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bool) -> Output:
     """Set the operator's mode, and wait for all receipts if asked. Raises PauseTimeout."""
     start = time.monotonic()
-    state, changed = set_operator_mode(run, mode, _ignore if as_json else console().print)
+    report = (lambda _: None) if as_json else console().print
+    state, changed = set_operator_mode(run, mode, report)
     if wait:
         run.receipts.wait(state, timeout_s=timeout_s)
     took_s = time.monotonic() - start
@@ -119,10 +110,6 @@ def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bo
     facts = {"run": run.name, "mode": state.mode, "epoch": state.epoch, "changed": changed}
     lists = {"confirmed": confirmed, "silent": silent, "took_s": round(took_s, 3)}
     return Output(facts | lists, _summary(confirmed, silent, took_s, wait))
-
-
-def _ignore(line: str) -> None:
-    """Report nothing."""
 
 
 def _summary(confirmed: list[str], silent: list[str], took_s: float, waited: bool) -> str:

@@ -15,6 +15,7 @@ import orjson
 
 from buffer.control.origin import Origin
 from buffer.errors import ConfigError
+from buffer.whole_file import replace_file
 from producer_workers.config.dataset import DatasetSection
 from producer_workers.config.task import TaskSection
 from producer_workers.config.teacher import TeacherSection
@@ -106,7 +107,4 @@ def _read(note: Path) -> dict[str, str]:
 
 def _write(note: Path, found: Mapping[str, str | None]) -> None:
     note.parent.mkdir(parents=True, exist_ok=True)
-    # renamed when it is whole: a process that dies here must not leave half a note
-    part = note.with_suffix(".tmp")
-    part.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS))
-    part.rename(note)
+    replace_file(note, orjson.dumps(found, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS))

@@ -200,8 +200,6 @@ POLL_S = 0.2  # while the buffer is full
 
 
 class RunDataBuffer(DataBuffer):  # type: ignore[misc]
-    """Groups of one run."""
-
     def __init__(self, input: Any) -> None:
         self._args: Namespace = input.args
         self._handle_unused = input.unused_handler_fn
@@ -248,7 +246,6 @@ class RunDataBuffer(DataBuffer):  # type: ignore[misc]
         return self._groups.popleft()
 
     def get_metrics(self) -> dict[str, float]:
-        """Return what happened since the last call."""
         found = {name: float(self._counts.pop(name, 0)) for name in COUNTED}
         found["queue_size"] = float(self._run.buffer.count(TASK)) if self._run else 0.0
         metrics = {f"rollout/fully_async/{name}": value for name, value in found.items()}

@@ -25,6 +25,7 @@ from buffer.errors import ConfigError
 from buffer.ledger.position import Position
 from buffer.run import Run
 from buffer.weights.transport import WeightsSender
+from buffer.whole_file import replace_file
 from consumer.handle.async_consumer import AsyncRolloutConsumer
 from consumer.handle.batch import Batch
 from consumer.handle.publication import publish
@@ -122,8 +123,7 @@ class RunGenerator(GeneratorInterface, TrainingCallback):  # type: ignore[misc]
         self._position.forget(self._oldest_kept(trainer))
         file = self._file(trainer, batch.step)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.with_suffix(".tmp").write_text(self._position.model_dump_json(), encoding="utf-8")
-        file.with_suffix(".tmp").replace(file)
+        replace_file(file, self._position.model_dump_json().encode())
         metrics = {"rewards/mean": float(batch.table.scores.mean())}
         self._consumer.blocking.report(batch.step, metrics)
         if batch.step % self._publish_every == 0:
@@ -138,7 +138,6 @@ class RunGenerator(GeneratorInterface, TrainingCallback):  # type: ignore[misc]
                 file.unlink()
 
     def on_train_end(self, trainer: Any, callback_input: CallbackInput, control: Any) -> None:
-        """End the run."""
         self._consumer.blocking.finish()
         self._consumer.blocking.close()
         self._sender.close()

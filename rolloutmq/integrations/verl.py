@@ -218,7 +218,6 @@ class MessageQueueClient:
             return given, self.get_queue_size_sync()
 
     async def put_validate(self, data: Any) -> None:
-        """Store what a validation returned."""
         value = _unpickled(data)
         extra = {KEY: plain_values.encode(value, "data"), "pickled": value is not data}
         state = RolloutState(status=Status.COMPLETED, extra=extra)
@@ -290,7 +289,6 @@ def _pickled(value: Any) -> bytes:
 
 
 def main() -> None:
-    """Run verl's fully-async trainer with this queue."""
     import ray
     from verl.experimental.fully_async_policy import fully_async_main as verl_main
 

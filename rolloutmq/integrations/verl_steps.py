@@ -13,6 +13,7 @@ from buffer.ledger.position import Position
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.run import Run
+from buffer.whole_file import replace_file
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion
 from consumer.handle.rollout_consumer import Batch, RolloutConsumer, Stopped
@@ -105,8 +106,7 @@ class MessageQueue:
         """Write the position for the checkpoint that verl may make after this step."""
         if position.step % self.sync == 0:
             file = self._file(f"position_{position.step}.json")
-            file.with_suffix(".tmp").write_text(position.model_dump_json(), encoding="utf-8")
-            file.with_suffix(".tmp").replace(file)
+            replace_file(file, position.model_dump_json().encode())
 
     def forget_positions(self, keep: int) -> None:
         """Remove those of the steps before `keep`."""

@@ -56,12 +56,10 @@ class RunReplayBuffer(theirs.ReplayBuffer):  # type: ignore[misc]
             await super().put(items, task_name, **options)
 
     async def save(self, path: str | Path) -> None:
-        """Write the buffer's file of a checkpoint."""
         async with self._lock:
             await asyncio.to_thread(self._storage.save, Path(path), type(self._policy).__name__)
 
     async def resume(self, path: str | Path) -> None:
-        """Continue at a checkpoint."""
         if len(self) > 0:
             raise RuntimeError("Cannot resume into a non-empty buffer")
         saved = orjson.loads((Path(path) / FILE).read_bytes())
@@ -81,7 +79,6 @@ class SyncReplayBufferConfig(theirs.SyncReplayBufferConfig):  # type: ignore[mis
     run: str = ""
 
     def build(self) -> RunReplayBuffer:
-        """Return the buffer, first in first out."""
         return RunReplayBuffer(theirs.FIFOReplayPolicy(), RunStorage(self.url, self.run))
 
 
@@ -92,7 +89,6 @@ class AsyncReplayBufferConfig(theirs.AsyncReplayBufferConfig):  # type: ignore[m
     run: str = ""
 
     def build(self) -> RunReplayBuffer:
-        """Return the buffer, the stalest first."""
         return RunReplayBuffer(theirs.StalenessReplayPolicy(), RunStorage(self.url, self.run))
 
 
@@ -102,7 +98,6 @@ class RunSampler(their_sampler.Sampler):  # type: ignore[misc]
     async def sample(
         self, task_name: str, group_status: list[XTunerStatus] | None = None
     ) -> list[XTunerState]:
-        """Return the next group to generate."""
         while True:
             group: list[XTunerState] = await super().sample(task_name, group_status)
             is_new = group[0].status is XTunerStatus.INIT
@@ -114,6 +109,5 @@ class SamplerConfig(their_sampler.SamplerConfig):  # type: ignore[misc]
     """XTuner's `SamplerConfig`, for a `RunReplayBuffer`."""
 
     def build(self, tokenizer: Any, replay_buffer: RunReplayBuffer) -> RunSampler:
-        """Return the sampler."""
         made = super().build(tokenizer, replay_buffer)
         return RunSampler(made.dataloader, made.prompt_repeat_k, replay_buffer)

@@ -10,7 +10,6 @@ and exports read it: texts, token ids, logprobs, masks, versions, score. All els
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +32,7 @@ from buffer.ledger.position import Position
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.run import Run
+from buffer.whole_file import replace_file
 from buffer.wire.rollout import OF_RESPONSE, RolloutState, Status, VersionSpan
 from consumer.handle.rollout_consumer import RolloutConsumer
 from rolloutmq.integrations import plain_values
@@ -177,13 +177,11 @@ class RunStorage(theirs.NaiveStorage):  # type: ignore[misc]
         return uid
 
     async def get(self, query: Any) -> list[theirs.StorageItem]:
-        """Return the groups that match."""
         await asyncio.to_thread(self.opened)
         found: list[theirs.StorageItem] = await super().get(query)
         return found
 
     async def count(self, query: Any) -> int:
-        """Return how many groups match."""
         await asyncio.to_thread(self.opened)
         return int(await super().count(query))
 
@@ -293,12 +291,7 @@ class RunStorage(theirs.NaiveStorage):  # type: ignore[misc]
             "draws": {task: IMPORTED_FROM + count for task, count in puts.items()},
         }
         folder.mkdir(parents=True, exist_ok=True)
-        part = folder / f"{FILE}.part"
-        with part.open("wb") as file:
-            file.write(orjson.dumps(saved))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(folder / FILE)
+        replace_file(folder / FILE, orjson.dumps(saved))
         before, self._saved = self._saved, saved
         seen = Position.model_validate(before.get("position", {}))
         EndedDraws(run.context, self._consumer.nonce).end(seen, ())

@@ -89,19 +89,16 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Return the process id of its first running rank; None if it does not run."""
         return next((process.pid for process in self._running), None)
 
     @property
     def exit_code(self) -> int | None:
-        """Return its exit code; None while it runs."""
         if not self._processes or self._running:
             return None
         return self._processes[self._cause].returncode
 
     @property
     def succeeded(self) -> bool:
-        """Return whether it ended by itself with exit code 0."""
         return self.exit_code == 0
 
     @property
@@ -216,7 +213,6 @@ class Child:
         return b"".join(tail).decode(errors="replace").rstrip()
 
     def terminate(self) -> None:
-        """Send SIGTERM, so that it finishes and exits."""
         for process in self._running:
             process.terminate()
 

@@ -69,7 +69,8 @@ def evaluate_model(
     _make(folder)
     if step:
         screen.print(f"exporting the checkpoint of step {step} of {run_folder}")
-        _export([str(path), str(step), str(target)], [*overrides, f"run.dir={run_folder}"])
+        flags = ["--float32", *set_flags([*overrides, f"run.dir={run_folder}"])]
+        run_command(["export-model", str(path), str(step), str(target), *flags])
     # a server of its own, even where REDIS_URL or the config names another
     with EmbeddedServer(folder / "server") as server:
         launcher = Launcher(
@@ -108,10 +109,6 @@ def _find(config: Config, what: str) -> int:
         f"{config.run.folder} has no checkpoint {f'of step {what}' if what else 'yet'}",
         hint=f"its checkpoints: {known}; or give a folder with config.json",
     )
-
-
-def _export(arguments: list[str], overrides: list[str]) -> None:
-    run_command(["export-model", *arguments, "--float32", *set_flags(overrides)])
 
 
 def _held_out(config: Config) -> list[str]:

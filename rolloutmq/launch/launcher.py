@@ -139,10 +139,7 @@ class Launcher:
         url, self._server = start_server(config, self._redis_url)
         self._shared_env = {"REDIS_URL": url}
         store = open_store(config, url, name="rolloutmq-run")
-        say(
-            f"server   {self._server.cli if self._server else 'from the config or REDIS_URL'}",
-            highlight=False,
-        )
+        say(f"server   {self._server.cli if self._server else 'from the config or REDIS_URL'}")
         model = prepare_model(config, self._command)
         if self._regenerate and not is_done(config, last_step(config)):
             run = make_again_patiently(store, config, model, say)
@@ -152,18 +149,15 @@ class Launcher:
                 await_roles(earlier, say)
             run = make_run(store, config, model, is_done=partial(is_done, config))
         for warning in config.warnings():
-            say(f"warning  {warning}", highlight=False)
+            say(f"warning  {warning}")
         for change in run.changes:
-            say(f"changed  {change}", highlight=False)
+            say(f"changed  {change}")
         for line in override_lines(run.settings):
-            say(f"set      {line}", highlight=False)
+            say(f"set      {line}")
         self._continue_tasks(run)
         taken, committed, _ = run.ledger.steps()
         where = f"continues: step {committed} is committed, {taken} taken" if taken else "starts"
-        say(
-            f"model    {model}\nrun      {run.name} {where}; logs in {self._folder / 'logs'}",
-            highlight=False,
-        )
+        say(f"model    {model}\nrun      {run.name} {where}; logs in {self._folder / 'logs'}")
         return run
 
     def _continue_tasks(self, run: Run) -> None:

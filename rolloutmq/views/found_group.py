@@ -11,8 +11,8 @@ from rich.text import Text
 
 from buffer.errors import AccountError, ConfigError
 from buffer.failure_text import headline
+from buffer.groups.record_walk import payload_of
 from buffer.ids import ENDS, IMPORTED_FROM, TEACH, split_group_id
-from buffer.job import PayloadRef
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_json import group_json
@@ -138,14 +138,6 @@ def _end(run: Run, gid: str, places: list[str]) -> str:
     raise AccountError(
         f"{gid} was started, but is in no place: it is lost",
         hint="rolloutmq fsck lists all such groups",
-    )
-
-
-def payload_of(gid: str, record: dict[str, str]) -> PayloadRef:
-    """Return the address of the payload of a group with this record."""
-    crc = "" if record["payload"] == "init" else record.get("crc", "")
-    return PayloadRef(
-        gid, record["payload"], int(record["chunks"]), int(record.get("size") or 0), crc
     )
 
 

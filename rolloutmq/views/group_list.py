@@ -9,12 +9,12 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from buffer.errors import PayloadMissing, WireError
+from buffer.groups.record_walk import payload_of
 from buffer.query.record import GroupRecord
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_json import group_json
 from consumer.grpo.reporting.sample_log import TokenTexts, contains
-from rolloutmq.views.found_group import payload_of
 
 MOST_READ = 500  # groups whose payloads are read for one search of their contents
 MOST_EVENTS = 20_000  # newest events among which filtered groups are found

@@ -40,7 +40,6 @@ class History:
         return self.log.steps if self.log else []
 
     def metric(self, name: str) -> list[float]:
-        """Return a metric of all trained steps that have it, oldest first."""
         return [step.metrics[name] for step in self.steps if name in step.metrics]
 
 

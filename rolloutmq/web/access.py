@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from buffer.errors import AccountError, ConfigError, RolloutMQError, RunNotFound, StoreUnavailable
+from buffer.whole_file import replace_file
 from rolloutmq.http_endpoint import carries, read_token
 
 _STATUS = {ConfigError: 400, RunNotFound: 404, AccountError: 404, StoreUnavailable: 503}
@@ -85,10 +86,7 @@ def token_of(folder: Path | None) -> str:
     file = folder / "web.token"
     with suppress(OSError):  # on a disk that cannot be written, or another user's
         if not file.exists() or file.stat().st_mode & 0o077:
-            part = file.with_suffix(".tmp")
-            part.touch(mode=0o600)
-            part.write_text(token, encoding="utf-8")
-            part.rename(file)
+            replace_file(file, token.encode(), is_private=True)
         return read_token(file) if os.access(file, os.R_OK) else token
     return token
 

@@ -27,8 +27,7 @@ from consumer.grpo.reporting.sample_log import SampleLog, TokenTexts, model_fold
 from rolloutmq.views.found_group import FoundGroup
 from rolloutmq.views.history import History
 from rolloutmq.web.access import ERRORS, Access
-from rolloutmq.web.control_routes import ControlRoutes
-from rolloutmq.web.group_routes import GroupRoutes, logged_samples
+from rolloutmq.web.group_routes import ControlRoutes, GroupRoutes, logged_samples
 from rolloutmq.web.report import read_contents
 from rolloutmq.web.run_routes import LogRoutes, RunRoutes
 from rolloutmq.web.watcher import Watcher

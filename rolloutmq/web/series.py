@@ -136,7 +136,6 @@ def _extremes(values: Sequence[float | None]) -> Sequence[float | None]:
 
 
 def run_folders(run_dir: Path | None) -> dict[str, Path]:
-    """Return the comparable runs by name: the folders beside its own with logged steps."""
     if run_dir is None:
         return {}
     beside = folders_below(run_dir.resolve().parent)

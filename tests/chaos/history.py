@@ -21,7 +21,7 @@ from typing import Any
 import orjson
 
 from buffer.redis.connection.bulk_io import Command
-from buffer.redis.scripts import Arg, KeysByName, Upload
+from buffer.redis.scripts import Arg, KeysByName, TailArg, Upload
 from buffer.redis.store import Store
 
 Event = dict[str, Any]
@@ -75,7 +75,7 @@ class RecordingStore(Store):
         keys: KeysByName,
         args: Mapping[str, Arg],
         tail_keys: Sequence[str | KeysByName] = (),
-        tail_args: Sequence[Arg] = (),
+        tail_args: Sequence[TailArg] = (),
         *,
         durable: bool = False,
     ) -> list[Any]:
@@ -108,10 +108,21 @@ class RecordingStore(Store):
 
     def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
         """As `Store.upload_and_call`."""
-        calls = [(self.history.call(script, call.args), call) for _, call in uploads]
+        # each result of a submit is an event of its own
+        units = [
+            {**call.args, **(unit if isinstance(unit, Mapping) else {})}
+            for _, call in uploads
+            if call
+            for unit in call.tail_args or [{}]
+        ]
+        calls = [(self.history.call(script, args), args) for args in units]
         replies = super().upload_and_call(script, key, uploads)
-        for (number, call), reply in zip(calls, replies, strict=True):
-            self.history.ok(script, number, call.args, reply)
+        each = replies
+        if script == "submit":
+            flat = [part for reply in replies for part in reply]
+            each = [flat[n : n + 2] for n in range(0, len(flat), 2)]
+        for (number, args), reply in zip(calls, each, strict=True):
+            self.history.ok(script, number, args, reply)
         return replies
 
 

@@ -33,13 +33,15 @@ class Abort extends Error {}
 const facts = { worker: name, nonce: newToken(), ack: 0, done: 0, concurrency: 1 };
 let stopping = false, due = 0, epoch, mode, lanes, path, runNonce;
 
-// Run a script: its keys and arguments as scripts.json names them, then `keys` and `more`.
-async function call(script, { task = "", keys = [], more = [], ...own } = {}) {
+// Run a script: its keys and arguments as scripts.json names them, then `keys` and `more`. `unit`: those of the tail, by name.
+async function call(script, { task = "", keys = [], more = [], unit, ...own } = {}) {
   const header = scripts[script], known = { ...facts, task, message: "", retryable: 0, ...own };
   const fixed = header.keys.filter((slot) => !slot.tail).map((slot) => slot.key.replace("<task>", task));
   const names = [...fixed, ...keys].map((key) => prefix + key.replace("<worker>", name));
   const args = header.args.filter((slot) => !slot.tail).map((slot) => known[slot.names[0]] ?? slot.default);
-  return redis[script](names.length, ...names, ...args, ...more);
+  const tail = unit && header.args.find((slot) => slot.tail);
+  const units = tail ? tail.names.map((name, n) => unit[name] ?? tail.defaults[n]) : [];
+  return redis[script](names.length, ...names, ...args, ...units, ...more);
 }
 
 function hear([newEpoch, newMode, newLanes, weights, newPath]) {
@@ -163,20 +165,20 @@ async function respond(prompt, sample, held) {
 // The bytes first, under the token; then the script that counts and keeps them.
 async function submit(gid, task, token, group, spans, scores, lines) {
   const data = signed(gid, token, lines, Buffer.from(encode(group, { useBigInt64: true })));
-  const made = new Map(spans.map(([, , , version, lineage]) => [`${lineage}:${version}`, ["oldest", lineage, version]]));
+  const made = new Set(spans.map(([, , , version, lineage]) => `oldest ${lineage} ${version}`));
   const keyOf = (n) => `payload:${gid}:${token}${n ? `:${n}` : ""}`;
   const keys = Array.from({ length: Math.ceil(data.length / CHUNK) }, (_, n) => keyOf(n));
-  const own = { gid, token, status: "completed", samples: scores.length, chunks: keys.length };
+  const unit = { gid, token, status: "completed", samples: scores.length, chunks: keys.length, made_by: [...made].join() };
   const tokens = spans.reduce((sum, span) => sum + span[2], 0);
-  Object.assign(own, { tokens, length: tokens, size: data.length });
-  Object.assign(own, { crc: crc32(data).toString(16).padStart(8, "0"), reward_count: scores.length });
-  own.reward_sum = scores.reduce((sum, score) => sum + score, 0);
-  own.order = facts.order === "fifo" ? "arrival" : "";
+  Object.assign(unit, { tokens, length: tokens, size: data.length });
+  Object.assign(unit, { crc: crc32(data).toString(16).padStart(8, "0"), reward_count: scores.length });
+  unit.reward_sum = scores.reduce((sum, score) => sum + score, 0);
+  unit.order = facts.order === "fifo" ? "arrival" : "";
   let answer = ["MISSING"];
   while (answer[0] === "MISSING") {
     for (const [n, key] of keys.entries())
       await redis.set(prefix + key, data.subarray(n * CHUNK, (n + 1) * CHUNK), "EX", 3600);
-    answer = await call("submit", { task, keys, more: [...made.values()].flat(), ...own });
+    answer = await call("submit", { task, keys, unit });
   }
   facts.done += answer[0] === "OK" ? 1 : 0; // FENCED: somebody else has the group, this result is not wanted
 }

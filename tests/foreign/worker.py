@@ -58,8 +58,10 @@ class Worker:
         }
         self.hear(self.call("register")[2:8])
 
-    def call(self, script, task="", keys=(), more=(), **facts):
-        """Run a script: its keys and arguments as scripts.json names them, then `keys` and `more`."""
+    def call(self, script, task="", keys=(), more=(), unit=(), **facts):
+        """Run a script: its keys and arguments as scripts.json names them, then `keys` and `more`.
+        `unit`: the arguments of the tail, by name.
+        """
         header = self.scripts[script]
         facts = {**self.facts, "task": task, "message": "", "retryable": 0, **facts}
         fixed = [slot["key"].replace("<task>", task) for slot in header["keys"] if not slot["tail"]]
@@ -69,6 +71,10 @@ class Worker:
             for slot in header["args"]
             if not slot["tail"]
         ]
+        if unit:
+            (tail,) = [slot for slot in header["args"] if slot["tail"]]
+            rest = zip(tail["names"], tail["defaults"], strict=True)
+            args += [unit.get(name, default) for name, default in rest]
         reply = self.redis.register_script(header["source"])(names, [*args, *more])
         return [part.decode() if isinstance(part, bytes) else part for part in reply]
 
@@ -224,33 +230,30 @@ class Worker:
     def submit(self, gid, task, token, group, spans, scores, lines):
         """The bytes first, under the token; then the script that counts and keeps them."""
         data = self.signed(gid, token, lines, msgpack.packb(group))
-        oldest = [
-            word
-            for made_by in {(span[4], span[3]) for span in spans}
-            for word in ("oldest", *made_by)
-        ]
+        weights = {(span[4], span[3]) for span in spans}
         starts = range(0, len(data), CHUNK)
         keys = [f"payload:{gid}:{token}" + (f":{n}" if n else "") for n in range(len(starts))]
-        facts = {
+        unit = {
             "gid": gid,
             "token": token,
             "status": "completed",
             "samples": len(scores),
             "chunks": len(keys),
         }
-        facts |= {
+        unit |= {
             "tokens": sum(span[2] for span in spans),
             "length": sum(span[2] for span in spans),
             "size": len(data),
             "crc": f"{zlib.crc32(data):08x}",
         }
-        facts |= {"reward_sum": sum(scores), "reward_count": len(scores)}
-        facts["order"] = "arrival" if self.facts["order"] == "fifo" else ""
+        unit |= {"reward_sum": sum(scores), "reward_count": len(scores)}
+        unit["order"] = "arrival" if self.facts["order"] == "fifo" else ""
+        unit["made_by"] = ",".join(f"oldest {lineage} {version}" for lineage, version in weights)
         answer = ["MISSING"]
         while answer[0] == "MISSING":
             for key, start in zip(keys, starts, strict=True):
                 self.redis.set(self.prefix + key, data[start : start + CHUNK], ex=3600)
-            answer = self.call("submit", task, keys, oldest, **facts)
+            answer = self.call("submit", task, keys, unit=unit)
         self.facts["done"] += (
             answer[0] == "OK"
         )  # FENCED: somebody else has the group, this result is not wanted

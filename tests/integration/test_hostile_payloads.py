@@ -49,7 +49,8 @@ def hand_in(scene: Scene, job: Job, data: bytes, group: RolloutGroup, worker: st
     ref, commands = run.payloads.commands(job.gid, job.token, [data])
     scene.store.write("payload write", commands)
     submission = Submission(RunContext(scene.store, run.keys, run.limits), run.payloads, None)
-    scene.store.call("submit", *submission.call(worker, Result(job, group, 4), ref))
+    unit = submission.unit(Result(job, group, 4), ref)
+    scene.store.call("submit", *submission.call(worker, job.task, [unit]))
 
 
 def test_the_trainer_goes_on_whatever_a_worker_hands_in(scene: Scene) -> None:

@@ -135,6 +135,12 @@ HISTORIES = (
     History("calls of a trainer arrive late", (TRAINER,), Budget(late_calls=1), ready=2),
     History("a worker dies or falls silent", (W0, Janitor()), Budget(deaths=1, ticks=3), waiting=1),
     History(
+        "groups are submitted together",
+        (W0._replace(capacity=2), Janitor()),
+        Budget(deaths=1, lost_replies=1, late_calls=1, ticks=2, aborts=1),
+        waiting=2,
+    ),
+    History(
         "replies to a worker are lost",
         (W0, Janitor()),
         Budget(lost_replies=1, ticks=3, failures=1),

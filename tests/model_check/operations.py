@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 from buffer.control.control import ALL_LANES
 from buffer.control.task_status import TaskStop
 from buffer.control.worker_record import HeartbeatReport, WorkerState
-from buffer.errors import RolloutMQError
+from buffer.errors import Fenced, RolloutMQError
 from buffer.groups.job_queue import Serves
+from buffer.groups.submit import Stored
 from buffer.ids import group_id
-from buffer.job import Job
+from buffer.job import Job, Result
 from buffer.ledger.position import Position
 from buffer.manifest import Manifest, ManifestEntry, NotReady
 from buffer.redis.scripts import Upload, unfenced
@@ -160,6 +161,15 @@ def submit(
     filtered = status == "filtered"
     group = _group(job.gid, made_by, "completed" if filtered else status)
     run.buffer.submit(worker, job, group, 1, filtered=filtered, teachers=teachers)
+
+
+def submit_together(
+    run: Run, worker: str, done: tuple[tuple[Job, tuple[PolicyVersion, ...], str], ...]
+) -> None:
+    """Submit several groups in one call."""
+    results = [Result(job, _group(job.gid, made_by, how), 1) for job, made_by, how in done]
+    outcomes = run.buffer.submit_many(worker, results)
+    assert all(isinstance(outcome, Stored | Fenced) for outcome in outcomes), outcomes
 
 
 def keep_turns(

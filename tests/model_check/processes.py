@@ -84,8 +84,19 @@ class Worker(NamedTuple):
                 yield Start(0, Pending("keep_turns", said), "turns")
             yield Start(0, Pending("release", (self.name, job, "failed")), "failures")
             yield Start(0, Pending("release", (self.name, job, "handback")), "handbacks")
+        yield from self._together()
         for job in self.dead:
             yield Start(0, Pending("keep_responses", (self.name, job, (self.weights,))))
+
+    def _together(self) -> Iterator[Start]:
+        """What it holds, in one call: completed, or the last one aborted."""
+        if len(self.jobs) < 2 or self.teacher:
+            return
+        made = [(job, (*history, self.weights)) for job, history in self.jobs]
+        for last, costs in (("completed", ""), ("aborted", "aborts")):
+            ends = ["completed"] * (len(made) - 1) + [last]
+            all_of_it = tuple((*each, end) for each, end in zip(made, ends, strict=True))
+            yield Start(0, Pending("submit_together", (self.name, all_of_it)), costs)
 
     def ended(self, slot: int, pending: Pending, over: Finished, made: Any) -> Worker:
         done = self._replace(under_way=_without(self.under_way, slot))
@@ -116,8 +127,12 @@ class Worker(NamedTuple):
                 job = pending.args[1]
                 died = (job,) if place == "dead" and not self.teacher else ()
                 return done.without((job,))._replace(dead=(*done.dead, *died))
-            case "keep_responses", Finished(_, None):
-                return done._replace(dead=tuple(j for j in done.dead if j != pending.args[1]))
+            case (("keep_responses" | "submit_together"), Finished(_, None)):
+                (job, *_) = pending.args[1:]
+                ended = (job,) if isinstance(job, Job) else tuple(each for each, *_ in job)
+                return done.without(ended)._replace(
+                    dead=tuple(j for j in done.dead if j not in ended)
+                )
         raise AssertionError(f"{pending.name} of {self.name} ended with {over}")
 
     def without(self, lost: tuple[Job, ...]) -> Worker:

@@ -1,9 +1,9 @@
 -- earlier_counts: keep_counts, which lets readers compute a task's shares over its newest groups.
 
--- Keep these counts of a task each time that 128 more of its groups were produced, and those kept before: the difference
--- of now and `counts_before` is that of the newest 128 to 256 groups.
-local function keep_counts(progress, produced)
-  if produced % 128 ~= 0 then return end
+-- Keep these counts of a task each time that about 128 more of its groups were produced (one call may produce several),
+-- and those kept before: the difference of now and `counts_before` is that of the newest 128 to 256 groups.
+local function keep_counts(progress, before, produced)
+  if math.floor(before / 128) == math.floor(produced / 128) then return end
   local names = {'produced_groups', 'filtered', 'dead', 'expirations', 'consumed', 'raw_rewards_count', 'truncated',
     'unparsed'}
   local found = redis.call('HMGET', progress, 'counts_kept', unpack(names))

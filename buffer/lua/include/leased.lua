@@ -15,10 +15,15 @@ end
 
 local function held_count(leased) return math.max(0, redis.call('HLEN', leased) - 1) end
 
--- Take a group out of what a worker holds. Its lease ends with the last one.
-local function let_go(leases, leased, worker, gid, token)
-  if redis.call('HDEL', leased, gid) == 0 then return end
-  local digest = redis.call('HINCRBY', leased, 'digest', int(-mark_of(gid, token)))
+-- Take groups out of what a worker holds. Its lease ends with the last one.
+local function let_go(leases, leased, worker, gids, tokens)
+  local gone, digest = {}, 0
+  for i, token in ipairs(redis.call('HMGET', leased, unpack(gids))) do
+    if token then gone[#gone + 1], digest = gids[i], digest + mark_of(gids[i], tokens[i]) end
+  end
+  if #gone == 0 then return end
+  redis.call('HDEL', leased, unpack(gone))
+  digest = redis.call('HINCRBY', leased, 'digest', int(-digest))
   if digest == 0 and held_count(leased) == 0 then
     redis.call('UNLINK', leased)
     redis.call('ZREM', leases, worker)

@@ -5,14 +5,15 @@
 -- who removes their expiry (buffer/redis/payloads.py). `others`: number of keys before the chunks.
 local function seen_bytes(payloads, others, chunks, size)
   if #payloads == 0 then return size end
+  if #payloads < others + chunks then return -1 end
   local found = 0
-  for i = others + 1, #payloads do found = found + redis.call('STRLEN', payloads[i]) end
-  return #payloads == others + chunks and found or -1
+  for i = others + 1, others + chunks do found = found + redis.call('STRLEN', payloads[i]) end
+  return found
 end
 
-local function pin(payloads, others, unpinned, entry)
-  if #payloads == 0 then redis.call('SADD', unpinned, entry) end
-  for i = others + 1, #payloads do redis.call('PERSIST', payloads[i]) end
+local function pin(payloads, others, chunks, unpinned, entry)
+  if #payloads == 0 then redis.call('SADD', unpinned, entry) return end
+  for i = others + 1, others + chunks do redis.call('PERSIST', payloads[i]) end
 end
 
 -- Whether a payload is one in which the claim with this token kept turns (keep_turns).

@@ -38,7 +38,7 @@ end
 -- Take a group out of its place, which is no batch, and return that place. Its token becomes invalid (I2).
 local function remove_from_stage(keys, gid, held)
   if held.stage == 'running' then
-    let_go(keys.leases, keys.leased_by .. held.owner, held.owner, gid, held.token)
+    let_go(keys.leases, keys.leased_by .. held.owner, held.owner, {gid}, {held.token})
     redis.call('ZREM', keys.age_index, gid)
     redis.call('HINCRBY', keys.progress, 'running', -1)
     redis.call('HINCRBY', keys.progress, 'leases_lost', 1)

@@ -1,11 +1,13 @@
 -- staleness: living_version, pool_score and age_of, how old a group counts (I8).
 -- include: numbers
 
+local fork_list
+
 -- I8: weights that a trainer forked away from are gone; M counts as min(M, every fork opened after its lineage).
 local function living_version(lineages, lineage, version)
-  local forks = redis.call('LRANGE', lineages, -1000, -1)
-  for i = #forks, 1, -1 do
-    local name, fork = string.match(forks[i], '^(.*):(%d+)$')
+  fork_list = fork_list or redis.call('LRANGE', lineages, -1000, -1)
+  for i = #fork_list, 1, -1 do
+    local name, fork = string.match(fork_list[i], '^(.*):(%d+)$')
     if name == lineage then break end
     if tonumber(fork) < tonumber(version) then version = fork end
   end
@@ -20,13 +22,12 @@ local function pool_score(version, last, token_lead)
   return int(math.min(tonumber(version), tonumber(last) - token_lead))
 end
 
--- Compute the age of a group from the units (oldest | last | newest, lineage, version) of the arguments; only living
--- versions count. Return its version and lineage, its score, the fields that only some groups have, and the version of the
+-- Compute the age of a group from an argument of the type `ages`; only living versions count. Return its version and lineage, its score, the fields that only some groups have, and the version of the
 -- member that expires last, at most; nil where all members are as old as the group.
-local function age_of(lineages, each_unit, token_lead)
+local function age_of(lineages, made_by, token_lead)
   local found, newest = {oldest = {'', ''}, last = {'', ''}}, nil
-  for _, what, lineage, version in each_unit do
-    local least, living = found[what], living_version(lineages, lineage, int(version))
+  for what, lineage, version in string.gmatch(made_by, '(%l+) (%S+) (%d+)') do
+    local least, living = found[what], living_version(lineages, lineage, version)
     if what == 'newest' then
       newest = math.max(newest or 0, tonumber(living))
     elseif least[1] == '' or tonumber(living) < tonumber(least[1]) then

@@ -15,7 +15,7 @@ end
 local function take_back(under, found, max_tries, reason)
   local waiting, died = 0, 0
   for _, one in ipairs(found) do
-    let_go(under.leases, under.leased_by .. one.worker, one.worker, one.gid, one.token)
+    let_go(under.leases, under.leased_by .. one.worker, one.worker, {one.gid}, {one.token})
     if one.keys then
       redis.call('HINCRBY', one.keys.progress, 'running', -1)
       redis.call('HINCRBY', one.keys.progress, 'leases_lost', 1)

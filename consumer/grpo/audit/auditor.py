@@ -71,7 +71,6 @@ class Difference:
 
     @property
     def rms(self) -> float:
-        """Return the root mean square, in nats."""
         return math.sqrt(self.squares / max(1, self.tokens))
 
     def __add__(self, other: Difference) -> Difference:

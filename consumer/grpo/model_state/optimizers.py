@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from buffer.errors import ConfigError
-from buffer.imports import missing_extra
+from buffer.imports import import_extra
 from consumer.config.learner import LearnerConfig, OptimizerKind
 from consumer.grpo.model_state.sharding import gather
 
@@ -70,11 +70,8 @@ def make_optimizer(
             "update sharded weights",
             hint="optimizer = adamw: its state is divided over the ranks; or use one rank",
         )
-    try:
-        from bitsandbytes.optim import AdamW8bit
-    except ImportError as error:
-        raise missing_extra(error) or error from error
-    optimizer: torch.optim.Optimizer = AdamW8bit(groups, lr=rate, betas=betas)
+    optim = import_extra("bitsandbytes.optim", "[learner] optimizer = adamw_8bit")
+    optimizer: torch.optim.Optimizer = optim.AdamW8bit(groups, lr=rate, betas=betas)
     return optimizer
 
 

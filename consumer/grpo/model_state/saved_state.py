@@ -15,7 +15,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import orjson
@@ -92,12 +91,7 @@ class SavedState(Mapping[str, Tensor]):
     def __enter__(self) -> SavedState:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._open.close()
 
     def __iter__(self) -> Iterator[str]:

@@ -83,7 +83,7 @@ def warm_start(
             hint=f"it needs at least development_problems + batch_size = {least}",
         )
     development = _pad(examples[-held_out:])
-    last = _train(model, examples[:-held_out], development, config, progress or _ignore)
+    last = _train(model, examples[:-held_out], development, config, progress or (lambda _: None))
     with new_folder(out_dir) as folder:
         save_model(model, folder)
         tokenizer.save_pretrained(folder)
@@ -180,7 +180,3 @@ def _parse(line: bytes, where: str) -> Demonstration:
         raise DatasetError(
             f"{where}: not a problem: {error!r}", hint="a line needs messages and ground_truth"
         ) from error
-
-
-def _ignore(_: WarmStartProgress) -> None:
-    """Do nothing: the callback of a caller that passes none."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from buffer.errors import ConfigError, ModelError
-from buffer.imports import install_command
+from buffer.errors import ModelError
+from buffer.imports import import_extra
 from buffer.weights.safetensors_files import (
     ADAPTER_CONFIG,
     ADAPTER_TENSORS,
@@ -40,7 +40,7 @@ class Adapter:
     def __init__(self, model: PreTrainedModel, config: LoraConfig, base: str) -> None:
         self._model = model
         self._base = base
-        self._peft = _import_peft()
+        self._peft = import_extra("peft", "[learner.lora]")
         self._identity = {
             BASE: torch.frombuffer(bytearray.fromhex(base), dtype=torch.uint8),
             ALPHA: torch.tensor(config.alpha, dtype=torch.float64),
@@ -116,14 +116,6 @@ class Adapter:
         for module in self._model.modules():
             if isinstance(module, layer):
                 module.enable_adapters(enabled)
-
-
-def _import_peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError("[learner.lora] needs peft", hint=install_command("lora")) from error
-    return peft
 
 
 def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:

@@ -23,6 +23,7 @@ from buffer.groups.dead_letters import DeadLetter
 from buffer.ids import split_group_id
 from buffer.redis.connection.retry import LogOnce
 from buffer.run import Run
+from buffer.whole_file import replace_file
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -66,12 +67,8 @@ def _keep(run: Run, folder: Path, is_over: threading.Event) -> None:
 
 def write_dead_letters(folder: Path, letters: list[DeadLetter]) -> None:
     now_ms = round(1000 * time.time())
-    part = folder / "dead_letters.tmp"
-    part.touch(mode=0o600)
-    with part.open("wb") as file:
-        for letter in letters:
-            file.write(orjson.dumps(replace(letter, age_ms=now_ms - letter.age_ms)) + b"\n")
-    part.replace(folder / FILE)
+    lines = [orjson.dumps(replace(letter, age_ms=now_ms - letter.age_ms)) for letter in letters]
+    replace_file(folder / FILE, b"".join(line + b"\n" for line in lines), is_private=True)
 
 
 def read_dead_letters(folder: Path) -> list[DeadLetter]:

@@ -8,7 +8,6 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import import_module
 from io import FileIO
 from pathlib import Path
 from typing import Any, Literal
@@ -25,8 +24,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from buffer.errors import ConfigError
-from buffer.imports import install_command
+from buffer.imports import import_extra
+from buffer.whole_file import replace_file
 from consumer.config.trainer import TrainingConfig
 from consumer.grpo.reporting.metrics import BatchColumns
 from consumer.grpo.reporting.sample_log import Sample, SampleFile, sample_files
@@ -42,8 +41,7 @@ WriterName = Literal["tensorboard", "wandb"]
 class MetricWriter:
     """A destination of reports, some of which come again after a restart."""
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of one step."""
+    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
     def write_evaluation(self, step: int, task: str, metrics: Mapping[str, float]) -> None:
         """Write the metrics of one held-out task, `eval/*`, for the weights after a step."""
@@ -51,8 +49,7 @@ class MetricWriter:
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
         """Write the samples of one step (`consumer.grpo.reporting.sample_log`)."""
 
-    def close(self) -> None:
-        """Write what is buffered, and release the destination."""
+    def close(self) -> None: ...
 
 
 def open_writers(config: TrainingConfig, first: int) -> list[MetricWriter]:
@@ -74,7 +71,7 @@ class TensorBoardWriter(MetricWriter):
     """Writes event files into `<folder>/tensorboard`: scalars, and config and samples as text."""
 
     def __init__(self, config: TrainingConfig, first: int) -> None:
-        package = _load("tensorboardX", "tensorboard")
+        package = import_extra("tensorboardX", '[trainer] writers = ["tensorboard"]')
         self._every = config.samples.report_every_steps
         self._events: Any = package.SummaryWriter(
             str(config.run.folder / "tensorboard"),
@@ -84,7 +81,8 @@ class TensorBoardWriter(MetricWriter):
             # same second would overwrite a file
             filename_suffix=f".{time.time_ns()}",
         )
-        self._events.add_text("config", code_block(indented_json(config.public())), first)
+        settings = orjson.dumps(config.public(), option=orjson.OPT_INDENT_2).decode()
+        self._events.add_text("config", code_block(settings), first)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -112,12 +110,14 @@ class WandbWriter(MetricWriter):
     """
 
     def __init__(self, config: TrainingConfig, first: int) -> None:
-        package = _load("wandb", "wandb")
+        package = import_extra("wandb", '[trainer] writers = ["wandb"]')
         folder = config.run.folder
         self._every = config.samples.report_every_steps
         self._table: Callable[..., Any] = package.Table
         self._file = folder / "wandb_run.json"
-        self._record: dict[str, Any] = {"id": secrets.token_hex(4), "step": 0} | _read(self._file)
+        self._record: dict[str, Any] = {"id": secrets.token_hex(4), "step": 0}
+        if self._file.exists():
+            self._record |= orjson.loads(self._file.read_bytes())
         self._run: Any = package.init(
             project=config.wandb.project,
             name=config.wandb.name or config.run.name,
@@ -152,18 +152,10 @@ class WandbWriter(MetricWriter):
         self._run.finish()
 
     def _save(self) -> None:
-        """Replace the record, so that a trainer that dies here leaves the one before."""
-        new = self._file.with_suffix(".new")
-        new.write_bytes(orjson.dumps(self._record))
-        new.replace(self._file)
+        replace_file(self._file, orjson.dumps(self._record))
 
 
 TRAIN_STEP = "train_step"
-
-
-def _read(file: Path) -> dict[str, Any]:
-    record: dict[str, Any] = orjson.loads(file.read_bytes()) if file.exists() else {}
-    return record
 
 
 def is_due(step: int, every: int) -> bool:
@@ -173,16 +165,6 @@ def is_due(step: int, every: int) -> bool:
 def of_task(task: str, metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics `eval/*` of a task as `eval/<task>/*`."""
     return {f"eval/{task}/{name.removeprefix('eval/')}": v for name, v in metrics.items()}
-
-
-def _load(module: str, writer: WriterName) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"[trainer] writers: {module} is not installed",
-            hint=f"{install_command(writer)}, or remove {writer!r} from [trainer] writers",
-        ) from error
 
 
 class ProgressBar(MetricWriter):
@@ -335,10 +317,6 @@ def response_text(member: dict[str, Any]) -> str:
 
 def code_block(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
-
-
-def indented_json(value: Any) -> str:
-    return orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
 
 
 def _versions(member: dict[str, Any]) -> str:

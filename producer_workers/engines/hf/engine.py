@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 
-from buffer.imports import install_command
+from buffer.imports import import_extra
 from buffer.weights.safetensors_files import MODEL_LOADING, is_adapter
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.sampling import SampleParams
@@ -340,11 +340,8 @@ def _mask_of(kept: torch.Tensor) -> SamplingMask:
 
 
 def _put_adapter_into(model: Any, folder: Path) -> None:
-    """Change the model's layers as the adapter says. Raises WeightsError."""
-    try:
-        import peft
-    except ImportError as error:
-        raise WeightsError("an adapter needs peft", hint=install_command("lora")) from error
+    """Change the model's layers as the adapter says. Raises WeightsError, ConfigError."""
+    peft = import_extra("peft", "an adapter")
     inside: Any = peft.PeftModel.from_pretrained(model, folder)
     # PEFT would ignore missing and unknown tensors.
     if different := sorted(peft.get_peft_model_state_dict(inside).keys() ^ read_shapes(folder)):

@@ -10,12 +10,16 @@ import pytest
 
 from buffer.control.control import Mode
 from buffer.control.task_status import TaskStop
-from buffer.errors import StoreUnavailable
+from buffer.errors import Fenced, ScriptError, StoreUnavailable
+from buffer.groups.submit import Stored, Submission
 from buffer.ids import new_nonce
+from buffer.job import Job, PayloadRef, Result
 from buffer.ledger.ledger import BAD_GROUPS, BAD_WINDOW_MS
+from buffer.redis.store import RunContext
+from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.keyspace import changed
-from tests.buffer.scene import FIRST, Scene
+from tests.buffer.scene import FIRST, Scene, extend
 
 
 def a_paused_worker_claims_nothing(scene: Scene) -> None:
@@ -264,6 +268,51 @@ def a_call_that_is_repeated_late_is_harmless(scene: Scene) -> None:
     before = scene.dump()
     for call in said:
         assert once(*call)[0] == "OK"
+    assert changed(before, scene.dump()) == {}
+
+
+def results_that_come_together_are_judged_each_by_itself(scene: Scene) -> None:
+    """One call: completed, fenced, filtered, aborted, completed, and the first once more."""
+    scene.enqueue(6)
+    jobs = scene.claim(6)
+    scene.take_back(jobs[1].gid)
+    made = [extend(scene.run.buffer.read(job.payload), Status.COMPLETED, FIRST) for job in jobs]
+    made[3] = extend(scene.run.buffer.read(jobs[3].payload), Status.ABORTED, FIRST)
+    results = [
+        Result(job, group, 4, filtered=n == 2)
+        for n, (job, group) in enumerate(zip(jobs[:5], made, strict=False))
+    ]
+    results.append(results[0])
+    outcomes = scene.run.buffer.submit_many("w0", results)
+    assert [type(outcome) for outcome in outcomes] == [
+        Stored, Fenced, Stored, Stored, Stored, Stored,
+    ]  # fmt: skip
+    arrivals = [outcome.arrival for outcome in outcomes if isinstance(outcome, Stored)]
+    assert arrivals == [1, 2, 3, 4, 1]
+    scene.check()
+    # the lease goes on with what is still held, and only with that
+    assert scene.beat([jobs[5]]).lost == ()
+    assert [gid for gid, _ in scene.pool("completed")] == [jobs[0].gid, jobs[4].gid]
+    for job, group in zip(jobs[:5:4], made[:5:4], strict=True):
+        assert scene.run.buffer.read(PayloadRef(job.gid, job.token, 1, 0, "")).gid == group.gid
+        assert scene.raw.ttl(scene.keys.payload(job.gid, job.token)) == -1
+    before = scene.dump()
+    again = scene.run.buffer.submit_many("w0", results)
+    assert [type(outcome) for outcome in again] == [type(outcome) for outcome in outcomes]
+    assert changed(before, scene.dump()) == {}
+    _chunks_belong_to_their_groups(scene, jobs[5], made[5])
+
+
+def _chunks_belong_to_their_groups(scene: Scene, job: Job, group: RolloutGroup) -> None:
+    """A call whose chunks are not as many as its groups say changes nothing."""
+    run, store = scene.run, scene.store
+    submission = Submission(RunContext(store, run.keys, run.limits), run.payloads, None)
+    commands, unit = submission.prepare(Result(job, group, 4))
+    store.write("payload write", commands)
+    call = submission.call("w0", "math", [unit])
+    before = scene.dump()
+    with pytest.raises(ScriptError):
+        store.call("submit", call.keys, call.args, [*call.tail_keys, run.keys.meta], [unit])
     assert changed(before, scene.dump()) == {}
 
 

@@ -86,7 +86,8 @@ def test_body_uses_every_name_of_the_header_and_no_number(name: str) -> None:
     assert not re.search(r"\b(KEYS|ARGV)\b", code)
     words = set(re.findall(r"\w+", re.sub(r"'[^']*'", "''", code)))
     tails = [tail for array in ("KEYS", "ARGV") if (tail := library()[name].header.tail(array))]
-    of_units = {unit for tail in tails if "each_unit" in code for unit in tail.names}
+    walks = "each_unit" in code or "in ipairs(units)" in code
+    of_units = {unit for tail in tails if walks for unit in tail.names}
     names = {
         word for array in ("KEYS", "ARGV") for slot in slots(name, array) for word in slot.names
     }

@@ -87,7 +87,7 @@ def test_weights_of_a_group_are_those_of_its_members(
     expected += [("newest", *pair) for pair in group.newest_by_lineage(by_token).items()]
     if by_token:
         expected += [("last", *pair) for pair in group.last_by_lineage().items()]
-    assert group.made_by(by_token) == [part for triple in expected for part in triple]
+    assert group.made_by(by_token) == ",".join(" ".join(map(str, row)) for row in expected)
 
 
 def _member(index: int, made: list[tuple[int, int, str]]) -> RolloutState:

@@ -72,7 +72,8 @@ class Yard(Scene):
         )
         group = group_bytes.decode(data)
         group = RolloutGroup(job.gid, "math", group.states)
-        self.store.call("submit", *submission.call("w0", Result(job, group, 4), ref))
+        unit = submission.unit(Result(job, group, 4), ref)
+        self.store.call("submit", *submission.call("w0", job.task, [unit]))
 
 
 @pytest.fixture

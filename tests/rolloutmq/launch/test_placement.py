@@ -6,7 +6,7 @@ import pytest
 
 from buffer.errors import ConfigError
 from rolloutmq.check.machine import Placement, count_gpus, place
-from rolloutmq.config.launch import LaunchSection
+from rolloutmq.config.config import LaunchSection
 
 CASES = [
     # machine without GPUs: nobody gets any

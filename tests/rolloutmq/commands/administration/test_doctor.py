@@ -20,7 +20,7 @@ from buffer.wire.rollout import PolicyVersion
 from consumer.grpo.reporting.step_log import TrainedStep
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
 from rolloutmq.views.explain import diagnosis, inspection
-from rolloutmq.views.explain.failed_rows import failed_rows
+from rolloutmq.views.explain.inspection import failed_rows
 from rolloutmq.views.explain.shares import STEPS, shares_of
 from rolloutmq.views.run_view import read_run_view
 from tests.rolloutmq.conftest import Command, json_of

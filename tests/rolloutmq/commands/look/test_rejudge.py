@@ -88,7 +88,7 @@ def bury(scene: Scene) -> int:
 
 
 def group_ref(scene: Scene, draw: int) -> Any:
-    from rolloutmq.views.found_group import payload_of
+    from buffer.groups.record_walk import payload_of
 
     gid = group_id("math", draw)
     return payload_of(gid, scene.run.record(gid))
