@@ -29,11 +29,11 @@ def check_module(spec: str, *, kind: str) -> None:
     """Raise ConfigError if a slow module is missing, importing only the packages around it."""
     module_name = spec.partition(":")[0]
     search_in(Path.cwd())
-    if not _is_there(module_name):
+    if not is_there(module_name):
         raise _not_importable(spec, kind, module_name, f"No module named {module_name!r}")
 
 
-def _is_there(module: str) -> bool:
+def is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # a package around it
@@ -186,7 +186,7 @@ def import_package(module: str, requirement: str) -> Any:
 
 def require(module: str, requirement: str) -> None:
     """Raise ConfigError if a module is missing, without importing it."""
-    if not _is_there(module):
+    if not is_there(module):
         raise _needs(requirement)
 
 

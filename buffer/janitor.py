@@ -117,7 +117,7 @@ class MediaSweep:
 
 REAP = 200  # leases that one sweep takes back at most
 
-EXPIRE = 250  # groups that one sweep moves out of one pool at most
+EXPIRE = 100  # groups that one sweep moves out of one pool at most
 
 IN_TURN = 50  # sweeps in the time of one lease, by all processes that sweep in turn
 

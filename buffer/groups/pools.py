@@ -24,7 +24,7 @@ from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.staleness import AgeLimit, next_step
 
-_SLICE = 250  # groups that one call moves or adds: the server answers other clients in between
+_SLICE = 100  # groups that one call moves or adds: the server answers other clients in between
 
 
 AGING = ("completed", "aborted")  # the pools whose groups become too stale

@@ -21,7 +21,7 @@
 local step = next_step(ledger)
 local cut = int(step - threshold)
 local found = redis.call('ZRANGEBYSCORE', pool, '-inf', '(' .. cut, 'LIMIT', 0, limit)
-local freed, went = {}, 0
+local freed, went, expired_members, ended = {}, 0, {}, {}
 local gids, records, members = records_of(groups, found, 'payload', 'chunks', 'draw', 'size', 'prompt', 'newest')
 for i, member in ipairs(members) do
   local gid, record = gids[i], records[i]
@@ -32,21 +32,21 @@ for i, member in ipairs(members) do
     went = went + num(record[4])
   end
   if retryable then
-    redis.call('ZADD', expired, '+inf', member)
-    redis.call('HSET', groups .. gid, 'status', 'expired', 'version', '', 'lineage', '', 'cut', cut)
-    if not keeps_bytes then
-      redis.call('HSET', groups .. gid, 'payload', 'init', 'chunks', 1, 'size', num(record[5]), 'crc', '', 'tokens', 0)
-    end
+    local prompt = {'payload', 'init', 'chunks', 1, 'size', num(record[5]), 'crc', '', 'tokens', 0}
+    redis.call('HSET', groups .. gid, 'status', 'expired', 'version', '', 'lineage', '', 'cut', cut,
+      unpack(keeps_bytes and {} or prompt))
+    expired_members[2 * i - 1], expired_members[2 * i] = '+inf', member
   else
     freed[#freed + 1] = gid .. ' init 1'
     went = went + num(record[5])
     redis.call('SETBIT', dropped, record[3], 1)
-    redis.call('UNLINK', groups .. gid)
+    ended[i] = groups .. gid
   end
 end
 if #members > 0 then
   redis.call('ZREM', pool, unpack(members))
   redis.call('ZREM', order_index, unpack(members))
+  if retryable then redis.call('ZADD', expired, unpack(expired_members)) else redis.call('UNLINK', unpack(ended)) end
   if #freed > 0 then redis.call('SADD', garbage, unpack(freed)) end
   count_bytes(bytes, 0, went)
   redis.call('HINCRBY', progress, 'expirations', #members)

@@ -23,5 +23,7 @@ if by ~= policy then
   redis.call('HSET', progress, 'order_by', policy)
 end
 local members = redis.call('ZRANGE', completed, int(start), int(start + limit - 1))
-for _, member in ipairs(members) do redis.call('ZADD', order_index, 'NX', '-inf', member) end
+local first = {}
+for i, member in ipairs(members) do first[2 * i - 1], first[2 * i] = '-inf', member end
+if #members > 0 then redis.call('ZADD', order_index, 'NX', unpack(first)) end
 return {'OK', #members}

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- take_batch: give the next batch of groups to the trainer, for all tasks at once, in the order of the run's policy.
--- include: clock, events, manifests, memory_marks, next_in_order, numbers, wake_ups
+-- include: clock, events, manifests, memory_marks, next_in_order, numbers, pool_records, wake_ups
 -- KEYS control       HASH*
 -- KEYS ledger        HASH*
 -- KEYS batch         LIST*    the manifest of this step
@@ -85,7 +85,7 @@ end
 local name, lines, taken = string.match(batch, ':batch:(.*)$'), {header}, {}
 for n in each_unit do
   for _, member in ipairs(chosen[n]) do
-    local gid = string.match(member, ':(.*)$')
+    local gid = gid_of(member)
     local line = manifest_line(groups, gid)
     if not line then return {'DAMAGED', groups .. gid} end
     lines[#lines + 1], taken[#taken + 1] = line, groups .. gid

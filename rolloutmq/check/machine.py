@@ -7,11 +7,10 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import cycle, islice
 
 from buffer.errors import ConfigError, RolloutMQError
-from buffer.imports import EXTRAS, install_command
+from buffer.imports import EXTRAS, install_command, is_there
 from producer_workers.agent_loops.agent_loop import has_agents
 from rolloutmq.config.config import Config, LaunchSection
 
@@ -145,7 +144,7 @@ def machine_errors(config: Config) -> list[RolloutMQError]:
     found = [
         ConfigError(f"{key} needs the package {name}, which is not installed", hint=_hint(name))
         for key, name in _packages(config)
-        if find_spec(name) is None
+        if not is_there(name)
     ]
     for check in (placement_of, lambda config: config.gateway.tls_context()):
         try:
