@@ -80,10 +80,43 @@ class Submission:
         ]
 
     def _round_trip(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
-        trip = _RoundTrip(self, worker, results)
-        replies = self._store.upload_and_call("submit", self._keys.leases, trip)
+        outcomes: dict[int, SubmitOutcome] = {}
+        sent: list[int] = []
+        uploads = _Once(self._uploads(worker, results, outcomes, sent))
+        replies = self._store.upload_and_call("submit", self._keys.leases, uploads)
         pin_listed(self._store, self._keys)
-        return trip.outcomes(replies)
+        parts = [part for reply in replies for part in reply]
+        for number, *reply in zip(sent, parts[::2], parts[1::2], strict=True):
+            outcomes[number] = _outcome(results[number], reply)
+        return [outcomes[number] for number in range(len(results))]
+
+    def _uploads(
+        self,
+        worker: str,
+        results: Sequence[Result],
+        outcomes: dict[int, SubmitOutcome],
+        sent: list[int],
+    ) -> Iterator[Upload]:
+        """Yield groups, then their call; note the numbers of what fails, and of what is sent."""
+        by_task = sorted(range(len(results)), key=lambda number: results[number].group.task)
+        for task, numbers in groupby(by_task, lambda number: results[number].group.task):
+            units: list[Unit] = []
+            for number in numbers:
+                try:
+                    commands, unit = self.prepare(results[number])
+                except (
+                    Exception
+                ) as error:  # an order policy is a user's code: it may raise anything
+                    outcomes[number] = error
+                    continue
+                sent.append(number)
+                units.append(unit)
+                yield commands, None
+                if sum(unit["size"] for unit in units) >= _CALL_BYTES:
+                    yield (), self.call(worker, task, units)
+                    units = []
+            if units:
+                yield (), self.call(worker, task, units)
 
     def prepare(self, result: Result) -> tuple[list[SetCommand], Unit]:
         """Return what stores a group, and its unit of a call. Raises what is wrong with it.
@@ -141,53 +174,18 @@ class Submission:
         return ScriptCall(slots, arguments, keys.in_slot(chunks), units)
 
 
-class _RoundTrip:
+class _Once:
     """Makes each upload once, while the server receives the ones before."""
 
-    def __init__(self, submission: Submission, worker: str, results: Sequence[Result]) -> None:
-        self._submission = submission
-        self._worker = worker
-        self._results = results
-        self._failed: dict[int, Exception] = {}
-        self._called: list[int] = []  # numbers of the results, in the order of the calls
+    def __init__(self, making: Iterator[Upload]) -> None:
+        self._making = making
         self._made: list[Upload] = []
-        self._making = self._make()
 
     def __iter__(self) -> Iterator[Upload]:
         yield from self._made
         for upload in self._making:
             self._made.append(upload)
             yield upload
-
-    def _make(self) -> Iterator[Upload]:
-        results = self._results
-        by_task = sorted(range(len(results)), key=lambda number: results[number].group.task)
-        for task, numbers in groupby(by_task, lambda number: results[number].group.task):
-            units: list[Unit] = []
-            for number in numbers:
-                try:
-                    commands, unit = self._submission.prepare(results[number])
-                except (
-                    Exception
-                ) as error:  # an order policy is a user's code: it may raise anything
-                    self._failed[number] = error
-                    continue
-                self._called.append(number)
-                units.append(unit)
-                yield commands, None
-                if sum(int(unit["size"]) for unit in units) >= _CALL_BYTES:
-                    yield (), self._submission.call(self._worker, task, units)
-                    units = []
-            if units:
-                yield (), self._submission.call(self._worker, task, units)
-
-    def outcomes(self, replies: Sequence[Sequence[str]]) -> list[SubmitOutcome]:
-        """Return the outcome of each result."""
-        flat = [part for reply in replies for part in reply]
-        outcomes: dict[int, SubmitOutcome] = dict(self._failed)
-        for number, *reply in zip(self._called, flat[::2], flat[1::2], strict=True):
-            outcomes[number] = _outcome(self._results[number], reply)
-        return [outcomes[number] for number in range(len(self._results))]
 
 
 def to_store(

@@ -74,17 +74,16 @@ class BatchLedger:
         limits = self._limits
         _check_counts(counts, limits.training_tasks if training else list(limits.tasks))
         tasks = [task for task, count in counts.items() if count > 0]
+        expires = limits.token_threshold if training else None
         args: dict[str, Arg] = {
             "nonce": nonce,
             "step": step,
             "strict": int(strict),
             "policy": limits.order if training else "staleness",
-            "tokens": "",
+            "tokens": "" if expires is None else expires,
             "low": limits.low_bytes,
             "high": limits.high_bytes,
         }
-        if training and limits.token_threshold is not None:
-            args["tokens"] = limits.token_threshold
         reply = self._call_in_order(
             "take_batch",
             self._keys.slots(ledger=self.name, step=step),

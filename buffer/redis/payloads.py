@@ -151,31 +151,26 @@ class PayloadStore:
 
         The payloads of a round trip share memory. The next two are under way while `use` works.
         """
-        rounds = list(_rounds((ref.size or CHUNK_BYTES, ref) for ref in refs))
-        is_large = sum(ref.size for ref in refs) >= _KEPT_BYTES
-        found = self._read_rounds(rounds, partial(self._read, own_pages=is_large))
         used: list[T] = []
         with _no_collection():
-            for batch, wholes in zip(rounds, found, strict=True):
-                used += use(batch, wholes)
+            for batch, found in self._read_rounds(refs):
+                used += use(batch, found)
         return used
 
     def _read_rounds(
-        self,
-        rounds: Sequence[Sequence[PayloadRef]],
-        read: Callable[[Sequence[PayloadRef]], list[Whole]],
-    ) -> Iterator[list[Whole]]:
+        self, refs: Sequence[PayloadRef]
+    ) -> Iterator[tuple[list[PayloadRef], list[Whole]]]:
+        rounds = list(_rounds((ref.size or CHUNK_BYTES, ref) for ref in refs))
+        read = partial(self._read, own_pages=sum(ref.size for ref in refs) >= _KEPT_BYTES)
         if len(rounds) < 2:
-            yield from map(read, rounds)
+            yield from ((batch, read(batch)) for batch in rounds)
             return
         with ThreadPoolExecutor(_AHEAD, "payload-read") as threads:
-            coming = deque(threads.submit(read, refs) for refs in rounds[:_AHEAD])
-            for refs in rounds[_AHEAD:]:
+            coming = deque(threads.submit(read, batch) for batch in rounds[:_AHEAD])
+            for n, batch in enumerate(rounds, _AHEAD):
                 found = coming.popleft().result()
-                coming.append(threads.submit(read, refs))
-                yield found
-            for following in coming:
-                yield following.result()
+                coming.extend(threads.submit(read, after) for after in rounds[n : n + 1])
+                yield batch, found
 
     def _read(self, refs: Sequence[PayloadRef], *, own_pages: bool) -> list[Whole]:
         entries = [

@@ -82,8 +82,8 @@ def receive(
     try:
         if _is_real(connection):
             _transmit(connection._sock, commands)
-            expected = sum(sizes) + _LINE_BYTES * len(commands)
-            inbox = _Inbox(connection._sock, _pages(expected) if own_pages else _memory(expected))
+            size = sum(sizes) + _LINE_BYTES * len(commands)
+            inbox = _Inbox(connection._sock, _memory(size, own_pages=own_pages))
             if all(sizes):
                 inbox.fill(sum(sizes))
             return [inbox.payload(len(keys)) for keys, _ in entries]
@@ -189,22 +189,17 @@ class _NotAValue(Exception):
     """The server answered something else, probably an error, which the library then reports."""
 
 
-def _memory(size: int) -> memoryview:
+def _memory(size: int, *, own_pages: bool = False) -> memoryview:
     """Return new memory for one read. It lives as long as any view of it.
 
-    It is never reused, because views of views refer to its array only, and nothing can tell which
-    part is still in use. (A bytearray would be cleared first.)
+    It is never reused, because views of views refer to its owner only, and nothing can tell which
+    part is still in use. (A bytearray would be cleared first.) With `own_pages`, malloc keeps none
+    of it, and numpy does not make its pages huge: a virtual machine may have to get each from its
+    host, so that the first 600 MB took 2 s of processor time, not 0.4 (measured).
     """
+    if own_pages:
+        return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
     return np.empty(size, np.uint8).data
-
-
-def _pages(size: int) -> memoryview:
-    """Return such memory on pages that neither malloc keeps nor numpy makes huge.
-
-    Huge pages are often untouched since the machine started, and a virtual machine gets them from
-    its host one by one: 600 MB took 2 s of processor time, and 0.3 s with small pages (measured).
-    """
-    return memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
 
 
 class _Inbox:
