@@ -117,7 +117,7 @@ test-agents: setup ## Codex, opencode, qwen-code, mini-swe-agent and others, as 
 	@$(PYTHON) -m venv build/agents/venv && build/agents/venv/bin/pip install -q -r $(AGENTS)/requirements.txt
 	@$(PYTEST) -m agents $(AGENTS)
 
-bench: setup ## measure against raw Redis, naive ways and ideal fleets; 12 minutes at most, fills benchmarks/README.md
+bench: setup ## measure against raw Redis, PipelineRL's stream and ideal fleets; 12 minutes at most, fills benchmarks/README.md
 	@$(PY) -m benchmarks
 
 .PHONY: bench-peers

@@ -1,1 +1,1 @@
-"""Measure the buffer beside raw Redis and naive ways: `python -m benchmarks`, or `make bench`."""
+"""Measure the buffer beside raw Redis: `python -m benchmarks`, or `make bench`."""

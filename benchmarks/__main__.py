@@ -35,7 +35,7 @@ def main(
         bool, typer.Option("--update", help="put these into README's figures")
     ] = False,
 ) -> None:
-    """Compare the buffer with raw Redis and the naive ways, on servers of its own."""
+    """Compare the buffer with raw Redis, on servers of its own."""
     if tables:
         _draw_again()
         return

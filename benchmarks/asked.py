@@ -43,13 +43,13 @@ ROWS = (
     Row(
         "put / PipelineRL's stream: processor time",
         "put",
-        _both("put", "ours / naive: pickle stream"),
+        _both("put", "ours / PipelineRL's stream"),
         "encoding, the script",
     ),
     Row(
         "take / PipelineRL's stream: processor time",
         "take",
-        _both("take", "ours / naive: pickle stream"),
+        _both("take", "ours / PipelineRL's stream"),
         "checks",
     ),
     Row(

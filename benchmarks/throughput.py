@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-from benchmarks import naive, sample
+from benchmarks import pickled_stream, sample
 from benchmarks.bench_run import TASK, BenchRun
 from benchmarks.figure import Figure, Spent, Way, interleave, per_second, ratio
 from benchmarks.server import BenchServer
@@ -21,6 +21,7 @@ from consumer.handle.rollout_consumer import RolloutConsumer
 PUT_TARGET = {"in memory": 0.4, "durable": 0.65}
 TAKE_TARGET = 0.65
 STREAM_TARGETS = {"put": 4.0, "take": 9.0}
+STREAM = pickled_stream.NAME
 DEPTHS = (1, 8, 16, 48, 512)
 """Values in one pipeline or one MGET; the best of them is what ours is compared with."""
 
@@ -53,7 +54,8 @@ def put(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
     }
     ways["SET, single"] = Way(lambda _: _set_singly(server.raw, encoded), clean=server.clear)
     ways |= {f"SET x {depth}": raw_set(depth) for depth in DEPTHS if depth <= groups}
-    ways |= naive.writers(server, finished)
+    lists = [pickled_stream.as_lists(group) for group in finished]
+    ways[STREAM] = Way(lambda _: pickled_stream.add(server.raw, lists), clean=server.clear)
     section = f"put, {server.name}"
     spent = interleave(ways, rounds, server.processor_time)
     yield from _figures(section, spent, groups, "SET x", PUT_TARGET[server.name])
@@ -80,7 +82,9 @@ def take(server: BenchServer, groups: int, rounds: int) -> Iterator[Figure]:
     ]
     full = [name for name in names if not name.endswith(":init")]
     ways |= {f"MGET x {depth}": raw_get(full, depth) for depth in DEPTHS if depth <= groups}
-    ways |= naive.readers(server, [sample.group(f"{TASK}-{draw:010d}") for draw in range(groups)])
+    made = [sample.group(f"{TASK}-{draw:010d}") for draw in range(groups)]
+    pickled_stream.add(server.raw, [pickled_stream.as_lists(group) for group in made])
+    ways[STREAM] = Way(lambda _: pickled_stream.read(server.raw, groups))
     spent = interleave(ways, rounds, server.processor_time)
     yield from _figures(f"take, {server.name}", spent, groups, "MGET x", TAKE_TARGET)
     server.clear()
@@ -97,9 +101,7 @@ def _figures(
         key=lambda name: median(spent.cpu[name]),
     )
     yield from _compared(section, spent, "ours", best, target)
-    yield from _compared(
-        section, spent, "ours", "naive: pickle stream", STREAM_TARGETS[section.partition(",")[0]]
-    )
+    yield from _compared(section, spent, "ours", STREAM, STREAM_TARGETS[section.partition(",")[0]])
 
 
 def _compared(

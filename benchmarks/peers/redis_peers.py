@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from benchmarks import naive
+from benchmarks import pickled_stream
 from benchmarks.bench_run import TASK, BenchRun
-from benchmarks.peers.peer import Row, rows
+from benchmarks.peers.peer import ARRAYS, Row, rows
 from benchmarks.sample import Shape
 from benchmarks.server import BenchServer
 from buffer.job import Job
@@ -96,32 +96,28 @@ class Plain(_OnRedis):
 
 
 class Stream(_OnRedis):
-    """PipelineRL's way (`pipelinerl/streams.py`): pickled lists, entry by entry."""
+    """PipelineRL's way."""
 
-    label = "PipelineRL's stream"
+    label = pickled_stream.NAME
 
     def __init__(self, server: BenchServer) -> None:
         super().__init__(server)
         self._last = b"0"
 
-    def prepare(self, groups: list[RolloutGroup]) -> list[Any]:
-        return [naive.as_lists(group) for group in groups]
+    def prepare(self, groups: list[RolloutGroup]) -> list[pickled_stream.Rollouts]:
+        return [pickled_stream.as_lists(group) for group in groups]
 
-    def put(self, chunk: list[Any]) -> None:
-        for index, rollouts in enumerate(chunk):
-            naive.add_to_stream(self.raw, index, rollouts)
+    def put(self, chunk: list[pickled_stream.Rollouts]) -> None:
+        pickled_stream.add(self.raw, chunk)
 
-    def take(self, chunk: list[Any]) -> list[Any]:
-        found = []
-        for _ in chunk:
-            self._last, rollouts = naive.read_stream(self.raw, self._last)
-            found += rollouts
-        return found
+    def take(self, chunk: list[pickled_stream.Rollouts]) -> list[pickled_stream.Rollouts]:
+        self._last, taken = pickled_stream.read(self.raw, len(chunk), self._last)
+        return taken
 
-    def rows(self, taken: list[Any]) -> Iterator[Row]:
-        for rollout in taken:
-            ids, logprobs, mask = (rollout[name] for name in ("input_ids", "logprobs", "mask"))
+    def rows(self, taken: list[pickled_stream.Rollouts]) -> Iterator[Row]:
+        for rollout in (rollout for group in taken for rollout in group):
+            ids, logprobs, mask = (rollout[name] for name in ARRAYS)
             yield Row(ids, logprobs, mask, rollout["reward"]["score"])
 
-    def forget(self, _: list[Any]) -> None:
-        self.raw.xtrim(naive.STREAM, maxlen=0)
+    def forget(self, _: object) -> None:
+        pickled_stream.forget(self.raw)
