@@ -17,8 +17,8 @@ from buffer.redis.connection_errors import describe_connection_error
 from buffer.redis.server.check import ServerFinding, fsync_policy, require_all_safe
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
+from buffer.redis.whole_file import replace_file
 from buffer.run import Run
-from buffer.whole_file import replace_file
 
 log = logging.getLogger("rolloutmq.store")
 

@@ -31,7 +31,7 @@ from buffer.limits import LiveLimits, Reweighting, RunLimits, TaskLimits, TaskSe
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import unfenced, unknown_reply
 from buffer.redis.store import Store
-from buffer.whole_file import replace_file
+from buffer.redis.whole_file import replace_file
 from buffer.wire.staleness import stale_threshold
 
 CONFIG = "config"  # in place of a value: that of the config

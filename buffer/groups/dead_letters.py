@@ -23,6 +23,7 @@ from buffer.redis.key_fields import HINT, read_counts
 from buffer.redis.payloads import PayloadStore, pin_listed
 from buffer.redis.scripts import ScriptCall, unknown_reply
 from buffer.redis.store import RunContext
+from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 
 _SLICE = 500  # letters that one round trip reads
@@ -86,7 +87,7 @@ class DeadLetters:
         PayloadMissing.
         """
         keys, low_bytes = self._keys, self._limits.low_bytes
-        ref, commands = to_store(self._payloads, job, group)
+        ref, commands = to_store(self._payloads, job, group, group_bytes.pieces_checked(group))
         call = ScriptCall(
             keys.slots(gid=job.gid),
             {

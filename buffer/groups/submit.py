@@ -24,6 +24,7 @@ from buffer.groups.order_policy import OrderFunction, submit_argument
 from buffer.ids import TEACH
 from buffer.job import Job, PayloadRef, Result
 from buffer.limits import RunLimits
+from buffer.redis.connection.bulk_io import Pieces
 from buffer.redis.payloads import PayloadStore, SetCommand, pin_listed
 from buffer.redis.scripts import ScriptCall, Upload, unknown_reply
 from buffer.redis.store import RunContext
@@ -33,6 +34,8 @@ from buffer.wire.rollout import Status
 from buffer.wire.teacher_columns import sampled_crc
 
 GROUPS_PER_TRIP = 32  # bounds what is sent again after a lost connection
+
+_TOGETHER = 8  # groups that are encoded before the first is sent
 
 _CALL_BYTES = 8 * 2**20  # of payloads: large groups do not wait for each other
 
@@ -80,13 +83,46 @@ class Submission:
         ]
 
     def _round_trip(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
-        trip = _RoundTrip(self, worker, results)
-        replies = self._store.upload_and_call("submit", self._keys.leases, trip)
+        outcomes: dict[int, SubmitOutcome] = {}
+        sent: list[int] = []
+        uploads = _Once(self._uploads(worker, results, outcomes, sent))
+        replies = self._store.upload_and_call("submit", self._keys.leases, uploads)
         pin_listed(self._store, self._keys)
-        return trip.outcomes(replies)
+        parts = [part for reply in replies for part in reply]
+        for number, *reply in zip(sent, parts[::2], parts[1::2], strict=True):
+            outcomes[number] = _outcome(results[number], reply)
+        return [outcomes[number] for number in range(len(results))]
 
-    def prepare(self, result: Result) -> tuple[list[SetCommand], Unit]:
-        """Return what stores a group, and its unit of a call. Raises what is wrong with it.
+    def _uploads(
+        self,
+        worker: str,
+        results: Sequence[Result],
+        outcomes: dict[int, SubmitOutcome],
+        sent: list[int],
+    ) -> Iterator[Upload]:
+        """Yield groups, then their call; note the numbers of what fails, and of what is sent."""
+        by_task = sorted(range(len(results)), key=lambda number: results[number].group.task)
+        for task, numbers in groupby(by_task, lambda number: results[number].group.task):
+            units: list[Unit] = []
+            for number, data in _encoded(results, list(numbers)):
+                try:
+                    if isinstance(data, Exception):
+                        raise data
+                    commands, unit = self.prepare(results[number], data)
+                except Exception as error:  # an order policy is a user's code
+                    outcomes[number] = error
+                    continue
+                sent.append(number)
+                units.append(unit)
+                yield commands, None
+                if sum(unit["size"] for unit in units) >= _CALL_BYTES:
+                    yield (), self.call(worker, task, units)
+                    units = []
+            if units:
+                yield (), self.call(worker, task, units)
+
+    def prepare(self, result: Result, data: Pieces) -> tuple[list[SetCommand], Unit]:
+        """Return what stores the bytes of a group, and its unit of a call. Raises what is wrong.
 
         All checks are here, before the upload: later ones only protect the trainer from bytes that
         were damaged on their way.
@@ -98,7 +134,7 @@ class Submission:
             )
         if result.job.teacher and result.group.status is not Status.COMPLETED:
             raise WireError(f"a teacher gave back group {result.group.gid} unfinished")
-        ref, commands = to_store(self._payloads, result.job, result.group)
+        ref, commands = to_store(self._payloads, result.job, result.group, data)
         return commands, self.unit(result, ref)
 
     def unit(self, result: Result, ref: PayloadRef) -> Unit:
@@ -141,17 +177,12 @@ class Submission:
         return ScriptCall(slots, arguments, keys.in_slot(chunks), units)
 
 
-class _RoundTrip:
+class _Once:
     """Makes each upload once, while the server receives the ones before."""
 
-    def __init__(self, submission: Submission, worker: str, results: Sequence[Result]) -> None:
-        self._submission = submission
-        self._worker = worker
-        self._results = results
-        self._failed: dict[int, Exception] = {}
-        self._called: list[int] = []  # numbers of the results, in the order of the calls
+    def __init__(self, making: Iterator[Upload]) -> None:
+        self._making = making
         self._made: list[Upload] = []
-        self._making = self._make()
 
     def __iter__(self) -> Iterator[Upload]:
         yield from self._made
@@ -159,42 +190,19 @@ class _RoundTrip:
             self._made.append(upload)
             yield upload
 
-    def _make(self) -> Iterator[Upload]:
-        results = self._results
-        by_task = sorted(range(len(results)), key=lambda number: results[number].group.task)
-        for task, numbers in groupby(by_task, lambda number: results[number].group.task):
-            units: list[Unit] = []
-            for number in numbers:
-                try:
-                    commands, unit = self._submission.prepare(results[number])
-                except (
-                    Exception
-                ) as error:  # an order policy is a user's code: it may raise anything
-                    self._failed[number] = error
-                    continue
-                self._called.append(number)
-                units.append(unit)
-                yield commands, None
-                if sum(int(unit["size"]) for unit in units) >= _CALL_BYTES:
-                    yield (), self._submission.call(self._worker, task, units)
-                    units = []
-            if units:
-                yield (), self._submission.call(self._worker, task, units)
 
-    def outcomes(self, replies: Sequence[Sequence[str]]) -> list[SubmitOutcome]:
-        """Return the outcome of each result."""
-        flat = [part for reply in replies for part in reply]
-        outcomes: dict[int, SubmitOutcome] = dict(self._failed)
-        for number, *reply in zip(self._called, flat[::2], flat[1::2], strict=True):
-            outcomes[number] = _outcome(self._results[number], reply)
-        return [outcomes[number] for number in range(len(self._results))]
+def _encoded(
+    results: Sequence[Result], numbers: Sequence[int]
+) -> Iterator[tuple[int, Pieces | Exception]]:
+    for start in range(0, len(numbers), _TOGETHER):
+        some = numbers[start : start + _TOGETHER]
+        yield from zip(some, group_bytes.pieces_each([results[n].group for n in some]), strict=True)
 
 
 def to_store(
-    payloads: PayloadStore, job: Job, group: RolloutGroup
+    payloads: PayloadStore, job: Job, group: RolloutGroup, data: Pieces
 ) -> tuple[PayloadRef, list[SetCommand]]:
-    """Return where a claim stores its group, and the commands. Raises WireError, GroupChanged."""
-    data = group_bytes.pieces_checked(group)
+    """Return where a claim stores the bytes of its group, and the commands. Raises GroupChanged."""
     made = payloads.commands(job.gid, job.token, data, group.signatures)
     # after the checksum: wrong bytes must not have a right one
     group.check_unchanged()

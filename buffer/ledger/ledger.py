@@ -75,6 +75,10 @@ class BatchLedger:
         _check_counts(counts, limits.training_tasks if training else list(limits.tasks))
         tasks = [task for task, count in counts.items() if count > 0]
         expires = limits.token_threshold if training else None
+        rows = [
+            (task, counts[task], limits.threshold(task), int(limits.waits_for_stragglers(task)))
+            for task in tasks
+        ]
         args: dict[str, Arg] = {
             "nonce": nonce,
             "step": step,
@@ -89,16 +93,7 @@ class BatchLedger:
             self._keys.slots(ledger=self.name, step=step),
             args,
             [self._keys.slots(task=task) for task in tasks],
-            [
-                arg
-                for task in tasks
-                for arg in (
-                    task,
-                    counts[task],
-                    limits.threshold(task),
-                    int(limits.waits_for_stragglers(task)),
-                )
-            ],
+            [arg for row in rows for arg in row],
         )
         answer = self._taken(reply, step, tasks)
         if isinstance(answer, Manifest):
@@ -116,10 +111,8 @@ class BatchLedger:
                     checkpoint_now=why == "CHECKPOINT_NOW",
                     awaits_stragglers=why == "STRAGGLERS",
                 )
-            case ["EMPTY"] if not tasks:
-                return Manifest(step, "", ())
             case ["EMPTY"]:
-                return NotReady(dict.fromkeys(tasks, (0, 0)))
+                return NotReady(dict.fromkeys(tasks, (0, 0))) if tasks else Manifest(step, "", ())
             case ["RECOVERING"]:
                 return NotReady({}, recovering=True)
             case ["COMMITTED", committed]:

@@ -175,23 +175,12 @@ end
 if #unneeded > 0 then redis.call('SADD', garbage, unpack(unneeded)) end
 count_bytes(bytes, came, went)
 
--- all counters in one call: the cost is that of the call, not of the number of fields
-local changed = {'running', int(num(counts[1]) - #accepted)}
-local function change(field, value) changed[#changed + 1], changed[#changed + 2] = field, value end
-if arrivals > num(counts[2]) then
-  change('arrivals', int(arrivals))
-  change('produced_samples', int(num(counts[3]) + samples))
-  change('produced_tokens', int(num(counts[4]) + generated))
-  change('raw_rewards_sum', string.format('%.17g', num(counts[5]) + rewards))
-  change('raw_rewards_count', int(num(counts[6]) + scores))
-end
-if produced > 0 then
-  change('produced_groups', int(num(counts[7]) + produced))
-  change('produced_ms', int(num(counts[8]) + ms))
-end
-if is_working and num(counts[9]) > 0 then change('failures_in_row', 0) end
-if in_row ~= num(counts[10]) then change('filtered_in_row', int(in_row)) end
-redis.call('HSET', progress, unpack(changed))
+-- the counters in one call: the cost is that of the call, not of the number of fields
+redis.call('HSET', progress, 'running', int(num(counts[1]) - #accepted), 'arrivals', int(arrivals),
+  'produced_samples', int(num(counts[3]) + samples), 'produced_tokens', int(num(counts[4]) + generated),
+  'raw_rewards_sum', string.format('%.17g', num(counts[5]) + rewards), 'raw_rewards_count', int(num(counts[6]) + scores),
+  'produced_groups', int(num(counts[7]) + produced), 'produced_ms', int(num(counts[8]) + ms),
+  'failures_in_row', is_working and 0 or num(counts[9]), 'filtered_in_row', in_row)
 if unparsed > 0 then redis.call('HINCRBY', progress, 'unparsed', unparsed) end
 if truncated > 0 then redis.call('HINCRBY', progress, 'truncated', truncated) end
 if ended > 0 then redis.call('HINCRBY', progress, 'filtered', ended) end

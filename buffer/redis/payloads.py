@@ -42,8 +42,7 @@ UNPINNED_S = 3600  # lifetime of bytes that no script has accepted
 
 ROUND_BYTES = 8 * 2**20  # at most: larger round trips delay all other clients (measured)
 
-_KEPT_BYTES = 128 * 2**20
-"""Larger reads get pages of their own: malloc would not keep their memory for the next one."""
+_KEPT_BYTES = 128 * 2**20  # malloc keeps no more for the next read: that gets pages of its own
 
 PIN = 200  # payloads whose expiry one round removes
 
@@ -173,9 +172,7 @@ class PayloadStore:
                 yield batch, found
 
     def _read(self, refs: Sequence[PayloadRef], *, own_pages: bool) -> list[Whole]:
-        entries = [
-            (self._keys.payload_chunks(ref.gid, ref.token, ref.chunks), ref.size) for ref in refs
-        ]
+        entries = [(self._names(ref), ref.size) for ref in refs]
         found = self._store.read("payload read", entries, own_pages=own_pages)
         wholes = list(map(join, refs, found))
         for guard in [guard for guard in (self.signer, self.keyring) if guard]:
@@ -184,28 +181,25 @@ class PayloadStore:
                     guard.check(replace(ref, token=token), document)
         return wholes
 
+    def _names(self, ref: PayloadRef) -> list[str]:
+        return self._keys.payload_chunks(ref.gid, ref.token, ref.chunks)
+
     def read_chunks(self, refs: Sequence[PayloadRef]) -> list[list[bytes | None]]:
         """Return the chunks of many payloads, unchecked; None for a missing one."""
-        # a chunk of a payload of unknown size may have the largest size
-        expected = [(ref.size // ref.chunks or CHUNK_BYTES, ref) for ref in refs]
-        names = [
-            (size, name)
-            for size, ref in expected
-            for name in self._keys.payload_chunks(ref.gid, ref.token, ref.chunks)
-        ]
         found: list[bytes | None] = []
-        for batch in _rounds(names):
+        # a chunk of a payload of unknown size may have the largest size
+        for batch in _rounds(
+            (ref.size // ref.chunks or CHUNK_BYTES, name)
+            for ref in refs
+            for name in self._names(ref)
+        ):
             found += self._store.each("payload read", [("GET", name) for name in batch])
         parts = iter(found)
         return [[next(parts) for _ in range(ref.chunks)] for ref in refs]
 
     def pin(self, refs: Sequence[PayloadRef]) -> bool:
         """Remove the expiry of payloads, and return whether all of their bytes are there."""
-        names = [
-            name
-            for ref in refs
-            for name in self._keys.payload_chunks(ref.gid, ref.token, ref.chunks)
-        ]
+        names = [name for ref in refs for name in self._names(ref)]
         # in this order, so that bytes that were found cannot expire any more
         self._store.each("pin", [("PERSIST", name) for name in names])
         sizes = iter(self._store.each("pin", [("STRLEN", name) for name in names]))

@@ -23,7 +23,7 @@ from pathlib import Path
 from buffer.errors import ConfigError, SignatureError
 from buffer.ids import NAME, valid_name
 from buffer.job import PayloadRef
-from buffer.whole_file import replace_file
+from buffer.redis.whole_file import replace_file
 from buffer.wire.framing import Data, Line, signed_block, split_signed
 
 PRODUCER = "producer"

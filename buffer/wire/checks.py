@@ -123,18 +123,10 @@ def _untyped(texts: Sequence[Shared | Own]) -> list[Any]:
 
 def check_plain(where: str, values: Sequence[Any]) -> None:
     """Raise WireError, naming `where`, for types that msgpack lacks, or too deep nesting."""
-    _walk(where, values, is_plain=True)
-
-
-def check_nesting(where: str, values: Sequence[Any]) -> None:
-    _walk(where, values, is_plain=False)
-
-
-def _walk(where: str, values: Sequence[Any], *, is_plain: bool) -> None:
     level: Sequence[Any] = values
     for _ in range(MAX_NESTING):
         kinds = set(map(type, level))
-        if is_plain and not kinds <= _PLAIN:
+        if not kinds <= _PLAIN:
             (other, *_) = (kind.__name__ for kind in kinds - _PLAIN)
             raise WireError(f"at {where}: {other} is not part of the format")
         if kinds.isdisjoint(_CONTAINERS):
@@ -143,7 +135,7 @@ def _walk(where: str, values: Sequence[Any], *, is_plain: bool) -> None:
         for item in level:
             kind = type(item)
             if kind is dict and item:
-                if is_plain and set(map(type, item)) != _TEXT:
+                if set(map(type, item)) != _TEXT:
                     raise WireError(f"at {where}: a key that is not a text")
                 below += item.values()
             elif kind is list or kind is tuple:

@@ -100,11 +100,32 @@ def encode_checked(group: RolloutGroup) -> bytes:
 
 def pieces_checked(group: RolloutGroup) -> list[bytes | memoryview]:
     """Return the bytes in pieces, large columns in place: keep the group unchanged until sent."""
-    directory, pieces, size = pack(_written(group.columns))
-    head = _head(group, directory)
-    read(head + _PADS[0] + _NO_DATA)
-    check_groups([group.head], [group.columns])
-    return _document(head, pieces, size)
+    return _pieces([group])[0]
+
+
+def pieces_each(groups: Sequence[RolloutGroup]) -> list[list[bytes | memoryview] | Exception]:
+    """Return of each group what `pieces_checked` returns or raises."""
+    try:
+        return [*_pieces(groups)]
+    except Exception:  # a user's objects may raise anything; only one group has to
+        return list(map(_pieces_or_error, groups))
+
+
+def _pieces_or_error(group: RolloutGroup) -> list[bytes | memoryview] | Exception:
+    try:
+        return pieces_checked(group)
+    except Exception as error:
+        return error
+
+
+def _pieces(groups: Sequence[RolloutGroup]) -> list[list[bytes | memoryview]]:
+    # each step for all groups, as in `_decoded`
+    packed = [pack(_written(group.columns)) for group in groups]
+    heads = [_head(group, made[0]) for group, made in zip(groups, packed, strict=True)]
+    for head in heads:
+        read(head + _PADS[0] + _NO_DATA)
+    check_groups([group.head for group in groups], [group.columns for group in groups])
+    return [_document(head, made[1], made[2]) for head, made in zip(heads, packed, strict=True)]
 
 
 def decode(data: Data) -> RolloutGroup:

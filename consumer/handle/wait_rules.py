@@ -27,7 +27,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from buffer.control.control import ControlState, Mode, RoleHolder, Work
 from buffer.control.fleet import Refusals
@@ -100,10 +100,7 @@ def explain(run: Run, step: int, answer: NotReady) -> WaitReason:
     accounts = _short_accounts(run, answer)
     stops = {task: run.task_stops.of(task) for task in _short_tasks(answer)}
     return WaitReason(
-        answer.missing,
-        answer.recovering,
-        answer.checkpoint_now,
-        answer.awaits_stragglers,
+        **asdict(answer),
         started={each.task: (each.waiting, each.running) for each in accounts},
         teaching={each.task: each.teaching for each in accounts},
         workers=refusals.live,

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol
 import orjson
 
 from buffer.errors import ConfigError, WireError
-from buffer.wire.checks import check_nesting
+from buffer.wire.checks import check_plain
 from buffer.wire.rollout import ToolCall
 from buffer.wire.sampling import StructuredOutput
 
@@ -139,7 +139,7 @@ def _loads(text: str) -> Any:
     """Return the value of a JSON text; None if it is invalid or nested too deep."""
     try:
         value = orjson.loads(text)
-        check_nesting("arguments", [value])
+        check_plain("arguments", [value])
     except (orjson.JSONDecodeError, WireError):
         return None
     return value

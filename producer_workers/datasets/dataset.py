@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from buffer.errors import WireError
-from buffer.wire.checks import check_nesting
+from buffer.wire.checks import check_plain
 from buffer.wire.sampling import StructuredOutput
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _of_text(structured: Any) -> Any:
 
 def _is_valid(structured: StructuredOutput) -> StructuredOutput:
     try:
-        check_nesting("json_schema", [structured.json_schema])
+        check_plain("json_schema", [structured.json_schema])
         re.compile(structured.regex or "")
     except (WireError, re.error) as error:
         raise ValueError(str(error)) from error

@@ -14,7 +14,7 @@ import orjson
 
 from buffer.errors import ConfigError
 from buffer.readable import did_you_mean
-from buffer.whole_file import replace_file
+from buffer.redis.whole_file import replace_file
 from producer_workers.config.dataset import ReasoningGymSection
 from producer_workers.datasets.dataset import permute
 from producer_workers.judges.built_in import SOURCE_PREFIX, check_safe, score_entry, task_datasets

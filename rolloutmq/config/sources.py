@@ -15,7 +15,7 @@ import orjson
 
 from buffer.control.origin import Origin
 from buffer.errors import ConfigError
-from buffer.whole_file import replace_file
+from buffer.redis.whole_file import replace_file
 from producer_workers.config.dataset import DatasetSection
 from producer_workers.config.task import TaskSection
 from producer_workers.config.teacher import TeacherSection

@@ -12,8 +12,8 @@ from buffer.ids import new_nonce
 from buffer.ledger.position import Position
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
+from buffer.redis.whole_file import replace_file
 from buffer.run import Run
-from buffer.whole_file import replace_file
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion
 from consumer.handle.rollout_consumer import Batch, RolloutConsumer, Stopped

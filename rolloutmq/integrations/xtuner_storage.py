@@ -31,8 +31,8 @@ from buffer.ledger.ended_draws import EndedDraws
 from buffer.ledger.position import Position
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
+from buffer.redis.whole_file import replace_file
 from buffer.run import Run
-from buffer.whole_file import replace_file
 from buffer.wire.rollout import OF_RESPONSE, RolloutState, Status, VersionSpan
 from consumer.handle.rollout_consumer import RolloutConsumer
 from rolloutmq.integrations import plain_values

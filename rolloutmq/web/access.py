@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from buffer.errors import AccountError, ConfigError, RolloutMQError, RunNotFound, StoreUnavailable
-from buffer.whole_file import replace_file
+from buffer.redis.whole_file import replace_file
 from rolloutmq.http_endpoint import carries, read_token
 
 _STATUS = {ConfigError: 400, RunNotFound: 404, AccountError: 404, StoreUnavailable: 503}

@@ -57,7 +57,7 @@ class Roles:
 
 @pytest.fixture
 def roles(make_site: Callable[..., Site], tmp_path: Path) -> Iterator[Roles]:
-    site = make_site(steps=8)
+    site = make_site(steps=8, token_s=0.05)
     authority = Authority(tmp_path / "authority")
     for name in ("server", *ROLES):
         authority.issue(name)

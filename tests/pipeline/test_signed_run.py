@@ -43,7 +43,7 @@ async def test_a_second_worker_continues_what_the_first_has_signed(
 
 
 def test_groups_of_a_worker_with_a_wrong_key_never_train(make_site: Callable[..., Site]) -> None:
-    site = make_site(steps=4)
+    site = make_site(steps=4, token_s=0.1)  # so that both workers take part
     known, fleet = site.folder / "workers.keys", site.folder / "fleet.keys"
     own = {name: [Key.new(name).secret] for name in (PRODUCER, "worker-0", "worker-1")}
     write_keys(known, own)

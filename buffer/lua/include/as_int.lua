@@ -3,7 +3,8 @@
 
 -- Return the number; nil for other text than Redis itself writes (a sign, a leading zero).
 local function as_int(value, least, most)
-  if #value > 16 or not (find(value, '^[1-9]%d*$') or value == '0') then return nil end
+  if value == '0' then return least <= 0 and 0 or nil end
+  if #value > 16 or not find(value, '^[1-9]%d*$') then return nil end
   local number = tonumber(value)
   return number >= least and number <= most and number or nil
 end

@@ -5,7 +5,7 @@ optimizer/<slot>/<parameter> AdamW's step and moments (`STATES` of optimizers.py
 rng/cpu, rng/cuda            torch's random generators, uint8
 step                         int64, optimizer steps done
 skipped                      int64, the newest of them that were skipped (of a learner)
-adapter/base, adapter/alpha  of a LoRA adapter, which checks them itself (adapter.py)
+adapter/base, adapter/alpha  of a LoRA adapter, which checks them itself (lora.py)
 
 With sharded weights, a rank's state holds its rows of parameters and moments.
 

@@ -22,8 +22,8 @@ from buffer.errors import ConfigError, RolloutMQError
 from buffer.groups.dead_letters import DeadLetter
 from buffer.ids import split_group_id
 from buffer.redis.connection.retry import LogOnce
+from buffer.redis.whole_file import replace_file
 from buffer.run import Run
-from buffer.whole_file import replace_file
 
 log = logging.getLogger("rolloutmq.trainer")
 

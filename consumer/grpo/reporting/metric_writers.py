@@ -25,7 +25,7 @@ from rich.progress import (
 )
 
 from buffer.imports import import_extra
-from buffer.whole_file import replace_file
+from buffer.redis.whole_file import replace_file
 from consumer.config.trainer import TrainingConfig
 from consumer.grpo.reporting.metrics import BatchColumns
 from consumer.grpo.reporting.sample_log import Sample, SampleFile, sample_files

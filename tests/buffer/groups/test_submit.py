@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
 import pytest
 
-from buffer.errors import Fenced, WireError
+from buffer.errors import Fenced, RunDamaged, WireError
 from buffer.groups.submit import Stored
 from buffer.job import Result
+from buffer.limits import TaskLimits
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status
+from producer_workers.worker.submitter import Submitter
 from tests.buffer.scene import FIRST, Scene, extend
 
 
@@ -50,15 +56,14 @@ def test_groups_are_prepared_once_and_stored_once_when_the_connection_breaks_bet
     results = finished(scene, 20)
     results[7].group.columns["spans"][0, 2] = 99
     prepared: list[str] = []
-    prepare = group_bytes.pieces_checked
+    prepare = group_bytes.pieces_each
 
-    def breaking(group: RolloutGroup) -> list[bytes | memoryview]:
-        prepared.append(group.gid)
-        if len(prepared) in (3, 12, 20):
-            scene.raw.client_kill_filter(_type="normal", skipme=True)
-        return prepare(group)
+    def breaking(groups: Sequence[RolloutGroup]) -> list[list[bytes | memoryview] | Exception]:
+        prepared.extend(group.gid for group in groups)
+        scene.raw.client_kill_filter(_type="normal", skipme=True)
+        return prepare(groups)
 
-    monkeypatch.setattr(group_bytes, "pieces_checked", breaking)
+    monkeypatch.setattr(group_bytes, "pieces_each", breaking)
     retries = scene.store.retries
     outcomes = scene.run.buffer.submit_many("w0", results)
     assert scene.store.retries > retries
@@ -66,3 +71,51 @@ def test_groups_are_prepared_once_and_stored_once_when_the_connection_breaks_bet
     assert [n for n, outcome in enumerate(outcomes) if not isinstance(outcome, Stored)] == [7]
     assert len(scene.pool("completed")) == 19
     scene.check()
+
+
+def test_groups_of_several_tasks_and_sizes_keep_their_order(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("buffer.groups.submit._CALL_BYTES", 1000)
+    scene.enqueue(3)
+    scene.enqueue(3, task="code")
+    jobs = sorted(scene.claim(6), key=lambda job: job.gid[::-1])
+    groups = [extend(scene.run.buffer.read(job.payload), Status.COMPLETED, FIRST) for job in jobs]
+    results = [Result(job, group, 4) for job, group in zip(jobs, groups, strict=True)]
+    outcomes = scene.run.buffer.submit_many("w0", results)
+    assert [job.task for job in jobs] == ["code", "math"] * 3
+    assert outcomes == [Stored(Status.COMPLETED, n) for n in (1, 1, 2, 2, 3, 3)]
+    scene.check()
+
+
+@pytest.mark.parametrize(("useless", "stops"), [("xx.", True), ("x.x", False), ("..xx", True)])
+def test_filtered_groups_in_a_row_stop_a_task_within_one_call(
+    make_scene: Callable[..., Scene], useless: str, stops: bool
+) -> None:
+    tasks = {"math": TaskLimits(max_consecutive_filtered=2)}
+    scene = make_scene(tasks=tasks)
+    results = [
+        replace(result, filtered=mark == "x")
+        for mark, result in zip(useless, finished(scene, len(useless)), strict=True)
+    ]
+    outcomes = scene.run.buffer.submit_many("w0", results)
+    assert all(isinstance(outcome, Stored) for outcome in outcomes)
+    assert scene.run.task_stops.of("math").is_stopped is stops
+    assert int(scene.run.progress("math")["filtered"]) == useless.count("x")
+    scene.check()
+
+
+def test_a_damaged_record_fails_alone(scene: Scene) -> None:
+    results = finished(scene, 3)
+    damaged = scene.keys.group(results[1].job.gid)
+    scene.raw.delete(damaged)
+    scene.raw.rpush(damaged, "x")
+
+    async def submit() -> list[object]:
+        submitter = Submitter(scene.run, "w0")
+        return await asyncio.gather(*map(submitter.submit, results), return_exceptions=True)
+
+    first, second, third = asyncio.run(submit())
+    assert isinstance(second, RunDamaged)
+    assert (first, third) == (None, None)
+    assert len(scene.pool("completed")) == 2

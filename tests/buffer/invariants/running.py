@@ -16,6 +16,7 @@ from buffer.ids import new_nonce
 from buffer.job import Job, PayloadRef, Result
 from buffer.ledger.ledger import BAD_GROUPS, BAD_WINDOW_MS
 from buffer.redis.store import RunContext
+from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.keyspace import changed
@@ -307,7 +308,7 @@ def _chunks_belong_to_their_groups(scene: Scene, job: Job, group: RolloutGroup) 
     """A call whose chunks are not as many as its groups say changes nothing."""
     run, store = scene.run, scene.store
     submission = Submission(RunContext(store, run.keys, run.limits), run.payloads, None)
-    commands, unit = submission.prepare(Result(job, group, 4))
+    commands, unit = submission.prepare(Result(job, group, 4), group_bytes.pieces_checked(group))
     store.write("payload write", commands)
     call = submission.call("w0", "math", [unit])
     before = scene.dump()

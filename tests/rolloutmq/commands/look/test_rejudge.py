@@ -116,7 +116,7 @@ def test_what_it_raises_is_shown_with_the_users_line(rejudge: Any) -> None:
     (verdict,) = orjson.loads(done.stdout)["verdicts"]
     line = JUDGES.split("\n").index("    return int(text)  # here") + 1
     assert f'/judges_again.py", line {line}, in read' in verdict["error"]
-    assert "rejudge.py" not in verdict["error"]
+    assert "check/judge.py" not in verdict["error"]
 
 
 def test_an_error_of_a_whole_group_is_shown_once(rejudge: Any) -> None:
@@ -131,7 +131,7 @@ def test_pdb_opens_at_the_users_line(rejudge: Any, monkeypatch: pytest.MonkeyPat
     assert done.returncode == 1
     _, _, session = done.stdout.partition("(Pdb) ")
     assert session.startswith("('text is', '")
-    assert "rejudge.py" not in session
+    assert "check/judge.py" not in session
 
 
 def test_a_group_without_responses_is_refused(rejudge: Any) -> None:
