@@ -36,15 +36,12 @@ REMOVING = "removing"
 REGENERATING = "regenerating"
 """Schema version of a run that is cleared, to be made again from a checkpoint."""
 
-
 ORDERS = ("staleness", "fifo", "freshest", "length_fair")
 """Built-in orders in which completed groups are taken (buffer/groups/order_policy.py)."""
 
-LEAST_FAILURES = 8
-"""Failures in a row that never stop a task: one bad row must not end a batch of one group."""
+LEAST_FAILURES = 8  # that stop a task: one bad row must not end a batch of one group
 
-DAY_MS = 86_400_000
-"""The longest time in milliseconds that the scripts accept."""
+DAY_MS = 86_400_000  # the longest time in milliseconds that the scripts accept
 
 Bytes = Annotated[
     int,
@@ -60,21 +57,8 @@ Steps = Annotated[int, Field(ge=1, le=2**53 - 1)]  # exact in a script
 Concurrency = Annotated[int, Field(ge=1, le=1024)] | Literal["auto"]
 """Groups that a worker runs at once; "auto": as many as keep its engine full."""
 
-
 Straggler = Literal["drop", "retry", "wait"]
 """What happens to a group that is still being generated when its last train step is taken."""
-
-LimitsStamp = tuple[int, str]
-"""Number and nonce of the limits' last change: a server that lost data repeats only numbers."""
-
-STAMP_FIELDS = ("limits_version", "limits_op")
-"""Fields of `meta` with the stamp."""
-
-
-def parse_stamp(version: bytes | str | None, operation: bytes | str | None) -> LimitsStamp:
-    text = operation.decode() if isinstance(operation, bytes) else operation or ""
-    return int(version or 0), text
-
 
 MOST_PARTS = 64
 """Changes of weights that are kept: more than the steps that a kept checkpoint can repeat."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from buffer.control.continuation import BY_HAND, Start
 from buffer.control.control import RunControl
 from buffer.control.events import EventLog
-from buffer.control.fleet import Fleet
+from buffer.control.fleet import STAMP_FIELDS, Fleet, LimitsStamp, parse_stamp
 from buffer.control.live_settings import LiveSettings, change_settings, write_settings
 from buffer.control.origin import Origin
 from buffer.control.progress import ProduceProgress, read_progress
@@ -26,14 +26,7 @@ from buffer.ledger.account import Account
 from buffer.ledger.audits import Audits
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.trainer_opening import TrainerOpening
-from buffer.limits import (
-    REGENERATING,
-    SCHEMA,
-    STAMP_FIELDS,
-    LimitsStamp,
-    RunLimits,
-    parse_stamp,
-)
+from buffer.limits import REGENERATING, SCHEMA, RunLimits
 from buffer.observers import Observer
 from buffer.query.language import TRUE, AllOf, parse
 from buffer.query.scan import GroupScan

@@ -12,7 +12,6 @@ from buffer.control.worker_record import HeartbeatReport, WorkerRecord, WorkerSt
 from buffer.errors import Fenced, RunNotFound, ScriptError
 from buffer.ids import valid_name
 from buffer.job import Job, digest_of
-from buffer.limits import STAMP_FIELDS, LimitsStamp, parse_stamp
 from buffer.redis.connection.retry import SYSTEM_RANDOM
 from buffer.redis.store import RunContext
 from buffer.wire.rollout import PolicyVersion
@@ -28,6 +27,17 @@ SEARCHED_EVENTS = 500  # newest events in which ended workers are found: at its 
 _ENDS = {"worker_left": WorkerState.LEFT, "worker_lost": WorkerState.LOST}
 
 NO_TOKENS: Mapping[Job, PolicyVersion] = {}  # for groups without tokens
+
+LimitsStamp = tuple[int, str]
+"""Number and nonce of the limits' last change: a server that lost data repeats only numbers."""
+
+STAMP_FIELDS = ("limits_version", "limits_op")
+"""Fields of `meta` with the stamp."""
+
+
+def parse_stamp(version: bytes | str | None, operation: bytes | str | None) -> LimitsStamp:
+    text = operation.decode() if isinstance(operation, bytes) else operation or ""
+    return int(version or 0), text
 
 
 @dataclass(frozen=True, slots=True)
