@@ -25,8 +25,8 @@ from buffer.redis.key_fields import read_counts
 from buffer.redis.payloads import pin_listed
 from buffer.redis.scripts import unfenced, unknown_reply
 from buffer.redis.store import RunContext
-from buffer.wire.group import ages
 from buffer.wire.rollout import PolicyVersion
+from buffer.wire.staleness import ages
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ from buffer.redis.scripts import ScriptCall, unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
 from buffer.wire.framing import TURNS_MAGIC, framed
-from buffer.wire.group import RolloutGroup, ages
+from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
+from buffer.wire.staleness import ages
 
 MOST_CHUNKS = 1000  # then all turns are stored again, in few
 

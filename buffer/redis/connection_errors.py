@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import re
 
-from buffer.errors import StoreError, StoreUnavailable
+import redis
+from redis.exceptions import NoPermissionError, OutOfMemoryError, ResponseError
+
+from buffer.errors import (
+    RolloutMQError,
+    RunDamaged,
+    ScriptError,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
 from buffer.redis.connection.retry import NotDurable
 from buffer.redis.connection.url import mask_url
+from buffer.redis.key_fields import HINT
 
 _NOT_TLS = ("wrong version number", "wrong_version_number", "record layer failure")
 _BAD_HOST = ("name or service not known", "nodename nor servname", "name resolution", "no address")
@@ -89,3 +100,36 @@ def describe_connection_error(url: str, error: Exception) -> StoreError:
         if any(sign in words for sign in signs):
             return kind(f"{where}: {what}", hint=hint)
     return StoreUnavailable(f"{where}: {type(error).__name__}: {mask_url(str(error))}")
+
+
+def refusal(url: str, what: str, error: redis.RedisError) -> RolloutMQError:
+    """Return what to raise for an operation that no further attempt would help."""
+    text = str(error)
+    if text.startswith("RMQ_ARG "):
+        return ScriptError(f"{text.removeprefix('RMQ_ARG ')}; nothing was changed")
+    if "WRONGTYPE" in text:
+        return RunDamaged(f"{what}: a key of the run is of another type", hint=HINT)
+    if is_missing_command(text):
+        described = describe_connection_error(url, error)
+        return StoreError(f"{what}: {described.message}", hint=described.hint)
+    if type(error) is ResponseError and "user_script" in text and not is_acl_failure(text):
+        # a script failed on a field that is missing, or that is no number
+        return RunDamaged(f"{what}: {text[:300]}", hint=HINT)
+    # only errors about users: another one is a bug, and its words could fit any description
+    is_about_user = isinstance(error, redis.ConnectionError | NoPermissionError)
+    is_about_user = is_about_user or is_acl_failure(text)
+    hint = describe_connection_error(url, error).hint if is_about_user else ""
+    return StoreError(f"{what}: the server refused: {error}", hint=hint)
+
+
+def given_up(url: str, what: str, error: redis.RedisError) -> StoreUnavailable:
+    """Return what to raise for an operation whose time is over."""
+    server = mask_url(url)
+    if isinstance(error, OutOfMemoryError):
+        return StoreFull(
+            f"{what}: the memory of {server} is full",
+            hint="training and committing batches frees memory; "
+            "or raise maxmemory, or lower [memory] budget_bytes",
+        )
+    described = describe_connection_error(url, error)
+    return StoreUnavailable(f"{what}: {described.message}", hint=described.hint)

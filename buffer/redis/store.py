@@ -14,26 +14,17 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import redis
-from redis.exceptions import NoPermissionError, NoScriptError, OutOfMemoryError, ResponseError
+from redis.exceptions import NoScriptError, OutOfMemoryError
 
 from buffer.errors import (
-    RolloutMQError,
     RunDamaged,
-    ScriptError,
-    StoreError,
-    StoreFull,
-    StoreUnavailable,
 )
 from buffer.limits import RunLimits
 from buffer.redis.connection.bulk_io import Command, Parts, pipelined, receive, send
 from buffer.redis.connection.nodes import Role, Servers
 from buffer.redis.connection.retry import Backoff, OutageLog, is_transient
-from buffer.redis.connection.url import SOCKET_TIMEOUT_S, mask_url
-from buffer.redis.connection_errors import (
-    describe_connection_error,
-    is_acl_failure,
-    is_missing_command,
-)
+from buffer.redis.connection.url import SOCKET_TIMEOUT_S
+from buffer.redis.connection_errors import describe_connection_error, given_up, refusal
 from buffer.redis.eviction import Eviction
 from buffer.redis.key_fields import HINT
 from buffer.redis.keys import Keys, SlotKeys
@@ -356,45 +347,16 @@ class Store:
     def _pause(self, what: str, error: redis.RedisError, attempt: int, end_s: float) -> None:
         """Wait before the next attempt, or raise the reason for having none."""
         if not is_transient(error):
-            raise self._refusal(what, error) from error
+            raise refusal(self.url, what, error) from error
         left_s = end_s - time.monotonic()
         if left_s <= 0 and (isinstance(error, OutOfMemoryError) or not self.patience()):
-            raise self._given_up(what, error) from error
+            raise given_up(self.url, what, error) from error
         cause = describe_connection_error(self.url, error).message
         self._outages.failed(what, cause, is_full=isinstance(error, OutOfMemoryError))
         self.retries += 1
         self.servers.forget_slots()  # an error may mean that the key has moved to another node
         pause_s = _BACKOFF.pause_s(attempt)
         time.sleep(min(left_s, pause_s) if left_s > 0 else pause_s)
-
-    def _refusal(self, what: str, error: redis.RedisError) -> RolloutMQError:
-        text = str(error)
-        if text.startswith("RMQ_ARG "):
-            return ScriptError(f"{text.removeprefix('RMQ_ARG ')}; nothing was changed")
-        if "WRONGTYPE" in text:
-            return RunDamaged(f"{what}: a key of the run is of another type", hint=HINT)
-        if is_missing_command(text):
-            described = describe_connection_error(self.url, error)
-            return StoreError(f"{what}: {described.message}", hint=described.hint)
-        if type(error) is ResponseError and "user_script" in text and not is_acl_failure(text):
-            # a script failed on a field that is missing, or that is no number
-            return RunDamaged(f"{what}: {text[:300]}", hint=HINT)
-        # only errors about users: another one is a bug, and its words could fit any description
-        is_about_user = isinstance(error, redis.ConnectionError | NoPermissionError)
-        is_about_user = is_about_user or is_acl_failure(text)
-        hint = describe_connection_error(self.url, error).hint if is_about_user else ""
-        return StoreError(f"{what}: the server refused: {error}", hint=hint)
-
-    def _given_up(self, what: str, error: redis.RedisError) -> StoreUnavailable:
-        server = mask_url(self.url)
-        if isinstance(error, OutOfMemoryError):
-            return StoreFull(
-                f"{what}: the memory of {server} is full",
-                hint="training and committing batches frees memory; "
-                "or raise maxmemory, or lower [memory] budget_bytes",
-            )
-        described = describe_connection_error(self.url, error)
-        return StoreUnavailable(f"{what}: {described.message}", hint=described.hint)
 
 
 class RunContext(NamedTuple):

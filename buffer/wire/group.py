@@ -21,7 +21,7 @@ from buffer.wire.own_copy import own_copy
 from buffer.wire.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
 from buffer.wire.sampling import SampleParams
 from buffer.wire.sampling_mask import RecordedMask
-from buffer.wire.staleness import last_trained, living_version, token_mask
+from buffer.wire.staleness import ages, last_trained, living_version, token_mask
 from buffer.wire.table import (
     STATUSES,
     Experts,
@@ -60,12 +60,6 @@ def new_contexts(extra: Mapping[str, Any]) -> dict[str, int]:
     written = extra.get(NEW_CONTEXTS)
     counts = written.items() if isinstance(written, dict) else ()
     return {why: count for why, count in counts if isinstance(count, int)}
-
-
-def ages(found: Mapping[str, Mapping[str, int]]) -> str:
-    """Return versions by what they are and by lineage of weights, as scripts read them."""
-    rows = ((what, *pair) for what, versions in found.items() for pair in versions.items())
-    return ",".join(f"{what} {lineage} {version}" for what, lineage, version in rows)
 
 
 class RolloutGroup:
@@ -281,10 +275,7 @@ class RolloutGroup:
     @property
     def roles(self) -> list[str]:
         """Return the role of each member; "" without one."""
-        roles = [""] * len(self)
-        for n, own in self.head.own:
-            roles[n] = own.role
-        return roles
+        return [self.own[n].role if n in self.own else "" for n in range(len(self))]
 
     @property
     def in_training(self) -> NDArray[np.bool_]:
@@ -361,7 +352,7 @@ class RolloutGroup:
         Empty if all members are of one age (`by_token`: with their last tokens, too): then none
         can be kept without the others.
         """
-        ages: set[tuple[Any, ...]] = set()
+        found_ages: set[tuple[Any, ...]] = set()
         newest: dict[str, int] = {}
         codes = self.columns["statuses"].tolist()
         for code, (part, found) in zip(codes, self._parts(), strict=True):
@@ -369,13 +360,13 @@ class RolloutGroup:
             if not spans:
                 continue
             if STATUSES[code] is Status.EXPIRED:
-                ages.add(())
+                found_ages.add(())
                 continue
             oldest = min(spans, key=lambda s: s.version)
             last = last_trained(self.mask[part], spans) if by_token else None
-            ages.add((oldest[2:], last and last[2:]))
+            found_ages.add((oldest[2:], last and last[2:]))
             newest[oldest.lineage] = max(oldest.version, newest.get(oldest.lineage, 0))
-        return newest if len(ages) > 1 else {}
+        return newest if len(found_ages) > 1 else {}
 
     def fresh_mask(
         self, step: int, token_threshold: int | None, forks: Sequence[tuple[str, int]] = ()

@@ -6,7 +6,7 @@ by M, so that a train step, which changes T for all, rewrites nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +58,12 @@ def last_trained(mask: NDArray[np.uint8], spans: Iterable[VersionSpan]) -> Versi
         return None
     lineage = max(trained).lineage
     return max((s for s in trained if s.lineage == lineage), key=lambda s: s.version)
+
+
+def ages(found: Mapping[str, Mapping[str, int]]) -> str:
+    """Return versions by what they are and by lineage of weights, as scripts read them."""
+    rows = ((what, *pair) for what, versions in found.items() for pair in versions.items())
+    return ",".join(f"{what} {lineage} {version}" for what, lineage, version in rows)
 
 
 @dataclass(frozen=True, slots=True)
