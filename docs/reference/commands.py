@@ -6,8 +6,8 @@ import inspect
 import json
 from enum import Enum
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from typer.main import get_command
 
@@ -61,8 +61,10 @@ def _row(param: Any, annotation: Any) -> tuple[str, str, str, str]:
 
 def _type(param: Any, annotation: Any) -> str:
     """Return the type of a value with its limits, for example "integer, at least 1"."""
-    members = [kind for kind in get_args(annotation) or [annotation] if kind is not NoneType]
-    kind = get_args(members[0])[0] if get_origin(members[0]) is list else members[0]
+    is_union = get_origin(annotation) in (Union, UnionType)
+    members = [kind for kind in get_args(annotation) if kind is not NoneType] if is_union else []
+    kind = members[0] if members else annotation
+    kind = get_args(kind)[0] if get_origin(kind) is list else kind
     if get_origin(kind) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(kind))
     if issubclass(kind, Enum):
