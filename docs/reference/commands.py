@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from enum import Enum
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -67,8 +66,6 @@ def _type(param: Any, annotation: Any) -> str:
     kind = get_args(kind)[0] if get_origin(kind) is list else kind
     if get_origin(kind) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(kind))
-    if issubclass(kind, Enum):
-        return ", ".join(f"`{choice.value}`" for choice in kind)
     text = TYPES[kind]
     if param.min is not None:
         text += f", at least {param.min}"
