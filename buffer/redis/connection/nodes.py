@@ -64,15 +64,18 @@ class Servers:
     def has_size_classes(self) -> bool:
         """Return whether the server's allocator is jemalloc, as far as it tells.
 
-        It is asked once. A managed service that hides it counts as one, as Redis and Valkey are
-        built with jemalloc on Linux. After a move to a server with another allocator, values are
-        cut for the old one until this process ends: readers accept any cut.
+        It is asked once. A server that hides its allocator, or refuses INFO, counts as one with
+        jemalloc, with which Redis and Valkey are built on Linux. After a move to a server with
+        another allocator, values are cut for the old one until this process ends: readers accept
+        any cut.
         """
         if self._allocator is None:
             try:
                 found = self.client("control").info("memory")
-            except RedisError:
+            except (ConnectionError, TimeoutError):
                 return True  # a server that does not answer is asked again
+            except RedisError:
+                found = {}
             self._allocator = str(found.get("mem_allocator", "jemalloc"))
         return self._allocator.startswith("jemalloc")
 

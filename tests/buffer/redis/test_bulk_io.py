@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from buffer.errors import PayloadMissing, RunDamaged, StoreError
 from buffer.redis.connection.bulk_io import Parts
+from buffer.redis.connection.nodes import Servers
 from tests.buffer.scene import Scene
+from tests.servers import SAFE, raw_client, start_redis
 
 SIZES = (0, 1, 4095, 4096, 9000, 165_888, 1_048_001, 2_500_000)
 
@@ -54,6 +57,16 @@ def test_values_are_cut_at_size_classes_where_the_server_has_them_and_read_anywh
     assert [ref.chunks for ref in refs[1:]] == [1, 2]
     parts = scene.run.payloads.read_each(refs, lambda _, found: found)
     assert [bytes(part) for part in parts] == [data] * 3
+
+
+def test_a_server_that_refuses_info_is_asked_once_for_its_allocator(tmp_path: Path) -> None:
+    with start_redis(tmp_path, *SAFE) as url, raw_client(url) as raw:
+        raw.execute_command("ACL", "SETUSER", "default", "-info")
+        servers = Servers(url, "test")
+        assert [servers.has_size_classes for _ in range(3)] == [True] * 3
+        servers.close()
+        raw.execute_command("ACL", "SETUSER", "default", "+info")
+        assert raw.info("commandstats")["cmdstat_info"]["rejected_calls"] == 1
 
 
 def test_columns_of_received_payloads_are_aligned(scene: Scene) -> None:
