@@ -7,7 +7,7 @@ task share one call, which judges each by itself: one refused group does not hol
        worker or server dies here ▶ no group has moved: the bytes expire, the groups are submitted
                                     again, or their leases run out
                    server dies here ▶ a script is whole on disk or not at all
-                                      reply lost ▶ submitted again; each that has moved is told so
+                                      reply lost ▶ submitted again: OK for groups that have moved
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Submission:
         outcomes: dict[int, SubmitOutcome],
         sent: list[int],
     ) -> Iterator[Upload]:
-        """Yield groups, then their call; note the numbers of what fails, and of what is sent."""
+        """Yield groups, then their call. Failed results go to `outcomes`, others to `sent`."""
         by_task = sorted(range(len(results)), key=lambda number: results[number].group.task)
         for task, numbers in groupby(by_task, lambda number: results[number].group.task):
             units: list[Unit] = []
@@ -178,7 +178,7 @@ class Submission:
 
 
 class _Once:
-    """Makes each upload once, while the server receives the ones before."""
+    """Uploads that are made while the server receives earlier ones, and kept for a repetition."""
 
     def __init__(self, making: Iterator[Upload]) -> None:
         self._making = making

@@ -53,11 +53,10 @@ class FoundKey(NamedTuple):
 
 
 class NameSet:
-    """A set of names that grows, at 8 bytes for each: it keeps their hashes."""
+    """A set of names at 8 bytes for each: it keeps their 64-bit hashes."""
 
     def __init__(self) -> None:
         self._hashes = array("q")
-
         self._sorted = np.array([], "i8")
 
     def add(self, *names: str) -> None:

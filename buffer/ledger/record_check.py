@@ -41,7 +41,7 @@ class RecordCheck:
         self.checked = 0  # draws
         self.weight = 0  # bytes that records and archived batches name
         self.payloads = NameSet()  # keys of these payloads
-        self.taken = NameSet()  # groups whose only stage that is
+        self.taken = NameSet()  # groups that are taken, and in no other stage
         self._weighed = NameSet()  # groups with results
         self._last_arrival = 0
 
