@@ -158,16 +158,11 @@ class PolicySection(Section):
     """
     weights_transport: TransportName = "folder"
     """how weights reach the workers. folder: as files in that folder. redis: in chunks through the
-    Redis server, for small models; needs memory on top of [memory]. gloo, nccl: from the trainer's
-    memory to the processes of the engines, with a copy in the folder
-    """
-    weights_host: str | None = None
-    """for gloo and nccl: the address at which workers reach the trainer, on any port; default: the
-    address from which the trainer reaches the Redis server
+    Redis server, for small models; needs memory on top of [memory].
     """
     delta_base_every: int = Field(1, ge=1, le=1000)
     """publish every n-th version whole, and those between as changes to the version before, where
-    these are smaller (transports folder and redis): with bf16 and a learning rate of 1e-6, 1 to 3
+    these are smaller: with bf16 and a learning rate of 1e-6, 1 to 3
     percent of the bytes. A worker that joins late, or missed versions, reads the changes since the
     newest whole version. Workers need room for two versions in their temporary folder (TMPDIR). 1:
     all are whole

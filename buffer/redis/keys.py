@@ -112,12 +112,11 @@ TABLE: Mapping[str, KeyRow] = {
     "weights": KeyRow(
         "LIST",
         '"lineage:version" of what is in Redis, the oldest first '
-        '([policy] weights_transport = "redis"), or announced ("gloo", "nccl")',
+        '([policy] weights_transport = "redis")',
     ),
     "weights:<lineage>:<version>": KeyRow(
         "STRING",
-        "manifest of one; its files in chunks: …:<version>:1, :2 … "
-        "or, without chunks, how to connect to the trainer that has them",
+        "manifest of one; its files in chunks: …:<version>:1, :2 …",
     ),
 }
 """Every key by what follows `rmq:{run}:`, where `{run}` is a cluster hash tag: one slot for all."""
