@@ -36,8 +36,9 @@ REMOVING = "removing"
 REGENERATING = "regenerating"
 """Schema version of a run that is cleared, to be made again from a checkpoint."""
 
-ORDERS = ("staleness", "fifo", "freshest", "length_fair")
-"""Built-in orders in which completed groups are taken (buffer/groups/order_policy.py)."""
+
+Order = Literal["staleness", "fifo"]
+"""Which completed groups are taken first: those of the oldest weights, or the first arrivals."""
 
 LEAST_FAILURES = 8  # that stop a task: one bad row must not end a batch of one group
 
@@ -104,7 +105,7 @@ def newest_parts(
     history: Sequence[Reweighting], mix: TaskMix, most: int = MOST_PARTS
 ) -> list[Reweighting]:
     """Return the last `most` changes of `mix`, the first of them with the sums before it."""
-    # a curriculum may change weights at every step, and all processes read the list
+    # a loop of the user may change weights at every step, and all processes read the list
     first, *others = history[-most:]
     if len(history) > most:
         before = {task: mix.groups_until(task, first.from_step - 1) for task in first.weights}
@@ -247,8 +248,7 @@ class RunLimits(LiveLimits):
     """groups of a train step, over all training tasks"""
     reweighted: list[Reweighting] = []
     """changes of task weights since the run was created"""
-    order: str = "staleness"
-    """order in which completed groups are taken (buffer/groups/order_policy.py)"""
+    order: Order = "staleness"
     retain_batches: int = Field(0, ge=0, le=1_000_000)
     """archived batches whose payloads and manifests are kept"""
     retain_until_exported: bool = False
