@@ -116,8 +116,8 @@ class Rules:
     """How one function is called, and how errors name it.
 
     `what`: kind and name. `limit_s`: of each call. `memory_mb`: address space of a process, or 0.
-    `limit_key`, `memory_key`: their settings. `repeats`: a call whose process ended is repeated
-    alone. `grace_s`: time in which an unwanted call must end if its process makes others.
+    `limit_key`, `memory_key`: their settings. `grace_s`: time in which an unwanted call must end,
+    and a process answer that it runs, if it makes other calls.
     """
 
     what: str
@@ -128,7 +128,6 @@ class Rules:
     memory_key: str = ""
     processes: int = 1
     mode: Mode = "plain"
-    repeats: bool = True
     grace_s: float = 1.0
     start_s: float = 300.0  # time in which a process must have imported the function
     error: type[UserCodeError] = UserCodeError

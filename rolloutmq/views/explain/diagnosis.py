@@ -286,7 +286,10 @@ def _shares(snap: RunView) -> Iterator[Symptom]:
 def _supply(snap: RunView) -> Iterator[Symptom]:
     quiet_ms = last_event_ms(snap)
     for task in snap.training:
-        if task.account.target and task.account.waiting + task.account.running == 0:
+        account, is_served = task.account, task.ready >= max(1, task.batch_share)
+        # a task with a small share has nothing to start for some steps
+        is_short = account.target > account.consumed + task.ready
+        if account.target and account.waiting + account.running == 0 and (is_served or is_short):
             yield _dry(task, quiet_ms)
 
 

@@ -99,7 +99,7 @@ async def playing(name: str) -> AsyncIterator[Call]:
 async def acting(name: str) -> AsyncIterator[Call]:
     agent = FunctionAgent(f"{MINE}:{name}", LIMIT_S)
     try:
-        yield lambda deed: agent.run(AgentTask("", "", [], ground_truth=deed))
+        yield lambda deed: agent.run(lambda: AgentTask("", "", [], ground_truth=deed))
     finally:
         agent.close()
 
