@@ -166,7 +166,7 @@ def test_a_task_that_owes_the_next_batch_nothing_is_not_dry(
 ) -> None:
     """A task with a small share has steps without a group."""
     monkeypatch.setattr(diagnosis, "PATIENCE_MS", -1)
-    scene = Scene(store, "demo")
+    scene = Scene(store, "demo", stale_threshold=9)
     scene.enqueue(3)
     scene.join("w0")
     scene.open_trainer()
@@ -176,7 +176,7 @@ def test_a_task_that_owes_the_next_batch_nothing_is_not_dry(
         scene.run.ledger.take(scene.trainer, step, {"math": 1})
         dry.append([each["what"] for each in symptoms(command) if "are ready" in each["what"]])
     assert dry == [[], [], []]
-    scene.run.ledger.set_target(scene.trainer, "math", 4)
+    scene.run.ledger.set_target(scene.trainer, "math", 4)  # the next batch has a group of it
     assert any("0 of 1 groups are ready" in each["what"] for each in symptoms(command))
 
 
