@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,13 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from buffer.wire.sampling import SampleParams
 from consumer.config.learner import CriticConfig, LearnerConfig
-from consumer.grpo.learner.advantages import ESTIMATORS, estimate, load_estimator, per_token
+from consumer.grpo.learner.advantages import (
+    ESTIMATORS,
+    Estimator,
+    estimate,
+    load_estimator,
+    per_token,
+)
 from consumer.grpo.learner.batch_filter import BatchFilter
 from consumer.grpo.learner.critic import Critic, gae_advantages
 from consumer.grpo.learner.group_rewards import GroupRewards
@@ -109,7 +116,7 @@ def make_group(
     return group, owners
 
 
-FURTHER = {
+FURTHER: dict[str, Estimator] = {
     "gae": partial(gae_advantages, gamma=GAMMA, lam=LAM),
     "gdpo": load_estimator("gdpo", {"score": 1.0, "part": 0.5}),
 }
@@ -130,8 +137,8 @@ def by_token(
         rewards.append(own)
     found = {}
     advantages = estimate(name, (ESTIMATORS | FURTHER)[name], rewards)
-    for number, ((group, owners), values) in enumerate(zip(made, advantages, strict=True)):
-        for owner, value in zip(owners, per_token(values, group.lengths).tolist(), strict=True):
+    for number, ((group, owners), column) in enumerate(zip(made, advantages, strict=True)):
+        for owner, value in zip(owners, per_token(column, group.lengths).tolist(), strict=True):
             if owner and owner[1].is_sampled:
                 found[number, owner[0], owner[1].number] = value
     return found
@@ -164,7 +171,7 @@ def standardized(value: float, values: list[float]) -> float:
     if len(set(values)) < 2:
         return 0.0
     mean = sum(values) / len(values)
-    std = (sum((each - mean) ** 2 for each in values) / (len(values) - 1)) ** 0.5
+    std = math.sqrt(sum((each - mean) ** 2 for each in values) / (len(values) - 1))
     return (value - mean) / (std + 1e-4)
 
 
