@@ -131,9 +131,9 @@ def by_token(
     rewards = []
     for group, owners in made:
         own = GroupRewards.of(group, buffer_tokens)
-        for column in ("energy", "value"):
-            values = [getattr(owner[1], column) if owner else np.nan for owner in owners]
-            own.tokens["values" if column == "value" else column] = np.array(values)
+        for name_of_column, field in {"energy": "energy", "values": "value"}.items():
+            given = [getattr(owner[1], field) if owner else np.nan for owner in owners]
+            own.tokens[name_of_column] = np.array(given)
         rewards.append(own)
     found = {}
     advantages = estimate(name, (ESTIMATORS | FURTHER)[name], rewards)
