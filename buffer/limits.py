@@ -38,8 +38,9 @@ REMOVING = "removing"
 REGENERATING = "regenerating"
 """Schema version of a run that is cleared, to be made again from a checkpoint."""
 
-ORDERS = ("staleness", "fifo", "freshest", "length_fair")
-"""Built-in orders in which completed groups are taken (buffer/groups/order_policy.py)."""
+
+Order = Literal["staleness", "fifo"]
+"""Which completed groups are taken first: those of the oldest weights, or the first arrivals."""
 
 LEAST_FAILURES = 8  # that stop a task: one bad row must not end a batch of one group
 
@@ -185,8 +186,7 @@ class RunLimits(LiveLimits):
     """groups of a train step, over all training tasks"""
     reweighted: list[Reweighting] = []
     """changes of task weights since the run was created"""
-    order: str = "staleness"
-    """order in which completed groups are taken (buffer/groups/order_policy.py)"""
+    order: Order = "staleness"
     retain_batches: int = Field(0, ge=0, le=1_000_000)
     """archived batches whose payloads and manifests are kept"""
     retain_until_exported: bool = False

@@ -56,7 +56,7 @@ def diagnose(snap: RunView) -> list[Symptom]:
         over = _note("the run is finished: its last step is done", more, snap.paused_ms)
         return worst_first([*_account(snap), over, *_shares(snap)])
     parts = [_account, _pauses, _roles, _slow_data_set, _workers, _failed_audits, _unclaimed,
-             _leases, _memory, _tasks, _shares, _curriculum, _recovery]  # fmt: skip
+             _leases, _memory, _tasks, _shares, _recovery]  # fmt: skip
     parts += [] if snap.paused_by else [_weights, _supply]
     return worst_first(symptom for part in parts for symptom in part(snap))
 
@@ -281,13 +281,6 @@ def _shares(snap: RunView) -> Iterator[Symptom]:
         for share in shares_of(task):
             if share.level != "note" and not (share.name == "failed" and is_reported):
                 yield Symptom(share.level, f"task {task.account.task}: {share}", share.fix)
-
-
-def _curriculum(snap: RunView) -> Iterator[Symptom]:
-    if reason := snap.control.get("curriculum_error"):
-        step = snap.control["curriculum_step"]
-        what = f"task weights have not changed since step {step}: {reason}"
-        yield _note(what, "fix the function of [plan] curriculum, and restart the producer")
 
 
 def _supply(snap: RunView) -> Iterator[Symptom]:
