@@ -193,6 +193,11 @@ class TrainingConfig(Protocol):
     @property
     def model_folder(self) -> Path: ...
     @property
+    def train_roles(self) -> Mapping[str, Collection[str]]:
+        """Return the roles that tasks train, of those that name them."""
+        ...
+
+    @property
     def teacher_weights(self) -> Mapping[str, Mapping[str, float]]:
         """Return the weight of each teacher of each task."""
         ...

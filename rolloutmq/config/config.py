@@ -167,6 +167,12 @@ class Config(Section):
         return [] if self.learner.allow_truncated_sampling else self.training_tasks
 
     @property
+    def train_roles(self) -> dict[str, list[str]]:
+        """Return the roles that training tasks train, of those that name them."""
+        found = {name: self.tasks[name].train_roles for name in self.training_tasks}
+        return {name: roles for name, roles in found.items() if roles}
+
+    @property
     def worker_gpus(self) -> int:
         """Return the number of GPUs that sample, as far as the config says."""
         return len(self.launch.worker_gpus or [0])
