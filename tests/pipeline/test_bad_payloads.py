@@ -272,7 +272,7 @@ ReplayBuffer.read = read_into_faulty_memory
 @pytest.mark.slow
 def test_a_launched_run_ends_and_says_why(make_site: Callable[..., Site]) -> None:
     """A worker that is started again would change, or meet, the same memory."""
-    site = make_site(steps=1000)
+    site = make_site()
     (site.folder / "faulty.py").write_text(LOOP, encoding="utf-8")
     text = site.config.read_text(encoding="utf-8")
     assert "[tasks.sums]\n" in text
