@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import signal
 import threading
@@ -25,7 +24,7 @@ from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
 from tests.pipeline.site import Process, Site
-from tests.pipeline.yard import LONG, SLOW_S, TASK, Letters, Yard
+from tests.pipeline.yard import TASK, Letters, Yard
 from tests.rolloutmq.conftest import in_process
 
 
@@ -87,8 +86,8 @@ async def test_the_producer_follows_weights_staleness_and_over_sampling_while_it
 
 async def test_a_worker_follows_its_concurrency_while_it_runs(yard: Yard) -> None:
     """Groups that never end: what is held is what it may hold, and nothing else."""
-    yard.enqueue(10, LONG)
-    async with yard.working(yard.worker(token_s=SLOW_S, concurrency=6, drain_timeout_s=0.0)):
+    yard.enqueue(10)
+    async with yard.working(yard.worker(held=True, concurrency=6, drain_timeout_s=0.0)):
         await yard.until(lambda: yard.leases() == 6)
         change(yard, "concurrency=8")
         await yard.until(lambda: yard.leases() == 8)
@@ -100,7 +99,7 @@ async def test_a_worker_follows_its_concurrency_while_it_runs(yard: Yard) -> Non
         yard.control(Mode.RUN)
         assert yard.reissue() == 8
         await yard.until(lambda: yard.leases() == 2)
-        await asyncio.sleep(0.3)
+        await yard.until_idle()
         assert yard.leases() == 2
     assert set_events(yard) == ["concurrency=8", "concurrency=2"]
     yard.check()
@@ -118,7 +117,7 @@ async def test_an_engine_with_room_is_filled_and_one_that_queues_is_given_less(y
     for _ in range(3):
         yard.enqueue(128, (300, 300))
     async with yard.working(
-        yard.worker(token_s=SLOW_S, concurrency="auto", max_num_seqs=40, drain_timeout_s=0.0)
+        yard.worker(held=True, concurrency="auto", max_num_seqs=40, drain_timeout_s=0.0)
     ) as engine:
         # two requests a group, so 20 groups fill it: the search doubles from 8 to 32 or more,
         # and comes back

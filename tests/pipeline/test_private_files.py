@@ -39,7 +39,10 @@ def umask(mask: int) -> Iterator[None]:
 def modes(folder: Path) -> dict[str, int]:
     """Return the mode of all below a folder, and of itself; what goes meanwhile is left out."""
     found = {}
-    for path in [folder, *folder.rglob("*")]:
+    # unlike a glob, a walk leaves out a folder that goes
+    tree = os.walk(folder)
+    inside = (Path(place, name) for place, dirs, files in tree for name in [*dirs, *files])
+    for path in [folder, *inside]:
         try:
             facts = path.lstat()
         except FileNotFoundError:

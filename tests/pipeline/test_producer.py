@@ -26,7 +26,7 @@ from rolloutmq.views.explain.diagnosis import diagnose
 from rolloutmq.views.run_view import read_run_view
 from tests.pipeline import produce
 from tests.pipeline.produce import make_producer
-from tests.pipeline.yard import SLOW_S, TASK, Letters, Yard
+from tests.pipeline.yard import TASK, Letters, Yard
 from tests.servers import KINDS
 from tests.warm_process import start_program
 
@@ -83,7 +83,7 @@ def test_groups_in_place_of_unusable_ones_are_made(
     ledger, nonce = yard.run.ledger, yard.trainer
 
     async def work() -> Manifest | NotReady:
-        async with yard.working(yard.worker(token_s=SLOW_S)):
+        async with yard.working(yard.worker()):
             play(producer, yard)
             await yard.until_places(completed=2)
             batch = ledger.take(nonce, 1, {TASK: 2})

@@ -12,7 +12,7 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.framing import signers
 from tests.pipeline.site import Site
-from tests.pipeline.yard import FAST_S, LONG, SLOW_S, Yard
+from tests.pipeline.yard import Yard
 
 
 async def test_a_second_worker_continues_what_the_first_has_signed(
@@ -22,9 +22,9 @@ async def test_a_second_worker_continues_what_the_first_has_signed(
     keys = [Key.new(name) for name in (PRODUCER, "w0", "w1")]
     write_keys(known, {key.worker: [key.secret] for key in keys})
     yard.run.sign_with(keys[0])
-    continued, stolen = yard.enqueue(2, LONG)
+    continued, stolen = yard.enqueue(2, (50, 50))
     yard.run.sign_with(keys[1])
-    async with yard.working(yard.worker(token_s=SLOW_S, partial_rollout=True)) as engine:
+    async with yard.working(yard.worker(held=True, partial_rollout=True)) as engine:
         await yard.until_generating(engine, 4)
         await yard.receipts(yard.control(Mode.ABORT))
     name = yard.run.keys.payload(stolen, yard.run.record(stolen)["payload"])
@@ -32,7 +32,7 @@ async def test_a_second_worker_continues_what_the_first_has_signed(
     yard.control(Mode.RUN)
     assert yard.reissue() == 2
     yard.run.sign_with(keys[2])
-    async with yard.working(yard.worker("w1", token_s=FAST_S, partial_rollout=True)):
+    async with yard.working(yard.worker("w1", partial_rollout=True)):
         await yard.until_places(completed=2)
     yard.run.payloads.signer = None
     yard.run.check_signatures(known)

@@ -26,7 +26,7 @@ from producer_workers.worker.worker import Worker
 from tests.buffer.scene import FIRST
 from tests.pipeline.mixture import TASKS, Mixture
 from tests.pipeline.produce import make_producer
-from tests.pipeline.yard import SLOW_S, TASK, Letters, WatchedEngine, Yard
+from tests.pipeline.yard import SOME, TASK, Letters, WatchedEngine, Yard
 from tests.servers import KINDS
 
 on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
@@ -96,9 +96,9 @@ async def test_a_group_is_kept_for_a_trained_role_with_different_scores_and_fail
 
 @on_both
 async def test_a_group_over_its_time_limit_fails_its_tries_and_frees_the_engine(yard: Yard) -> None:
-    slow = yard.enqueue(1, tokens=(100_000, 1))
-    yard.enqueue(2, tokens=(5, 5))
-    async with yard.working(yard.worker(token_s=SLOW_S, group_time_limit_s=0.3)) as engine:
+    slow = yard.enqueue(1, tokens=(2000, 1))
+    yard.enqueue(2, tokens=(1, 1))  # they need no time
+    async with yard.working(yard.worker(token_s=1.0, group_time_limit_s=0.3)) as engine:
         await yard.until_places(dead=1, completed=2)
         assert engine.unfinished() == 0
     assert "took longer than 0.3 s" in str(yard.run.dead_letters.reason(slow[0]))
@@ -189,10 +189,8 @@ async def test_partial_rollout_is_a_matter_of_each_task(
 ) -> None:
     """One worker, one pause: math keeps its tokens, code starts again from its prompts."""
     mixture = make_mixture()
-    config = SimulatedConfig(
-        response_tokens=Fixed(value=2000), token_s=Fixed(value=SLOW_S), vocab_size=100
-    )
-    engine = WatchedEngine(config, FIRST)
+    config = SimulatedConfig(response_tokens=Fixed(value=50), vocab_size=100)
+    engine = WatchedEngine(config, FIRST, held=True)
     worker = mixed_worker(mixture, engine, partial=frozenset({"math"}))
     with mixture.manager.opened():
         assert mixture.round() == 7
@@ -200,7 +198,7 @@ async def test_partial_rollout_is_a_matter_of_each_task(
         work = asyncio.create_task(worker.run())
         while engine.unfinished() < 14:
             await asyncio.sleep(0.02)
-        await asyncio.sleep(0.1)
+        engine.make(SOME)
         state = await asyncio.to_thread(mixture.run.control.set_mode, "operator", Mode.ABORT)
         await asyncio.to_thread(mixture.run.receipts.wait, state, timeout_s=400.0)
         worker.stop()

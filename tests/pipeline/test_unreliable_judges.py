@@ -229,7 +229,7 @@ async def test_neither_drain_nor_keep_ends_a_judge(yard: Yard) -> None:
         await yard.until(lambda: gate.asked == 2)
         await yard.receipts(yard.control(Mode.KEEP))
         draining = yard.control(Mode.DRAIN)
-        await asyncio.sleep(0.3)
+        await yard.until_idle()
         assert yard.leases() == 1
         gate.is_open = True
         await yard.receipts(draining)
