@@ -18,6 +18,8 @@ from typer import core
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from buffer.config.removed import COMMANDS
+
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
 SECTIONS = ("Run", "Look", "Steer", "Data", "Administration")  # of `--help`, in this order
@@ -73,6 +75,8 @@ class LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         self.commands: Any = command_places()  # the names that typer suggests for a wrong one
+        if args and (instead := COMMANDS.get(args[0])):
+            ctx.fail(f"the command {args[0]} was removed: {instead}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

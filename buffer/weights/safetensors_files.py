@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import threading
 from hashlib import blake2b
-from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import orjson
 
-from buffer.errors import ModelError, WireError
+from buffer.errors import ModelError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
 
@@ -83,20 +82,6 @@ def read_header(stream: IO[bytes]) -> TensorHeader:
         raise ValueError(f"the header does not describe tensors: {error!r}") from error
     file_bytes = max((span.end for span in tensors.values()), default=data_start)
     return TensorHeader(tensors, metadata, file_bytes)
-
-
-def parse_tensors(data: memoryview) -> dict[str, TensorSpan]:
-    """Return the tensors of a file in memory by name. Raises WireError unless it is complete."""
-    header_end = 8 + min(int.from_bytes(data[:8], "little"), MAX_HEADER_BYTES)
-    try:
-        header = read_header(BytesIO(data[:header_end]))
-    except ValueError as error:
-        raise WireError(f"not a valid safetensors file: {error}") from error
-    if header.file_bytes != len(data):
-        raise WireError(
-            f"safetensors file of {len(data)} bytes: its header requires {header.file_bytes}"
-        )
-    return header.tensors
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -330,14 +330,6 @@ def _optimizer_fits_the_ranks(config: Config) -> Iterator[str]:
         )
 
 
-def _transport_carries_changes(config: Config) -> Iterator[str]:
-    if config.policy.delta_base_every > 1 and config.policy.weights_transport in ("gloo", "nccl"):
-        yield (
-            f"[policy] weights_transport = {config.policy.weights_transport} sends whole versions: "
-            "leave out delta_base_every, or use folder or redis"
-        )
-
-
 def _evaluation_fits(config: Config) -> Iterator[str]:
     steps = config.evaluation.every_steps
     interval = config.policy.sync_weights_interval
@@ -394,7 +386,6 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _ranks_have_gpus,
     _optimizer_fits_the_ranks,
     _evaluation_fits,
-    _transport_carries_changes,
     _evaluation_is_one_batch,
     _workers_have_ports,
 )
