@@ -20,7 +20,9 @@ def never() -> str:
     return ""
 
 
-def until(condition: Callable[[], T], what: str, over: Callable[[], str] = never) -> T:
+def until(
+    condition: Callable[[], T], what: str = "what a test waits for", over: Callable[[], str] = never
+) -> T:
     """Wait until something is so, and return what `condition` returned.
 
     `over` returns why it can no longer become so, "" while it can: the wait then fails at once.

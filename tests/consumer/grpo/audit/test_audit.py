@@ -31,8 +31,8 @@ from rolloutmq.views.run_view import read_run_view
 from tests.consumer.conftest import Trainers
 from tests.consumer.grpo.audit.yard import BATCH, Change, Yard, leave
 from tests.consumer.grpo.models.tiny import build_model, make_group
-from tests.consumer.handle.crew import wait_until
 from tests.servers import on_both
+from tests.waits import until
 
 TOML = """
 [run]
@@ -326,7 +326,7 @@ def test_the_command_audits_until_it_is_stopped(
     config.write_text(TOML.format(name=yard.run.name, folder=folder))
 
     def stop_it() -> None:
-        wait_until(lambda: counts(yard), "the command has audited a batch", tries=6000)
+        until(lambda: counts(yard), "the command has audited a batch")
         os.kill(os.getpid(), signal.SIGTERM)
 
     with ThreadPoolExecutor(1) as pool:
