@@ -200,10 +200,6 @@ class SchemaVersionError(WireError):
     """A group was written with another schema version."""
 
 
-class SignatureError(WireError):
-    """No worker with a key has signed these bytes for their claim."""
-
-
 class MemoryFull(RolloutMQError):
     """The run holds as many payload bytes as it may; committed batches make room (I12)."""
 

@@ -175,7 +175,7 @@ def runs_inline(function: F) -> F:
     """Mark a function of yours that answers in milliseconds and never hangs: it needs no process.
 
     It may be a judge, filter, tool, environment factory, agent, record function, data set factory,
-    order, curriculum or should_continue_fn. It runs in a thread, or in the event loop if it is a
+    should_continue_fn. It runs in a thread, or in the event loop if it is a
     coroutine function, which must not block.
     """
     setattr(function, _MARK, True)

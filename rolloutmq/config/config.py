@@ -24,7 +24,6 @@ from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig, LearnerConfig
 from consumer.config.trainer import (
     MOST_PROBLEMS,
-    AuditSection,
     EvaluationSection,
     SamplesSection,
     TrainerSection,
@@ -111,7 +110,6 @@ class Config(Section):
     tiny_model: TinyModelConfig = TinyModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     evaluation: EvaluationSection = EvaluationSection()
-    audit: AuditSection = AuditSection()
     samples: SamplesSection = SamplesSection()
     wandb: WandbSection = WandbSection()
 
@@ -305,11 +303,9 @@ class Config(Section):
         (`buffer/control/settings_record.py`).
         """
         marks = {"low_bytes": self.memory.low_water, "high_bytes": self.memory.high_water}
-        tasks = {f"tasks.{name}.weight": self.tasks[name].weight for name in self.training_tasks}
         return {
             "concurrency": str(self.worker.concurrency),
             **{name: f"{mark} of {self.memory.budget_bytes}" for name, mark in marks.items()},
-            **{name: f"{weight} {self.plan.curriculum}" for name, weight in tasks.items()},
         }
 
     def _task_limits(self, name: str) -> TaskLimits:

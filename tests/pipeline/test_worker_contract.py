@@ -23,8 +23,6 @@ from typing import Any, Protocol
 import pytest
 
 from buffer.control.control import Mode
-from buffer.redis.signing import PRODUCER, Key, write_keys
-from buffer.wire.framing import signers
 from buffer.wire.rollout import PolicyVersion
 from tests.pipeline.site import ROOT
 from tests.pipeline.yard import DEADLINE_S, FIRST, LINEAGE, Yard, versions
@@ -41,9 +39,7 @@ are.
 class Launch(Protocol):
     """Starts a worker; leaving the context stops it in order, and waits for its end."""
 
-    def __call__(
-        self, yard: Yard, token_s: float = 0.001, key_file: str = ""
-    ) -> AbstractContextManager[None]: ...
+    def __call__(self, yard: Yard, token_s: float = 0.001) -> AbstractContextManager[None]: ...
 
 
 def until(yard: Yard, condition: Callable[[], bool]) -> None:
@@ -55,7 +51,7 @@ def until(yard: Yard, condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def ours(yard: Yard, token_s: float = 0.001, key_file: str = "") -> Iterator[None]:
+def ours(yard: Yard, token_s: float = 0.001) -> Iterator[None]:
     loop = asyncio.new_event_loop()
     worker = yard.worker(token_s=token_s, drain_timeout_s=30.0)
     stop, failures = asyncio.Event(), []
@@ -119,9 +115,9 @@ def launch(request: pytest.FixtureRequest, scripts: Path) -> Launch:
         return ours
 
     @contextmanager
-    def start(yard: Yard, token_s: float = 0.001, key_file: str = "") -> Iterator[None]:
+    def start(yard: Yard, token_s: float = 0.001) -> Iterator[None]:
         url = yard.store.servers.masters()[0][0]
-        args = (url, yard.run.name, str(scripts), "w0", str(token_s), key_file)
+        args = (url, yard.run.name, str(scripts), "w0", str(token_s))
         process = subprocess.Popen(program(request.param, *args))
         try:
             yield
@@ -269,24 +265,4 @@ def test_what_a_prompt_carries_comes_back_as_it_was(yard: Yard, launch: Launch) 
         until(yard, lambda: yard.places() == {"completed": 1})
     assert yard.group(gid).states[0].extra == carried
     assert yard.group(gid).states[0].ground_truth == gid
-    yard.check()
-
-
-@foreign
-def test_worker_signs_what_it_submits_and_what_it_was_given(
-    yard: Yard, launch: Launch, tmp_path: Path
-) -> None:
-    own, known = tmp_path / "w0.key", tmp_path / "workers.keys"
-    keys = {name: [Key.new(name).secret] for name in ("w0", PRODUCER)}
-    write_keys(own, {"w0": keys["w0"]})
-    write_keys(known, keys)
-    yard.run.sign_with(Key.read(known, PRODUCER))
-    signed, altered = yard.enqueue(2, tokens=(5, 5))
-    bytes_of = yard.run.keys.payload(altered, "init")
-    yard.store.control.set(bytes_of, yard.store.control.get(bytes_of).replace(b"gid", b"GID"))
-    with launch(yard, key_file=str(own)):
-        until(yard, lambda: yard.places() == {"completed": 1, "dead": 1})
-    yard.run.payloads.signer = None
-    yard.run.check_signatures(known)
-    assert signers(yard.group(signed).signatures) == ["w0"]
     yard.check()
