@@ -1,4 +1,4 @@
-"""The training loop around the learner, its audits and its reports."""
+"""The training loop around the learner, and its reports."""
 
 from __future__ import annotations
 
@@ -81,10 +81,6 @@ class TrainerSection(Section):
     """time for which the trainer waits for a batch without a live producer before it ends with an
     error
     """
-    keys_file: Path | None = None
-    """file with the keys of all workers (`rolloutmq key`), for the trainer and auditors: a group
-    that none of them has signed is quarantined; default: signatures are not checked
-    """
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")
     """device of the model: auto (CUDA where there is some), cpu, cuda or cuda:N"""
     writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
@@ -135,17 +131,6 @@ class EvaluationSection(Section):
     """
 
 
-class AuditSection(Section):
-    """[audit]: which groups `rolloutmq audit` computes again, and what bars a worker."""
-
-    share: float = Field(0.01, gt=0, le=1)
-    """share of the groups of each train batch whose log-probabilities are computed again"""
-    tolerance: float = Field(0.25, gt=0, le=100, allow_inf_nan=False)
-    """root mean square, over the tokens of a group, of the difference between the logprobs of its
-    worker and those of the weights that it names, in nats; above it the worker is barred
-    """
-
-
 class SamplesSection(Section):
     """[samples]: the texts of each train step that are kept in `samples/` of the run's folder.
 
@@ -183,7 +168,7 @@ class WandbSection(Section):
 
 
 class TrainingConfig(Protocol):
-    """The sections that a trainer or an auditor reads, and what others say about the run."""
+    """The sections that a trainer reads, and what others say about the run."""
 
     @property
     def run(self) -> RunSection: ...
@@ -197,8 +182,6 @@ class TrainingConfig(Protocol):
     def critic(self) -> CriticConfig: ...
     @property
     def evaluation(self) -> EvaluationSection: ...
-    @property
-    def audit(self) -> AuditSection: ...
     @property
     def samples(self) -> SamplesSection: ...
     @property

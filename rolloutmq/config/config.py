@@ -24,7 +24,6 @@ from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig, LearnerConfig
 from consumer.config.trainer import (
     MOST_PROBLEMS,
-    AuditSection,
     EvaluationSection,
     SamplesSection,
     TrainerSection,
@@ -111,7 +110,6 @@ class Config(Section):
     tiny_model: TinyModelConfig = TinyModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     evaluation: EvaluationSection = EvaluationSection()
-    audit: AuditSection = AuditSection()
     samples: SamplesSection = SamplesSection()
     wandb: WandbSection = WandbSection()
 

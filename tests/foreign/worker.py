@@ -6,18 +6,17 @@ Copy it, and go on.
 
 Where `respond` is, put your engine and your judge. One group at a time, on a single server,
 uncompressed. `hold` is for tests: a file with the number of tokens that a response may have for
-now. Behind it may come the file of `rolloutmq key`: then it signs.
+now.
 `worker.mjs` is the same in JavaScript.
 """
 
-import hmac
 import json
 import signal
 import sys
 import time
 import zlib
 from array import array
-from hashlib import sha1, sha256
+from hashlib import sha1
 from pathlib import Path
 from secrets import token_hex
 
@@ -34,7 +33,7 @@ class Abort(Exception):
 
 
 class Worker:
-    def __init__(self, url, run, scripts, name, hold="", key_file=""):
+    def __init__(self, url, run, scripts, name, hold=""):
         # what an outage cut off is sent again as it was, which does no harm
         self.redis = redis.Redis.from_url(url, retry=Retry(ConstantBackoff(0.2), -1))
         self.prefix = f"rmq:{{{run}}}:"
@@ -43,8 +42,6 @@ class Worker:
         self.hold = hold
         self.due = 0
         limits = self.redis.hgetall(self.prefix + "meta")
-        self.run_nonce = limits[b"nonce"].decode()
-        self.key = Path(key_file).read_text().split()[1] if key_file else ""
         self.facts = {
             name.decode(): json.loads(value)
             for name, value in limits.items()
@@ -154,8 +151,7 @@ class Worker:
         """The finished document of a group, with its spans and scores: its prompt's, with
         responses.
         """
-        lines, document = self.read_signed(self.redis.get(f"{self.prefix}payload:{gid}:init"))
-        group = msgpack.unpackb(document)
+        group = msgpack.unpackb(self.redis.get(f"{self.prefix}payload:{gid}:init"))
         count = len(group["responses"])
         offset, size = group["columns"]["prompt_ids"]
         prompt = array("i", group["data"][offset : offset + 4 * size])
@@ -190,7 +186,7 @@ class Worker:
             data += array(kind, numbers).tobytes()
             data += bytes(-len(data) % 8)
         group["data"] = data
-        return group, spans, scores, lines
+        return group, spans, scores
 
     def respond(self, prompt, sample, held):
         """(tokens, spans of [start, length, version, lineage]): each token with the weights that
@@ -209,30 +205,9 @@ class Worker:
             tokens.append((prompt[-1] + len(tokens)) % 100)
         return tokens, spans
 
-    def read_signed(self, data):
-        """The lines of those who signed a prompt, and its document."""
-        if not data.startswith(b"signed by"):
-            return [], data
-        head, _, document = data.partition(b"\n\n")
-        lines = head.decode().split("\n")[1:]
-        if lines[-1].split()[::2] != ["init", sha256(document).hexdigest()]:
-            raise ValueError("these are not the bytes that were signed")
-        return lines, document
-
-    def signed(self, gid, token, lines, document):
-        """The document behind `lines` and a line of this worker."""
-        if not self.key:
-            return document
-        facts = f"{token} {self.facts['worker']} {sha256(document).hexdigest()}"
-        text = "\n".join(["rolloutmq", self.run_nonce, gid, *lines, facts])
-        mac = hmac.digest(bytes.fromhex(self.key), text.encode(), "sha256").hex()
-        block = "\n".join(["", *lines, f"{facts} {mac}", "", ""])
-        spaces = " " * (-len(f"signed by{block}") % 8)
-        return f"signed by{spaces}{block}".encode() + document
-
-    def submit(self, gid, task, token, group, spans, scores, lines):
+    def submit(self, gid, task, token, group, spans, scores):
         """The bytes first, under the token; then the script that counts and keeps them."""
-        data = self.signed(gid, token, lines, msgpack.packb(group))
+        data = msgpack.packb(group)
         weights = {(span[4], span[3]) for span in spans}
         starts = range(0, len(data), CHUNK)
         keys = [f"payload:{gid}:{token}" + (f":{n}" if n else "") for n in range(len(starts))]

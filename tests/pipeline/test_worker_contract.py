@@ -23,8 +23,6 @@ from typing import Protocol
 import pytest
 
 from buffer.control.control import Mode
-from buffer.redis.signing import PRODUCER, Key, write_keys
-from buffer.wire.framing import signers
 from buffer.wire.rollout import PolicyVersion
 from tests import waits
 from tests.pipeline.held_run import Hold
@@ -51,9 +49,7 @@ class Launch(Protocol):
     A `held` one makes SOME tokens of a response at most until it is let go.
     """
 
-    def __call__(
-        self, yard: Yard, *, held: bool = False, key_file: str = ""
-    ) -> AbstractContextManager[LetGo]: ...
+    def __call__(self, yard: Yard, *, held: bool = False) -> AbstractContextManager[LetGo]: ...
 
 
 def until(yard: Yard, condition: Callable[[], bool]) -> None:
@@ -65,7 +61,7 @@ def until(yard: Yard, condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def ours(yard: Yard, *, held: bool = False, key_file: str = "") -> Iterator[LetGo]:
+def ours(yard: Yard, *, held: bool = False) -> Iterator[LetGo]:
     loop = asyncio.new_event_loop()
     worker = yard.worker(held=held, drain_timeout_s=30.0)
     engine: WatchedEngine = worker.engine  # type: ignore[attr-defined]
@@ -134,10 +130,10 @@ def launch(request: pytest.FixtureRequest, scripts: Path) -> Launch:
         return ours
 
     @contextmanager
-    def start(yard: Yard, *, held: bool = False, key_file: str = "") -> Iterator[LetGo]:
+    def start(yard: Yard, *, held: bool = False) -> Iterator[LetGo]:
         hold = Hold(yard.folder / "hold")
         hold.allow(SOME if held else ALL)
-        args = (url_of(yard), yard.run.name, str(scripts), "w0", str(hold.file), key_file)
+        args = (url_of(yard), yard.run.name, str(scripts), "w0", str(hold.file))
         process = subprocess.Popen(program(request.param, *args))
         try:
             yield partial(hold.allow, ALL)
@@ -289,24 +285,4 @@ def test_what_a_prompt_carries_comes_back_as_it_was(yard: Yard, launch: Launch) 
         until(yard, lambda: yard.places() == {"completed": 1})
     assert yard.group(gid).states[0].extra == carried
     assert yard.group(gid).states[0].ground_truth == gid
-    yard.check()
-
-
-@foreign
-def test_worker_signs_what_it_submits_and_what_it_was_given(
-    yard: Yard, launch: Launch, tmp_path: Path
-) -> None:
-    own, known = tmp_path / "w0.key", tmp_path / "workers.keys"
-    keys = {name: [Key.new(name).secret] for name in ("w0", PRODUCER)}
-    write_keys(own, {"w0": keys["w0"]})
-    write_keys(known, keys)
-    yard.run.sign_with(Key.read(known, PRODUCER))
-    signed, altered = yard.enqueue(2, tokens=(5, 5))
-    bytes_of = yard.run.keys.payload(altered, "init")
-    yard.store.control.set(bytes_of, yard.store.control.get(bytes_of).replace(b"gid", b"GID"))
-    with launch(yard, key_file=str(own)):
-        until(yard, lambda: yard.places() == {"completed": 1, "dead": 1})
-    yard.run.payloads.signer = None
-    yard.run.check_signatures(known)
-    assert signers(yard.group(signed).signatures) == ["w0"]
     yard.check()
