@@ -45,11 +45,8 @@ if before == 0 and payload ~= 'init' then
 end
 count_bytes(bytes, added, went)
 redis.call('HDEL', record, 'newest', 'cut', 'last', 'last_lineage')
-if payload == 'init' then
-  redis.call('HDEL', record, 'continued', 'best')
-elseif not has_turns_of(token, payload) then
-  -- an audit does not blame this worker for tokens of earlier claims
-  redis.call('HSET', record, 'continued', 1, 'best', int(math.max(num(held[6]), num(held[7]))))
+if not has_turns_of(token, payload) then
+  redis.call('HSET', record, 'best', payload == 'init' and 0 or int(math.max(num(held[6]), num(held[7]))))
 end
 redis.call('HSET', record, 'payload', turns, 'chunks', chunks, 'size', int(size), 'crc', crc, 'tokens', int(length),
   'version', version, 'lineage', lineage)
