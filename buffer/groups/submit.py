@@ -199,7 +199,7 @@ def to_store(
     payloads: PayloadStore, job: Job, group: RolloutGroup, data: Pieces
 ) -> tuple[PayloadRef, list[SetCommand]]:
     """Return where a claim stores the bytes of its group, and the commands. Raises GroupChanged."""
-    made = payloads.commands(job.gid, job.token, data, group.signatures)
+    made = payloads.commands(job.gid, job.token, data)
     # after the checksum: wrong bytes must not have a right one
     group.check_unchanged()
     return made

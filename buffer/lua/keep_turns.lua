@@ -44,12 +44,6 @@ if before == 0 and payload ~= 'init' then
 end
 count_bytes(bytes, added, went)
 redis.call('HDEL', record, 'newest', 'cut', 'last', 'last_lineage')
--- an audit does not blame this worker for tokens of earlier claims
-if payload == 'init' then
-  redis.call('HDEL', record, 'continued')
-elseif not has_turns_of(token, payload) then
-  redis.call('HSET', record, 'continued', 1)
-end
 redis.call('HSET', record, 'payload', turns, 'chunks', chunks, 'size', int(size), 'crc', crc, 'tokens', int(length),
   'version', version, 'lineage', lineage)
 if version ~= '' then redis.call('ZADD', age_index, 'LT', version, gid) end

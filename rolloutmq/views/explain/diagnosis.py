@@ -55,7 +55,7 @@ def diagnose(snap: RunView) -> list[Symptom]:
         more = "to train further, raise `plan.steps` in its config and start it again"
         over = _note("the run is finished: its last step is done", more, snap.paused_ms)
         return worst_first([*_account(snap), over, *_shares(snap)])
-    parts = [_account, _pauses, _roles, _slow_data_set, _workers, _failed_audits, _unclaimed,
+    parts = [_account, _pauses, _roles, _slow_data_set, _workers, _unclaimed,
              _leases, _memory, _tasks, _shares, _recovery]  # fmt: skip
     parts += [] if snap.paused_by else [_weights, _supply]
     return worst_first(symptom for part in parts for symptom in part(snap))
@@ -150,22 +150,11 @@ def _workers(snap: RunView) -> Iterator[Symptom]:
             yield _note(what, fix, worker.silent_ms)
 
 
-def _failed_audits(snap: RunView) -> Iterator[Symptom]:
-    for worker, audit in snap.failed_audits.items():
-        fix = (
-            f"`rolloutmq workers --groups {worker}` lists the groups that it made; drop those that "
-            "are not trained yet, and continue from a checkpoint before the others, or accept them"
-        )
-        yield _note(f"worker {worker} failed an audit of {audit}", fix)
-
-
 def _barred(worker: WorkerRecord, snap: RunView) -> Symptom:
     others = [other for other in snap.live_workers if not other.is_barred]
     bad = plural(worker.bad_groups or 0, "group")
     reason = f"it submitted {bad} that the trainer cannot use"
     source = "`rolloutmq dead` gives the reason"
-    if worker.id in snap.failed_audits:
-        reason, source = "it failed an audit", "see the audit"
     what = f"worker {worker.id} is barred: {reason}{'' if others else '; no other is alive'}"
     fix = f"{source}; fix it, then run `rolloutmq resume --worker {worker.id}`"
     return Symptom("note" if others else "stuck", what, fix, worker.barred_for_ms)

@@ -57,7 +57,6 @@ def turns_outlive_their_workers(scene: Scene) -> None:
     scene.run.buffer.submit("w1", second, extend(claimed, Status.COMPLETED, FIRST), 2)
     with pytest.raises(Fenced):
         _say(after, 7)
-    assert scene.record(gid).get("continued") == "1"
     scene.check()
     scene.run.payloads.collect()
     # those of calls that were refused expire
@@ -75,21 +74,8 @@ def turns_are_of_one_worker(scene: Scene) -> None:
         _say(kept, number)
         scene.check()
     scene.submit(job)
-    assert "continued" not in scene.record(job.gid)
     scene.run.payloads.collect()
     scene.check()
-
-
-def a_token_that_begins_like_another_is_another(scene: Scene) -> None:
-    """The worker of the first claim made the turns, that of the second completed the group."""
-    scene.open_trainer(lineage="l0")
-    scene.enqueue(1)
-    (first,) = scene.claim(token="c10")
-    _say(scene.turns(first), 1)
-    scene.run.jobs.release("w0", first, "handback")
-    (second,) = scene.claim(token="c1")
-    scene.submit(second)
-    assert scene.record(second.gid).get("continued") == "1"
 
 
 def turns_that_the_server_lost_come_back(scene: Scene) -> None:
@@ -160,7 +146,6 @@ def turns_end_with_their_group(scene: Scene) -> None:
     (job,) = scene.claim()
     assert not job.is_begun
     _say(scene.turns(job), 2)
-    assert "continued" not in scene.record(job.gid)
     scene.run.jobs.release("w0", job, "handback")
     assert _said(scene, job.gid) == [2]
     scene.run.jobs.drop(job.gid)

@@ -23,7 +23,7 @@ URLS = (
 )
 
 CONFIG = str(ROOT / "configs" / "demo.toml")
-PATIENT = ("audit", "train", "producer", "worker")
+PATIENT = ("train", "producer", "worker")
 """Commands that wait a minute for a server."""
 COMMANDS = {name: (name, CONFIG) for name in PATIENT} | {
     "show": ("show", "math-0000000001"),
