@@ -129,8 +129,8 @@ class WorkerMoves(World):
         ref = self.newest(group)
         assert ref.token.startswith(f"{job.token}-turns")
         if not group.result.startswith(f"{job.token}-turns"):
-            before = len(group.made_by)
-            group.best = max(group.best, before) if group.result != "init" else 0
+            tokens = len(group.made_by)
+            group.best = max(group.best, tokens) if group.result != "init" else 0
         group.made_by, group.result = list(made_by), ref.token
         group.result_bytes = self.stored_bytes(job.gid, ref.token)
 
