@@ -23,7 +23,7 @@ from rolloutmq.views.run_view import read_run_view
 from rolloutmq.views.screen import LiveNotes, status_screen
 
 
-def _folder_status(folder: Path, error: StoreUnavailable) -> Output:
+def _folder_status(folder: Path, error: StoreUnavailable, **_: object) -> Output:
     read = RunFolder(folder)
     why = Text(f"the server of this run cannot be read: {error.message}", style="yellow")
     title = Text(f"run {read.name}, from its folder", style="bold")

@@ -29,6 +29,7 @@ ARGUMENTS = {
     "restore": ["unused"],
     "export": ["unused.jsonl"],
     "import": ["unused.jsonl"],
+    "logs": ["events"],
 }
 """What commands cannot do without."""
 

@@ -49,7 +49,7 @@ def contents(server: EmbeddedServer) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "words",
     [
-        "status", "dead", "ls", "show math-0000000003", "batch", "tail --from-start --count 3",
+        "status", "dead", "ls", "show math-0000000003", "batch", "logs events -n 3",
         "workers", "fsck", "doctor", "status --follow --count 1", "metrics",
     ],
 )  # fmt: skip
