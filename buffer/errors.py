@@ -255,6 +255,10 @@ class ProcessUnavailable(RolloutMQError):
     """No process could be started for a user's function: a fault of the machine or the set-up."""
 
 
+class ServiceAway(RolloutMQError):
+    """A server that a call needs refuses connections or has no room: the call is made again."""
+
+
 class JudgeError(UserCodeError):
     """A judge raised, exceeded its limit, or returned something that is not a reward."""
 
