@@ -68,7 +68,7 @@ def play(yard: Yard, trainer: Callable[[], None]) -> None:
     """Run the trainer's side on a thread while a worker serves it."""
 
     async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=0.0001)):
+        async with yard.working(yard.worker()):
             await asyncio.to_thread(trainer)
 
     asyncio.run(scenario())

@@ -14,7 +14,8 @@ import pytest
 from buffer.wire.rollout import RolloutState, Status
 from buffer.wire.sampling import SampleParams
 from tests.pipeline.talker import TURNS, live
-from tests.pipeline.yard import DEADLINE_S, Yard
+from tests.pipeline.yard import Yard
+from tests.waits import DEADLINE_S
 from tests.warm_process import start_program
 
 AGENTS = 2
