@@ -49,6 +49,9 @@ from rolloutmq.views.setting_view import override_lines
 POLL_S = 0.5  # between two checks of the processes
 POLLS_PER_LINE = 10  # checks per line of output, where the output is not a terminal
 NEWS = 4  # reports that stay on the screen
+SUBMITS = frozenset({"completed", "filtered", "aborted", "taught"})
+MOST_EVENTS = 5000  # newest ones, among which the last submit of a worker is found
+
 SERVER_S = 300.0  # in which a server that ends STOPPED times is not started again
 STOP_S = 60.0  # for children to exit after SIGTERM
 CHECKPOINT_S = 600.0  # for the trainer to exit: it writes a checkpoint first
@@ -183,10 +186,11 @@ class Launcher:
             self._shared_env["OMP_NUM_THREADS"] = threads
         no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
 
-        def worker_mark(child: Child) -> object:
-            known = next((each for each in run.fleet.workers() if each.id == child.name), None)
-            ended = known.done + known.failed if known else 0
-            return (known.facts.get("pid"), ended) if known and ended else None
+        def last_submit(child: Child) -> object:
+            for at_ms, name, fields in reversed(run.events.last(MOST_EVENTS)):
+                if name in SUBMITS and fields.get("worker") == child.name:
+                    return at_ms, fields["gid"]
+            return None
 
         def count(name: str) -> Callable[[Child], object]:
             return lambda _: sum(int(run.progress(task).get(name, 0)) for task in run.limits.tasks)
@@ -209,7 +213,7 @@ class Launcher:
                 f"worker-{i}",
                 [verb, "--id", f"worker-{i}", "--take-over"],
                 placement.environment(gpus),
-                worker_mark,
+                last_submit,
             )
             for i, gpus in enumerate(placement.workers)
         ]
@@ -219,7 +223,7 @@ class Launcher:
             member = f"teacher-{name}-{i}"
             args = ["worker", "--teacher", name, "--id", member, "--take-over"]
             environment = placement.environment(gpus)
-            self._workers.append(self._child(member, args, environment, worker_mark))
+            self._workers.append(self._child(member, args, environment, last_submit))
         if any(task.judging.kind == "rq" for task in config.tasks.values()):
             args = ["judge", "--workers", str(config.launch.judge_workers)]
             self._judges = [self._child("judge", args, no_gpu, count("raw_rewards_count"))]
