@@ -165,11 +165,12 @@ def _refused(name: str, errors: Sequence[DatasetError]) -> Iterator[Finding]:
 
 def _skipped(config: Config, name: str, skipped: int, of: int) -> Iterator[Finding]:
     if skipped:
+        tokens = config.producer.max_prompt_tokens
+        limit = f"[producer] max_prompt_tokens = {tokens}" if tokens else "4 MiB of text"
         yield Finding(
             "data",
             "error" if skipped == of else "warning",
-            f"task {name}: {skipped} of {of} prompts exceed [producer] max_prompt_tokens = "
-            f"{config.producer.max_prompt_tokens} and are skipped",
+            f"task {name}: {skipped} of {of} prompts exceed {limit} and are skipped",
             "raise it, with [engine] max_model_len, or leave the long rows out",
         )
 
