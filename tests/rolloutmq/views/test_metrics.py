@@ -179,6 +179,20 @@ def test_others_than_loopback_want_a_token(scene: Scene) -> None:
     served.close()
 
 
+def test_a_header_that_the_exporter_cannot_parse_is_refused(scene: Scene) -> None:
+    served = MetricsEndpoint(RunCollector(scene.run.store).registry())
+    for kind in ("application/openmetrics-text", "text/plain"):
+        for version, status in (("1.0.0", 200), ("", 200), ("x", 400), ("1.x", 400)):
+            asked = urllib.request.Request(f"{served.url}/metrics")
+            asked.add_header("Accept", f"{kind};version={version}")
+            try:
+                with urllib.request.urlopen(asked) as answer:
+                    assert answer.status == status
+            except urllib.error.HTTPError as refused:
+                assert (refused.code, version) == (status, version)
+    served.close()
+
+
 def test_the_command_prints_what_the_endpoint_would(scene: Scene, command: Command) -> None:
     done = command("metrics")
     assert done.returncode == 0, done.stderr
