@@ -142,9 +142,10 @@ class Pools:
         task = self._known(task)
         is_trained = status == "completed" and self._limits.tasks[task].eval_of is None
         policy = self._limits.order if is_trained else "staleness"
-        threshold = "" if status == "expired" else self._limits.threshold(task)
         keys = self._keys.slots(task=task, status=status)
         while True:
+            # read anew: expiry under a limit that was raised since would not unblock an old one
+            threshold = "" if status == "expired" else self._limits.threshold(task)
             arguments = {"policy": policy, "threshold": threshold, "limit": count}
             match self._store.call("peek", keys, arguments):
                 case ["OK", *entries]:
