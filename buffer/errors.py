@@ -263,6 +263,10 @@ class JudgeError(UserCodeError):
     """A judge raised, exceeded its limit, or returned something that is not a reward."""
 
 
+class NoAnswer(RolloutMQError):
+    """Another server did not answer in time, or the connection to it broke: ask it again."""
+
+
 class AnswerTooLong(JudgeError):
     """A service that judges, or runs programs, sent more than is read."""
 

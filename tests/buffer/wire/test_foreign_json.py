@@ -39,11 +39,13 @@ def _depth(value: Any) -> int:
 
 @given(st.binary() | st.sampled_from([b"[", b"{", b'{"a":', b"[[],"]).map(lambda part: part * 9999))
 def test_other_bytes_are_refused_in_one_short_line(text: bytes) -> None:
+    refused = ""
     try:
         read_json(text, "it")
     except WireError as error:
-        assert len(str(error)) < 600
-        assert "\n" not in str(error)
+        refused = str(error)
+    assert len(refused) < 600
+    assert "\n" not in refused
 
 
 def test_more_bytes_than_allowed_are_not_parsed() -> None:
