@@ -63,7 +63,6 @@ from buffer.wire.document import (
     SCHEMA,
     Columns,
     Head,
-    Seal,
     encode_value,
     pack,
     read,
@@ -71,6 +70,7 @@ from buffer.wire.document import (
 )
 from buffer.wire.framing import ALIGNMENT, MAX_BYTES, Data, expand, split_signed, split_turns
 from buffer.wire.group import RolloutGroup
+from buffer.wire.seal import Seal
 
 _SCHEMA_ENTRY = msgpack.packb("schema") + msgpack.packb(SCHEMA)
 _DATA_KEY = msgpack.packb("data")
@@ -163,8 +163,10 @@ def _decoded(stored: Sequence[Data], sums: Sequence[int | None]) -> list[Rollout
     columns = [unpack(document.columns, document.data) for document in documents]
     bounds = check_groups(documents, columns)
     seals = [
-        Seal(part, data, known if data is as_stored else None)
-        for part, data, as_stored, known in zip(columns, plain, stored, sums, strict=True)
+        Seal(head, part, data, known if data is as_stored else None)
+        for head, part, data, as_stored, known in zip(
+            documents, columns, plain, stored, sums, strict=True
+        )
     ]
     return list(map(RolloutGroup.received, documents, columns, bounds, seals))
 
