@@ -258,7 +258,7 @@ class Run:
         """Put all groups of a .jsonl or .parquet file into the pools, or raise DatasetError."""
         from buffer.curation.group_import import GroupImport
 
-        reader = GroupImport(self.context, self.payloads, self.buffer.order_function)
+        reader = GroupImport(self.context, self.payloads)
         return reader.read(path, task, from_line=from_line, advance=advance)
 
     # -- signatures ----------------------------------------------------------------------
@@ -326,14 +326,12 @@ class Run:
         *,
         restored: Collection[str] = (),
         by: str = "",
-        producer: str = "",
     ) -> dict[str, tuple[Any, Any]]:
         """Change settings while the run continues; return (before, after) of each by its name.
 
         They belong to the run from then on (`buffer/control/settings_record.py`). `restored`:
-        settings that get the value of the config again. `by`: who makes the change. `producer`: the
-        nonce of a producer that makes it by itself. Raises ConfigError, or Fenced when another
-        producer was opened.
+        settings that get the value of the config again. `by`: who makes the change. Raises
+        ConfigError.
         """
         operation = new_nonce()
         while True:
@@ -343,7 +341,7 @@ class Run:
                 self.limits, self.settings, settings, restored, taken, by
             )
             version, _ = self._limits_stamp
-            if write_settings(self.store, self.keys, operation, version, producer, fields):
+            if write_settings(self.store, self.keys, operation, version, "", fields):
                 self.refresh_limits()
                 return changed
 

@@ -17,6 +17,10 @@ SETTINGS: Mapping[str, str] = {
     'policy.weights_transport = "nccl"': (
         'removed; use "folder" (on /dev/shm or a network file system), or "redis"'
     ),
+    "plan.curriculum": (
+        "removed; change the weights from outside: `rolloutmq set tasks.math.weight=2`, or "
+        "`run.set` in a loop of your own"
+    ),
 }
 """By key, or by key and value. `*` stands for the name of a task."""
 

@@ -3,7 +3,7 @@
 -- Each is judged by itself, as if it had come alone: all are judged before anything is written.
 -- A completed group with teachers waits for the first of them, then for the next, before it is in the pool. A teacher adds
 -- columns: all counts are those of the worker that sampled the group.
--- include: ages, byte_count, clock, earlier_counts, events, leased, lanes, numbers, order_index, payloads, refuse, staleness, task_failures, waiting, wake_ups
+-- include: ages, byte_count, clock, earlier_counts, events, leased, lanes, numbers, payloads, refuse, staleness, task_failures, waiting, wake_ups
 -- KEYS leases        ZSET
 -- KEYS leased        HASH*    what the worker holds
 -- KEYS groups        prefix   of the group records (HASH)
@@ -18,7 +18,6 @@
 -- KEYS bell_teachers LIST*
 -- KEYS queues        prefix   of the queues (STREAM)
 -- KEYS events        STREAM*
--- KEYS order_index   ZSET*    of the completed groups of the task, if the policy needs one
 -- KEYS bytes         HASH
 -- KEYS unpinned      SET*
 -- KEYS age_index     ZSET*    groups of the task that wait or run, by their oldest version
@@ -38,7 +37,6 @@
 -- ARGV reward_count 0..4096                     x1..64  number of these scores
 -- ARGV unparsed     ''|0..4096                  x1..64  of these rollouts, those without an answer that a judge could read
 -- ARGV truncated    ''|0..4096                  x1..64  of these rollouts, those that ended at their token limit
--- ARGV order        ''|arrival|bucket|number    x1..64  position in the index: buckets take turns, a number is a score; '' = no index
 -- ARGV ms           0..                         x1..64  time from the group's claims to its result, without that in between
 -- ARGV chunks       1..1024                     x1..64  of KEYS
 -- ARGV teachers     ''|names                    x1..64  that a completed group passes, in order; a teacher leaves them out
@@ -85,7 +83,6 @@ local function judge(one)
   if not is_own then fields[#fields + 1], fields[#fields + 2] = 'continued', 1 end
   read('ZCARD', pool)
   if next_lane then read('XLEN', jobs) end
-  if one.order ~= '' then read('ZCARD', order_index) end
   if #payloads == 0 then read('SCARD', unpinned) end
   if status == 'filtered' then read('STRLEN', filtered) end
   if status == 'filtered' or payload ~= 'init' then read('SCARD', garbage) end
@@ -165,7 +162,6 @@ for n, was in ipairs(accepted) do
     else
       local scored = members[was.pool]
       scored[#scored + 1], scored[#scored + 2] = was.score, was.arrival .. ':' .. gids[n]
-      if status == 'completed' then put_in_order(order_index, progress, one.order, was.arrival, gids[n]) end
     end
   end
 end

@@ -91,7 +91,6 @@ OPTIONAL: Mapping[str, Forms] = {
             r"-?\d{1,16}",
         ),
         "raw_rewards_sum": _NUMBER,
-        "order_round": _NUMBER,
     },
     "bytes": dict.fromkeys(("came", "went"), _COUNT),
     "clock": dict.fromkeys(("seen_ms", "swept_ms", "grace_until_ms"), _COUNT),

@@ -82,6 +82,8 @@ class RolloutGroup:
     _seal: Seal | None = None  # of a received group
     _origin: RolloutGroup | None = None  # the received group that this one was made of
 
+    _sampled_mask: NDArray[np.uint8] | None = None  # once `mask` was replaced
+
     def __init__(self, gid: str, task: str, states: Sequence[RolloutState]) -> None:
         if not states:
             raise WireError(f"group {gid} has no rollouts")
@@ -196,7 +198,17 @@ class RolloutGroup:
 
     @mask.setter
     def mask(self, mask: NDArray[np.uint8]) -> None:
+        self._sampled_mask = self.sampled_mask
         self._replace("mask", mask)
+
+    @property
+    def sampled_mask(self) -> NDArray[np.uint8]:
+        """Return which response tokens were sampled to be trained, uint8[sum R].
+
+        It is the mask as the group was made, however `mask` has been cut since. Whatever compares
+        rollouts by turn or position reads it.
+        """
+        return self.mask if self._sampled_mask is None else self._sampled_mask
 
     def optional_columns(self) -> dict[str, NDArray[np.float32]]:
         """Return the token columns of some groups, float32[sum R]; nan for a rollout without.
@@ -289,11 +301,14 @@ class RolloutGroup:
 
     @property
     def in_training(self) -> NDArray[np.bool_]:
-        """Return whether each member is of a role with trained tokens, bool[k]; all if none is."""
+        """Return whether each member is of a role that is trained, bool[k]; all if none is.
+
+        A role is trained if any of its tokens was sampled to be.
+        """
         roles = np.array(self.roles)
         if (roles != roles[0]).any():
             member = np.repeat(np.arange(len(self)), self.lengths)
-            trained = np.bincount(member, self.mask, len(self)) > 0
+            trained = np.bincount(member, self.sampled_mask, len(self)) > 0
             if trained.any():
                 return np.isin(roles, roles[trained])
         return np.ones(len(self), np.bool_)

@@ -23,6 +23,10 @@ WITHIN_A_GROUP = (
 ADVANTAGES = (*WITHIN_A_GROUP, "reinforce_pp", "gae", "none")
 
 
+PASS_AT = 4
+"""The k of advantages = pass_at_k: a group of k rollouts or fewer has no advantage."""
+
+
 def _check_advantages(text: str) -> str:
     if text not in ADVANTAGES and not is_dotted_path(text):
         raise ValueError(f"it is not one of {', '.join(ADVANTAGES)}, nor package.module:function")

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
-from buffer.errors import ModelError
+from buffer.errors import ConfigError, ModelError
+from producer_workers.agent_loops.control_tokens import ControlTokens
 from producer_workers.engines.model_folder import read_config
 
 P = ParamSpec("P")
@@ -49,7 +50,7 @@ class TaskTokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs)
-        self._system_prompt = system_prompt
+        self._system_prompt = ControlTokens.of(tokenizer).broken_up(system_prompt)
 
     def apply_chat_template(self, conversation: Any, /, **options: Any) -> Any:
         messages = with_system_prompt(conversation, self._system_prompt)
@@ -116,14 +117,27 @@ def encode_chat(
     tokenizer: Tokenizer,
     messages: Sequence[dict[str, Any]],
     tools: Sequence[dict[str, Any]] | None = None,
+    *,
+    opens_turn: bool = True,
 ) -> list[int]:
-    """Return the token ids of a chat, with its tools, up to the start of the model's turn."""
+    """Return the token ids of a chat, with its tools, up to the start of the model's turn.
+
+    Every chat of a run is encoded here, so that no text of it has control tokens. Raises
+    ConfigError for a chat that ends with the model's own message, and what the template raises.
+    """
+    if opens_turn and messages and messages[-1].get("role") == "assistant":
+        raise ConfigError(
+            "the conversation ends with a message of the assistant, which would be closed before "
+            "the model's own turn",
+            hint="end it with a message of the user or of a tool",
+        )
+    safe = ControlTokens.of(tokenizer)
     # return_dict is given because its default differs between transformers 4 and 5.
     ids = tokenizer.apply_chat_template(
-        list(messages),
-        tools=list(tools) if tools else None,
+        safe.in_messages(messages),
+        tools=safe.broken_up(list(tools)) if tools else None,
         tokenize=True,
-        add_generation_prompt=True,
+        add_generation_prompt=opens_turn,
         return_dict=False,
     )
     return list(map(int, ids))

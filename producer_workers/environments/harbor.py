@@ -36,6 +36,7 @@ from producer_workers.gateway.agents import (
     MODEL,
     AgentError,
     AgentTask,
+    Begin,
     Earned,
     end_process,
 )
@@ -112,8 +113,9 @@ class HarborAgent:
         """Raise ConfigError if Harbor, the agent or the environment cannot be loaded."""
         self.processes.check({**self._config, "task": {"path": "."}})
 
-    async def run(self, task: AgentTask) -> Earned:
+    async def run(self, begin: Begin) -> Earned:
         """Return the reward of the trial's tests. Raises TrialFailed."""
+        task = begin()
         name = f"rmq-{re.sub('[^a-zA-Z0-9]+', '-', task.session_id)}-{secrets.token_hex(3)}"
         agent = self._config["agent"]
         kept = self._trials_dir and Path(self._trials_dir).absolute()

@@ -33,6 +33,8 @@ from producer_workers.user_code.process_function import call_of
 
 _THREADS = 256  # plain functions that run at the same time in a worker itself; more wait
 
+GRACE_S = 10.0  # the endpoint refuses the next request of a cancelled agent, which ends in order
+
 MODEL = "policy"  # the model's name; the endpoint accepts any other name, too
 
 LONGEST_STDERR = 2000  # bytes of a failed program's stderr that are kept
@@ -107,6 +109,9 @@ Earned = dict[str, dict[str, Any]]
 Sessions with {} are left out of the group.
 """
 
+Begin = Callable[[], AgentTask]
+"""Returns the task of an agent that starts; again, if it must start again because others failed."""
+
 EVERY_ROLE = "*"
 
 BY_HEADER = "*"  # as a role in a key: each X-Session-ID of the requests has a session of its own
@@ -118,7 +123,7 @@ class Agent(Protocol):
 
     resumable: bool
 
-    async def run(self, task: AgentTask) -> Earned | None:
+    async def run(self, begin: Begin) -> Earned | None:
         """Return the agent's own rewards, or None. Raises AgentError; cancelling ends the agent."""
         ...
 
@@ -180,17 +185,14 @@ class FunctionAgent:
             error=error,  # it fails its rollout alone
             processes=4 if is_coroutine else 16,
             mode="coroutines" if is_coroutine else "threads",
-            # another run of it would begin another session
-            repeats=False,
-            # the endpoint refuses its next request, which ends it in order
-            grace_s=10.0,
+            grace_s=GRACE_S,
         )
         self._call = call_of(
             function, f"{__name__}:AGENT", rules, path=path, options=options, turns=_THREADS
         )
 
-    async def run(self, task: AgentTask) -> Earned | None:
-        earned: Earned | None = await self._call(task)
+    async def run(self, begin: Begin) -> Earned | None:
+        earned: Earned | None = await self._call(begin(), again=lambda: (begin(),))
         return earned
 
     def close(self) -> None:
@@ -216,8 +218,8 @@ class ProgramAgent:
 
     def close(self) -> None: ...  # each program ends with its session
 
-    async def run(self, task: AgentTask) -> Earned | None:
-        command = self._command
+    async def run(self, begin: Begin) -> Earned | None:
+        task, command = begin(), self._command
         for name in ("question", "base_url", "model"):
             command = [part.replace(f"{{{name}}}", getattr(task, name)) for part in command]
         names = ("messages", "data_source", "extra", "session_id", "finished", "finished_roles")

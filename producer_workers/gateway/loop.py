@@ -35,6 +35,7 @@ from producer_workers.gateway.agents import (
     Agent,
     AgentError,
     AgentTask,
+    Begin,
     Earned,
     FunctionAgent,
     ProgramAgent,
@@ -153,25 +154,36 @@ class GatewayAgentLoop:
         writer = TurnWriter(keeper, state.index, finished) if keeper else None
         make = partial(self._session, engine, state.sample_params, name, writer)
         sessions = AgentSessions(make, finished)
-        key = self._gateway.admit(sessions, self._key(state, gid))
-        conversations = {
-            role: [own_copy(list(segment.messages)) for segment in segments]
-            for role, segments in finished.items()
-        }
-        task = AgentTask(
-            self._gateway.url,
-            key,
-            own_copy(state.messages),
-            state.data_source,
-            own_copy(without_record(state.extra)),
-            own_copy(state.ground_truth),
-            session_id=name,
-            finished=conversations.pop("", []),
-            finished_roles=conversations,
-        )
         state.session_id = name
+        key = ""
+
+        def begin() -> AgentTask:
+            nonlocal key
+            known = finished
+            if key:  # its process ended with its requests
+                self._gateway.dismiss(key)
+                record.count(sessions.new_contexts)
+                known = sessions.segments() if self.keeps_turns else {}
+                sessions.restart(known)
+            key = self._gateway.admit(sessions, self._key(state, gid))
+            conversations = {
+                role: [own_copy(list(segment.messages)) for segment in segments]
+                for role, segments in known.items()
+            }
+            return AgentTask(
+                self._gateway.url,
+                key,
+                own_copy(state.messages),
+                state.data_source,
+                own_copy(without_record(state.extra)),
+                own_copy(state.ground_truth),
+                session_id=name,
+                finished=conversations.pop("", []),
+                finished_roles=conversations,
+            )
+
         try:
-            earned = await self._run(task, sessions)
+            earned = await self._run(begin, sessions)
         except AgentError as error:
             # The end of a session may fail its agent through no fault of its own.
             earned = {EVERY_ROLE: dict(error.earned)} if error.earned and not self._judge else None
@@ -179,7 +191,8 @@ class GatewayAgentLoop:
             if not sessions.interrupted.is_set() and not (is_cut and (self._judge or earned)):
                 return [_failed(state, log_failure(error), writer)]
         finally:
-            self._gateway.dismiss(key)
+            if key:
+                self._gateway.dismiss(key)
             record.count(sessions.new_contexts)
         if sessions.failure:  # the agent cannot raise it: it got it as an HTTP status
             raise sessions.failure
@@ -206,8 +219,8 @@ class GatewayAgentLoop:
         session.unsent = [*finished] if self.answers_again else []
         return session
 
-    async def _run(self, task: AgentTask, sessions: AgentSessions) -> Earned | None:
-        running = asyncio.ensure_future(self._agent.run(task))
+    async def _run(self, begin: Begin, sessions: AgentSessions) -> Earned | None:
+        running = asyncio.ensure_future(self._agent.run(begin))
         interrupted = asyncio.ensure_future(sessions.interrupted.wait())
         try:
             done, _ = await asyncio.wait(

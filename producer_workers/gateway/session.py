@@ -284,8 +284,9 @@ class Session:
                 pass
         log.debug("new segment: %s", why or "the first", extra={"session": self.name})
         try:
-            safe = self._delta.harmless([_for_template(message) for message in messages])
-            prompt = encode_chat(self._tokenizer, safe, tools)
+            prompt = encode_chat(self._tokenizer, list(map(_for_template, messages)), tools)
+        except ConfigError:
+            raise
         except Exception as error:  # a template may raise anything
             raise ConfigError(
                 f"the chat template does not accept these messages: {error}"

@@ -10,7 +10,7 @@ from buffer.errors import ConfigError
 from buffer.wire.group import LIVE_OPENING
 from buffer.wire.rollout import RolloutState
 from producer_workers.engines.base import Engine
-from producer_workers.gateway.agents import AgentTask, Earned
+from producer_workers.gateway.agents import Begin, Earned
 from producer_workers.gateway.kept_turns import Keeper, TurnWriter, write_opening
 from producer_workers.gateway.loop import GatewayAgentLoop
 from producer_workers.gateway.server import Gateway
@@ -27,8 +27,8 @@ class LiveAgent:
     def __init__(self, room: LiveRoom) -> None:
         self._room = room
 
-    async def run(self, task: AgentTask) -> Earned:
-        return await self._room.earned(task)
+    async def run(self, begin: Begin) -> Earned:
+        return await self._room.earned(begin())
 
     def close(self) -> None: ...
 

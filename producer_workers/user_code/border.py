@@ -116,8 +116,8 @@ class Rules:
     """How one function is called, and how errors name it.
 
     `what`: kind and name. `limit_s`: of each call. `memory_mb`: address space of a process, or 0.
-    `limit_key`, `memory_key`: their settings. `repeats`: a call whose process ended is repeated
-    alone. `grace_s`: time in which an unwanted call must end if its process makes others.
+    `limit_key`, `memory_key`: their settings. `grace_s`: time in which an unwanted call must end,
+    and a process answer that it runs, if it makes other calls.
     """
 
     what: str
@@ -128,7 +128,6 @@ class Rules:
     memory_key: str = ""
     processes: int = 1
     mode: Mode = "plain"
-    repeats: bool = True
     grace_s: float = 1.0
     start_s: float = 300.0  # time in which a process must have imported the function
     error: type[UserCodeError] = UserCodeError
@@ -171,7 +170,7 @@ def runs_inline(function: F) -> F:
     """Mark a function of yours that answers in milliseconds and never hangs: it needs no process.
 
     It may be a judge, filter, tool, environment factory, agent, record function, data set factory,
-    order, curriculum or should_continue_fn. It runs in a thread, or in the event loop if it is a
+    should_continue_fn. It runs in a thread, or in the event loop if it is a
     coroutine function, which must not block.
     """
     setattr(function, _MARK, True)

@@ -305,11 +305,9 @@ class Config(Section):
         (`buffer/control/settings_record.py`).
         """
         marks = {"low_bytes": self.memory.low_water, "high_bytes": self.memory.high_water}
-        tasks = {f"tasks.{name}.weight": self.tasks[name].weight for name in self.training_tasks}
         return {
             "concurrency": str(self.worker.concurrency),
             **{name: f"{mark} of {self.memory.budget_bytes}" for name, mark in marks.items()},
-            **{name: f"{weight} {self.plan.curriculum}" for name, weight in tasks.items()},
         }
 
     def _task_limits(self, name: str) -> TaskLimits:

@@ -38,7 +38,6 @@ def describe(view: RunView) -> dict[str, Any]:
         "steps": {"taken": view.taken, "committed": view.committed, "freed": view.freed},
         "trainer": _role_json(view.trainer),
         "producer": _role_json(view.producer),
-        "curriculum_error": control.get("curriculum_error") or None,
         "tasks": {task.account.task: _task_json(task, view.now_ms) for task in view.tasks},
         "workers": [worker_json(worker, view) for worker in view.workers],
         "ended_workers": [worker_json(worker, view) for worker in view.ended_workers],

@@ -156,20 +156,17 @@ def _mode(view: RunView) -> Text:
 
 def _facts(view: RunView) -> Table:
     dead = Text(f"{view.dead}  (rolloutmq dead)", style="yellow") if view.dead else "0"
-    reason = view.control.get("curriculum_error", "")
     refuses = "yellow" if view.memory.refuses_fresh else ""
-    rows: list[tuple[str, str | Text]] = [
-        ("steps", f"{view.taken} taken · {view.committed} committed · {view.freed} freed"),
-        ("trainer", _role(view.trainer)),
-        ("producer", _role(view.producer)),
-        ("workers", _workers_text(view)),
-        ("memory", Text(str(view.memory), style=refuses)),
-        ("dead letters", dead),
-    ]
-    if reason:
-        text = Text(f"not followed: {reason}", style="yellow")
-        rows.append(("curriculum", text))
-    return facts(rows)
+    return facts(
+        [
+            ("steps", f"{view.taken} taken · {view.committed} committed · {view.freed} freed"),
+            ("trainer", _role(view.trainer)),
+            ("producer", _role(view.producer)),
+            ("workers", _workers_text(view)),
+            ("memory", Text(str(view.memory), style=refuses)),
+            ("dead letters", dead),
+        ]
+    )
 
 
 def _role(role: RoleHolder) -> Text:

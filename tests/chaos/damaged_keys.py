@@ -118,7 +118,6 @@ TARGETS = (
     _named("bell:<who>", "bell:workers"),
     _named("jobs:<task>:<lane>", f"jobs:{INLINE}:fresh"),
     _named("pool:<task>:<status>", f"pool:{INLINE}:completed"),
-    _named("order:<task>:completed", f"order:{INLINE}:completed"),
     _named("age:<task>", f"age:{INLINE}"),
     _named("progress:<task>", f"progress:{INLINE}"),
     _named("ended:<task>:<stage>", f"ended:{INLINE}:archived"),

@@ -173,7 +173,6 @@ async function submit(gid, task, token, group, spans, scores, lines) {
   Object.assign(unit, { tokens, length: tokens, size: data.length });
   Object.assign(unit, { crc: crc32(data).toString(16).padStart(8, "0"), reward_count: scores.length });
   unit.reward_sum = scores.reduce((sum, score) => sum + score, 0);
-  unit.order = facts.order === "fifo" ? "arrival" : "";
   let answer = ["MISSING"];
   while (answer[0] === "MISSING") {
     for (const [n, key] of keys.entries())

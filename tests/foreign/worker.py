@@ -247,7 +247,6 @@ class Worker:
             "crc": f"{zlib.crc32(data):08x}",
         }
         unit |= {"reward_sum": sum(scores), "reward_count": len(scores)}
-        unit["order"] = "arrival" if self.facts["order"] == "fifo" else ""
         unit["made_by"] = ",".join(f"oldest {lineage} {version}" for lineage, version in weights)
         answer = ["MISSING"]
         while answer[0] == "MISSING":

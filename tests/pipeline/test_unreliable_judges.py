@@ -297,21 +297,3 @@ async def test_a_group_that_is_judged_while_its_engine_dies_keeps_its_tokens(yar
     assert yard.run.record(judged)["status"] == "aborted"
     assert unjudged(yard.group(judged))
     yard.check()
-
-
-@pytest.mark.parametrize("fault", [nothing_found, leave])
-async def test_an_order_policy_that_does_anything_fails_its_own_group_only(
-    yard: Yard, fault: Any
-) -> None:
-    bad, *_ = yard.enqueue(3)
-
-    def order(group: Any) -> float:
-        return fault() if group.gid == bad else 1.0
-
-    limits = yard.run.limits.model_copy(update={"order": "mine:order"})
-    buffer = yard.run.buffer
-    buffer._context = buffer._context._replace(limits=limits)
-    buffer.order_function = order
-    async with yard.working(yard.worker()):
-        await yard.until_places(dead=1, completed=2)
-    assert "order policy 'mine:order' raised" in yard.run.dead_letters.reason(bad)["reason"]

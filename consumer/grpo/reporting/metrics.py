@@ -18,6 +18,7 @@ from buffer.ids import split_group_id
 from buffer.manifest import Manifest
 from buffer.wire.group import GROUP_TIME, RolloutGroup, new_contexts
 from buffer.wire.staleness import staleness
+from consumer.grpo.learner.group_rewards import FULL_SCORE
 
 POOLS = ("completed", "aborted", "expired")
 
@@ -44,7 +45,7 @@ class BatchColumns:
     roles: list[tuple[str, float]]  # task/role and score of the rollouts that have a role
     lengths: list[int]  # response tokens of each rollout
     sizes: list[int]  # rollouts of each group
-    solved: list[bool]  # whether a rollout of the group has a score above 0
+    solved: list[bool]  # whether a rollout of the group has the full score
     prompts: list[int]  # prompt tokens of each group
     seconds: list[float]  # that workers spent on each group, if known
     advantages: list[float]
@@ -74,7 +75,7 @@ class BatchColumns:
             ],
             lengths=[n for group in groups for n in group.lengths.tolist()],
             sizes=[len(group.lengths) for group in groups],
-            solved=[bool(scores.max() > 0) for scores in trained],
+            solved=[bool(scores.max() >= FULL_SCORE) for scores in trained],
             prompts=[len(group.prompt_ids) for group in groups],
             seconds=[time for time in times if time is not None],
             advantages=advantages.tolist(),

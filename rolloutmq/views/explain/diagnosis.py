@@ -56,7 +56,7 @@ def diagnose(snap: RunView) -> list[Symptom]:
         over = _note("the run is finished: its last step is done", more, snap.paused_ms)
         return worst_first([*_account(snap), over, *_shares(snap)])
     parts = [_account, _pauses, _roles, _slow_data_set, _workers, _failed_audits, _unclaimed,
-             _leases, _memory, _tasks, _shares, _curriculum, _recovery]  # fmt: skip
+             _leases, _memory, _tasks, _shares, _recovery]  # fmt: skip
     parts += [] if snap.paused_by else [_weights, _supply]
     return worst_first(symptom for part in parts for symptom in part(snap))
 
@@ -283,17 +283,13 @@ def _shares(snap: RunView) -> Iterator[Symptom]:
                 yield Symptom(share.level, f"task {task.account.task}: {share}", share.fix)
 
 
-def _curriculum(snap: RunView) -> Iterator[Symptom]:
-    if reason := snap.control.get("curriculum_error"):
-        step = snap.control["curriculum_step"]
-        what = f"task weights have not changed since step {step}: {reason}"
-        yield _note(what, "fix the function of [plan] curriculum, and restart the producer")
-
-
 def _supply(snap: RunView) -> Iterator[Symptom]:
     quiet_ms = last_event_ms(snap)
     for task in snap.training:
-        if task.account.target and task.account.waiting + task.account.running == 0:
+        account, is_served = task.account, task.ready >= max(1, task.batch_share)
+        # a task with a small share has nothing to start for some steps
+        is_short = account.target > account.consumed + task.ready
+        if account.target and account.waiting + account.running == 0 and (is_served or is_short):
             yield _dry(task, quiet_ms)
 
 

@@ -68,7 +68,7 @@ class Yard(Scene):
         ref, commands = self.run.payloads.commands(job.gid, job.token, [data])
         self.store.write("payload write", commands)
         submission = Submission(
-            RunContext(self.store, self.keys, self.run.limits), self.run.payloads, None
+            RunContext(self.store, self.keys, self.run.limits), self.run.payloads
         )
         group = group_bytes.decode(data)
         group = RolloutGroup(job.gid, "math", group.states)

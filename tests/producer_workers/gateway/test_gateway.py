@@ -27,6 +27,7 @@ from producer_workers.gateway.loop import GatewayAgentLoop
 from producer_workers.judges.judge import FunctionJudge
 from rolloutmq.testing import RehearsalError, rehearse
 from tests.producer_workers.agents import PROGRAM, TOOL, ask
+from tests.producer_workers.gateway.test_recorded_tokens import Killed
 from tests.producer_workers.recorder import MINE, Recorder, loop_of, questions, run
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
@@ -53,6 +54,39 @@ def test_whatever_agents_do_each_sampled_token_is_trained_once_in_the_context_it
     assert len(
         {(name.rpartition("/")[0], params.seed) for name, _, params in engine.requests}
     ) == len(engine.requests)
+
+
+@pytest.mark.parametrize(
+    ("agent", "deed", "limit_s"),
+    [
+        ("harms", "exits", 600.0),
+        pytest.param("harms_threads", "exits", 600.0, marks=pytest.mark.slow),
+        pytest.param("harms", "blocks", 10.0, marks=pytest.mark.slow),
+        pytest.param("harms_threads", "locks", 10.0, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("resumable", [False, True])
+def test_an_agent_that_ends_or_blocks_its_process_fails_its_own_rollout_alone(
+    chat: Any, agent: str, deed: str, limit_s: float, resumable: bool, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("producer_workers.gateway.agents.GRACE_S", 2.0)
+    engine = Recorder(chat)
+    loop = loop_of(
+        chat, MINE + agent, time_limit_s=limit_s, resumable=resumable, partial_rollout=True
+    )
+    given = questions(deed, *(f"question {n}" for n in range(7)), max_tokens=1000)
+    keeper = Killed(given, None) if resumable else None
+    culprit, *others = run(loop, engine, given, keeper)
+    assert culprit.status is Status.FAILED
+    said = "ended its process: exit code 3" if deed == "exits" else "exceeded its limit of 10 s"
+    assert said in str(culprit.error)
+    assert [state.reward for state in others] == [{"score": 1.0}] * 7
+    if keeper:
+        assert len(engine.said) == 8, "those that began again went on behind their turns"
+        found = keeper.found()[1:]
+        assert [s.response_ids.tolist() for s in found] == [s.response_ids.tolist() for s in others]
+    else:
+        assert len(engine.said) > 9, "some began again, since they shared its process"
 
 
 def test_tool_calls_of_an_agent_stay_in_one_segment(chat: Any) -> None:

@@ -152,7 +152,7 @@ def test_sampling_may_be_cut_where_the_engine_records_what_that_leaves(
         (["tasks.sums.dataset.size=1"], "leave no problem"),
         (["memory.budget_bytes='1MiB'"], "cannot hold one checkpoint interval"),
         (['tasks.math.dataset.path="a\\u0000b"'], "the character NUL"),
-        (["policy.order=shortest"], "expected staleness, fifo"),
+        (["policy.order=shortest"], "expected 'staleness' or 'fifo'"),
         (["policy.model='/mine'", "policy.revision=v1"], "is for a model on the Hub"),
         (["retention.policy=last"], "needs batches = N"),
         (["learner.old_policy=current", "learner.loss.dual_clip=3.0"], "always 1"),

@@ -161,6 +161,25 @@ def test_a_task_that_learns_to_be_short_is_named(
     assert all("math" in each["what"] and "max_staleness" in each["fix"] for each in found)
 
 
+def test_a_task_that_owes_the_next_batch_nothing_is_not_dry(
+    store: Store, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task with a small share has steps without a group."""
+    monkeypatch.setattr(diagnosis, "PATIENCE_MS", -1)
+    scene = Scene(store, "demo", stale_threshold=9)
+    scene.enqueue(3)
+    scene.join("w0")
+    scene.open_trainer()
+    dry = []
+    for step, job in enumerate(scene.claim("w0", 3), start=1):
+        scene.submit("w0", job)
+        scene.run.ledger.take(scene.trainer, step, {"math": 1})
+        dry.append([each["what"] for each in symptoms(command) if "are ready" in each["what"]])
+    assert dry == [[], [], []]
+    scene.run.ledger.set_target(scene.trainer, "math", 4)  # the next batch has a group of it
+    assert any("0 of 1 groups are ready" in each["what"] for each in symptoms(command))
+
+
 def test_a_task_whose_long_rows_fail_is_biased(store: Store, command: Command) -> None:
     scene = Scene(store, "demo")
     scene.enqueue(80, prompt=10, source="short")
