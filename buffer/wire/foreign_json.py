@@ -24,7 +24,7 @@ def read_json(text: bytes | str, what: str, *, most: int = 1 << 20) -> Any:
     except orjson.JSONDecodeError as error:
         raise WireError(f"{what} is not valid JSON: {error}: {text[:80]!r}") from error
     level = [value]
-    for _ in range(MAX_DEPTH):
+    for _ in range(MAX_DEPTH + 1):
         containers = [each for each in level if isinstance(each, dict | list)]
         if not containers:
             return value

@@ -9,8 +9,8 @@
      "own": [[position, {any field of shared, "session_id": str?, "role": str?, "error": str?,
                          "tool_calls": [{"id": str, "name": str, "arguments": {...}?,
                                          "raw_arguments": str?}, ...]?,
-                         "routed_experts": str (their address)?,
-                         "sampling_mask": str (its address)?}], ...]?,
+                         "routed_experts": str?, "sampling_mask": str? (addresses of files, with
+                         their checksums)}], ...]?,
      "responses": [str, ...], "finish_reasons": [str, ...]?, "lineages": [str, ...]?,
      "rewards": [str, ...]?, "teachers": [str, ...]?, "teacher_top_k": [int, ...]?,
      "columns": {name: [offset, *shape], ...}, "pad": str?, "data": bin}

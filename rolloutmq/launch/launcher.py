@@ -300,8 +300,6 @@ class Launcher:
             news.append(f"server restarted{self._server.full_disk}")
         for child in (*self._judges, *self._workers):
             news.append(child.keep_alive(is_over=is_over))
-        for child in self._children:
-            child.limit_log()
         return [line for line in news if line]
 
     # -- after ---------------------------------------------------------------
