@@ -23,7 +23,6 @@ from buffer.ids import new_nonce
 from buffer.janitor import Janitor
 from buffer.ledger import memory
 from buffer.ledger.account import Account
-from buffer.ledger.audits import Audits
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.trainer_opening import TrainerOpening
 from buffer.limits import REGENERATING, SCHEMA, RunLimits
@@ -34,7 +33,6 @@ from buffer.redis.keys import EVERY_CONTROL, EVERY_META, Keys, run_of_key
 from buffer.redis.media_folder import MediaFolder
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import Advance, no_advance
-from buffer.redis.signing import Key, Keyring, Signer
 from buffer.redis.store import RunContext, Store
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_fields import (
@@ -94,7 +92,6 @@ class Run:
         self.receipts = Receipts(context, self.fleet)
         self.events = EventLog(store, self.keys)
         self.account = Account(context)
-        self.audits = Audits(store, self.keys)
         self.memory = memory.Memory(context)
         ledgers = (self.ledger, self.evaluations)
         self.janitor = Janitor(context, nonce, self.jobs, ledgers, self.payloads, self.media)
@@ -260,19 +257,6 @@ class Run:
 
         reader = GroupImport(self.context, self.payloads)
         return reader.read(path, task, from_line=from_line, advance=advance)
-
-    # -- signatures ----------------------------------------------------------------------
-
-    def sign_with(self, key: Key) -> None:
-        """Sign what this process submits, puts and updates, and check what it continues."""
-        self.payloads.signer = Signer(self.nonce, key)
-
-    def check_signatures(self, keys_file: Path | None) -> None:
-        """Refuse groups that no owner of a key in this file signed; None: read all.
-
-        The file is read again when it changes. Raises ConfigError.
-        """
-        self.payloads.keyring = Keyring(self.nonce, keys_file) if keys_file else None
 
     @staticmethod
     def names(store: Store, *, damaged: bool = False) -> list[str]:

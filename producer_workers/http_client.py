@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from buffer.errors import NoAnswer
+from buffer.errors import NoAnswer, ServiceAway
 
 if TYPE_CHECKING:
     import aiohttp
@@ -51,7 +51,8 @@ async def ask(
 ) -> Answer:
     """Return the answer to a request, whatever its status, with at most `most` bytes of its body.
 
-    `data` is JSON. Raises NoAnswer after `limit_s` seconds, or if the connection fails or breaks.
+    `data` is JSON. Raises ServiceAway if the server cannot be reached, and NoAnswer after `limit_s`
+    seconds, or if the connection breaks.
     """
     import aiohttp
 
@@ -66,6 +67,8 @@ async def ask(
                 body += chunk
                 if len(body) > most:  # leaving closes the connection
                     break
+    except aiohttp.ClientConnectorError as error:
+        raise ServiceAway(f"{type(error).__name__}: {error}") from error
     except TimeoutError as error:
         raise NoAnswer(f"no answer within its limit of {limit_s:g} s") from error
     except (aiohttp.ClientError, ConnectionError) as error:

@@ -221,7 +221,7 @@ def to_store(
             f"group {group.gid} of task {group.task!r} was given as the result of {job.gid}",
             hint="give each job the group that was made of it",
         )
-    made = payloads.commands(job.gid, job.token, data, group.signatures)
+    made = payloads.commands(job.gid, job.token, data)
     # after the checksum: wrong bytes must not have a right one
     group.check_unchanged()
     return made

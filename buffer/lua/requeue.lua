@@ -56,7 +56,6 @@ elseif before ~= 'aborted' then
     count_bytes(bytes, 0, num(held[9]))
   end
   payload = 'init'
-  redis.call('HDEL', record, 'continued')
   redis.call('HSET', record, 'status', 'init', 'payload', 'init', 'chunks', 1, 'size', num(held[10]), 'crc', '',
     'version', '', 'lineage', '', 'tokens', 0)
 end

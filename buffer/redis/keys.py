@@ -97,12 +97,6 @@ TABLE: Mapping[str, KeyRow] = {
         '"since_ms bad barred_ms" by worker: number of submitted groups that no trainer can use, '
         "and since when it may not claim (0: it may)",
     ),
-    "audits": KeyRow(
-        "HASH",
-        "position and audited_ms of the newest audited batch; number of missed batches; agrees, "
-        "differs, impossible: number of audited groups by worker; failed: the newest failed audit "
-        "by worker (`buffer/ledger/audits.py`)",
-    ),
     # weights
     "weights": KeyRow(
         "LIST",
@@ -169,7 +163,6 @@ class Keys:
         self.dead = self.prefix + "dead"
         self.workers = self.prefix + "workers"
         self.bad_submissions = self.prefix + "bad_submissions"
-        self.audits = self.prefix + "audits"
         self.cursors = self.prefix + "cursors"
         self.events = self.prefix + "events"
         self.weights = self.prefix + "weights"

@@ -74,8 +74,6 @@ class RolloutGroup:
     by rollout.
     """
 
-    signatures: Sequence[str] = ()  # lines of `buffer.wire.framing`
-
     turns: Sequence[RolloutState] = ()
     """What its agents have done since it was claimed, in order; see `KeptTurns`."""
 
@@ -110,7 +108,6 @@ class RolloutGroup:
     def continued(self, states: Sequence[RolloutState]) -> RolloutGroup:
         """Return the group of these rollouts, which were made from those of this one."""
         group = RolloutGroup(self.gid, self.task, states)
-        group.signatures = self.signatures
         group._origin = self._origin or self
         return group
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import aiohttp
 
-from buffer.errors import RolloutMQError, WireError
+from buffer.errors import RolloutMQError, ServiceAway, WireError
 from buffer.wire.foreign_json import read_json
 from producer_workers.gateway.agents import AgentTask
 from producer_workers.http_client import ask
+from producer_workers.user_code.border import check_numbers
+from producer_workers.user_code.http_request import AWAY
 
 RUN_ID = "_ng_rollout_id"
 
@@ -31,7 +33,7 @@ class GymFailure(RolloutMQError):
 async def play(task: AgentTask, *, url: str) -> dict[str, float]:
     """Return the reward of the row, with its components; `url`: of the agent's server.
 
-    Raises GymFailure.
+    Raises GymFailure; ServiceAway if the server does not answer, or has no room.
     """
     row = {**task.extra["row"], RUN_ID: task.api_key}
     where = f"{url.rstrip('/')}/run"
@@ -40,7 +42,8 @@ async def play(task: AgentTask, *, url: str) -> dict[str, float]:
         # the loop limits the time of a run
         answer = await ask(client, "POST", where, data, limit_s=None, most=LONGEST_ANSWER)
     if answer.problem:
-        raise GymFailure(f"{where} {answer.problem}")
+        kind = ServiceAway if answer.status in AWAY else GymFailure
+        raise kind(f"{where} {answer.problem}")
     try:
         verified = read_json(answer.body, f"the answer of {where}", most=LONGEST_ANSWER)
     except WireError as error:
@@ -59,4 +62,4 @@ def _reward(verified: dict[str, Any]) -> dict[str, float]:
     components = verified.get("reward_components") or {}
     if not isinstance(components, dict):
         raise GymFailure(f"/run gave {components!r:.80} as reward_components, not an object")
-    return {**components, "score": verified["reward"]}
+    return {**check_numbers("reward_components", components), "score": verified["reward"]}

@@ -16,7 +16,8 @@ from producer_workers.http_client import ask
 
 log = logging.getLogger("rolloutmq.judge")
 
-RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+AWAY = frozenset({429, 502, 503, 504})  # a server that is away, or has no room
+RETRIED = AWAY | {408, 425, 500}
 BACKOFF = Backoff(0.2, 10.0, jitter=0.5)
 
 

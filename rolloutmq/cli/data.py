@@ -18,7 +18,6 @@ from buffer.curation.group_import import Imported
 from buffer.errors import ConfigError
 from buffer.ids import POOLS
 from buffer.query.language import parse
-from buffer.redis.signing import Key
 from buffer.run import Run
 from buffer.snapshot.folder import read_manifest
 from rolloutmq.cli.groups import WHERE_HELP
@@ -254,10 +253,6 @@ def import_groups(
         str | None, typer.Option(help="Task that the groups join. Default: the task in each line.")
     ] = None,
     from_line: Annotated[int, typer.Option(min=1, help="First line to import.")] = 1,
-    key_file: Annotated[
-        Path | None,
-        typer.Option("--key", metavar="FILE", help="Key to sign the groups with: the producer's."),
-    ] = None,
     as_json: AsJson = False,
 ) -> Output:
     """Put completed groups from a file into the pools of a run.
@@ -266,8 +261,6 @@ def import_groups(
     are one group, which gets a new gid. The format is the one that export writes.
     """
     run = target.run
-    if key_file:
-        run.sign_with(Key.read(key_file))
     with progress(as_json) as advance:
         done = run.import_groups(file, task=task, from_line=from_line, advance=advance)
     said = [f"{_amount(done)} imported from {file}"]

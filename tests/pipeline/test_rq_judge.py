@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 import zlib
 from base64 import b64decode
 from collections.abc import Callable, Iterator
@@ -41,6 +40,7 @@ from tests.pipeline import rq_judges
 from tests.pipeline.site import ROOT
 from tests.producer_workers.http_service import http_service
 from tests.servers import Server
+from tests.waits import until
 
 on_one = pytest.mark.parametrize("server", ["valkey"], indirect=True)
 """They say nothing about the server."""
@@ -103,13 +103,6 @@ def make_judge(pool: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
 def ask(judge: RqJudge, **fields: Any) -> dict[str, float]:
     return asyncio.run(judge.judge(RolloutState(**fields)))
-
-
-def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + 400
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def failed(pool: Server, run: str = RUN) -> int:
@@ -392,7 +385,7 @@ def test_judge_is_ended_when_it_is_over_a_limit(
     limits: dict[str, float],
     reason: str,
 ) -> None:
-    monkeypatch.setattr(rq_judge, "GRACE_S", 30.0)  # the limits end it, not the one who waits
+    monkeypatch.setattr(rq_judge, "GRACE_S", 400.0)  # the limits end it, not the one who waits
     before = failed(pool)
     with pytest.raises(JudgeError, match=reason):
         ask(make_judge(name, retries=0, **limits))
@@ -405,7 +398,9 @@ def test_judge_is_asked_again_when_its_processes_are_killed(
     make_judge: Callable[..., RqJudge], tmp_path: Path, victims: tuple[str, ...]
 ) -> None:
     async def scene() -> dict[str, float]:
-        judge = make_judge("hangs_once", timeout_s=5.0 if "worker" in victims else 400.0, retries=1)
+        # without its worker nobody ends the job: it is repeated once its time is over
+        timeout_s = 1.0 if "worker" in victims else 400.0
+        judge = make_judge("hangs_once", timeout_s=timeout_s, retries=100)
         judging = asyncio.create_task(judge.judge(RolloutState(ground_truth=str(tmp_path))))
         await asyncio.to_thread(until, (tmp_path / "pid").exists)
         horse, worker = map(int, (tmp_path / "pid").read_text().split())
@@ -422,7 +417,7 @@ async def test_job_is_asked_for_again_when_its_worker_died_before_it_began(
 ) -> None:
     queue = open_queue(pool.connect(), run_name)
     client = pool.connect()
-    judging = asyncio.create_task(make_judge("length", run_name, retries=1).judge(RolloutState()))
+    judging = asyncio.create_task(make_judge("length", run_name, retries=9).judge(RolloutState()))
     await asyncio.to_thread(until, lambda: queue.count == 1)
     lost = client.lmove(queue.key, queue.intermediate_queue_key, "LEFT", "RIGHT")
     await asyncio.to_thread(until, lambda: queue.count == 1)
@@ -431,6 +426,30 @@ async def test_job_is_asked_for_again_when_its_worker_died_before_it_began(
     await asyncio.to_thread(
         until, lambda: queue.count == 0
     )  # not waited for any more, so not judged
+
+
+def test_judge_workers_that_cannot_work_end_their_pool_with_the_cause(
+    server: Server, tmp_path: Path
+) -> None:
+    config = tmp_path / "run.toml"
+    text = TASK.format(name="length", mine=MINE)
+    config.write_text(f'[run]\nname = "{RUN}-x"\n{text}', encoding="utf-8")
+    with server.connect() as client:
+        client.acl_setuser(
+            "idler",
+            enabled=True,
+            passwords=["+pw"],
+            keys=["*"],
+            commands=["+ping", "+info", "+client", "+hello", "+config|get", "+time"],
+        )
+        url = f"{server.url.replace('://', '://idler:pw@')}"
+        words = ["judge", str(config), "--workers", "2", "--redis-url", url]
+        ended = subprocess.run([sys.executable, "-m", "rolloutmq", *words], cwd=ROOT, check=False,
+                               capture_output=True, text=True, timeout=400)  # fmt: skip
+        client.acl_deluser("idler")
+    assert ended.returncode == 1
+    assert "judge workers ended within 60 s" in ended.stderr
+    assert "no permissions" in ended.stderr.lower()
 
 
 def test_cluster_is_refused_with_what_to_set() -> None:

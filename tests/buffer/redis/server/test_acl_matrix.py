@@ -42,7 +42,7 @@ WRITES = {
     "payload:<gid>:<token>": ALL, "unpinned": ALL, "garbage": ALL, "bytes": ALL, "snapshot_lock": STEER, "ledger:<name>": TIDY,
     "batch:<name>:<step>": TIDY, "progress:<task>": ALL, "cursors": TIDY, "ended:<task>:archived": TIDY,
     "ended:<task>:filtered": ALL, "ended:<task>:dropped": ALL, "dead": ALL, "dead:<gid>": ALL, "workers": ALL,
-    "worker:<id>": ALL, "bad_submissions": STEER, "audits": STEER, "weights": STEER, "weights:<lineage>:<version>": STEER, "leased:<id>": ALL,
+    "worker:<id>": ALL, "bad_submissions": STEER, "weights": STEER, "weights:<lineage>:<version>": STEER, "leased:<id>": ALL,
     "events": ALL,
 }  # fmt: skip
 """Roles that may write a kind of key."""
@@ -57,7 +57,7 @@ CHANGES = {
          "mark_trained", "refill", "regenerate", "rescore", "reset_ledger", "restore_batch", "set_limits", "take_batch"), TIDY
     ),
     **dict.fromkeys(
-        ("unbar_worker", "audit", "control", "publish_weights", "quarantine", "report", "trainer_open"), STEER
+        ("unbar_worker", "control", "publish_weights", "quarantine", "report", "trainer_open"), STEER
     ),
 }  # fmt: skip
 """Roles that can change a run with a script: because it is their work, or because they may write
