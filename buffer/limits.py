@@ -38,8 +38,9 @@ REMOVING = "removing"
 REGENERATING = "regenerating"
 """Schema version of a run that is cleared, to be made again from a checkpoint."""
 
-ORDERS = ("staleness", "fifo", "freshest", "length_fair")
-"""Built-in orders in which completed groups are taken (buffer/groups/order_policy.py)."""
+
+Order = Literal["staleness", "fifo"]
+"""Which completed groups are taken first: those of the oldest weights, or the first arrivals."""
 
 LEAST_FAILURES = 8  # that stop a task: one bad row must not end a batch of one group
 
@@ -106,7 +107,9 @@ class LiveLimits(TaskSettings):
     """The values of a run that `rolloutmq set` can change as they are."""
 
     max_tries: int = Field(3, ge=1, le=1_000_000)
-    """failed or lost tries after which a group becomes a dead letter"""
+    """failed or lost tries after which a group becomes a dead letter; new tokens or turns that were
+    stored begin the count anew
+    """
     pause_timeout_s: float = Field(300.0, gt=0, le=31_536_000, allow_inf_nan=False)
     """a worker that does not confirm a pause within this time is fenced"""
     concurrency: Concurrency | None = None
@@ -185,8 +188,7 @@ class RunLimits(LiveLimits):
     """groups of a train step, over all training tasks"""
     reweighted: list[Reweighting] = []
     """changes of task weights since the run was created"""
-    order: str = "staleness"
-    """order in which completed groups are taken (buffer/groups/order_policy.py)"""
+    order: Order = "staleness"
     retain_batches: int = Field(0, ge=0, le=1_000_000)
     """archived batches whose payloads and manifests are kept"""
     retain_until_exported: bool = False

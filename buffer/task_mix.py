@@ -83,7 +83,7 @@ def newest_parts(
     history: Sequence[Reweighting], mix: TaskMix, most: int = MOST_PARTS
 ) -> list[Reweighting]:
     """Return the last `most` changes of `mix`, the first of them with the sums before it."""
-    # a curriculum may change weights at every step, and all processes read the list
+    # a loop of the user may change weights at every step, and all processes read the list
     first, *others = history[-most:]
     return [mix.part(first.from_step) if len(history) > most else first, *others]
 

@@ -20,7 +20,6 @@ from typing import Any
 
 from buffer.errors import PayloadMissing, WireError
 from buffer.groups.claim import fenced
-from buffer.groups.order_policy import OrderFunction, submit_argument
 from buffer.ids import TEACH
 from buffer.job import Job, PayloadRef, Result
 from buffer.limits import RunLimits
@@ -52,8 +51,7 @@ SubmitOutcome = Stored | Exception
 """The result for one submitted group.
 
 An exception is that group's own, and nothing of it was changed: `Fenced` (the lease was lost),
-`PayloadMissing` (its bytes did not arrive), `WireError` (it cannot be encoded, or is no result), or
-an error of the order policy.
+`PayloadMissing` (its bytes did not arrive), or `WireError` (it cannot be encoded, or is no result).
 """
 
 
@@ -68,11 +66,9 @@ class Submission:
         self,
         context: RunContext,
         payloads: PayloadStore,
-        order_function: OrderFunction | None,
     ) -> None:
         self._store, self._keys, self._limits = context
         self._payloads = payloads
-        self._order_function = order_function
 
     def submit(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
         """Submit results; return their outcomes. After StoreUnavailable, submit again (I13)."""
@@ -109,7 +105,7 @@ class Submission:
                     if isinstance(data, Exception):
                         raise data
                     commands, unit = self.prepare(results[number], data)
-                except Exception as error:  # an order policy is a user's code
+                except Exception as error:  # it concerns this group alone
                     outcomes[number] = error
                     continue
                 sent.append(number)
@@ -146,7 +142,7 @@ class Submission:
         teachers = [name for name in result.teachers if TEACH + name in lanes]
         scores = group.scores.tolist() if status is not Status.ABORTED else ()
         counted = [score for score in scores if math.isfinite(score)]
-        return described(group, status, ref, self._limits, self._order_function) | {
+        return described(group, status, ref, self._limits) | {
             "gid": group.gid,
             "token": ref.token,
             "tokens": result.new_tokens,
@@ -203,7 +199,7 @@ def to_store(
     payloads: PayloadStore, job: Job, group: RolloutGroup, data: Pieces
 ) -> tuple[PayloadRef, list[SetCommand]]:
     """Return where a claim stores the bytes of its group, and the commands. Raises GroupChanged."""
-    made = payloads.commands(job.gid, job.token, data, group.signatures)
+    made = payloads.commands(job.gid, job.token, data)
     # after the checksum: wrong bytes must not have a right one
     group.check_unchanged()
     return made
@@ -214,19 +210,14 @@ def described(
     status: Status,
     ref: PayloadRef,
     limits: RunLimits,
-    order_function: OrderFunction | None,
 ) -> dict[str, str | int]:
     """Return the arguments that describe a group of this status and its bytes to a script."""
-    order = ""  # no place in the index: evaluations are taken whole
-    if status is Status.COMPLETED and limits.tasks[group.task].eval_of is None:
-        order = submit_argument(limits.order, group, order_function)
     return {
         "status": status.value,
         "samples": len(group),
         "size": ref.size,
         "crc": ref.crc,
         "chunks": ref.chunks,
-        "order": order,
         "made_by": group.made_by(limits.token_lead(group.task) != ""),
     }
 

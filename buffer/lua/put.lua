@@ -1,7 +1,7 @@
 #!lua
 -- put: add a group that no worker holds to the pool of its status, as the next draw of imported groups.
 -- The caller has stored its bytes, and those of its prompt, under the token of this group.
--- include: byte_count, clock, events, memory_marks, numbers, order_index, payloads, staleness, steps, wake_ups
+-- include: byte_count, clock, events, memory_marks, numbers, payloads, staleness, steps, wake_ups
 -- KEYS progress      HASH    of the task
 -- KEYS ledger        HASH    of the trainer
 -- KEYS completed     ZSET    pool of the task
@@ -14,7 +14,6 @@
 -- KEYS bell_trainer  LIST
 -- KEYS bell_producer LIST
 -- KEYS events        STREAM
--- KEYS order_index   ZSET    of the completed groups of the task, if the policy needs one
 -- KEYS bytes         HASH
 -- KEYS unpinned      SET
 -- KEYS payloads  STRING* x0..1026  the prompt under <token>-prompt, where an expired group reads it, the chunks in
@@ -35,7 +34,6 @@
 -- ARGV size      0..1_000_000_000_000       bytes of all chunks
 -- ARGV crc       hex                        CRC-32 of all bytes, hex
 -- ARGV reward    number                     sum of all scores
--- ARGV order     ''|arrival|bucket|number   position in the index: buckets take turns, a number is a score; '' = no index
 -- ARGV token_lead ''|0..                     steps by which single tokens expire earlier than groups; '' = they do not
 -- ARGV byte_limit 0..                        payload bytes of the run from which no group is accepted; 0 = no bound
 -- ARGV chunks    1..1024
@@ -102,7 +100,6 @@ redis.call('HSET', groups .. gid, 'payload', token, 'chunks', chunks, 'size', in
 if #fields > 0 then redis.call('HSET', groups .. gid, unpack(fields)) end
 local pools = {completed = completed, aborted = aborted, expired = expired}
 redis.call('ZADD', pools[status], score, arrival .. ':' .. gid)
-if status == 'completed' then put_in_order(order_index, progress, order, arrival, gid) end
 wake(status == 'completed' and bell_trainer or bell_producer, 1)
 log_event(events, counter, 'gid', gid, 'status', status, 'version', version)
 return {'OK', status}

@@ -51,11 +51,6 @@ TABLE: Mapping[str, KeyRow] = {
     "pool:<task>:<status>": KeyRow(
         "ZSET", '"<arrival>:<gid>" by oldest policy version (+inf without one)'
     ),
-    "order:<task>:completed": KeyRow(
-        "ZSET",
-        "the members of that pool in the order of the run's policy, "
-        "if that is neither staleness nor freshest (`buffer/groups/order_policy.py`)",
-    ),
     "age:<task>": KeyRow(
         "ZSET", "gid by oldest policy version, of groups that wait or run and have tokens"
     ),
@@ -101,12 +96,6 @@ TABLE: Mapping[str, KeyRow] = {
         "HASH",
         '"since_ms bad barred_ms" by worker: number of submitted groups that no trainer can use, '
         "and since when it may not claim (0: it may)",
-    ),
-    "audits": KeyRow(
-        "HASH",
-        "position and audited_ms of the newest audited batch; number of missed batches; agrees, "
-        "differs, impossible: number of audited groups by worker; failed: the newest failed audit "
-        "by worker (`buffer/ledger/audits.py`)",
     ),
     # weights
     "weights": KeyRow(
@@ -174,7 +163,6 @@ class Keys:
         self.dead = self.prefix + "dead"
         self.workers = self.prefix + "workers"
         self.bad_submissions = self.prefix + "bad_submissions"
-        self.audits = self.prefix + "audits"
         self.cursors = self.prefix + "cursors"
         self.events = self.prefix + "events"
         self.weights = self.prefix + "weights"
@@ -183,7 +171,6 @@ class Keys:
         self.queues = self.prefix + "jobs:"
         self.accounts = self.prefix + "progress:"
         self.pools = self.prefix + "pool:"
-        self.orders = self.prefix + "order:"
         self.ages = self.prefix + "age:"
         self.ends = self.prefix + "ended:"
         self.leased_by = self.prefix + "leased:"
@@ -211,9 +198,6 @@ class Keys:
 
     def pool(self, task: str, status: str) -> str:
         return f"{self.pools}{task}:{status}"
-
-    def order(self, task: str) -> str:
-        return f"{self.orders}{task}:completed"
 
     def age(self, task: str) -> str:
         return self.ages + task
@@ -316,7 +300,6 @@ SLOTS: Mapping[str, str] = {
     **{f"jobs_{lane}": f"jobs:{{task}}:{lane}" for lane in LANES},
     "pool": "pool:{task}:{status}",
     **{status: f"pool:{{task}}:{status}" for status in POOLS},
-    "order_index": "order:{task}:completed",
     "age_index": "age:{task}",
     **{end: f"ended:{{task}}:{end}" for end in ENDS},
     "ledger": "ledger:{ledger}",

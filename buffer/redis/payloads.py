@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -29,9 +28,8 @@ from buffer.errors import PayloadMissing, WireError
 from buffer.job import PayloadRef
 from buffer.redis.connection.bulk_io import Command, Pieces
 from buffer.redis.keys import Keys
-from buffer.redis.signing import Keyring, Signer
 from buffer.redis.store import Store
-from buffer.wire.framing import Compression, compress, split_turns
+from buffer.wire.framing import Compression, compress
 
 T = TypeVar("T")
 
@@ -78,26 +76,16 @@ class PayloadStore:
         self._store = store
         self._keys = keys
         self._compression = compression
-        self.signer: Signer | None = None
-        """signs what this process stores, and checks what it continues"""
-        self.keyring: Keyring | None = None  # checks what this process reads
 
-    def commands(
-        self, gid: str, token: str, data: Pieces, signatures: Sequence[str] = ()
-    ) -> tuple[PayloadRef, list[SetCommand]]:
-        """Return the reference of the bytes of one claim, and commands that store them uncopied.
+    def commands(self, gid: str, token: str, data: Pieces) -> tuple[PayloadRef, list[SetCommand]]:
+        """Return the reference of the bytes of one claim, and commands that store them uncopied."""
+        return self.append(PayloadRef(gid, token, 0, 0, ""), self.compressed(data))
 
-        `signatures`: those of what the bytes were made of.
-        """
-        return self.append(
-            PayloadRef(gid, token, 0, 0, ""), self.sealed(gid, token, data, signatures)
+    def compressed(self, data: Pieces) -> Pieces:
+        """Return a document as it is stored: compressed, if the run does that."""
+        return (
+            data if self._compression == "none" else [compress(b"".join(data), self._compression)]
         )
-
-    def sealed(self, gid: str, token: str, data: Pieces, signatures: Sequence[str] = ()) -> Pieces:
-        """Return a document as it is stored: compressed and signed, if the run does that."""
-        if self._compression != "none":
-            data = [compress(b"".join(data), self._compression)]
-        return [self.signer.sign(gid, token, data, signatures), *data] if self.signer else data
 
     def append(self, ref: PayloadRef, data: Pieces) -> tuple[PayloadRef, list[SetCommand]]:
         """Return the reference with more bytes behind it, and the commands that store these."""
@@ -127,10 +115,7 @@ class PayloadStore:
                     f"the prompt of {gid} has {len(data)} bytes",
                     hint=f"at most {CHUNK_BYTES} can be stored",
                 )
-        commands = []
-        for gid, data in stored.items():
-            seal = [self.signer.sign(gid, "init", [data])] if self.signer else []
-            commands.append(_set(self._keys.payload(gid, token), [*seal, data]))
+        commands = [_set(self._keys.payload(gid, token), [data]) for gid, data in stored.items()]
         self._store.write("prompt write", commands, starts_work=True)
 
     def fits(self, prompt: bytes) -> bool:
@@ -138,7 +123,7 @@ class PayloadStore:
         return is_short or len(compress(prompt, self._compression)) <= CHUNK_BYTES
 
     def read(self, ref: PayloadRef) -> bytes | memoryview:
-        """Return the bytes. Raises what `join` raises, or SignatureError."""
+        """Return the bytes. Raises what `join` raises."""
         return self.read_each([ref], lambda _, found: found)[0]
 
     def read_each(
@@ -174,12 +159,7 @@ class PayloadStore:
     def _read(self, refs: Sequence[PayloadRef], *, own_pages: bool) -> list[Whole]:
         entries = [(self._names(ref), ref.size) for ref in refs]
         found = self._store.read("payload read", entries, own_pages=own_pages)
-        wholes = list(map(join, refs, found))
-        for guard in [guard for guard in (self.signer, self.keyring) if guard]:
-            for ref, whole in zip(refs, wholes, strict=True):
-                for token, document in _documents(ref.token, whole):
-                    guard.check(replace(ref, token=token), document)
-        return wholes
+        return list(map(join, refs, found))
 
     def _names(self, ref: PayloadRef) -> list[str]:
         return self._keys.payload_chunks(ref.gid, ref.token, ref.chunks)
@@ -234,18 +214,6 @@ class PayloadStore:
             for gid, token, chunks in _listed([entry])
             for key in self._keys.payload_chunks(gid, token, chunks)
         ]
-
-
-def turn_token(token: str, n: int) -> str:
-    """Return the token under which document `n` of a payload with turns is signed."""
-    return f"{token}.{n}"
-
-
-def _documents(token: str, whole: Whole) -> list[tuple[str, Whole]]:
-    documents = split_turns(whole)
-    if documents[0] is whole:
-        return [(token, whole)]
-    return [(turn_token(token, n), document) for n, document in enumerate(documents)]
 
 
 def _listed(entries: Iterable[bytes]) -> list[tuple[str, str, int]]:

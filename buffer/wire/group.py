@@ -73,12 +73,12 @@ class RolloutGroup:
     by rollout.
     """
 
-    signatures: Sequence[str] = ()  # lines of `buffer.wire.framing`
-
     turns: Sequence[RolloutState] = ()
     """What its agents have done since it was claimed, in order; see `KeptTurns`."""
 
     seal: Seal | None = None  # of the received bytes that this group was made of
+
+    _sampled_mask: NDArray[np.uint8] | None = None  # once `mask` was replaced
 
     def __init__(self, gid: str, task: str, states: Sequence[RolloutState]) -> None:
         if not states:
@@ -106,7 +106,6 @@ class RolloutGroup:
     def continued(self, states: Sequence[RolloutState]) -> RolloutGroup:
         """Return the group of these rollouts, which were made from those of this one."""
         group = RolloutGroup(self.gid, self.task, states)
-        group.signatures = self.signatures
         group.seal = self.seal
         return group
 
@@ -185,8 +184,18 @@ class RolloutGroup:
 
     @mask.setter
     def mask(self, mask: NDArray[np.uint8]) -> None:
+        self._sampled_mask = self.sampled_mask
         self.columns["mask"] = mask
         self._states = None
+
+    @property
+    def sampled_mask(self) -> NDArray[np.uint8]:
+        """Return which response tokens were sampled to be trained, uint8[sum R].
+
+        It is the mask as the group was made, however `mask` has been cut since. Whatever compares
+        rollouts by turn or position reads it.
+        """
+        return self.mask if self._sampled_mask is None else self._sampled_mask
 
     def optional_columns(self) -> dict[str, NDArray[np.float32]]:
         """Return the token columns of some groups, float32[sum R]; nan for a rollout without.
@@ -279,11 +288,14 @@ class RolloutGroup:
 
     @property
     def in_training(self) -> NDArray[np.bool_]:
-        """Return whether each member is of a role with trained tokens, bool[k]; all if none is."""
+        """Return whether each member is of a role that is trained, bool[k]; all if none is.
+
+        A role is trained if any of its tokens was sampled to be.
+        """
         roles = np.array(self.roles)
         if (roles != roles[0]).any():
             member = np.repeat(np.arange(len(self)), self.lengths)
-            trained = np.bincount(member, self.mask, len(self)) > 0
+            trained = np.bincount(member, self.sampled_mask, len(self)) > 0
             if trained.any():
                 return np.isin(roles, roles[trained])
         return np.ones(len(self), np.bool_)

@@ -43,7 +43,7 @@ little-endian arrays in `data`, in any order, each at a multiple of eight bytes;
 `data`, so that a reader can use columns as views of the received bytes.
 
 Any writer may store the document in one zstd frame (magic 28 B5 2F FD, content size in its header,
-no dictionary), and every reader must check for it. Signatures may come before it
+no dictionary), and every reader must check for it
 (`buffer.wire.framing`). Checksum and size of a payload are those of the stored bytes. Scripts never
 see these bytes (I14).
 """
@@ -69,7 +69,7 @@ from buffer.wire.document import (
     read,
     unpack,
 )
-from buffer.wire.framing import ALIGNMENT, MAX_BYTES, Data, expand, split_signed, split_turns
+from buffer.wire.framing import ALIGNMENT, MAX_BYTES, Data, expand, split_turns
 from buffer.wire.group import RolloutGroup
 
 _SCHEMA_ENTRY = msgpack.packb("schema") + msgpack.packb(SCHEMA)
@@ -151,7 +151,6 @@ def decode_each(payloads: Sequence[Data], crcs: Sequence[str]) -> list[RolloutGr
         if turns := documents[1:]:
             made = _decoded(turns, [None] * len(turns))
             group.turns = [state for turn in made for state in turn.states]
-        group.signatures = split_signed(documents[-1])[0]
     return groups
 
 

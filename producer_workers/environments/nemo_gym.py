@@ -13,8 +13,10 @@ from typing import Any
 
 import aiohttp
 
-from buffer.errors import RolloutMQError
+from buffer.errors import RolloutMQError, ServiceAway
 from producer_workers.gateway.agents import AgentTask
+from producer_workers.user_code.border import check_numbers
+from producer_workers.user_code.http_request import AWAY
 
 RUN_ID = "_ng_rollout_id"
 
@@ -28,18 +30,22 @@ class GymFailure(RolloutMQError):
 async def play(task: AgentTask, *, url: str) -> dict[str, float]:
     """Return the reward of the row, with its components; `url`: of the agent's server.
 
-    Raises GymFailure.
+    Raises GymFailure; ServiceAway if the server does not answer, or has no room.
     """
     row = {**task.extra["row"], RUN_ID: task.api_key}
     timeout = aiohttp.ClientTimeout(total=None)  # the loop limits the run
-    async with (
-        aiohttp.ClientSession(timeout=timeout, trust_env=True) as client,
-        client.post(f"{url.rstrip('/')}/run", json=row) as response,
-    ):
-        if not response.ok:
-            said = (await response.text())[:LONGEST_ANSWER]
-            raise GymFailure(f"{url}/run answered {response.status}: {said}")
-        verified = await response.json()
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=timeout, trust_env=True) as client,
+            client.post(f"{url.rstrip('/')}/run", json=row) as response,
+        ):
+            if not response.ok:
+                said = (await response.text())[:LONGEST_ANSWER]
+                kind = ServiceAway if response.status in AWAY else GymFailure
+                raise kind(f"{url}/run answered {response.status}: {said}")
+            verified = await response.json()
+    except aiohttp.ClientConnectorError as error:
+        raise ServiceAway(f"{url} is away: {error}") from error
     return _reward(verified)
 
 
@@ -52,4 +58,4 @@ def _reward(verified: dict[str, Any]) -> dict[str, float]:
     components = verified.get("reward_components") or {}
     if not isinstance(components, dict):
         raise GymFailure(f"/run gave {components!r:.80} as reward_components, not an object")
-    return {**components, "score": verified["reward"]}
+    return {**check_numbers("reward_components", components), "score": verified["reward"]}

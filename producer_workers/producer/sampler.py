@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from buffer.errors import DatasetError, MediaError, WireError, describe
+from buffer.errors import ConfigError, DatasetError, MediaError, WireError, describe
 from buffer.ids import group_id
 from buffer.wire import group_bytes
 from buffer.wire.group import GATEWAY_RECORD, GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams, derived_seed
+from producer_workers.agent_loops.control_tokens import ControlTokens
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, with_system_prompt
 from producer_workers.datasets.dataset import Dataset, EncodedPrompt, Problem, RowPlace, place_of
 from producer_workers.datasets.image_records import ImagePrompts
@@ -129,11 +130,17 @@ class Sampler:
         tools = problem.tools or self.tools or None
         try:
             if self.images:
-                return self.images.encode(problem, tools)
+                safe = ControlTokens.of(self.tokenizer)
+                shown = {"messages": safe.in_messages(problem.messages)}
+                return self.images.encode(problem.model_copy(update=shown), safe.broken_up(tools))
             ids = encode_chat(self.tokenizer, problem.messages, tools)
             return EncodedPrompt(np.array(ids, dtype="<i4"), [])
         except MediaError as error:
             raise DatasetError(f"{self.task}: an image of row {place.row}: {error}") from error
+        except ConfigError as error:
+            raise DatasetError(
+                f"{self.task}: row {place.row}: {error.message}", hint=error.hint
+            ) from error
         except Exception as error:  # a chat template is a program, and may raise anything
             raise DatasetError(
                 f"{self.task}: row {place.row} does not fit the chat template: {error}",

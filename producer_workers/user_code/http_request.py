@@ -16,7 +16,8 @@ log = logging.getLogger("rolloutmq.judge")
 
 LONGEST_ANSWER = 1 << 20  # bytes that are read
 
-RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+AWAY = frozenset({429, 502, 503, 504})  # a server that is away, or has no room
+RETRIED = AWAY | {408, 425, 500}
 BACKOFF = Backoff(0.2, 10.0, jitter=0.5)
 
 

@@ -24,7 +24,6 @@ from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig, LearnerConfig
 from consumer.config.trainer import (
     MOST_PROBLEMS,
-    AuditSection,
     EvaluationSection,
     SamplesSection,
     TrainerSection,
@@ -111,7 +110,6 @@ class Config(Section):
     tiny_model: TinyModelConfig = TinyModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     evaluation: EvaluationSection = EvaluationSection()
-    audit: AuditSection = AuditSection()
     samples: SamplesSection = SamplesSection()
     wandb: WandbSection = WandbSection()
 
@@ -167,6 +165,12 @@ class Config(Section):
     def untruncated_tasks(self) -> list[str]:
         """Return the tasks whose tokens must be sampled from the model's whole distribution."""
         return [] if self.learner.allow_truncated_sampling else self.training_tasks
+
+    @property
+    def train_roles(self) -> dict[str, list[str]]:
+        """Return the roles that training tasks train, of those that name them."""
+        found = {name: self.tasks[name].train_roles for name in self.training_tasks}
+        return {name: roles for name, roles in found.items() if roles}
 
     @property
     def worker_gpus(self) -> int:
@@ -230,17 +234,18 @@ class Config(Section):
     def _late_intervals(self) -> Iterator[str]:
         steps = self.plan.steps
         limits = (
-            ("[policy] sync_weights_interval", self.policy.sync_weights_interval, steps,
+            ("[policy] sync_weights_interval", self.policy.sync_weights_interval,
              "the workers never get trained weights"),
-            ("[evaluation] every_steps", self.evaluation.every_steps or 0, steps,
+            ("[evaluation] every_steps", self.evaluation.every_steps or 0,
              "only the first and the last weights are evaluated"),
             ("[learner] warmup_steps", self.learner.warmup_steps,
-             steps * self.learner.updates_per_batch,
              "the learning rate never reaches learning_rate"),
+            ("[learner] decay_steps", self.learner.decay_steps or 0,
+             "the learning rate never reaches final_rate"),
         )  # fmt: skip
-        for key, given, most, effect in limits:
-            if given > most:
-                yield f"{key} = {given} is more than the {most} steps of the run: {effect}"
+        for key, given, effect in limits:
+            if given > steps:
+                yield f"{key} = {given} is more than the {steps} steps of the run: {effect}"
 
     def context_problem(self, max_model_len: int | None, tasks: Iterable[str]) -> str:
         """Return which of `tasks` may ask for more tokens than the engine's context; "" for none.
@@ -312,11 +317,9 @@ class Config(Section):
         (`buffer/control/settings_record.py`).
         """
         marks = {"low_bytes": self.memory.low_water, "high_bytes": self.memory.high_water}
-        tasks = {f"tasks.{name}.weight": self.tasks[name].weight for name in self.training_tasks}
         return {
             "concurrency": str(self.worker.concurrency),
             **{name: f"{mark} of {self.memory.budget_bytes}" for name, mark in marks.items()},
-            **{name: f"{weight} {self.plan.curriculum}" for name, weight in tasks.items()},
         }
 
     def _task_limits(self, name: str) -> TaskLimits:

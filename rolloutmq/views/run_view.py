@@ -135,8 +135,6 @@ class RunView:
     lease_ms: int
     last_step: int  # the number of train steps that the run has in all
     memory: MemoryUse
-    # the newest failed audit of each worker that was not admitted since
-    failed_audits: dict[str, str]
 
     @property
     def mode(self) -> str:
@@ -294,7 +292,6 @@ def read_run_view(run: Run, *, events: int = 8) -> RunView:
         lease_ms=run.limits.lease_ms,
         last_step=run.limits.steps,
         memory=MemoryUse(audit.bytes.held, run.limits.low_bytes, run.limits.high_bytes),
-        failed_audits=run.audits.read().failed,
     )
 
 

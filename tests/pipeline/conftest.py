@@ -52,8 +52,8 @@ def make_mixture(
 ) -> Iterator[Callable[..., Mixture]]:
     """Return a function that makes a run of several tasks.
 
-    Usage: `make_mixture({"batch_size": 3}, curriculum=f)`. The fixture's parameter is the kind of
-    server.
+    Usage: `make_mixture({"batch_size": 3}, should_continue=f)`. The fixture's parameter is the kind
+    of server.
     """
     server = server_of(getattr(request, "param", "valkey"))
     made = list[Mixture]()

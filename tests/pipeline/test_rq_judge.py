@@ -8,7 +8,6 @@ import pickletools
 import signal
 import subprocess
 import sys
-import time
 import zlib
 from base64 import b64decode
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ from producer_workers.user_code.failure import failure_text
 from tests.pipeline import rq_judges
 from tests.pipeline.site import ROOT
 from tests.servers import Server
+from tests.waits import until
 
 on_one = pytest.mark.parametrize("server", ["valkey"], indirect=True)
 """They say nothing about the server."""
@@ -90,13 +90,6 @@ def make_judge(pool: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
 def ask(judge: RqJudge, **fields: Any) -> dict[str, float]:
     return asyncio.run(judge.judge(RolloutState(**fields)))
-
-
-def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + 400
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def failed(pool: Server, run: str = RUN) -> int:
@@ -210,7 +203,7 @@ def test_judge_is_ended_when_it_is_over_a_limit(
     limits: dict[str, float],
     reason: str,
 ) -> None:
-    monkeypatch.setattr(rq_judge, "GRACE_S", 30.0)  # the limits end it, not the one who waits
+    monkeypatch.setattr(rq_judge, "GRACE_S", 400.0)  # the limits end it, not the one who waits
     before = failed(pool)
     with pytest.raises(JudgeError, match=reason):
         ask(make_judge(name, retries=0, **limits))
@@ -223,7 +216,9 @@ def test_judge_is_asked_again_when_its_processes_are_killed(
     make_judge: Callable[..., RqJudge], tmp_path: Path, victims: tuple[str, ...]
 ) -> None:
     async def scene() -> dict[str, float]:
-        judge = make_judge("hangs_once", timeout_s=5.0 if "worker" in victims else 400.0, retries=1)
+        # without its worker nobody ends the job: it is repeated once its time is over
+        timeout_s = 1.0 if "worker" in victims else 400.0
+        judge = make_judge("hangs_once", timeout_s=timeout_s, retries=100)
         judging = asyncio.create_task(judge.judge(RolloutState(ground_truth=str(tmp_path))))
         await asyncio.to_thread(until, (tmp_path / "pid").exists)
         horse, worker = map(int, (tmp_path / "pid").read_text().split())
@@ -240,7 +235,7 @@ async def test_job_is_asked_for_again_when_its_worker_died_before_it_began(
 ) -> None:
     queue = open_queue(pool.connect(), run_name)
     client = pool.connect()
-    judging = asyncio.create_task(make_judge("length", run_name, retries=1).judge(RolloutState()))
+    judging = asyncio.create_task(make_judge("length", run_name, retries=9).judge(RolloutState()))
     await asyncio.to_thread(until, lambda: queue.count == 1)
     lost = client.lmove(queue.key, queue.intermediate_queue_key, "LEFT", "RIGHT")
     await asyncio.to_thread(until, lambda: queue.count == 1)

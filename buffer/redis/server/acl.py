@@ -54,7 +54,7 @@ _LOAD_SCRIPTS = _allow("script|load script|exists")
 _TRANSACTION = _allow("multi exec discard watch unwatch")
 
 _GROUPS = (
-    "jobs:*", "bell:*", "group:*", "leases", "pool:*", "order:*", "age:*",
+    "jobs:*", "bell:*", "group:*", "leases", "pool:*", "age:*",
     "payload:*", "unpinned", "garbage", "bytes",
     "progress:*", "ended:*:filtered", "ended:*:dropped", "dead", "dead:*",
     "workers", "worker:*", "leased:*", "events", "clock",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -117,6 +117,12 @@ class BatchFilter:
             )
         return Filtered(kept, dict(counts))
 
+    def computable(self, group: RolloutGroup) -> NDArray[np.bool_]:
+        """Return which rollouts have tokens that were sampled and are not too long, bool[k]."""
+        rollout = np.repeat(np.arange(len(group)), group.lengths)
+        sampled = np.bincount(rollout, group.sampled_mask, len(group)) > 0
+        return sampled & ~self._overlong(group)
+
     def _value_problem(self, group: RolloutGroup) -> tuple[str, str] | None:
         missing = np.flatnonzero(~np.isfinite(group.scores)).tolist()
         if missing and self._needs_rewards:
@@ -142,15 +148,21 @@ class BatchFilter:
             log.warning("rollout %s not trained: %s", index, reason, extra={"gid": group.gid})
         return counts
 
-    def _untrainable(self, group: RolloutGroup) -> list[tuple[int, str]]:
+    def _untrainable(self, group: RolloutGroup) -> Iterator[tuple[int, str]]:
+        """Yield the rollouts of a group that are not trained, and why."""
+        too_long = self._overlong(group)
+        truncated = np.zeros(len(group), np.bool_)
+        if self._mask_truncated:
+            # an agent's session ends with its last segment
+            ends = {name: group.truncated[n] for n, name in enumerate(group.sessions)}
+            truncated = group.truncated | [ends[name] for name in group.sessions]
+        for index in np.flatnonzero(too_long | truncated).tolist():
+            yield index, "overlong" if too_long[index] else "truncated"
+
+    def _overlong(self, group: RolloutGroup) -> NDArray[np.bool_]:
         limit = self._max_sequence_tokens
-        found = []
-        for index, length in enumerate(group.lengths.tolist()):
-            if limit is not None and len(group.prompt_ids) + length > limit:
-                found.append((index, "overlong"))
-            elif self._mask_truncated and group.truncated[index]:
-                found.append((index, "truncated"))
-        return found
+        totals = len(group.prompt_ids) + group.lengths
+        return totals > (np.iinfo(np.int32).max if limit is None else limit)
 
 
 def _problem(group: RolloutGroup) -> tuple[str, str] | None:

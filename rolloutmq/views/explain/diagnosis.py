@@ -55,8 +55,8 @@ def diagnose(snap: RunView) -> list[Symptom]:
         more = "to train further, raise `plan.steps` in its config and start it again"
         over = _note("the run is finished: its last step is done", more, snap.paused_ms)
         return worst_first([*_account(snap), over, *_shares(snap)])
-    parts = [_account, _pauses, _roles, _slow_data_set, _workers, _failed_audits, _unclaimed,
-             _leases, _memory, _tasks, _shares, _curriculum, _recovery]  # fmt: skip
+    parts = [_account, _pauses, _roles, _slow_data_set, _workers, _unclaimed,
+             _leases, _memory, _tasks, _shares, _recovery]  # fmt: skip
     parts += [] if snap.paused_by else [_weights, _supply]
     return worst_first(symptom for part in parts for symptom in part(snap))
 
@@ -117,8 +117,7 @@ def _absent(snap: RunView, role: RoleHolder, verb: str) -> Symptom:
         return _stuck(f"no {name} has been started", f"start one: {start}", _age_ms(snap))
     what = f"the {name} is silent" if role.word == "silent" else f"the {name} has left"
     fix = f"start it again, and it continues where it was: {start}"
-    standby = "; a standby takes over by itself" if name == "producer" else ""
-    return _stuck(what, fix + standby, role.silent_ms)
+    return _stuck(what, fix, role.silent_ms)
 
 
 def _slow_data_set(snap: RunView) -> Iterator[Symptom]:
@@ -150,22 +149,11 @@ def _workers(snap: RunView) -> Iterator[Symptom]:
             yield _note(what, fix, worker.silent_ms)
 
 
-def _failed_audits(snap: RunView) -> Iterator[Symptom]:
-    for worker, audit in snap.failed_audits.items():
-        fix = (
-            f"`rolloutmq workers --groups {worker}` lists the groups that it made; drop those that "
-            "are not trained yet, and continue from a checkpoint before the others, or accept them"
-        )
-        yield _note(f"worker {worker} failed an audit of {audit}", fix)
-
-
 def _barred(worker: WorkerRecord, snap: RunView) -> Symptom:
     others = [other for other in snap.live_workers if not other.is_barred]
     bad = plural(worker.bad_groups or 0, "group")
     reason = f"it submitted {bad} that the trainer cannot use"
     source = "`rolloutmq dead` gives the reason"
-    if worker.id in snap.failed_audits:
-        reason, source = "it failed an audit", "see the audit"
     what = f"worker {worker.id} is barred: {reason}{'' if others else '; no other is alive'}"
     fix = f"{source}; fix it, then run `rolloutmq resume --worker {worker.id}`"
     return Symptom("note" if others else "stuck", what, fix, worker.barred_for_ms)
@@ -281,13 +269,6 @@ def _shares(snap: RunView) -> Iterator[Symptom]:
         for share in shares_of(task):
             if share.level != "note" and not (share.name == "failed" and is_reported):
                 yield Symptom(share.level, f"task {task.account.task}: {share}", share.fix)
-
-
-def _curriculum(snap: RunView) -> Iterator[Symptom]:
-    if reason := snap.control.get("curriculum_error"):
-        step = snap.control["curriculum_step"]
-        what = f"task weights have not changed since step {step}: {reason}"
-        yield _note(what, "fix the function of [plan] curriculum, and restart the producer")
 
 
 def _supply(snap: RunView) -> Iterator[Symptom]:

@@ -56,6 +56,15 @@ def test_a_row_whose_source_has_no_judge_is_refused(tmp_path: Path, tokenizer: A
     assert drawn(make(rows, tokenizer, shuffle=False), 1), "one judge for all sources"
 
 
+def test_a_row_that_ends_with_an_answer_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    """The template would close the answer, and the model would begin a second one behind it."""
+    path = tmp_path / "answered.jsonl"
+    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is"}]
+    path.write_bytes(orjson.dumps({"messages": messages}))
+    with pytest.raises(DatasetError, match="row 0: the conversation ends with a message"):
+        make(JsonlDataset(path), tokenizer).draw(0)
+
+
 def test_draw_makes_k_rollouts_of_one_prompt(rows: JsonlDataset, tokenizer: Any) -> None:
     states = drawn(make(rows, tokenizer), 0)
     assert [state.index for state in states] == [0, 1, 2, 3]

@@ -251,7 +251,7 @@ def test_new_weights_change_the_share_from_their_step_on_and_no_target_before() 
 def test_changes_long_past_may_be_forgotten_but_for_their_sum(
     changes: list[tuple[int, int, int]], most: int
 ) -> None:
-    """As a curriculum makes them: some steps apart, each added to what is still remembered."""
+    """Some steps apart, each added to what is still remembered."""
     first = Reweighting(from_step=1, weights={"math": 1, "code": 1})
     whole, kept, step = [first], [first], 1
     for gap, math, code in changes:
@@ -272,7 +272,6 @@ def test_changes_long_past_may_be_forgotten_but_for_their_sum(
     [
         ("strategy.kind=sync", "sync starts exactly the batch"),
         ("strategy.is_valid_sample_fn=bogus", "expected not_all_equal or package.module:function"),
-        ("plan.curriculum=easy_first", "expected package.module:function"),
         ("strategy.should_continue_fn=half", "expected package.module:function"),
     ],
 )

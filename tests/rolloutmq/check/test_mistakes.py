@@ -185,6 +185,7 @@ def test_a_project_without_a_mistake(project: Path, model: Path) -> None:
         (["policy.max_staleness=1", "policy.pause_mode=abort"], "config", "throws the tokens"),
         (["evaluation.every_steps=50"], "config", "only the first and the last"),
         (["learner.warmup_steps=50"], "config", "never reaches learning_rate"),
+        (["learner.decay_steps=50"], "config", "never reaches final_rate"),
         (["policy.sync_weights_interval=50"], "config", "never get trained weights"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -244,7 +245,7 @@ def test_all_mistakes_of_all_sections_are_found_at_once(project: Path, command: 
     """Also behind code that ends the process which imports it, and in a config with mistakes."""
     (project / "ends.py").write_text("import os\nos._exit(4)", encoding="utf-8")
     wrong = ["plan.steps=none", "tasks.sums.judge=my_judges:inf", "trainer.advantages=gpro"]
-    wrong += ["plan.curriculum=ends:weights", "policy.order=nowhere:score"]
+    wrong += ["strategy.should_continue_fn=ends:rule", "strategy.is_valid_sample_fn=nowhere:keep"]
     flags = [part for each in wrong for part in ("--set", each)]
     done = command("check", "mine.toml", "--json", *flags, cwd=project)
     assert done.returncode == 1, done.stderr
@@ -256,7 +257,7 @@ def test_all_mistakes_of_all_sections_are_found_at_once(project: Path, command: 
     expected = [
         ("config", "plan.steps"),
         ("config", "trainer.advantages"),
-        ("functions", "order = nowhere:score"),
+        ("functions", "is_valid_sample_fn = nowhere:keep"),
         ("judge", "1e+39"),
     ]
     for section, part in expected:
@@ -269,12 +270,12 @@ def test_a_module_that_ends_the_process_or_hangs_is_named(
     (project / "ends.py").write_text("import os\nos._exit(4)", encoding="utf-8")
     (project / "sleeps.py").write_text("import time\ntime.sleep(600)", encoding="utf-8")
     monkeypatch.setattr("rolloutmq.check.contained.LIMIT_S", 3.0)
-    wrong = ["plan.curriculum=ends:weights", "strategy.should_continue_fn=sleeps:rule"]
+    wrong = ["strategy.is_valid_sample_fn=ends:keep", "strategy.should_continue_fn=sleeps:rule"]
     texts = [
         f"{each.level} {each.what}" for each in run_units(["functions"], ["mine.toml", *wrong])
     ]
-    curriculum, rule, loop, judge = texts
-    assert "curriculum = ends:weights: it ended the process" in curriculum
+    rule, keep, loop, judge = texts
+    assert "is_valid_sample_fn = ends:keep: it ended the process" in keep
     assert "should_continue_fn = sleeps:rule: no end within 3 s" in rule
     assert (loop, judge) == ("ok agent_loop = single_turn", "ok judge = my_judges:score")
 

@@ -194,10 +194,10 @@ def test_order_and_retention_reach_the_limits_of_the_run(tmp_path: Path) -> None
         0,
         False,
     )
-    changes = ("policy.order=my.module:score", "retention.policy=export", "retention.batches=3")
+    changes = ("policy.order=fifo", "retention.policy=export", "retention.batches=3")
     limits = load_config(path, changes).limits()
     assert (limits.order, limits.retain_batches, limits.retain_until_exported) == (
-        "my.module:score",
+        "fifo",
         3,
         True,
     )
