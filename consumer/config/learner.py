@@ -102,12 +102,7 @@ OWN_BOUND = ("cispo", "sapo")
 
 def _changed(section: Section, *keys: str) -> list[str]:
     """Return which of these keys have another value than their default."""
-    fields, values = type(section).model_fields, dict(section)
-    return [
-        key
-        for key in keys
-        if values[key] != fields[key].get_default(call_default_factory=True, validated_data=values)
-    ]
+    return [key for key in keys if getattr(section, key) != section.default_of(key)]
 
 
 class LossConfig(Section):

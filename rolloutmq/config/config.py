@@ -74,7 +74,9 @@ class LaunchSection(Section):
     judge_workers: int = Field(1, ge=1, le=1024)
     """processes that judge, if a task has judging of kind rq"""
     max_restarts: Count = Field(20, ge=0)
-    """restarts of a process that died before the run ends with an error"""
+    """restarts of a process that died before the run ends with an error; three errors in a row
+    without progress (a step that the trainer commits, a group that a worker submits) end it, too
+    """
     log_bytes: Annotated[Bytes, Field(ge=1 << 16, le=1 << 50)] = 64 << 20
     """size at which the log of a process becomes NAME.log.1, in place of the older one, and
     NAME.log starts anew; as a number or text like 64MiB
