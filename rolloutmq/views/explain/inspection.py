@@ -228,9 +228,9 @@ def _stragglers(run: Run, snap: RunView) -> Iterator[Symptom]:
                 f"{task.stale_threshold} steps ago; {oldest.gid} is with {oldest.owner}"
             )
             fix = (
-                f"nothing while it samples; with a larger `tasks.{name}.max_staleness`, a step waits "
-                f"less often; `rolloutmq drop {oldest.gid} --revoke {oldest.owner} --yes` ends one "
-                "that hangs, [strategy] group_time_limit_s every such one"
+                f"nothing while it samples; a larger `tasks.{name}.max_staleness` waits less; "
+                f"`rolloutmq drop {oldest.gid} --revoke {oldest.owner} --yes` ends one that hangs, "
+                "[strategy] group_time_limit_s every such one"
             )
             yield Symptom("note", what, fix, oldest.time_ms)
 
