@@ -17,9 +17,10 @@ import numpy as np
 import typer
 from numpy.typing import NDArray
 
+from benchmarks.asked import machine
 from benchmarks.idle import play
 from benchmarks.machine import machine_facts
-from benchmarks.report import fill_in, machine
+from benchmarks.report import fill_in
 from benchmarks.server import BenchServer, durable_server
 from producer_workers.simulation.event_model import REDRAWN, simulate
 from producer_workers.simulation.setting import Lengths, Outcome, Setting
@@ -64,12 +65,13 @@ def lognormal(sigma: float) -> Draw:
 
 def pareto(rng: np.random.Generator, count: int) -> NDArray[np.float64]:
     alpha = 1.2
-    return MEDIAN / 2 ** (1 / alpha) * (1 - rng.random(count)) ** (-1 / alpha)
+    ranks: NDArray[np.float64] = 1 - rng.random(count)
+    return MEDIAN / 2 ** (1 / alpha) * ranks ** (-1 / alpha)
 
 
 def twenty_times(rng: np.random.Generator, count: int) -> NDArray[np.float64]:
-    factors = np.where(rng.random(count) < 0.05, 20.0, 1.0)
-    return MEDIAN * factors * np.exp(0.3 * rng.standard_normal(count))
+    factors: NDArray[np.float64] = np.where(rng.random(count) < 0.05, 20.0, 1.0)
+    return factors * lognormal(0.3)(rng, count)
 
 
 DRAWS: dict[str, Draw] = {
