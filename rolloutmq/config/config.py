@@ -190,7 +190,11 @@ class Config(Section):
     def warnings(self) -> list[str]:
         """Return warnings about settings that have no effect, or waste work."""
         tasks = [warning for name in self.training_tasks for warning in self._task_warnings(name)]
-        return [*tasks, *self._late_intervals(), *filter(None, [self.gateway.warning])]
+        found = [*tasks, *self._late_intervals(), *filter(None, [self.gateway.warning])]
+        is_written = "wandb" in self.trainer.writers or self.trainer.loop is not None
+        if self.wandb != WandbSection() and not is_written:
+            found.append('[wandb] cannot act: set [trainer] writers = ["wandb"]')
+        return found
 
     def _task_warnings(self, name: str) -> Iterator[str]:
         task = self.tasks[name]
