@@ -206,7 +206,8 @@ def make_worker(
     tokenizer = load_tokenizer(str(config.model_folder))
     ends = eos_ids(config.model_folder)
     judges = WatchedJudges(JudgeTimes(run.observers))
-    gateway = functools.cache(functools.partial(_make_gateway, config, run, is_live, names))
+    facts = worker_facts(restarts)
+    gateway = functools.cache(functools.partial(_make_gateway, config, run, is_live, names, facts))
     runners = {
         name: _make_runner(config, run, name, tokenizer, ends, judges, gateway) for name in names
     }
@@ -223,14 +224,16 @@ def make_worker(
         lanes=config.worker.lanes,
         untruncated_tasks=config.untruncated_tasks,
         limit_claim=room and room.limit_claim,
-        facts=worker_facts(restarts),
+        facts=facts,
     )
     if room:
         room.on_demand = worker.claim_soon
     return worker
 
 
-def _make_gateway(config: ProducingConfig, run: Run, is_live: bool, names: Sequence[str]) -> Any:
+def _make_gateway(
+    config: ProducingConfig, run: Run, is_live: bool, names: Sequence[str], facts: dict[str, str]
+) -> Any:
     from producer_workers.gateway.server import Gateway  # needs aiohttp
 
     section = config.gateway
@@ -244,7 +247,7 @@ def _make_gateway(config: ProducingConfig, run: Run, is_live: bool, names: Seque
         hint = 'set [gateway] key_file = "sessions.key": the file is made if it is missing'
         raise ConfigError("live sessions need a key that opens them", hint=hint)
     room = LiveRoom(Secret.read(section.key_file, run.nonce), section.session_ttl_s)
-    return LiveGateway(section, room, run, tuple(names))
+    return LiveGateway(section, room, run, tuple(names), facts)
 
 
 def task_names(config: ProducingConfig, is_live: bool) -> list[str]:

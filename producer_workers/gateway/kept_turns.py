@@ -20,7 +20,7 @@ import numpy as np
 from buffer.errors import WireError
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.gateway.agent_rollouts import Rollouts, ended_rollouts, interrupted_rollouts
-from producer_workers.gateway.segment import Segment, share_prompt
+from producer_workers.gateway.segment import Segment, TurnEnd, share_prompt
 from producer_workers.gateway.session_record import SessionRecord
 
 TURN = "turn"  # the key of `extra`
@@ -30,8 +30,9 @@ class KeptTurn(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """An event of an agent; `begins`: it discards all earlier ones.
 
     sampled: its segment number `continues` grew by `messages` (None: one of `session` began).
-    `why` and `after` are those of `Session`. ended: it `earned` rewards, and sessions were `cut`.
-    failed: it begins again. opened: the group's live sessions have an `opening`.
+    `why` and `after` are those of `Session`, `name` and `instructed` those of `TurnEnd`. ended: it
+    `earned` rewards, and sessions were `cut`. failed: it begins again. opened: the group's live
+    sessions have an `opening`.
     """
 
     kind: Literal["sampled", "ended", "failed", "opened"]
@@ -41,6 +42,8 @@ class KeptTurn(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     messages: list[dict[str, Any]] = []
     tools: Any = None
     after: int = 0
+    name: str = ""
+    instructed: int = 0
     why: str = ""
     earned: dict[str, dict[str, Any]] = {}
     cut: list[str] = []
@@ -91,6 +94,8 @@ class TurnWriter:
             messages=list(new.messages),
             tools=None if parent else grown.tools,
             after=grown.after,
+            name=grown.ends[-1].name,
+            instructed=grown.ends[-1].instructed,
             why=why,
         )
         self._write(state, turn)
@@ -161,6 +166,8 @@ def _grown(known: Segment | None, turn: KeptTurn, state: RolloutState) -> Segmen
     if known:
         state.prompt_ids = known.ids[:0]  # else its one token would be there twice
     new = Segment.of_state(state, turn.messages, turn.tools, after=turn.after)
+    told = (turn.name, turn.instructed, int(new.mask.sum()), new.finish_reason)
+    new = replace(new, ends=(TurnEnd(len(turn.messages), len(new.ids), *told),))
     if known is None:
         return new
     experts = None

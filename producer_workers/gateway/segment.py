@@ -23,10 +23,18 @@ from producer_workers.gateway.history import Conversation, Messages
 
 
 class TurnEnd(NamedTuple):
-    """The end of a turn in a segment."""
+    """The end of a turn in a segment, counted from its beginning, and what its answer told.
+
+    `name`: of the answer ("": unknown). `instructed`: how many first messages of the segment are
+    instructions of the request alone, which a request after this answer does not continue.
+    """
 
     messages: int
     tokens: int
+    name: str = ""
+    instructed: int = 0
+    sampled: int = 0  # its tokens
+    finish_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +72,10 @@ class Segment:
         """Return this context with `more` behind it; its tools and experts stay."""
         tokens, messages = len(self.ids), len(self.messages)
         masks = [(self.sampling_mask, tokens), (more.sampling_mask, len(more.ids))]
-        ends = [TurnEnd(messages + end.messages, tokens + end.tokens) for end in more.ends]
+        ends = [
+            end._replace(messages=messages + end.messages, tokens=tokens + end.tokens)
+            for end in more.ends
+        ]
         return replace(
             more,
             messages=[*self.messages, *more.messages],
@@ -88,22 +99,29 @@ class Segment:
         return self.after, bool(self.tools)
 
     def add_turn(
-        self, made: Generation, message: dict[str, Any], text: str, calls: Sequence[ToolCall]
+        self,
+        made: Generation,
+        message: dict[str, Any],
+        text: str,
+        calls: Sequence[ToolCall],
+        name: str = "",
+        instructed: int = 0,
     ) -> Segment:
         """Return this context with the model's turn, whose `text` no stop string has cut."""
+        tokens = len(made.token_ids)
         turn = Segment(
             [message],
             Conversation.of([message]),
             None,
             made.token_ids.astype("<i4"),
-            np.ones(len(made.token_ids), "u1"),
+            np.ones(tokens, "u1"),
             made.logprobs.astype("<f4"),
             tuple(made.spans),
             tuple(calls),
             text,
             made.finish_reason,
             sampling_mask=made.sampling_mask,
-            ends=(TurnEnd(1, len(made.token_ids)),),
+            ends=(TurnEnd(1, tokens, name, instructed, tokens, made.finish_reason),),
             after=self.after,
         )
         experts = with_known_rows(self.experts, made.routed_experts)
@@ -164,8 +182,15 @@ class Segment:
 
     @classmethod
     def of_state(
-        cls, state: RolloutState, messages: Messages = (), tools: Any = None, *, after: int = 0
+        cls,
+        state: RolloutState,
+        messages: Messages = (),
+        tools: Any = None,
+        *,
+        after: int = 0,
+        ends: Sequence[TurnEnd] = (),
     ) -> Segment:
+        """Return the segment of a rollout; `ends`: of its turns, one by default."""
         assert state.prompt_ids is not None
         before = len(state.prompt_ids)
         trained = state.response_mask
@@ -185,7 +210,7 @@ class Segment:
             state.finish_reason or "",
             state.routed_experts,
             joined_masks([(None, before), (state.sampling_mask, len(state.response_ids))]),
-            (TurnEnd(len(messages), len(ids)),),
+            tuple(ends) or (TurnEnd(len(messages), len(ids)),),
             after,
         )
 

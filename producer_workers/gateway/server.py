@@ -60,8 +60,13 @@ DIALECTS: dict[str, type[AgentRequest]] = {kind.path: kind for kind in (*_OPENAI
 
 SESSION_HEADER = "X-Session-ID"  # tells the conversations of a key `BY_HEADER` apart
 
-# Under these paths, agents of NeMo Gym call a model; the name of their run is a key.
-KEY_IN_PATH = ("/ng-rollout/{key}", "/ng-rollout/{key}/training-token-capture")
+# A client that is sent to another gateway has its key in the path. So have agents of NeMo Gym, for
+# which it is the name of their run.
+KEY_IN_PATH = (
+    "/sessions/{key}",
+    "/ng-rollout/{key}",
+    "/ng-rollout/{key}/training-token-capture",
+)
 
 
 class Gateway:
@@ -101,13 +106,15 @@ class Gateway:
         return self._guests.get(_hash(key))
 
     def routes(self) -> list[web.RouteDef]:
+        served = [web.post(path, partial(self._serve, kind)) for path, kind in DIALECTS.items()]
+        served.append(web.get("/v1/models", self._models))
+        served.append(web.get("/v1/responses/{name}", self._retrieve))
         return [
             *(
-                web.post(where + path, partial(self._serve, kind))
+                web.route(each.method, where + each.path, each.handler)
                 for where in ("", *KEY_IN_PATH)
-                for path, kind in DIALECTS.items()
+                for each in served
             ),
-            web.get("/v1/models", self._models),
             web.route("*", "/{path:.*}", self._unknown),
         ]
 
@@ -151,7 +158,7 @@ class Gateway:
     async def _guest(self, request: web.Request) -> tuple[Guest, Session]:
         """Return the agent and the session whose key is in a request. Raises Refusal."""
         for key, _, role in (each.partition(":") for each in given_keys(request)):
-            if guest := self.guest_of(key) or await self._absent(key):
+            if guest := self.guest_of(key) or await self._absent(key, request):
                 guest.check_rate()
                 if role == BY_HEADER:
                     role = request.headers.get(SESSION_HEADER, "")
@@ -161,7 +168,7 @@ class Gateway:
                     raise Refusal(400, str(error), "refused") from error
         return self.refuse_key()
 
-    async def _absent(self, key: str) -> Guest | None:
+    async def _absent(self, key: str, request: web.Request) -> Guest | None:
         """Return the agent of an unknown key, which has arrived meanwhile; by default None."""
         return None
 
@@ -181,9 +188,19 @@ class Gateway:
         with guest.asking(request):
             return await _answer(request, kind, guest, session)
 
+    async def _retrieve(self, request: web.Request) -> web.StreamResponse:
+        """Answer with an earlier response of the session."""
+        _, session = await self._guest(request)
+        name = request.match_info["name"]
+        if not (turn := session.answered(name.removeprefix("resp_"))):
+            raise Refusal(404, f"this session has no response {name:.80}", "not_found")
+        is_streamed = request.query.get("stream") == "true"
+        asked = ResponsesRequest.model_construct(input=[], stream=is_streamed)
+        return await Reply(request, asked).send(turn, [])
+
     async def _unknown(self, request: web.Request) -> web.Response:
         await self._guest(request)
-        known = f"POST {', '.join(DIALECTS)}, GET /v1/models"
+        known = f"POST {', '.join(DIALECTS)}, GET /v1/models, /v1/responses/ID"
         asked = f"{request.method} {request.path}"
         message = f"{asked} cannot be recorded for training; there are {known}"
         raise Refusal(404, message, "unsupported")

@@ -29,7 +29,7 @@ from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, in_tokenizer_thread
 from producer_workers.agent_loops.tool_parsers import ParsedTurn, ToolParser
-from producer_workers.engines.base import Engine, Generation, context_length
+from producer_workers.engines.base import Engine, FinishReason, Generation, context_length
 from producer_workers.gateway.history import Conversation, Messages
 from producer_workers.gateway.kept_turns import TurnWriter
 from producer_workers.gateway.segment import Segment, TurnEnd, continued_by, why_new
@@ -108,7 +108,6 @@ class Session:
         self._running: set[_Request] = set()
         self._answered = len(finished)
         self._budget = TokenBudget(params.max_tokens - sampled)
-        self._answers: dict[str, Messages] = {}
         self.new_contexts: Counter[str] = Counter()
         self.truncation = ""
         self.segments = [*finished]
@@ -149,9 +148,23 @@ class Session:
                 self.unsent.remove(segment)
                 made = segment.last_turn()
                 read = len(segment.ids) - len(made.token_ids)
-                self._answers[ask.name] = segment.messages[1 if ask.instructions else 0 :]
-                return SampledTurn(ask.name, segment.messages[-1], made, read)
+                name = segment.ends[-1].name or ask.name
+                return SampledTurn(name, segment.messages[-1], made, read)
         return None
+
+    def answered(self, name: str) -> SampledTurn | None:
+        """Return an earlier answer by its name, without its logprobs."""
+        if not (found := self._turn_named(name)):
+            return None
+        segment, end = found
+        start = end.tokens - end.sampled
+        ids, reason = segment.ids[start : end.tokens], cast(FinishReason, end.finish_reason)
+        made = Generation(ids, segment.logprobs[start : end.tokens], (), reason)
+        return SampledTurn(name, segment.messages[end.messages - 1], made, start)
+
+    def _turn_named(self, name: str) -> tuple[Segment, TurnEnd] | None:
+        turns = ((segment, end) for segment in self.segments for end in segment.ends)
+        return next((turn for turn in turns if turn[1].name == name), None) if name else None
 
     async def stored(self) -> None:
         """Wait until all turns so far outlive this worker, if the agent can be resumed.
@@ -172,9 +185,7 @@ class Session:
         read = len(reading.context.ids)
         turn, text, calls = await in_tokenizer_thread(self._turn, request, made, ask, read)
         message = {"role": _RAW, "content": text} if ask.prompt else turn.message
-        grown = self._keep(request, reading, made, message, text, calls)
-        if ask.previous is not None:
-            self._answers[turn.name] = grown.messages[1 if ask.instructions else 0 :]
+        self._keep(request, reading, made, message, text, calls, ask)
         return turn
 
     def _messages(self, ask: Ask) -> list[dict[str, Any]]:
@@ -186,9 +197,10 @@ class Session:
     def _before(self, ask: Ask) -> Messages:
         if not ask.previous:
             return ()
-        if ask.previous not in self._answers:
+        if not (found := self._turn_named(ask.previous)):
             raise ConfigError(f"this session has no earlier response {ask.previous}")
-        return self._answers[ask.previous]
+        segment, end = found
+        return segment.messages[end.instructed : end.messages]
 
     def _check_open(self) -> None:
         if self.interrupted.is_set():
@@ -239,12 +251,15 @@ class Session:
         message: dict[str, Any],
         text: str,
         calls: Sequence[ToolCall],
-    ) -> Segment:
+        ask: Ask,
+    ) -> None:
         """Store a turn; if another request has continued its parent, that one trains it."""
         parent = reading.parent
         context = replace(reading.context, after=request.after)
         is_first = parent is None or parent in self.segments
-        grown = (context if is_first else context.untrained()).add_turn(made, message, text, calls)
+        context = context if is_first else context.untrained()
+        told = (ask.name, int(bool(ask.instructions)))
+        grown = context.add_turn(made, message, text, calls, *told)
         why = reading.why if is_first else "branch"
         if parent is None and self.segments:  # another may have begun at the same time
             why = why or "conversation"
@@ -255,7 +270,6 @@ class Session:
         self.segments = sorted([*others, grown], key=Segment.order)
         if self._writer:
             self._writer.sampled(self._role, parent if is_first else None, grown, why)
-        return grown
 
     def _claim(self, request: _Request, ask: Ask) -> Reading:
         """Return what the model reads; other requests prefer an equal parent that is free."""

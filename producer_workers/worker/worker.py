@@ -34,7 +34,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 
 from buffer.control.control import ControlState, Mode
 from buffer.control.worker_record import HeartbeatReport, WorkerState
@@ -94,7 +94,7 @@ class Worker:
         concurrency: Concurrency = 8,
         drain_timeout_s: float = 60.0,
         sleeps: bool = False,
-        facts: Mapping[str, str] | None = None,
+        facts: MutableMapping[str, str] | None = None,
         judges: WatchedJudges | None = None,
         lanes: Collection[str] = LANES,
         untruncated_tasks: Collection[str] = (),
@@ -122,9 +122,10 @@ class Worker:
         self._judges = judges or WatchedJudges()
         self._token_rate = TokenRate()
         self._loop_watch = LoopWatch()
-        known = {"engine": engine.name, **(facts or {})}
+        facts = {} if facts is None else facts  # not a copy: what the runner opens may add some
+        facts["engine"] = engine.name
         self._heartbeat = Heartbeat(
-            run, worker_id, self._nonce, known, self._report, self._inbox, self._loop_watch.is_stuck
+            run, worker_id, self._nonce, facts, self._report, self._inbox, self._loop_watch.is_stuck
         )
         self._client = ControlClient(run, worker_id, self._nonce, self._control, self._inbox)
 

@@ -186,6 +186,47 @@ def test_a_turn_that_is_kept_but_not_answered_is_answered_by_the_next_gateway(
 
 
 @pytest.mark.parametrize("make_yard", ["valkey"], indirect=True)
+def test_a_session_is_reached_by_any_living_gateway_and_its_responses_by_the_next(
+    make_gateways: Callable[..., Gateways],
+) -> None:
+    gateways = make_gateways()
+    first, second = gateways.start("g0"), gateways.start("g1")
+    opened = gateways.open(first)
+    key, other = (each["key"] for each in opened["sessions"])
+
+    def respond(url: str, key: str, **asked: Any) -> Any:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+            if "id" in asked:
+                return client.responses.retrieve(asked["id"])
+            return client.responses.create(model="any", max_output_tokens=8, **asked)
+
+    made = [respond(first, key, input="a", instructions="be brief")]
+    made += [respond(second, key, input="b", previous_response_id=made[0].id)]
+    assert len(ask(second, f"{other}:judge/1", [user("a")])) == 2
+    ask(second, other, [user("a")])
+    answer = gateways.http.post(
+        f"{second}/sessions/{other}/reward", json={"score": 1.0}, follow_redirects=True
+    )
+    assert answer.json() == {"status": "ended"}
+    gateways.kill("g0")
+    gateways.yard.expire_lease("g0")
+    for _ in range(2):
+        made += [respond(second, key, input="c", previous_response_id=made[-1].id)]
+    made += [respond(second, key, input="d", previous_response_id=made[0].id)]
+    for response in made:
+        found = respond(second, key, id=response.id)
+        assert (found.output, found.status) == (response.output, response.status)
+        assert found.usage == response.usage
+    with pytest.raises(openai.NotFoundError):
+        respond(second, key, id="resp_of_another")
+    assert gateways.reward(second, key, score=1.0).status_code == 200
+    until(lambda: gateways.yard.places().get("completed") == 1)
+    turns = trained(gateways.yard.group(opened["group"]).states)
+    assert sorted(turns) == sorted(notes(gateways.folder, "sampled"))
+    assert len(turns) == 7
+
+
+@pytest.mark.parametrize("make_yard", ["valkey"], indirect=True)
 def test_a_reward_counts_once_and_a_session_without_one_is_dropped(
     make_gateways: Callable[..., Gateways],
 ) -> None:

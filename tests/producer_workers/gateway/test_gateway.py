@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 from numpy.typing import NDArray
 
@@ -314,6 +315,38 @@ def test_a_resumable_session_is_continued_behind_its_turns_by_another_worker(
     assert "open_sessions" not in states[0].extra
     seeds = [(name.split("/")[1], params.seed) for name, _, params in engine.requests]
     assert len(set(seeds)) == 12
+
+
+@pytest.mark.parametrize("ends", ["pauses", "deaths"])
+def test_responses_are_known_to_the_next_workers(chat: Any, ends: str) -> None:
+    engine = Recorder(chat)
+    told: list[Any] = []
+
+    async def solve(task: AgentTask) -> None:
+        client = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0)
+        async with client:
+            for response in told:
+                found = await client.responses.retrieve(response.id)
+                assert (found.output, found.usage) == (response.output, response.usage)
+            while len(told) < 4:
+                before = {"previous_response_id": told[-1].id} if told else {}
+                new: Any = {"input": f"part {len(told)}", "instructions": "be brief", **before}
+                told.append(await client.responses.create(model="m", **new))
+
+    states = questions("a", max_tokens=10_000)
+    for life in range(1, 4):
+        engine.cut = {0} if ends == "pauses" and life < 3 else set()
+        keeper = Killed(states, 2 - life % 2 if ends == "deaths" and life < 3 else None)
+        loop = loop_of(chat, solve, partial_rollout=True, resumable=True)
+        group = RolloutGroup(
+            "math-0000000001", "math", run(loop, engine, states, keeper) or keeper.found()
+        )
+        states = group_bytes.decode(group_bytes.encode(group)).states
+    (state,) = states
+    assert state.status is Status.COMPLETED
+    turns = [chat.decode(state.response_ids[turn][:-1]) for turn in state.turns()]
+    assert turns == [response.output_text for response in told]
+    assert "new_contexts" not in states[0].extra
 
 
 def test_a_session_that_begins_again_is_counted_in_the_record_of_its_group(chat: Any) -> None:
