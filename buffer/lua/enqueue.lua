@@ -48,11 +48,11 @@ if redis.call('HEXISTS', progress, 'stopped') == 1 then return {'STOPPED'} end
 target = target or num(done[3])
 local free = room(progress, {jobs_eval, jobs_resume, jobs_fresh}, completed, age_index, ledger, target, threshold, max_in_flight)
 local gids, records, sizes = {}, {}, {}
-for n, samples in each_unit do
+for n, rollouts in ipairs(samples) do
   gids[n] = string.format('%s-%010d', task, start + n - 1)
   records[n] = groups .. gids[n]
   sizes[n] = prompts[n] and redis.call('STRLEN', prompts[n]) or 0
-  if samples > 0 and sizes[n] == 0 then return {'NO_PAYLOAD', gids[n]} end
+  if num(rollouts) > 0 and sizes[n] == 0 then return {'NO_PAYLOAD', gids[n]} end
 end
 -- after a loss the same draws come again: those that exist already are skipped
 local known, bitmaps = 0, {archived = archived, filtered = filtered, dropped = dropped}
@@ -64,18 +64,18 @@ end
 -- first: a caller that may not write it (ACL) is stopped before anything is enqueued
 redis.call('HSET', cursors, task, int(start))
 local enqueued, unusable, skipped, came = 0, 0, 0, 0
-for n, samples in each_unit do
+for n, rollouts in ipairs(samples) do
   if enqueued >= free or (enqueued > 0 and byte_limit > 0 and held + came >= byte_limit) then break end
   local draw, record = start + n - 1, records[n]
   if known > 0 and (ended_place(bitmaps, draw) or redis.call('EXISTS', record) == 1) then
     skipped = skipped + 1
-  elseif samples == 0 then
+  elseif num(rollouts) == 0 then
     redis.call('SETBIT', dropped, draw, 1)
     unusable = unusable + 1
   else
     redis.call('PERSIST', prompts[n])
     -- Redis searches a record from its beginning: fields that a take reads of each of its groups come first
-    redis.call('HSET', record, 'payload', 'init', 'chunks', 1, 'size', sizes[n], 'crc', '', 'samples', samples,
+    redis.call('HSET', record, 'payload', 'init', 'chunks', 1, 'size', sizes[n], 'crc', '', 'samples', rollouts,
       'version', '', 'stage', 'waiting', 'status', 'init', 'task', task, 'draw', int(draw), 'tries', 0, 'aborts', 0,
       'prompt', sizes[n], 'lane', lane, 'entry', add_job(jobs, gids[n], 'init'))
     came = came + sizes[n]
