@@ -140,7 +140,7 @@ class RoleHeld(RunError):
 
 
 class ProducerGone(RunError):
-    """A trainer waits for a batch, and there is no producer or standby to start its groups."""
+    """A trainer waits for a batch, and there is no producer to start its groups."""
 
 
 class Fenced(RolloutMQError):
@@ -253,6 +253,14 @@ class UserCodeError(RolloutMQError):
 
 class ProcessUnavailable(RolloutMQError):
     """No process could be started for a user's function: a fault of the machine or the set-up."""
+
+
+class NoAnswer(RolloutMQError):
+    """Another server did not answer in time, or the connection to it broke."""
+
+
+class ServiceAway(NoAnswer):
+    """A server that a call needs refuses connections or has no room: the call is made again."""
 
 
 class JudgeError(UserCodeError):

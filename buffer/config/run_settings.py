@@ -118,7 +118,9 @@ class LeaseSection(Section):
     heartbeat_ms: int = Field(2_000, ge=50, le=DAY_MS)
     """interval between two heartbeats; at most a third of lease_ms"""
     max_tries: int = Field(3, ge=1, le=1_000_000)
-    """failed or lost tries after which a group becomes a dead letter"""
+    """failed or lost tries after which a group becomes a dead letter; new tokens or turns that were
+    stored begin the count anew
+    """
     pause_timeout_s: float = Field(300.0, gt=0, le=YEAR_S)
     """a worker that does not confirm a pause within this time is fenced, and its groups are queued
     again
@@ -168,7 +170,7 @@ class PolicySection(Section):
     """
     sync_weights_interval: int = Field(1, ge=1, le=1_000_000)
     """train steps between two publications of weights"""
-    max_staleness: int = Field(8, ge=0, le=1_000_000)
+    max_staleness: int = Field(16, ge=0, le=1_000_000)
     """how many publications old the weights of a rollout may be, in tasks that set no max_staleness
     of their own; 0 is on-policy
     """

@@ -74,7 +74,8 @@ def _earn(rollouts: Rollouts, name: str, earned: Earned) -> None:
     """Give a session its reward by the agent. Raises WireError."""
     found = (earned.get(each) for each in (name, role_of(name), EVERY_ROLE))
     reward = dict(next(filter(None, found), {}))
-    role = reward.pop("role", role_of(name))
+    is_named = isinstance(reward.get("role"), str)  # a number is a part of the reward
+    role = reward.pop("role") if is_named else role_of(name)
     reward_turns(rollouts, reward)
     for rollout in rollouts:
         rollout.reward = reward or None

@@ -15,24 +15,33 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import orjson
 
-from buffer.errors import ConfigError, UserCodeError
+from buffer.errors import ConfigError, ServiceAway, UserCodeError
 from buffer.failure_text import trace_text
 from buffer.imports import load_object
+from buffer.redis.connection.retry import Backoff
 from producer_workers.follow_owner import kill_session
 from producer_workers.user_code.border import TURN_REWARDS, Border, Rules, check_answer
 from producer_workers.user_code.process_function import call_of
 
+log = logging.getLogger("rolloutmq.worker")
+
 _THREADS = 256  # plain functions that run at the same time in a worker itself; more wait
 
 GRACE_S = 10.0  # the endpoint refuses the next request of a cancelled agent, which ends in order
+
+AWAY = Backoff(1.0, 5.0)  # pauses before a server of environments that is away is asked again
+QUIET_S = 60.0  # between two lines of the log about that
 
 MODEL = "policy"  # the model's name; the endpoint accepts any other name, too
 
@@ -186,13 +195,23 @@ class FunctionAgent:
             mode="coroutines" if is_coroutine else "threads",
             grace_s=GRACE_S,
         )
+        self._quiet_until_s = 0.0
         self._call = call_of(
             function, f"{__name__}:AGENT", rules, path=path, options=options, turns=_THREADS
         )
 
     async def run(self, begin: Begin) -> Earned | None:
-        earned: Earned | None = await self._call(begin(), again=lambda: (begin(),))
-        return earned
+        attempt = 0
+        while True:
+            try:
+                earned: Earned | None = await self._call(begin(), again=lambda: (begin(),))
+                return earned
+            except ServiceAway as error:  # without a limit: no rollout is to blame
+                if time.monotonic() >= self._quiet_until_s:
+                    self._quiet_until_s = time.monotonic() + QUIET_S
+                    log.warning("%s; rollouts wait, attempt %d", error, attempt + 1)
+            await asyncio.sleep(AWAY.pause_s(attempt))
+            attempt += 1
 
     def close(self) -> None:
         self._call.close()
@@ -233,17 +252,38 @@ class ProgramAgent:
         )
         try:
             async with asyncio.timeout(self._limit_s):
-                _, stderr = await process.communicate(orjson.dumps(given, default=str))
+                stderr = await _talk(process, orjson.dumps(given, default=str))
         except TimeoutError as error:
             message = f"agent {self._command[0]} took longer than {self._limit_s:g} s"
             raise AgentError(message, hint="see agent_loop_options.time_limit_s") from error
         finally:
             await end_process(process)
         if process.returncode:
-            said = stderr[-LONGEST_STDERR:].decode(errors="replace").strip().split("\n")
+            said = stderr.decode(errors="replace").strip().split("\n")
             message = f"agent {self._command[0]} exited with {process.returncode}: {said[-1]}"
             raise AgentError(message, trace=trace_text(said))
         return None
+
+
+async def _talk(process: asyncio.subprocess.Process, given: bytes) -> bytes:
+    """Write to a program's stdin; return the last of its stderr, once it has ended."""
+    stdin, stderr = process.stdin, process.stderr
+    assert stdin
+    assert stderr
+
+    async def write() -> None:
+        with suppress(ConnectionError):  # it need not read its task
+            stdin.write(given)
+            await stdin.drain()
+        stdin.close()
+
+    last = b""
+    async with asyncio.TaskGroup() as talk:
+        talk.create_task(write())
+        while chunk := await stderr.read(1 << 16):
+            last = (last + chunk)[-LONGEST_STDERR:]
+    await process.wait()
+    return last
 
 
 async def end_process(process: asyncio.subprocess.Process) -> None:

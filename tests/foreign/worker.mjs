@@ -1,9 +1,10 @@
 // A whole rollout worker in JavaScript: producer_workers/PROTOCOL.md in code, without Python. Copy it, and go on.
 //
-//     rolloutmq scripts --json > scripts.json
+//     python -m buffer.redis.script_list > scripts.json
 //     node worker.mjs redis://localhost my_run scripts.json my-worker
 //
-// Where `respond` is, put your engine and your judge. One group at a time, on a single server, uncompressed.
+// Where `respond` is, put your engine and your judge. One group at a time, on a single server, uncompressed. `hold` is for
+// tests: a file with the number of tokens that a response may have for now.
 
 import { createHash, randomBytes } from "node:crypto";
 import { readFileSync } from "node:fs";
@@ -12,7 +13,7 @@ import { crc32 } from "node:zlib";
 import { decode, encode } from "@msgpack/msgpack";
 import { Redis } from "ioredis";
 
-const [url, run, scriptsFile, name, tokenSeconds = "0.001"] = process.argv.slice(2);
+const [url, run, scriptsFile, name, hold] = process.argv.slice(2);
 const CHUNK = 1_048_000, LANES = ["eval", "resume", "fresh"], prefix = `rmq:{${run}}:`;
 const newToken = () => randomBytes(16).toString("hex");
 
@@ -131,8 +132,11 @@ async function make(gid, token) {
 async function respond(prompt, sample, held) {
   const tokens = [], spans = [];
   while (tokens.length < sample.max_tokens) {
-    await sleep(1000 * Number(tokenSeconds));
     await tick(held);
+    if (hold && tokens.length >= Number(readFileSync(hold, "utf8"))) {
+      await sleep(10);
+      continue;
+    }
     const [lineage, number] = facts.weights.split(":"), version = Number(number), last = spans.at(-1);
     if (last?.[2] !== version || last?.[3] !== lineage) spans.push([tokens.length, 0, version, lineage]);
     spans.at(-1)[1] += 1;

@@ -1,11 +1,12 @@
 """A whole rollout worker that imports nothing of rolloutmq: producer_workers/PROTOCOL.md in code.
 Copy it, and go on.
 
-    rolloutmq scripts --json > scripts.json
+    python -m buffer.redis.script_list > scripts.json
     python worker.py redis://localhost my_run scripts.json my-worker
 
 Where `respond` is, put your engine and your judge. One group at a time, on a single server,
-uncompressed.
+uncompressed. `hold` is for tests: a file with the number of tokens that a response may have for
+now.
 `worker.mjs` is the same in JavaScript.
 """
 
@@ -32,13 +33,13 @@ class Abort(Exception):
 
 
 class Worker:
-    def __init__(self, url, run, scripts, name, token_s="0.001"):
+    def __init__(self, url, run, scripts, name, hold=""):
         # what an outage cut off is sent again as it was, which does no harm
         self.redis = redis.Redis.from_url(url, retry=Retry(ConstantBackoff(0.2), -1))
         self.prefix = f"rmq:{{{run}}}:"
         self.scripts = json.loads(Path(scripts).read_text(encoding="utf-8"))["scripts"]
         self.stopping = False
-        self.token_s = float(token_s)
+        self.hold = hold
         self.due = 0
         limits = self.redis.hgetall(self.prefix + "meta")
         self.facts = {
@@ -193,8 +194,10 @@ class Worker:
         """
         tokens, spans = [], []
         while len(tokens) < sample["max_tokens"]:
-            time.sleep(self.token_s)
             self.tick(held)
+            if self.hold and len(tokens) >= int(Path(self.hold).read_text()):
+                time.sleep(0.01)
+                continue
             lineage, _, version = self.facts["weights"].rpartition(":")
             if not spans or spans[-1][2:] != [int(version), lineage]:
                 spans.append([len(tokens), 0, int(version), lineage])

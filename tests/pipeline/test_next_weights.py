@@ -19,7 +19,7 @@ from buffer.weights.transport import PublishedWeights
 from buffer.wire.rollout import PolicyVersion
 from consumer.handle import wait_rules
 from consumer.handle.rollout_consumer import RolloutConsumer
-from tests.pipeline.yard import FIRST, LINEAGE, SLOW_S, TASK, Yard, versions
+from tests.pipeline.yard import FIRST, LINEAGE, TASK, Yard, versions
 
 
 def gated_fetches(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> list[str]:
@@ -53,23 +53,25 @@ def test_a_worker_samples_while_it_fetches_obeys_pauses_and_loads_only_the_newes
 
     monkeypatch.setattr(WeightsReceiver, "fetch", fetch_slowly)
     newest = PolicyVersion(LINEAGE, 4)
-    first = yard.enqueue(1, (150, 150))
+    first = yard.enqueue(1, (15, 15))
 
     async def scenario() -> list[str]:
-        async with yard.working(yard.worker(token_s=SLOW_S)) as engine:
+        async with yard.working(yard.worker(held=True)) as engine:
             await yard.until_generating(engine, 2)
             await yard.receipts(yard.control(Mode.KEEP))
             yard.publish(1)
             yard.control(Mode.RUN)
             await yard.until(fetching.is_set)
             # not frozen: what runs ends under the old weights, and a pause is carried out
+            await yard.until_engine(lambda: engine._frozen_s is None)
+            engine.let_go()
             await yard.until_places(completed=1)
             await yard.receipts(yard.control(Mode.DRAIN))
             yard.control(Mode.RUN)
             second = yard.enqueue(1)
             for version in (2, 3, 4):
                 yard.publish(version)
-            await asyncio.sleep(0.3)
+            await yard.until_idle()
             assert yard.places() == {"completed": 1, "waiting": 1}
             assert engine.version() == FIRST
             shutil.rmtree(yard.folder / "weights-1")

@@ -6,13 +6,13 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from buffer.control.control import Work
-from buffer.control.roles import HeldRole
 from buffer.errors import Fenced, ProducerGone, ScriptError
 from buffer.groups.submit import SubmitOutcome
 from buffer.ids import new_nonce
@@ -114,22 +114,13 @@ class Stop(threading.Event):
         return False
 
 
-def test_a_standby_gives_the_producer_time_for_a_heartbeat_after_an_outage(
-    make_yard: Callable[..., Yard], clock: Clock
-) -> None:
-    yard = silent_since_long(make_yard(role_timeout_ms=400))
-    waits = iter([OUTAGE_S, 0.0, 0.5])
-    assert HeldRole(yard.run.control, "producer").wait_until_vacant(Stop(clock, waits))
-    assert next(waits, None) is None
-
-
 # -- submitter ------------------------------
 
 
 class Trips:
     """Notes the sizes of the round trips of `yard`, and holds up the first one until `gate` is set.
 
-    A round trip with the gid `poison` fails as a whole.
+    The result of the gid `poison` has a number that the server refuses.
     """
 
     def __init__(self, yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,9 +133,11 @@ class Trips:
     def submit_many(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
         self.sizes.append(len(results))
         assert self.gate.wait(400)
-        if any(result.job.gid == self.poison for result in results):
-            raise ScriptError("submit: broken")
-        return self._submit(worker, results)
+        spoilt = [
+            replace(result, new_tokens=-1) if result.job.gid == self.poison else result
+            for result in results
+        ]
+        return self._submit(worker, spoilt)
 
 
 @pytest.fixture
@@ -208,5 +201,5 @@ def test_each_group_has_its_own_outcome(yard: Yard, trips: Trips) -> None:
 
     outcomes = [type(outcome) for outcome in asyncio.run(scenario())]
     assert outcomes == [type(None), type(None), Fenced, ScriptError, type(None)]
-    assert trips.sizes == [1, 4, 1, 1, 1, 1]
+    assert trips.sizes == [1, 4]
     assert yard.places() == {"completed": 3, "waiting": 1, "running": 1}

@@ -1,4 +1,4 @@
--- payloads: seen_bytes and pin, for the payloads that a script accepts.
+-- payloads: seen_bytes and pin, for the payloads that a script accepts; has_turns_of.
 
 -- Payloads are keys of the script: their bytes are counted, and their expiry is removed. `others`: keys before the chunks.
 local function seen_bytes(payloads, others, chunks)
@@ -10,4 +10,9 @@ end
 
 local function pin(payloads, others, chunks)
   for i = others + 1, others + chunks do redis.call('PERSIST', payloads[i]) end
+end
+
+-- Whether a payload is one in which the claim with this token kept turns (keep_turns).
+local function has_turns_of(token, payload)
+  return string.find(payload, token .. '-turns', 1, true) == 1
 end

@@ -18,8 +18,9 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import Scene
-from tests.cluster import Cluster, Node, free_ports, start_cluster, until
+from tests.cluster import Cluster, Node, free_ports, start_cluster
 from tests.servers import SAFE, find_redis, raw_cluster
+from tests.waits import until
 
 
 @pytest.fixture(scope="module", params=["valkey", "redis"])

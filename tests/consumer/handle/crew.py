@@ -6,7 +6,7 @@ They depend on the draw alone, so that two runs get the same groups whatever hap
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 
@@ -160,13 +160,3 @@ def at_work(
         yield crew
     finally:
         crew.stop()
-
-
-def wait_until(condition: Callable[[], object], what: str, *, tries: int = 40_000) -> None:
-    """Poll until it holds; a test that waits in vain fails with `what`."""
-    pause = threading.Event()
-    for _ in range(tries):
-        if condition():
-            return
-        pause.wait(0.01)
-    raise AssertionError(f"in vain: {what}")

@@ -143,6 +143,23 @@ def test_sampling_may_be_cut_where_the_engine_records_what_that_leaves(
             ["tasks.math.prompt_repeat_k=4096", "tasks.math.sample.max_tokens=9000"],
             "make groups of",
         ),
+        (
+            ["trainer.advantages=pass_at_k", "tasks.math.prompt_repeat_k=4"],
+            "every advantage would be 0; set prompt_repeat_k to at least 5",
+        ),
+        (["trainer.advantages=gdpo", "trainer.reward_weights={a=0.0}"], "reward_weights are all 0"),
+        (
+            ["trainer.advantages=pass_at_k", "trainer.overlong_buffer_tokens=64"],
+            "overlong_buffer_tokens lowers the score",
+        ),
+        (
+            [
+                *("trainer.advantages=reinforce_pp", "tasks.math.prompt_repeat_k=1"),
+                "strategy.is_valid_sample_fn=not_all_equal",
+            ],
+            "replaces every group of one rollout",
+        ),
+        (["tasks.sums_eval={}", "evaluation.every_steps=4"], "every_steps cannot act"),
         (["launch.trainer_gpus=[0, 1]", "launch.trainer_ranks=1"], "would be idle"),
         (["launch.trainer_gpus=[0, 0]"], "is not one GPU for each of 2"),
         (["launch.trainer_gpus=[0, 1, 2]", "launch.trainer_ranks=2"], "is not one GPU for each"),
@@ -168,6 +185,7 @@ def test_sampling_may_be_cut_where_the_engine_records_what_that_leaves(
             "overlong_buffer_tokens lowers the score",
         ),
         (["tasks.sums.train_roles=['solver']"], "gives no rollout a role"),
+        (["tasks.sums.train_roles=['', 'solver']"], "gives no rollout a role"),
         (["critic.lam=0.95"], "advantages = gae only"),
         (["tasks.sums_eval.eval_of=sums_eval"], "not a training task; known: math, sums"),
         ([MASKED, "tasks.math.sample.top_p=0.9"], "top_p"),
