@@ -78,10 +78,14 @@ class Store:
         self._home = ""
 
     def at(self, key: str, wait_replicas: int = 0) -> Store:
-        """Return a view of this store for the run of `key`: all its commands go to that key's node.
+        """Return a view of this store for the run of `key`; the store itself if that is the same.
 
-        Its durable calls wait for `wait_replicas` replicas.
+        In a cluster, all its commands go to the node of `key`. Its durable calls wait for
+        `wait_replicas` replicas.
         """
+        in_cluster = self.retrying("first contact", lambda: self.servers.is_cluster)
+        if not in_cluster and wait_replicas == self.wait_replicas:
+            return self
         there = copy.copy(self)
         there._home = key
         there.wait_replicas = wait_replicas
