@@ -140,7 +140,7 @@ class RoleHeld(RunError):
 
 
 class ProducerGone(RunError):
-    """A trainer waits for a batch, and there is no producer or standby to start its groups."""
+    """A trainer waits for a batch, and there is no producer to start its groups."""
 
 
 class Fenced(RolloutMQError):

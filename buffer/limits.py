@@ -107,7 +107,9 @@ class LiveLimits(TaskSettings):
     """The values of a run that `rolloutmq set` can change as they are."""
 
     max_tries: int = Field(3, ge=1, le=1_000_000)
-    """failed or lost tries after which a group becomes a dead letter"""
+    """failed or lost tries after which a group becomes a dead letter; new tokens or turns that were
+    stored begin the count anew
+    """
     pause_timeout_s: float = Field(300.0, gt=0, le=31_536_000, allow_inf_nan=False)
     """a worker that does not confirm a pause within this time is fenced"""
     concurrency: Concurrency | None = None

@@ -31,6 +31,9 @@ SETTINGS: Mapping[str, str] = {
 """By key, or by key and value. `*` stands for the name of a task."""
 
 COMMANDS: Mapping[str, str] = {
+    "top": "use `rolloutmq status --follow`",
+    "tail": "use `rolloutmq logs events`, with -f to follow",
+    "scripts": "use `python -m buffer.redis.script_list`",
     "audit": "watch `mismatch/*`, or recompute logprobs of exported batches (SECURITY.md)",
     "key": "signatures were removed; use TLS and a user of the server per role (`rolloutmq acl`)",
 }

@@ -118,7 +118,9 @@ class LeaseSection(Section):
     heartbeat_ms: int = Field(2_000, ge=50, le=DAY_MS)
     """interval between two heartbeats; at most a third of lease_ms"""
     max_tries: int = Field(3, ge=1, le=1_000_000)
-    """failed or lost tries after which a group becomes a dead letter"""
+    """failed or lost tries after which a group becomes a dead letter; new tokens or turns that were
+    stored begin the count anew
+    """
     pause_timeout_s: float = Field(300.0, gt=0, le=YEAR_S)
     """a worker that does not confirm a pause within this time is fenced, and its groups are queued
     again

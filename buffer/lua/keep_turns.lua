@@ -2,7 +2,8 @@
 -- keep_turns: add turns of a running group's agents to its payload; their bytes are stored already, as its next chunks.
 -- The first call of a claim replaces the payload by one of its own, which begins with the group as it was claimed.
 -- The worker answers an agent after this call. If it dies before, nobody has seen the turn; if it dies later, the next
--- claim reads the turns. Submit, requeue, expiry and drop free them as they free every payload that they replace or end.
+-- claim reads the turns, and this one used up no try (include/take_back.lua). Submit, requeue, expiry and drop free them
+-- as they free every payload that they replace or end.
 -- include: byte_count, numbers, payloads, staleness
 -- KEYS record    HASH   record of the group
 -- KEYS garbage   SET
@@ -24,9 +25,9 @@
 -- ARGV made_by   ''|ages                with the oldest version of each lineage in the group, as in submit
 -- replies OK | FENCED | BEHIND payload (the server lost chunks, or has another payload: write all turns under another name)
 --       | MISSING size_found
--- keeps I1 (nothing moves), I2 (an old token changes nothing), I8, I12 (counts bytes), I13 (token, name, chunks), I14
+-- keeps I1 (nothing moves), I2 (an old token changes nothing), I8, I11 (`best`: tokens at a claim before), I12 (counts bytes), I13 (token, name, chunks), I14
 
-local held = redis.call('HMGET', record, 'stage', 'token', 'payload', 'chunks', 'size')
+local held = redis.call('HMGET', record, 'stage', 'token', 'payload', 'chunks', 'size', 'tokens', 'best')
 local payload, known, turns = held[3], num(held[4]), token .. '-turns' .. int(name)
 if held[1] ~= 'running' or held[2] ~= token then return {'FENCED'} end
 if payload == turns and known >= chunks then return {'OK'} end
@@ -44,6 +45,9 @@ if before == 0 and payload ~= 'init' then
 end
 count_bytes(bytes, added, went)
 redis.call('HDEL', record, 'newest', 'cut', 'last', 'last_lineage')
+if not has_turns_of(token, payload) then
+  redis.call('HSET', record, 'best', payload == 'init' and 0 or int(math.max(num(held[6]), num(held[7]))))
+end
 redis.call('HSET', record, 'payload', turns, 'chunks', chunks, 'size', int(size), 'crc', crc, 'tokens', int(length),
   'version', version, 'lineage', lineage)
 if version ~= '' then redis.call('ZADD', age_index, 'LT', version, gid) end

@@ -46,7 +46,7 @@
 --                      rollouts differ in age: of those whose oldest token it made, the newest version. '' = there are no tokens
 -- replies OK arrival | FENCED '' | CHANGED '' (a teacher changed another column) | MISSING size_found
 --       of each, one behind the other
--- keeps I1, I2 (an old token changes nothing), I8 (versions of dead lineages count as the fork), I11 (a result gives the try back), I12 (never refused), I13 (token), I14
+-- keeps I1, I2 (an old token changes nothing), I8 (versions of dead lineages count as the fork), I11 (a result gives the try back, one with new tokens all tries), I12 (never refused), I13 (token), I14
 
 local is_read, before = {}, 0
 -- of a key that will be written: a wrong type stops the script before it writes
@@ -142,15 +142,15 @@ for n, was in ipairs(accepted) do
     -- fields that only a running group needs would move the record into a larger size class
     redis.call('HDEL', record, 'token', 'lane', 'entry', 'claimed_ms')
     if was.payload ~= 'init' or had_arrival then
-      redis.call('HDEL', record, 'newest', 'cut', 'teachers', 'sampled', 'sampler')
+      redis.call('HDEL', record, 'newest', 'cut', 'best', 'teachers', 'sampled', 'sampler')
     end
     local fields = was.fields
     if was.teacher then fields = {'owner', was.sampler, 'replaced', was.payload, unpack(fields)} end
-    -- I11: only failures and lost leases use up a try
+    -- I11: only failures and lost leases use up a try; tries without progress are counted anew once there is some
     redis.call('HSET', record, 'stage', 'pool', 'status', status, 'payload', tokens[n], 'chunks', one.chunks,
       'size', int(one.size), 'crc', one.crc, 'version', was.version, 'lineage', was.lineage, 'samples', one.samples,
       'arrival', was.arrival, 'reward', one.reward_sum, 'submitted_ms', now,
-      'tokens', int(one.length), 'tries', int(num(was.tries) - 1), unpack(fields))
+      'tokens', int(one.length), 'tries', one.tokens > 0 and 0 or int(num(was.tries) - 1), unpack(fields))
     if status == 'aborted' then redis.call('HINCRBY', record, 'aborts', 1) end
     if was.lane then
       to_waiting(was.jobs, record, gids[n], was.lane, tokens[n], progress)

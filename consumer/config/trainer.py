@@ -94,11 +94,13 @@ class TrainerSection(Section):
                 "reward_weights names the parts of the reward for advantages = gdpo, which needs "
                 "them; no other estimator reads them"
             )
-        if self.overlong_buffer_tokens and self.advantages in ("gdpo", "none"):
+        if self.overlong_buffer_tokens and self.advantages in ("gdpo", "none", "pass_at_k"):
             yield (
-                "overlong_buffer_tokens lowers the score, which advantages = "
-                f"{self.advantages} does not read"
+                "overlong_buffer_tokens lowers the score, and advantages = "
+                f"{self.advantages} reads no part of a score"
             )
+        if self.reward_weights and not any(self.reward_weights.values()):
+            yield "reward_weights are all 0: every advantage would be 0"
 
     @property
     def is_gae(self) -> bool:
@@ -190,6 +192,11 @@ class TrainingConfig(Protocol):
     def tasks(self) -> Collection[str]: ...
     @property
     def model_folder(self) -> Path: ...
+    @property
+    def train_roles(self) -> Mapping[str, Collection[str]]:
+        """Return the roles that tasks train, of those that name them."""
+        ...
+
     @property
     def teacher_weights(self) -> Mapping[str, Mapping[str, float]]:
         """Return the weight of each teacher of each task."""

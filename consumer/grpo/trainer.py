@@ -16,6 +16,7 @@ from pathlib import Path
 from buffer.control.length_counts import LengthCounts, length_bias
 from buffer.control.live_settings import KeptSettings
 from buffer.errors import ExpiredBatch
+from buffer.ids import split_group_id
 from buffer.ledger.position import Position
 from buffer.manifest import Manifest
 from buffer.run import Run
@@ -66,6 +67,7 @@ class Trainer:
         self._publisher = Publisher(self.consumer, self._weights, config.policy.pause_mode)
         self._newest_weights = 0  # step of the newest weights that are published or begun
         self._trained_lengths = LengthCounts()
+        self._unchecked_roles = dict(config.train_roles)
         self._throughput = Throughput(ranks.size, config.worker_gpus)
 
     def fit(self, *, take_over: bool = False, regenerate: bool = False) -> bool:
@@ -161,6 +163,7 @@ class Trainer:
             train_started = time.monotonic()
             metrics, columns = self.rank.fit(step, groups=batch.groups)
             self.consumer.delivered.clear()  # every rank has compared its own
+            self._check_roles(columns)
             timing.train = time.monotonic() - train_started
             if self._is_sync_due(step):
                 self._publish(timing, is_paused=self._is_colocated)
@@ -235,6 +238,13 @@ class Trainer:
     @property
     def _is_colocated(self) -> bool:
         return self._config.trainer.flow == "colocated"
+
+    def _check_roles(self, batch: BatchColumns) -> None:
+        """Report names of `train_roles` that no rollout has, at the first batch of each task."""
+        for problem in batch.missing_roles(self._unchecked_roles):
+            log.error(problem)
+        for gid in batch.gids:
+            self._unchecked_roles.pop(split_group_id(gid)[0], None)
 
     def _step_metrics(
         self, manifest: Manifest, batch: BatchColumns, timing: Timing

@@ -16,15 +16,28 @@ from producer_workers.engines.model_folder import read_config
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# One for the process: two threads cannot use a fast tokenizer at the same moment.
+# Two for the process, so that short texts never wait for a long one, which takes a second per MB.
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+_LONG_TEXTS = ThreadPoolExecutor(1, thread_name_prefix="long-texts")
+LONG_TEXT = 2**17  # bytes
+
+BYTES_PER_TOKEN = 16
+"""A text of more bytes for each token that fits is refused before it is encoded: English has 4 to 5
+bytes per token, indented code up to 8.
+"""
 
 
 async def in_tokenizer_thread(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
     """Return the result of `work`, which uses a tokenizer, without blocking the event loop."""
-    return await asyncio.get_running_loop().run_in_executor(
-        _THREAD, partial(work, *args, **options)
-    )
+    return await in_thread_of_texts(0, work, *args, **options)
+
+
+async def in_thread_of_texts(
+    size: int, work: Callable[P, T], *args: P.args, **options: P.kwargs
+) -> T:
+    """Do the same for `work` on texts of `size` bytes."""
+    thread = _LONG_TEXTS if size > LONG_TEXT else _THREAD
+    return await asyncio.get_running_loop().run_in_executor(thread, partial(work, *args, **options))
 
 
 # Model types for which AutoTokenizer follows the class that the folder names; for others, such as
@@ -76,10 +89,15 @@ def with_system_prompt(
 def load_tokenizer(model: str) -> Tokenizer:
     """Load the tokenizer of a model folder or hub name. Raises ModelError."""
     try:
-        return cast(Tokenizer, _tokenizer_class(Path(model)).from_pretrained(model))
+        tokenizer = _tokenizer_class(Path(model)).from_pretrained(model)
     except (OSError, ValueError) as error:
         hint = "give a folder with tokenizer.json, or a model name of the hub"
         raise ModelError(f"no tokenizer in {model!r}: {error}", hint=hint) from error
+    if backend := getattr(tokenizer, "backend_tokenizer", None):
+        # some files set these; the first use would unset them, and no two threads may do that
+        backend.no_truncation()
+        backend.no_padding()
+    return cast(Tokenizer, tokenizer)
 
 
 def check_same_tokens(student: Path, teacher: Path) -> None:

@@ -11,6 +11,7 @@ import resource
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -19,7 +20,7 @@ from aiohttp.typedefs import Handler
 from pydantic import ValidationError
 
 from buffer.errors import ConfigError, Fenced, WireError
-from producer_workers.agent_loops.tokenizer import in_tokenizer_thread
+from producer_workers.agent_loops.tokenizer import in_thread_of_texts, in_tokenizer_thread
 from producer_workers.config.gateway import GatewaySection
 from producer_workers.engines.base import EngineDeadError, GenerationError
 from producer_workers.gateway.agent_sessions import AgentSessions
@@ -43,6 +44,9 @@ OPEN_FILES = 65_536  # of a worker: agents have several each, and others may con
 
 MOST_FAULTS = 8  # in an error message; a request may have a million
 LONGEST_REFUSAL = 4096  # characters of an error message
+
+# Commas in a request, and four times its brackets: while it is parsed, all other threads wait.
+MOST_VALUES = 2**20
 
 REPLY = web.RequestKey("reply", Reply)  # of a request
 
@@ -210,15 +214,16 @@ async def _answer(
     request: web.Request, kind: type[AgentRequest], guest: Guest, session: Session
 ) -> web.StreamResponse:
     body = await _body(request)
-    asked = await in_tokenizer_thread(_parse, kind, body)  # long ones take seconds
+    asked = await in_thread_of_texts(len(body), _parse, kind, body)
+    ask = replace(asked.ask(), size=len(body))
     if asked.counts:
-        tokens = await _done(partial(session.count, asked.ask()), guest)
+        tokens = await _done(partial(session.count, ask), guest)
         return web.json_response({"input_tokens": tokens})
     name = hashlib.sha256(f"{session.name} {kind.path} ".encode() + body).digest()
     turn = guest.answer_again(request, name)
     reply = request[REPLY] = Reply(request, asked)
     if turn is None:
-        turn = await reply.wait(_done(partial(session.ask, asked.ask()), guest))
+        turn = await reply.wait(_done(partial(session.ask, ask), guest))
         keep(guest.answered, name, turn)
     try:
         await reply.wait(_done(session.stored, guest))
@@ -299,6 +304,8 @@ async def _done(work: Callable[[], Awaitable[T]], guest: Guest) -> T:
 
 def _parse(kind: type[AgentRequest], body: bytes) -> AgentRequest:
     """Return the request in `body`, with halves of surrogate pairs replaced by U+FFFD."""
+    if body.count(b",") + 4 * (body.count(b"[") + body.count(b"{")) > MOST_VALUES:
+        raise Refusal(413, "this request has too many values to be read", "request_too_large")
     try:
         return kind.model_validate_json(body)
     except ValidationError:

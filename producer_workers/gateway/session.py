@@ -19,16 +19,23 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-import orjson
 from msgspec import structs
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.wire.rollout import ToolCall
 from buffer.wire.sampling import SampleParams
+from producer_workers.agent_loops.call_json import read_json
 from producer_workers.agent_loops.chat_delta import ChatDelta
-from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, in_tokenizer_thread
+from producer_workers.agent_loops.tokenizer import (
+    BYTES_PER_TOKEN,
+    Tokenizer,
+    encode_chat,
+    in_thread_of_texts,
+    in_tokenizer_thread,
+)
 from producer_workers.agent_loops.tool_parsers import ParsedTurn, ToolParser
+from producer_workers.datasets.row_values import byte_count
 from producer_workers.engines.base import Engine, FinishReason, Generation, context_length
 from producer_workers.gateway.history import Conversation, Messages
 from producer_workers.gateway.kept_turns import TurnWriter
@@ -125,7 +132,7 @@ class Session:
         cannot be asked or stored.
         """
         ask = ask.forcing_a_call(self._parser)
-        if self.unsent and (turn := await in_tokenizer_thread(self._recorded, ask)):
+        if self.unsent and (turn := await in_thread_of_texts(ask.size, self._recorded, ask)):
             return turn
         self._check_open()
         ask.check(self._params, self._engine)
@@ -176,11 +183,11 @@ class Session:
 
     async def count(self, ask: Ask) -> int:
         """Return how many tokens the model would read. Raises ConfigError or WireError."""
-        reading = await in_tokenizer_thread(self._context, ask)
+        reading = await in_thread_of_texts(ask.size, self._context, ask)
         return len(reading.context.ids)
 
     async def _sample(self, request: _Request, ask: Ask) -> SampledTurn:
-        reading = await in_tokenizer_thread(self._claim, request, ask)
+        reading = await in_thread_of_texts(ask.size, self._claim, request, ask)
         made = await self._generate(request, reading, ask)
         read = len(reading.context.ids)
         turn, text, calls = await in_tokenizer_thread(self._turn, request, made, ask, read)
@@ -192,7 +199,16 @@ class Session:
         """Return what the model is to read, in the form that its template knows."""
         check_storable(ask.messages, ask.tools)
         opening = [{"role": "system", "content": ask.instructions}] if ask.instructions else []
-        return self._delta.readable([*opening, *self._before(ask), *ask.messages])
+        messages = self._delta.readable([*opening, *self._before(ask), *ask.messages])
+        self._check_bytes([messages, ask.tools])
+        return messages
+
+    def _check_bytes(self, texts: Any) -> None:
+        """Raise ContextFull for texts that are too long to be encoded."""
+        if context := context_length(self._engine):
+            most = BYTES_PER_TOKEN * context
+            if byte_count(texts, most) > most:
+                raise ContextFull(_LONG.format(context, f"over {most} bytes"))
 
     def _before(self, ask: Ask) -> Messages:
         if not ask.previous:
@@ -273,7 +289,11 @@ class Session:
 
     def _claim(self, request: _Request, ask: Ask) -> Reading:
         """Return what the model reads; other requests prefer an equal parent that is free."""
-        reading = self._raw_context(ask.prompt) if ask.prompt else self._context(ask)
+        try:
+            reading = self._raw_context(ask.prompt) if ask.prompt else self._context(ask)
+        except ContextFull as error:
+            self.truncation = str(error)
+            raise
         request.parent = reading.parent
         return reading
 
@@ -317,7 +337,11 @@ class Session:
 
     def _raw_context(self, prompt: str | list[int]) -> Reading:
         """Do as `_context` for a text or tokens, which continue a segment that they begin with."""
-        if not isinstance(prompt, str):
+        if isinstance(prompt, str):
+            self._check_bytes(prompt)
+        else:
+            if self._fills_context(len(prompt)):
+                raise ContextFull(self.truncation)
             if max(prompt) > (largest := self._delta.largest_token or max(prompt)):
                 raise ConfigError(f"this model has no token {max(prompt)}: its last is {largest}")
             tokens = np.array(prompt, "<i4")
@@ -389,7 +413,7 @@ def _for_template(message: dict[str, Any]) -> dict[str, Any]:
     calls = []
     for call in message["tool_calls"]:
         function = dict(call["function"])
-        with suppress(orjson.JSONDecodeError):
-            function["arguments"] = orjson.loads(function["arguments"])
+        with suppress(ValueError):
+            function["arguments"] = read_json(function["arguments"])
         calls.append({**call, "function": function})
     return {**message, "tool_calls": calls}

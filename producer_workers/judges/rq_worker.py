@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from math import ceil
 from typing import Any, ClassVar
@@ -31,9 +32,10 @@ from rq.serializers import JSONSerializer
 from rq.utils import now
 from rq.worker_registration import WORKERS_BY_QUEUE_KEY, get_keys
 
-from buffer.errors import ConfigError, JudgeError
+from buffer.errors import ConfigError, JudgeError, RolloutMQError
 from buffer.failure_text import message_of
 from buffer.redis.connection.nodes import Servers
+from buffer.redis.connection.retry import is_transient
 from buffer.redis.connection.url import open_client
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
@@ -56,6 +58,8 @@ CLEAN_S = 60  # seconds between two searches of rq for jobs whose worker died
 
 POLL_S = 0.2
 RESTART_S = 1.0
+MOST_DEATHS = 8  # of judge workers, within DEATHS_S: then the pool ends, too
+DEATHS_S = 60.0
 _CPU_GRACE_S = 1
 
 LOST_SERVER = 3  # exit code of a worker whose server went away; its successor waits for the server
@@ -189,17 +193,32 @@ class JudgePool:
             signal.signal(number, self._stop)
         workers = [self._start() for _ in range(self._count)]
         log.info("%d judge workers for %s", self._count, ", ".join(sorted(self._judges)))
+        try:
+            self._watch(workers)
+        finally:
+            for worker in workers:
+                worker.terminate()
+            for worker in workers:
+                worker.join()
+
+    def _watch(self, workers: list[multiprocessing.process.BaseProcess]) -> None:
+        deaths = deque[float](maxlen=MOST_DEATHS)
         while not self._stopping:
             time.sleep(POLL_S)
             for slot, worker in enumerate(workers):
-                if not worker.is_alive() and not self._stopping:
-                    log.warning("restarting a judge worker that exited with %s", worker.exitcode)
-                    time.sleep(RESTART_S)
-                    workers[slot] = self._start()
-        for worker in workers:
-            worker.terminate()
-        for worker in workers:
-            worker.join()
+                if worker.is_alive() or self._stopping:
+                    continue
+                code = worker.exitcode
+                log.warning("restarting a judge worker that exited with %s", code)
+                if code != LOST_SERVER:
+                    deaths.append(time.monotonic())
+                if len(deaths) == MOST_DEATHS and deaths[-1] - deaths[0] < DEATHS_S:
+                    raise RolloutMQError(
+                        f"{MOST_DEATHS} judge workers ended within {DEATHS_S:g} s",
+                        hint="the log above says why",
+                    )
+                time.sleep(RESTART_S)
+                workers[slot] = self._start()
 
     def _stop(self, *_: object) -> None:
         self._stopping = True
@@ -221,6 +240,8 @@ class JudgePool:
         try:
             self._serve()
         except redis.RedisError as error:
+            if not is_transient(error):
+                raise
             log.warning("a judge worker lost the server: %s", error)
             sys.exit(LOST_SERVER)
 

@@ -18,7 +18,7 @@ from buffer.control.origin import Origin
 from buffer.control.progress import Leftovers, TaskProgress
 from buffer.control.roles import HeldRole
 from buffer.control.task_status import ProduceBatchStatus, TaskStop, batch_status
-from buffer.errors import ConfigError, RoleHeld, StoreFull, TaskStopped
+from buffer.errors import ConfigError, StoreFull, TaskStopped
 from buffer.ledger.memory import MemoryUse
 from buffer.redis.connection.retry import LogOnce
 from buffer.run import Run
@@ -106,16 +106,6 @@ class Producer:
                 if batch_status(state, 0, self._run.limits) is ProduceBatchStatus.FINISH:
                     break
                 self._round_or_wait(state)
-
-    def stand_by(self, stop: threading.Event) -> None:
-        """Produce once no other producer does. Raises Fenced, LostRun."""
-        self._run.store.patience = lambda: not stop.is_set()
-        while self.role.wait_until_vacant(stop):
-            try:
-                self.produce_loop(stop)
-                return
-            except RoleHeld as error:
-                log.info("standing by again: %s", error)
 
     def produce_batch(
         self, step: int, *, stop: threading.Event | None = None, deadline_s: float | None = None

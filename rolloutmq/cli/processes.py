@@ -114,23 +114,13 @@ def producer(
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Fence another producer that is still alive.")
     ] = False,
-    standby: Annotated[
-        bool,
-        typer.Option(
-            "--standby", help="Wait while another producer is alive; produce once it is gone."
-        ),
-    ] = False,
     metrics: MetricsAddress = None,
 ) -> None:
     """Start the producer.
 
     It draws prompts and keeps the queues filled as far as the staleness limit allows. One producer
-    is active at a time; others may wait with --standby.
+    is active at a time. Whoever supervises it starts another when it dies.
     """
-    if standby and take_over:
-        raise ConfigError(
-            "--standby waits for the other producer, --take-over ends it", hint="choose one of them"
-        )
     settings = open_config(config, overrides)
     log_json("producer", settings.run.name)
     follow_owner()
@@ -143,10 +133,7 @@ def producer(
     member = make_producer(settings, run, origin_of(settings, settings.model_folder))
     # Not earlier: while it waits for its run, it has nothing to clean up, and a signal may end it.
     stop = stop_at_signals()
-    if standby:
-        member.stand_by(stop)
-    else:
-        member.produce_loop(stop, take_over=take_over)
+    member.produce_loop(stop, take_over=take_over)
     if stop.is_set():
         raise typer.Exit(INTERRUPTED)
 

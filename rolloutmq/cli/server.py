@@ -1,4 +1,4 @@
-"""`rolloutmq server`, `janitor`, `acl`, `scripts` and `key`: the server and its users."""
+"""`rolloutmq server`, `janitor` and `acl`: the server and its users."""
 
 from __future__ import annotations
 
@@ -7,25 +7,20 @@ import re
 import secrets
 import threading
 from dataclasses import asdict
-from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from buffer.errors import ConfigError, StoreUnavailable
 from buffer.ids import valid_name
 from buffer.janitor import Swept
-from buffer.limits import SCHEMA
-from buffer.redis.keys import Keys
-from buffer.redis.script_contract import Slot
-from buffer.redis.scripts import Script, library, sources
 from buffer.redis.server.acl import ROLES, acl_line, user_name
 from buffer.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.hang_up import stop_at_signals
 from rolloutmq.options import AsJson, Output, RunDir, Target, embedded_server, newest_server, on_run
-from rolloutmq.output import console, emit, emit_line, facts, plural, table
+from rolloutmq.output import console, emit, emit_line, facts, plural
 
 log = logging.getLogger("rolloutmq.janitor")
 
@@ -181,78 +176,3 @@ def _read(path: Path) -> dict[str, str]:
             )
         passwords[role] = password
     return passwords
-
-
-# scripts that a worker calls; --json names their keys
-OF_A_WORKER = ("register", "heartbeat", "reconcile", "claim", "submit", "release", "deregister")
-
-
-@command("Administration", "scripts", epilog="Example: rolloutmq scripts --json > scripts.json")
-def scripts(as_json: AsJson = False) -> None:
-    """List the Lua scripts, one per state change.
-
-    With --json: source, SHA1, keys and arguments of each, which is what a client in another
-    language needs. Keys of a worker's scripts are given without their prefix rmq:{RUN}:
-    """
-    if as_json:
-        emit(
-            {
-                "schema": SCHEMA,
-                "scripts": {name: _as_json(script) for name, script in library().items()},
-            }
-        )
-        return
-    grid = table("script", "SHA1", "arguments")
-    for name, script in library().items():
-        grid.add_row(name, script.sha, " ".join(script.header.fixed("ARGV")))
-    console().print(grid)
-
-
-def _as_json(script: Script) -> dict[str, Any]:
-    slots = {
-        array: [_slot(slot) for slot in script.header.slots if slot.array == array]
-        for array in ("KEYS", "ARGV")
-    }
-    if script.name in OF_A_WORKER:
-        for slot in slots["KEYS"]:
-            if not slot["tail"]:
-                slot["key"] = _key(slot["names"][0])
-    after_shebang = sources()[script.name].splitlines()[1:]
-    contract = [
-        line.removeprefix("-- ")
-        for line in takewhile(lambda line: line.startswith("-- "), after_shebang)
-    ]
-    return {
-        "sha": script.sha,
-        "keys": slots["KEYS"],
-        "args": slots["ARGV"],
-        "contract": contract,
-        "source": script.source,
-    }
-
-
-def _key(slot: str) -> str:
-    """Return a key without `rmq:{RUN}:`, with `<task>` and `<worker>` as placeholders."""
-    keys = Keys("any")
-    return keys.slots(task="<task>", worker="<worker>")[slot].removeprefix(keys.prefix)
-
-
-def _slot(slot: Slot) -> dict[str, Any]:
-    """Describe a slot of KEYS or ARGV; a `tail` takes any number of values, within the contract.
-
-    `default` is the value to pass for "none"; `defaults`: of each name in a tail.
-    """
-    document: dict[str, Any] = {"names": slot.names, "types": slot.types, "tail": slot.is_tail}
-    if slot.array == "ARGV":
-        defaults = [_default(kind) for kind in slot.types]
-        if slot.is_tail:
-            document["defaults"] = defaults
-        elif defaults[0] is not None:
-            document["default"] = defaults[0]
-    return document
-
-
-def _default(kind: str) -> str | None:
-    if "''" in kind.split("|"):
-        return ""
-    return "0" if kind == "number" or kind.startswith("0..") else None

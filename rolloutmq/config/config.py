@@ -74,7 +74,9 @@ class LaunchSection(Section):
     judge_workers: int = Field(1, ge=1, le=1024)
     """processes that judge, if a task has judging of kind rq"""
     max_restarts: Count = Field(20, ge=0)
-    """restarts of a process that died before the run ends with an error"""
+    """restarts of a process that died before the run ends with an error; three errors in a row
+    without progress (a step that the trainer commits, a group that a worker submits) end it, too
+    """
     log_bytes: Annotated[Bytes, Field(ge=1 << 16, le=1 << 50)] = 64 << 20
     """size at which the log of a process becomes NAME.log.1, in place of the older one, and
     NAME.log starts anew; as a number or text like 64MiB
@@ -167,6 +169,12 @@ class Config(Section):
         return [] if self.learner.allow_truncated_sampling else self.training_tasks
 
     @property
+    def train_roles(self) -> dict[str, list[str]]:
+        """Return the roles that training tasks train, of those that name them."""
+        found = {name: self.tasks[name].train_roles for name in self.training_tasks}
+        return {name: roles for name, roles in found.items() if roles}
+
+    @property
     def worker_gpus(self) -> int:
         """Return the number of GPUs that sample, as far as the config says."""
         return len(self.launch.worker_gpus or [0])
@@ -221,17 +229,18 @@ class Config(Section):
     def _late_intervals(self) -> Iterator[str]:
         steps = self.plan.steps
         limits = (
-            ("[policy] sync_weights_interval", self.policy.sync_weights_interval, steps,
+            ("[policy] sync_weights_interval", self.policy.sync_weights_interval,
              "the workers never get trained weights"),
-            ("[evaluation] every_steps", self.evaluation.every_steps or 0, steps,
+            ("[evaluation] every_steps", self.evaluation.every_steps or 0,
              "only the first and the last weights are evaluated"),
             ("[learner] warmup_steps", self.learner.warmup_steps,
-             steps * self.learner.updates_per_batch,
              "the learning rate never reaches learning_rate"),
+            ("[learner] decay_steps", self.learner.decay_steps or 0,
+             "the learning rate never reaches final_rate"),
         )  # fmt: skip
-        for key, given, most, effect in limits:
-            if given > most:
-                yield f"{key} = {given} is more than the {most} steps of the run: {effect}"
+        for key, given, effect in limits:
+            if given > steps:
+                yield f"{key} = {given} is more than the {steps} steps of the run: {effect}"
 
     def context_problem(self, max_model_len: int | None, tasks: Iterable[str]) -> str:
         """Return which of `tasks` may ask for more tokens than the engine's context; "" for none.

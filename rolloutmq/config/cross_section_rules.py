@@ -15,7 +15,7 @@ from buffer.config.memory_budget import MemoryNeed
 from buffer.config.run_settings import PolicySection
 from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig
-from consumer.config.trainer import MOST_PROBLEMS, WITHIN_A_GROUP
+from consumer.config.trainer import MOST_PROBLEMS, PASS_AT, WITHIN_A_GROUP, EvaluationSection
 from producer_workers.agent_loops.agent_loop import BUILT_IN, has_agents
 from producer_workers.config.engine import VllmConfig
 from producer_workers.config.task import TaskSection
@@ -257,15 +257,18 @@ def _masks_are_bounded(config: Config) -> Iterator[str]:
 
 
 def _groups_can_be_compared(config: Config) -> Iterator[str]:
-    if config.trainer.loop is not None or config.trainer.advantages not in WITHIN_A_GROUP:
+    advantages = config.trainer.advantages
+    if config.trainer.loop is not None or advantages not in WITHIN_A_GROUP:
         return
+    fewest, compares = 2, "the rollouts of a prompt"
+    if advantages == "pass_at_k":
+        fewest, compares = PASS_AT + 1, f"the sets of {PASS_AT} rollouts of a prompt"
     for name, task in training(config.tasks).items():
-        if task.prompt_repeat_k == 1:
+        if task.prompt_repeat_k < fewest:
             yield (
-                f"prompt_repeat_k = 1 of task {name}: [trainer] advantages = "
-                f"{config.trainer.advantages} compares the rollouts of a prompt, so every "
-                "advantage would be 0; set prompt_repeat_k to at least 2, or advantages to "
-                "reinforce_pp or gae"
+                f"prompt_repeat_k = {task.prompt_repeat_k} of task {name}: [trainer] advantages = "
+                f"{advantages} compares {compares}, so every advantage would be 0; set "
+                f"prompt_repeat_k to at least {fewest}, or advantages to reinforce_pp or gae"
             )
 
 
@@ -285,10 +288,10 @@ def _trained_roles_occur(config: Config) -> Iterator[str]:
     for name, task in config.tasks.items():
         loop = task.loop(config.worker.agent_loop)
         has_roles = loop not in BUILT_IN or has_agents(loop)
-        if task.train_roles and "" not in task.train_roles and not has_roles:
+        if set(task.train_roles or ()) - {""} and not has_roles:
             yield (
                 f"train_roles = {task.train_roles} of task {name}: agent_loop = {loop} gives no "
-                "rollout a role, so none would be trained; leave train_roles out"
+                "rollout a role; leave train_roles out"
             )
 
 
@@ -328,6 +331,14 @@ def _optimizer_fits_the_ranks(config: Config) -> Iterator[str]:
             f"[learner] optimizer = adamw_8bit cannot update the sharded weights of {ranks} ranks; "
             "set optimizer = adamw, whose state is divided over the ranks, or trainer_ranks = 1"
         )
+
+
+def _evaluations_are_asked_for(config: Config) -> Iterator[str]:
+    default = EvaluationSection()
+    if not any(task.eval_of for task in config.tasks.values()):
+        for key, value in config.evaluation:
+            if value != getattr(default, key):
+                yield f"[evaluation] {key} cannot act: no task has eval_of, so nothing is evaluated"
 
 
 def _evaluation_fits(config: Config) -> Iterator[str]:
@@ -385,6 +396,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _updates_have_groups,
     _ranks_have_gpus,
     _optimizer_fits_the_ranks,
+    _evaluations_are_asked_for,
     _evaluation_fits,
     _evaluation_is_one_batch,
     _workers_have_ports,

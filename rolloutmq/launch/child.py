@@ -1,7 +1,18 @@
-"""Start, watch, restart and stop the child processes of a run."""
+"""Start, watch, restart and stop the child processes of a run.
+
+A life is fruitless unless its process achieved something, for which each kind has a mark:
+
+    trainer                    the committed step
+    worker, teacher, gateway   its last group that was submitted
+    producer                   the started groups
+    judge                      the judged groups
+
+All but the trainer may have nothing to do, so an hour of life counts, too.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -10,12 +21,13 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
 
 from buffer.errors import INTERRUPTED, ConfigError, RankLost, RolloutMQError, RunError
 from buffer.redis.connection.retry import Backoff
+from buffer.redis.server.embedded import full_disk
 from producer_workers.follow_owner import OWNER
 
 # exit codes after which a restart would fail in the same way
@@ -24,8 +36,10 @@ HOPELESS = frozenset({ConfigError.exit_code, RunError.exit_code})
 # pause before a process that ended by itself is restarted
 RESTART_DELAY_S = 5.0
 BACKOFF = Backoff(0.5, 10.0, jitter=0.0)  # pauses before a process that died is started again
-EARLY_DEATH_S = 60.0  # a process that dies within this time, three times in a row, is not restarted
 
+FRUITLESS = 3  # fruitless lives in a row that end with an error, and then no further one
+STOPPED = 8  # the same for processes that a signal or a person may have ended
+LONG_S = 3600.0  # a life of a process that may idle; it is not fruitless
 
 TAIL = 40  # lines of a log in which an error is looked for
 FEW = 6  # lines that are shown without one
@@ -55,15 +69,21 @@ class Child:
         restarts: int,
         log_bytes: int = 1 << 26,
         ranks: int = 1,
+        mark: Callable[[Child], object] = lambda _: None,
+        may_idle: bool = True,
     ) -> None:
+        """`mark`: returns what tells a fruitful life from the one before; None: nothing."""
         self.name = name
+        self._mark = mark
+        self._long_s = LONG_S if may_idle else math.inf
+        self._before: object = None
+        self._fruitless = 0
         self._args = list(args)
         numbered = [log.with_stem(f"{log.stem}-{rank}") for rank in range(1, ranks)]
         self._logs = [log, *numbered]
         self._log_bytes = log_bytes
         self._env = env
         self._restarts_left = restarts
-        self._early_deaths = 0
         self._processes: list[subprocess.Popen[bytes]] = []
         self._killed: set[int] = set()  # ranks that were killed because another one had ended
         self._started = self._retry_at = self._first_end = 0.0
@@ -71,6 +91,7 @@ class Child:
     def start(self, *more: str) -> None:
         env = os.environ | self._env | {OWNER: str(os.getpid())}
         command = [sys.executable, "-m", "rolloutmq", *self._args, *more]
+        self._before = self._mark(self) or self._before
         self._processes = []
         self._killed = set()
         self._first_end = 0.0
@@ -150,30 +171,30 @@ class Child:
         return f"{self.name} restarted"
 
     def _note_end(self, code: int) -> str | None:
-        if code in (0, INTERRUPTED):
-            # it saw the end of a run that has been continued since, or was stopped by hand
-            self._retry_at = time.monotonic() + RESTART_DELAY_S
-            return None
-        return self._note_death(code)
-
-    def _note_death(self, code: int) -> str:
-        self._restarts_left -= 1
-        self._early_deaths = self._early_deaths + 1 if self.age_s < EARLY_DEATH_S else 0
+        """Count the life that ended, and decide when the next one begins. Raises ChildFailed."""
+        mark = self._mark(self)
+        is_fruitful = mark not in (None, self._before) or self.age_s > self._long_s
+        self._fruitless = 0 if is_fruitful else self._fruitless + 1
+        is_death = code not in (0, INTERRUPTED)
+        self._restarts_left -= is_death
         how = (
             f"was killed by {signal.Signals(-code).name}"
             if code < 0
             else f"ended with exit code {code}"
         )
-        hopeless = (
-            code in HOPELESS or self._restarts_left < 0 or (self._early_deaths >= 3 and code > 0)
-        )
-        if hopeless:
-            error = ChildFailed(
-                f"{self._who} {how}: {self.last_error()}", hint=f"its log: {self._log}"
-            )
+        most = FRUITLESS if is_death and code > 0 else STOPPED
+        is_loop = self._fruitless >= most
+        if code in HOPELESS or self._restarts_left < 0 or is_loop:
+            cause, *more = self.last_error().splitlines()
+            times = f", {self._fruitless} times without progress" if is_loop else ""
+            lines = [full_disk(self._log.parent), cause, f"{self._who} {how}{times}", *more]
+            error = ChildFailed("\n  ".join(filter(None, lines)), hint=f"its log: {self._log}")
             error.exit_code = code if code > 0 else 1
             raise error
-        self._retry_at = time.monotonic() + BACKOFF.pause_s(self._early_deaths)
+        if not is_death:  # it saw the end of a run that was continued since, or was stopped by hand
+            self._retry_at = time.monotonic() + RESTART_DELAY_S
+            return None
+        self._retry_at = time.monotonic() + BACKOFF.pause_s(self._fruitless)
         reason = self.last_error().partition("\n")[0][:MOST_REASON]
         return f"{self._who} {how}: {reason}; its log: {self._log}"
 

@@ -40,7 +40,6 @@ ANSWERS = {
     "sandbox": "SECURITY.html",
     "learning rate": "docs/pages/config_reference.html",
     "importance sampling": "docs/pages/loss.html",
-    "notebook": "docs/notebooks/tour.html",
 }
 SEARCH = """
 const [questions, done] = arguments

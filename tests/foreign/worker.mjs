@@ -1,6 +1,6 @@
 // A whole rollout worker in JavaScript: producer_workers/PROTOCOL.md in code, without Python. Copy it, and go on.
 //
-//     rolloutmq scripts --json > scripts.json
+//     python -m buffer.redis.script_list > scripts.json
 //     node worker.mjs redis://localhost my_run scripts.json my-worker
 //
 // Where `respond` is, put your engine and your judge. One group at a time, on a single server, uncompressed. `hold` is for

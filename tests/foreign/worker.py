@@ -1,7 +1,7 @@
 """A whole rollout worker that imports nothing of rolloutmq: producer_workers/PROTOCOL.md in code.
 Copy it, and go on.
 
-    rolloutmq scripts --json > scripts.json
+    python -m buffer.redis.script_list > scripts.json
     python worker.py redis://localhost my_run scripts.json my-worker
 
 Where `respond` is, put your engine and your judge. One group at a time, on a single server,

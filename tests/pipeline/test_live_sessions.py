@@ -92,7 +92,7 @@ def make_gateways(
     made: list[Gateways] = []
 
     def make() -> Gateways:
-        yard = make_yard(max_tries=20)
+        yard = make_yard(max_tries=3)
         params = SampleParams(max_tokens=200, seed=1)
         states = [
             RolloutState(

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from buffer.control.control import Work
-from buffer.control.roles import HeldRole
 from buffer.errors import Fenced, ProducerGone, ScriptError
 from buffer.groups.submit import SubmitOutcome
 from buffer.ids import new_nonce
@@ -112,15 +111,6 @@ class Stop(threading.Event):
     def wait(self, timeout: float | None = None) -> bool:
         self._clock.now += next(self._seconds)
         return False
-
-
-def test_a_standby_gives_the_producer_time_for_a_heartbeat_after_an_outage(
-    make_yard: Callable[..., Yard], clock: Clock
-) -> None:
-    yard = silent_since_long(make_yard(role_timeout_ms=400))
-    waits = iter([OUTAGE_S, 0.0, 0.5])
-    assert HeldRole(yard.run.control, "producer").wait_until_vacant(Stop(clock, waits))
-    assert next(waits, None) is None
 
 
 # -- submitter ------------------------------

@@ -246,6 +246,30 @@ async def test_job_is_asked_for_again_when_its_worker_died_before_it_began(
     )  # not waited for any more, so not judged
 
 
+def test_judge_workers_that_cannot_work_end_their_pool_with_the_cause(
+    server: Server, tmp_path: Path
+) -> None:
+    config = tmp_path / "run.toml"
+    text = TASK.format(name="length", mine=MINE)
+    config.write_text(f'[run]\nname = "{RUN}-x"\n{text}', encoding="utf-8")
+    with server.connect() as client:
+        client.acl_setuser(
+            "idler",
+            enabled=True,
+            passwords=["+pw"],
+            keys=["*"],
+            commands=["+ping", "+info", "+client", "+hello", "+config|get", "+time"],
+        )
+        url = f"{server.url.replace('://', '://idler:pw@')}"
+        words = ["judge", str(config), "--workers", "2", "--redis-url", url]
+        ended = subprocess.run([sys.executable, "-m", "rolloutmq", *words], cwd=ROOT, check=False,
+                               capture_output=True, text=True, timeout=400)  # fmt: skip
+        client.acl_deluser("idler")
+    assert ended.returncode == 1
+    assert "judge workers ended within 60 s" in ended.stderr
+    assert "no permissions" in ended.stderr.lower()
+
+
 def test_cluster_is_refused_with_what_to_set() -> None:
     class Cluster(Servers):
         is_cluster = True

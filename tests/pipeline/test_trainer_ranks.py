@@ -111,7 +111,7 @@ def test_pods_are_ranks_of_one_trainer_and_drained_ones_ask_to_be_replaced(
     site.reach(1)
     assert [process.end(signal.SIGTERM) for process in drained] == [130, 130]
     site.let_go()
-    replaced = [site.start("producer", "--standby"), site.start("worker", "--id", "w1")]
+    replaced = [site.start("producer", "--take-over"), site.start("worker", "--id", "w1")]
     assert [pod.wait() for pod in pods] == [0, 0], site.words()
     assert [process.wait() for process in replaced] == [0, 0]
     site.check()

@@ -92,11 +92,11 @@ def ours(yard: Yard, *, held: bool = False) -> Iterator[LetGo]:
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the output of `rolloutmq scripts --json` to a file."""
+    """Write the list of scripts to a file."""
     path = tmp_path_factory.mktemp("foreign") / "scripts.json"
     with path.open("wb") as file:
         subprocess.run(
-            [sys.executable, "-m", "rolloutmq", "scripts", "--json"],
+            [sys.executable, "-m", "buffer.redis.script_list"],
             cwd=ROOT,
             stdout=file,
             check=True,

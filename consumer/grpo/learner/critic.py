@@ -54,8 +54,8 @@ class Critic:
     """Estimates the value of each token's state; `step` counts optimizer steps.
 
     Starts from `model_dir` with a value head of zeros. `optimizer`, `bf16`,
-    `gradient_checkpointing` and sharding are the policy's ([learner]). All ranks call the same
-    methods.
+    `gradient_checkpointing`, `sharding` and `updates_per_batch` are the policy's ([learner]). All
+    ranks call the same methods.
     """
 
     def __init__(
@@ -70,8 +70,10 @@ class Critic:
         gradient_checkpointing: bool = False,
         ranks: Ranks = ALONE,
         sharding: ShardingConfig | None = None,
+        updates_per_batch: int = 1,
     ) -> None:
         self.config = config
+        self._warmup_steps = config.warmup_steps * updates_per_batch
         self._bf16 = bf16
         self.device = torch.device(device)
         self.step = 0
@@ -129,7 +131,7 @@ class Critic:
             total += float(loss.detach())
             abs_error += float(((returns[index] - old[index]) * batch.mask).abs().sum()) / tokens
         total, abs_error = self._ranks.sum([total, abs_error])
-        warmup = min(1.0, (self.step + 1) / max(1, self.config.warmup_steps))
+        warmup = min(1.0, (self.step + 1) / max(1, self._warmup_steps))
         set_rate(self._optimizer, self.config.learning_rate * warmup)
         norm = gradient_step(self._optimizer, self.config.max_grad_norm)
         self.step += 1

@@ -326,8 +326,8 @@ class Learner:
         if optim is None:
             return None
         metrics = {"loss/policy": sums.pop("loss/policy", 0.0)}
-        computed = max(1.0, sums.pop("tokens", 0.0))
-        means = {name: value / computed for name, value in sums.items()}
+        computed = sums.pop("tokens", 0.0)
+        means = {name: value / max(1.0, computed) for name, value in sums.items()}
         metrics |= derived_metrics(of_covered_tokens(means))
         metrics["batch/trained_share"] = computed / max(1.0, update.tokens)
         return metrics | optim

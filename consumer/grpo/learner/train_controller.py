@@ -100,6 +100,7 @@ class TrainController:
                 gradient_checkpointing=learner.config.gradient_checkpointing,
                 ranks=learner.ranks,
                 sharding=config.learner.sharding,
+                updates_per_batch=config.learner.updates_per_batch,
             )
         batch_filter = BatchFilter(
             section.max_sequence_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from typing import Any
@@ -42,7 +42,7 @@ class BatchColumns:
 
     scores: list[float]  # of the rollouts that have one, of trained roles
     tasks: list[str]  # the task of each score
-    roles: list[tuple[str, float]]  # task/role and score of the rollouts that have a role
+    roles: list[tuple[str, float | None]]  # task/role and score of the rollouts that have a role
     lengths: list[int]  # response tokens of each rollout
     sizes: list[int]  # rollouts of each group
     solved: list[bool]  # whether a rollout of the group has the full score
@@ -68,10 +68,10 @@ class BatchColumns:
             scores=[score for _, score in scored],
             tasks=[task for task, _ in scored],
             roles=[
-                (f"{group.task}/{role}", score)
+                (f"{group.task}/{role}", score if math.isfinite(score) else None)
                 for group in groups
                 for role, score in zip(group.roles, group.scores.tolist(), strict=True)
-                if role and math.isfinite(score)
+                if role
             ],
             lengths=[n for group in groups for n in group.lengths.tolist()],
             sizes=[len(group.lengths) for group in groups],
@@ -99,6 +99,18 @@ class BatchColumns:
         for gid, size in zip(self.gids, self.sizes, strict=True):
             yield split_group_id(gid)[0], list(islice(lengths, size))
 
+    def missing_roles(self, trained: Mapping[str, Collection[str]]) -> Iterator[str]:
+        """Yield which names of `trained`, the roles of each task, no rollout of the batch has."""
+        for task in sorted(trained.keys() & {split_group_id(gid)[0] for gid in self.gids}):
+            named = (name.partition("/") for name, _ in self.roles)
+            roles = {role for own, _, role in named if own == task}
+            if missing := sorted(set(trained[task]) - roles - {""}):
+                yield (
+                    f"no rollout of task {task} has the role {', '.join(missing)} of its "
+                    f"train_roles: the agent's roles are {', '.join(sorted(roles)) or 'none'}, and "
+                    "those that train_roles does not name are not trained"
+                )
+
     def rewards_by_task(self) -> dict[str, float]:
         return _means_by_name(zip(self.tasks, self.scores, strict=True))
 
@@ -121,7 +133,7 @@ class BatchColumns:
             **_spread("response_len", self.lengths),
             "response_len/tokens": float(self.tokens),
             **_group_times(self.seconds),
-            **_means_by_name(self.roles),
+            **_means_by_name((name, score) for name, score in self.roles if score is not None),
             **self.contexts_by_task(),
         }
         if self.lengths:

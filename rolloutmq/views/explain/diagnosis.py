@@ -117,8 +117,7 @@ def _absent(snap: RunView, role: RoleHolder, verb: str) -> Symptom:
         return _stuck(f"no {name} has been started", f"start one: {start}", _age_ms(snap))
     what = f"the {name} is silent" if role.word == "silent" else f"the {name} has left"
     fix = f"start it again, and it continues where it was: {start}"
-    standby = "; a standby takes over by itself" if name == "producer" else ""
-    return _stuck(what, fix + standby, role.silent_ms)
+    return _stuck(what, fix, role.silent_ms)
 
 
 def _slow_data_set(snap: RunView) -> Iterator[Symptom]:
@@ -209,6 +208,13 @@ def _leases(snap: RunView) -> Iterator[Symptom]:
 
 
 def _memory(snap: RunView) -> Iterator[Symptom]:
+    if snap.server_full:
+        fix = (
+            "let the trainer write a checkpoint and commit, drop groups, or raise maxmemory "
+            "(redis-cli CONFIG SET)"
+        )
+        what = f"{snap.server_full}; nothing new is started"
+        yield Symptom("warning" if snap.leases else "stuck", what, fix)
     memory = snap.memory
     if not memory.refuses_fresh:
         return

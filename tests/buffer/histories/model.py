@@ -55,6 +55,8 @@ class Group:
     replaced: str = ""
     """the result that the last teacher found"""
     tries: int = 0
+    best: int = 0
+    """the most tokens that it had when turns of it were kept in a new claim"""
     aborts: int = 0
     released: str = ""
     """the token of the claim that was released last, unless it was requeued since"""
@@ -217,6 +219,12 @@ class Model:
     def arrive(self, group: Group) -> None:
         self.tasks[group.task].arrivals += 1
         group.arrival = self.tasks[group.task].arrivals
+
+    def take_back(self, group: Group) -> None:
+        """Its lease is lost: a try is used up, unless it has grown."""
+        if group.result.startswith(f"{group.token}-turns") and len(group.made_by) > group.best:
+            group.tries = 0
+        self.wait_or_die(group)
 
     def wait_or_die(self, group: Group) -> None:
         """A try was used up."""

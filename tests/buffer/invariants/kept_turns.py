@@ -64,6 +64,39 @@ def turns_outlive_their_workers(scene: Scene) -> None:
     assert min(map(scene.raw.ttl, left)) > 0
 
 
+def tries_count_claims_without_progress(scene: Scene) -> None:
+    """A group whose workers die goes on as long as it grows; what only begins again does not."""
+    scene.open_trainer(lineage="l0")
+    scene.enqueue(1)
+
+    def tries_after_death(said: int, *, begins_again: bool = False) -> str:
+        """A worker claims the group, keeps so many new turns, and dies."""
+        jobs = scene.claim()
+        assert jobs, "it is dead"
+        (job,) = jobs
+        group = scene.run.buffer.read(job.prompt if begins_again else job.payload)
+        if said:
+            kept = scene.turns(job, group)
+            for state in group.turns:
+                kept.add(state)
+            _say(kept, *range(said))
+        scene.expire_leases()
+        assert scene.run.jobs.reap().groups == 1
+        scene.check()
+        return scene.record(job.gid)["tries"]
+
+    assert [tries_after_death(n) for n in (1, 0, 2, 0, 1, 1, 1, 0)] == [*"01010001"]
+    (job,) = scene.claim()
+    scene.submit(job, status=Status.ABORTED)
+    assert scene.record(job.gid)["tries"] == "0"
+    assert scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000) == 1
+    assert tries_after_death(3, begins_again=True) == "1", "it had more tokens before"
+    assert tries_after_death(4, begins_again=True) == "2"
+    assert scene.record(job.gid)["stage"] == "dead"
+    assert scene.run.jobs.requeue(job.gid) == "dead"
+    assert tries_after_death(1) == "0"
+
+
 def turns_are_of_one_worker(scene: Scene) -> None:
     """A group that one claim made has no other author; a worker may keep many turns."""
     scene.open_trainer(lineage="l0")

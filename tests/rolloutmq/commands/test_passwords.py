@@ -28,7 +28,7 @@ PATIENT = ("train", "producer", "worker")
 COMMANDS = {name: (name, CONFIG) for name in PATIENT} | {
     "show": ("show", "math-0000000001"),
     "save": ("save", "/nowhere"),
-    **{name: (name,) for name in ("status", "doctor", "runs", "metrics", "web", "tail")},
+    **{name: (name,) for name in ("status", "doctor", "runs", "metrics", "web")},
 }
 
 

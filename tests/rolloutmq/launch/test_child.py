@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
 
+from buffer.redis.connection.retry import Backoff
 from rolloutmq.launch.child import Child, ChildFailed
 from tests.waits import DEADLINE_S, until
 
@@ -30,6 +33,29 @@ def test_a_wrong_config_is_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(ChildFailed, match=r"no\.toml: there is no such file") as caught:
         ended(child)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("achieves", [False, True])
+def test_lives_without_progress_end_with_the_cause_first_however_long_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, achieves: bool
+) -> None:
+    monkeypatch.setattr("rolloutmq.launch.child.EARLY_DEATH_S", 0.0, raising=False)
+    monkeypatch.setattr("rolloutmq.launch.child.BACKOFF", Backoff(0.0, 0.0))
+    steps = count(7)
+    child = Child(
+        "trainer", ["status", "--redis-url", "unix:///no.sock"], tmp_path / "trainer.log", {},
+        restarts=5, mark=lambda _: next(steps) if achieves else 7,
+    )  # fmt: skip
+    child.start()
+    reports: list[str | None] = []
+    with pytest.raises(ChildFailed) as caught:
+        reports.extend(iter(partial(ended, child), None))
+    assert reports.count("trainer restarted") == (5 if achieves else 2)
+    cause, how, *_ = caught.value.message.splitlines()
+    assert cause == "unix:///no.sock: there is no such socket"
+    assert (
+        how == f"  trainer ended with exit code 3{'' if achieves else ', 3 times without progress'}"
+    )
 
 
 def test_a_process_without_output_is_reported(tmp_path: Path) -> None:

@@ -129,6 +129,21 @@ def test_pass_at_k_is_the_mean_over_all_sets_of_k(n: int, right: int, k: int) ->
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_pass_at_k_counts_full_scores_alone_as_right() -> None:
+    partial = pass_at_k_advantages([column(1.0, 0.9, 0.1, 0.0, 0.0)])
+    assert partial.tolist() == pass_at_k_advantages([column(1, 0, 0, 0, 0)]).tolist()
+    assert partial[0] > 0 > partial[1]
+    assert not pass_at_k_advantages([column(0.1, 0.9, 0.1, 0.0, 0.0)]).any()
+
+
+@pytest.mark.parametrize("name", ["grpo", "turns", "reinforce_pp", "reinforce_pp_baseline"])
+def test_the_rounding_of_a_judge_is_hardly_an_advantage(name: str) -> None:
+    """One step of a float between two scores that mean the same."""
+    scores = [0.7, 0.7, float(np.nextafter(np.float32(0.7), np.float32(1)))]
+    (got,) = ESTIMATORS[name]([make_rewards(scores)])
+    assert 0 < np.abs(got).max() < 0.01
+
+
 @given(GROUPS)
 def test_reinforce_pp_standardizes_over_the_batch(groups: list[list[float]]) -> None:
     batch = np.array([score for scores in groups for score in scores], np.float32).astype(

@@ -268,9 +268,11 @@ def test_a_full_server_is_named(scene: Scene, command: Command) -> None:
     client = scene.run.store.control
     client.config_set("maxmemory", 1)
     try:
-        findings = json_of(command("doctor", "--json"))["findings"]
+        told = json_of(command("doctor", "--json"))
     finally:
         client.config_set("maxmemory", 0)
-    (found,) = [finding for finding in findings if "the server is full" in finding["what"]]
+    (found,) = [each for each in told["findings"] if "the server is full" in each["what"]]
+    (waits,) = [each for each in told["runs"]["demo"] if "the server is full" in each["what"]]
+    assert waits["level"] != "note", "nothing new is started"
     assert found["level"] == "warning"
     assert "commit" in found["fix"]

@@ -49,8 +49,8 @@ def contents(server: EmbeddedServer) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "words",
     [
-        "status", "dead", "ls", "show math-0000000003", "batch", "tail --from-start --count 3",
-        "workers", "fsck", "doctor", "top --count 1", "metrics",
+        "status", "dead", "ls", "show math-0000000003", "batch", "logs events -n 3",
+        "workers", "fsck", "doctor", "status --follow --count 1", "metrics",
     ],
 )  # fmt: skip
 def test_a_view_of_a_killed_run_starts_its_server_and_changes_nothing(
