@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from buffer.errors import INTERRUPTED, ConfigError, RankLost, RolloutMQError, Ru
 from buffer.redis.connection.retry import Backoff
 from buffer.redis.server.embedded import full_disk
 from producer_workers.follow_owner import OWNER
+from rolloutmq.launch import log_writer
 
 # exit codes after which a restart would fail in the same way
 HOPELESS = frozenset({ConfigError.exit_code, RunError.exit_code})
@@ -44,6 +45,8 @@ LONG_S = 3600.0  # a life of a process that may idle; it is not fruitless
 TAIL = 40  # lines of a log in which an error is looked for
 FEW = 6  # lines that are shown without one
 MOST_REASON = 200  # characters of an error in a report of a restart
+
+DRAIN_S = 1.0  # for the log of an ended process to be written to its end
 
 RANK_END_S = 10.0  # for the other ranks of a trainer to end after one has; then they are killed
 
@@ -85,6 +88,7 @@ class Child:
         self._env = env
         self._restarts_left = restarts
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._writers: list[subprocess.Popen[bytes]] = []
         self._killed: set[int] = set()  # ranks that were killed because another one had ended
         self._started = self._retry_at = self._first_end = 0.0
 
@@ -92,16 +96,22 @@ class Child:
         env = os.environ | self._env | {OWNER: str(os.getpid())}
         command = [sys.executable, "-m", "rolloutmq", *self._args, *more]
         self._before = self._mark(self) or self._before
-        self._processes = []
+        self._processes, self._writers = [], []
         self._killed = set()
         self._first_end = 0.0
         for log, variables in zip(self._logs, rank_environments(len(self._logs)), strict=True):
-            with log.open("ab") as output:
+            writer = subprocess.Popen(
+                [sys.executable, "-IS", log_writer.__file__, str(log), str(self._log_bytes)],
+                stdin=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
+            assert writer.stdin
+            with writer.stdin as output:
                 process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                     env=env | variables, start_new_session=True,
                 )  # fmt: skip
             self._processes.append(process)
+            self._writers.append(writer)
         self._started = time.monotonic()
 
     @property
@@ -215,19 +225,11 @@ class Child:
         rest = takewhile(lambda line: line.startswith(("  ", "hint: ")), lines[starts[-1] + 1 :])
         return "\n".join([lines[starts[-1]].removeprefix("error: "), *rest])
 
-    def limit_log(self) -> None:
-        """Copy a long log over its older second file, and truncate it.
-
-        The process appends to the open file: lines that it writes between the two steps are lost.
-        """
-        for log in self._logs:
-            if log.exists() and log.stat().st_size > self._log_bytes:
-                shutil.copyfile(log, _older(log))
-                os.truncate(log, 0)
-
     def log_tail(self, lines: int) -> str:
+        if not self._running:
+            self._drain()
         tail: deque[bytes] = deque(maxlen=lines)
-        for file in (_older(self._log), self._log):
+        for file in (self._log.with_name(self._log.name + ".1"), self._log):
             if file.exists():
                 with file.open("rb") as log:
                     tail.extend(log)
@@ -252,11 +254,15 @@ class Child:
                 process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 return False
+        self._drain()
         return True
 
-
-def _older(log: Path) -> Path:
-    return log.with_name(log.name + ".1")
+    def _drain(self) -> None:
+        """Wait until the logs have what was printed, unless children of the process print on."""
+        end = time.monotonic() + DRAIN_S
+        for writer in self._writers:
+            with suppress(subprocess.TimeoutExpired):
+                writer.wait(max(0.0, end - time.monotonic()))
 
 
 def rank_environments(ranks: int) -> list[dict[str, str]]:

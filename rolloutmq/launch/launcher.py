@@ -341,8 +341,6 @@ class Launcher:
             news.append(self._restart(self._server))
         for child in (*self._judges, *self._workers):
             news.append(child.keep_alive(is_over=is_over))
-        for child in self._children:
-            child.limit_log()
         return [line for line in news if line]
 
     def _restart(self, server: EmbeddedServer) -> str:

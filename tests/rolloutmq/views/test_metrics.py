@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import math
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import orjson
 import pytest
@@ -177,6 +179,17 @@ def test_others_than_loopback_want_a_token(scene: Scene) -> None:
             fetch(f"{served.url}/metrics", given)
     assert "rolloutmq_up" in fetch(f"{served.url}/metrics", "s3cret")
     assert fetch(f"{served.url}/healthz") == "ok\n"
+    served.close()
+
+
+def test_a_header_that_the_exporter_cannot_parse_is_refused(scene: Scene) -> None:
+    served = MetricsEndpoint(RunCollector(scene.run.store).registry())
+    for kind in ("application/openmetrics-text", "text/plain"):
+        for version, status in (("1.0.0", 200), ("", 200), ("x", 400), ("1.x", 400)):
+            connection = http.client.HTTPConnection(urlsplit(served.url).netloc, timeout=400)
+            connection.request("GET", "/metrics", headers={"Accept": f"{kind};version={version}"})
+            assert (connection.getresponse().status, version) == (status, version)
+            connection.close()
     served.close()
 
 
