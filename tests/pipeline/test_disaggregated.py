@@ -264,8 +264,7 @@ def nodes_of(yard: Yard, gids: list[str]) -> set[str]:
     found = set()
     for url, client in yard.store.servers.masters():
         keys = [
-            key.decode()
-            for key in client.scan_iter(f"{yard.run.keys.prefix}payload:*", count=1000)
+            key.decode() for key in client.scan_iter(f"{yard.run.keys.prefix}payload:*", count=1000)
         ]
         if [key for key in keys if any(f":{gid}:" in key for gid in gids)]:
             found.add(url)
