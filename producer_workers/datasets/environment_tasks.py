@@ -111,7 +111,7 @@ def _record(task: Path, source: str) -> dict[str, Any]:
 def _config(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(_content(file))
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is one
         raise _fault(file, str(error)) from error
 
 

@@ -208,6 +208,13 @@ def _leases(snap: RunView) -> Iterator[Symptom]:
 
 
 def _memory(snap: RunView) -> Iterator[Symptom]:
+    if snap.server_full:
+        fix = (
+            "let the trainer write a checkpoint and commit, drop groups, or raise maxmemory "
+            "(redis-cli CONFIG SET)"
+        )
+        what = f"{snap.server_full}; nothing new is started"
+        yield Symptom("warning" if snap.leases else "stuck", what, fix)
     memory = snap.memory
     if not memory.refuses_fresh:
         return
