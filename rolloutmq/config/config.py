@@ -220,7 +220,14 @@ class Config(Section):
                 f"task {name} has max_ahead = {ahead}, more than max_staleness = {oldest}, which "
                 "holds: what starts further ahead is too old"
             )
-        if aborts and strategy.on_straggler == "wait":
+        if strategy.over_sample_threshold and not oldest and strategy.on_straggler == "wait":
+            yield (
+                f"task {name} has over_sample_threshold = {strategy.over_sample_threshold:g}, "
+                "which saves no time at max_staleness = 0: the trainer waits for every group that "
+                'runs; set on_straggler = "drop", which favours short responses'
+            )
+        waits = "on_straggler" in strategy.model_fields_set and strategy.on_straggler == "wait"
+        if aborts and waits:
             yield (
                 f'task {name} has on_straggler = "wait", but [policy] pause_mode = abort '
                 "interrupts stragglers at every weight update, and those that do not run then are "
