@@ -255,7 +255,11 @@ class ProcessUnavailable(RolloutMQError):
     """No process could be started for a user's function: a fault of the machine or the set-up."""
 
 
-class ServiceAway(RolloutMQError):
+class NoAnswer(RolloutMQError):
+    """Another server did not answer in time, or the connection to it broke."""
+
+
+class ServiceAway(NoAnswer):
     """A server that a call needs refuses connections or has no room: the call is made again."""
 
 

@@ -137,7 +137,7 @@ def _parse_value(text: str) -> Any:
         document = tomllib.loads(f"value = {text}")
     except RecursionError:
         raise nested("--set") from None
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # no TOML, or a number with thousands of digits
         return text
     return document["value"] if len(document) == 1 else text
 

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from buffer.errors import PayloadMissing, WireError
+from buffer.errors import PayloadMissing, StoreUnavailable, WireError
 from buffer.groups.claim import fenced
 from buffer.ids import TEACH
 from buffer.job import Job, PayloadRef, Result
 from buffer.limits import RunLimits
 from buffer.redis.connection.bulk_io import Pieces
-from buffer.redis.payloads import PayloadStore, SetCommand, pin_listed
+from buffer.redis.payloads import PayloadStore, SetCommand
 from buffer.redis.scripts import ScriptCall, Upload, unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
@@ -51,7 +51,8 @@ SubmitOutcome = Stored | Exception
 """The result for one submitted group.
 
 An exception is that group's own, and nothing of it was changed: `Fenced` (the lease was lost),
-`PayloadMissing` (its bytes did not arrive), or `WireError` (it cannot be encoded, or is no result).
+`PayloadMissing` (its bytes did not arrive), `WireError` (it cannot be encoded, or is not the result
+of its job), or `ScriptError` (a number is out of bounds).
 """
 
 
@@ -75,15 +76,26 @@ class Submission:
         return [
             outcome
             for start in range(0, len(results), GROUPS_PER_TRIP)
-            for outcome in self._round_trip(worker, results[start : start + GROUPS_PER_TRIP])
+            for outcome in self._together(worker, results[start : start + GROUPS_PER_TRIP])
         ]
+
+    def _together(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
+        """Submit results in one round trip, or if their call is refused, each in one of its own."""
+        try:
+            return self._round_trip(worker, results)
+        except StoreUnavailable:
+            raise
+        except Exception as error:
+            if len(results) == 1:
+                return [error]
+            # those that have moved are only told so again (I13)
+            return [self._together(worker, [result])[0] for result in results]
 
     def _round_trip(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
         outcomes: dict[int, SubmitOutcome] = {}
         sent: list[int] = []
         uploads = _Once(self._uploads(worker, results, outcomes, sent))
         replies = self._store.upload_and_call("submit", self._keys.leases, uploads)
-        pin_listed(self._store, self._keys)
         parts = [part for reply in replies for part in reply]
         for number, *reply in zip(sent, parts[::2], parts[1::2], strict=True):
             outcomes[number] = _outcome(results[number], reply)
@@ -123,14 +135,15 @@ class Submission:
         All checks are here, before the upload: later ones only protect the trainer from bytes that
         were damaged on their way.
         """
-        if result.group.status not in (Status.COMPLETED, Status.ABORTED):
+        job, group = result.job, result.group
+        if group.status not in (Status.COMPLETED, Status.ABORTED):
             raise WireError(
-                f"group {result.group.gid} is {result.group.status}",
+                f"group {group.gid} is {group.status}",
                 hint="only completed or aborted groups are submitted",
             )
-        if result.job.teacher and result.group.status is not Status.COMPLETED:
-            raise WireError(f"a teacher gave back group {result.group.gid} unfinished")
-        ref, commands = to_store(self._payloads, result.job, result.group, data)
+        if job.teacher and group.status is not Status.COMPLETED:
+            raise WireError(f"a teacher gave back group {group.gid} unfinished")
+        ref, commands = to_store(self._payloads, job, group, data)
         return commands, self.unit(result, ref)
 
     def unit(self, result: Result, ref: PayloadRef) -> Unit:
@@ -170,7 +183,7 @@ class Submission:
             "token_lead": self._limits.token_lead(task),
         }
         slots = keys.slots(task=task, worker=worker)
-        return ScriptCall(slots, arguments, keys.in_slot(chunks), units)
+        return ScriptCall(slots, arguments, chunks, units)
 
 
 class _Once:
@@ -198,7 +211,15 @@ def _encoded(
 def to_store(
     payloads: PayloadStore, job: Job, group: RolloutGroup, data: Pieces
 ) -> tuple[PayloadRef, list[SetCommand]]:
-    """Return where a claim stores the bytes of its group, and the commands. Raises GroupChanged."""
+    """Return where a claim stores the bytes of its group, and the commands.
+
+    Raises GroupChanged, and WireError for a group that is not that of the job.
+    """
+    if (group.gid, group.task) != (job.gid, job.task):
+        raise WireError(
+            f"group {group.gid} of task {group.task!r} was given as the result of {job.gid}",
+            hint="give each job the group that was made of it",
+        )
     made = payloads.commands(job.gid, job.token, data)
     # after the checksum: wrong bytes must not have a right one
     group.check_unchanged()

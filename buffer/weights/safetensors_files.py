@@ -94,7 +94,7 @@ def weight_files(folder: Path) -> list[Path]:
             raise ModelError(f"{index} is not an index of weights: {error!r}") from error
         files = [folder / str(name) for name in sorted(names)]
     else:
-        files = sorted(folder.glob("*.safetensors"))
+        files = sorted(folder.glob("[!.]*.safetensors"))
     if not files:
         hint = "save it with safetensors, not as a pickle"
         raise ModelError(f"{folder} has no *.safetensors", hint=hint)

@@ -9,8 +9,8 @@
      "own": [[position, {any field of shared, "session_id": str?, "role": str?, "error": str?,
                          "tool_calls": [{"id": str, "name": str, "arguments": {...}?,
                                          "raw_arguments": str?}, ...]?,
-                         "routed_experts": str (their address)?,
-                         "sampling_mask": str (its address)?}], ...]?,
+                         "routed_experts": str?, "sampling_mask": str? (addresses of files, with
+                         their checksums)}], ...]?,
      "responses": [str, ...], "finish_reasons": [str, ...]?, "lineages": [str, ...]?,
      "rewards": [str, ...]?, "teachers": [str, ...]?, "teacher_top_k": [int, ...]?,
      "columns": {name: [offset, *shape], ...}, "pad": str?, "data": bin}
@@ -63,7 +63,6 @@ from buffer.wire.document import (
     SCHEMA,
     Columns,
     Head,
-    Seal,
     encode_value,
     pack,
     read,
@@ -71,6 +70,7 @@ from buffer.wire.document import (
 )
 from buffer.wire.framing import ALIGNMENT, MAX_BYTES, Data, expand, split_turns
 from buffer.wire.group import RolloutGroup
+from buffer.wire.seal import Seal
 
 _SCHEMA_ENTRY = msgpack.packb("schema") + msgpack.packb(SCHEMA)
 _DATA_KEY = msgpack.packb("data")
@@ -162,8 +162,10 @@ def _decoded(stored: Sequence[Data], sums: Sequence[int | None]) -> list[Rollout
     columns = [unpack(document.columns, document.data) for document in documents]
     bounds = check_groups(documents, columns)
     seals = [
-        Seal(part, data, known if data is as_stored else None)
-        for part, data, as_stored, known in zip(columns, plain, stored, sums, strict=True)
+        Seal(head, part, data, known if data is as_stored else None)
+        for head, part, data, as_stored, known in zip(
+            documents, columns, plain, stored, sums, strict=True
+        )
     ]
     return list(map(RolloutGroup.received, documents, columns, bounds, seals))
 

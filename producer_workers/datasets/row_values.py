@@ -190,7 +190,7 @@ def _container(value: Any, depth: int) -> Any:
 def byte_count(value: Any, most: int) -> int:
     """Return the bytes of the texts in a value, keys included; counting ends above `most`.
 
-    Everything else counts as one byte, or as the bytes of an array.
+    An array counts with its bytes, everything else as one byte.
     """
     count = 0
     rest = [value]
@@ -207,7 +207,7 @@ def byte_count(value: Any, most: int) -> int:
             count += 1
             rest += found
         else:
-            count += getattr(found, "nbytes", 1)
+            count += found.nbytes if isinstance(found, np.ndarray) else 1
     return count
 
 

@@ -19,6 +19,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
@@ -255,17 +256,38 @@ class ProgramAgent:
         )
         try:
             async with asyncio.timeout(self._limit_s):
-                _, stderr = await process.communicate(orjson.dumps(given, default=str))
+                stderr = await _talk(process, orjson.dumps(given, default=str))
         except TimeoutError as error:
             message = f"agent {self._command[0]} took longer than {self._limit_s:g} s"
             raise AgentError(message, hint="see agent_loop_options.time_limit_s") from error
         finally:
             await end_process(process)
         if process.returncode:
-            said = stderr[-LONGEST_STDERR:].decode(errors="replace").strip().split("\n")
+            said = stderr.decode(errors="replace").strip().split("\n")
             message = f"agent {self._command[0]} exited with {process.returncode}: {said[-1]}"
             raise AgentError(message, trace=trace_text(said))
         return None
+
+
+async def _talk(process: asyncio.subprocess.Process, given: bytes) -> bytes:
+    """Write to a program's stdin; return the last of its stderr, once it has ended."""
+    stdin, stderr = process.stdin, process.stderr
+    assert stdin
+    assert stderr
+
+    async def write() -> None:
+        with suppress(ConnectionError):  # it need not read its task
+            stdin.write(given)
+            await stdin.drain()
+        stdin.close()
+
+    last = b""
+    async with asyncio.TaskGroup() as talk:
+        talk.create_task(write())
+        while chunk := await stderr.read(1 << 16):
+            last = (last + chunk)[-LONGEST_STDERR:]
+    await process.wait()
+    return last
 
 
 async def end_process(process: asyncio.subprocess.Process) -> None:

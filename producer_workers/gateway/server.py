@@ -213,7 +213,7 @@ class Gateway:
 async def _answer(
     request: web.Request, kind: type[AgentRequest], guest: Guest, session: Session
 ) -> web.StreamResponse:
-    body = await _body(request)
+    body = await body_of(request)
     asked = await in_thread_of_texts(len(body), _parse, kind, body)
     ask = replace(asked.ask(), size=len(body))
     if asked.counts:
@@ -235,7 +235,7 @@ async def _answer(
         raise
 
 
-async def _body(request: web.Request) -> bytes:
+async def body_of(request: web.Request) -> bytes:
     """Return the body of a request. Raises Refusal if it takes too long."""
     try:
         async with asyncio.timeout(QUIET_S):

@@ -22,6 +22,7 @@ from buffer.errors import UserCodeError, WireError
 from buffer.ids import split_group_id
 from buffer.run import Run
 from buffer.run_fields import read_hash
+from buffer.wire.foreign_json import read_json
 from buffer.wire.rollout import RolloutState, has_ended
 from producer_workers.config.gateway import GatewaySection
 from producer_workers.gateway.agent_rollouts import ended_rollouts
@@ -29,7 +30,7 @@ from producer_workers.gateway.agent_sessions import AgentSessions
 from producer_workers.gateway.agents import AGENT, AgentTask, Earned
 from producer_workers.gateway.dialects.dialect import AgentRequest
 from producer_workers.gateway.guests import Guest, Refusal
-from producer_workers.gateway.server import REPLY, Gateway, given_keys
+from producer_workers.gateway.server import REPLY, Gateway, body_of, given_keys
 from producer_workers.gateway.session_record import SessionRecord, without_record
 from producer_workers.live.room import LiveGroup, LiveRoom, Seat
 from producer_workers.live.secret import SessionName
@@ -95,8 +96,9 @@ class LiveGateway(Gateway):
         if not any(map(self.room.secret.is_admin, given_keys(request))):
             self.refuse_key()
         try:
-            wanted = msgspec.json.decode(await request.read() or b"{}", type=SessionRequest)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            given = read_json(await body_of(request) or b"{}", "the body")
+            wanted = msgspec.convert(given, SessionRequest)
+        except (WireError, msgspec.ValidationError) as error:
             raise Refusal(400, str(error), "refused") from error
         task = wanted.task or self._tasks[0]
         if task not in self._tasks or (not wanted.task and len(self._tasks) > 1):
@@ -123,8 +125,8 @@ class LiveGateway(Gateway):
         key = request.match_info["key"]
         name = self.room.secret.name_of(key) or self.refuse_key()
         try:
-            earned = AGENT.check("the reward", msgspec.json.decode(await request.read())) or {}
-        except (msgspec.DecodeError, UserCodeError) as error:
+            earned = AGENT.check("the reward", read_json(await body_of(request), "the body")) or {}
+        except (WireError, UserCodeError) as error:
             raise Refusal(400, str(error), "refused") from error
         seat = self._seat(name)
         if not (seat and seat.has_reward):

@@ -18,23 +18,30 @@ from buffer.wire.group import GATEWAY_RECORD, GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams, derived_seed
 from producer_workers.agent_loops.control_tokens import ControlTokens
-from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, with_system_prompt
+from producer_workers.agent_loops.tokenizer import (
+    BYTES_PER_TOKEN,
+    Tokenizer,
+    encode_chat,
+    with_system_prompt,
+)
 from producer_workers.datasets.dataset import Dataset, EncodedPrompt, Problem, RowPlace, place_of
 from producer_workers.datasets.image_records import ImagePrompts
+from producer_workers.datasets.row_values import byte_count
 
 # The origin of a prompt, which a sampler adds to `extra`.
 ORIGIN_KEYS = ("epoch", "row", "prompt_hash")
 RESERVED = {*ORIGIN_KEYS, GROUP_TIME, *GATEWAY_RECORD}
 
+LONGEST_PROMPT = 2**22
+"""Bytes of a prompt's texts without `max_prompt_tokens`: encoding these takes up to 1 GB."""
+
 
 @dataclass(frozen=True, slots=True)
 class TooLong:
-    """A draw whose prompt has more tokens than `max_prompt_tokens`: it is counted and skipped."""
+    """A draw whose prompt is too long: it is counted and skipped."""
 
     draw: int
     place: RowPlace
-    prompt_tokens: int
-    max_prompt_tokens: int
 
 
 @dataclass(eq=False)
@@ -72,9 +79,13 @@ class Sampler:
         problem = self._read(place)
         if self.sources:
             self._check_source(problem.data_source or "", place)
+        tokens = self.max_prompt_tokens
+        most = LONGEST_PROMPT if tokens is None else BYTES_PER_TOKEN * tokens
+        if byte_count([problem.messages, problem.tools or self.tools], most) > most:
+            return TooLong(draw, place)
         prompt = self._encode(problem, place)
-        if self.max_prompt_tokens is not None and len(prompt.ids) > self.max_prompt_tokens:
-            return TooLong(draw, place, len(prompt.ids), self.max_prompt_tokens)
+        if tokens is not None and len(prompt.ids) > tokens:
+            return TooLong(draw, place)
         media = self.images.keep(self.gid(draw), prompt) if self.images else []
         prompt_hash = blake2b(prompt.seed, digest_size=8).hexdigest()
         origin = dict(zip(ORIGIN_KEYS, (*place, prompt_hash), strict=True))

@@ -278,7 +278,11 @@ def test_a_pause_delays_a_program_and_strangers_learn_nothing(
     assert len(trained(yard.group(opened["group"]).states)) == 3
 
     refused = set()
-    for wrong in ("", "x", key[:-1] + ("A" if key[-1] != "A" else "B"), f"{key}x", "rmq-live-a.b"):
+    _, told, mac = key.replace(".", "-live-").split("-live-")
+    # texts of every length, most of which are no base64, and what another text of the same key is
+    forged = [f"rmq-live-{'A' * length}.{mac}" for length in (*range(1, 9), 200)]
+    forged += [f"rmq-live-{told}=.{mac}", f"rmq-live-{told[:-1]}.{mac}", f"{key}x", "rmq-live-a.b"]
+    for wrong in ("", "x", key[:-1] + ("A" if key[-1] != "A" else "B"), *forged):
         headers = {"Authorization": f"Bearer {wrong}"} if wrong else {}
         for path in ("/v1/chat/completions", "/v1/models", "/sessions"):
             method = "GET" if path.endswith("models") else "POST"
@@ -292,3 +296,37 @@ def test_a_pause_delays_a_program_and_strangers_learn_nothing(
     # a key opens no sessions
     headers = {"Authorization": f"Bearer {key}"}
     assert gateways.http.post(f"{url}/sessions", headers=headers).status_code == 401
+
+
+HOSTILE = {
+    "brackets": b"[" * 100_000,
+    "objects": b'{"score":' * 100_000,
+    "deep": b'{"score": 1, "more": ' + b"[" * 500 + b"]" * 500 + b"}",
+    "long": b'{"score": 1, "more": "' + b"x" * (2 << 20) + b'"}',
+    "half": b'{"score": 1',
+    "not UTF-8": b'{"score": "\xff"}',
+    "half a surrogate pair": b'{"\\ud800": 1}',
+    "a list": b"[1]",
+    "nothing": b"",
+    "huge": b'{"score": 1e999}',
+}
+
+
+@pytest.mark.parametrize("make_yard", ["valkey"], indirect=True)
+def test_a_body_that_is_no_reward_is_refused_and_the_session_goes_on(
+    make_gateways: Callable[..., Gateways],
+) -> None:
+    gateways = make_gateways()
+    url = gateways.start("g0")
+    first, second = (each["key"] for each in gateways.open(url)["sessions"])
+    for key in (first, second):
+        ask(url, key, [user("a")])
+    for name, body in HOSTILE.items():
+        refused = gateways.http.post(f"{url}/sessions/{first}/reward", content=body)
+        assert (name, refused.status_code) == (name, 400)
+        assert len(refused.text) < 1000
+        if body:  # without one, a session is opened
+            opened = gateways.http.post(f"{url}/sessions", headers=gateways.admin, content=body)
+            assert (name, opened.status_code) == (name, 400)
+    for key in (first, second):
+        assert gateways.reward(url, key, score=1.0).status_code == 200

@@ -54,6 +54,7 @@ def test_nothing_is_lost_or_trained_twice_when_a_run_is_stopped_and_each_process
     site.until(lambda: all_gone(children), "the end of the orphans")
 
     third = site.start("run")
+    site.reach(1)
     for name in ("worker", "train", "server", "worker"):
         site.until_held()
         site.let(2)
@@ -222,7 +223,7 @@ def lose(site: Site, seed: int) -> None:
     server = site.server
     server.start()
     with server.connect() as raw:
-        keys = sorted(raw.scan_iter(Keys(site.name).pattern))
+        keys = sorted(raw.scan_iter(f"{Keys(site.name).prefix}*"))
         gone = [key for key in keys if chance.random() < 0.5]
         raw.delete(*gone, Keys(site.name).meta, Keys(site.name).control)
         raw.set("rmq:{another}:meta", "theirs")

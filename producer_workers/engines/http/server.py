@@ -14,9 +14,10 @@ import msgspec
 import numpy as np
 import orjson
 
-from buffer.errors import ModelError
+from buffer.errors import ModelError, NoAnswer
 from producer_workers.engines.base import EngineError, GenerationError, Scores
 from producer_workers.engines.http.event_stream import EventTooLong, event_data
+from producer_workers.http_client import LONGEST_ANSWER, LONGEST_REASON, Answer, ask
 
 T = TypeVar("T")
 
@@ -30,6 +31,7 @@ STREAM_INTERVAL = 32  # tokens in one event of a stream; an event for each would
 LAST_EVENT = b"[DONE]"
 
 SCORE_S = 600.0  # for a text to be read, behind others
+SCORE_BYTES = 256  # the most that one logprob takes in an answer, with its token's text
 
 PROMPT_HINT = "the server must answer `prompt_logprobs`, as vLLM does"
 
@@ -153,12 +155,14 @@ class CompletionServer:
                 f"{self.url}/v1/completions",
                 data=orjson.dumps(body),
                 headers={"Content-Type": "application/json"},
+                allow_redirects=False,
             ) as response:
                 if response.status != 200:
-                    reason = (await response.content.read(500)).decode(errors="replace")
-                    raise GenerationError(
-                        f"{self.url} refused a request: {response.status} {reason}"
+                    said = await response.content.read(LONGEST_REASON)
+                    refused = Answer(
+                        response.status, said, True, response.headers.get("Location", "")
                     )
+                    raise GenerationError(f"{self.url} {refused.problem}")
                 async for data in event_data(response.content.iter_any(), MAX_EVENT_BYTES):
                     if data == LAST_EVENT:
                         return
@@ -202,8 +206,9 @@ class CompletionServer:
             "temperature": 0.0,
             "prompt_logprobs": top_k,
         }
+        most = LONGEST_ANSWER + SCORE_BYTES * (top_k + 1) * len(ids)
         try:
-            answer = await self._complete(SCORE_S, body)
+            answer = await self._complete(SCORE_S, body, most)
             rows: Any = answer.prompt_logprobs or []
             return _scores(rows[start:], ids[start:], top_k)
         except ServerRefusal as error:
@@ -234,8 +239,11 @@ class CompletionServer:
         body = {"model": self.model, "prompt": prompt_ids, **sampling}
         return (await self._complete(HEALTH_S, body)).text
 
-    async def _complete(self, timeout_s: float, body: Mapping[str, Any]) -> _Choice:
-        made = await self._call("POST", "/v1/completions", timeout_s, body, kind=_Completion)
+    async def _complete(
+        self, timeout_s: float, body: Mapping[str, Any], most: int = LONGEST_ANSWER
+    ) -> _Choice:
+        path = "/v1/completions"
+        made = await self._call("POST", path, timeout_s, body, kind=_Completion, most=most)
         return made.choices[0]
 
     async def check_health(self) -> None:
@@ -288,9 +296,10 @@ class CompletionServer:
         body: Mapping[str, Any] | None = None,
         *,
         kind: type[T],
+        most: int = LONGEST_ANSWER,
     ) -> T:
         """Return the answer, of this kind. Raises as `_send`, and ServerRefusal for any other."""
-        text = await self._send(verb, path, timeout_s, body)
+        text = await self._send(verb, path, timeout_s, body, most)
         try:
             return msgspec.json.decode(text, type=kind)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -298,30 +307,28 @@ class CompletionServer:
             raise ServerRefusal(what, hint="check that it is a server of the OpenAI API") from error
 
     async def _send(
-        self, verb: str, path: str, timeout_s: float, body: Mapping[str, Any] | None = None
+        self,
+        verb: str,
+        path: str,
+        timeout_s: float,
+        body: Mapping[str, Any] | None = None,
+        most: int = LONGEST_ANSWER,
     ) -> bytes:
         """Return the body of the answer. Raises ServerRefusal, or ServerGone (also for 503)."""
         data = orjson.dumps(body) if body is not None else None
-        headers = {"Content-Type": "application/json"} if data else {}
-        limit = aiohttp.ClientTimeout(total=timeout_s)
+        url = self.url + path
         try:
-            async with self._open_session.request(
-                verb, self.url + path, data=data, headers=headers, timeout=limit
-            ) as response:
-                text = await response.read()
-                if response.status == 200:
-                    return text
-                reason = text[:300].decode(errors="replace")
-                message = f"{self.url}{path} answered {response.status}: {reason}"
-                if response.status == 503:
-                    raise ServerGone(message)
-                refusal = ServerRefusal(message)
-                refusal.status = response.status
-                raise refusal
-        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            raise ServerGone(
-                f"{self.url}{path} does not answer: {error!r}", hint="check that the server runs"
-            ) from error
+            answer = await ask(self._open_session, verb, url, data, limit_s=timeout_s, most=most)
+        except NoAnswer as error:
+            message = f"{url} does not answer: {error.message}"
+            raise ServerGone(message, hint="check that the server runs") from error
+        if answer.status == 503:
+            raise ServerGone(f"{url} {answer.problem}")
+        if answer.problem:
+            refusal = ServerRefusal(f"{url} {answer.problem}")
+            refusal.status = answer.status
+            raise refusal
+        return answer.body
 
     @property
     def _open_session(self) -> aiohttp.ClientSession:

@@ -173,7 +173,7 @@ def test_a_server_that_is_away_is_waited_for_and_fails_no_rollout(
     (state,), engine, gym = play(chat, rows(tmp_path), ["it is 5"], refusals=[503, 429])
     assert (state.reward, state.error) == ({"score": 1.0}, None)
     assert (len(gym.seen), len(engine.said)) == (1, 1)
-    assert "answered 429: busy; rollouts wait" in caplog.text
+    assert "status 429: busy; rollouts wait" in caplog.text
     caplog.clear()
     (state,), _, _ = play(
         chat, rows(tmp_path), ["it is 5"], opens=lambda: "rollouts wait" in caplog.text

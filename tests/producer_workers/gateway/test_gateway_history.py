@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from buffer.errors import ConfigError
-from producer_workers.gateway.agents import AgentTask, ProgramAgent
+from producer_workers.gateway.agents import AgentError, AgentTask, ProgramAgent
 from producer_workers.gateway.dialects.openai_chat import ChatRequest
 from tests.producer_workers.agents import PROGRAM, ask
 from tests.producer_workers.gateway.test_gateway_endpoint import USER, Desk, at_desk
@@ -211,3 +212,21 @@ def test_the_key_of_a_session_is_in_no_command_line() -> None:
     with pytest.raises(ConfigError) as refused:
         ProgramAgent(["agent", "--key={api_key}"], 1.0)
     assert "OPENAI_API_KEY" in str(refused.value.hint)
+
+
+PRINTS = "import sys; [sys.stderr.write('x' * (1 << 20)) for _ in range(256)]; sys.exit('the end')"
+
+
+def test_of_what_a_program_prints_the_end_is_kept() -> None:
+    async def scene() -> None:
+        tracemalloc.start()
+        task = AgentTask(
+            "http://127.0.0.1:1/v1", "key", [{"role": "user", "content": "a" * (1 << 20)}]
+        )
+        with pytest.raises(AgentError, match=r"exited with 1: x+the end"):
+            await ProgramAgent([sys.executable, "-c", PRINTS], 400.0).run(lambda: task)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 32 << 20
+
+    asyncio.run(scene())
