@@ -183,6 +183,8 @@ class Session:
 
     async def count(self, ask: Ask) -> int:
         """Return how many tokens the model would read. Raises ConfigError or WireError."""
+        if ask.messages and ask.messages[-1]["role"] == "assistant":  # it is counted, not asked
+            ask = replace(ask, messages=[*ask.messages, {"role": "user", "content": ""}])
         reading = await in_thread_of_texts(ask.size, self._context, ask)
         return len(reading.context.ids)
 

@@ -32,8 +32,10 @@ from producer_workers.datasets.row_values import byte_count
 ORIGIN_KEYS = ("epoch", "row", "prompt_hash")
 RESERVED = {*ORIGIN_KEYS, GROUP_TIME, *GATEWAY_RECORD}
 
-LONGEST_PROMPT = 2**22
-"""Bytes of a prompt's texts without `max_prompt_tokens`: encoding these takes up to 1 GB."""
+LONGEST_PROMPT = 2**21
+"""Bytes of a prompt's texts without `max_prompt_tokens`: encoding these takes some 500 MB, and what
+is longer could not be stored.
+"""
 
 
 @dataclass(frozen=True, slots=True)

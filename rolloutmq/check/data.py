@@ -166,7 +166,7 @@ def _refused(name: str, errors: Sequence[DatasetError]) -> Iterator[Finding]:
 def _skipped(config: Config, name: str, skipped: int, of: int) -> Iterator[Finding]:
     if skipped:
         tokens = config.producer.max_prompt_tokens
-        limit = f"[producer] max_prompt_tokens = {tokens}" if tokens else "4 MiB of text"
+        limit = f"[producer] max_prompt_tokens = {tokens}" if tokens else "2 MiB of text"
         yield Finding(
             "data",
             "error" if skipped == of else "warning",

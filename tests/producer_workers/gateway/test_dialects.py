@@ -215,6 +215,24 @@ def test_what_anthropics_client_sends_back_continues_the_tokens_that_were_sample
     assert contexts(states) == {}
 
 
+def test_a_conversation_that_ends_with_the_models_turn_is_counted_and_refused_if_asked(
+    chat: Any,
+) -> None:
+    """Anthropic's clients count their history after each answer."""
+    messages: Any = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * 90}]
+
+    async def solve(task: AgentTask) -> None:
+        url = task.anthropic_url
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=task.api_key) as client:
+            counted = await client.messages.count_tokens(model="m", messages=messages)
+            assert counted.input_tokens > 90
+            with pytest.raises(anthropic.BadRequestError, match="ends with a message"):
+                await client.messages.create(**CLAUDE, messages=messages)
+            await client.messages.create(**CLAUDE, messages=messages[:1])
+
+    conversation(chat, solve)
+
+
 def test_anthropics_streams_say_what_its_messages_say(chat: Any) -> None:
     _, states = conversation(chat, claude(stream=True))
     assert len(states) == 1
