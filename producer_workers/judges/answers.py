@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
+from producer_workers.judges.answer_values import BOX_END, BOX_START, FACTORIAL
+
 # Decoding leaves these in the text where a tokenizer does not mark its end of turn as special.
 END_MARKERS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "</s>")
 
@@ -73,13 +75,9 @@ def spans(response: str) -> Iterator[AnswerSpan]:
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*(?P<box>\{)|\\[\\{}]|[{}]")
 _BOXED_TOKEN = re.compile(r"\\boxed\s*(-?[\d.,]+)")
 _JOINED = re.compile(r"[\s$.]*(?:,|;|or|and|\\text\{ ?(?:or|and) ?\}|\\quad)*[\s$]*(?:\w\s*=\s*)?")
-_DENIED = re.compile(r"(?i)(?:\bnot|n't|\bnever)\s+(?:be\s+)?[$*(\s]*$")
-_DENIAL = re.compile(
-    r"(?i)[\s$*.,)]{0,6}(?:(?:is|was)\s*(?:not\b|n't|wrong|incorrect|false)|cannot be|can't be)"
-)
-_GOES_ON = re.compile(
-    r"[\s$]*(?:or\s+[-$]*\d[\d.,]*|(?:\\times|\\cdot|[*/^])\s?[-\d({][^\s$]{0,20})", re.IGNORECASE
-)
+_BESIDE = 200  # characters beside a box that are read
+_BEGINS = re.compile(r"[.!?。](?=\s)|\n\s*\n|<[/\w][^<>\n]{0,40}>")
+_ENDS = re.compile(r"[.!?。](?=[\s*_`)$\"]|$)|\n\s*\n|\n#|</")
 _TAKEN_BACK = re.compile(
     r"(?i)\b(?:(?P<wrong>"
     r"(?:that|this|it)(?:'s| is| was) (?:wrong|incorrect|not (?:right|correct|true))|"
@@ -90,24 +88,28 @@ _TAKEN_BACK = re.compile(
 
 
 def _boxes(text: str) -> Iterator[AnswerSpan]:
-    r"""Yield the last boxes; "\boxed{1} and \boxed{2}" is one answer."""
+    r"""Yield the last boxes with the sentence around; "\boxed{1} and \boxed{2}" is one answer."""
     found: list[AnswerSpan] = []
     for box in _braced(text):
-        before = text[max(0, box.start - 40) : box.start]
-        if not box.text.strip() or _DENIED.search(before) or _DENIAL.match(text, box.end):
+        if not box.text.strip():
             continue
-        if box.text.rstrip().endswith("!"):  # a factorial, and no exclamation
-            box = box._replace(text=f"${box.text}$")
-        if goes_on := _GOES_ON.match(text, box.end):  # \boxed{17} or 18
-            box = box._replace(text=box.text + goes_on[0])
         between = text[found[-1].end : box.start] if found else ""
         if between.strip(" $.\n") and len(between) < 40 and _JOINED.fullmatch(between):
             last = found.pop()
-            box = AnswerSpan(f"{last.text}, {box.text}", True, last.start, box.end)
+            box = AnswerSpan(f"{last.text}{between}{box.text}", True, last.start, box.end)
         found.append(box)
-    yield from found
     for token in deque(_BOXED_TOKEN.finditer(text), _MOST):
-        yield AnswerSpan(token[1], True, *token.span())
+        found.append(AnswerSpan(token[1], True, *token.span()))
+    for box in found:
+        if box.text == _CUT_OFF:
+            yield box
+            continue
+        held = re.sub(r"!\s*$", FACTORIAL, box.text)  # in a formula, no exclamation
+        left = text[max(0, box.start - _BESIDE) : box.start]
+        left = left[max((found.end() for found in _BEGINS.finditer(left)), default=0) :]
+        right = text[box.end : box.end + _BESIDE]
+        right = right[: found.start() if (found := _ENDS.search(right)) else len(right)]
+        yield box._replace(text=f"{left}{BOX_START}{held}{BOX_END}{right}")
 
 
 def _braced(text: str) -> Iterator[AnswerSpan]:
@@ -272,66 +274,19 @@ def _last_sentences(text: str) -> Iterator[AnswerSpan]:
                 yield AnswerSpan(part, False)
 
 
-_CHARACTERS = str.maketrans(
-    dict.fromkeys("\u2212\u2010\u2011\u2013\ufe63\uff0d", "-")
-    | dict.fromkeys("\u00a0\u2007\u2009\u202f\u2002\u2003\u3000", " ")
-    | dict.fromkeys("\u00d7·⋅∙✕", "*")
-    | {chr(0xFF01 + n): chr(0x21 + n) for n in range(94) if n != 12}  # full width
-    | dict.fromkeys("≈≃⇒→", "=")
-    | {"÷": "/", "\u2044": "/", "√": "\\sqrt ", "π": "\\pi "}
-    | {"½": " 1/2", "⅓": " 1/3", "⅔": " 2/3", "¼": " 1/4", "¾": " 3/4", "⅛": " 1/8", "⅕": " 1/5"}
-    | dict.fromkeys("\u201c\u201d\u201e«»\"'\u2019", " ")
-    | dict.fromkeys("\u200b\u200e\ufeff", "")
-)  # fmt: skip
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_WRAPPERS = (
-    "text|textbf|textit|textrm|textnormal|texttt|emph|underline|mathrm|mathbf|mathit|mathsf|mbox|"
-    "boldsymbol|bm|operatorname|boxed|fbox|displaystyle"
+_AMBIGUOUS = re.compile(r"\d,\d|\d\.\d{3}")
+_COMMA_WORDS = frozenset(
+    "antwort beträgt lautet ergebnis lösung ergibt réponse résultat égale respuesta resultado solución "
+    "risposta risultato resposta ответ равно odpowiedź antwoord svar".split()
 )
-_PART = r"\s*(?:\{\s*(-?[\d.,]+)\s*\}|(\d))"
-_RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), new)
-    for pattern, new in (
-        (r"~~[^~\n]{1,200}~~", " "),  # struck out
-        (r"<<[^<>\n]{0,80}>>", ""),  # what a calculator was asked
-        (r"</?[a-zA-Z][^<>\n]{0,40}>|&nbsp;", " "),
-        (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|q?quad)(?![a-zA-Z])", " "),
-        (r"\\!|(?<=\d)_(?=\d{3})", ""),
-        (r"\\[,;:> ()\[\]]|~", " "),
-        (r"\{,\}", ","),
-        (r"(?:\^\s*\{?\s*)?\\(?:circ|degree)(?![a-zA-Z])\s*\}?", "°"),
-        (rf"\\[dtc]?frac{_PART}{_PART}", r" \1\2/\3\4 "),
-        (rf"\\(?:{_WRAPPERS})\s*\{{([^{{}}]*)\}}", r" \1 "),
-        (rf"\\(?:{_WRAPPERS})\s*\{{([^{{}}]*)\}}", r" \1 "),  # one in another
-        (r"\\boxed(?![a-zA-Z])", " "),
-        (r"(?<=\d)!(?=\s?(?:\$|\\[)\]]|\}))", "!¡"),  # a factorial
-        (r"\\%", "%"),
-        (r"\\(?:times|cdot)(?![a-zA-Z])", "*"),
-        (r"\\div(?![a-zA-Z])", "/"),
-        (r"\\(?:approx|simeq|implies|Rightarrow|rightarrow|to)(?![a-zA-Z])|[-=]>", "="),
-        (r"\\(?:leq?|geq?|lt|gt|neq?|leqslant|geqslant)(?![a-zA-Z])", "<"),
-        (r"\\pm(?![a-zA-Z])", "±"),
-        (r"(?<=[-+±])\s?\\?[$€£¥₹₩](?=[\d.])", ""),
-        (r"\\?[$€£¥₹₩]", " "),
-        (r"\b(?:US|USD|EUR|GBP|INR|CAD|AUD|Rs\.?)\s?(?=[\d.-])", " "),
-        (r"(?<=\d)\*\*(?=\d)", "^"),
-        (r"\*\*|__|`", " "),
-        (r"(?<![\w*)])\*(?=[^\s*])([^*\n]{1,80})(?<=\S)\*(?![\w*])", r" \1 "),
-        (r"(?<![a-zA-Z0-9\\])_|_(?![\w{\\])", " "),
-        (r"(?<![\\\w^_}])\{\s*(-?[\d.,/ ]+)\}", r" \1 "),
-        (r"-\s{0,3}\(\s{0,3}(\d[\d.,/]*)\s{0,3}\)", r"-\1"),
-        (r"(?i)\b(?:negative|minus)\s+(?=[\d.])", "-"),
-    )
+_COMMA_HINTS = frozenset(
+    "der das und ist sind est les une dans los las del della gli são uma не это het een och".split()
 )
 
 
-def powers(text: str) -> str:
-    return re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: f"^{{{found[0].translate(_SUPERSCRIPTS)}}}", text)
-
-
-def plain(text: str) -> str:
-    """Return `text` without Markdown, currency signs and the LaTeX that only sets type."""
-    text = powers(text).translate(_CHARACTERS)
-    for pattern, new in _RULES:
-        text = pattern.sub(new, text)
-    return text
+def has_decimal_commas(text: str, response: str) -> bool:
+    """Return whether a text with numbers is in a language that writes 3,14 for 3.14."""
+    if not _AMBIGUOUS.search(text):
+        return False
+    words = set(re.findall(r"[^\W\d_]+", response[-_TAIL:].lower()))
+    return bool(words & _COMMA_WORDS) or len(words & _COMMA_HINTS) > 1

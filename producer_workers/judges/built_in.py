@@ -18,9 +18,8 @@ from buffer.errors import ConfigError
 from buffer.wire.group import UNPARSED
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.sandbox import BUBBLEWRAP
-from producer_workers.judges.answer_numbers import Number, names_number, only_denies, read_number
-from producer_workers.judges.answers import AnswerSpan, answer_text, spans
-from producer_workers.judges.expressions import Truth
+from producer_workers.judges.answers import answer_text
+from producer_workers.judges.truths import Truth, Verdict, compare_number, number_of
 from producer_workers.user_code.sandbox import Limits, run_program
 
 SOURCE_PREFIX = "reasoning_gym/"
@@ -60,49 +59,26 @@ def exact_match(*, response: str, ground_truth: Any, state: object = None) -> fl
 def gsm8k(*, response: str, ground_truth: Any, state: object = None) -> dict[str, float]:
     """Return a score of 1.0 for the right final number, else 0.0, and "unparsed" (0 or 1).
 
-    Numbers compare by value: 1,200 is 1200.0. Raises ValueError for a ground truth without one.
+    Numbers compare by value: 1,200 is 1200.0. The number follows the last "####", box or "The
+    answer is"; else it is the last one, so that a model that has not learned a format is scored for
+    its arithmetic. Raises ValueError for a ground truth without one.
     """
-    right = final_number(str(ground_truth))
-    if right is None:
-        raise ValueError(f"the ground truth {ground_truth!r:.80} holds no number")
-    found = final_number(response)
-    return _scored(found is not None, found is not None and found.equals(right))
+    return _scored(compare_number(response, number_of(ground_truth)))
 
 
-def final_number(text: str) -> Number | None:
-    """Return the number of the answer in a response; None also if it is open: "17 or 18".
-
-    It follows the last "####", box or "The answer is"; else it is the last number, so that a model
-    that has not learned a format is scored for its arithmetic.
-    """
-    span = number_span(text)
-    return read_number(span.text, is_answer=span.is_marked) if span else None
-
-
-def number_span(text: str) -> AnswerSpan | None:
-    """Return the part of a text in which `final_number` reads, or None."""
-    for span in spans(text):
-        if names_number(span.text) and not (span.is_marked and only_denies(span.text)):
-            return span
-    return None
-
-
-def _scored(is_parsed: bool, is_right: bool) -> dict[str, float]:
-    return {"score": float(is_right), UNPARSED: float(not is_parsed)}
+def _scored(verdict: Verdict) -> dict[str, float]:
+    is_parsed = verdict is not Verdict.UNPARSED
+    return {"score": float(verdict is Verdict.RIGHT), UNPARSED: float(not is_parsed)}
 
 
 def math_verify(*, response: str, ground_truth: Any, state: object = None) -> dict[str, float]:
     r"""Return a score of 1.0 for an answer that equals the ground truth, and "unparsed" (0 or 1).
 
-    Numbers compare as in `gsm8k`, words as words, other answers by the package math-verify: x(x+1)
+    Numbers compare as in `gsm8k`, names as text, other answers by the package math-verify: x(x+1)
     is x^2+x. Only its LaTeX grammar is used, because its other parser runs eval on what a model
     wrote. Simplifying may never end. Raises ValueError if the ground truth holds no mathematics.
     """
-    truth = Truth.of(str(ground_truth))
-    for span in spans(response):
-        if truth.fits(span):
-            return _scored(*truth.compare(span))
-    return _scored(False, False)
+    return _scored(Truth.of(ground_truth).compare(response))
 
 
 def python_tests(
