@@ -9,41 +9,69 @@ What they do not allow is never read: the sentence leaves its answer open, which
 from __future__ import annotations
 
 import re
+import unicodedata
 from typing import NamedTuple
 
-from producer_workers.judges.answer_values import BOX_END, BOX_START, Token, Value, Values
-from producer_workers.judges.answer_values import plain, tokens_of
-from producer_workers.judges.answer_words import PARTS, UNIT_LETTERS, UNITS
-from producer_workers.judges.answer_words import kind_of, may_be_verb, spelled
+from producer_workers.judges.answer_values import (
+    BOX_END,
+    BOX_START,
+    END,
+    Token,
+    Value,
+    plain,
+    tokens_of,
+    value_at,
+)
+from producer_workers.judges.answer_words import (
+    PARTS,
+    UNIT_LETTERS,
+    UNITS,
+    kind_of,
+    may_be_verb,
+    spelled,
+)
 
 # -- the rules -------------------------------------------------------------------------------------
 
-UNIT = r"(?:[-/j]?[umfV]){0,9}"
+UNIT = r"(?:[-/j*]?[umfV]){0,9}"
 _CLOSE = r"(?:$|[.,;!)L|(P])"
 JOIN = r"(?:[,;]?[cr]|[,;])[fa]*(?:[qu]=)?"
 
 # between "The answer is" and the answer
 LEAD = re.compile(r"(?:[fabmovsyj,:.=(|L-]|[eqnumfV]{1,4}=)*")
 # to the left of an answer, and what spoils it there
-_LEFT = re.compile(r"(?:^|[,;:.!?()L|=yw-]|b|v|V|su|[vVb][spi]|[vV]xp?|m|mo)[fak]*$")
-_LEFT_ALONE = re.compile(r"i[fa]*$")  # "in 18 days", where no other number is
+_LEFT = re.compile(
+    rf"(?:^|[,;:.!?()L|=y-]|,w|D{UNIT}w|b|v|V|su|(?:[vVb]|su)[spi]|[vV]xp?|m|mo)[fak]*$"
+)
+_LEFT_ALONE = re.compile(r"[it][fa]*$")  # "in 18 days", where no other number is
 _SPOILED = re.compile(
-    r"[dN][^.;L!?]*$ | r[^,;.(L!?wy]*$ | [xpoi][fa]*[:,(=L-]+[fa]*$", re.VERBOSE
+    r"[dN][^.;L!?]*$ | r[^,;.(L!?wy]*$ | [xMpoit][fa]*[:,(=L-]+[fa]*$", re.VERBOSE
 )
 # to the right of an answer
 _RIGHT = re.compile(
-    rf"""{UNIT}(?: $ | [.!;:)L|(P-] | ,(?!c?[qu]{{1,2}}=) | y | [ipo](?![fa]*[ne]) | i[fa]*n
-      | b[fa]*m | b[fa]+(?:{_CLOSE}|[iyc]) | c?f?D | c?[fd][fp]*D | ,?w(?![^.;L]*[ne])
-      | c(?![fasvb]*[neq]) | [svV](?![^.;,L]*[ne]) )""",
+    rf"""(?:M(?=[umfV]))?{UNIT}(?: $ | [.!;:)L|(P-] | ,(?!c?[qu]{{1,2}}=) | y | [itpo](?![fa]*[ne]) | i[fa]*n
+      | b[fa]*m | b[fa]+(?:{_CLOSE}|[iyc]) | sb{_CLOSE} | c?f?D | c?[fd][fp]*D | ,?w(?![^.;L]*[ne])
+      | c(?![fasvb]*[neq]) | [vV](?![^.;,L]*[nedNrx]) )""",
     re.VERBOSE,
 )
 _OTHERS = re.compile(rf"{UNIT}{JOIN}(?=[ne]{UNIT}(?:{_CLOSE}|{JOIN}))")  # 1, 2 and 3
 _RANGE = re.compile(rf"{UNIT}(?:[p-]|[,;]?r)?[fasvbr]*")  # 17 to 18
 _EQUALS = re.compile(rf"([neq]){UNIT}=[fa]*$")
-_TAKEN_BACK = re.compile(r"k[^ne]*[ne]|r[fasvb]*n")
-_DENIED = re.compile(rf"[umfV]{{0,4}}(?:N|[bsv]{{1,3}}[fa]?(?:d|x(?={_CLOSE}))|d(?=$|[.,;!)L]))")
+_TAKEN_BACK = re.compile(rf"k[^ne]*[ne]|r[fasvb]*n|y[sb]{{0,2}}[fa]*[dN]{_CLOSE}")
+_DENIED = re.compile(
+    rf"[umfV]{{0,4}}(?:N|[bsv]{{1,3}}[fa]?(?:d|x(?={_CLOSE}))|\(?[fa]*d(?={_CLOSE}))"
+)
 
-_SIGNS = {sign: sign for sign in "=,;.?!()|/:-"} | {"…": ".", "...": ".", "--": "-", "---": "-", "~": "a"}
+_TOUCHED = re.compile(rf"\d[.,]?{BOX_START}|\.{BOX_START}|{BOX_END}[.,]?\d")  # 0.\boxed{18}
+
+_SIGNS = {sign: sign for sign in "=,;.?!()|/:-"} | {
+    "…": ".",
+    "...": ".",
+    "--": "-",
+    "---": "-",
+    "~": "a",
+    "*": "*",
+}
 _SIGNS |= {"[": "(", "{": "(", "\\{": "(", "]": ")", "}": ")", "\\}": ")", "\\|": "|", "&": "c"}
 _UNIT_RATIOS = frozenset({2, 3, 4, 7, 8, 12, 16, 24, 36, 52, 60, 100, 365, 1000, 3600})
 
@@ -63,61 +91,69 @@ class Part(NamedTuple):
 def parts_of(text: str, *, has_decimal_commas: bool = False) -> list[Part]:
     """Return the parts of a plain text."""
     tokens = tokens_of(text)
-    values = Values(tokens, has_decimal_commas=has_decimal_commas)
     found: list[Part] = []
     at = 0
-    while at < len(tokens):
-        kind, end, value = _part(tokens, at, values, found)
-        if kind:
-            found.append(Part(kind, tokens[at].start, tokens[end - 1].end, value))
+    while (token := tokens[at]) is not END:
+        before = _kinds(found[-8:])
+        kind, end, value = _word(tokens, at, before) if token.kind == "word" else ("", at + 1, None)
+        is_dash = token.text in "+-" and before and not _is_sign(token, tokens[at + 1], before)
+        if not kind and not is_dash:
+            kind, end, value = _value(tokens, at, before, has_decimal_commas)
+        kind = kind or (_kind(token, tokens[at + 1]))
+        if kind != " ":
+            found.append(Part(kind, token.start, tokens[end - 1].end, value))
         at = end
     return found
 
 
-def _part(
-    tokens: list[Token], at: int, values: Values, found: list[Part]
-) -> tuple[str, int, Value | None]:
-    """Return the kind of the part at a token, the place behind it, and its value."""
-    token, after = tokens[at], tokens[at + 1] if at + 1 < len(tokens) else None
-    before = found[-1].kind if found else ""
-    is_word = token.kind == "word"
-    if is_word and before and before in "nu/j" and (token.text in UNIT_LETTERS or token.text.lower() in UNITS):
+def _word(tokens: list[Token], at: int, before: str) -> tuple[str, int, Value | None]:
+    """Return the kind of a word that is a unit, an article, or begins a number in words; else ""."""
+    token, after = tokens[at], tokens[at + 1]
+    is_unit = token.text in UNIT_LETTERS or token.text.lower() in UNITS
+    if is_unit and before[-1:] and before[-1] in "nu/j*":
         return "u", at + 1 + _exponent(tokens, at + 1), None
-    if is_word and after and after.kind == "word" and token.text in ("a", "A", "I"):
-        number = spelled([token.text.lower(), after.text.lower()])
-        if number is None:
-            return kind_of(token.text), at + 1, None
-    if is_word:
-        words = [each.text.lower() if each.kind == "word" else "" for each in tokens[at : at + 12]]
-        if number := spelled(words):
-            return "n", at + number[1], Value(number[0], str(number[0]))
-    if token.text in ("-", "+") and before and not _is_sign(token, after, before):
-        return "-" if token.text == "-" else "z", at + 1, None
-    if read := values.value(at):
-        value, end = read
-        kind = "e" if value.number is None else "n"
-        if end == at + 1 and is_word and len(token.text) == 1:
-            kind = "q"
-        elif kind == "n" and end < len(tokens) and tokens[end].text.lower() in PARTS:
-            kind = "e"  # 18 halves
-        elif token.text == "(" and token.has_gap and re.search("n[umfV]{0,6}$", _kinds(found)):
-            kind = "P"
-        return kind, end, value
-    if is_word:
+    words = [each.text if each.kind == "word" else "" for each in tokens[at : at + 12]]
+    if number := spelled(words):
+        return "n", at + number[1], Value(number[0], str(number[0]))
+    is_article = token.text in ("a", "A", "I") and (
+        after.kind == "word" or (before and after is END)
+    )
+    return kind_of(token.text) if is_article else "", at + 1, None
+
+
+def _value(
+    tokens: list[Token], at: int, before: str, has_decimal_commas: bool
+) -> tuple[str, int, Value | None]:
+    """Return the kind of the value that begins at a token: n, e, q or P; "" if none begins."""
+    token, read = tokens[at], value_at(tokens, at, has_decimal_commas=has_decimal_commas)
+    if read is None:
+        return "", at + 1, None
+    value, end = read
+    if token.text == "(" and token.has_gap and re.search("n[umfV]*$", before):
+        return "P", end, value
+    if end == at + 1 and token.kind == "word" and len(token.text) == 1:
+        return "q", end, value
+    if value.number is None:
+        return "e", end, value
+    is_part = tokens[end].text.lower() in PARTS  # 18 halves
+    return ("e", end, value._replace(number=None)) if is_part else ("n", end, value)
+
+
+def _kind(token: Token, after: Token) -> str:
+    """Return the kind of a token that begins no value; " " for an ornament."""
+    if token.kind == "word":
+        if token.text.lower() == "no" and (after.text == "," or kind_of(after.text) == "k"):
+            return "k"
         kind = kind_of(token.text)
-        if token.text.lower() == "no" and after and after.text == ",":
-            kind = "k"
-        return "V" if kind == "u" and may_be_verb(token.text) else kind, at + 1, None
-    if token.kind == "line":
-        return "L", at + 1, None
-    if token.text in ("...", "…") and after and not after.has_gap:  # 42...43
-        return "z", at + 1, None
-    if token.text in _SIGNS:
-        return _SIGNS[token.text], at + 1, None
+        return "V" if kind == "u" and may_be_verb(token.text) else kind
+    if token.text in ("...", "…") and not after.has_gap:  # 42...43
+        return "z"
+    if token.text in _SIGNS or token.kind == "line":
+        return _SIGNS.get(token.text, "L")
     if token.kind != "sign":
-        return "z" if token.kind == "command" else "e", at + 1, None
-    is_ornament = token.text in "'#@" or not (token.text.isascii() or token.text in "‰′″°±")
-    return "" if is_ornament else "z", at + 1, None
+        return "z" if token.kind == "command" else "e"
+    is_known = token.text.isascii() or unicodedata.category(token.text) in ("Sm", "Po")
+    return "z" if is_known and token.text not in "'#@" else " "
 
 
 def _kinds(parts: list[Part]) -> str:
@@ -137,13 +173,11 @@ def _exponent(tokens: list[Token], at: int) -> int:
     return 2 if texts[:1] == ["^"] and texts[1:] and texts[1].isdigit() else 0
 
 
-def _is_sign(token: Token, after: Token | None, before: str) -> bool:
+def _is_sign(token: Token, after: Token, before: str) -> bool:
     """Return whether a minus or plus belongs to the number behind it: x is -5, but eggs - 5."""
-    if after is None:
-        return False
     if after.has_gap:
-        return before in "bfva=(:,|soyL"
-    return token.has_gap or before in "=(:,|L"
+        return before[-1] in "bfva=(:,|soyL"
+    return token.has_gap or before[-1] in "=(:,|L"
 
 
 def _with_denials(line: str) -> str:
@@ -199,10 +233,12 @@ def read(text: str, *, is_answer: bool, has_decimal_commas: bool = False) -> Rea
     inside = [at for at, part in enumerate(parts) if part.end > start and part.start < end]
     if not inside:
         return None
+    if _TOUCHED.search(text):
+        return _LEFT_OPEN
     first, last = inside[0], inside[-1] + 1
     right = re.sub(r"^[,;]?c?(?=[qu]=)", ".", line[last:])
     reading = _Sentence(parts, line).read(first, last, is_answer=True)
-    if reading is None or is_left(line[:first]) and is_right(right):
+    if reading is None or (is_left(line[:first]) and is_right(right)):
         return reading
     return _LEFT_OPEN
 
@@ -303,7 +339,11 @@ def _without_repetitions(line: str, parts: list[Part]) -> str:
 
 
 def _are_same(left: Value, right: Value, gap: str) -> bool:
-    one, other = (each.number / 100 if each.is_percent else each.number for each in (left, right) if each.number is not None)
+    one, other = (
+        each.number / 100 if each.is_percent else each.number
+        for each in (left, right)
+        if each.number is not None
+    )
     if one == other:
         return True
     if not re.search("[uV]", gap) or not one or not other:

@@ -5,67 +5,75 @@ A word that is not here is a name: of a unit, a person, a thing.
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
 
-_WORDS = {
-    # changes nothing
-    "f": "the a an this these those my our your his its their her all each only just exactly them "
-    "precisely simply indeed clearly still also obviously certainly definitely surely final correct "
-    "right numerical exact equal overall altogether left remaining required needed now here "
-    "there again both finally ultimately us usd eur gbp inr cad aud rs rs. yes ok okay option him "
-    "choice me given whole new full same really in-total der die das le la les el los il lo um uma "
-    "une ein eine",
-    # an approximation
-    "a": "about approximately approx approx. roughly around circa ca ca. etwa ungefähr environ",
-    # links an answer to what it is the answer of
-    "b": "is are was were be been being equals become becomes means ist sind beträgt ergibt lautet "
-    "est sont vaut donne égale es son è é são равен равно wynosi",
-    # gives an amount, as verbs in -s and -ed do
-    "v": "get got have had has make made take took read cost pay paid find found give gave sell "
-    "sold spend spent see saw buy bought leave leaves need save earn win won lose lost eat ate drive "
-    "drove run ran come came go went keep kept hold held owe reach weigh drink drank bring brought "
-    "build built grow grew do did obtain conclude compute having getting giving leaving making "
-    "yielding totaling require travel receive collect score contain yield kostet",
-    # a verb stands behind it
-    "s": "i we you he she it they will can must should would to who",
-    # names of amounts, which may stand before or behind them
-    "m": "answer answers ans result results sum difference value amount number solution area price "
-    "cost profit volume length height width distance speed rate age weight mass perimeter average "
-    "mean median remainder probability balance output total count income revenue point interval set pair "
-    "vector matrix antwort ergebnis réponse résultat respuesta resultado risposta risultato ответ",
-    "o": "of",
-    # prepositions: with another number behind them, they make another amount, or only tell more
-    "p": "from by into with than through",
-    "i": "in at for after on during among when while until before",
-    "j": "per pro par por",
-    # denies
-    "d": "not never no neither nor without unlike except excluding excludes wrong incorrect false "
-    "instead rather unknown unclear nobody nothing none hardly impossible invalid mistaken guess "
-    "guessing unsure uncertain doubt other anything everything trap tempting nicht kein keine pas",
-    "N": "cannot",
-    # leaves open
-    "r": "or either maybe perhaps possibly probably might may could between if whether suppose "
-    "supposing assuming assume unless versus vs vs. oder ou o",
-    # behind a number, makes another one of it
-    "x": "times plus minus less more fewer greater least most over under above below beyond short "
-    "shy squared cubed factorial choose mod modulo divided multiplied halved doubled tripled point "
-    "too up down off nearly almost close base percent percentage",
-    # takes back
-    "k": "wait sorry oops correction hmm actually mean meant scratch",
-    # begins a sentence in a sentence
-    "y": "because since which that where so thus therefore hence then i.e. i.e e.g. namely as whereas "
-    "donc also",
-    "w": "but sondern",
-    "c": "and et und & y",
+# A word's kind is one letter, so that a rule is a regular expression over the kinds of a sentence.
+_KINDS = """
+f changes nothing:
+    the a an this these those my our your his its their her all each only just exactly precisely
+    simply indeed clearly still also obviously certainly definitely surely final correct right
+    numerical exact equal overall altogether left remaining required needed now here there again both
+    finally ultimately us usd eur gbp inr cad aud rs rs. yes ok okay option choice him them me given
+    whole new full same really der die das le la les el los il lo um uma une ein eine de du
+a an approximation:
+    about approximately approx approx. roughly around circa ca ca. etwa ungefähr environ
+b links an answer to what it is the answer of:
+    is are was were be been being equals become becomes means ist sind beträgt ergibt lautet est sont
+    vaut donne égale es son è é são равен равно wynosi
+v gives an amount, as verbs in -s and -ed do:
+    get got have had has make made take took read cost pay paid find found give gave sell sold spend
+    spent see saw buy bought leave leaves need save earn win won lose lost eat ate drive drove run ran
+    come came go went keep kept hold held owe reach weigh drink drank bring brought build built grow
+    grew do did obtain conclude compute having getting giving leaving making yielding totaling require
+    travel receive collect score contain yield kostet
+s has a verb behind it:
+    i we you he she it they will can must should would to who
+m names an amount, before or behind it:
+    answer answers ans result results sum difference value amount number solution area price cost
+    profit volume length height width distance speed rate age weight mass perimeter average median
+    remainder probability balance output total count income revenue interval set pair vector
+    matrix antwort ergebnis réponse résultat respuesta resultado risposta risultato ответ
+o of
+p is a preposition that makes another amount with the number behind it: from by into with than through over
+i is a preposition that tells more of an amount: in at for on during among when while
+t or of the time before or after it: after before until
+j joins two units: per pro par por
+d denies:
+    not never no neither nor without unlike except excluding excludes wrong incorrect false instead
+    rather unknown unclear nobody nothing none hardly impossible invalid mistaken guess guessing unsure
+    uncertain doubt other trap tempting nicht kein keine pas
+N denies, as a verb: cannot
+r leaves open:
+    or either maybe perhaps possibly probably might may could between if whether suppose supposing
+    assuming assume unless versus vs vs. oder ou o
+M tells a difference, 18 more apples, but makes another amount in 18 more than 30: more less fewer
+x makes another amount of the number before it:
+    times plus minus greater least most under above below beyond short shy squared cubed factorial
+    choose mod modulo divided multiplied halved doubled tripled point too up down off nearly almost
+    close base percent percentage
+k takes back what was said: wait sorry oops correction hmm actually mean meant scratch
+y begins a sentence in a sentence:
+    because since which that where so thus therefore hence then i.e. i.e e.g. namely as whereas donc
+w but sondern
+c and et und y
+"""
+KINDS = {
+    word: kind
+    for kind, words in re.findall(r"^(\w)(?: .*:)?\s([^:]*?)(?=\n\w|\n\Z)", _KINDS, re.MULTILINE)
+    for word in words.split()
 }
-KINDS = {word: kind for kind, words in _WORDS.items() for word in words.split()}
-"""What a word does, as one letter: a rule is a regular expression over the kinds of a sentence."""
-
 _NO_VERBS = frozenset(
-    "pages steps chapters exceeds exceeded excludes excluded lacks misses missed rejected rejects "
-    "refuted ruled avoids avoided doubles triples halves divides divided approaches approached "
-    "always perhaps surpasses surpassed differs precedes follows outside besides multiplies".split()
+    re.findall(
+        r"\w+",
+        "pages steps chapters exceeds exceeded excludes excluded lacks misses missed rejected rejects "
+        "refuted ruled avoids avoided doubles triples halves divides divided approaches approached "
+        "always perhaps surpasses surpassed differs precedes follows outside besides multiplies",
+    )
 )
+_IDEOGRAMS = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")  # words without spaces
+_DENIES = re.compile("[不没沒非未]|아니|ない")
+_LINKS = ("是", "为", "為", "于", "於", "は", "が", "은", "는")
 
 
 def kind_of(word: str) -> str:
@@ -73,12 +81,14 @@ def kind_of(word: str) -> str:
     lower = word.lower()
     if kind := KINDS.get(lower):
         return kind
+    if lower in SCALES or lower in PARTS:
+        return "x"
+    if _IDEOGRAMS.search(lower):
+        return "N" if _DENIES.search(lower) else "b" if lower.endswith(_LINKS) else "u"
     start, _, end = lower.rpartition("'")
     if end == "t":
         return "N"
-    if end in ("s", "re", "ve", "ll", "d", "m"):
-        return "b" if end == "s" and KINDS.get(start) in ("s", "y", "f") else "u"
-    return "u"
+    return "b" if end == "s" and KINDS.get(start) in ("s", "y", "f") else "u"
 
 
 def may_be_verb(word: str) -> bool:
@@ -88,13 +98,11 @@ def may_be_verb(word: str) -> bool:
 
 # -- numbers in words ------------------------------------------------------------------------------
 
-_ONES = (
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen "
-    "sixteen seventeen eighteen nineteen"
-)
-_VALUES = {word: value for value, word in enumerate(_ONES.split())} | {
-    word: 10 * value
-    for value, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)
+_ONES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
+fifteen sixteen seventeen eighteen nineteen"""
+_TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
+VALUES = {word: value for value, word in enumerate(re.findall(r"\w+", _ONES))} | {
+    word: 10 * value for value, word in enumerate(re.findall(r"\w+", _TENS), 2)
 }
 SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9} | {
     "trillion": 10**12, "dozen": 12, "lakh": 10**5, "crore": 10**7, "k": 1000, "mn": 10**6,
@@ -102,58 +110,58 @@ SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9}
 }  # fmt: skip
 PARTS = {"half": 2, "halves": 2} | {
     f"{word}{end}": part
-    for word, part in {
-        "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8,
-        "ninth": 9, "tenth": 10, "twelfth": 12, "hundredth": 100, "thousandth": 1000,
-    }.items()
+    for part, word in [
+        *enumerate("third quarter fifth sixth seventh eighth ninth tenth".split(), 3),  # noqa: SIM905
+        *((4, "fourth"), (12, "twelfth"), (100, "hundredth"), (1000, "thousandth")),
+    ]
     for end in ("", "s")
 }  # fmt: skip
 
 
 def spelled(words: list[str]) -> tuple[Fraction, int] | None:
-    """Return the number that begins a list of words in lower case, and how many words say it.
+    """Return the number that begins a list of words, and how many words say it.
 
     number = [minus] (half | whole [part] | whole "and" (a | one…nine) part): two and a half
     """
-    sign = -1 if words[:1] == ["minus"] else 1
+    said = [part for word in words for part in word.lower().split("-")]
+    sign = -1 if said[0] in ("minus", "negative") else 1
     at = int(sign < 0)
-    if words[at : at + 1] == ["half"]:
-        return Fraction(sign, 2), at + 1
-    whole, end = _whole(words, at)
-    if whole is None:
-        return None
-    part = PARTS.get(words[end]) if end < len(words) else None
-    if part and whole:
-        return Fraction(sign * whole, part), end + 1
-    if words[end : end + 1] == ["and"] and end + 2 < len(words) and words[end + 2] in PARTS:
-        over = _VALUES.get(words[end + 1].replace("a", "one") if words[end + 1] == "a" else words[end + 1], 0)
-        return sign * (whole + Fraction(over, PARTS[words[end + 2]])), end + 3
-    return Fraction(sign * whole), end
+    whole, end = _whole(said, at)
+    behind = said[end : end + 3]
+    value: Fraction | int | None = whole
+    if said[at : at + 1] == ["half"]:
+        value, end = Fraction(1, 2), at + 1
+    elif whole and behind[:1] and behind[0] in PARTS:
+        value, end = Fraction(whole, PARTS[behind[0]]), end + 1
+    elif whole and behind[:1] == ["and"] and behind[2:] and behind[2] in PARTS:
+        over = 1 if behind[1] in ("a", "an") else VALUES.get(behind[1], 0)
+        value, end = whole + Fraction(over, PARTS[behind[2]]), end + 3
+    count = 0
+    while end > 0:
+        end -= words[count].count("-") + 1
+        count += 1
+    return (sign * Fraction(value), count) if value is not None and end == 0 else None
 
 
-def _whole(words: list[str], at: int) -> tuple[int | None, int]:
-    """Return the whole number at a word, or None, and the place behind it: one hundred and twelve."""
-    total, below, room = 0, 0, 0  # room: what may be added below, 100 at first and 10 behind twenty
+def _whole(said: list[str], at: int) -> tuple[int | None, int]:
+    """Return the whole number at a place, and the place behind it: one hundred and twelve."""
+    total, below, room = 0, 0, 0  # room: below what a number may be added, 100 or 10
     is_number = False
-    while at < len(words):
-        word = words[at]
-        after = words[at + 1] if at + 1 < len(words) else ""
-        values = [_VALUES.get(part) for part in word.split("-")]
-        if word in ("a", "an") and not is_number and (after in PARTS or len(after) > 2 and after in SCALES):
-            below, room, is_number = 1, 0, True
-        elif None not in values:
-            for value in values:
-                assert value is not None
-                if is_number and value >= room:
-                    return (None, at)
-                below, room = below + value, 10 if value >= 20 else 0
-                is_number = True
-        elif is_number and len(word) > 2 and word in SCALES and below:
+    while at < len(said):
+        word, after = said[at], said[at + 1] if at + 1 < len(said) else ""
+        is_one = after in PARTS or (after in SCALES and len(after) > 2)  # a hundred, a third
+        if word in ("a", "an") and not is_number and is_one:
+            below, is_number = 1, True
+        elif (value := VALUES.get(word)) is not None:
+            if is_number and value >= room:
+                return None, at
+            below, room, is_number = below + value, 10 if value >= 20 else 0, True
+        elif below and len(word) > 2 and word in SCALES:
             if word == "hundred":
                 below, room = below * 100, 100
             else:
                 total, below, room = total + below * SCALES[word], 0, 1000
-        elif not (word == "and" and room >= 100 and after.partition("-")[0] in _VALUES):
+        elif not (word == "and" and room >= 100 and after in VALUES):
             break
         at += 1
     return (total + below if is_number else None), at
@@ -161,25 +169,20 @@ def _whole(words: list[str], at: int) -> tuple[int | None, int]:
 
 # -- mathematics -----------------------------------------------------------------------------------
 
-FUNCTIONS = {
-    name: f"\\{name}"
-    for name in (
-        "sqrt sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp max min gcd det"
-    ).split()
-} | {"asin": "\\arcsin", "acos": "\\arccos", "atan": "\\arctan", "lg": "\\log"}
-CONSTANTS = {
-    name: f"\\{name}"
-    for name in (
-        "alpha beta gamma delta epsilon theta lambda mu rho sigma tau phi omega pi infty emptyset"
-    ).split()
-} | {
+_FUNCTIONS = """sqrt sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp max min
+gcd det"""
+_CONSTANTS = """alpha beta gamma delta epsilon theta lambda mu rho sigma tau phi omega pi infty
+emptyset"""
+FUNCTIONS = {name: f"\\{name}" for name in re.findall(r"\w+", _FUNCTIONS)} | {
+    "asin": "\\arcsin", "acos": "\\arccos", "atan": "\\arctan", "lg": "\\log",
+}  # fmt: skip
+CONSTANTS = {name: f"\\{name}" for name in re.findall(r"\w+", _CONSTANTS)} | {
     "infinity": "\\infty", "inf": "\\infty", "oo": "\\infty", "varnothing": "\\emptyset",
     "varphi": "\\phi", "varepsilon": "\\epsilon", "Delta": "\\Delta",
 }  # fmt: skip
 
 UNIT_LETTERS = frozenset("msghlLCFWVNJK")
-UNITS = frozenset(
-    "cm mm km kg mg ml dl cl ft in lb lbs oz mi hr hrs min mph yd st nd rd th am pm kmh kw kwh hz "
-    "khz mhz ghz gb mb kb tb ms ns px pt pts deg rad mol pa kpa kj kcal cal ev sec secs ohm kohm "
-    "mohm gal qt yr yrs wk µm µs µg".split()
-)
+_UNITS = """cm mm km kg mg ml dl cl ft in lb lbs oz mi hr hrs min mph yd st nd rd th am pm kmh kw kwh
+hz khz mhz ghz gb mb kb tb ms ns px pt pts deg rad mol pa kpa kj kcal cal ev sec secs ohm kohm mohm
+gal qt yr yrs wk µm µs µg"""
+UNITS = frozenset(re.findall(r"\w+", _UNITS))

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from producer_workers.judges.answer_values import BOX_END, BOX_START, FACTORIAL
+from producer_workers.judges.answer_words import kind_of
 
 # Decoding leaves these in the text where a tokenizer does not mark its end of turn as special.
 END_MARKERS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "</s>")
@@ -46,14 +47,18 @@ def answer_text(response: str) -> str:
     return text
 
 
+def without_thoughts(response: str) -> str | None:
+    """Return what follows the thoughts of a response; None if it ends within them."""
+    _, thought_end, said = response.rpartition("</think>")
+    return None if not thought_end and "<think>" in response else said
+
+
 def spans(response: str) -> Iterator[AnswerSpan]:
     """Yield possible answers of a response, the most probable first."""
-    text = answer_text(response).translate(_ASCII)
-    _, thought_end, said = text.rpartition("</think>")
-    if thought_end:
-        text = said
-    elif "<think>" in text:
+    said = without_thoughts(answer_text(response))
+    if said is None:
         return
+    text = said.translate(_ASCII)
     marked = sorted(
         (*_boxes(text), *_hashes(text), *_sentences_with_answer(text)),
         key=lambda span: span.start,
@@ -100,7 +105,7 @@ def _boxes(text: str) -> Iterator[AnswerSpan]:
         found.append(box)
     for token in deque(_BOXED_TOKEN.finditer(text), _MOST):
         found.append(AnswerSpan(token[1], True, *token.span()))
-    for box in found:
+    for box in found:  # what is beside it
         if box.text == _CUT_OFF:
             yield box
             continue
@@ -108,7 +113,8 @@ def _boxes(text: str) -> Iterator[AnswerSpan]:
         left = text[max(0, box.start - _BESIDE) : box.start]
         left = left[max((found.end() for found in _BEGINS.finditer(left)), default=0) :]
         right = text[box.end : box.end + _BESIDE]
-        right = right[: found.start() if (found := _ENDS.search(right)) else len(right)]
+        if found := _ENDS.search(right):
+            right = right[: found.end() if found[0] == "?" else found.start()]
         yield box._replace(text=f"{left}{BOX_START}{held}{BOX_END}{right}")
 
 
@@ -148,15 +154,17 @@ def _hashes(text: str) -> Iterator[AnswerSpan]:
 
 
 _WORD = re.compile(
-    r"(?i)(?<![/\w\\-])(?:answers?|ans|antwort|réponse|respuesta|risposta|resposta|ответ)(?![\w-])"
-    r"|答案|答え"
+    r"(?i)(?<![/\w\\-])(?:answers?|ans|antwort|lösung|réponse|respuesta|risposta|resposta|ответ|"
+    r"jawaban|cevap|odpowiedź|antwoord|जवाब|उत्तर)(?![\w-])|答案|答え|정답|الجواب|الإجابة"
 )
 _UNSURE = re.compile(
     r"(?i)\b(?:(?:not|never|doubt|if|whether|suppose|assum\w+|wrong|incorrect|false|previous|"
     r"earlier|initial|old|tempting|possible|might|may|could)|\w+n't)\b[^.,:;!?\n]*$"
     r"|\b(?:to|can|cannot|could|will|must|we|i|you)\s+$"
+    r"|\b(?:of|than|twice|thrice|half|double|triple|times|plus|minus)\s+(?:\w+\s+){0,2}$"
 )
 _IS = r"(?:is|are|was|be|equals?|es|est|ist|è|é)"
+_CHANGES = ("plus", "minus", "times", "squared", "cubed", "divided", "multiplied")
 _LINK = re.compile(
     rf"""[\s*_`"'\])}}>]{{0,12}}
     (?:\s?\([^()\n]{{0,60}}\)                              # (in dollars)
@@ -200,7 +208,10 @@ def _sentences_with_answer(text: str) -> Iterator[AnswerSpan]:
 def _is_unsure(before: str, after: str) -> bool:
     """Return whether a sentence does not give the answer that it speaks of: "if the answer was"."""
     link = _LINK.match(after)
-    is_denied = link and re.search(r"(?i)(?:not|\bnever|n't|\bcould|\bmight)\b", link[0])
+    is_denied = link and any(
+        kind_of(word) in "dNrM" or word in _CHANGES
+        for word in re.findall(r"[^\W\d_']+(?:'\w+)?", link[0])
+    )
     return bool(is_denied or _UNSURE.search(before))
 
 
@@ -255,7 +266,7 @@ def _last_sentences(text: str) -> Iterator[AnswerSpan]:
     for line in islice(reversed(text.splitlines()), _MOST):
         sentences = [
             each
-            for each in re.split(r"(?<=[.!?;。])\s+", _BULLET.sub("", line).strip())
+            for each in re.split(r"(?<=[.!?;。])(?<!\b[A-Z]\.)\s+", _BULLET.sub("", line).strip())
             if each.strip()
         ]
         for sentence in islice(reversed(sentences), _MOST):
@@ -276,11 +287,53 @@ def _last_sentences(text: str) -> Iterator[AnswerSpan]:
 
 _AMBIGUOUS = re.compile(r"\d,\d|\d\.\d{3}")
 _COMMA_WORDS = frozenset(
-    "antwort beträgt lautet ergebnis lösung ergibt réponse résultat égale respuesta resultado solución "
-    "risposta risultato resposta ответ равно odpowiedź antwoord svar".split()
+    [
+        "antwort",
+        "beträgt",
+        "lautet",
+        "ergebnis",
+        "lösung",
+        "ergibt",
+        "réponse",
+        "résultat",
+        "égale",
+        "respuesta",
+        "resultado",
+        "solución",
+        "risposta",
+        "risultato",
+        "resposta",
+        "ответ",
+        "равно",
+        "odpowiedź",
+        "antwoord",
+        "svar",
+    ]
 )
 _COMMA_HINTS = frozenset(
-    "der das und ist sind est les une dans los las del della gli são uma не это het een och".split()
+    [
+        "der",
+        "das",
+        "und",
+        "ist",
+        "sind",
+        "est",
+        "les",
+        "une",
+        "dans",
+        "los",
+        "las",
+        "del",
+        "della",
+        "gli",
+        "são",
+        "uma",
+        "не",
+        "это",
+        "het",
+        "een",
+        "och",
+    ]
 )
 
 

@@ -9,8 +9,15 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from producer_workers.judges.answer_grammar import JOIN, LEAD, UNIT, Reading
-from producer_workers.judges.answer_grammar import is_left, kinds_of, read
+from producer_workers.judges.answer_grammar import (
+    JOIN,
+    LEAD,
+    UNIT,
+    Reading,
+    is_left,
+    kinds_of,
+    read,
+)
 from producer_workers.judges.answer_values import BOX_END, BOX_START, GUESS, Value, plain
 from producer_workers.judges.answers import AnswerSpan, has_decimal_commas, spans
 
@@ -81,7 +88,7 @@ def _compared(value: Value, truth: Value) -> Verdict:
 _MATHEMATICS = re.compile(rf"(?:[nequmf]{{1,4}}=)*[neq]{UNIT}(?:{JOIN}[neq]{UNIT})*[.]?")
 _CODE = re.compile(r"\(?[A-Z]\)?|\d+(?:\s?[-:]\s?\d+)+")  # B, 3-2, 555-1234, 18:30
 _PHRASE = re.compile(r"[fabm:(]*[uVnqefmvsci)o-]{1,6}[.!L]*")
-_NAME_ENDS = re.compile(r"(?:$|[.;:!)L|(-]|,(?!c?r)|y)")
+_NAME_ENDS = re.compile(r"$|[.;:!)L|(-]|,(?!c?r)|y|b[fa]*m|b[fa]+(?:$|[.,;!)])")
 
 
 @dataclass(frozen=True)
@@ -93,9 +100,8 @@ class Truth:
     name: str | None = None
 
     @classmethod
-    def of(cls, given: Any) -> Truth:
-        """Read a ground truth; of a whole solution, only the answer counts. Raises ValueError."""
-        text = text_of(given)
+    def of(cls, text: str) -> Truth:
+        """Read a ground truth; of a whole solution, only the answer counts."""
         marked = next((span.text for span in spans(text) if span.is_marked), None)
         text = plain(marked or text).translate({ord(BOX_START): None, ord(BOX_END): None}).strip()
         kinds = kinds_of(text)
@@ -104,7 +110,9 @@ class Truth:
         reading = read(text, is_answer=True) if _MATHEMATICS.fullmatch(kinds) else None
         if reading and reading.values:
             is_number = len(reading.values) == 1 and not reading.values[0].is_unsure
-            number = reading.values[0] if is_number and reading.values[0].number is not None else None
+            number = (
+                reading.values[0] if is_number and reading.values[0].number is not None else None
+            )
             return cls(", ".join(reading.equations), number)
         is_name = "\\" not in text and not re.search("[zq=]", kinds) and re.search(r"\w", text)
         return cls(name=text.strip(" .")) if is_name else cls(text)
@@ -151,11 +159,17 @@ class Truth:
                 return Verdict.UNPARSED
         for found in self._occurrences(text):
             before, behind = kinds_of(text[: found.start()]), kinds_of(text[found.end() :])
-            if LEAD.fullmatch(before) and (found[0][-1:] == ")" or _NAME_ENDS.match(behind)):
+            is_listed = re.search("[uVqnm][,cr]+[fa]*$", before)
+            is_begun = LEAD.fullmatch(before) or (is_left(before) and not is_listed)
+            if is_begun and (found[0][-1:] == ")" or _NAME_ENDS.match(behind)):
                 return Verdict.RIGHT
         kinds = kinds_of(text)
         is_other = _PHRASE.fullmatch(kinds) and len(text) < 80
-        return Verdict.WRONG if is_other and next(self._occurrences(text), None) is None else Verdict.UNPARSED
+        return (
+            Verdict.WRONG
+            if is_other and next(self._occurrences(text), None) is None
+            else Verdict.UNPARSED
+        )
 
     def _occurrences(self, text: str) -> Iterator[re.Match[str]]:
         assert self.name is not None
@@ -166,7 +180,14 @@ class Truth:
 
 
 def _simple(text: str) -> str:
-    return re.sub(r"\s*-\s*|\s+", lambda found: "-" if "-" in found[0] else " ", plain(text)).strip()
+    return re.sub(
+        r"\s*-\s*|\s+", lambda found: "-" if "-" in found[0] else " ", plain(text)
+    ).strip()
+
+
+def truth_of(given: Any) -> Truth:
+    """Read a ground truth of any kind. Raises ValueError as `text_of` does."""
+    return Truth.of(text_of(given))
 
 
 def _verified(truth: str, answer: str) -> Verdict:
