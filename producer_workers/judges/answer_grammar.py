@@ -57,12 +57,13 @@ _RIGHT = re.compile(
 _OTHERS = re.compile(rf"{UNIT}{JOIN}(?=[ne]{UNIT}(?:{_CLOSE}|{JOIN}))")  # 1, 2 and 3
 _RANGE = re.compile(rf"{UNIT}(?:[p-]|[,;]?r)?[fasvbr]*")  # 17 to 18
 _EQUALS = re.compile(rf"([neq]){UNIT}=[fa]*$")
+_ANOTHER = re.compile(rf"[ne]{UNIT}{JOIN}$")
 _TAKEN_BACK = re.compile(rf"k[^ne]*[ne]|r[fasvb]*n|y[sb]{{0,2}}[fa]*[dN]{_CLOSE}")
 _DENIED = re.compile(
     rf"[umfV]{{0,4}}(?:N|[bsv]{{1,3}}[fa]?(?:d|x(?={_CLOSE}))|\(?[fa]*d(?={_CLOSE}))"
 )
 
-_TOUCHED = re.compile(rf"\d[.,]?{BOX_START}|\.{BOX_START}|{BOX_END}[.,]?\d")  # 0.\boxed{18}
+_TOUCHED = re.compile(rf"\d[.,:]?{BOX_START}|\.{BOX_START}|{BOX_END}[.,:]?\d")  # 0.\boxed{18}
 
 _SIGNS = {sign: sign for sign in "=,;.?!()|/:-"} | {
     "…": ".",
@@ -238,7 +239,9 @@ def read(text: str, *, is_answer: bool, has_decimal_commas: bool = False) -> Rea
     first, last = inside[0], inside[-1] + 1
     right = re.sub(r"^[,;]?c?(?=[qu]=)", ".", line[last:])
     reading = _Sentence(parts, line).read(first, last, is_answer=True)
-    if reading is None or (is_left(line[:first]) and is_right(right)):
+    is_listed = _ANOTHER.search(line[:first]) or _OTHERS.match(right)
+    is_alone = is_left(line[:first]) and is_right(right) and not is_listed
+    if reading is None or is_alone:
         return reading
     return _LEFT_OPEN
 

@@ -82,7 +82,7 @@ _BOXED_TOKEN = re.compile(r"\\boxed\s*(-?[\d.,]+)")
 _JOINED = re.compile(r"[\s$.]*(?:,|;|or|and|\\text\{ ?(?:or|and) ?\}|\\quad)*[\s$]*(?:\w\s*=\s*)?")
 _BESIDE = 200  # characters beside a box that are read
 _BEGINS = re.compile(r"[.!?。](?=\s)|\n\s*\n|<[/\w][^<>\n]{0,40}>")
-_ENDS = re.compile(r"[.!?。](?=[\s*_`)$\"]|$)|\n\s*\n|\n#|</")
+_ENDS = re.compile(r"(?:[.?。](?=\$)|[.!?。](?=[\s*_`)\"]|$))|\n\s*\n|\n#|</")
 _TAKEN_BACK = re.compile(
     r"(?i)\b(?:(?P<wrong>"
     r"(?:that|this|it)(?:'s| is| was) (?:wrong|incorrect|not (?:right|correct|true))|"
@@ -168,10 +168,10 @@ _CHANGES = ("plus", "minus", "times", "squared", "cubed", "divided", "multiplied
 _LINK = re.compile(
     rf"""[\s*_`"'\])}}>]{{0,12}}
     (?:\s?\([^()\n]{{0,60}}\)                              # (in dollars)
-      | [^.,;:=|\n\d$\\?!]{{0,70}}?(?=[\s*_]\W{{0,4}}{_IS}\b|[:=|])  # to the question
+      | [^.,;:=|\n\d$\\?!]{{0,70}}?(?=[\s*_]\W{{0,4}}{_IS}\b|(?<![<>!])[:=|])  # to the question
       | )
     (?P<link>[\s*_`"'\]}}>]{{0,8}}
-      (?:\b(?:{_IS}|comes\ (?:out\ )?to)\b | [:=|是为]
+      (?:\b(?:{_IS}|comes\ (?:out\ )?to)\b | (?<![<>!])[:=|是为]
         | (?:\s[-\u2013\u2014]|\u2014|-{{1,2}}>|=>|→|⇒)(?=\s)))
     """,
     re.VERBOSE | re.IGNORECASE,
@@ -180,7 +180,7 @@ _STARTS = re.compile(
     r"(?i)(?:^|[\n.!?:;*#<>|(\[_{\"])\s*(?:(?:the|my|our|your|final|correct|numerical)\s+){0,3}$"
 )
 _NOISE = re.compile(
-    r"(?:[\s*_`\"'|:=\]]|>(?=\s)|(?<=\n)\d{1,2}[.)]\s+(?=[$\d-])|\$\$|\\\[|#{1,6}\s|-{2,}|(?<=\n)[-•]\s|```\w*\n|<\w+>)*"
+    r"(?:[\s*_`\"'|:=\]]|(?<=\n)>(?=\s)|(?<=\n)\d{1,2}[.)]\s+(?=[$\d-])|\$\$|\\\[|#{1,6}\s|-{2,}|(?<=\n)[-•]\s|```\w*\n|<\w+>)*"
 )
 _BEFORE = re.compile(
     r"(?i)\b(?:is|was|are|be|as|gives?|becomes|being)\s+(?:indeed|therefore|thus|then)?\s*"
