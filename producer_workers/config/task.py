@@ -294,11 +294,6 @@ class TaskSection(Section):
         return [] if self.judge == NO_JUDGE else judge_names(self.judge)
 
     @property
-    def sources(self) -> list[str]:
-        """Return the patterns of data sources that have a judge; [] if one judge has all."""
-        return list(self.judge) if isinstance(self.judge, dict) else []
-
-    @property
     def images(self) -> ImagesSection | None:
         """Return the limits of images that rows may name; None for a task of texts."""
         return getattr(self.dataset, "images", None)

@@ -1,15 +1,17 @@
-"""Read the answer of a sentence: beside it stands nothing but a unit, an approximation or the end.
+"""Read the answer of a sentence: nothing but a unit or an approximation may stand beside it.
 
-A sentence is a line of kinds: a letter for each word (`answer_words`), n for a number, e for another
-value, q for a lone letter, P for a number told in brackets, and the signs themselves (L: a new line,
-z: a sign of mathematics that belongs to no value). The rules are regular expressions over that line.
-What they do not allow is never read: the sentence leaves its answer open, which counts as unparsed.
+A sentence is a line of kinds: a letter for each word (`answer_words`), n for a number, e for any
+other value, q for a lone letter, P for a number told in brackets, D for a value that is denied, and
+the signs themselves (L: a new line, z: a sign of mathematics that belongs to no value). The rules
+are regular expressions over that line. What they do not allow is never read: the sentence leaves
+its answer open, which counts as unparsed.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
+from itertools import pairwise
 from typing import NamedTuple
 
 from producer_workers.judges.answer_values import (
@@ -33,47 +35,49 @@ from producer_workers.judges.answer_words import (
 
 # -- the rules -------------------------------------------------------------------------------------
 
-UNIT = r"(?:[-/j*]?[umfV]){0,9}"
+UNIT = r"(?:[-/j*]?[umfV]){0,9}"  # square feet, km/h, dollars per day, 90-minute sessions
+JOIN = r"(?:[,;]?[cr]|[,;|])[fa]*(?:[qu]=)?"  # between the values of a list: and, or, a comma
 _CLOSE = r"(?:$|[.,;!)L|(P])"
-JOIN = r"(?:[,;]?[cr]|[,;])[fa]*(?:[qu]=)?"
 
 # between "The answer is" and the answer
-LEAD = re.compile(r"(?:[fabmovsyj,:.=(|L-]|[eqnumfV]{1,4}=)*")
-# to the left of an answer, and what spoils it there
+LEAD = re.compile(r"(?:[fabmovsTyj,:.=(|L-]|[eqnuV][eqnumfV]{0,3}=)*")
 _LEFT = re.compile(
-    rf"(?:^|[,;:.!?()L|=y-]|,w|D{UNIT}w|b|v|V|su|(?:[vVb]|su)[spi]|[vV]xp?|m|mo)[fak]*$"
+    rf"""(?: ^ | [,;:.!?()L|=y-] | ,w | D{UNIT}w       # begins a part; "not 20 but 18"
+          | (?<!T)b | b(?:f?T|s)                       # is, is equal to; no "used to be"
+          | v | V | [vV]x[Tp]?b? | (?:[vV]|su)f?[Tpi]  # makes, turns out to be, falls to
+          | [sT]u | m | mo                             # we plant, the total of
+        )[fak]*$""",
+    re.VERBOSE,
 )
-_LEFT_ALONE = re.compile(r"[it][fa]*$")  # "in 18 days", where no other number is
+_LEFT_ALONE = re.compile(r"i[fa]*$")  # "in 18 days", where no other number is
 _SPOILED = re.compile(
-    r"[dN][^.;L!?]*$ | r[^,;.(L!?wy]*$ | [xMpoit][fa]*[:,(=L-]+[fa]*$", re.VERBOSE
+    r"[dN][^.;L!?]*$ | r[^,;.(L!?wy]*$ | [xMpoitT][fa]*[:,(=L-]+[fa]*$", re.VERBOSE
 )
-# to the right of an answer
 _RIGHT = re.compile(
-    rf"""(?:M(?=[umfV]))?{UNIT}(?: $ | [.!;:)L|(P-] | ,(?!c?[qu]{{1,2}}=) | y | [itpo](?![fa]*[ne]) | i[fa]*n
-      | b[fa]*m | b[fa]+(?:{_CLOSE}|[iyc]) | sb{_CLOSE} | c?f?D | c?[fd][fp]*D | ,?w(?![^.;L]*[ne])
-      | c(?![fasvb]*[neq]) | [vV](?![^.;,L]*[nedNrx]) )""",
+    rf"""(?:M(?=[umfV]))?{UNIT}(?:                     # 18 more apples, but no "18 more than 5"
+          $ | [.!;:)L|(P-] | ,(?!w|c?[qu]{{1,2}}=) | y
+          | [itpo](?![fa]*[ne]) | i[fa]*n              # of rice; in 3 weeks, but no "of 60"
+          | T(?![^.,;L]*[ne]) | [vV](?![^.;,L]*[nedNrx])
+          | b[fa]*m | b[fa]+(?:{_CLOSE}|[iyc]) | sb{_CLOSE}  # is the answer, are left
+          | c?f?D | c?[fd][fp]*D | ,?wf*D              # "not 20", "rather than 20", "but not 20"
+          | c(?![fasTvb]*[neq])
+        )""",
     re.VERBOSE,
 )
 _OTHERS = re.compile(rf"{UNIT}{JOIN}(?=[ne]{UNIT}(?:{_CLOSE}|{JOIN}))")  # 1, 2 and 3
-_RANGE = re.compile(rf"{UNIT}(?:[p-]|[,;]?r)?[fasvbr]*")  # 17 to 18
-_EQUALS = re.compile(rf"([neq]){UNIT}=[fa]*$")
 _ANOTHER = re.compile(rf"[ne]{UNIT}{JOIN}$")
-_TAKEN_BACK = re.compile(rf"k[^ne]*[ne]|r[fasvb]*n|y[sb]{{0,2}}[fa]*[dN]{_CLOSE}")
-_DENIED = re.compile(
+_RANGE = re.compile(rf"{UNIT}(?:[pT-]|[,;|]?r)?[fasTvbr]*")  # 17 to 18; 6 feet 2 inches
+_EQUALS = re.compile(rf"([neq]){UNIT}=[fa]*$")
+_TAKEN_BACK = re.compile(rf"w(?!f*D)|k[^ne]*[ne]|r[fasTvb]*n|y[sb]{{0,2}}[fa]*[dN]{_CLOSE}")
+_DENIED = re.compile(  # 18 isn't right, 18 is wrong, 18 is too low
     rf"[umfV]{{0,4}}(?:N|[bsv]{{1,3}}[fa]?(?:d|x(?={_CLOSE}))|\(?[fa]*d(?={_CLOSE}))"
 )
-
 _TOUCHED = re.compile(rf"\d[.,:]?{BOX_START}|\.{BOX_START}|{BOX_END}[.,:]?\d")  # 0.\boxed{18}
 
-_SIGNS = {sign: sign for sign in "=,;.?!()|/:-"} | {
-    "…": ".",
-    "...": ".",
-    "--": "-",
-    "---": "-",
-    "~": "a",
-    "*": "*",
-}
-_SIGNS |= {"[": "(", "{": "(", "\\{": "(", "]": ")", "}": ")", "\\}": ")", "\\|": "|", "&": "c"}
+_SIGNS = {sign: sign for sign in "=,;.?!()|/:-*"} | {
+    "…": ".", "...": ".", "--": "-", "---": "-", "~": "a", "[": "(", "{": "(", "\\{": "(", "]": ")",
+    "}": ")", "\\}": ")", "\\|": "|", "&": "c",
+}  # fmt: skip
 _UNIT_RATIOS = frozenset({2, 3, 4, 7, 8, 12, 16, 24, 36, 52, 60, 100, 365, 1000, 3600})
 
 
@@ -108,7 +112,7 @@ def parts_of(text: str, *, has_decimal_commas: bool = False) -> list[Part]:
 
 
 def _word(tokens: list[Token], at: int, before: str) -> tuple[str, int, Value | None]:
-    """Return the kind of a word that is a unit, an article, or begins a number in words; else ""."""
+    """Return the kind of a unit, an article, or of words that are a number; else ""."""
     token, after = tokens[at], tokens[at + 1]
     is_unit = token.text in UNIT_LETTERS or token.text.lower() in UNITS
     if is_unit and before[-1:] and before[-1] in "nu/j*":
@@ -145,6 +149,8 @@ def _kind(token: Token, after: Token) -> str:
     if token.kind == "word":
         if token.text.lower() == "no" and (after.text == "," or kind_of(after.text) == "k"):
             return "k"
+        if token.text == "left" and after.text == "with":
+            return "v"
         kind = kind_of(token.text)
         return "V" if kind == "u" and may_be_verb(token.text) else kind
     if token.text in ("...", "…") and not after.has_gap:  # 42...43
@@ -153,6 +159,8 @@ def _kind(token: Token, after: Token) -> str:
         return _SIGNS.get(token.text, "L")
     if token.kind != "sign":
         return "z" if token.kind == "command" else "e"
+    if token.text == "'" and after.kind == "word" and not (token.has_gap or after.has_gap):
+        return "z"  # 37's square
     is_known = token.text.isascii() or unicodedata.category(token.text) in ("Sm", "Po")
     return "z" if is_known and token.text not in "'#@" else " "
 
@@ -177,7 +185,7 @@ def _exponent(tokens: list[Token], at: int) -> int:
 def _is_sign(token: Token, after: Token, before: str) -> bool:
     """Return whether a minus or plus belongs to the number behind it: x is -5, but eggs - 5."""
     if after.has_gap:
-        return before[-1] in "bfva=(:,|soyL"
+        return before[-1] in "bfva=(:,|soyTL"
     return token.has_gap or before[-1] in "=(:,|L"
 
 
@@ -275,7 +283,7 @@ class _Sentence:
         return self._last(start, end)
 
     def _first(self, at: int, end: int) -> Reading:
-        """Read the value that begins an answer, those of its list, or the result of its equation."""
+        """Read the value that begins an answer, its list, or the result of its equation."""
         chosen = [at]
         while found := _OTHERS.match(self.line, chosen[-1] + 1, end):
             chosen.append(found.end())
@@ -306,7 +314,8 @@ class _Sentence:
             if found.end() != places[at]:
                 break
             at -= 1
-        if at and _RANGE.fullmatch(line, places[at - 1] + 1, places[at]):
+        gap = line[places[at - 1] + 1 : places[at]] if at else "="
+        if _RANGE.fullmatch(gap) and not re.search("[umV]V[fa]*$", gap):
             return _LEFT_OPEN
         if not is_left(line[: places[at]], is_alone=len(places) == 1):
             return _LEFT_OPEN
@@ -319,7 +328,7 @@ class _Sentence:
         return Reading(values, tuple(self._equation(at) for at in chosen))
 
     def _equation(self, at: int) -> str:
-        sides = []
+        sides: list[str] = []
         while value := self.parts[at].value:
             sides.insert(0, value.latex)
             left = _EQUALS.search(self.line[:at])
@@ -333,7 +342,7 @@ def _without_repetitions(line: str, parts: list[Part]) -> str:
     """Return a line without a number that is the one before it in other words: 1/2, or 0.5."""
     kinds = list(line)
     places = [found.start() for found in re.finditer("n", line)]
-    for one, other in zip(places, places[1:], strict=False):
+    for one, other in pairwise(places):
         gap = line[one + 1 : other]
         left, right = parts[one].value, parts[other].value
         if left and right and re.fullmatch(rf"{UNIT},?r[fa]*", gap) and _are_same(left, right, gap):

@@ -75,7 +75,10 @@ _MARKDOWN = _compiled(
     (r"~~[^~\n]{1,200}~~", " "),  # struck out
     (r"<<[^<>\n]{0,80}>>", ""),  # what a calculator was asked
     (r"</?[a-zA-Z][^<>\n]{0,40}>|&nbsp;", " "),
-    (rf"(?<=[\d{BOX_END}])!(?=\s?(?:\$|\\[)\]]|\}}))", FACTORIAL),  # in a formula, and no exclamation
+    (
+        rf"(?<=[\d{BOX_END}])!(?=\s?(?:\$|\\[)\]]|\}}))",
+        FACTORIAL,
+    ),  # in a formula, and no exclamation
     (r"(?<=[\w)])\*\*(?=-?\d)", "^"),
     (r"\*{2,3}|__(?!\w)|(?<!\w)__|`|\"", " "),
     (r"(?<![\w*)])\*(?=[^\s*])([^*\n]{1,80})(?<=\S)\*(?![\w*])", r" \1 "),

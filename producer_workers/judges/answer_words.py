@@ -13,64 +13,64 @@ _KINDS = """
 f changes nothing:
     the a an this these those my our your his its their her all each only just exactly precisely
     simply indeed clearly still also obviously certainly definitely surely final correct right
-    numerical exact equal overall altogether left remaining required needed now here there again both
-    finally ultimately us usd eur gbp inr cad aud rs rs. yes ok okay option choice him them me given
-    whole new full same really der die das le la les el los il lo um uma une ein eine de du
+    numerical exact equal overall altogether left remaining required needed now here there again
+    both finally ultimately us usd eur gbp inr cad aud rs rs. yes ok okay option choice him them
+    me given whole new full same really der die das le la les el los il lo um uma une ein eine
+    de du
 a an approximation:
     about approximately approx approx. roughly around circa ca ca. etwa ungefähr environ
 b links an answer to what it is the answer of:
-    is are was were be been being equals become becomes means ist sind beträgt ergibt lautet est sont
-    vaut donne égale es son è é são равен равно wynosi
+    is are was were be been being equals become becomes means ist sind beträgt ergibt lautet est
+    sont vaut donne égale es son è é são равен равно wynosi
 v gives an amount, as verbs in -s and -ed do:
-    get got have had has make made take took read cost pay paid find found give gave sell sold spend
-    spent see saw buy bought leave leaves need save earn win won lose lost eat ate drive drove run ran
-    come came go went keep kept hold held owe reach weigh drink drank bring brought build built grow
-    grew do did obtain conclude compute having getting giving leaving making yielding totaling require
-    travel receive collect score contain yield kostet
+    get got have had has make made take took read cost pay paid find found give gave sell sold
+    spend spent see saw buy bought leave leaves need save earn win won lose lost eat ate drive
+    drove run ran come came go went keep kept hold held owe reach weigh drink drank bring
+    brought build built grow grew do did obtain conclude compute having getting giving leaving
+    making yielding totaling require travel receive collect score contain yield kostet
 s has a verb behind it:
-    i we you he she it they will can must should would to who
+    i we you he she it they will can must should would who
+T to
 m names an amount, before or behind it:
-    answer answers ans result results sum difference value amount number solution area price cost
-    profit volume length height width distance speed rate age weight mass perimeter average median
-    remainder probability balance output total count income revenue interval set pair vector
-    matrix antwort ergebnis réponse résultat respuesta resultado risposta risultato ответ
+    answer answers ans result results sum difference value amount number solution area price
+    cost profit volume length height width distance speed rate age weight mass perimeter average
+    median remainder probability balance output total count income revenue interval set pair
+    vector matrix antwort ergebnis réponse résultat respuesta resultado risposta risultato ответ
 o of
-p is a preposition that makes another amount with the number behind it: from by into with than through over
-i is a preposition that tells more of an amount: in at for on during among when while
-t or of the time before or after it: after before until
+p makes another amount with the number behind it: from by into with than through
+i tells more of an amount: in at for on during among when while
+t tells what is on one side of an amount: after before until over
 j joins two units: per pro par por
 d denies:
-    not never no neither nor without unlike except excluding excludes wrong incorrect false instead
-    rather unknown unclear nobody nothing none hardly impossible invalid mistaken guess guessing unsure
-    uncertain doubt other trap tempting nicht kein keine pas
+    not never no neither nor without unlike except excluding excludes wrong incorrect false
+    instead rather unknown unclear nobody nothing none hardly impossible invalid mistaken guess
+    guessing unsure uncertain doubt other trap tempting nicht kein keine pas
 N denies, as a verb: cannot
 r leaves open:
-    or either maybe perhaps possibly probably might may could between if whether suppose supposing
-    assuming assume unless versus vs vs. oder ou o
+    or either maybe perhaps possibly probably might may could between if whether suppose
+    supposing assuming assume unless versus vs vs. oder ou o
 M tells a difference, 18 more apples, but makes another amount in 18 more than 30: more less fewer
 x makes another amount of the number before it:
-    times plus minus greater least most under above below beyond short shy squared cubed factorial
-    choose mod modulo divided multiplied halved doubled tripled point too up down off nearly almost
-    close base percent percentage
+    times plus minus greater least most under above below beyond short shy squared cubed
+    factorial choose mod modulo divided multiplied halved doubled tripled point too up down off
+    nearly almost close base percent percentage
 k takes back what was said: wait sorry oops correction hmm actually mean meant scratch
 y begins a sentence in a sentence:
-    because since which that where so thus therefore hence then i.e. i.e e.g. namely as whereas donc
+    because since which that where so thus therefore hence then i.e. i.e e.g. namely as whereas
+    donc
 w but sondern
 c and et und y
 """
-KINDS = {
+KINDS: dict[str, str] = {
     word: kind
     for kind, words in re.findall(r"^(\w)(?: .*:)?\s([^:]*?)(?=\n\w|\n\Z)", _KINDS, re.MULTILINE)
     for word in words.split()
 }
-_NO_VERBS = frozenset(
-    re.findall(
-        r"\w+",
-        "pages steps chapters exceeds exceeded excludes excluded lacks misses missed rejected rejects "
-        "refuted ruled avoids avoided doubles triples halves divides divided approaches approached "
-        "always perhaps surpasses surpassed differs precedes follows outside besides multiplies",
-    )
-)
+_NO_VERBS = """
+    pages steps chapters exceeds exceeded excludes excluded lacks misses missed rejected rejects
+    refuted ruled avoids avoided doubles triples halves divides divided approaches approached always
+    perhaps surpasses surpassed differs precedes follows outside besides multiplies
+"""
 _IDEOGRAMS = re.compile("[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]")  # words without spaces
 _DENIES = re.compile("[不没沒非未]|아니|ない")
 _LINKS = ("是", "为", "為", "于", "於", "は", "が", "은", "는")
@@ -93,29 +93,27 @@ def kind_of(word: str) -> str:
 
 def may_be_verb(word: str) -> bool:
     """Return whether a name before an amount may be a verb: plants 18, planted 18."""
-    return word.endswith(("s", "ed")) and word not in _NO_VERBS
+    return word.endswith(("s", "ed")) and word not in _NO_VERBS.split()
 
 
 # -- numbers in words ------------------------------------------------------------------------------
 
-_ONES = """zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen
-fifteen sixteen seventeen eighteen nineteen"""
+_ONES = """
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen
+    sixteen seventeen eighteen nineteen
+"""
 _TENS = "twenty thirty forty fifty sixty seventy eighty ninety"
-VALUES = {word: value for value, word in enumerate(re.findall(r"\w+", _ONES))} | {
-    word: 10 * value for value, word in enumerate(re.findall(r"\w+", _TENS), 2)
-}
+_ORDINALS = "third quarter fifth sixth seventh eighth ninth tenth"
+VALUES = {word: value for value, word in enumerate(_ONES.split())}
+VALUES |= {word: 10 * value for value, word in enumerate(_TENS.split(), 2)}
 SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9} | {
     "trillion": 10**12, "dozen": 12, "lakh": 10**5, "crore": 10**7, "k": 1000, "mn": 10**6,
     "bn": 10**9, "millionen": 10**6, "mille": 1000, "millones": 10**6,
 }  # fmt: skip
-PARTS = {"half": 2, "halves": 2} | {
-    f"{word}{end}": part
-    for part, word in [
-        *enumerate("third quarter fifth sixth seventh eighth ninth tenth".split(), 3),  # noqa: SIM905
-        *((4, "fourth"), (12, "twelfth"), (100, "hundredth"), (1000, "thousandth")),
-    ]
-    for end in ("", "s")
+_PARTS = {**{word: part for part, word in enumerate(_ORDINALS.split(), 3)}, "fourth": 4} | {
+    "twelfth": 12, "hundredth": 100, "thousandth": 1000,
 }  # fmt: skip
+PARTS = {"half": 2, "halves": 2, **_PARTS, **{f"{word}s": part for word, part in _PARTS.items()}}
 
 
 def spelled(words: list[str]) -> tuple[Fraction, int] | None:
@@ -169,20 +167,24 @@ def _whole(said: list[str], at: int) -> tuple[int | None, int]:
 
 # -- mathematics -----------------------------------------------------------------------------------
 
-_FUNCTIONS = """sqrt sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp max min
-gcd det"""
-_CONSTANTS = """alpha beta gamma delta epsilon theta lambda mu rho sigma tau phi omega pi infty
-emptyset"""
-FUNCTIONS = {name: f"\\{name}" for name in re.findall(r"\w+", _FUNCTIONS)} | {
+_FUNCTIONS = """
+    sqrt sin cos tan cot sec csc arcsin arccos arctan sinh cosh tanh log ln exp max min gcd det
+"""
+_CONSTANTS = """
+    alpha beta gamma delta epsilon theta lambda mu rho sigma tau phi omega pi infty emptyset
+"""
+FUNCTIONS = {name: f"\\{name}" for name in _FUNCTIONS.split()} | {
     "asin": "\\arcsin", "acos": "\\arccos", "atan": "\\arctan", "lg": "\\log",
 }  # fmt: skip
-CONSTANTS = {name: f"\\{name}" for name in re.findall(r"\w+", _CONSTANTS)} | {
+CONSTANTS = {name: f"\\{name}" for name in _CONSTANTS.split()} | {
     "infinity": "\\infty", "inf": "\\infty", "oo": "\\infty", "varnothing": "\\emptyset",
     "varphi": "\\phi", "varepsilon": "\\epsilon", "Delta": "\\Delta",
 }  # fmt: skip
 
 UNIT_LETTERS = frozenset("msghlLCFWVNJK")
-_UNITS = """cm mm km kg mg ml dl cl ft in lb lbs oz mi hr hrs min mph yd st nd rd th am pm kmh kw kwh
-hz khz mhz ghz gb mb kb tb ms ns px pt pts deg rad mol pa kpa kj kcal cal ev sec secs ohm kohm mohm
-gal qt yr yrs wk µm µs µg"""
-UNITS = frozenset(re.findall(r"\w+", _UNITS))
+_UNITS = """
+    cm mm km kg mg ml dl cl ft lb lbs oz mi hr hrs min mph yd st nd rd th am pm kmh kw kwh hz khz
+    mhz ghz gb mb kb tb ms ns px pt deg rad mol pa kpa kj kcal cal ev sec secs ohm kohm mohm gal qt
+    yr yrs wk µm µs µg
+"""
+UNITS = frozenset(_UNITS.split())

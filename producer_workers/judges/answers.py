@@ -111,10 +111,10 @@ def _boxes(text: str) -> Iterator[AnswerSpan]:
             continue
         held = re.sub(r"!\s*$", FACTORIAL, box.text)  # in a formula, no exclamation
         left = text[max(0, box.start - _BESIDE) : box.start]
-        left = left[max((found.end() for found in _BEGINS.finditer(left)), default=0) :]
+        left = left[max((begin.end() for begin in _BEGINS.finditer(left)), default=0) :]
         right = text[box.end : box.end + _BESIDE]
-        if found := _ENDS.search(right):
-            right = right[: found.end() if found[0] == "?" else found.start()]
+        if end := _ENDS.search(right):
+            right = right[: end.end() if end[0] == "?" else end.start()]
         yield box._replace(text=f"{left}{BOX_START}{held}{BOX_END}{right}")
 
 
@@ -164,6 +164,7 @@ _UNSURE = re.compile(
     r"|\b(?:of|than|twice|thrice|half|double|triple|times|plus|minus)\s+(?:\w+\s+){0,2}$"
 )
 _IS = r"(?:is|are|was|be|equals?|es|est|ist|è|é)"
+_WAS = re.compile(r"(?<!\bout)(?<!\bhas)\s+to\s+be\b")  # used to be, is said to be
 _CHANGES = ("plus", "minus", "times", "squared", "cubed", "divided", "multiplied")
 _LINK = re.compile(
     rf"""[\s*_`"'\])}}>]{{0,12}}
@@ -212,7 +213,8 @@ def _is_unsure(before: str, after: str) -> bool:
         kind_of(word) in "dNrM" or word in _CHANGES
         for word in re.findall(r"[^\W\d_']+(?:'\w+)?", link[0])
     )
-    return bool(is_denied or _UNSURE.search(before))
+    is_past = link and _WAS.search(link[0])
+    return bool(is_denied or is_past or _UNSURE.search(before))
 
 
 def _behind(before: str, after: str) -> str:

@@ -94,7 +94,7 @@ def check_truth(spec: JudgeSpec, source: str | None, truth: Any) -> None:
 
     Only built-in judges say which ground truths they take.
     """
-    chosen: JudgeSpec = spec
+    chosen: str | Mapping[str, Any] = spec
     if isinstance(spec, dict):
         chosen = next((spec[pattern] for pattern in spec if fnmatchcase(source or "", pattern)), {})
         if not chosen:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,12 +12,13 @@ import orjson
 
 from producer_workers.judges.answers import answer_text, without_thoughts
 
-# A fence of Markdown, also in a list or a quotation. Its closing fence is as long at least, and bare.
+# A fence of Markdown, in a list or a quotation, too. The one that closes is bare, and as long.
 _FENCE = re.compile(
     r"(?P<indent>[ \t>]*(?:[-*+]|\d{1,3}[.)])?[ \t]*)(?P<fence>`{3,}|~{3,})(?P<info>[^`]*)$"
 )
 _PYTHON = re.compile(r"\W*(?:i?python|py)[\d.]*\b", re.IGNORECASE)
-_MOST_ENDS = 8  # closing fences that are tried: a docstring may hold some
+_END = re.compile(r"[ \t>]*(?:`{3,}|~{3,})[ \t]*$")
+_MOST_ENDS = 16  # closing fences that are tried: a docstring may hold some
 
 
 class Block(NamedTuple):
@@ -44,6 +46,7 @@ def program_of(response: str) -> str | None:
 
 
 def _blocks(lines: list[str]) -> Iterator[Block]:
+    bare = [at for at, line in enumerate(lines) if _END.match(line)]
     at = 0
     while at < len(lines):
         opening = _FENCE.match(lines[at])
@@ -51,8 +54,9 @@ def _blocks(lines: list[str]) -> Iterator[Block]:
         if opening is None:
             continue
         fence, language = opening["fence"], opening["info"].strip()
-        is_end = re.compile(rf"[ \t>]*{fence[0]}{{{len(fence)},}}[ \t]*$").match
-        ends = [place for place in range(at, len(lines)) if is_end(lines[place])][:_MOST_ENDS]
+        first = bisect_left(bare, at)
+        near = bare[first : first + _MOST_ENDS]
+        ends = [end for end in near if lines[end].strip(" \t>").startswith(fence)]
         ends = ends or [len(lines)]  # cut off
         texts = [_dedented(lines[at:end], opening["indent"]) for end in ends]
         chosen = 0
@@ -88,8 +92,8 @@ class Test(NamedTuple):
 
 
 _EXPECTED = (
-    'expected Python that asserts, a list of such texts, or {"input": ..., "output": ...} with texts, '
-    "or with as many inputs as outputs"
+    'expected Python that asserts, a list of such texts, or {"input": ..., "output": ...} with '
+    "two texts, or with as many inputs as outputs"
 )
 
 

@@ -1,4 +1,4 @@
-r"""Compare responses with a ground truth: a number, a name (Monday, B, 2024-05-01), or mathematics."""
+r"""Compare responses with a ground truth: a number, a name (Monday, 2024-05-01), or mathematics."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Any
 
 from producer_workers.judges.answer_grammar import (
@@ -30,9 +31,6 @@ class Verdict(Enum):
     UNPARSED = "unparsed"
 
 
-_NOTHING = frozenset(("", "nan", "none", "null"))
-
-
 def text_of(truth: Any) -> str:
     """Return a ground truth as text; that of a list of one is its element's, and 18.0 is "18".
 
@@ -42,17 +40,27 @@ def text_of(truth: Any) -> str:
         truth = truth[0]
     if isinstance(truth, float) and math.isfinite(truth):
         return str(int(truth)) if truth.is_integer() and abs(truth) < 2**53 else repr(truth)
-    if isinstance(truth, str | int) and str(truth).strip().lower() not in _NOTHING:
+    if isinstance(truth, str | int) and str(truth).strip():
         return str(truth).strip()
     raise ValueError(f"the ground truth {truth!r:.80} is no text and no finite number")
 
 
 def number_of(truth: Any) -> Value:
     """Return the number of a ground truth, or of a solution's answer. Raises ValueError."""
-    reading = read_answer(text_of(truth))
-    if reading is None or len(reading.values) != 1 or reading.values[0].number is None:
+    number = _known_number(text_of(truth))
+    if number is None:
         raise ValueError(f"the ground truth {truth!r:.80} holds no number")
-    return reading.values[0]
+    return number
+
+
+def _number(text: str) -> Value | None:
+    """Return the number that a text gives as its answer, or None."""
+    reading = read_answer(text)
+    values = reading.values if reading else ()
+    return values[0] if len(values) == 1 and values[0].number is not None else None
+
+
+_known_number = lru_cache(maxsize=1024)(_number)  # of ground truths, which come again and again
 
 
 def read_answer(response: str) -> Reading | None:
@@ -71,10 +79,8 @@ def _read(span: AnswerSpan, response: str) -> Reading | None:
 
 def compare_number(response: str, truth: Value) -> Verdict:
     """Return whether a response gives this number."""
-    reading = read_answer(response)
-    if reading is None or len(reading.values) != 1 or reading.values[0].number is None:
-        return Verdict.UNPARSED
-    return _compared(reading.values[0], truth)
+    number = _number(response)
+    return Verdict.UNPARSED if number is None else _compared(number, truth)
 
 
 def _compared(value: Value, truth: Value) -> Verdict:
@@ -86,7 +92,7 @@ def _compared(value: Value, truth: Value) -> Verdict:
 # -- any ground truth ------------------------------------------------------------------------------
 
 _MATHEMATICS = re.compile(rf"(?:[nequmf]{{1,4}}=)*[neq]{UNIT}(?:{JOIN}[neq]{UNIT})*[.]?")
-_CODE = re.compile(r"\(?[A-Z]\)?|\d+(?:\s?[-:]\s?\d+)+")  # B, 3-2, 555-1234, 18:30
+_CODE = re.compile(r"\(?[A-Z]\)?|\d+(?:\s?[-:]\s?\d+)+")
 _PHRASE = re.compile(r"[fabm:(]*[uVnqefmvsci)o-]{1,6}[.!L]*")
 _NAME_ENDS = re.compile(r"$|[.;:!)L|(-]|,(?!c?r)|y|b[fa]*m|b[fa]+(?:$|[.,;!)])")
 
@@ -100,22 +106,25 @@ class Truth:
     name: str | None = None
 
     @classmethod
+    @lru_cache(maxsize=1024)
     def of(cls, text: str) -> Truth:
         """Read a ground truth; of a whole solution, only the answer counts."""
-        marked = next((span.text for span in spans(text) if span.is_marked), None)
-        text = plain(marked or text).translate({ord(BOX_START): None, ord(BOX_END): None}).strip()
+        marked = next((span.text for span in spans(text) if span.is_marked), text)
+        raw = marked.rpartition(BOX_START)[2].partition(BOX_END)[0]
+        text = plain(raw).strip(" .\n")
         kinds = kinds_of(text)
-        if _CODE.fullmatch(text):
+        is_counted = re.search("[uV]", kinds) and re.search("[ne].*[ne]", kinds)
+        if _CODE.fullmatch(text) or is_counted:  # B, 3-2, 5 apples and 3 pears
             return cls(name=text)
         reading = read(text, is_answer=True) if _MATHEMATICS.fullmatch(kinds) else None
         if reading and reading.values:
-            is_number = len(reading.values) == 1 and not reading.values[0].is_unsure
-            number = (
-                reading.values[0] if is_number and reading.values[0].number is not None else None
-            )
-            return cls(", ".join(reading.equations), number)
+            value = reading.values[0]
+            is_one = len(reading.values) == 1 and not re.match("e.*=", kinds)
+            is_number = is_one and not value.is_unsure and value.number is not None
+            latex = value.latex if is_number else ", ".join(reading.equations)
+            return cls(latex, value if is_number else None)
         is_name = "\\" not in text and not re.search("[zq=]", kinds) and re.search(r"\w", text)
-        return cls(name=text.strip(" .")) if is_name else cls(text)
+        return cls(name=text) if is_name else cls(raw.strip(" $."))
 
     def compare(self, response: str) -> Verdict:
         """Return whether a response gives this answer.
@@ -125,7 +134,8 @@ class Truth:
         for span in spans(response):
             if self.name is not None:
                 verdict = self._compare_name(span)
-                if verdict is not Verdict.UNPARSED or span.is_marked:
+                is_doubt = re.search("[dNrkw]", kinds_of(plain(span.text)))
+                if verdict is not Verdict.UNPARSED or span.is_marked or is_doubt:
                     return verdict
                 continue
             reading = _read(span, response)
@@ -163,13 +173,8 @@ class Truth:
             is_begun = LEAD.fullmatch(before) or (is_left(before) and not is_listed)
             if is_begun and (found[0][-1:] == ")" or _NAME_ENDS.match(behind)):
                 return Verdict.RIGHT
-        kinds = kinds_of(text)
-        is_other = _PHRASE.fullmatch(kinds) and len(text) < 80
-        return (
-            Verdict.WRONG
-            if is_other and next(self._occurrences(text), None) is None
-            else Verdict.UNPARSED
-        )
+        is_other = _PHRASE.fullmatch(kinds_of(text)) and not any(self._occurrences(text))
+        return Verdict.WRONG if is_other else Verdict.UNPARSED
 
     def _occurrences(self, text: str) -> Iterator[re.Match[str]]:
         assert self.name is not None

@@ -23,6 +23,7 @@ from producer_workers.judges.load import check_truth
 
 # The origin of a prompt, which a sampler adds to `extra`.
 ORIGIN_KEYS = ("epoch", "row", "prompt_hash")
+JUDGED = "correct the row, or let a `record` function convert it; or take another judge"
 RESERVED = {*ORIGIN_KEYS, GROUP_TIME, *GATEWAY_RECORD}
 
 
@@ -71,8 +72,7 @@ class Sampler:
         try:
             check_truth(self.judge, problem.data_source, problem.ground_truth)
         except ValueError as error:
-            hint = "correct the row, or the judge: [tasks.<name>] judge"
-            raise DatasetError(f"{self.task}: row {place.row}: {error}", hint=hint) from error
+            raise DatasetError(f"{self.task}: row {place.row}: {error}", hint=JUDGED) from error
         prompt = self._encode(problem, place)
         if self.max_prompt_tokens is not None and len(prompt.ids) > self.max_prompt_tokens:
             return TooLong(draw, place, len(prompt.ids), self.max_prompt_tokens)

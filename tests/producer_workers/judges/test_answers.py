@@ -172,12 +172,60 @@ ANSWERS = [
     "<answer>{left}{value}{right}</answer>",
 ]
 LEFT = [
-    *("-", "half of ", "at least ", "twice ", "not ", "more than ", "anything but ", "up to ", "2 ", "2 * "),
-    *("3 - ", "1/", "0.", "7", "2^", ">= ", "between 1 and ", "a multiple of ", "without ", "1, ", "one or "),
+    *(
+        "-",
+        "half of ",
+        "at least ",
+        "twice ",
+        "not ",
+        "more than ",
+        "anything but ",
+        "up to ",
+        "2 ",
+        "2 * ",
+    ),
+    *(
+        "3 - ",
+        "1/",
+        "0.",
+        "7",
+        "2^",
+        ">= ",
+        "between 1 and ",
+        "a multiple of ",
+        "without ",
+        "1, ",
+        "one or ",
+    ),
 ]
 RIGHT = [
-    *(" million", " dozen", " or so, or 5", "/7", " - 1", " + 1", "^2", "!", "x", " less than 3", " more than 3"),
-    *(" of 60", " to 90", ", 5", ".5", "0", " times 2", " squared", " is wrong", "?", " percent of 5", ":30", "_5"),
+    *(
+        " million",
+        " dozen",
+        " or so, or 5",
+        "/7",
+        " - 1",
+        " + 1",
+        "^2",
+        "!",
+        "x",
+        " less than 3",
+        " more than 3",
+    ),
+    *(
+        " of 60",
+        " to 90",
+        ", 5",
+        ".5",
+        "0",
+        " times 2",
+        " squared",
+        " is wrong",
+        "?",
+        " percent of 5",
+        ":30",
+        "_5",
+    ),
 ]
 KNOWN = {*answer_words.KINDS, *answer_words.SCALES, *answer_words.PARTS, *answer_words.VALUES}
 NAMES = st.text("abcdefghijklmnopqrstuvwxyz", min_size=3, max_size=9).filter(
@@ -186,7 +234,13 @@ NAMES = st.text("abcdefghijklmnopqrstuvwxyz", min_size=3, max_size=9).filter(
 
 
 @settings(max_examples=examples(300), deadline=None)
-@given(st.integers(3, 10**5), st.sampled_from(ANSWERS), st.sampled_from(LEFT), st.sampled_from(RIGHT), st.booleans())
+@given(
+    st.integers(3, 10**5),
+    st.sampled_from(ANSWERS),
+    st.sampled_from(LEFT),
+    st.sampled_from(RIGHT),
+    st.booleans(),
+)
 def test_what_makes_another_amount_of_a_number_is_never_right(
     value: int, answer: str, left: str, right: str, is_left: bool
 ) -> None:
@@ -214,7 +268,8 @@ UNITS = [
     *("answer ", "the answer is not ", "\\boxed{", "{", "}", "\\boxed{1} or ", "####", "#### 1\n"),
     *("$", "$1", "*", "**1", "`", "1", "1 ", "1,", "1,000 ", "1/", "-", "1+1=", "\\frac{1}{"),
     *("\\text{", "not 1 ", "1 or ", "a. ", "\n", "| ", "<think>", "</think>", "<a", "~~1", "\\"),
-    *("1(", "[1,", "|1", "sin ", "one and ", "\\sqrt[", "°", "\\{", "\\(", "((", ")", "1^", "1e9", "½", "√2", "1_000", "because ", "wait ", "answer (", "\\left"),
+    *("1(", "[1,", "|1", "sin ", "one and ", "\\sqrt[", "°", "\\{", "\\(", "((", ")", "1^", "1e9"),
+    *("½", "√2", "1_000", "because ", "wait ", "answer (", "\\left", "the = ", "x = 1 ", "not = "),
 ]
 
 
