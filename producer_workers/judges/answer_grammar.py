@@ -56,7 +56,7 @@ _SPOILED = re.compile(
 _RIGHT = re.compile(
     rf"""(?:M(?=[umfV]))?{UNIT}(?:                     # 18 more apples, but no "18 more than 5"
           $ | [.!;:)L|(P-] | ,(?!w|c?[qu]{{1,2}}=) | y
-          | [itpo](?![fa]*[ne]) | i[fa]*n              # of rice; in 3 weeks, but no "of 60"
+          | [itpo](?![fa]*[nex]) | i[fa]*n             # of rice; in 3 weeks, but no "of 60"
           | T(?![^.,;L]*[ne]) | [vV](?![^.;,L]*[nedNrx])
           | b[fa]*m | b[fa]+(?:{_CLOSE}|[iyc]) | sb{_CLOSE}  # is the answer, are left
           | c?f?D | c?[fd][fp]*D | ,?wf*D              # "not 20", "rather than 20", "but not 20"
