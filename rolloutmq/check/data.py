@@ -254,10 +254,12 @@ def _text_of(dataset: Dataset, row: int) -> str | None:
 
 
 def _unjudged(task: TaskSection, dataset: Dataset) -> Iterator[DatasetError]:
-    """Yield an error for each of SCANNED rows that the judges cannot judge."""
+    """Yield an error for each of SCANNED rows that cannot be read, or that no judge can judge."""
     for row in range(0, len(dataset), max(1, len(dataset) // SCANNED)):
-        problem = dataset.row(row)
         try:
+            problem = dataset.row(row)
             check_truth(task.judge, problem.data_source, problem.ground_truth)
+        except DatasetError as error:
+            yield error
         except ValueError as error:
             yield DatasetError(f"row {row}: {error}", hint=JUDGED)

@@ -215,6 +215,26 @@ def test_a_teacher_with_another_tokenizer_is_refused_by_its_first_other_token(
     assert f"is {second!r} in {teacher}" in error.what
 
 
+@pytest.mark.parametrize(
+    ("judge", "truth", "said"),
+    [
+        ("gsm8k", None, "row 150: judge gsm8k: the ground truth None is no text"),
+        ("gsm8k", "3-2", "row 150: judge gsm8k: the ground truth '3-2' holds no number"),
+        ("exact_match", ["1", "2"], "judge exact_match: the ground truth ['1', '2'] is no text"),
+        ("python_tests", {"input": ["1"], "output": []}, "judge python_tests: the test {"),
+    ],
+)
+def test_a_ground_truth_that_no_answer_fits_is_found_behind_the_first_prompts(
+    project: Path, judge: str, truth: Any, said: str
+) -> None:
+    right = "assert True" if judge == "python_tests" else "1"
+    rows = [orjson.dumps({"question": "1?", "answer": right})] * 200
+    rows[150] = orjson.dumps({"question": "1?", "answer": truth})
+    (project / "sums.jsonl").write_bytes(b"\n".join(rows))
+    (error,) = errors(f"tasks.sums.judge={judge}", section="data")
+    assert said in error.what
+
+
 def test_a_data_source_without_a_judge_is_found_behind_the_first_prompts(project: Path) -> None:
     rows = [orjson.dumps({"question": "1?", "answer": 1, "data_source": "a"})] * 200
     rows[150] = orjson.dumps({"question": "1?", "answer": 1, "data_source": "b"})
