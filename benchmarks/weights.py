@@ -1,9 +1,8 @@
 """Measure what a version of weights costs, from the learner's files to a vLLM engine, by each way.
 
-The trainer's part is `write` (in memory for gloo; its copy for the folder goes on beside what
-follows), the worker's is all that lies between hearing of the version and having it: fetched or
-received, checked, loaded. The publication itself, one call of a script, is the same for all and
-left out. In turns, in one process and one engine per model.
+The trainer's part is `write`; the worker's is all that lies between the announcement of a version
+and its use: fetched, checked, loaded. The publication itself, one call of a
+script, is the same for all and left out. In turns, in one process and one engine per model.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.models.model_folder import copy_tokenizer, load_model
 from consumer.grpo.models.tiny_model import build_tiny_model
-from consumer.senders.transfer import TransferSender
 from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine
 from producer_workers.worker.inbox import Inbox
@@ -72,9 +70,6 @@ async def _compare(
     ways: dict[str, WeightsSender] = {
         "folder": FolderSender(folder / "shared", keep=1),
         "Redis": RedisSender(run.store, run.keys, folder, keep=1),
-        "gloo": TransferSender(
-            run.store, run.keys, FolderSender(folder / "behind", keep=1), "gloo", keep=1
-        ),
     }
     engine = build_engine(
         VllmConfig(max_model_len=256, max_num_seqs=8, omp_threads=1), model, FIRST_WEIGHTS
@@ -139,7 +134,4 @@ def _figures(section: str, taken: dict[str, list[tuple[float, float]]]) -> Itera
         yield Figure(section, f"{name}: trainer", 1000 * median(wrote for wrote, _ in rounds), "ms")
         yield Figure(section, f"{name}: worker", 1000 * median(took for _, took in rounds), "ms")
     sums = {name: [sum(both) for both in rounds] for name, rounds in taken.items()}
-    for name in ("folder", "Redis"):
-        yield Figure(
-            section, f"gloo / {name}, both together: time", 1 / ratio(sums, "gloo", name), ""
-        )
+    yield Figure(section, "folder / Redis, both together: time", ratio(sums, "Redis", "folder"), "")

@@ -140,7 +140,7 @@ class RoleHeld(RunError):
 
 
 class ProducerGone(RunError):
-    """A trainer waits for a batch, and there is no producer or standby to start its groups."""
+    """A trainer waits for a batch, and there is no producer to start its groups."""
 
 
 class Fenced(RolloutMQError):
@@ -200,10 +200,6 @@ class SchemaVersionError(WireError):
     """A group was written with another schema version."""
 
 
-class SignatureError(WireError):
-    """No worker with a key has signed these bytes for their claim."""
-
-
 class MemoryFull(RolloutMQError):
     """The run holds as many payload bytes as it may; committed batches make room (I12)."""
 
@@ -257,6 +253,14 @@ class UserCodeError(RolloutMQError):
 
 class ProcessUnavailable(RolloutMQError):
     """No process could be started for a user's function: a fault of the machine or the set-up."""
+
+
+class NoAnswer(RolloutMQError):
+    """Another server did not answer in time, or the connection to it broke."""
+
+
+class ServiceAway(NoAnswer):
+    """A server that a call needs refuses connections or has no room: the call is made again."""
 
 
 class JudgeError(UserCodeError):

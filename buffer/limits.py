@@ -5,7 +5,8 @@ They are in the run's `meta`: processes follow the server, not a config that was
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from math import ceil
 from typing import Annotated, Any, Literal, Self
 
 import orjson
@@ -22,6 +23,7 @@ from pydantic import (
 from pydantic_core.core_schema import no_info_after_validator_function
 
 from buffer.ids import LANES, TEACH, TEACHER
+from buffer.task_mix import Reweighting, TaskMix
 from buffer.wire.framing import Compression
 
 SCHEMA = "2"
@@ -36,8 +38,9 @@ REMOVING = "removing"
 REGENERATING = "regenerating"
 """Schema version of a run that is cleared, to be made again from a checkpoint."""
 
-ORDERS = ("staleness", "fifo", "freshest", "length_fair")
-"""Built-in orders in which completed groups are taken (buffer/groups/order_policy.py)."""
+
+Order = Literal["staleness", "fifo"]
+"""Which completed groups are taken first: those of the oldest weights, or the first arrivals."""
 
 LEAST_FAILURES = 8  # that stop a task: one bad row must not end a batch of one group
 
@@ -60,70 +63,6 @@ Concurrency = Annotated[int, Field(ge=1, le=1024)] | Literal["auto"]
 Straggler = Literal["drop", "retry", "wait"]
 """What happens to a group that is still being generated when its last train step is taken."""
 
-MOST_PARTS = 64
-"""Changes of weights that are kept: more than the steps that a kept checkpoint can repeat."""
-
-
-class Reweighting(BaseModel):
-    """Task weights from a train step on; `before`: groups of each task in all earlier batches."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
-
-    from_step: int = Field(ge=1)
-    weights: dict[str, float]
-    before: dict[str, int] = {}
-
-
-class TaskMix:
-    """How each batch is shared among the training tasks: producer and trainer compute the same.
-
-    Before the first change in `history`, only sums are known.
-    """
-
-    def __init__(self, batch_size: int, history: Sequence[Reweighting]) -> None:
-        self._history = history
-        self._shares = [allocate(batch_size, part.weights) for part in history]
-
-    def shares(self, step: int) -> dict[str, int]:
-        """Return the groups of each task in the batch of train step `step`."""
-        newest = max(
-            (n for n, part in enumerate(self._history) if part.from_step <= step), default=0
-        )
-        return self._shares[newest]
-
-    def groups_until(self, task: str, step: int) -> int:
-        """Return the groups of a task in the batches of steps 1 to `step` together."""
-        total = self._history[0].before.get(task, 0)
-        ends = [part.from_step - 1 for part in self._history[1:]] + [step]
-        for part, shares, end in zip(self._history, self._shares, ends, strict=True):
-            total += shares[task] * max(0, min(end, step) - part.from_step + 1)
-        return total
-
-
-def newest_parts(
-    history: Sequence[Reweighting], mix: TaskMix, most: int = MOST_PARTS
-) -> list[Reweighting]:
-    """Return the last `most` changes of `mix`, the first of them with the sums before it."""
-    # a curriculum may change weights at every step, and all processes read the list
-    first, *others = history[-most:]
-    if len(history) > most:
-        before = {task: mix.groups_until(task, first.from_step - 1) for task in first.weights}
-        first = first.model_copy(update={"before": before})
-    return [first, *others]
-
-
-def allocate(batch_size: int, weights: Mapping[str, float]) -> dict[str, int]:
-    """Share a batch by weight, then largest remainder, then order: 2:1:0 of 7 is 5, 2, 0."""
-    total = sum(weights.values())
-    if batch_size < 0 or total <= 0 or min(weights.values()) < 0:
-        raise ValueError(f"cannot share {batch_size} groups by weights {dict(weights)}")
-    exact = {task: batch_size * weight / total for task, weight in weights.items()}
-    shares = {task: int(share) for task, share in exact.items()}
-    by_remainder = sorted(exact, key=lambda task: shares[task] - exact[task])
-    for task in by_remainder[: batch_size - sum(shares.values())]:
-        shares[task] += 1
-    return shares
-
 
 class TaskSettings(BaseModel):
     """The settings of a task that `rolloutmq set` can change while the run continues.
@@ -136,10 +75,10 @@ class TaskSettings(BaseModel):
 
     over_sample_threshold: float = Field(0.0, ge=0, le=10_000, allow_inf_nan=False)
     """groups started beyond the batch, as a share of it: 0.5 starts half a batch more"""
-    on_straggler: Straggler = "drop"
-    """what happens to a group that is not finished when its last train step is taken. drop: it
-    ends. retry: its rollouts that are too old are generated again, which favours short ones. wait:
-    the trainer waits for it
+    on_straggler: Straggler = "wait"
+    """what happens to a group that is not finished when its last train step is taken. wait: the
+    trainer waits for it, so that long responses are trained, too. drop: it ends. retry: its
+    rollouts that are too old are generated again. drop and retry favour short responses
     """
     tail_batch_trigger_size: int = Field(0, ge=0, le=1_000_000)
     """for on_straggler = "retry". 0: groups that became too old are retried at once. N: once N of
@@ -168,7 +107,9 @@ class LiveLimits(TaskSettings):
     """The values of a run that `rolloutmq set` can change as they are."""
 
     max_tries: int = Field(3, ge=1, le=1_000_000)
-    """failed or lost tries after which a group becomes a dead letter"""
+    """failed or lost tries after which a group becomes a dead letter; new tokens or turns that were
+    stored begin the count anew
+    """
     pause_timeout_s: float = Field(300.0, gt=0, le=31_536_000, allow_inf_nan=False)
     """a worker that does not confirm a pause within this time is fenced"""
     concurrency: Concurrency | None = None
@@ -247,8 +188,7 @@ class RunLimits(LiveLimits):
     """groups of a train step, over all training tasks"""
     reweighted: list[Reweighting] = []
     """changes of task weights since the run was created"""
-    order: str = "staleness"
-    """order in which completed groups are taken (buffer/groups/order_policy.py)"""
+    order: Order = "staleness"
     retain_batches: int = Field(0, ge=0, le=1_000_000)
     """archived batches whose payloads and manifests are kept"""
     retain_until_exported: bool = False
@@ -342,8 +282,9 @@ class RunLimits(LiveLimits):
         if most is not None:
             return most or "", most or ""
         is_eval = self.tasks[task].eval_of is not None
-        shares = allocate(self.batch_size, self.newest_weights())
-        batch = max(LEAST_FAILURES, self.batch_size if is_eval else shares[task])
+        weights = self.newest_weights()
+        share = 1.0 if is_eval else weights[task] / sum(weights.values())
+        batch = max(LEAST_FAILURES, ceil(self.batch_size * share))
         return 3 * batch, batch
 
     def adopt(self, newer: RunLimits) -> None:

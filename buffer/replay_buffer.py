@@ -10,7 +10,6 @@ from buffer.errors import GroupHeld, PayloadMissing, WireError
 from buffer.groups.claim import has_ended, never_started
 from buffer.groups.job_queue import JobQueue
 from buffer.groups.kept_turns import KeptTurns
-from buffer.groups.order_policy import OrderFunction
 from buffer.groups.pools import AGING, Pools, expire_all
 from buffer.groups.put_groups import GroupPut, arguments_of, stamped
 from buffer.groups.submit import Stored, Submission, SubmitOutcome
@@ -20,7 +19,6 @@ from buffer.ledger.ledger import BatchLedger
 from buffer.manifest import Manifest, NotReady
 from buffer.observers import Observer
 from buffer.query.scan import GroupScan
-from buffer.redis.payloads import pin_listed
 from buffer.redis.scripts import unknown_reply
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
@@ -29,9 +27,6 @@ from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 
 class ReplayBuffer(Pools):
     """Finished groups by task and status: what workers submit, others put, and trainers take."""
-
-    order_function: OrderFunction | None = None
-    """The order policy of the run if a user wrote it; each process that submits or puts sets it."""
 
     observers: Sequence[Observer] = ()  # set by `Run`
 
@@ -59,7 +54,7 @@ class ReplayBuffer(Pools):
             ConfigError: there is no such task.
             MemoryFull: the run holds as many payload bytes as it may.
         """
-        intake = GroupPut(self._context, self._payloads, "put", self.order_function)
+        intake = GroupPut(self._context, self._payloads, "put")
         copies = [stamped(states, weights, ageless) for states in groups]
         for states in copies:
             intake.check(RolloutGroup(group_id(task, IMPORTED_FROM), task, states))
@@ -129,7 +124,7 @@ class ReplayBuffer(Pools):
         keys = self._keys
         gid = group.gid
         task = group.task
-        reply = self._store.call(
+        return self._store.call(
             "update",
             keys.slots(gid=gid, task=task),
             {
@@ -137,13 +132,11 @@ class ReplayBuffer(Pools):
                 "draw": split_group_id(gid)[1],
                 "replaces": replaces,
                 "token": ref.token,
-                **arguments_of(group, ref, self._limits, self.order_function),
+                **arguments_of(group, ref, self._limits),
             },
-            keys.in_slot(keys.payload_chunks(gid, ref.token, ref.chunks)),
+            keys.payload_chunks(gid, ref.token, ref.chunks),
             durable=True,
         )
-        pin_listed(self._store, keys)
-        return reply
 
     def submit(
         self,
@@ -169,7 +162,7 @@ class ReplayBuffer(Pools):
         the same results may then be submitted again (I13).
         """
         began_ns = time.time_ns()
-        submission = Submission(self._context, self._payloads, self.order_function)
+        submission = Submission(self._context, self._payloads)
         outcomes = submission.submit(worker, results)
         for observer in self.observers:
             observer.submitted(worker, results, outcomes, began_ns)

@@ -23,7 +23,6 @@ from buffer.ids import new_nonce
 from buffer.janitor import Janitor
 from buffer.ledger import memory
 from buffer.ledger.account import Account
-from buffer.ledger.audits import Audits
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.trainer_opening import TrainerOpening
 from buffer.limits import REGENERATING, SCHEMA, RunLimits
@@ -34,7 +33,6 @@ from buffer.redis.keys import EVERY_CONTROL, EVERY_META, Keys, run_of_key
 from buffer.redis.media_folder import MediaFolder
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import Advance, no_advance
-from buffer.redis.signing import Key, Keyring, Signer
 from buffer.redis.store import RunContext, Store
 from buffer.replay_buffer import ReplayBuffer
 from buffer.run_fields import (
@@ -69,7 +67,7 @@ class Run:
 
     def __init__(self, store: Store, name: str, nonce: str, limits: RunLimits) -> None:
         self.store = store = store.at(Keys(name).meta, limits.wait_replicas)
-        self.keys = Keys(name, spread=store.in_cluster)
+        self.keys = Keys(name)
         self.name = name
         self.nonce = nonce
         # one object for all parts, and for nothing else: `adopt_limits` changes it in place
@@ -94,7 +92,6 @@ class Run:
         self.receipts = Receipts(context, self.fleet)
         self.events = EventLog(store, self.keys)
         self.account = Account(context)
-        self.audits = Audits(store, self.keys)
         self.memory = memory.Memory(context)
         ledgers = (self.ledger, self.evaluations)
         self.janitor = Janitor(context, nonce, self.jobs, ledgers, self.payloads, self.media)
@@ -125,7 +122,7 @@ class Run:
         that cannot continue it.
         """
         store = store.at(Keys(name).meta, limits.wait_replicas)
-        keys = Keys(name, spread=store.in_cluster)
+        keys = Keys(name)
         facts = {"nonce": nonce, "schema": SCHEMA, "weights": str(weights), "path": path}
         facts |= {"operation": new_nonce(), "continues": ""}
         reply = ["CONFLICT"]
@@ -258,21 +255,8 @@ class Run:
         """Put all groups of a .jsonl or .parquet file into the pools, or raise DatasetError."""
         from buffer.curation.group_import import GroupImport
 
-        reader = GroupImport(self.context, self.payloads, self.buffer.order_function)
+        reader = GroupImport(self.context, self.payloads)
         return reader.read(path, task, from_line=from_line, advance=advance)
-
-    # -- signatures ----------------------------------------------------------------------
-
-    def sign_with(self, key: Key) -> None:
-        """Sign what this process submits, puts and updates, and check what it continues."""
-        self.payloads.signer = Signer(self.nonce, key)
-
-    def check_signatures(self, keys_file: Path | None) -> None:
-        """Refuse groups that no owner of a key in this file signed; None: read all.
-
-        The file is read again when it changes. Raises ConfigError.
-        """
-        self.payloads.keyring = Keyring(self.nonce, keys_file) if keys_file else None
 
     @staticmethod
     def names(store: Store, *, damaged: bool = False) -> list[str]:
@@ -326,14 +310,12 @@ class Run:
         *,
         restored: Collection[str] = (),
         by: str = "",
-        producer: str = "",
     ) -> dict[str, tuple[Any, Any]]:
         """Change settings while the run continues; return (before, after) of each by its name.
 
         They belong to the run from then on (`buffer/control/settings_record.py`). `restored`:
-        settings that get the value of the config again. `by`: who makes the change. `producer`: the
-        nonce of a producer that makes it by itself. Raises ConfigError, or Fenced when another
-        producer was opened.
+        settings that get the value of the config again. `by`: who makes the change. Raises
+        ConfigError.
         """
         operation = new_nonce()
         while True:
@@ -343,7 +325,7 @@ class Run:
                 self.limits, self.settings, settings, restored, taken, by
             )
             version, _ = self._limits_stamp
-            if write_settings(self.store, self.keys, operation, version, producer, fields):
+            if write_settings(self.store, self.keys, operation, version, "", fields):
                 self.refresh_limits()
                 return changed
 

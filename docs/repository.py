@@ -40,13 +40,11 @@ SEARCH = {
     "docs/pages/api_*": {"boost": 0.002},
     "docs/pages/config_reference.md": {"boost": 0.8},
     "docs/pages/troubleshooting.md": {"boost": 2},
-    "docs/notebooks/*": {"boost": 0.3},
 }
 """Pages that answer few questions, so that the search shows those that do first."""
 KEYWORDS = {
     "README.md": ["install", "quick start"],
     "SECURITY.md": ["password", "TLS", "sandbox"],
-    "docs/notebooks/tour.md": ["notebook", "Jupyter"],
     "docs/pages/browser.md": ["compare runs"],
     "docs/pages/concepts.md": ["staleness"],
     "docs/pages/config_reference.md": ["settings", "learning rate"],
@@ -77,8 +75,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Tell the search about the page, and lead links to the notebook to its page of the site."""
+    """Tell the search about the page."""
     path = page.file.src_uri
     page.meta["search"] = next((how for name, how in SEARCH.items() if fnmatch(path, name)), {})
     page.meta["tags"] = KEYWORDS.get(path, [])
-    return markdown.replace("tour.ipynb)", "tour.md)")
+    return markdown

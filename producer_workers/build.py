@@ -13,7 +13,6 @@ from typing import Any
 
 from buffer.control.origin import Origin
 from buffer.errors import ConfigError, ModelError
-from buffer.groups.order_policy import load_order
 from buffer.imports import load_function
 from buffer.redis.store import Store
 from buffer.run import Run
@@ -52,11 +51,11 @@ from producer_workers.judges.load import (
     make_judge,
 )
 from producer_workers.judges.watched_judges import JudgeTimes, WatchedJudges
-from producer_workers.producer.producer import Curriculum, Producer
+from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
 from producer_workers.user_code.border import BORDERS
-from producer_workers.user_code.decisions import continue_call, curriculum_call, order_call
+from producer_workers.user_code.decisions import continue_call
 from producer_workers.user_code.process_function import ProcessFunction
 from producer_workers.user_code.user_function import UserFunction
 from producer_workers.worker.task_runner import TaskRunner, load_sample_filter
@@ -91,16 +90,8 @@ def make_producer(config: ProducingConfig, run: Run, origin: Origin) -> Producer
         samplers,
         strategies_of(run.limits, should_continue),
         slice_size=config.producer.slice_size,
-        curriculum=_curriculum(config, run),
         origin=origin,
     )
-
-
-def _curriculum(config: ProducingConfig, run: Run) -> Curriculum | None:
-    spec = config.plan.curriculum
-    if spec is None:
-        return None
-    return Curriculum(run, curriculum_call(spec, load_function(spec, kind="curriculum")))
 
 
 def task_sampler(
@@ -185,11 +176,6 @@ def worker_facts(restarts: int) -> dict[str, str]:
     return {"host": socket.gethostname(), "pid": str(os.getpid()), "engine_restarts": str(restarts)}
 
 
-def set_order(config: ProducingConfig, run: Run) -> None:
-    order = config.policy.order
-    run.buffer.order_function = order_call(order, load_order(run.limits.order, order))
-
-
 def make_worker(
     config: ProducingConfig,
     run: Run,
@@ -219,9 +205,9 @@ def make_worker(
         raise ConfigError(problem)
     tokenizer = load_tokenizer(str(config.model_folder))
     ends = eos_ids(config.model_folder)
-    set_order(config, run)
     judges = WatchedJudges(JudgeTimes(run.observers))
-    gateway = functools.cache(functools.partial(_make_gateway, config, run, is_live, names))
+    facts = worker_facts(restarts)
+    gateway = functools.cache(functools.partial(_make_gateway, config, run, is_live, names, facts))
     runners = {
         name: _make_runner(config, run, name, tokenizer, ends, judges, gateway) for name in names
     }
@@ -238,14 +224,16 @@ def make_worker(
         lanes=config.worker.lanes,
         untruncated_tasks=config.untruncated_tasks,
         limit_claim=room and room.limit_claim,
-        facts=worker_facts(restarts),
+        facts=facts,
     )
     if room:
         room.on_demand = worker.claim_soon
     return worker
 
 
-def _make_gateway(config: ProducingConfig, run: Run, is_live: bool, names: Sequence[str]) -> Any:
+def _make_gateway(
+    config: ProducingConfig, run: Run, is_live: bool, names: Sequence[str], facts: dict[str, str]
+) -> Any:
     from producer_workers.gateway.server import Gateway  # needs aiohttp
 
     section = config.gateway
@@ -259,7 +247,7 @@ def _make_gateway(config: ProducingConfig, run: Run, is_live: bool, names: Seque
         hint = 'set [gateway] key_file = "sessions.key": the file is made if it is missing'
         raise ConfigError("live sessions need a key that opens them", hint=hint)
     room = LiveRoom(Secret.read(section.key_file, run.nonce), section.session_ttl_s)
-    return LiveGateway(section, room, run, tuple(names))
+    return LiveGateway(section, room, run, tuple(names), facts)
 
 
 def task_names(config: ProducingConfig, is_live: bool) -> list[str]:

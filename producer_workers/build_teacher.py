@@ -6,7 +6,7 @@ import numpy as np
 
 from buffer.errors import ConfigError, ModelError
 from buffer.run import Run
-from producer_workers.build import set_order, worker_facts
+from producer_workers.build import worker_facts
 from producer_workers.config.producing import ProducingConfig
 from producer_workers.engines.base import Engine, GenerationError, ScoresTexts, context_length
 from producer_workers.engines.model_folder import vocabulary_size
@@ -37,7 +37,6 @@ async def make_teacher(
         await engine.score("probe", np.array([0, 1, 2], "<i4"), 1, max(top_k.values()))
     except GenerationError as error:
         raise ModelError(f"teacher {teacher}: {error.message}", hint=error.hint) from error
-    set_order(config, run)
     return Worker(
         run,
         engine,

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from buffer.errors import ConfigError, raise_together
-from buffer.groups.order_policy import load_order
 from buffer.imports import is_dotted_path, load_function, load_object
 from producer_workers.agent_loops.agent_loop import BUILT_IN
 from producer_workers.config.producing import ProducingConfig
@@ -41,18 +40,10 @@ def check_functions(functions: Iterable[NamedFunction]) -> None:
 
 def named_functions(config: ProducingConfig, *, for_judges: bool = True) -> list[NamedFunction]:
     """Return the user's functions; `for_judges`: also those that only `rolloutmq judge` imports."""
-    found = [*_of_the_run(config)]
+    found: list[NamedFunction] = []
     for name, task in config.tasks.items():
         found += _of_a_task(config, name, task, for_judges=for_judges)
     return list({function.key: function for function in found}.values())
-
-
-def _of_the_run(config: ProducingConfig) -> Iterator[NamedFunction]:
-    if curriculum := config.plan.curriculum:
-        load = partial(load_function, curriculum, kind="curriculum")
-        yield NamedFunction(f"[plan] curriculum = {curriculum}", load)
-    if is_dotted_path(order := config.policy.order):
-        yield NamedFunction(f"[policy] order = {order}", partial(load_order, order, order))
 
 
 def _of_a_task(

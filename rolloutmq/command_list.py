@@ -1,7 +1,7 @@
 """Find all commands, and import only the one that is called.
 
-Importing all takes most of a second, at each `--help` and each completion in a shell: names and
-summaries are read from the text of the files.
+Importing all takes most of a second at each `--help`: names and summaries are read from the text of
+the files.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import typer
-from typer import core
 from typer.core import TyperGroup
 from typer.main import get_command
+
+from buffer.config.removed import COMMANDS
 
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 
@@ -27,7 +28,6 @@ _COMMAND = re.compile(
     r'^@command\(\s*"(\w+)",\s*"([\w-]+)".*?^def .*?"""(.+?)(?:\n\n|""")', re.MULTILINE | re.DOTALL
 )
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {}
-ITEM: Any = vars(core)["CompletionItem"]  # typer's type of a proposal, which has no public name
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -73,6 +73,8 @@ class LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         self.commands: Any = command_places()  # the names that typer suggests for a wrong one
+        if args and (instead := COMMANDS.get(args[0])):
+            ctx.fail(f"the command {args[0]} was removed: {instead}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -81,15 +83,6 @@ class LazyGroup(TyperGroup):
             rows = [(name, place.summary) for name, place in places if place.section == title]
             with formatter.section(title):
                 formatter.write_dl(rows)
-
-    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        places = command_places().items()
-        items = [
-            ITEM(name, help=place.summary) for name, place in places if name.startswith(incomplete)
-        ]
-        # typer's own method imports all commands; the next one completes options
-        options: list[Any] = super(TyperGroup, self).shell_complete(ctx, incomplete)
-        return items + options
 
 
 def all_commands() -> dict[str, Any]:

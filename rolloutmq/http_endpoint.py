@@ -15,7 +15,7 @@ from wsgiref.simple_server import WSGIRequestHandler, make_server
 
 import orjson
 from prometheus_client import CollectorRegistry, make_wsgi_app
-from prometheus_client.exposition import ThreadingWSGIServer
+from prometheus_client.exposition import ThreadingWSGIServer, choose_encoder
 
 from buffer.errors import ConfigError
 from producer_workers.config.gateway import is_loopback
@@ -106,6 +106,10 @@ class MetricsEndpoint:
         if host and not self._token and not is_loopback(host):
             return _respond(start, "400 Bad Request", b"request it as localhost, or set a token\n")
         if request["PATH_INFO"] == "/metrics":
+            try:
+                choose_encoder(request.get("HTTP_ACCEPT", ""))
+            except (TypeError, ValueError):  # of a version that is no number
+                return _respond(start, "400 Bad Request", b"the header Accept is not valid\n")
             answer: Iterable[bytes] = self._metrics(request, start)
             return answer
         if page := self._pages.get(request["PATH_INFO"]):

@@ -15,7 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import IO
@@ -23,7 +23,7 @@ from typing import IO
 import psutil
 from pydantic import BaseModel, ValidationError
 
-from buffer.errors import ConfigError, RoleHeld, RolloutMQError, describe
+from buffer.errors import ConfigError, RoleHeld, RolloutMQError, RunError, describe
 from buffer.redis.connection.url import mask_url
 from rolloutmq.versions import all_versions
 
@@ -76,6 +76,17 @@ class OwnedFolder:
     def __init__(self, lock: IO[bytes], record: LaunchRecord) -> None:
         self._lock = lock
         self.record = record
+
+    def check(self) -> None:
+        """Raise RunError if the folder was deleted."""
+        path = Path(self._lock.name)
+        with suppress(OSError):
+            if os.path.samestat(path.stat(), os.fstat(self._lock.fileno())):
+                return
+        raise RunError(
+            f"{path.parent} was deleted while the run used it, with its checkpoints and its server",
+            hint="start the run again: it begins at step 1",
+        )
 
     def note(
         self, stage: Stage, detail: str = "", *, account: str = "", steps: int | None = None

@@ -7,8 +7,7 @@ import random
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,8 @@ import redis
 from redis.backoff import NoBackoff
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 from redis.retry import Retry
+
+from tests.waits import until
 
 MASTERS = 3
 _PORTS = random.Random(os.getpid())
@@ -195,15 +196,6 @@ class Cluster:
     def close(self) -> None:
         for node in self.nodes:
             node.kill()
-
-
-def until(true: Callable[[], bool], what: str) -> None:
-    """Wait for something that comes by itself."""
-    for _ in range(15_000):
-        if true():
-            return
-        time.sleep(0.02)
-    raise RuntimeError(f"waited for {what} in vain")
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import redis
 
-from tests.cluster import Node, free_ports, until
+from tests.cluster import Node, free_ports
+from tests.waits import until
 
 SERVICE = "queue"
 

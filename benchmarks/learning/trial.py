@@ -34,6 +34,8 @@ LOSSES: dict[str, dict[str, Any]] = {
     "default": {},
     "current": {"old_policy": "current"},  # weighted, but nothing is clipped
     "plain": {"old_policy": "current", "loss": LossConfig(importance_cap=None)},
+    "cispo": {"loss": LossConfig(objective="cispo")},
+    "gspo": {"loss": LossConfig(objective="gspo")},
 }
 """Settings of [learner] whose learning is compared."""
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, to_json
 
+from buffer.config.removed import removed_setting
 from buffer.errors import ConfigError
 from buffer.redis.connection.url import mask_url
 
@@ -136,7 +137,7 @@ def _parse_value(text: str) -> Any:
         document = tomllib.loads(f"value = {text}")
     except RecursionError:
         raise nested("--set") from None
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # no TOML, or a number with thousands of digits
         return text
     return document["value"] if len(document) == 1 else text
 
@@ -200,6 +201,8 @@ def _describe(model: type[BaseModel], problem: _Problem) -> str:
     where = _dotted(problem.path) or "the file"
     context = problem.details.get("ctx", {})
     tag = f"{where}.{context.get('discriminator', '')}".replace("'", "")
+    if instead := removed_setting(where, _shorten(problem.got)):
+        return f"{where}: {instead}"
     match problem.details["type"]:
         case "missing":
             return f"{where}: missing; this key is required"

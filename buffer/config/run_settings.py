@@ -16,9 +16,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
-from buffer.config.section import YEAR_S, Count, DottedPath, Section
-from buffer.imports import is_dotted_path
-from buffer.limits import DAY_MS, ORDERS
+from buffer.config.section import YEAR_S, Count, Section
+from buffer.limits import DAY_MS, Order
 from buffer.redis.connection.url import SCHEMES, mask_url
 from buffer.weights.transport import TransportName
 from buffer.wire.staleness import stale_threshold
@@ -119,7 +118,9 @@ class LeaseSection(Section):
     heartbeat_ms: int = Field(2_000, ge=50, le=DAY_MS)
     """interval between two heartbeats; at most a third of lease_ms"""
     max_tries: int = Field(3, ge=1, le=1_000_000)
-    """failed or lost tries after which a group becomes a dead letter"""
+    """failed or lost tries after which a group becomes a dead letter; new tokens or turns that were
+    stored begin the count anew
+    """
     pause_timeout_s: float = Field(300.0, gt=0, le=YEAR_S)
     """a worker that does not confirm a pause within this time is fenced, and its groups are queued
     again
@@ -158,23 +159,18 @@ class PolicySection(Section):
     """
     weights_transport: TransportName = "folder"
     """how weights reach the workers. folder: as files in that folder. redis: in chunks through the
-    Redis server, for small models; needs memory on top of [memory]. gloo, nccl: from the trainer's
-    memory to the processes of the engines, with a copy in the folder
-    """
-    weights_host: str | None = None
-    """for gloo and nccl: the address at which workers reach the trainer, on any port; default: the
-    address from which the trainer reaches the Redis server
+    Redis server, for small models; needs memory on top of [memory].
     """
     delta_base_every: int = Field(1, ge=1, le=1000)
     """publish every n-th version whole, and those between as changes to the version before, where
-    these are smaller (transports folder and redis): with bf16 and a learning rate of 1e-6, 1 to 3
+    these are smaller: with bf16 and a learning rate of 1e-6, 1 to 3
     percent of the bytes. A worker that joins late, or missed versions, reads the changes since the
     newest whole version. Workers need room for two versions in their temporary folder (TMPDIR). 1:
     all are whole
     """
     sync_weights_interval: int = Field(1, ge=1, le=1_000_000)
     """train steps between two publications of weights"""
-    max_staleness: int = Field(8, ge=0, le=1_000_000)
+    max_staleness: int = Field(16, ge=0, le=1_000_000)
     """how many publications old the weights of a rollout may be, in tasks that set no max_staleness
     of their own; 0 is on-policy
     """
@@ -188,22 +184,12 @@ class PolicySection(Section):
     group expires when one of its rollouts has no younger tokens; default: all tokens of a group are
     trained
     """
-    order: str = "staleness"
-    """which completed groups are taken first: staleness (oldest weights), fifo (arrival), freshest
-    (newest weights), length_fair (short and long responses alternate), or a function of yours as
-    package.module:function
-    """
+    order: Order = "staleness"
+    """which completed groups are taken first: staleness (oldest weights), or fifo (arrival)"""
     pause_mode: Literal["abort", "drain", "keep"] = "keep"
     """what a weight update does to running rollouts. abort: they are interrupted and returned with
     their tokens. drain: they finish first. keep: they are frozen and continue with the new weights
     """
-
-    @field_validator("order")
-    @classmethod
-    def _check_order(cls, order: str) -> str:
-        if order not in ORDERS and not is_dotted_path(order):
-            raise ValueError(f"expected {', '.join(ORDERS)} or package.module:function")
-        return order
 
     @field_validator("max_token_staleness")
     @classmethod
@@ -245,7 +231,3 @@ class PlanSection(Section):
     """train steps in all"""
     batch_size: int = Field(16, ge=1, le=1024)
     """groups per train step, over all training tasks"""
-    curriculum: DottedPath | None = None
-    """a function of yours as package.module:function, called with the run's progress after each
-    train step; it returns task weights; default: the weights stay as the tasks set them
-    """

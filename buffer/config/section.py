@@ -36,6 +36,11 @@ class Section(BaseModel):
         """Yield violations of rules between keys of this section."""
         yield from ()
 
+    def default_of(self, key: str) -> Any:
+        """Return the default of a key, which may depend on the keys before it."""
+        field = type(self).model_fields[key]
+        return field.get_default(call_default_factory=True, validated_data=dict(self))
+
     def public(self) -> dict[str, Any]:
         """Return the values as JSON, without those that may be secret: they are in no repr."""
         secret = {name for name, field in type(self).model_fields.items() if not field.repr}

@@ -29,9 +29,10 @@ from buffer.control.settings_record import (
 )
 from buffer.errors import ConfigError
 from buffer.ids import new_nonce
-from buffer.limits import Reweighting, RunLimits
+from buffer.limits import RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
+from buffer.task_mix import Reweighting
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,6 @@ from buffer.control.events import ReportedStep
 from buffer.control.worker_record import Histogram, join_counts
 from buffer.errors import Fenced, LostRun, RunDamaged, RunError, RunNotFound
 from buffer.ids import LANES, new_nonce
-from buffer.readable import shorten_reason
 from buffer.redis.eviction import EvictionWatch
 from buffer.redis.key_fields import HINT, key_gone
 from buffer.redis.scripts import opened, unfenced
@@ -299,15 +298,6 @@ class RunControl:
         )
         _, *state = opened(reply, "producer", keys.run)
         return ControlState.parse(state)
-
-    def report_curriculum(self, nonce: str, step: int, reason: str) -> None:
-        """Report why the curriculum is not followed after `step`; "": it is. Raises Fenced."""
-        reply = self._store.call(
-            "curriculum",
-            self._keys.slots(),
-            {"nonce": nonce, "step": step, "reason": shorten_reason(reason)},
-        )
-        unfenced(reply, "producer")
 
     def renew_role(
         self,

@@ -27,11 +27,12 @@ from buffer.control.settings_record import (
     task_of,
 )
 from buffer.errors import ConfigError, RunNotFound
-from buffer.limits import LiveLimits, Reweighting, RunLimits, TaskLimits, TaskSettings, newest_parts
+from buffer.limits import LiveLimits, RunLimits, TaskLimits, TaskSettings
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import unfenced, unknown_reply
 from buffer.redis.store import Store
 from buffer.redis.whole_file import replace_file
+from buffer.task_mix import Reweighting, newest_parts
 from buffer.wire.staleness import stale_threshold
 
 CONFIG = "config"  # in place of a value: that of the config

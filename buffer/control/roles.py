@@ -23,7 +23,7 @@ from buffer.redis.eviction import EvictionWatch
 
 log = logging.getLogger("rolloutmq.control")
 
-VACANCY_POLL_S = 0.5  # between two reads of who holds the role, while a process stands by
+VACANCY_POLL_S = 0.5  # between two reads of who holds the role, while a process waits for the role
 
 HUNG_S = 600.0  # a loop busy with one thing for longer hangs: its thread sends no heartbeats
 
@@ -66,7 +66,7 @@ class HeldRole:
         """
         holder = self._control.holder(self._role)
         clock = OutageClock()
-        log.info("standing by: %s", holder)
+        log.info("waiting for the role: %s", holder)
         while not stop.wait(VACANCY_POLL_S) and self._control.state().mode is not Mode.FINISH:
             holder = self._control.holder(self._role)
             answered_s = clock.poll()

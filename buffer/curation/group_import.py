@@ -14,7 +14,6 @@ from pathlib import Path
 from buffer.curation.line_file import FIX_HINT, read_lines
 from buffer.curation.rollout_line import RolloutLine, group_of
 from buffer.errors import DatasetError, RolloutMQError, StoreUnavailable, WireError
-from buffer.groups.order_policy import OrderFunction
 from buffer.groups.put_groups import GroupPut
 from buffer.ids import IMPORTED_FROM, group_id
 from buffer.redis.payloads import PayloadStore
@@ -55,13 +54,10 @@ class GroupImport:
         self,
         context: RunContext,
         payloads: PayloadStore,
-        order_function: OrderFunction | None = None,
     ) -> None:
-        """`order_function` is the order policy of the run if a user wrote it."""
         self._context = context
         self._store, self._keys, self._limits = context
         self._payloads = payloads
-        self._order_function = order_function
 
     def read(
         self,
@@ -79,7 +75,6 @@ class GroupImport:
             self._context,
             self._payloads,
             "imported",
-            self._order_function,
         )
         for number, part in enumerate(self._parts(path, task, from_line), start=1):
             self._check(path, part, intake)

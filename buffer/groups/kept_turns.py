@@ -12,7 +12,7 @@ from buffer.errors import StoreError
 from buffer.groups.claim import fenced
 from buffer.job import Job, PayloadRef
 from buffer.redis.connection.bulk_io import Pieces
-from buffer.redis.payloads import PayloadStore, pin_listed, turn_token
+from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import ScriptCall, unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
@@ -35,7 +35,6 @@ class KeptTurns:
         self._store, self._keys, _ = context
         self._payloads = payloads
         self._job = job
-        self._signatures = group.signatures
         self._documents = [group_bytes.encode_checked(group)]
         group.check_unchanged()
         self._stored = 0  # of the documents
@@ -98,10 +97,9 @@ class KeptTurns:
             "made_by": ages({"oldest": self._oldest}),
         }
         slots = keys.slots(gid=ref.gid, task=self._job.task)
-        call = ScriptCall(slots, arguments, keys.in_slot(chunks))
+        call = ScriptCall(slots, arguments, chunks)
         record = keys.group(ref.gid)
         (reply,) = self._store.upload_and_call("keep_turns", record, [(commands, call)])
-        pin_listed(self._store, keys)
         if reply == ["OK"]:
             self._ref, self._replaces = ref, ref.token
             self._stored = len(self._documents)
@@ -109,10 +107,8 @@ class KeptTurns:
 
     def _unsent(self) -> Pieces:
         """Return the bytes to add to the payload: all if it begins."""
-        ref, first = self._ref, self._stored if self._ref.chunks else 0
+        first = self._stored if self._ref.chunks else 0
         unsent: Pieces = [] if first else [TURNS_MAGIC]
-        for n, document in enumerate(self._documents[first:], first):
-            token = turn_token(ref.token, n)
-            sealed = self._payloads.sealed(ref.gid, token, [document], self._signatures)
-            unsent.append(framed(b"".join(sealed)))
+        for document in self._documents[first:]:
+            unsent.append(framed(b"".join(self._payloads.compressed([document]))))
         return unsent

@@ -18,7 +18,6 @@ from buffer.ids import POOLS, split_group_id
 from buffer.job import PayloadRef
 from buffer.manifest import ManifestEntry
 from buffer.redis.payloads import PayloadStore, Whole
-from buffer.redis.scripts import Arg, unfenced, unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
@@ -48,21 +47,6 @@ def expire(context: RunContext, task: str, status: str, limit: int) -> int:
     }
     _, moved = store.call("refresh", keys.slots(task=task, status=status), arguments)
     return int(moved)
-
-
-def fill_index(context: RunContext, nonce: Arg, task: str) -> None:
-    """Add ready groups that the order index lacks, slice by slice. Raises Fenced."""
-    store, keys, limits = context
-    start = 0
-    scanned = _SLICE
-    while scanned == _SLICE:
-        reply = store.call(
-            "reorder",
-            keys.slots(task=task),
-            {"nonce": nonce, "policy": limits.order, "start": start, "limit": _SLICE},
-        )
-        scanned = int(unfenced(reply, "trainer")[1])
-        start += scanned
 
 
 PoolStatus = Literal["completed", "aborted", "expired"]
@@ -141,20 +125,12 @@ class Pools:
         """Return references to the payloads that `get` would read; a take may choose others."""
         task = self._known(task)
         is_trained = status == "completed" and self._limits.tasks[task].eval_of is None
-        policy = self._limits.order if is_trained else "staleness"
+        order = self._limits.order if is_trained else "staleness"
         threshold = "" if status == "expired" else self._limits.threshold(task)
         keys = self._keys.slots(task=task, status=status)
-        while True:
-            arguments = {"policy": policy, "threshold": threshold, "limit": count}
-            match self._store.call("peek", keys, arguments):
-                case ["OK", *entries]:
-                    return [ManifestEntry.parse(entry) for entry in entries]
-                case ["BLOCKED"]:  # too many stale groups stand before the fresh ones
-                    expire_all(self._context, task, status)
-                case ["UNORDERED"]:  # a changed policy has no index until the trainer's next take
-                    policy = "staleness"
-                case reply:
-                    raise unknown_reply("peek", reply)
+        arguments = {"order": order, "threshold": threshold, "limit": count}
+        _, *entries = self._store.call("peek", keys, arguments)
+        return [ManifestEntry.parse(entry) for entry in entries]
 
     def age_limit(self, gid: str) -> AgeLimit | None:
         """Return the limit by which members of a group start again; None for an evaluation.

@@ -13,13 +13,12 @@ from typing import Literal
 import numpy as np
 
 from buffer.errors import ConfigError, MemoryFull, PayloadMissing, RolloutMQError, WireError
-from buffer.groups.order_policy import OrderFunction
 from buffer.groups.submit import described
 from buffer.ids import IMPORTED_FROM, group_id, new_nonce
 from buffer.job import PayloadRef
 from buffer.limits import RunLimits
 from buffer.readable import format_size
-from buffer.redis.payloads import PROMPT, PayloadStore, pin_listed
+from buffer.redis.payloads import PROMPT, PayloadStore
 from buffer.redis.scripts import unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
@@ -57,14 +56,12 @@ def stamped(
     return copies
 
 
-def arguments_of(
-    group: RolloutGroup, ref: PayloadRef, limits: RunLimits, function: OrderFunction | None
-) -> dict[str, int | str]:
+def arguments_of(group: RolloutGroup, ref: PayloadRef, limits: RunLimits) -> dict[str, int | str]:
     """Return the arguments of `put` and `update` that describe a group and its bytes."""
     finite = group.scores[np.isfinite(group.scores)]
     reward = float(finite.sum()) if group.status is Status.COMPLETED else 0.0
     tokens = int(group.lengths.sum(dtype=np.int64))
-    described_group = described(group, group.status, ref, limits, function)
+    described_group = described(group, group.status, ref, limits)
     more = {"token_lead": limits.token_lead(group.task), "reward": f"{reward:.6g}"}
     return described_group | more | {"tokens": tokens}
 
@@ -77,13 +74,10 @@ class GroupPut:
         context: RunContext,
         payloads: PayloadStore,
         counter: Literal["put", "imported"],
-        order_function: OrderFunction | None = None,
     ) -> None:
-        """Prepare to put; `order_function` is the order policy of the run if a user wrote it."""
         self._store, self._keys, self._limits = context
         self._payloads = payloads
         self._counter = counter
-        self._order_function = order_function
         self._operation = new_nonce()
         # groups put so far by task: with the operation, the natural key of each call (I13)
         self._counts = dict.fromkeys(self._limits.training_tasks, 0)
@@ -105,7 +99,7 @@ class GroupPut:
         if hint := _REFUSED.get(group.status):
             raise WireError(f"a group of {group.task} is {group.status}", hint=hint)
         group_bytes.encode_checked(group)
-        arguments_of(group, PayloadRef("", "", 0, 0, ""), self._limits, self._order_function)
+        arguments_of(group, PayloadRef("", "", 0, 0, ""), self._limits)
 
     def put(
         self, task: str, make: Callable[[str], RolloutGroup], *, retryable: bool
@@ -144,7 +138,7 @@ class GroupPut:
         self._payloads.write_prompts({gid: prompt}, token=token + PROMPT)
         ref = self._payloads.write(gid, token, group_bytes.encode(group))
         payloads = [keys.payload(gid, token + PROMPT), keys.payload(gid, "init")]
-        reply = self._store.call(
+        return self._store.call(
             "put",
             keys.slots(task=task),
             {
@@ -159,14 +153,12 @@ class GroupPut:
                 "threshold": self._limits.threshold(task),
                 "retryable": int(retryable),
                 "byte_limit": self._limits.high_bytes,
-                **arguments_of(group, ref, self._limits, self._order_function),
+                **arguments_of(group, ref, self._limits),
                 "prompt": len(prompt),
             },
-            keys.in_slot(payloads + keys.payload_chunks(gid, token, ref.chunks)),
+            payloads + keys.payload_chunks(gid, token, ref.chunks),
             durable=True,
         )
-        pin_listed(self._store, keys)
-        return reply
 
 
 def _refusal(gid: str, task: str, reply: Sequence[str]) -> RolloutMQError:

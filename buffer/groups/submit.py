@@ -18,14 +18,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from buffer.errors import PayloadMissing, WireError
+from buffer.errors import PayloadMissing, StoreUnavailable, WireError
 from buffer.groups.claim import fenced
-from buffer.groups.order_policy import OrderFunction, submit_argument
 from buffer.ids import TEACH
 from buffer.job import Job, PayloadRef, Result
 from buffer.limits import RunLimits
 from buffer.redis.connection.bulk_io import Pieces
-from buffer.redis.payloads import PayloadStore, SetCommand, pin_listed
+from buffer.redis.payloads import PayloadStore, SetCommand
 from buffer.redis.scripts import ScriptCall, Upload, unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
@@ -52,8 +51,8 @@ SubmitOutcome = Stored | Exception
 """The result for one submitted group.
 
 An exception is that group's own, and nothing of it was changed: `Fenced` (the lease was lost),
-`PayloadMissing` (its bytes did not arrive), `WireError` (it cannot be encoded, or is no result), or
-an error of the order policy.
+`PayloadMissing` (its bytes did not arrive), `WireError` (it cannot be encoded, or is not the result
+of its job), or `ScriptError` (a number is out of bounds).
 """
 
 
@@ -68,26 +67,35 @@ class Submission:
         self,
         context: RunContext,
         payloads: PayloadStore,
-        order_function: OrderFunction | None,
     ) -> None:
         self._store, self._keys, self._limits = context
         self._payloads = payloads
-        self._order_function = order_function
 
     def submit(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
         """Submit results; return their outcomes. After StoreUnavailable, submit again (I13)."""
         return [
             outcome
             for start in range(0, len(results), GROUPS_PER_TRIP)
-            for outcome in self._round_trip(worker, results[start : start + GROUPS_PER_TRIP])
+            for outcome in self._together(worker, results[start : start + GROUPS_PER_TRIP])
         ]
+
+    def _together(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
+        """Submit results in one round trip, or if their call is refused, each in one of its own."""
+        try:
+            return self._round_trip(worker, results)
+        except StoreUnavailable:
+            raise
+        except Exception as error:
+            if len(results) == 1:
+                return [error]
+            # those that have moved are only told so again (I13)
+            return [self._together(worker, [result])[0] for result in results]
 
     def _round_trip(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
         outcomes: dict[int, SubmitOutcome] = {}
         sent: list[int] = []
         uploads = _Once(self._uploads(worker, results, outcomes, sent))
         replies = self._store.upload_and_call("submit", self._keys.leases, uploads)
-        pin_listed(self._store, self._keys)
         parts = [part for reply in replies for part in reply]
         for number, *reply in zip(sent, parts[::2], parts[1::2], strict=True):
             outcomes[number] = _outcome(results[number], reply)
@@ -109,7 +117,7 @@ class Submission:
                     if isinstance(data, Exception):
                         raise data
                     commands, unit = self.prepare(results[number], data)
-                except Exception as error:  # an order policy is a user's code
+                except Exception as error:  # it concerns this group alone
                     outcomes[number] = error
                     continue
                 sent.append(number)
@@ -127,14 +135,15 @@ class Submission:
         All checks are here, before the upload: later ones only protect the trainer from bytes that
         were damaged on their way.
         """
-        if result.group.status not in (Status.COMPLETED, Status.ABORTED):
+        job, group = result.job, result.group
+        if group.status not in (Status.COMPLETED, Status.ABORTED):
             raise WireError(
-                f"group {result.group.gid} is {result.group.status}",
+                f"group {group.gid} is {group.status}",
                 hint="only completed or aborted groups are submitted",
             )
-        if result.job.teacher and result.group.status is not Status.COMPLETED:
-            raise WireError(f"a teacher gave back group {result.group.gid} unfinished")
-        ref, commands = to_store(self._payloads, result.job, result.group, data)
+        if job.teacher and group.status is not Status.COMPLETED:
+            raise WireError(f"a teacher gave back group {group.gid} unfinished")
+        ref, commands = to_store(self._payloads, job, group, data)
         return commands, self.unit(result, ref)
 
     def unit(self, result: Result, ref: PayloadRef) -> Unit:
@@ -146,7 +155,7 @@ class Submission:
         teachers = [name for name in result.teachers if TEACH + name in lanes]
         scores = group.scores.tolist() if status is not Status.ABORTED else ()
         counted = [score for score in scores if math.isfinite(score)]
-        return described(group, status, ref, self._limits, self._order_function) | {
+        return described(group, status, ref, self._limits) | {
             "gid": group.gid,
             "token": ref.token,
             "tokens": result.new_tokens,
@@ -174,7 +183,7 @@ class Submission:
             "token_lead": self._limits.token_lead(task),
         }
         slots = keys.slots(task=task, worker=worker)
-        return ScriptCall(slots, arguments, keys.in_slot(chunks), units)
+        return ScriptCall(slots, arguments, chunks, units)
 
 
 class _Once:
@@ -202,8 +211,16 @@ def _encoded(
 def to_store(
     payloads: PayloadStore, job: Job, group: RolloutGroup, data: Pieces
 ) -> tuple[PayloadRef, list[SetCommand]]:
-    """Return where a claim stores the bytes of its group, and the commands. Raises GroupChanged."""
-    made = payloads.commands(job.gid, job.token, data, group.signatures)
+    """Return where a claim stores the bytes of its group, and the commands.
+
+    Raises GroupChanged, and WireError for a group that is not that of the job.
+    """
+    if (group.gid, group.task) != (job.gid, job.task):
+        raise WireError(
+            f"group {group.gid} of task {group.task!r} was given as the result of {job.gid}",
+            hint="give each job the group that was made of it",
+        )
+    made = payloads.commands(job.gid, job.token, data)
     # after the checksum: wrong bytes must not have a right one
     group.check_unchanged()
     return made
@@ -214,19 +231,14 @@ def described(
     status: Status,
     ref: PayloadRef,
     limits: RunLimits,
-    order_function: OrderFunction | None,
 ) -> dict[str, str | int]:
     """Return the arguments that describe a group of this status and its bytes to a script."""
-    order = ""  # no place in the index: evaluations are taken whole
-    if status is Status.COMPLETED and limits.tasks[group.task].eval_of is None:
-        order = submit_argument(limits.order, group, order_function)
     return {
         "status": status.value,
         "samples": len(group),
         "size": ref.size,
         "crc": ref.crc,
         "chunks": ref.chunks,
-        "order": order,
         "made_by": group.made_by(limits.token_lead(group.task) != ""),
     }
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import orjson
 
 from buffer.errors import ConfigError, LedgerError, RunDamaged
-from buffer.groups.pools import expire_all, fill_index
 from buffer.ids import split_group_id
 from buffer.ledger.archive import Archive, parse_manifest
 from buffer.manifest import Manifest, ManifestEntry, NotReady
@@ -34,7 +33,6 @@ _GAP = (
     "again from the newest checkpoint"
 )
 
-_ORDER_PASSES = 20
 """Attempts to put the groups in order before a script that takes some of them."""
 
 
@@ -83,12 +81,12 @@ class BatchLedger:
             "nonce": nonce,
             "step": step,
             "strict": int(strict),
-            "policy": limits.order if training else "staleness",
+            "order": limits.order if training else "staleness",
             "tokens": "" if expires is None else expires,
             "low": limits.low_bytes,
             "high": limits.high_bytes,
         }
-        reply = self._call_in_order(
+        reply = self._call(
             "take_batch",
             self._keys.slots(ledger=self.name, step=step),
             args,
@@ -128,7 +126,7 @@ class BatchLedger:
         unfenced(reply, "trainer")
         raise unknown_reply("take_batch", reply)
 
-    def _call_in_order(
+    def _call(
         self,
         script: str,
         keys: SlotKeys,
@@ -136,29 +134,13 @@ class BatchLedger:
         tail_keys: Sequence[SlotKeys] = (),
         tail_args: Sequence[Arg] = (),
     ) -> list[Any]:
-        """Call a script that takes groups in the order of the run's policy.
-
-        The script changes nothing and replies BLOCKED if too many stale groups precede the fresh
-        ones, and UNORDERED if the index lacks ready groups; this method corrects both. Raises
-        Fenced, and RunDamaged if the record of a group is gone.
-        """
-        reply: list[Any] = []
-        for _ in range(_ORDER_PASSES):
-            reply = self._store.call(script, keys, args, tail_keys, tail_args, durable=True)
-            match reply:
-                case ["BLOCKED", task]:
-                    expire_all(self._context, task, "completed")
-                case ["UNORDERED", task]:
-                    fill_index(self._context, args["nonce"], task)
-                case ["DAMAGED", record]:
-                    raise RunDamaged(
-                        f"{record} is gone, and its group is in a pool: {script} did nothing",
-                        hint=HINT,
-                    )
-                case _:
-                    return reply
-        pool, order = self._keys.pool(reply[1], "completed"), self._keys.order(reply[1])
-        raise RunDamaged(f"{script}: {pool} and {order} do not agree ({reply[0]})", hint=HINT)
+        """Call a script that takes groups. Raises RunDamaged if the record of a group is gone."""
+        reply = self._store.call(script, keys, args, tail_keys, tail_args, durable=True)
+        if reply[0] == "DAMAGED":
+            raise RunDamaged(
+                f"{reply[1]} is gone, and its group is in a pool: {script} did nothing", hint=HINT
+            )
+        return reply
 
     # -- quarantine ------------------------------------------------------------------------------
 
@@ -180,7 +162,7 @@ class BatchLedger:
         task, _ = split_group_id(entry.gid)
         # messages may contain lone surrogates, which JSON cannot contain
         text = reason[:2000].encode(errors="replace").decode()
-        reply = self._call_in_order(
+        reply = self._call(
             "quarantine",
             self._keys.slots(ledger=self.name, step=step, task=task),
             {
@@ -203,7 +185,7 @@ class BatchLedger:
         """
         still_empty: dict[str, tuple[int, int]] = {}
         for task in self.recorded(step).open_places:
-            reply = self._call_in_order(
+            reply = self._call(
                 "refill",
                 self._keys.slots(ledger=self.name, step=step, task=task),
                 {"nonce": nonce, "step": step, "task": task},

@@ -14,7 +14,7 @@
 -- ARGV task, token_lead  name, ''|0.. x0..256  of each training task: steps by which single tokens expire earlier than groups;
 --                     '' = they do not
 -- replies OK taken | FENCED | GAP taken | ARCHIVED freed (now, or soon)
--- keeps I1 (an order index is filled again by `reorder`), I6, I7, I8 (every fork since the batch was taken
+-- keeps I1, I6, I7, I8 (every fork since the batch was taken
 -- counts), I13 (step)
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end

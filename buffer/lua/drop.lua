@@ -17,7 +17,6 @@
 -- KEYS garbage       SET
 -- KEYS bell_producer LIST    of the producer
 -- KEYS events        STREAM
--- KEYS order_index   ZSET    of the completed groups of the task, if the policy needs one
 -- KEYS bytes         HASH
 -- KEYS age_index     ZSET    groups of the task that wait or run, by their oldest version
 -- ARGV gid    gid
@@ -38,7 +37,7 @@ if runs and (revoke == '' or held.owner ~= revoke) then return {'RUNNING', held.
 if held.stage == 'taken' then return {'TAKEN', held.batch} end
 
 local keys = {progress = progress, jobs = queues .. string.match(gid, '^(.*)%-%d+$') .. ':', completed = completed,
-  aborted = aborted, expired = expired, order_index = order_index, age_index = age_index, leases = leases,
+  aborted = aborted, expired = expired, age_index = age_index, leases = leases,
   leased_by = leased_by, dead = dead, dead_letters = dead_letters}
 read_place(keys, held)
 local before = remove_from_stage(keys, gid, held)

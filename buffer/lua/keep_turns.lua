@@ -2,15 +2,15 @@
 -- keep_turns: add turns of a running group's agents to its payload; their bytes are stored already, as its next chunks.
 -- The first call of a claim replaces the payload by one of its own, which begins with the group as it was claimed.
 -- The worker answers an agent after this call. If it dies before, nobody has seen the turn; if it dies later, the next
--- claim reads the turns. Submit, requeue, expiry and drop free them as they free every payload that they replace or end.
+-- claim reads the turns, and this one used up no try (include/take_back.lua). Submit, requeue, expiry and drop free them
+-- as they free every payload that they replace or end.
 -- include: byte_count, numbers, payloads, staleness
 -- KEYS record    HASH   record of the group
 -- KEYS garbage   SET
 -- KEYS bytes     HASH
--- KEYS unpinned  SET
 -- KEYS age_index ZSET*  groups of the task that wait or run, by their oldest version
 -- KEYS lineages  LIST*
--- KEYS payloads  STRING* x0..1024  the new chunks, in order; none in a cluster
+-- KEYS payloads  STRING* x0..1024  the new chunks, in order
 -- ARGV gid       gid
 -- ARGV token     token                 of the claim
 -- ARGV name      1..1_000_000          number of the payload in this claim: its token is that of the claim with -turns<name>
@@ -24,19 +24,19 @@
 -- ARGV made_by   ''|ages                with the oldest version of each lineage in the group, as in submit
 -- replies OK | FENCED | BEHIND payload (the server lost chunks, or has another payload: write all turns under another name)
 --       | MISSING size_found
--- keeps I1 (nothing moves), I2 (an old token changes nothing), I8, I12 (counts bytes), I13 (token, name, chunks), I14
+-- keeps I1 (nothing moves), I2 (an old token changes nothing), I8, I11 (`best`: tokens at a claim before), I12 (counts bytes), I13 (token, name, chunks), I14
 
-local held = redis.call('HMGET', record, 'stage', 'token', 'payload', 'chunks', 'size')
+local held = redis.call('HMGET', record, 'stage', 'token', 'payload', 'chunks', 'size', 'tokens', 'best')
 local payload, known, turns = held[3], num(held[4]), token .. '-turns' .. int(name)
 if held[1] ~= 'running' or held[2] ~= token then return {'FENCED'} end
 if payload == turns and known >= chunks then return {'OK'} end
 if payload ~= replaces or (before > 0 and known ~= before) then return {'BEHIND', payload} end
-local found = seen_bytes(payloads, 0, chunks - before, added)
+local found = seen_bytes(payloads, 0, chunks - before)
 if found ~= added then return {'MISSING', int(found)} end
 
 local version, lineage = age_of(lineages, made_by)
 redis.call('ZCARD', age_index)
-pin(payloads, 0, chunks - before, unpinned, gid .. ' ' .. turns .. ' ' .. chunks)
+pin(payloads, 0, chunks - before)
 local went = 0
 if before == 0 and payload ~= 'init' then
   redis.call('SADD', garbage, gid .. ' ' .. payload .. ' ' .. held[4])
@@ -44,11 +44,8 @@ if before == 0 and payload ~= 'init' then
 end
 count_bytes(bytes, added, went)
 redis.call('HDEL', record, 'newest', 'cut', 'last', 'last_lineage')
--- an audit does not blame this worker for tokens of earlier claims
-if payload == 'init' then
-  redis.call('HDEL', record, 'continued')
-elseif not has_turns_of(token, payload) then
-  redis.call('HSET', record, 'continued', 1)
+if not has_turns_of(token, payload) then
+  redis.call('HSET', record, 'best', payload == 'init' and 0 or int(math.max(num(held[6]), num(held[7]))))
 end
 redis.call('HSET', record, 'payload', turns, 'chunks', chunks, 'size', int(size), 'crc', crc, 'tokens', int(length),
   'version', version, 'lineage', lineage)

@@ -7,7 +7,6 @@
 -- KEYS groups       prefix  of the group records (HASH)
 -- KEYS queues       prefix  of the queues (STREAM)
 -- KEYS pools        prefix  of the pools (ZSET)
--- KEYS orders       prefix  of the order indexes (ZSET)
 -- KEYS accounts     prefix  of the tasks' accounts (HASH)
 -- KEYS ages         prefix  of the age indexes (ZSET)
 -- KEYS ends         prefix  of the bitmaps (STRING)
@@ -29,7 +28,7 @@
 -- keeps I1 (`enqueued` counts all draws; those beyond the cursor are `reentered` of it), I2, I6, I7, I12, I13
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
-local keys = task_keys({groups = groups, queues = queues, pools = pools, orders = orders, accounts = accounts, ages = ages,
+local keys = task_keys({groups = groups, queues = queues, pools = pools, accounts = accounts, ages = ages,
   leases = leases, leased_by = leased_by, dead = dead, dead_letters = dead_letters}, task)
 local account, bitmaps = keys.progress, {}
 for _, stage in ipairs({'archived', 'filtered', 'dropped'}) do

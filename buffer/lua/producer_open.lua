@@ -22,8 +22,5 @@ if (holder[1] or '') ~= '' and holder[1] ~= nonce and silent_ms < timeout_ms and
   return {'HELD', int(silent_ms)}
 end
 redis.call('HSET', control, 'producer', nonce, 'producer_seen_ms', int(now), 'producer_name', name)
-if holder[1] ~= nonce then
-  redis.call('HDEL', control, 'curriculum_step', 'curriculum_error')
-  log_event(events, 'producer_opened', 'nonce', nonce, 'name', name)
-end
+if holder[1] ~= nonce then log_event(events, 'producer_opened', 'nonce', nonce, 'name', name) end
 return {'OK', unpack(control_state(control))}

@@ -1,7 +1,7 @@
 #!lua
 -- put: add a group that no worker holds to the pool of its status, as the next draw of imported groups.
 -- The caller has stored its bytes, and those of its prompt, under the token of this group.
--- include: byte_count, clock, events, memory_marks, numbers, order_index, payloads, staleness, steps, wake_ups
+-- include: byte_count, clock, events, memory_marks, numbers, payloads, staleness, steps, wake_ups
 -- KEYS progress      HASH    of the task
 -- KEYS ledger        HASH    of the trainer
 -- KEYS completed     ZSET    pool of the task
@@ -14,11 +14,9 @@
 -- KEYS bell_trainer  LIST
 -- KEYS bell_producer LIST
 -- KEYS events        STREAM
--- KEYS order_index   ZSET    of the completed groups of the task, if the policy needs one
 -- KEYS bytes         HASH
--- KEYS unpinned      SET
--- KEYS payloads  STRING* x0..1026  the prompt under <token>-prompt, where an expired group reads it, the chunks in
---                             order; none in a cluster
+-- KEYS payloads  STRING* x3..1026  the prompt under <token>-prompt, where an expired group reads it, the chunks in
+--                             order
 -- ARGV task      name
 -- ARGV gid       gid
 -- ARGV token     token                      of the bytes
@@ -35,7 +33,6 @@
 -- ARGV size      0..1_000_000_000_000       bytes of all chunks
 -- ARGV crc       hex                        CRC-32 of all bytes, hex
 -- ARGV reward    number                     sum of all scores
--- ARGV order     ''|arrival|bucket|number   position in the index: buckets take turns, a number is a score; '' = no index
 -- ARGV token_lead ''|0..                     steps by which single tokens expire earlier than groups; '' = they do not
 -- ARGV byte_limit 0..                        payload bytes of the run from which no group is accepted; 0 = no bound
 -- ARGV chunks    1..1024
@@ -55,8 +52,8 @@ if num(done[2]) >= first then return {'NO_DRAWS', done[2]} end
 local next_free = first + num(done[3]) + num(done[4])
 if draw ~= next_free then return {'DRAW', int(next_free)} end
 if is_full(bytes, byte_limit) then return {'FULL', int(held_bytes(bytes)), int(byte_limit)} end
-local found = seen_bytes(payloads, 2, chunks, size)
-if payload_prompt and redis.call('EXISTS', payload_prompt) == 0 then found = found - prompt end
+local found = seen_bytes(payloads, 2, chunks)
+if redis.call('EXISTS', payload_prompt) == 0 then found = found - prompt end
 if found ~= size then return {'MISSING', int(found)} end
 
 local version, lineage, score, fields, newest = age_of(lineages, made_by, token_lead)
@@ -77,15 +74,11 @@ if status == 'dropped' then
   return {'OK', status}
 end
 
-if payload_prompt then
-  redis.call('RENAME', payload_prompt, payload_init)
-  redis.call('PERSIST', payload_init)
-else
-  redis.call('SADD', unpinned, gid .. ' ' .. token .. '-prompt 1')
-end
+redis.call('RENAME', payload_prompt, payload_init)
+redis.call('PERSIST', payload_init)
 if keeps_bytes then
   count_bytes(bytes, prompt + size, 0)
-  pin(payloads, 2, chunks, unpinned, gid .. ' ' .. token .. ' ' .. chunks)
+  pin(payloads, 2, chunks)
 else
   count_bytes(bytes, prompt, 0)
   token, chunks, size, crc, tokens, reward = 'init', 1, prompt, '', 0, 0
@@ -102,7 +95,6 @@ redis.call('HSET', groups .. gid, 'payload', token, 'chunks', chunks, 'size', in
 if #fields > 0 then redis.call('HSET', groups .. gid, unpack(fields)) end
 local pools = {completed = completed, aborted = aborted, expired = expired}
 redis.call('ZADD', pools[status], score, arrival .. ':' .. gid)
-if status == 'completed' then put_in_order(order_index, progress, order, arrival, gid) end
 wake(status == 'completed' and bell_trainer or bell_producer, 1)
 log_event(events, counter, 'gid', gid, 'status', status, 'version', version)
 return {'OK', status}

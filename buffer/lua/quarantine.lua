@@ -14,7 +14,6 @@
 -- KEYS worker_records prefix  of the workers' records (HASH)
 -- KEYS bell_producer  LIST    of the producer
 -- KEYS events         STREAM
--- KEYS order_index    ZSET    of the completed groups of the task, if the policy needs one
 -- KEYS bad_submissions HASH    "since_ms bad barred_ms" by worker
 -- ARGV nonce     token          of the trainer
 -- ARGV step      0..            T
@@ -24,7 +23,7 @@
 -- ARGV max_bad   0..1_000_000   bad groups within the window that bar a worker; 0 = this one is not its fault
 -- ARGV window_ms 1..86_400_000
 -- replies OK revision substitute | FENCED | RECOVERING | COMMITTED committed | NOT_TAKEN
---       | BLOCKED task | UNORDERED task | DAMAGED record (it is gone: nothing was done)
+--       | DAMAGED record (it is gone: nothing was done)
 -- keeps I1, I5 (the new revision is the record: header and entries change here), I7, I8 (the cut of the header), I11, I13 (gid and token)
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
@@ -43,12 +42,10 @@ if not place then
   return {'NOT_TAKEN'}
 end
 local cut = cut_of(header, string.match(gid, '^(.*)%-%d+$'))
-local policy = string.match(header, ' order=(%S+)') or 'staleness'
-local found, problem = next_in_order(policy, completed, order_index, progress, cut, 1)
+local order = string.match(header, ' order=(%S+)') or 'staleness'
+local found = next_in_order(order, completed, cut, 1)
 local member, held = found[1], redis.call('HMGET', groups .. gid, 'task', 'owner', 'batch')
 local task, owner = held[1], held[2] or ''
-if problem == 'blocked' then return {'BLOCKED', task} end
-if problem == 'unordered' then return {'UNORDERED', task} end
 -- read first: a wrong type stops the script before it writes
 local is_known = redis.call('HLEN', worker_records .. owner) > 0
 
@@ -57,7 +54,7 @@ local line = member and manifest_line(groups, substitute)
 if member and not line then return {'DAMAGED', groups .. substitute} end
 if member then
   redis.call('LSET', batch, place, line)
-  remove_taken(completed, order_index, progress, {member})
+  redis.call('ZREM', completed, member)
   redis.call('HSET', groups .. substitute, 'stage', 'taken', 'batch', held[3])
 else
   redis.call('LREM', batch, 1, lines[place + 1])

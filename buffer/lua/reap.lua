@@ -22,7 +22,7 @@
 -- ARGV max_tries         1..1_000_000
 -- ARGV worker_timeout_ms 0..86_400_000  silence after which a worker is forgotten
 -- replies OK reaped buried forgotten | GRACE left_ms
--- keeps I1, I2 (the token becomes invalid at once), I11 (no lease is lost to an outage); no leader, no lock (I13)
+-- keeps I1, I2 (the token becomes invalid at once), I11 (no lease is lost to an outage; one that is lost uses up a try unless its group has grown); no leader, no lock (I13)
 
 local now, found = now_ms(), {}
 local under = {groups = groups, queues = queues, accounts = accounts, ages = ages, dead = dead, dead_letters = dead_letters,

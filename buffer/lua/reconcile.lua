@@ -24,7 +24,7 @@
 -- ARGV gid, token  bytes..75, bytes..64 x0..4096  of each group that the worker holds
 -- replies OK, then the number of each group that it no longer holds | UNKNOWN (register again) | REPLACED (by another
 --       process with this id)
--- keeps I1, I2, I11 (a lost lease uses up a try), I13 (a repeated call finds nothing)
+-- keeps I1, I2, I11 (a lost lease uses up a try unless its group has grown), I13 (a repeated call finds nothing)
 
 local known = redis.call('HGET', worker_record, 'nonce')
 if not known then return {'UNKNOWN'} end

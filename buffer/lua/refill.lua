@@ -11,12 +11,11 @@
 -- KEYS progress    HASH    of the task
 -- KEYS bell_producer LIST  of the producer
 -- KEYS events      STREAM
--- KEYS order_index ZSET    of the completed groups of the task, if the policy needs one
 -- ARGV nonce token  of the trainer
 -- ARGV step  0..    T
 -- ARGV task  name
--- replies OK filled open (positions that still are) | FENCED | RECOVERING | COMMITTED committed | NOT_TAKEN | BLOCKED task
---       | UNORDERED task | DAMAGED record (it is gone: nothing was done)
+-- replies OK filled open (positions that still are) | FENCED | RECOVERING | COMMITTED committed | NOT_TAKEN
+--       | DAMAGED record (it is gone: nothing was done)
 -- keeps I1, I5 (the record shows which group replaced which), I7, I8 (the cut of the header), I13 (a position is filled once)
 
 if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
@@ -32,10 +31,8 @@ for note in string.gmatch(noted or '', '[^,]+') do
   if string.match(note, '^([^:]+)%-%d+:.*:%-$') == task then open[#open + 1] = #notes end
 end
 if #open == 0 then return {'OK', 0, 0} end
-local policy = string.match(header, ' order=(%S+)') or 'staleness'
-local members, problem = next_in_order(policy, completed, order_index, progress, cut_of(header, task), #open)
-if problem == 'blocked' then return {'BLOCKED', task} end
-if problem == 'unordered' then return {'UNORDERED', task} end
+local order = string.match(header, ' order=(%S+)') or 'staleness'
+local members = next_in_order(order, completed, cut_of(header, task), #open)
 
 -- "awaits" of the ledger is there while positions of any task are open
 local function await(count)
@@ -66,7 +63,7 @@ for _, member in ipairs(members) do
   redis.call('HSET', groups .. string.match(member, ':(.*)$'), 'stage', 'taken', 'batch', name)
 end
 redis.call('LSET', batch, 0, before .. table.concat(notes, ','))
-remove_taken(completed, order_index, progress, members)
+redis.call('ZREM', completed, unpack(members))
 for _, counter in ipairs({'taken', 'consumed'}) do redis.call('HINCRBY', progress, counter, #members) end
 await(#open - #members)
 log_event(events, 'refilled', 'step', int(step), 'groups', #members)

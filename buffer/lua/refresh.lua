@@ -10,7 +10,6 @@
 -- KEYS garbage       SET
 -- KEYS bell_producer LIST*    of the producer
 -- KEYS events        STREAM*
--- KEYS order_index   ZSET     of the completed groups of the task, if the policy needs one
 -- KEYS bytes         HASH
 -- ARGV threshold 0..     stale threshold in steps
 -- ARGV limit     1..250  largest number of groups
@@ -45,7 +44,6 @@ for i, member in ipairs(members) do
 end
 if #members > 0 then
   redis.call('ZREM', pool, unpack(members))
-  redis.call('ZREM', order_index, unpack(members))
   if retryable then redis.call('ZADD', expired, unpack(expired_members)) else redis.call('UNLINK', unpack(ended)) end
   if #freed > 0 then redis.call('SADD', garbage, unpack(freed)) end
   count_bytes(bytes, 0, went)

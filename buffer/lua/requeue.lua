@@ -18,7 +18,6 @@
 -- KEYS garbage      SET
 -- KEYS bell_workers LIST    of the workers
 -- KEYS events       STREAM
--- KEYS order_index  ZSET    of the completed groups of the task, if the policy needs one
 -- KEYS bytes        HASH
 -- KEYS age_index    ZSET    groups of the task that wait or run, by their oldest version
 -- ARGV gid       gid
@@ -45,7 +44,7 @@ if at_teacher then lane = held[12] end
 local jobs = queues .. task .. ':' .. lane
 redis.call('XLEN', jobs)
 local before = remove_dead_or_pooled({record = record, progress = progress, completed = completed, aborted = aborted,
-  expired = expired, order_index = order_index, dead = dead, dead_letters = dead_letters}, gid, held[1], held[2], held[7])
+  expired = expired, dead = dead, dead_letters = dead_letters}, gid, held[1], held[2], held[7])
 local payload, version = held[5], held[11]
 if at_teacher then
   -- a trainer may have forked while the group was dead (I8)
@@ -57,7 +56,6 @@ elseif before ~= 'aborted' then
     count_bytes(bytes, 0, num(held[9]))
   end
   payload = 'init'
-  redis.call('HDEL', record, 'continued')
   redis.call('HSET', record, 'status', 'init', 'payload', 'init', 'chunks', 1, 'size', num(held[10]), 'crc', '',
     'version', '', 'lineage', '', 'tokens', 0)
 end

@@ -8,7 +8,6 @@
 -- KEYS groups       prefix  of the group records (HASH)
 -- KEYS queues       prefix  of the queues (STREAM)
 -- KEYS pools        prefix  of the pools (ZSET)
--- KEYS orders       prefix  of the order indexes (ZSET)
 -- KEYS accounts     prefix  of the tasks' accounts (HASH)
 -- KEYS ages         prefix  of the age indexes (ZSET)
 -- KEYS leases       ZSET
@@ -29,7 +28,7 @@ if redis.call('HGET', control, 'trainer') ~= nonce then return {'FENCED'} end
 local taken = num(redis.call('HGET', ledger, 'taken'))
 if step == taken and redis.call('EXISTS', batch) == 1 then return {'OK', int(taken)} end
 if step ~= taken + 1 then return {'GAP', int(taken)} end
-local found, tasks, under = {}, {}, {groups = groups, queues = queues, pools = pools, orders = orders, accounts = accounts, ages = ages,
+local found, tasks, under = {}, {}, {groups = groups, queues = queues, pools = pools, accounts = accounts, ages = ages,
   leases = leases, leased_by = leased_by, dead = dead, dead_letters = dead_letters}
 for _, line in ipairs(entries) do
   local gid, token, chunks, size, crc, samples, version = string.match(line, '^(%S+) (%S+) (%S+) (%S+) (%S+) (%S+) (%S+)$')

@@ -7,7 +7,7 @@
 -- KEYS bell_producer LIST    of the producer
 -- ARGV operation token     nonce of this change
 -- ARGV version   0..       of the limits that the change is based on
--- ARGV producer  ''|token  nonce of the producer, if it makes the change (a curriculum)
+-- ARGV producer  ''|token  nonce of the producer, if it makes the change (what it draws from)
 -- ARGV field, value  name, text..65536 x0..64  of meta, as JSON
 -- replies OK version | CONFLICT version | FENCED | NO_RUN
 -- keeps I7, I13 (operation); compare-and-set, so that two changes at a time do not undo each other

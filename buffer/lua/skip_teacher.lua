@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- skip_teacher: pass on groups that wait for a teacher that the config lacks now: to their next teacher, or to the pool.
--- Any process may call it. An order index is filled by `reorder`.
+-- Any process may call it.
 -- include: events, staleness, waiting, wake_ups
 -- KEYS queues        prefix  of the queues (STREAM)
 -- KEYS groups        prefix  of the group records (HASH)

@@ -3,7 +3,7 @@
 -- Each is judged by itself, as if it had come alone: all are judged before anything is written.
 -- A completed group with teachers waits for the first of them, then for the next, before it is in the pool. A teacher adds
 -- columns: all counts are those of the worker that sampled the group.
--- include: ages, byte_count, clock, earlier_counts, events, leased, lanes, numbers, order_index, payloads, refuse, staleness, task_failures, waiting, wake_ups
+-- include: ages, byte_count, clock, earlier_counts, events, leased, lanes, numbers, payloads, refuse, staleness, task_failures, waiting, wake_ups
 -- KEYS leases        ZSET
 -- KEYS leased        HASH*    what the worker holds
 -- KEYS groups        prefix   of the group records (HASH)
@@ -18,11 +18,9 @@
 -- KEYS bell_teachers LIST*
 -- KEYS queues        prefix   of the queues (STREAM)
 -- KEYS events        STREAM*
--- KEYS order_index   ZSET*    of the completed groups of the task, if the policy needs one
 -- KEYS bytes         HASH
--- KEYS unpinned      SET*
 -- KEYS age_index     ZSET*    groups of the task that wait or run, by their oldest version
--- KEYS payloads  STRING* x0..4096  the chunks of all groups, in order; none in a cluster
+-- KEYS payloads  STRING* x1..4096  the chunks of all groups, in order
 -- ARGV task         name
 -- ARGV patience     ''|1..                      filtered groups of the task in a row after which it is stopped; '' = no limit
 -- ARGV token_lead   ''|0..                      steps by which single tokens expire earlier than groups; '' = they do not
@@ -38,7 +36,6 @@
 -- ARGV reward_count 0..4096                     x1..64  number of these scores
 -- ARGV unparsed     ''|0..4096                  x1..64  of these rollouts, those without an answer that a judge could read
 -- ARGV truncated    ''|0..4096                  x1..64  of these rollouts, those that ended at their token limit
--- ARGV order        ''|arrival|bucket|number    x1..64  position in the index: buckets take turns, a number is a score; '' = no index
 -- ARGV ms           0..                         x1..64  time from the group's claims to its result, without that in between
 -- ARGV chunks       1..1024                     x1..64  of KEYS
 -- ARGV teachers     ''|names                    x1..64  that a completed group passes, in order; a teacher leaves them out
@@ -48,7 +45,7 @@
 --                      rollouts differ in age: of those whose oldest token it made, the newest version. '' = there are no tokens
 -- replies OK arrival | FENCED '' | CHANGED '' (a teacher changed another column) | MISSING size_found
 --       of each, one behind the other
--- keeps I1, I2 (an old token changes nothing), I8 (versions of dead lineages count as the fork), I11 (a result gives the try back), I12 (never refused), I13 (token), I14
+-- keeps I1, I2 (an old token changes nothing), I8 (versions of dead lineages count as the fork), I11 (a result gives the try back, one with new tokens all tries), I12 (never refused), I13 (token), I14
 
 local is_read, before = {}, 0
 -- of a key that will be written: a wrong type stops the script before it writes
@@ -65,33 +62,28 @@ local function judge(one)
   local teacher, first, old = teacher_of(lane), before, {}
   before = before + one.chunks
   if payload and (payload ~= 'init' or status == 'filtered') then
-    old = redis.call('HMGET', record, 'chunks', 'size', 'prompt', 'continued', 'teachers', 'sampled', 'sampler', 'replaced')
+    old = redis.call('HMGET', record, 'chunks', 'size', 'prompt', 'teachers', 'sampled', 'sampler', 'replaced')
   end
-  if payload == token or old[8] == token then return {'OK', arrival} end
+  if payload == token or old[7] == token then return {'OK', arrival} end
   local draw = tonumber(string.match(gid, '%-(%d+)$'))
   if not payload and status == 'filtered' and redis.call('GETBIT', filtered, draw) == 1 then return {'OK', '0'} end
   if holder ~= token or stage ~= 'running' then return {'FENCED', ''} end
-  if teacher and old[6] ~= one.sampled then return {'CHANGED', ''} end
-  local found = seen_bytes(payloads, first, one.chunks, one.size)
+  if teacher and old[5] ~= one.sampled then return {'CHANGED', ''} end
+  local found = seen_bytes(payloads, first, one.chunks)
   if found ~= one.size then return {'MISSING', int(found)} end
 
   local next_lane, later
-  if status == 'completed' then next_lane, later = string.match(teacher and old[5] or one.teachers, '^([^,]+),?(.*)$') end
+  if status == 'completed' then next_lane, later = string.match(teacher and old[4] or one.teachers, '^([^,]+),?(.*)$') end
   next_lane = next_lane and 'teach.' .. next_lane
   local jobs, pool = queues .. task .. ':' .. (next_lane or ''), status == 'completed' and completed or aborted
   local version, lineage, score, fields = age_of(lineages, one.made_by, token_lead)
-  -- an audit does not blame the worker that completed a group for tokens of others
-  local is_own = payload == 'init' or ((teacher or has_turns_of(token, payload)) and not old[4])
-  if not is_own then fields[#fields + 1], fields[#fields + 2] = 'continued', 1 end
   read('ZCARD', pool)
   if next_lane then read('XLEN', jobs) end
-  if one.order ~= '' then read('ZCARD', order_index) end
-  if #payloads == 0 then read('SCARD', unpinned) end
   if status == 'filtered' then read('STRLEN', filtered) end
   if status == 'filtered' or payload ~= 'init' then read('SCARD', garbage) end
   return {'OK', arrival}, {one = one, record = record, payload = payload, teacher = teacher, owner = owner, tries = tries,
     arrival = arrival, first = first, draw = draw, chunks = old[1], prompt = num(old[3]),
-    size = payload ~= 'init' and num(old[2]) or 0, sampler = teacher and old[7] or owner or '',
+    size = payload ~= 'init' and num(old[2]) or 0, sampler = teacher and old[6] or owner or '',
     lane = next_lane, later = later, jobs = jobs, pool = pool, version = version, lineage = lineage, score = score,
     fields = fields}
 end
@@ -107,7 +99,7 @@ for n, one in ipairs(units) do
     gids[#accepted], tokens[#accepted] = one.gid, one.token
   end
 end
-if #payloads > 0 and before ~= #payloads then return refuse('chunks', #payloads .. ' in all', before) end
+if before ~= #payloads then return refuse('chunks', #payloads .. ' in all', before) end
 if #accepted == 0 then return replies end
 local counts = redis.call('HMGET', progress, 'running', 'arrivals', 'produced_samples', 'produced_tokens', 'raw_rewards_sum',
   'raw_rewards_count', 'produced_groups', 'produced_ms', 'failures_in_row', 'filtered_in_row')
@@ -143,20 +135,20 @@ for n, was in ipairs(accepted) do
     went, ended, in_row = went + was.prompt, ended + 1, in_row + 1
     if patience and in_row >= patience then stopped_at = stopped_at or in_row end
   else
-    pin(payloads, was.first, one.chunks, unpinned, bytes_of)
+    pin(payloads, was.first, one.chunks)
     came = came + one.size
     -- fields that only a running group needs would move the record into a larger size class
     redis.call('HDEL', record, 'token', 'lane', 'entry', 'claimed_ms')
     if was.payload ~= 'init' or had_arrival then
-      redis.call('HDEL', record, 'newest', 'cut', 'continued', 'teachers', 'sampled', 'sampler')
+      redis.call('HDEL', record, 'newest', 'cut', 'best', 'teachers', 'sampled', 'sampler')
     end
     local fields = was.fields
     if was.teacher then fields = {'owner', was.sampler, 'replaced', was.payload, unpack(fields)} end
-    -- I11: only failures and lost leases use up a try
+    -- I11: only failures and lost leases use up a try; tries without progress are counted anew once there is some
     redis.call('HSET', record, 'stage', 'pool', 'status', status, 'payload', tokens[n], 'chunks', one.chunks,
       'size', int(one.size), 'crc', one.crc, 'version', was.version, 'lineage', was.lineage, 'samples', one.samples,
       'arrival', was.arrival, 'reward', one.reward_sum, 'submitted_ms', now,
-      'tokens', int(one.length), 'tries', int(num(was.tries) - 1), unpack(fields))
+      'tokens', int(one.length), 'tries', one.tokens > 0 and 0 or int(num(was.tries) - 1), unpack(fields))
     if status == 'aborted' then redis.call('HINCRBY', record, 'aborts', 1) end
     if was.lane then
       to_waiting(was.jobs, record, gids[n], was.lane, tokens[n], progress)
@@ -165,7 +157,6 @@ for n, was in ipairs(accepted) do
     else
       local scored = members[was.pool]
       scored[#scored + 1], scored[#scored + 2] = was.score, was.arrival .. ':' .. gids[n]
-      if status == 'completed' then put_in_order(order_index, progress, one.order, was.arrival, gids[n]) end
     end
   end
 end

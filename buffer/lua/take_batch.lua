@@ -1,5 +1,5 @@
 #!lua flags=allow-oom
--- take_batch: give the next batch of groups to the trainer, for all tasks at once, in the order of the run's policy.
+-- take_batch: give the next batch of groups to the trainer, for all tasks at once, in the order of the run.
 -- include: clock, events, manifests, memory_marks, next_in_order, numbers, pool_records, wake_ups
 -- KEYS control       HASH*
 -- KEYS ledger        HASH*
@@ -10,11 +10,11 @@
 -- KEYS lineages      LIST*
 -- KEYS ledger_train  HASH*    of the training batches
 -- KEYS bytes         HASH*
--- KEYS completed, order_index, progress, age_index  ZSET*, ZSET, HASH, ZSET* x0..256  of each task
+-- KEYS completed, progress, age_index  ZSET*, HASH, ZSET* x0..256  of each task
 -- ARGV nonce     token   of the trainer
 -- ARGV step      0..     T
 -- ARGV strict    0|1     1 = everything that is requested, or nothing
--- ARGV policy    policy  order policy of the run
+-- ARGV order     staleness|fifo  see next_in_order
 -- ARGV tokens    ''|1..  staleness from which a single token is not trained; '' = no limit
 -- ARGV low       0..     payload bytes of the run from which no new prompt is started; 0 = no bound
 -- ARGV high      0..     the same for all groups
@@ -22,7 +22,6 @@
 --                too old; whether the step waits for groups that run and could serve no later one
 -- replies OK header, then "gid token chunks size crc samples version" per group
 --       | SHORT (task ready wanted)… | STRAGGLERS (task ready wanted)… | EMPTY | CHECKPOINT_NOW (task ready wanted)… | FENCED | RECOVERING | COMMITTED committed | GAP taken | TOO_MANY limit
---       | BLOCKED task | UNORDERED task (nothing was done; see buffer/ledger/ledger.py)
 --       | DAMAGED record (it is gone, and its group is in the pool: nothing was done)
 -- keeps I4 (all tasks or none), I5 (a step taken is returned as it was), I7, I8 (cut here), I12 (take does not wait for
 -- memory that only a checkpoint frees), I13 (step)
@@ -38,7 +37,7 @@ if step ~= num(steps[1]) + 1 then return {'GAP', int(num(steps[1]))} end
 
 local cuts, asked, reply, wanted, ready_in_all, is_short, running = {}, {}, {'SHORT'}, 0, 0, false, 0
 local stragglers = 0
-for n, completed, _, progress, age_index, task, count, threshold, waits in each_unit do
+for n, completed, progress, age_index, task, count, threshold, waits in each_unit do
   cuts[n] = threshold and int(step - threshold) or '-inf'
   local ready = redis.call('ZCOUNT', completed, cuts[n], '+inf')
   wanted = wanted + count
@@ -69,15 +68,12 @@ if stragglers > 0 and strict then
 end
 if ready_in_all == 0 then return {'EMPTY'} end
 local chosen = {}
-for n, completed, order_index, progress, _, task, count in each_unit do
-  local members, problem = next_in_order(policy, completed, order_index, progress, cuts[n], count)
-  if problem == 'blocked' then return {'BLOCKED', task} end
-  if problem == 'unordered' then return {'UNORDERED', task} end
-  chosen[n], cuts[n] = members, task .. '=' .. cuts[n]
+for n, completed, _, _, task, count in each_unit do
+  chosen[n], cuts[n] = next_in_order(order, completed, cuts[n], count), task .. '=' .. cuts[n]
 end
 
 local header = 'step=' .. int(step) .. ' cut=' .. table.concat(cuts, ',') .. ' asked=' .. table.concat(asked, ',') ..
-  ' strict=' .. (strict and '1' or '0') .. ' order=' .. policy .. ' taken_ms=' .. int(now_ms())
+  ' strict=' .. (strict and '1' or '0') .. ' order=' .. order .. ' taken_ms=' .. int(now_ms())
 -- which tokens are masked is a function of this record alone, so that every delivery is the same (I5)
 if tokens then
   header = header .. ' tokens=' .. int(tokens) .. ' forks=' .. table.concat(redis.call('LRANGE', lineages, -64, -1), ',')
@@ -96,8 +92,8 @@ redis.call('RPUSH', batch, unpack(lines))
 redis.call('HSET', ledger, 'taken', int(step))
 redis.call('HDEL', ledger, 'awaits')  -- a batch before it that lacks groups stays so
 for _, record in ipairs(taken) do redis.call('HSET', record, 'stage', 'taken', 'batch', name) end
-for n, completed, order_index, progress in each_unit do
-  remove_taken(completed, order_index, progress, chosen[n])
+for n, completed, progress in each_unit do
+  if #chosen[n] > 0 then redis.call('ZREM', completed, unpack(chosen[n])) end
   redis.call('HINCRBY', progress, 'consumed', #chosen[n])
   redis.call('HINCRBY', progress, 'taken', #chosen[n])
 end

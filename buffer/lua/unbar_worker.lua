@@ -1,8 +1,7 @@
 #!lua flags=allow-oom
--- unbar_worker: let a barred worker claim again, and reset its count of bad groups and its failed audit.
+-- unbar_worker: let a barred worker claim again, and reset its count of bad groups.
 -- include: events, numbers, wake_ups
 -- KEYS bad_submissions HASH     "since_ms bad barred_ms" by worker
--- KEYS audits       HASH*
 -- KEYS bell_workers LIST*    of the workers
 -- KEYS events       STREAM*
 -- ARGV worker name  id
@@ -11,7 +10,6 @@
 
 local bad = string.match(redis.call('HGET', bad_submissions, worker) or '', '^%d+ (%d+) ')
 if bad then
-  redis.call('HDEL', audits, 'failed:' .. worker)
   redis.call('HDEL', bad_submissions, worker)
   wake(bell_workers, 1)
   log_event(events, 'worker_unbarred', 'worker', worker, 'groups', bad)

@@ -1,13 +1,11 @@
 #!lua
 -- update: replace the bytes of a group in a pool with others, stored under a token of their own, and update its record.
--- It keeps its arrival, and its position in an order that does not depend on its content.
--- include: byte_count, ended, events, numbers, order_index, payloads, staleness, wake_ups
+-- It keeps its arrival.
+-- include: byte_count, ended, events, numbers, payloads, staleness, wake_ups
 -- KEYS record       HASH    record of the group
--- KEYS progress     HASH    of the task
 -- KEYS completed    ZSET    pool of the task
 -- KEYS aborted      ZSET    pool of the task
 -- KEYS expired      ZSET    pool of the task
--- KEYS order_index  ZSET    of the completed groups of the task, if the policy needs one
 -- KEYS archived     STRING  bitmap
 -- KEYS filtered     STRING  bitmap
 -- KEYS dropped      STRING  bitmap
@@ -16,8 +14,7 @@
 -- KEYS bell_trainer LIST    of the trainer
 -- KEYS events       STREAM
 -- KEYS bytes        HASH
--- KEYS unpinned     SET
--- KEYS payloads  STRING* x0..1024  the chunks, in order; none in a cluster
+-- KEYS payloads  STRING* x1..1024  the chunks, in order
 -- ARGV gid      gid
 -- ARGV draw     0..69_999_999
 -- ARGV replaces token                     of the bytes that the caller has read
@@ -28,7 +25,6 @@
 -- ARGV size     0..1_000_000_000_000      bytes of all chunks
 -- ARGV crc      hex                       CRC-32 of all bytes, hex
 -- ARGV reward   number                    sum of all scores
--- ARGV order    ''|arrival|bucket|number  position in the index: buckets take turns, a number is a score; '' = no index
 -- ARGV token_lead ''|0..                    steps by which single tokens expire earlier than groups; '' = they do not
 -- ARGV chunks   1..1024
 -- ARGV made_by  ''|ages                  as in submit; '' = no limit of age
@@ -44,11 +40,11 @@ end
 if held[3] == token then return {'OK'} end
 if held[1] ~= 'pool' then return {'NOT_POOLED', held[1]} end
 if held[3] ~= replaces then return {'CHANGED', held[3]} end
-local found = seen_bytes(payloads, 0, chunks, size)
+local found = seen_bytes(payloads, 0, chunks)
 if found ~= size then return {'MISSING', int(found)} end
 
 local version, lineage, score, fields = age_of(lineages, made_by, token_lead)
-pin(payloads, 0, chunks, unpinned, gid .. ' ' .. token .. ' ' .. chunks)
+pin(payloads, 0, chunks)
 if replaces ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. replaces .. ' ' .. held[4]) end
 -- the bytes of an expired group are those of its prompt, which is kept
 count_bytes(bytes, size, replaces == 'init' and 0 or num(held[6]))
@@ -60,11 +56,6 @@ if #fields > 0 then redis.call('HSET', record, unpack(fields)) end
 local pools, member = {completed = completed, aborted = aborted, expired = expired}, held[5] .. ':' .. gid
 if held[2] ~= status then redis.call('ZREM', pools[held[2]], member) end
 redis.call('ZADD', pools[status], score, member)
-if status ~= 'completed' then
-  redis.call('ZREM', order_index, member)
-elseif tonumber(order) or not redis.call('ZSCORE', order_index, member) then
-  put_in_order(order_index, progress, order, held[5], gid)
-end
 if status == 'completed' then wake(bell_trainer, 1) end
 log_event(events, 'updated', 'gid', gid, 'status', status, 'version', version)
 return {'OK'}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,32 @@ LOOK_S = 5.0  # shortest time between two looks of one process
 SAFE = "noeviction"
 
 
+FULL = 0.98
+"""The share of maxmemory above which a call that needs room for a payload may be refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerMemory:
+    """Bytes that a server uses, and its `maxmemory`; 0: it has no limit."""
+
+    used: int
+    limit: int
+
+    @classmethod
+    def of(cls, info: Mapping[str, Any]) -> ServerMemory:
+        return cls(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0)))
+
+    @property
+    def is_full(self) -> bool:
+        return bool(self.limit) and self.used >= FULL * self.limit
+
+    def __str__(self) -> str:
+        return (
+            f"the server is full: {self.used / 2**20:.0f} of {self.limit / 2**20:.0f} MiB "
+            "maxmemory are used"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Eviction:
     """What the servers of a run do when they are full, and how many keys they deleted so far."""
@@ -32,6 +58,7 @@ class Eviction:
     policy: str = SAFE
     """`maxmemory-policy` of a server that may delete keys, if one does"""
     keys: int = 0  # deleted since the start of each server, of all applications
+    full: str = ""  # words about a server that is full
 
     @classmethod
     def read(cls, clients: Sequence[Any]) -> Eviction:
@@ -44,7 +71,9 @@ class Eviction:
                 continue
         policies = [str(info.get("maxmemory_policy", SAFE)) for info in found]
         unsafe = [policy for policy in policies if policy != SAFE]
-        return cls((unsafe or [SAFE])[0], sum(int(info.get("evicted_keys", 0)) for info in found))
+        evicted = sum(int(info.get("evicted_keys", 0)) for info in found)
+        full = [memory for memory in map(ServerMemory.of, found) if memory.is_full]
+        return cls((unsafe or [SAFE])[0], evicted, str(full[0]) if full else "")
 
     @property
     def takes_all(self) -> bool:

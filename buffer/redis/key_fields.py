@@ -91,12 +91,11 @@ OPTIONAL: Mapping[str, Forms] = {
             r"-?\d{1,16}",
         ),
         "raw_rewards_sum": _NUMBER,
-        "order_round": _NUMBER,
     },
     "bytes": dict.fromkeys(("came", "went"), _COUNT),
     "clock": dict.fromkeys(("seen_ms", "swept_ms", "grace_until_ms"), _COUNT),
     "group": {
-        **dict.fromkeys(("tokens", "submitted_ms"), _COUNT),
+        **dict.fromkeys(("tokens", "submitted_ms", "best"), _COUNT),
         **dict.fromkeys(("last", "newest", "cut", "arrival"), r"-?\d{0,16}"),
         "reward": _NUMBER,
         "teachers": rf"({TEACHER},?)*",

@@ -51,11 +51,6 @@ TABLE: Mapping[str, KeyRow] = {
     "pool:<task>:<status>": KeyRow(
         "ZSET", '"<arrival>:<gid>" by oldest policy version (+inf without one)'
     ),
-    "order:<task>:completed": KeyRow(
-        "ZSET",
-        "the members of that pool in the order of the run's policy, "
-        "if that is neither staleness nor freshest (`buffer/groups/order_policy.py`)",
-    ),
     "age:<task>": KeyRow(
         "ZSET", "gid by oldest policy version, of groups that wait or run and have tokens"
     ),
@@ -72,11 +67,6 @@ TABLE: Mapping[str, KeyRow] = {
     "dead:<gid>": KeyRow("STRING", "why, as JSON; `reason`: see `buffer/failure_text.py`"),
     # payloads
     "payload:<gid>:<token>": KeyRow("STRING", "msgpack; more chunks as …:<token>:1, :2 …"),
-    "unpinned": KeyRow(
-        "SET",
-        '"<gid> <token> <chunks>": in a cluster, accepted payloads that still have an expiry '
-        "(`buffer/redis/payloads.py`)",
-    ),
     "garbage": KeyRow("SET", '"<gid> <token> <chunks>": payloads that are not needed any more'),
     "bytes": KeyRow("HASH", "came, went: payload bytes of all groups, cumulative"),
     "snapshot_lock": KeyRow(
@@ -102,33 +92,18 @@ TABLE: Mapping[str, KeyRow] = {
         '"since_ms bad barred_ms" by worker: number of submitted groups that no trainer can use, '
         "and since when it may not claim (0: it may)",
     ),
-    "audits": KeyRow(
-        "HASH",
-        "position and audited_ms of the newest audited batch; number of missed batches; agrees, "
-        "differs, impossible: number of audited groups by worker; failed: the newest failed audit "
-        "by worker (`buffer/ledger/audits.py`)",
-    ),
     # weights
     "weights": KeyRow(
         "LIST",
         '"lineage:version" of what is in Redis, the oldest first '
-        '([policy] weights_transport = "redis"), or announced ("gloo", "nccl")',
+        '([policy] weights_transport = "redis")',
     ),
     "weights:<lineage>:<version>": KeyRow(
         "STRING",
-        "manifest of one; its files in chunks: …:<version>:1, :2 … "
-        "or, without chunks, how to connect to the trainer that has them",
+        "manifest of one; its files in chunks: …:<version>:1, :2 …",
     ),
 }
 """Every key by what follows `rmq:{run}:`, where `{run}` is a cluster hash tag: one slot for all."""
-
-CLUSTER_TABLE: Mapping[str, KeyRow] = {
-    "payload:<token>": KeyRow("STRING", "a payload, so that payloads spread over the nodes"),
-    "sync": KeyRow(
-        "STRING", "expires at once: written behind payloads, to wait for their replicas"
-    ),
-}
-"""Every key of a cluster that has a slot of its own, by what follows `rmq:{run:gid}:`."""
 
 EVERY_META = "rmq:{*}:meta"  # pattern for all runs on a server
 
@@ -144,24 +119,17 @@ def clock_beside(key: str) -> str:
     return key.partition("}:")[0] + "}:clock"
 
 
-def sync_beside(key: str) -> str:
-    """Return the `sync` key in the slot of a payload."""
-    return key.partition("}:")[0] + "}:sync"
-
-
 def payload_name(gid: str, token: str, chunk: int = 0) -> str:
     """Return the name of a payload, without the prefix of a run."""
     return f"payload:{gid}:{token}:{chunk}" if chunk else f"payload:{gid}:{token}"
 
 
 class Keys:
-    """Builds the keys of one run. With `spread` (in a cluster), payloads have their own slots."""
+    """Builds the keys of one run. Their hash tag is the run: a cluster has them on one node."""
 
-    def __init__(self, run: str, *, spread: bool = False) -> None:
+    def __init__(self, run: str) -> None:
         self.run = valid_name("run", run)
-        self.spread = spread
         self.prefix = f"rmq:{{{run}}}:"
-        self.spread_prefix = f"rmq:{{{run}:"
         self.meta = self.prefix + "meta"
         self.control = self.prefix + "control"
         self.clock = self.prefix + "clock"
@@ -169,13 +137,11 @@ class Keys:
         self.lineages = self.prefix + "lineages"
         self.leases = self.prefix + "leases"
         self.garbage = self.prefix + "garbage"
-        self.unpinned = self.prefix + "unpinned"
         self.bytes = self.prefix + "bytes"
         self.snapshot_lock = self.prefix + "snapshot_lock"
         self.dead = self.prefix + "dead"
         self.workers = self.prefix + "workers"
         self.bad_submissions = self.prefix + "bad_submissions"
-        self.audits = self.prefix + "audits"
         self.cursors = self.prefix + "cursors"
         self.events = self.prefix + "events"
         self.weights = self.prefix + "weights"
@@ -184,7 +150,6 @@ class Keys:
         self.queues = self.prefix + "jobs:"
         self.accounts = self.prefix + "progress:"
         self.pools = self.prefix + "pool:"
-        self.orders = self.prefix + "order:"
         self.ages = self.prefix + "age:"
         self.ends = self.prefix + "ended:"
         self.leased_by = self.prefix + "leased:"
@@ -213,33 +178,12 @@ class Keys:
     def pool(self, task: str, status: str) -> str:
         return f"{self.pools}{task}:{status}"
 
-    def order(self, task: str) -> str:
-        return f"{self.orders}{task}:completed"
-
     def age(self, task: str) -> str:
         return self.ages + task
 
     def payload(self, gid: str, token: str, chunk: int = 0) -> str:
         suffix = f":{chunk}" if chunk else ""
-        if self.spread:
-            return f"{self.spread_prefix}{gid}}}:payload:{token}{suffix}"
         return f"{self.prefix}payload:{gid}:{token}{suffix}"
-
-    def named(self, name: str) -> str:
-        """Return the key of a name without prefix, as snapshots store it."""
-        kind, _, rest = name.partition(":")
-        if self.spread and kind == "payload":
-            gid, _, token = rest.partition(":")
-            return f"{self.spread_prefix}{gid}}}:payload:{token}"
-        return self.prefix + name
-
-    @property
-    def pattern(self) -> str:
-        return f"rmq:{{{self.run}[:}}]*" if self.spread else f"{self.prefix}*"
-
-    def in_slot(self, payloads: list[str]) -> list[str]:
-        """Return the payload keys that a script may receive: none in a cluster."""
-        return [] if self.spread else payloads
 
     def payload_chunks(self, gid: str, token: str, chunks: int) -> list[str]:
         return [self.payload(gid, token, chunk) for chunk in range(chunks)]
@@ -317,7 +261,6 @@ SLOTS: Mapping[str, str] = {
     **{f"jobs_{lane}": f"jobs:{{task}}:{lane}" for lane in LANES},
     "pool": "pool:{task}:{status}",
     **{status: f"pool:{{task}}:{status}" for status in POOLS},
-    "order_index": "order:{task}:completed",
     "age_index": "age:{task}",
     **{end: f"ended:{{task}}:{end}" for end in ENDS},
     "ledger": "ledger:{ledger}",

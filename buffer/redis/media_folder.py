@@ -1,7 +1,7 @@
 """Files that payloads refer to, such as features of images, routed experts or sampling masks.
 
     <folder>/owner.json        the run that this folder belongs to
-    <folder>/<gid>/<name>      in a payload: run://<gid>/<name>
+    <folder>/<gid>/<name>      in a payload: run://<gid>/<name>, of a column with #<its CRC-32>
 
 Files are named by their group and freed by that name, so no index is needed and no script reads a
 payload (I14). A run:// URI is relative, so it stays valid when the folder moves. Files of other
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from buffer.errors import ConfigError, MediaError
 from buffer.ids import GID
+from buffer.redis.payloads import checksum
 
 SCHEME = "run://"
 OWNER = "owner.json"
@@ -103,17 +104,27 @@ class MediaFolder:
         return data
 
     def put_column(self, gid: str, name: str, column: NDArray[Any]) -> str:
-        """Store an array as a .npy file of a group, and return its URI."""
+        """Store an array as a .npy file of a group, and return its address: `URI#CRC-32`.
+
+        The group has the address among its texts, so its checksum and its seal cover the file.
+        """
         file = BytesIO()
         np.save(file, column, allow_pickle=False)
-        return self.put(gid, name, file.getbuffer())
+        data = file.getbuffer()
+        return f"{self.put(gid, name, data)}#{checksum(data)}"
 
-    def read_column(self, uri: str, dtype: str, most: int) -> NDArray[Any]:
+    def read_column(self, address: str, dtype: str, most: int) -> NDArray[Any]:
         """Return the array of a .npy file with at most `most` numbers of this type.
 
         Raises ConfigError, MediaError, or ValueError for another file.
         """
+        uri, _, crc = address.partition("#")
         data = self.read(uri, HEADER_BYTES + np.dtype(dtype).itemsize * most)
+        if (found := checksum(data)) != crc:
+            raise MediaError(
+                f"{uri} is not the file that its group names: its CRC-32 is {found}, not {crc:.20}",
+                hint="something has written to it, or the disk is faulty",
+            )
         file = BytesIO(data)
         if (version := _npy.read_magic(file)) != (1, 0):
             raise ValueError(f".npy version {version} is not supported, expected (1, 0)")

@@ -3,12 +3,6 @@
 A fenced worker can never overwrite the bytes of its successor (I2). Bytes are written with an
 expiry, which the script that accepts them removes. Scripts list unneeded payloads in `garbage`; any
 process may run `collect` to free them, at the same time as others, and may die at any point.
-
-In a cluster, the script that accepts bytes runs on another node: it lists them in `unpinned`, and
-its caller then removes their expiry (`pin_listed`). If the caller dies first, a janitor does so
-long before they expire. Each step is harmless when repeated (I13). With `wait_replicas`, the
-replicas of every node are waited for before the script, and before an entry is removed. Without it,
-bytes may be lost with their node: readers raise PayloadMissing, and the group is generated again.
 """
 
 from __future__ import annotations
@@ -19,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
@@ -27,11 +20,10 @@ from isal import isal_zlib
 
 from buffer.errors import PayloadMissing, WireError
 from buffer.job import PayloadRef
-from buffer.redis.connection.bulk_io import Command, Pieces
+from buffer.redis.connection.bulk_io import Pieces
 from buffer.redis.keys import Keys
-from buffer.redis.signing import Keyring, Signer
 from buffer.redis.store import Store
-from buffer.wire.framing import Compression, compress, split_turns
+from buffer.wire.framing import Compression, compress
 
 T = TypeVar("T")
 
@@ -43,8 +35,6 @@ UNPINNED_S = 3600  # lifetime of bytes that no script has accepted
 ROUND_BYTES = 8 * 2**20  # at most: larger round trips delay all other clients (measured)
 
 _KEPT_BYTES = 128 * 2**20  # malloc keeps no more for the next read: that gets pages of its own
-
-PIN = 200  # payloads whose expiry one round removes
 
 PROMPT = "-prompt"  # ends the token of an imported prompt, which becomes its group's `init`
 
@@ -78,26 +68,16 @@ class PayloadStore:
         self._store = store
         self._keys = keys
         self._compression = compression
-        self.signer: Signer | None = None
-        """signs what this process stores, and checks what it continues"""
-        self.keyring: Keyring | None = None  # checks what this process reads
 
-    def commands(
-        self, gid: str, token: str, data: Pieces, signatures: Sequence[str] = ()
-    ) -> tuple[PayloadRef, list[SetCommand]]:
-        """Return the reference of the bytes of one claim, and commands that store them uncopied.
+    def commands(self, gid: str, token: str, data: Pieces) -> tuple[PayloadRef, list[SetCommand]]:
+        """Return the reference of the bytes of one claim, and commands that store them uncopied."""
+        return self.append(PayloadRef(gid, token, 0, 0, ""), self.compressed(data))
 
-        `signatures`: those of what the bytes were made of.
-        """
-        return self.append(
-            PayloadRef(gid, token, 0, 0, ""), self.sealed(gid, token, data, signatures)
+    def compressed(self, data: Pieces) -> Pieces:
+        """Return a document as it is stored: compressed, if the run does that."""
+        return (
+            data if self._compression == "none" else [compress(b"".join(data), self._compression)]
         )
-
-    def sealed(self, gid: str, token: str, data: Pieces, signatures: Sequence[str] = ()) -> Pieces:
-        """Return a document as it is stored: compressed and signed, if the run does that."""
-        if self._compression != "none":
-            data = [compress(b"".join(data), self._compression)]
-        return [self.signer.sign(gid, token, data, signatures), *data] if self.signer else data
 
     def append(self, ref: PayloadRef, data: Pieces) -> tuple[PayloadRef, list[SetCommand]]:
         """Return the reference with more bytes behind it, and the commands that store these."""
@@ -127,10 +107,7 @@ class PayloadStore:
                     f"the prompt of {gid} has {len(data)} bytes",
                     hint=f"at most {CHUNK_BYTES} can be stored",
                 )
-        commands = []
-        for gid, data in stored.items():
-            seal = [self.signer.sign(gid, "init", [data])] if self.signer else []
-            commands.append(_set(self._keys.payload(gid, token), [*seal, data]))
+        commands = [_set(self._keys.payload(gid, token), [data]) for gid, data in stored.items()]
         self._store.write("prompt write", commands, starts_work=True)
 
     def fits(self, prompt: bytes) -> bool:
@@ -138,7 +115,7 @@ class PayloadStore:
         return is_short or len(compress(prompt, self._compression)) <= CHUNK_BYTES
 
     def read(self, ref: PayloadRef) -> bytes | memoryview:
-        """Return the bytes. Raises what `join` raises, or SignatureError."""
+        """Return the bytes. Raises what `join` raises."""
         return self.read_each([ref], lambda _, found: found)[0]
 
     def read_each(
@@ -174,12 +151,7 @@ class PayloadStore:
     def _read(self, refs: Sequence[PayloadRef], *, own_pages: bool) -> list[Whole]:
         entries = [(self._names(ref), ref.size) for ref in refs]
         found = self._store.read("payload read", entries, own_pages=own_pages)
-        wholes = list(map(join, refs, found))
-        for guard in [guard for guard in (self.signer, self.keyring) if guard]:
-            for ref, whole in zip(refs, wholes, strict=True):
-                for token, document in _documents(ref.token, whole):
-                    guard.check(replace(ref, token=token), document)
-        return wholes
+        return list(map(join, refs, found))
 
     def _names(self, ref: PayloadRef) -> list[str]:
         return self._keys.payload_chunks(ref.gid, ref.token, ref.chunks)
@@ -234,18 +206,6 @@ class PayloadStore:
             for gid, token, chunks in _listed([entry])
             for key in self._keys.payload_chunks(gid, token, chunks)
         ]
-
-
-def turn_token(token: str, n: int) -> str:
-    """Return the token under which document `n` of a payload with turns is signed."""
-    return f"{token}.{n}"
-
-
-def _documents(token: str, whole: Whole) -> list[tuple[str, Whole]]:
-    documents = split_turns(whole)
-    if documents[0] is whole:
-        return [(token, whole)]
-    return [(turn_token(token, n), document) for n, document in enumerate(documents)]
 
 
 def _listed(entries: Iterable[bytes]) -> list[tuple[str, str, int]]:
@@ -338,33 +298,3 @@ def join(ref: PayloadRef, parts: Sequence[Whole | None]) -> Whole:
     if ref.crc and (found := checksum(data)) != ref.crc:
         raise WireError(f"group {ref.gid}: checksum {found}, {ref.crc} was submitted")
     return data
-
-
-def pin_listed(store: Store, keys: Keys) -> int:
-    """Remove the expiry of listed payloads; return how many. If PIN, more may be left."""
-    if not keys.spread:
-        return 0
-    (found,) = store.each("pin", [("SRANDMEMBER", keys.unpinned, PIN)])
-    if not found:
-        return 0
-    parts = _listed(found)
-    commands: list[Command] = []
-    for gid, token, chunks in parts:
-        commands += [("PERSIST", name) for name in keys.payload_chunks(gid, token, chunks)]
-    _name_prompts(store, keys, [(gid, token) for gid, token, _ in parts if token.endswith(PROMPT)])
-    store.each("pin", commands, on_payloads=True)
-    store.each("pin", [("SREM", keys.unpinned, *found)])
-    return len(found)
-
-
-def _name_prompts(store: Store, keys: Keys, prompts: list[tuple[str, str]]) -> None:
-    """Copy imported prompts to their groups' keys, as the script does outside a cluster."""
-    copies = [
-        ("COPY", keys.payload(gid, token), keys.payload(gid, "init")) for gid, token in prompts
-    ]
-    store.each("pin", copies, on_payloads=True)
-    found = store.each("pin", [("EXISTS", keys.group(gid)) for gid, _ in prompts])
-    # a group may have ended meanwhile: its copy has the expiry of the original, and keeps it
-    living = [gid for (gid, _), is_there in zip(prompts, found, strict=True) if is_there]
-    store.each("pin", [("PERSIST", keys.payload(gid, "init")) for gid in living], on_payloads=True)
-    store.each("pin", [("UNLINK", keys.payload(gid, token)) for gid, token in prompts])

@@ -57,12 +57,10 @@ LENGTH_OF = {
 """The command that returns the length of each type in O(1), and fails on other types."""
 
 NAMED = {
-    "bucket": (9, "bucket:%d%d?"),
     "gid": (75, "[%w_.-]+%-00[0-6]%d%d%d%d%d%d%d"),
     "hex": (8, "[0-9a-f]+"),
     "name": (64, "[%w_.-]+"),
     "names": (512, "%w[%w_,-]*"),
-    "policy": (256, "[%w_.:-]+"),
     "token": (64, "[%w_.:-]+"),
     "weights": (80, "[%w_.-]+:%d+"),
 }

@@ -74,7 +74,7 @@ class IndexCut:
         keys = self._keys
         fixed = [keys.meta, keys.lineages, keys.dead, keys.bytes, *map(keys.ledger, LEDGERS)]
         for task in self._tasks:
-            fixed += [keys.progress(task), keys.order(task)]
+            fixed.append(keys.progress(task))
             fixed += [*self._jobs(task), *keys.all_pools([task])]
             fixed += [keys.ended(task, end) for end in ENDS]
         return fixed
@@ -93,7 +93,6 @@ class IndexCut:
             yield from chain(*(self._bits(keys.ended(task, end)) for end in ENDS))
             yield from chain(*map(self._stream, self._jobs(task)))
             yield from chain(*(self._zset(keys.pool(task, status)) for status in POOLS))
-            yield from self._zset(keys.order(task))
         yield from self._zset(keys.dead)
         for task in self._tasks:
             self._teaching = 0

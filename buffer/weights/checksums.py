@@ -79,37 +79,6 @@ def check_file(file: Path, facts: FileChecksums) -> None:
         raise WireError(f"{file.name} differs from its checksum in the manifest")
 
 
-class CheckedStream:
-    """Checks the bytes of a file as they arrive, in order."""
-
-    def __init__(self, name: str, facts: FileChecksums) -> None:
-        self._name = name
-        self._parts = iter([part for part in facts.parts if part.bytes])
-        self._begin()
-
-    def update(self, data: memoryview) -> None:
-        """Take the next bytes. Raises WireError at the end of a part that is not the right one."""
-        while data.nbytes:
-            if self._part is None:
-                raise WireError(f"{self._name} has more bytes than announced")
-            taken = data[: self._part.bytes - self._count]
-            self._found.update(taken)
-            self._count += taken.nbytes
-            data = data[taken.nbytes :]
-            if self._count == self._part.bytes:
-                self._check(self._part)
-
-    def _begin(self) -> None:
-        self._part = next(self._parts, None)
-        self._found = xxhash.xxh3_128()
-        self._count = 0
-
-    def _check(self, part: Part) -> None:
-        if self._found.hexdigest() != part.checksum:
-            raise WireError(f"{self._name} differs from the announced checksum")
-        self._begin()
-
-
 def starts_of(sizes: Sequence[int]) -> list[int]:
     return list(accumulate(sizes, initial=0))[:-1]
 

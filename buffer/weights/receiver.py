@@ -1,6 +1,6 @@
 """A worker's side of all transports: the address of a version says how it is fetched.
 
-The trainer's side is in `consumer/senders`. A version may be changes to the one before (delta.py):
+The trainer's side is in transports.py. A version may be changes to the one before (delta.py):
 they are applied to the version that the engine runs, or to the chain down to a whole one.
 
 Invariant: the folder that `fetch` returns has the checksums of the whole version.
@@ -17,9 +17,9 @@ from buffer.redis.store import Store
 from buffer.weights import delta
 from buffer.weights import folder_manifest as manifest
 from buffer.weights.host_folders import HostFolders
-from buffer.weights.redis_chunks import IN_CHUNKS, OFFERED, VersionStore
+from buffer.weights.redis_chunks import IN_CHUNKS, VersionStore
 from buffer.weights.shared_folder import FolderSender
-from buffer.weights.transport import Announcement, PublishedWeights
+from buffer.weights.transport import PublishedWeights
 from buffer.wire.rollout import PolicyVersion
 
 LONGEST_CHAIN = 1000
@@ -41,15 +41,8 @@ class WeightsReceiver:
         """Check what a worker will find there, without reading the tensors."""
         if published.address.startswith(IN_CHUNKS):
             self._versions.record(published.address.removeprefix(IN_CHUNKS), published.checksum)
-        elif self.announcement(published) is None:
+        else:
             manifest.check_files(Path(published.address), published.checksum)
-
-    def announcement(self, published: PublishedWeights) -> Announcement | None:
-        """Return how engines get these weights from the trainer's memory, if they can."""
-        if not published.address.startswith(OFFERED):
-            return None
-        label = published.address.removeprefix(OFFERED)
-        return Announcement.parse(self._versions.record(label, published.checksum))
 
     def fetch(self, published: PublishedWeights) -> Path:
         """Return a folder with these weights, verified. An empty checksum verifies nothing."""
@@ -81,8 +74,6 @@ class WeightsReceiver:
     def _fetch_one(self, published: PublishedWeights) -> Path:
         """Return the verified folder of a version, which may hold changes."""
         address, checksum = published
-        if announced := self.announcement(published):
-            address, checksum = announced.folder, announced.checksum
         if not address.startswith(IN_CHUNKS):
             if checksum:
                 manifest.verify(Path(address), checksum)

@@ -1,7 +1,6 @@
 """The transport "redis": versions of weights on the run's server, for small models and adapters.
 
-A version is a record, written last, and the chunks that it describes. The record is a manifest, or
-the announcement of a version that the trainer offers from its memory, without chunks.
+A version is its manifest, written last, and the chunks of the files that it lists.
 
 Invariant: what `VersionStore.read` leaves in a folder has the checksum that was published.
 """
@@ -19,11 +18,10 @@ from buffer.redis.payloads import CHUNK_BYTES, ROUND_BYTES
 from buffer.redis.store import Store
 from buffer.weights import folder_manifest as manifest
 from buffer.weights.new_folder import clear_temporary, temporary_prefix
-from buffer.weights.transport import Announcement, PublishedWeights, Save
+from buffer.weights.transport import PublishedWeights, Save
 from buffer.wire.rollout import PolicyVersion
 
-IN_CHUNKS = "redis:"  # schemes of addresses: the version's label follows
-OFFERED = "transfer:"
+IN_CHUNKS = "redis:"  # scheme of addresses: the version's label follows
 
 _CHUNKS_AT_ONCE = max(1, ROUND_BYTES // CHUNK_BYTES)  # chunks in one round trip, and in memory
 
@@ -92,7 +90,7 @@ class VersionStore:
     def drop(self, label: str) -> None:
         """Delete a version, its record first."""
         record = self._call("GETDEL", self._keys.weights_part(label))
-        # an announcement lists no files; an unfinished version has no record
+        # an unfinished version has no record
         count = sum(_chunk_count(size) for _, size in _files(record)) if record else 0
         for names in _batches(self._chunk_names(label, 0, count)):
             self._store.each("weights", [("UNLINK", name) for name in names])
@@ -101,13 +99,6 @@ class VersionStore:
         while self._call("UNLINK", self._keys.weights_part(label, number)):
             number += 1
         self._call("LREM", self._keys.weights, 0, label)
-
-    def announce(self, announcement: Announcement) -> PublishedWeights:
-        """Store an announcement as a version without chunks."""
-        record = announcement.to_json()
-        self.begin(announcement.label)
-        self.finish(announcement.label, record)
-        return PublishedWeights(OFFERED + announcement.label, manifest.digest(record))
 
     def prune(self, keep: int) -> None:
         for label in self.labels()[:-keep]:

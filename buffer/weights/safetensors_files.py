@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import threading
 from hashlib import blake2b
-from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import orjson
 
-from buffer.errors import ModelError, WireError
+from buffer.errors import ModelError
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the format itself
 
@@ -85,20 +84,6 @@ def read_header(stream: IO[bytes]) -> TensorHeader:
     return TensorHeader(tensors, metadata, file_bytes)
 
 
-def parse_tensors(data: memoryview) -> dict[str, TensorSpan]:
-    """Return the tensors of a file in memory by name. Raises WireError unless it is complete."""
-    header_end = 8 + min(int.from_bytes(data[:8], "little"), MAX_HEADER_BYTES)
-    try:
-        header = read_header(BytesIO(data[:header_end]))
-    except ValueError as error:
-        raise WireError(f"not a valid safetensors file: {error}") from error
-    if header.file_bytes != len(data):
-        raise WireError(
-            f"safetensors file of {len(data)} bytes: its header requires {header.file_bytes}"
-        )
-    return header.tensors
-
-
 def weight_files(folder: Path) -> list[Path]:
     """Return a checkpoint's files: the shards that an index names, else all. Raises ModelError."""
     index = folder / "model.safetensors.index.json"
@@ -109,7 +94,7 @@ def weight_files(folder: Path) -> list[Path]:
             raise ModelError(f"{index} is not an index of weights: {error!r}") from error
         files = [folder / str(name) for name in sorted(names)]
     else:
-        files = sorted(folder.glob("*.safetensors"))
+        files = sorted(folder.glob("[!.]*.safetensors"))
     if not files:
         hint = "save it with safetensors, not as a pickle"
         raise ModelError(f"{folder} has no *.safetensors", hint=hint)

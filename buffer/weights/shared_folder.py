@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,11 +36,6 @@ class FolderSender:
         with self._replaced(path) as folder:
             checksum = manifest.write(folder, str(weights), saved=save(folder))
         return PublishedWeights(str(path), checksum)
-
-    def copy(self, weights: PolicyVersion, save: Callable[[Path], None]) -> None:
-        """Write one version whose manifest `save` writes, too."""
-        with self._replaced(self.path(weights)) as folder:
-            save(folder)
 
     @contextmanager
     def _replaced(self, path: Path) -> Iterator[Path]:

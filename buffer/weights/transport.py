@@ -6,57 +6,13 @@ Control carries the address and checksum that a sender returns; the address says
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
-import orjson
-
-from buffer.errors import WireError
-from buffer.weights.checksums import FileChecksums
 from buffer.wire.rollout import PolicyVersion
 
-TransportName = Literal["folder", "redis", "gloo", "nccl"]
-
-
-@dataclass(frozen=True, slots=True)
-class Announcement:
-    """One version. `token` admits an engine's process; readers of the run's keys have it.
-
-    folder, checksum: the copy on disk, and the checksum of its manifest.
-    files: the safetensors files that are sent, in order. tensors: shapes of their tensors, by name.
-    """
-
-    label: str
-    backend: str
-    host: str
-    port: int
-    token: str
-    folder: str
-    checksum: str
-    files: Mapping[str, FileChecksums]
-    tensors: Mapping[str, tuple[int, ...]]
-
-    def to_json(self) -> bytes:
-        """Return the record for `VersionStore`; its empty "files" means that it has no chunks."""
-        offer = asdict(self)
-        offer["files"] = {name: facts.to_json() for name, facts in self.files.items()}
-        return orjson.dumps({"weights": self.label, "files": {}, "offer": offer})
-
-    @classmethod
-    def parse(cls, data: bytes | str) -> Announcement:
-        try:
-            offer: dict[str, Any] = orjson.loads(data)["offer"]
-            files = {name: FileChecksums.parse(facts) for name, facts in offer["files"].items()}
-            tensors = {
-                name: tuple(int(n) for n in shape) for name, shape in offer["tensors"].items()
-            }
-            names = ("label", "backend", "host", "token", "folder", "checksum")
-            texts = {name: str(offer[name]) for name in names}
-            return cls(**texts, port=int(offer["port"]), files=files, tensors=tensors)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise WireError(f"not an announcement of weights: {error!r}") from error
+TransportName = Literal["folder", "redis"]
 
 
 Save = Callable[[Path], object]
@@ -67,7 +23,7 @@ class PublishedWeights(NamedTuple):
     """The location of a version.
 
     address: a folder, or the scheme of a transport and what follows it.
-    checksum: of the manifest or announcement found there; empty if the publisher gave none.
+    checksum: of the manifest found there; empty if the publisher gave none.
     """
 
     address: str

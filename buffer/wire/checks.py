@@ -72,7 +72,7 @@ def _has_short_head(data: bytes | memoryview) -> bool:
 def check_groups(heads: Sequence[Head], columns: Sequence[Columns]) -> list[Bounds]:
     """Check the parts of groups and return the bounds of their columns. Raises WireError.
 
-    Groups of all writers are checked: a checksum or a signature proves that these are the bytes
+    Groups of all writers are checked: a checksum proves that these are the bytes
     that were sent, not that a trainer can read them.
     """
     _check_texts(heads)

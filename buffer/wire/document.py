@@ -17,7 +17,6 @@ from typing import Annotated, Any
 
 import msgspec
 import numpy as np
-from isal import isal_zlib
 from msgspec import UNSET, Meta, Struct, UnsetType
 from numpy.typing import NDArray
 from pydantic import ValidationError
@@ -270,31 +269,3 @@ def _by_offset(directory: Mapping[str, list[int]]) -> Iterable[tuple[str, list[i
     if all(map(lt, offsets, offsets[1:])):
         return directory.items()
     return sorted(directory.items(), key=lambda item: (item[1][0], math.prod(item[1][1:])))
-
-
-_REPLACED = frozenset(("mask", "statuses"))
-"""Columns that a group may replace (`RolloutGroup.mask`, `set_status`)."""
-
-
-class Seal:
-    """The checksum of a received document, and which arrays were its columns.
-
-    `crc`: the checksum, if the caller has computed it.
-    """
-
-    def __init__(self, columns: Columns, data: bytes | memoryview, crc: int | None) -> None:
-        self._columns = columns  # may be added to later
-        self._received = columns.copy()
-        self._data = data
-        self._sum = isal_zlib.crc32(data) if crc is None else crc
-
-    def changed(self) -> str:
-        """Return what has changed; "" for nothing."""
-        if isal_zlib.crc32(self._data) != self._sum:
-            return "its columns"
-        replaced = [
-            name
-            for name, column in self._received.items()
-            if self._columns.get(name) is not column and name not in _REPLACED
-        ]
-        return ", ".join(replaced)

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from buffer.errors import GroupChanged, WireError
 from buffer.wire.checks import Bounds, bounds_of
-from buffer.wire.document import OPTIONAL, Columns, Document, Head, Own, Seal, Shared
+from buffer.wire.document import OPTIONAL, Columns, Document, Head, Own, Shared
 from buffer.wire.own_copy import own_copy
 from buffer.wire.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
 from buffer.wire.sampling import SampleParams
 from buffer.wire.sampling_mask import RecordedMask
+from buffer.wire.seal import Seal
 from buffer.wire.staleness import ages, last_trained, living_version, token_mask
 from buffer.wire.table import (
     STATUSES,
@@ -73,12 +74,13 @@ class RolloutGroup:
     by rollout.
     """
 
-    signatures: Sequence[str] = ()  # lines of `buffer.wire.framing`
-
     turns: Sequence[RolloutState] = ()
     """What its agents have done since it was claimed, in order; see `KeptTurns`."""
 
-    seal: Seal | None = None  # of the received bytes that this group was made of
+    _seal: Seal | None = None  # of a received group
+    _origin: RolloutGroup | None = None  # the received group that this one was made of
+
+    _sampled_mask: NDArray[np.uint8] | None = None  # once `mask` was replaced
 
     def __init__(self, gid: str, task: str, states: Sequence[RolloutState]) -> None:
         if not states:
@@ -98,7 +100,7 @@ class RolloutGroup:
         group = cls.__new__(cls)
         group.head = document
         group.columns = columns
-        group.seal = seal
+        group._seal = seal
         group._states = None
         group._bounds = bounds
         return group
@@ -106,14 +108,14 @@ class RolloutGroup:
     def continued(self, states: Sequence[RolloutState]) -> RolloutGroup:
         """Return the group of these rollouts, which were made from those of this one."""
         group = RolloutGroup(self.gid, self.task, states)
-        group.signatures = self.signatures
-        group.seal = self.seal
+        group._origin = self._origin or self
         return group
 
     def with_parts(self, head: Head, columns: Columns) -> RolloutGroup:
         """Return the same group with other columns."""
         group = copy(self)
         group._states, group.head, group.columns = None, head, columns
+        group._seal, group._origin = None, self._origin or self
         return group
 
     def __len__(self) -> int:
@@ -145,18 +147,26 @@ class RolloutGroup:
         return self._states
 
     def check_unchanged(self) -> None:
-        """Raise GroupChanged unless the received columns are what the server sent.
+        """Raise GroupChanged unless the received group is what the server sent.
 
-        Call it before you store or publish a result of these columns.
+        Call it before you store or publish a result of it.
         """
-        if self.seal and (changed := self.seal.changed()):
+        given = self._origin or self
+        if given._seal and (changed := given._seal.changed(given.head, given.columns)):
             raise GroupChanged(
                 f"group {self.gid}: {changed} changed in memory after it was received",
-                hint="trust nothing that was made of it. If your code replaces columns or changes "
-                "them in place, let it work on copies (only `mask` may be replaced); if not, test "
-                "this machine's memory and report this as a bug. Then start again: a trainer "
+                hint="trust nothing that was made of it. If your code replaces parts of groups or "
+                "changes them in place, let it work on copies (`mask` may be assigned); if not, "
+                "test this machine's memory and report this as a bug. Then start again: a trainer "
                 "continues from its newest checkpoint",
             )
+
+    def _replace(self, name: str, column: NDArray[Any]) -> None:
+        if self._seal:
+            self._seal.replace(name, column)
+        else:
+            self.columns[name] = column
+        self._states = None
 
     # -- columns -------------------------------------------------------------
 
@@ -178,15 +188,24 @@ class RolloutGroup:
 
     @property
     def mask(self) -> NDArray[np.uint8]:
-        """Return which response tokens are trained, uint8[sum R]. May be replaced."""
+        """Return which response tokens are trained, uint8[sum R]. Another one may be assigned."""
         if "mask" not in self.columns:
-            self.columns["mask"] = np.ones(len(self.response_ids), "u1")
+            self._replace("mask", np.ones(len(self.response_ids), "u1"))
         return self.columns["mask"]
 
     @mask.setter
     def mask(self, mask: NDArray[np.uint8]) -> None:
-        self.columns["mask"] = mask
-        self._states = None
+        self._sampled_mask = self.sampled_mask
+        self._replace("mask", mask)
+
+    @property
+    def sampled_mask(self) -> NDArray[np.uint8]:
+        """Return which response tokens were sampled to be trained, uint8[sum R].
+
+        It is the mask as the group was made, however `mask` has been cut since. Whatever compares
+        rollouts by turn or position reads it.
+        """
+        return self.mask if self._sampled_mask is None else self._sampled_mask
 
     def optional_columns(self) -> dict[str, NDArray[np.float32]]:
         """Return the token columns of some groups, float32[sum R]; nan for a rollout without.
@@ -279,11 +298,14 @@ class RolloutGroup:
 
     @property
     def in_training(self) -> NDArray[np.bool_]:
-        """Return whether each member is of a role with trained tokens, bool[k]; all if none is."""
+        """Return whether each member is of a role that is trained, bool[k]; all if none is.
+
+        A role is trained if any of its tokens was sampled to be.
+        """
         roles = np.array(self.roles)
         if (roles != roles[0]).any():
             member = np.repeat(np.arange(len(self)), self.lengths)
-            trained = np.bincount(member, self.mask, len(self)) > 0
+            trained = np.bincount(member, self.sampled_mask, len(self)) > 0
             if trained.any():
                 return np.isin(roles, roles[trained])
         return np.ones(len(self), np.bool_)
@@ -293,9 +315,7 @@ class RolloutGroup:
         return _status_of(frozenset(self.columns["statuses"].tolist()))
 
     def set_status(self, status: Status) -> None:
-        codes = np.full(len(self), STATUSES.index(status), "u1")
-        self.columns["statuses"] = codes
-        self._states = None
+        self._replace("statuses", np.full(len(self), STATUSES.index(status), "u1"))
 
     # -- ages ----------------------------------------------------------------
 

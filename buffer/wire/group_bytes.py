@@ -9,8 +9,8 @@
      "own": [[position, {any field of shared, "session_id": str?, "role": str?, "error": str?,
                          "tool_calls": [{"id": str, "name": str, "arguments": {...}?,
                                          "raw_arguments": str?}, ...]?,
-                         "routed_experts": str (their address)?,
-                         "sampling_mask": str (its address)?}], ...]?,
+                         "routed_experts": str?, "sampling_mask": str? (addresses of files, with
+                         their checksums)}], ...]?,
      "responses": [str, ...], "finish_reasons": [str, ...]?, "lineages": [str, ...]?,
      "rewards": [str, ...]?, "teachers": [str, ...]?, "teacher_top_k": [int, ...]?,
      "columns": {name: [offset, *shape], ...}, "pad": str?, "data": bin}
@@ -43,7 +43,7 @@ little-endian arrays in `data`, in any order, each at a multiple of eight bytes;
 `data`, so that a reader can use columns as views of the received bytes.
 
 Any writer may store the document in one zstd frame (magic 28 B5 2F FD, content size in its header,
-no dictionary), and every reader must check for it. Signatures may come before it
+no dictionary), and every reader must check for it
 (`buffer.wire.framing`). Checksum and size of a payload are those of the stored bytes. Scripts never
 see these bytes (I14).
 """
@@ -63,14 +63,14 @@ from buffer.wire.document import (
     SCHEMA,
     Columns,
     Head,
-    Seal,
     encode_value,
     pack,
     read,
     unpack,
 )
-from buffer.wire.framing import ALIGNMENT, MAX_BYTES, Data, expand, split_signed, split_turns
+from buffer.wire.framing import ALIGNMENT, MAX_BYTES, Data, expand, split_turns
 from buffer.wire.group import RolloutGroup
+from buffer.wire.seal import Seal
 
 _SCHEMA_ENTRY = msgpack.packb("schema") + msgpack.packb(SCHEMA)
 _DATA_KEY = msgpack.packb("data")
@@ -151,7 +151,6 @@ def decode_each(payloads: Sequence[Data], crcs: Sequence[str]) -> list[RolloutGr
         if turns := documents[1:]:
             made = _decoded(turns, [None] * len(turns))
             group.turns = [state for turn in made for state in turn.states]
-        group.signatures = split_signed(documents[-1])[0]
     return groups
 
 
@@ -163,8 +162,10 @@ def _decoded(stored: Sequence[Data], sums: Sequence[int | None]) -> list[Rollout
     columns = [unpack(document.columns, document.data) for document in documents]
     bounds = check_groups(documents, columns)
     seals = [
-        Seal(part, data, known if data is as_stored else None)
-        for part, data, as_stored, known in zip(columns, plain, stored, sums, strict=True)
+        Seal(head, part, data, known if data is as_stored else None)
+        for head, part, data, as_stored, known in zip(
+            documents, columns, plain, stored, sums, strict=True
+        )
     ]
     return list(map(RolloutGroup.received, documents, columns, bounds, seals))
 

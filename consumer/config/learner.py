@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
@@ -60,7 +60,27 @@ OptimizerKind = Literal["adamw", "adamw_8bit"]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
-OBJECTIVES = ("cispo", "dppo", "gspo", "ppo", "sapo")
+class ObjectiveDefaults(NamedTuple):
+    """What a paper uses, where the config says nothing."""
+
+    clip_low: float
+    clip_high: float
+    aggregation: Aggregation
+
+
+OBJECTIVES = {
+    "cispo": ObjectiveDefaults(1.0, 0.28, "token_mean"),
+    "dppo": ObjectiveDefaults(0.15, 0.15, "token_mean"),
+    "gspo": ObjectiveDefaults(3e-4, 4e-4, "sequence_mean"),
+    "ppo": ObjectiveDefaults(0.2, 0.28, "token_mean"),
+    "sapo": ObjectiveDefaults(0.2, 0.28, "sequence_mean"),
+}
+"""Our objectives, with the defaults of their papers (`consumer/grpo/objectives.py`)."""
+
+
+def _defaults(data: Mapping[str, Any]) -> ObjectiveDefaults:
+    """Return the defaults of [learner.loss], as far as it is read; those of a user's are ppo's."""
+    return OBJECTIVES.get(data.get("objective", "ppo"), OBJECTIVES["ppo"])
 
 
 def _check_objective(text: str) -> str:
@@ -82,8 +102,7 @@ OWN_BOUND = ("cispo", "sapo")
 
 def _changed(section: Section, *keys: str) -> list[str]:
     """Return which of these keys have another value than their default."""
-    fields = type(section).model_fields
-    return [key for key in keys if getattr(section, key) != fields[key].default]
+    return [key for key in keys if getattr(section, key) != section.default_of(key)]
 
 
 class LossConfig(Section):
@@ -94,13 +113,16 @@ class LossConfig(Section):
     gradient), dppo (bounds the change of a probability, not its ratio), sapo (a soft bound), or a
     function of yours as package.module:function: see docs/pages/loss.md
     """
-    clip_low: float = Field(0.2, ge=0, le=1)
+    clip_low: float = Field(default_factory=lambda data: _defaults(data).clip_low, ge=0, le=1)
     """ratios of present to old policy below 1 - clip_low get no gradient where the advantage is
-    negative; dppo: probabilities that fell by more than it
+    negative; dppo: probabilities that fell by more than it; cispo: smaller weights are raised to
+    it. Default: that of the objective's paper, 0.2 for ppo, 0.0003 for gspo, 0.15 for dppo, 1 for
+    cispo (no bound)
     """
-    clip_high: float = Field(0.28, ge=0, le=1e6)
+    clip_high: float = Field(default_factory=lambda data: _defaults(data).clip_high, ge=0, le=1e6)
     """ratios above 1 + clip_high get no gradient where the advantage is positive; dppo:
-    probabilities that rose by more than it
+    probabilities that rose by more than it; cispo: larger weights are reduced to it. Default: that
+    of the objective's paper, 0.28 for ppo, 0.0004 for gspo, 0.15 for dppo; 0.28 for cispo
     """
     dual_clip: float | None = Field(None, gt=1, le=1e6)
     """for ppo: ratios above it get no gradient where the advantage is negative, for example 3.0;
@@ -110,9 +132,9 @@ class LossConfig(Section):
     """samples with a negative advantage get no policy gradient where the mean of log(sampling /
     present policy) over their tokens is above it (DeepSeek-V3.2); default: all get one
     """
-    aggregation: Aggregation = "token_mean"
+    aggregation: Aggregation = Field(default_factory=lambda data: _defaults(data).aggregation)
     """how the losses of tokens are added up: token_mean (DAPO), sequence_mean (GRPO), fixed_length
-    (Dr. GRPO: divides by max_tokens)
+    (Dr. GRPO: divides by max_tokens). Default: token_mean; sequence_mean for gspo and sapo
     """
     max_tokens: Count | None = Field(None, ge=1)
     """divisor of fixed_length, the longest response that may be sampled; default: none"""
@@ -136,7 +158,8 @@ class LossConfig(Section):
     are dropped
     """
     kl_coef: float = Field(0.0, ge=0, le=1e6)
-    """weight of the KL term to the initial model; 0: no such term, and no reference model is loaded
+    """weight of the KL term to the initial model; 0: no such term, and no reference model is
+    loaded. Tokens of older weights count with their importance weight
     """
     kl_reference: str | None = None
     """a teacher whose logprobs are the reference of that KL, so that the trainer loads no second
@@ -166,14 +189,23 @@ class LossConfig(Section):
                 yield f"{key} cannot act with objective = sapo, which has no hard bound"
         if self.max_tokens is not None and self.aggregation != "fixed_length":
             yield "max_tokens is read by aggregation = fixed_length only, and limits no response"
-        if self.importance_floor > 0 and self.importance_mode != "mask":
+        if not self.kl_coef and _changed(self, "kl_kind"):
+            yield "kl_kind needs kl_coef, the weight of the KL that it estimates"
+        yield from self._importance_problems()
+
+    def _importance_problems(self) -> Iterator[str]:
+        floor, cap = self.importance_floor, self.importance_cap
+        if floor > 0 and self.importance_mode != "mask":
             yield "importance_floor needs importance_mode = mask: truncation has no lower bound"
-        cap = self.importance_cap
-        if cap is not None and self.importance_floor >= cap:
-            yield "importance_floor must be below importance_cap: every token would be dropped"
-        others = _changed(self, *IMPORTANCE_KEYS)
-        if cap is None and others:
-            yield f"{' and '.join(others)} cannot act without importance_cap"
+        if cap is None:
+            if others := _changed(self, *IMPORTANCE_KEYS):
+                yield f"{' and '.join(others)} cannot act without importance_cap"
+        elif self.importance_mode == "mask" and not (floor <= 1 <= cap and floor < cap):
+            yield (
+                f"importance_mode = mask drops tokens with a weight below importance_floor = "
+                f"{floor:g} or above importance_cap = {cap:g}, and the weight of what the present "
+                "weights sampled is 1: all of it would be dropped; the two must enclose 1"
+            )
 
 
 class LoraConfig(Section):
@@ -226,9 +258,9 @@ class LearnerConfig(Section):
     such step is skipped
     """
     warmup_steps: Count = Field(0, ge=0)
-    """the learning rate rises linearly from 0 over this many optimizer steps"""
+    """the learning rate rises linearly from 0 over this many train steps"""
     decay_steps: Count | None = Field(None, ge=1)
-    """after the warm-up, the learning rate decays to final_rate, which it reaches at this optimizer
+    """after the warm-up, the learning rate decays to final_rate, which it reaches at this train
     step; default: no decay
     """
     schedule: Literal["linear", "cosine"] = "linear"
@@ -297,7 +329,7 @@ class LearnerConfig(Section):
                 yield f"{key} needs decay_steps: without it, the learning rate does not decay"
         elif self.decay_steps <= self.warmup_steps:
             yield (
-                f"decay_steps = {self.decay_steps} is the optimizer step at which the decay ends: "
+                f"decay_steps = {self.decay_steps} is the train step at which the decay ends: "
                 f"it must be larger than warmup_steps = {self.warmup_steps}"
             )
         yield from self._idle_bounds()
@@ -321,8 +353,9 @@ class LearnerConfig(Section):
                     "with one update per batch or old_policy = rollout, the ratio is the weight; "
                     "set importance_mode = mask, or old_policy = current"
                 )
-            has_own_bound = loss.objective in OWN_BOUND and loss.importance_mode == "truncate"
-            if has_own_bound and _changed(loss, "importance_cap"):
+            has_own_bound = loss.objective in OWN_BOUND or is_dotted_path(loss.objective)
+            is_read = loss.importance_mode == "mask" or loss.kl_coef > 0
+            if has_own_bound and not is_read and _changed(loss, "importance_cap"):
                 yield (
                     f"importance_cap of [learner.loss] cannot act with objective = "
                     f"{loss.objective}, which bounds the ratio itself"
@@ -343,7 +376,7 @@ class CriticConfig(Section):
     learning_rate: float = Field(1e-5, gt=0, le=10)
     """step size of AdamW"""
     warmup_steps: Count = Field(0, ge=0)
-    """the learning rate rises linearly from 0 over this many optimizer steps"""
+    """the learning rate rises linearly from 0 over this many train steps"""
     clip: float | None = Field(0.2, gt=0, le=1e6)
     """largest change of a value in one step"""
     gamma: float = Field(1.0, ge=0, le=1)

@@ -1,4 +1,4 @@
-"""The training loop around the learner, its audits and its reports."""
+"""The training loop around the learner, and its reports."""
 
 from __future__ import annotations
 
@@ -21,6 +21,10 @@ WITHIN_A_GROUP = (
 """Advantages that compare a rollout with the others of its prompt."""
 
 ADVANTAGES = (*WITHIN_A_GROUP, "reinforce_pp", "gae", "none")
+
+
+PASS_AT = 4
+"""The k of advantages = pass_at_k: a group of k rollouts or fewer has no advantage."""
 
 
 def _check_advantages(text: str) -> str:
@@ -77,10 +81,6 @@ class TrainerSection(Section):
     """time for which the trainer waits for a batch without a live producer before it ends with an
     error
     """
-    keys_file: Path | None = None
-    """file with the keys of all workers (`rolloutmq key`), for the trainer and auditors: a group
-    that none of them has signed is quarantined; default: signatures are not checked
-    """
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")
     """device of the model: auto (CUDA where there is some), cpu, cuda or cuda:N"""
     writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
@@ -94,11 +94,13 @@ class TrainerSection(Section):
                 "reward_weights names the parts of the reward for advantages = gdpo, which needs "
                 "them; no other estimator reads them"
             )
-        if self.overlong_buffer_tokens and self.advantages in ("gdpo", "none"):
+        if self.overlong_buffer_tokens and self.advantages in ("gdpo", "none", "pass_at_k"):
             yield (
-                "overlong_buffer_tokens lowers the score, which advantages = "
-                f"{self.advantages} does not read"
+                "overlong_buffer_tokens lowers the score, and advantages = "
+                f"{self.advantages} reads no part of a score"
             )
+        if self.reward_weights and not any(self.reward_weights.values()):
+            yield "reward_weights are all 0: every advantage would be 0"
 
     @property
     def is_gae(self) -> bool:
@@ -128,17 +130,6 @@ class EvaluationSection(Section):
     groups: int | None = Field(None, ge=1, le=MOST_PROBLEMS)
     """problems per evaluation; default: all held-out problems. Only then are they the same each
     time
-    """
-
-
-class AuditSection(Section):
-    """[audit]: which groups `rolloutmq audit` computes again, and what bars a worker."""
-
-    share: float = Field(0.01, gt=0, le=1)
-    """share of the groups of each train batch whose log-probabilities are computed again"""
-    tolerance: float = Field(0.25, gt=0, le=100, allow_inf_nan=False)
-    """root mean square, over the tokens of a group, of the difference between the logprobs of its
-    worker and those of the weights that it names, in nats; above it the worker is barred
     """
 
 
@@ -179,7 +170,7 @@ class WandbSection(Section):
 
 
 class TrainingConfig(Protocol):
-    """The sections that a trainer or an auditor reads, and what others say about the run."""
+    """The sections that a trainer reads, and what others say about the run."""
 
     @property
     def run(self) -> RunSection: ...
@@ -194,8 +185,6 @@ class TrainingConfig(Protocol):
     @property
     def evaluation(self) -> EvaluationSection: ...
     @property
-    def audit(self) -> AuditSection: ...
-    @property
     def samples(self) -> SamplesSection: ...
     @property
     def wandb(self) -> WandbSection: ...
@@ -203,6 +192,11 @@ class TrainingConfig(Protocol):
     def tasks(self) -> Collection[str]: ...
     @property
     def model_folder(self) -> Path: ...
+    @property
+    def train_roles(self) -> Mapping[str, Collection[str]]:
+        """Return the roles that tasks train, of those that name them."""
+        ...
+
     @property
     def teacher_weights(self) -> Mapping[str, Mapping[str, float]]:
         """Return the weight of each teacher of each task."""

@@ -19,14 +19,13 @@ from numpy.typing import NDArray
 from buffer.manifest import NotReady
 from buffer.wire.group import RolloutGroup
 from consumer.config.trainer import TrainingConfig
+from consumer.grpo.learner.group_rewards import FULL_SCORE
 from consumer.grpo.reporting.reporter import Reporter
 from consumer.grpo.reporting.step_log import read_evaluations
 from consumer.handle.evaluation_round import EvaluationRound
 from consumer.handle.rollout_consumer import RolloutConsumer
 
 log = logging.getLogger("rolloutmq.trainer")
-
-FULL_SCORE = 1.0 - 1e-6  # verifiers may give partial credit
 
 
 def measure(groups: Sequence[RolloutGroup]) -> dict[str, float]:

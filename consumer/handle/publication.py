@@ -31,11 +31,11 @@ from typing import NamedTuple
 
 from buffer.errors import PublicationFailed, RolloutMQError
 from buffer.run import Run
+from buffer.weights import transports
 from buffer.weights.transport import Save, WeightsSender
 from buffer.wire.rollout import PolicyVersion
 from consumer.config.trainer import TrainingConfig
 from consumer.handle.rollout_consumer import PauseMode, RolloutConsumer, Stopped
-from consumer.senders import transfer
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -49,13 +49,12 @@ class PublicationTimes(NamedTuple):
 
 def open_sender(config: TrainingConfig, run: Run) -> WeightsSender:
     policy = config.policy
-    return transfer.open_sender(
+    return transports.open_sender(
         policy.weights_transport,
         run.store,
         run.keys,
         policy.weights_folder(config.run),
         keep=config.trainer.keep_weights,
-        host=policy.weights_host,
         delta_base_every=policy.delta_base_every,
     )
 

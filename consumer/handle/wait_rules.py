@@ -12,7 +12,7 @@ T is the step that is asked for, M the newest weights, H the staleness from whic
        │        ├── its task was stopped ──────────────▶ waits until somebody resumes it, or
        │        │                                        TaskStopped (`TaskStops.are_final`)
        │        ├── all workers refuse M for REFUSAL_S ▶ WeightsRefused: publish others
-       │        ├── no producer for producer_timeout_s ▶ ProducerGone (unless a standby takes over)
+       │        ├── no producer for producer_timeout_s ▶ ProducerGone
        │        └── none waits or runs, and the producer has had a whole round:
        │              newer weights exist (M < T - 1) ─▶ ExpiredBatch
        │              none do ─────────────────────────▶ NoBatch, with all counters
@@ -150,7 +150,8 @@ class BatchOutlook:
         self._waited_s = 0.0
         self._next_check_s = time.monotonic() + POLL_S
         self._accounts: list[TaskAccount] = []
-        self._turns: set[tuple[str, int]] = set()
+        self._producer = ""
+        self._turns: set[int] = set()
         self._has_warned = False
 
     def obtainable(self, counts: Mapping[str, int], answer: NotReady) -> dict[str, int]:
@@ -222,14 +223,11 @@ class BatchOutlook:
             missed_s = min(missed_s, holder.silent_ms / 1000)
         if self._timeout_s is not None and missed_s >= self._timeout_s:
             raise ProducerGone(
-                f"step {self._step} waits for groups, and {holder}; no standby took over",
-                hint="see its log, then run `rolloutmq producer CONFIG`; with --standby, another "
-                "one takes over by itself",
+                f"step {self._step} waits for groups, and {holder}",
+                hint="see its log, then run `rolloutmq producer CONFIG`",
             )
         if not self._has_warned and missed_s >= 1.0:
-            log.warning(
-                "step %d waits for groups, and %s; a standby may take over", self._step, holder
-            )
+            log.warning("step %d waits for groups, and %s", self._step, holder)
             self._has_warned = True
 
     def _raise_if_refused(self, state: ControlState) -> None:
@@ -269,13 +267,15 @@ class BatchOutlook:
             started
             or self._stopped  # until it is resumed, the producer starts none
             or accounts != self._accounts
+            or holder.nonce != self._producer  # whose rounds are counted
             or answer.checkpoint_now
             or self._run.memory.use().refuses_fresh
         ):
             self._accounts = accounts
-            self._turns = {(holder.nonce, holder.turns)}
+            self._producer = holder.nonce
+            self._turns = {holder.turns}
             return
-        self._turns.add((holder.nonce, holder.turns))
+        self._turns.add(holder.turns)
         if len(self._turns) < TURNS:
             return
         if state.weights.version < self._step - 1:

@@ -9,7 +9,7 @@
 # One job: the first node has the server, the producer, the trainer on its first TRAINER_GPUS GPUs, and workers on its
 # other ones; every further node has a worker for each GPU. After a time limit, submit it again: the same run continues
 # (`sbatch --dependency=singleton` twice queues that in advance). The folder and the environment (`python3 bootstrap.py`)
-# are on a shared disk. `REDIS_URL=$(cat runs/server/url) rolloutmq top`, on any node, shows the run.
+# are on a shared disk. `REDIS_URL=$(cat runs/server/url) rolloutmq status --follow`, on any node, shows the run.
 set -euo pipefail
 CONFIG=${CONFIG:-configs/my_run.toml}
 TRAINER_GPUS=${TRAINER_GPUS:-1}

@@ -11,13 +11,11 @@ from docs.reference.commands import command_reference
 from docs.reference.config import config_reference
 from docs.reference.keys import key_reference
 from docs.reference.metrics import metric_reference
-from docs.reference.notebook import notebook_page
 
 REFERENCES: dict[str, Callable[[], str]] = {
     "docs/pages/command_reference.md": command_reference,
     "docs/pages/config_reference.md": config_reference,
     "docs/pages/key_reference.md": key_reference,
     "docs/pages/metric_reference.md": metric_reference,
-    "docs/notebooks/tour.md": notebook_page,
 }
 """The function that returns each page, by its path on the site."""

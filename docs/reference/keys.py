@@ -15,8 +15,8 @@ INTRODUCTION = """\
 
 All keys of a run begin with `rmq:{RUN}:`, where `RUN` is the name of the run and the braces are a
 cluster hash tag: they lie in one slot. "Names in scripts" are those in the headers of the Lua
-scripts (`rolloutmq scripts --json`); a name with an asterisk is a prefix, which the script
-completes. The same questions as commands are in [Commands](commands.md).
+scripts (`python -m buffer.redis.script_list`); a name with an asterisk is a prefix, which the
+script completes. The same questions as commands are in [Commands](commands.md).
 """
 
 CLUSTER_INTRODUCTION = """\

@@ -1,8 +1,7 @@
 """Compute the tokens that a chat template puts between two turns of the model.
 
 What the model sampled is never tokenized again: the template formats a fixed turn, and only what
-follows its end token, a special one, is taken. Special tokens written out in messages of others are
-broken up, so these cannot begin or end a turn.
+follows its end token, a special one, is taken.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError
-from producer_workers.agent_loops.tokenizer import Tokenizer
+from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat
 
 _USER = {"role": "user", "content": "a"}
 # A turn of a reasoning model; templates drop the thought or keep it.
@@ -25,8 +24,6 @@ _THOUGHT = {"role": "assistant", "content": "<think>\nwhy\n</think>\n\nb"}
 
 # Fields that belong to the conversation in any template.
 _ALWAYS_READ = ("role", "content", "name", "tool_calls", "tool_call_id")
-
-ZERO_WIDTH_SPACE = "\u200b"
 
 Messages = Sequence[dict[str, Any]]
 
@@ -43,7 +40,6 @@ class ChatDelta:
     ) -> None:
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(eos_ids)
-        self._special = _special_tokens(tokenizer)
         self._names = _names(tokenizer)
         self._checked: set[tuple[bool, tuple[str, ...]]] = set()
         self._orders: dict[tuple[str, ...], bool] = {}
@@ -59,9 +55,8 @@ class ChatDelta:
         turn may contain a thought. Raises ConfigError if the template cannot express these
         messages.
         """
-        safe = self.harmless(messages)
-        self._check(safe, has_thought and not self._keep_turns)
-        return self._tail(safe, end_turn)
+        self._check(messages, has_thought and not self._keep_turns)
+        return self._tail(messages, end_turn)
 
     @cached_property
     def largest_token(self) -> int | None:
@@ -103,27 +98,6 @@ class ChatDelta:
                     written.append(self._encode(with_words, generation=True))
             self._orders[roles] = len(written) == 2 and written[0] != written[1]
         return self._orders[roles]
-
-    def harmless(self, messages: Messages) -> list[dict[str, Any]]:
-        """Return the messages with special tokens in texts broken up by a zero-width space."""
-        return [
-            {key: value if key == "role" else self._broken_up(value) for key, value in each.items()}
-            for each in messages
-        ]
-
-    def _broken_up(self, value: Any) -> Any:
-        if self._special is None:
-            return value
-        match value:
-            case str():
-                return self._special.sub(
-                    lambda found: found[0][0] + ZERO_WIDTH_SPACE + found[0][1:], value
-                )
-            case dict():
-                return {key: self._broken_up(each) for key, each in value.items()}
-            case list():
-                return [self._broken_up(each) for each in value]
-        return value
 
     def _behind_a_turn(self, messages: Messages) -> tuple[list[int], int]:
         """Return a conversation with `messages` after a turn of the model, and that turn's end."""
@@ -197,15 +171,14 @@ class ChatDelta:
 
     def _encode(self, messages: Messages, *, generation: bool) -> list[int]:
         try:
-            ids = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=True, add_generation_prompt=generation, return_dict=False
-            )
+            return encode_chat(self._tokenizer, messages, opens_turn=generation)
+        except ConfigError:
+            raise
         except Exception as error:  # a template may raise anything
             roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
             raise ConfigError(
                 f"the chat template does not accept the roles {roles}: {error}"
             ) from error
-        return [int(token) for token in ids]
 
 
 def _first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
@@ -245,12 +218,3 @@ def _names(tokenizer: Any) -> frozenset[str] | None:
     if not template:
         return None
     return frozenset([*_ALWAYS_READ, *re.findall(r"\w+", str(template))])
-
-
-def _special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
-    """Return a pattern of a tokenizer's special tokens as text; None if it has none."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    words = {str(token) for token in added if token.special}
-    words |= set(getattr(tokenizer, "all_special_tokens", ()))
-    longest_first = sorted(words, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest_first))) if words else None

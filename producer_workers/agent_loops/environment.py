@@ -81,6 +81,11 @@ class EnvironmentBorder(Border):
                 f"environment {name!r} returned {result!r:.80}",
                 hint="return an Answer with a list of messages",
             )
+        if messages and messages[-1].get("role") == "assistant":
+            raise UserCodeError(
+                f"environment {name!r} returned messages that end with the assistant's",
+                hint="end them with a message of the user or of a tool, or return none",
+            )
         what = f"environment {name!r}"
         turn = result.turn_reward
         given = {} if turn is None else {"turn_reward": turn}

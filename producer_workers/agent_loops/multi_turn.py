@@ -23,9 +23,15 @@ from buffer.wire.rollout import RolloutState, Status, has_ended
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.environment import Answer, ContainedEnvironment, Environment, Turn
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
+from producer_workers.agent_loops.tokenizer import (
+    BYTES_PER_TOKEN,
+    Tokenizer,
+    in_thread_of_texts,
+    in_tokenizer_thread,
+)
 from producer_workers.agent_loops.tool_parsers import ToolParser, tool_parser
 from producer_workers.agent_loops.toolbox import Toolbox
+from producer_workers.datasets.row_values import byte_count
 from producer_workers.engines.base import Engine, context_length
 from producer_workers.judges.judge import Judge
 
@@ -140,14 +146,18 @@ class MultiTurnAgentLoop(SingleTurnAgentLoop):
 
     async def _append(self, state: RolloutState, answer: Answer, engine: Engine) -> bool:
         """Append an answer if it leaves room for one more token; return whether it did."""
-        was_ended = int(state.response_ids[-1]) in self._eos_ids
-        tokens = await in_tokenizer_thread(
-            self._delta.tokens, answer.messages, end_turn=not was_ended
-        )
         room = state.sample_params.max_tokens
         if (context := context_length(engine)) is not None and state.prompt_ids is not None:
             room = min(room, context - len(state.prompt_ids))
-        if len(state.response_ids) + len(tokens) >= room:
+        room -= len(state.response_ids)
+        most = BYTES_PER_TOKEN * room
+        if (size := byte_count(answer.messages, most)) > most:
+            return False
+        was_ended = int(state.response_ids[-1]) in self._eos_ids
+        tokens = await in_thread_of_texts(
+            size, self._delta.tokens, answer.messages, end_turn=not was_ended
+        )
+        if len(tokens) >= room:
             return False
         state.read(tokens)
         state.finish_reason = None

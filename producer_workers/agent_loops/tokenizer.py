@@ -9,21 +9,35 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
-from buffer.errors import ModelError
+from buffer.errors import ConfigError, ModelError
+from producer_workers.agent_loops.control_tokens import ControlTokens
 from producer_workers.engines.model_folder import read_config
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# One for the process: two threads cannot use a fast tokenizer at the same moment.
+# Two for the process, so that short texts never wait for a long one, which takes a second per MB.
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+_LONG_TEXTS = ThreadPoolExecutor(1, thread_name_prefix="long-texts")
+LONG_TEXT = 2**17  # bytes
+
+BYTES_PER_TOKEN = 16
+"""A text of more bytes for each token that fits is refused before it is encoded: English has 4 to 5
+bytes per token, indented code up to 8.
+"""
 
 
 async def in_tokenizer_thread(work: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
     """Return the result of `work`, which uses a tokenizer, without blocking the event loop."""
-    return await asyncio.get_running_loop().run_in_executor(
-        _THREAD, partial(work, *args, **options)
-    )
+    return await in_thread_of_texts(0, work, *args, **options)
+
+
+async def in_thread_of_texts(
+    size: int, work: Callable[P, T], *args: P.args, **options: P.kwargs
+) -> T:
+    """Do the same for `work` on texts of `size` bytes."""
+    thread = _LONG_TEXTS if size > LONG_TEXT else _THREAD
+    return await asyncio.get_running_loop().run_in_executor(thread, partial(work, *args, **options))
 
 
 # Model types for which AutoTokenizer follows the class that the folder names; for others, such as
@@ -49,7 +63,7 @@ class TaskTokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._template_kwargs = dict(template_kwargs)
-        self._system_prompt = system_prompt
+        self._system_prompt = ControlTokens.of(tokenizer).broken_up(system_prompt)
 
     def apply_chat_template(self, conversation: Any, /, **options: Any) -> Any:
         messages = with_system_prompt(conversation, self._system_prompt)
@@ -75,10 +89,15 @@ def with_system_prompt(
 def load_tokenizer(model: str) -> Tokenizer:
     """Load the tokenizer of a model folder or hub name. Raises ModelError."""
     try:
-        return cast(Tokenizer, _tokenizer_class(Path(model)).from_pretrained(model))
+        tokenizer = _tokenizer_class(Path(model)).from_pretrained(model)
     except (OSError, ValueError) as error:
         hint = "give a folder with tokenizer.json, or a model name of the hub"
         raise ModelError(f"no tokenizer in {model!r}: {error}", hint=hint) from error
+    if backend := getattr(tokenizer, "backend_tokenizer", None):
+        # some files set these; the first use would unset them, and no two threads may do that
+        backend.no_truncation()
+        backend.no_padding()
+    return cast(Tokenizer, tokenizer)
 
 
 def check_same_tokens(student: Path, teacher: Path) -> None:
@@ -116,14 +135,27 @@ def encode_chat(
     tokenizer: Tokenizer,
     messages: Sequence[dict[str, Any]],
     tools: Sequence[dict[str, Any]] | None = None,
+    *,
+    opens_turn: bool = True,
 ) -> list[int]:
-    """Return the token ids of a chat, with its tools, up to the start of the model's turn."""
+    """Return the token ids of a chat, with its tools, up to the start of the model's turn.
+
+    Every chat of a run is encoded here, so that no text of it has control tokens. Raises
+    ConfigError for a chat that ends with the model's own message, and what the template raises.
+    """
+    if opens_turn and messages and messages[-1].get("role") == "assistant":
+        raise ConfigError(
+            "the conversation ends with a message of the assistant, which would be closed before "
+            "the model's own turn",
+            hint="end it with a message of the user or of a tool",
+        )
+    safe = ControlTokens.of(tokenizer)
     # return_dict is given because its default differs between transformers 4 and 5.
     ids = tokenizer.apply_chat_template(
-        list(messages),
-        tools=list(tools) if tools else None,
+        safe.in_messages(messages),
+        tools=safe.broken_up(list(tools)) if tools else None,
         tokenize=True,
-        add_generation_prompt=True,
+        add_generation_prompt=opens_turn,
         return_dict=False,
     )
     return list(map(int, ids))

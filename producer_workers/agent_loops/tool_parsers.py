@@ -4,8 +4,9 @@
               (Hermes 2, Qwen 2.5 and 3)
 
 A thought before the answer (up to </think> or [/THINK]) calls nothing. Marks within a call's
-arguments are text. A call that cannot be parsed has None as its `arguments`: the model gets an
-error and may try again.
+arguments are text. A call that cannot be parsed, or has an integer over 64 bits, which no group can
+store, has None as its `arguments`, and `raw_arguments`: an agent gets these, and with tools of the
+task the model gets an error and may try again.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
 
-import orjson
+import msgpack
 
 from buffer.errors import ConfigError, WireError
 from buffer.wire.checks import check_plain
 from buffer.wire.rollout import ToolCall
 from buffer.wire.sampling import StructuredOutput
+from producer_workers.agent_loops.call_json import read_json, write_json
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -64,7 +67,7 @@ _FORM = '<tool_call>\\n\\{{"name": "({})", "arguments": \\{{[^\\n]*\\}}\\}}\\n</
 class HermesParser:
     def parse(self, text: str, tools: Tools = None) -> ParsedTurn:
         start = end_of_thought(text)
-        calls = [_tool_call(number, *_call(raw)) for number, raw in enumerate(_calls(text, start))]
+        calls = [_call(number, raw) for number, raw in enumerate(_calls(text, start))]
         begin = _BEGINS.search(text, start)
         return ParsedTurn(text[: begin.start()] if begin and calls else text, calls)
 
@@ -114,33 +117,33 @@ def _end_of_json(text: str, start: int) -> int | None:
         return None
 
 
-def _call(text: str) -> tuple[str, str]:
-    """Return (name, arguments as JSON) of a call object; for other JSON, the text as arguments."""
+def _call(number: int, text: str) -> ToolCall:
+    """Return a call object as a call; other JSON has no name, and the text as arguments."""
     call = _loads(text)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return "", text
+        return _tool_call(number, "", text)
     arguments = call.get("arguments", call.get("parameters", {}))
-    if isinstance(arguments, str):  # some templates write the arguments as JSON in a string
-        return call["name"], arguments
-    return call["name"], orjson.dumps(arguments).decode()
+    # some templates write the arguments as JSON in a string
+    raw = arguments if isinstance(arguments, str) else write_json(arguments)
+    return _tool_call(number, call["name"], raw)
 
 
 def _tool_call(number: int, name: str, raw: str) -> ToolCall:
     arguments = _loads(raw) if name else None
-    return ToolCall(
-        id=f"call_{number}",
-        name=name,
-        arguments=arguments if isinstance(arguments, dict) else None,
-        raw_arguments="" if isinstance(arguments, dict) else raw,
-    )
+    if isinstance(arguments, dict):
+        raw = write_json(arguments)
+        with suppress(OverflowError):  # an integer over 64 bits
+            msgpack.packb(arguments)
+            return ToolCall(f"call_{number}", name, arguments)
+    return ToolCall(f"call_{number}", name, raw_arguments=raw)
 
 
 def _loads(text: str) -> Any:
     """Return the value of a JSON text; None if it is invalid or nested too deep."""
     try:
-        value = orjson.loads(text)
+        value = read_json(text)
         check_plain("arguments", [value])
-    except (orjson.JSONDecodeError, WireError):
+    except (ValueError, WireError):
         return None
     return value
 

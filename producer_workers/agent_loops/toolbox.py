@@ -128,7 +128,8 @@ class Toolbox:
 
     async def _call(self, call: ToolCall) -> str:
         if call.arguments is None:
-            return f"error: this call cannot be read: {call.raw_arguments[:200]}"
+            why = "this call cannot be read, or has an integer over 64 bits"
+            return f"error: {why}: {call.raw_arguments[:200]}"
         known = [*self._functions, *self._servers]
         if call.name not in known:
             return f"error: there is no tool {call.name!r}; known: {', '.join(known)}"

@@ -30,10 +30,6 @@ class WorkerSection(Section):
     """how a group is generated: single_turn, multi_turn, tools, gateway, or a class of yours as
     package.module:Class
     """
-    key_file: Path | None = None
-    """file with the key (`rolloutmq key`) with which this worker signs what it submits; default: it
-    signs nothing
-    """
     tasks: list[str] | None = None
     """the tasks that this worker serves; default: all tasks"""
     lanes: list[Literal["eval", "resume", "fresh"]] = Field(
@@ -56,13 +52,9 @@ class ProducerSection(Section):
     """[producer]: which prompts become jobs, and how many at once."""
 
     max_prompt_tokens: Count | None = Field(None, ge=1)
-    """longer prompts are skipped and counted; default: no limit"""
+    """longer prompts are skipped and counted; default: those with more than 2 MiB of text"""
     slice_size: int = Field(64, ge=1, le=128)
     """largest number of groups that one script enqueues"""
-    key_file: Path | None = None
-    """file with the key of the name `producer` (`rolloutmq key`), with which prompts are signed;
-    default: they are not
-    """
 
 
 class JudgesSection(Section):

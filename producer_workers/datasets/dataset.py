@@ -70,7 +70,9 @@ def _feistel(value: int, half_bits: int, key: bytes) -> int:
 def _has_role(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(message.get("role"), str) or "content" not in message:
         raise ValueError('expected an object with "role" and "content"')
-    return message
+    # null is no value: chat templates would write it out
+    content = message["content"] if message["content"] is not None else ""
+    return {**{key: each for key, each in message.items() if each is not None}, "content": content}
 
 
 def _of_text(structured: Any) -> Any:

@@ -9,7 +9,9 @@ from typing import Any
 
 from buffer.errors import ConfigError, DatasetError, describe
 from buffer.imports import import_package, search_in
+from buffer.readable import format_size
 from producer_workers.config.dataset import (
+    LARGEST_ROW,
     HarborSection,
     NemoGymSection,
     OpenEnvSection,
@@ -87,11 +89,11 @@ def open_tasks(section: HarborSection, *_: Any) -> Dataset:
     itself checks a task again when it begins a trial.
     """
     folder = section.path.absolute()
-    tasks = sorted(path.parent for path in folder.glob(f"*/{_CONFIG}"))
+    tasks = sorted(path.parent for path in folder.glob(f"[!.]*/{_CONFIG}"))
     if not tasks:
         hint = f"set path to a folder with one folder for each task, each with a {_CONFIG}"
         raise DatasetError(f"{folder}: there are no tasks of Harbor", hint=hint)
-    for path in folder.glob("*/instruction.md"):
+    for path in folder.glob("[!.]*/instruction.md"):
         if path.parent not in tasks:
             raise _fault(path.parent / _CONFIG, "is missing")
     records = [_record(task, folder.name) for task in tasks]
@@ -109,7 +111,7 @@ def _record(task: Path, source: str) -> dict[str, Any]:
 def _config(file: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(_content(file))
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError is one
         raise _fault(file, str(error)) from error
 
 
@@ -125,6 +127,8 @@ def _instruction(task: Path, config: dict[str, Any]) -> Path:
 
 def _content(file: Path) -> str:
     try:
+        if file.stat().st_size > LARGEST_ROW:
+            raise _fault(file, f"has more than {format_size(LARGEST_ROW)}")
         return file.read_text("utf-8")
     except FileNotFoundError as error:
         raise _fault(file, "is missing") from error

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 from bisect import bisect_right
-from itertools import accumulate
+from collections import Counter
+from itertools import accumulate, count
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from buffer.errors import DatasetError
 from buffer.imports import import_extra
-from producer_workers.datasets.records import RecordsDataset, ToProblem, problem_of
+from buffer.readable import format_size
+from producer_workers.config.dataset import LARGEST_ROW
+from producer_workers.datasets.records import RecordsDataset, ToProblem, check_size, problem_of
+
+log = logging.getLogger("rolloutmq.producer")
 
 # First bytes of files that are not text: what they are, and what to do.
 _OTHER_FILES = {
@@ -28,9 +34,11 @@ class JsonlDataset(RecordsDataset):
     Every line is checked when the file is opened, so that line 40,000 fails before the run.
     """
 
-    def __init__(self, path: Path, to_problem: ToProblem = problem_of) -> None:
-        rows = JsonRows(path)
-        super().__init__(rows, str(path), to_problem, rows.name_row)
+    def __init__(
+        self, path: Path, to_problem: ToProblem = problem_of, largest: int = LARGEST_ROW
+    ) -> None:
+        rows = JsonRows(path, largest)
+        super().__init__(rows, str(path), to_problem, rows.name_row, largest)
         for row in range(1, len(rows)):
             self.row(row)
 
@@ -38,20 +46,36 @@ class JsonlDataset(RecordsDataset):
 class JsonRows:
     """The values of the lines that are not blank, by number."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, largest: int) -> None:
         self._path = path
+        self._lines: list[tuple[int, bytes]] = []
         try:
-            data = path.read_bytes()
+            with path.open("rb") as file:
+                self._read(file, largest)
         except OSError as error:
             reason = error.strerror or str(error)
             hint = "set path to a JSONL file that this user can read"
             raise DatasetError(f"{path}: cannot be opened: {reason}", hint=hint) from error
+
+    def _read(self, file: BinaryIO, largest: int) -> None:
+        """Read all lines, and no more of one than it may have."""
+        for number in count(1):
+            line = file.readline(largest + 1)
+            if not line:
+                return
+            if number == 1:
+                self._refuse_other_files(line)
+            if len(line) > largest:
+                what = f"{self._path}:{number}: the row has more than {format_size(largest)}"
+                raise DatasetError(what, hint="leave it out, or move what is large into a file")
+            if line.strip():
+                self._lines.append((number, line))
+
+    def _refuse_other_files(self, line: bytes) -> None:
         for mark, (kind, hint) in _OTHER_FILES.items():
-            if data.startswith(mark):
-                message = f"{path}: the file is {kind}, not JSON lines"
-                raise DatasetError(message, hint=hint.format(path))
-        lines = enumerate(data.split(b"\n"), start=1)
-        self._lines = [(number, line) for number, line in lines if line.strip()]
+            if line.startswith(mark):
+                message = f"{self._path}: the file is {kind}, not JSON lines"
+                raise DatasetError(message, hint=hint.format(self._path))
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -63,7 +87,9 @@ class JsonRows:
     def __getitem__(self, row: int) -> Any:
         try:
             # keeps long integers, which orjson would round
-            return json.loads(self._lines[row][1].decode(), parse_constant=_refuse)
+            return json.loads(
+                self._lines[row][1].decode(), parse_constant=_refuse, object_pairs_hook=_distinct
+            )
         except ValueError as error:
             raise ValueError(f"the line is not JSON in UTF-8: {error}") from error
 
@@ -72,11 +98,23 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no value of JSON")
 
 
-class ParquetRows:
-    """The rows of a file or a folder of files, as dicts by number."""
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        (name, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {name[:80]!r} is written twice in one object")
+    return made
 
-    def __init__(self, path: Path) -> None:
-        self._files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+
+class ParquetRows:
+    """The rows of a file or a folder of files, as dicts by number; hidden files are none of it."""
+
+    def __init__(self, path: Path, largest: int = LARGEST_ROW) -> None:
+        self._largest = largest
+        self._files = sorted(path.glob("[!.]*.parquet")) if path.is_dir() else [path]
+        if dangling := [file for file in self._files if file.is_symlink() and not file.exists()]:
+            log.warning("left out: links that lead nowhere: %s", ", ".join(map(str, dangling)))
+            self._files = [file for file in self._files if file not in dangling]
         if not self._files:
             raise DatasetError(f"{path}: the folder has no *.parquet files")
         self._tables = [_read_table(file) for file in self._files]
@@ -92,12 +130,30 @@ class ParquetRows:
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         file, row = self._find(row)
-        found: dict[str, Any] = self._tables[file].slice(row, 1).to_pylist()[0]
-        return found
+        found = self._tables[file].slice(row, 1)
+        check_size(found.nbytes, self._largest)
+        (record,) = found.to_pylist()
+        return cast(dict[str, Any], record)
 
     def _find(self, row: int) -> tuple[int, int]:
         file = bisect_right(self._ends, row)
         return file, row - (self._ends[file - 1] if file else 0)
+
+
+class HubRows:
+    """The rows of a data set of the package `datasets`."""
+
+    def __init__(self, rows: Any, largest: int) -> None:
+        self._rows = rows
+        self._tables = rows.with_format("arrow")
+        self._largest = largest
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, row: int) -> Any:
+        check_size(self._tables[row].nbytes, self._largest)
+        return self._rows[row]
 
 
 def _read_table(file: Path) -> Any:

@@ -20,7 +20,7 @@ from producer_workers.config.dataset import (
 from producer_workers.config.task import HELD_OUT
 from producer_workers.datasets.contained_dataset import ContainedDataset, source_of_code
 from producer_workers.datasets.dataset import Dataset
-from producer_workers.datasets.files import JsonlDataset, ParquetRows
+from producer_workers.datasets.files import HubRows, JsonlDataset, ParquetRows
 from producer_workers.datasets.image_records import ImageRecords
 from producer_workers.datasets.reasoning_gym import write_problems
 from producer_workers.datasets.records import (
@@ -29,6 +29,7 @@ from producer_workers.datasets.records import (
     load_to_problem,
     unusable,
     without_images,
+    without_nulls,
 )
 from producer_workers.datasets.stream import StreamDataset
 
@@ -61,26 +62,33 @@ def open_here(
 
 
 def open_jsonl(section: JsonlSection, *_: Any) -> Dataset:
-    return JsonlDataset(section.path, with_images(section))
+    return JsonlDataset(section.path, with_images(section), section.largest_row)
 
 
 def open_parquet(section: ParquetSection, *_: Any) -> Dataset:
-    rows = ParquetRows(section.path)
-    return RecordsDataset(rows, str(section.path), with_images(section), rows.name_row)
+    largest = section.largest_row
+    rows = ParquetRows(section.path, largest)
+    to_problem = with_images(section, of_table=True)
+    return RecordsDataset(rows, str(section.path), to_problem, rows.name_row, largest)
 
 
 def open_hugging_face(section: HuggingFaceSection, *_: Any) -> Dataset:
-    to_problem = with_images(section)
-    return RecordsDataset(_read_by_datasets(section), str(section.path), to_problem)
+    largest = section.largest_row
+    to_problem = with_images(section, of_table=True)
+    rows = HubRows(_read_by_datasets(section), largest)
+    return RecordsDataset(rows, str(section.path), to_problem, largest=largest)
 
 
 def open_python(section: PythonSection, _folder: Path, _split: str | None, seed: int) -> Dataset:
     """Open an object of the user's: numbered rows, or a stream."""
     to_problem = with_images(section)
     made = _make(section)
+    largest = section.largest_row
     if _is_numbered(made):
-        return RecordsDataset(made, section.factory, to_problem)
-    return StreamDataset(made, section.factory, to_problem, seed=seed, rows=section.rows)
+        return RecordsDataset(made, section.factory, to_problem, largest=largest)
+    return StreamDataset(
+        made, section.factory, to_problem, seed=seed, rows=section.rows, largest=largest
+    )
 
 
 def open_generated(
@@ -97,8 +105,10 @@ def open_generated(
     return JsonlDataset(files.held_out if split == HELD_OUT else files.train)
 
 
-def with_images(section: RecordsSection) -> ToProblem:
+def with_images(section: RecordsSection, *, of_table: bool = False) -> ToProblem:
     to_problem = load_to_problem(section.record, section.fields)
+    if of_table:
+        to_problem = without_nulls(to_problem)
     if section.images is None:
         return without_images(to_problem)
     folder = _folder_of(section)

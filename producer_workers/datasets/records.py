@@ -11,11 +11,18 @@ from pydantic import ValidationError
 from buffer.errors import ConfigError, DatasetError, describe, text_of
 from buffer.failure_text import places
 from buffer.imports import load_object
+from buffer.readable import format_size
 from buffer.wire.own_copy import own_copy
-from producer_workers.config.dataset import FieldName
+from producer_workers.config.dataset import LARGEST_ROW, FieldName
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.row_values import HINT as STORABLE
-from producer_workers.datasets.row_values import Unstorable, is_picture, plain_problem, plain_record
+from producer_workers.datasets.row_values import (
+    Unstorable,
+    byte_count,
+    is_picture,
+    plain_problem,
+    plain_record,
+)
 from producer_workers.user_code.failure import is_of_user, user_trace
 
 EXPECTED = (
@@ -42,6 +49,25 @@ def load_to_problem(spec: str | None, fields: Mapping[FieldName, str] | None = N
         return plain_problem(changed) if isinstance(changed, Problem) else problem_of(changed)
 
     return to_problem
+
+
+def without_nulls(to_problem: ToProblem) -> ToProblem:
+    """Return `to_problem` for rows of a table, all of which have the keys of any row, as null.
+
+    They are left out of messages and tools, which the model reads.
+    """
+
+    def left_out(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: left_out(each) for key, each in value.items() if each is not None}
+        return [left_out(each) for each in value] if isinstance(value, list) else value
+
+    def of_table(record: Any) -> Problem:
+        problem = to_problem(record)
+        read = {"messages": left_out(problem.messages), "tools": left_out(problem.tools)}
+        return problem.model_copy(update=read)
+
+    return of_table
 
 
 def problem_of(record: Any, fields: Mapping[FieldName, str] | None = None) -> Problem:
@@ -123,7 +149,7 @@ class Records(Protocol):
 class RecordsDataset:
     """Rows are the records, each made a problem; the first one is tried at once.
 
-    Errors name the records by `source`, or as `name_row` says.
+    Errors name the records by `source`, or as `name_row` says. `largest`: bytes of a record.
     """
 
     def __init__(
@@ -132,10 +158,12 @@ class RecordsDataset:
         source: str,
         to_problem: ToProblem,
         name_row: Callable[[int], str] | None = None,
+        largest: int = LARGEST_ROW,
     ) -> None:
         self._records = records
         self._source = source
         self._to_problem = to_problem
+        self._largest = largest
         self._name_row = name_row or (lambda row: f"{source}, row {row}")
         if not len(records):
             raise DatasetError(f"{source}: there are no records")
@@ -147,22 +175,30 @@ class RecordsDataset:
     def row(self, row: int, epoch: int = 0) -> Problem:
         if not 0 <= row < len(self):
             raise IndexError(f"{self._source}: row {row} of {len(self)}")
-        return make_problem(
-            self._to_problem, partial(self._records.__getitem__, row), self._name_row(row)
-        )
+        read = partial(self._records.__getitem__, row)
+        return make_problem(self._to_problem, read, self._name_row(row), self._largest)
 
 
-def make_problem(to_problem: ToProblem, read: Callable[[], Any], where: str) -> Problem:
-    """Read a record and make a problem of it that can be stored.
+def make_problem(
+    to_problem: ToProblem, read: Callable[[], Any], where: str, largest: int = LARGEST_ROW
+) -> Problem:
+    """Read a record of at most `largest` bytes and make a problem of it that can be stored.
 
     Raises DatasetError with the record and the place in the user's code for every error.
     """
     try:
-        return to_problem(read())
+        record = read()
+        check_size(byte_count(record, largest), largest)
+        return to_problem(record)
     except (ConfigError, KeyboardInterrupt):
         raise
     except BaseException as error:
         raise unusable(where, error, HINT) from error
+
+
+def check_size(size: int, largest: int) -> None:
+    if size > largest:
+        raise ValueError(f"the row has more than {format_size(largest)}, too much for a prompt")
 
 
 def unusable(where: str, error: BaseException, expected: str = "") -> DatasetError:

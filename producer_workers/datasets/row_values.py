@@ -187,6 +187,30 @@ def _container(value: Any, depth: int) -> Any:
     raise _refused(value)
 
 
+def byte_count(value: Any, most: int) -> int:
+    """Return the bytes of the texts in a value, keys included; counting ends above `most`.
+
+    An array counts with its bytes, everything else as one byte.
+    """
+    count = 0
+    rest = [value]
+    while rest and count <= most:
+        found = rest.pop()
+        if isinstance(found, str):
+            count += len(found) if found.isascii() else len(found.encode(errors="surrogatepass"))
+        elif isinstance(found, bytes):
+            count += len(found)
+        elif isinstance(found, Mapping):
+            count += 1
+            rest += [*found.keys(), *found.values()]
+        elif isinstance(found, list | tuple):
+            count += 1
+            rest += found
+        else:
+            count += found.nbytes if isinstance(found, np.ndarray) else 1
+    return count
+
+
 def is_picture(value: Any) -> bool:
     return type(value).__module__.startswith("PIL.")
 

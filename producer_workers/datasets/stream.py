@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from buffer.errors import DatasetError
+from producer_workers.config.dataset import LARGEST_ROW
 from producer_workers.datasets.dataset import Problem
 from producer_workers.datasets.records import ToProblem, make_problem
 
@@ -31,11 +32,13 @@ class StreamDataset:
         *,
         seed: int = 0,
         rows: int | None = None,
+        largest: int = LARGEST_ROW,
     ) -> None:
         self._iterable = iterable
         self._source = source
         self._to_problem = to_problem
         self._seed = seed
+        self._largest = largest
         self._rows = _length(iterable, source) if rows is None else rows
         _check_order(iterable, source)
         self._lock = threading.Lock()
@@ -52,7 +55,7 @@ class StreamDataset:
         if not 0 <= row < self._rows:
             raise IndexError(f"{self._source}: row {row} of {self._rows}")
         where = f"{self._source}, epoch {epoch}, record {row}"
-        return make_problem(self._to_problem, partial(self._find, row, epoch), where)
+        return make_problem(self._to_problem, partial(self._find, row, epoch), where, self._largest)
 
     def _find(self, row: int, epoch: int) -> Any:
         with self._lock:

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import ModelError, RolloutMQError
-from buffer.weights.transport import Announcement
 from buffer.wire.rollout import MediaRef, PolicyVersion, VersionSpan
 from buffer.wire.sampling import SampleParams
 from buffer.wire.sampling_mask import RecordedMask
@@ -184,16 +183,6 @@ class AbortsGroups(Protocol):
 
     async def abort_others(self, spared: Collection[str]) -> None:
         """Abort requests whose group (their id up to the first "/") is not in `spared`."""
-
-
-@runtime_checkable
-class ReceivesWeights(Protocol):
-    """An engine that can receive weights from the trainer's memory, not only from a folder."""
-
-    def receives_weights(self) -> bool: ...
-
-    async def receive_weights(self, announced: Announcement, version: PolicyVersion) -> None:
-        """Load announced weights. A transfer that fails never touches the model."""
 
 
 class GroupImages:

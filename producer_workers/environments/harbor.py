@@ -36,6 +36,7 @@ from producer_workers.gateway.agents import (
     MODEL,
     AgentError,
     AgentTask,
+    Begin,
     Earned,
     end_process,
 )
@@ -93,7 +94,7 @@ class HarborAgent:
         scored_errors: Collection[str] = (),
         trials_dir: str | None = None,
         trials_at_once: int = 16,
-        time_limit_s: float | None = None,
+        time_limit_s: float = 7200.0,
         cleanup_s: float = 60.0,
     ) -> None:
         self.processes = TrialProcesses(harbor_python, trials_at_once, time_limit_s, cleanup_s)
@@ -112,8 +113,9 @@ class HarborAgent:
         """Raise ConfigError if Harbor, the agent or the environment cannot be loaded."""
         self.processes.check({**self._config, "task": {"path": "."}})
 
-    async def run(self, task: AgentTask) -> Earned:
+    async def run(self, begin: Begin) -> Earned:
         """Return the reward of the trial's tests. Raises TrialFailed."""
+        task = begin()
         name = f"rmq-{re.sub('[^a-zA-Z0-9]+', '-', task.session_id)}-{secrets.token_hex(3)}"
         agent = self._config["agent"]
         kept = self._trials_dir and Path(self._trials_dir).absolute()
@@ -130,7 +132,7 @@ class HarborAgent:
     def _earned(self, name: str, answer: Mapping[str, Any]) -> dict[str, float]:
         found = dict(answer["rewards"] or {})
         score = found.pop(self._reward, None)
-        given = {} if score is None else {"score": score, **found}
+        given = {} if score is None else {**found, "score": score}
         try:
             rewards = check_numbers("the tests", given) or None
         except JudgeError as wrong:
@@ -267,13 +269,16 @@ class TrialProcesses:
 
 
 async def _ask(process: Any, request: Mapping[str, Any]) -> bytes:
-    """Return the line that a process answers; b"" if it ended without one."""
+    """Return the line that a process answers; b"" if it ended without one. Raises TrialFailed."""
     try:
         process.stdin.write(orjson.dumps(request) + b"\n")
         await process.stdin.drain()
     except OSError:  # it has ended
         pass
-    line: bytes = await process.stdout.readline()
+    try:
+        line: bytes = await process.stdout.readline()
+    except ValueError as error:
+        raise TrialFailed(f"the trial's answer has more than {LARGEST_ANSWER} bytes") from error
     return line
 
 

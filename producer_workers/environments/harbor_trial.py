@@ -5,8 +5,9 @@
     stdout  {"rewards": {...} or null, "errors": [{"type", "message", "trace"}]}
 
 The end of stdin (the worker has died, or has ended the trial) and SIGTERM end the trial, which then
-stops its environment, in `cleanup_s` at most. With `"check": true` it only loads the agent and the
-environment. With `"clean": true` it stops the environment of a trial whose process was killed.
+stops its environment, in `cleanup_s` at most; the exit code is 1 if it did not stop. With
+`"check": true` it only loads the agent and the environment. With `"clean": true` it stops the
+environment of a trial whose process was killed.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ async def main(answers: int) -> None:
     else:
         answer = await _until_end(request, stdin)
     os.write(answers, json.dumps(answer).encode() + b"\n")
+    if _STOPPING:
+        os._exit(1)  # the end of the event loop would wait for the environment
 
 
 async def _until_end(request: dict[str, Any], stdin: asyncio.StreamReader) -> Answer:
@@ -78,6 +81,7 @@ async def _answer(request: dict[str, Any]) -> Answer:
         if request.get("clean"):
             await trial.agent_environment.stop(delete=True)
             return {"rewards": None, "errors": []}
+        _limit_stop(trial.agent_environment, request["cleanup_s"])
         result = await trial.run()
     # A task or an option that Harbor refuses, or a fault of Harbor. It exits without an engine.
     except (Exception, SystemExit) as error:
@@ -91,6 +95,25 @@ async def _answer(request: dict[str, Any]) -> Answer:
             if error
         ],
     }
+
+
+_STOPPING: list[asyncio.Future[Any]] = []
+"""Of environments that have not stopped in time."""
+
+
+def _limit_stop(environment: Any, limit_s: float) -> None:
+    """Have the trial go on to its reward where its environment does not stop."""
+    stop = environment.stop
+
+    async def limited(*given: Any, **named: Any) -> None:
+        stopping = asyncio.ensure_future(stop(*given, **named))
+        done, _ = await asyncio.wait({stopping}, timeout=limit_s)
+        if done:
+            stopping.result()
+        else:
+            _STOPPING.append(stopping)
+
+    environment.stop = limited
 
 
 def _check(config: Any) -> Answer:

@@ -9,16 +9,21 @@ is on for the agent.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import aiohttp
 
-from buffer.errors import RolloutMQError
+from buffer.errors import RolloutMQError, ServiceAway, WireError
+from buffer.wire.foreign_json import read_json
 from producer_workers.gateway.agents import AgentTask
+from producer_workers.http_client import ask
+from producer_workers.user_code.border import check_numbers
+from producer_workers.user_code.http_request import AWAY
 
 RUN_ID = "_ng_rollout_id"
 
-LONGEST_ANSWER = 2000  # characters of a failed answer that are kept
+LONGEST_ANSWER = 32 << 20  # bytes: it repeats the row, and has the whole conversation
 
 
 class GymFailure(RolloutMQError):
@@ -28,18 +33,23 @@ class GymFailure(RolloutMQError):
 async def play(task: AgentTask, *, url: str) -> dict[str, float]:
     """Return the reward of the row, with its components; `url`: of the agent's server.
 
-    Raises GymFailure.
+    Raises GymFailure; ServiceAway if the server does not answer, or has no room.
     """
     row = {**task.extra["row"], RUN_ID: task.api_key}
-    timeout = aiohttp.ClientTimeout(total=None)  # the loop limits the run
-    async with (
-        aiohttp.ClientSession(timeout=timeout, trust_env=True) as client,
-        client.post(f"{url.rstrip('/')}/run", json=row) as response,
-    ):
-        if not response.ok:
-            said = (await response.text())[:LONGEST_ANSWER]
-            raise GymFailure(f"{url}/run answered {response.status}: {said}")
-        verified = await response.json()
+    where = f"{url.rstrip('/')}/run"
+    async with aiohttp.ClientSession(trust_env=True) as client:
+        data = json.dumps(row).encode()
+        # the loop limits the time of a run
+        answer = await ask(client, "POST", where, data, limit_s=None, most=LONGEST_ANSWER)
+    if answer.problem:
+        kind = ServiceAway if answer.status in AWAY else GymFailure
+        raise kind(f"{where} {answer.problem}")
+    try:
+        verified = read_json(answer.body, f"the answer of {where}", most=LONGEST_ANSWER)
+    except WireError as error:
+        raise GymFailure(error.message) from error
+    if not isinstance(verified, dict):
+        raise GymFailure(f"{where} gave {verified!r:.80}, not an object")
     return _reward(verified)
 
 
@@ -52,4 +62,4 @@ def _reward(verified: dict[str, Any]) -> dict[str, float]:
     components = verified.get("reward_components") or {}
     if not isinstance(components, dict):
         raise GymFailure(f"/run gave {components!r:.80} as reward_components, not an object")
-    return {**components, "score": verified["reward"]}
+    return {**check_numbers("reward_components", components), "score": verified["reward"]}

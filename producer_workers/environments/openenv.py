@@ -9,7 +9,6 @@ rollout.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -17,14 +16,13 @@ from typing import Any
 
 import orjson
 
-from buffer.errors import ConfigError, RolloutMQError
+from buffer.errors import ConfigError, RolloutMQError, ServiceAway
 from buffer.imports import import_package, is_dotted_path, load_function
 from producer_workers.datasets.environment_tasks import NOTHING_ASKED
 from producer_workers.gateway.agents import AgentTask
+from producer_workers.user_code.http_request import AWAY
 
 REQUIREMENT = "openenv>=0.10,<0.11"
-
-WAIT_S = 1.0  # before the server of an environment with no room is asked again
 
 _NO_ROOM = "CAPACITY_REACHED"
 _ABOUT = ("done", "reward", "metadata")  # fields of an observation that the model does not read
@@ -123,20 +121,26 @@ async def _step(environment: Any, action: dict[str, Any]) -> Any:
 async def _episode(
     url: str, arguments: Mapping[str, Any], timeout_s: float
 ) -> AsyncIterator[tuple[Any, Any]]:
-    """Connect, and reset the environment; wait while its server has no room."""
+    """Connect, and reset the environment. Raises ServiceAway."""
     core = import_package("openenv.core", REQUIREMENT)
-    while True:
-        client = core.GenericEnvClient(base_url=url, message_timeout_s=timeout_s)
-        async with client as environment:
-            try:
-                result = await environment.reset(**arguments)
-            except RuntimeError as error:  # of the server, with its code
-                if _NO_ROOM not in str(error):
-                    raise
-            else:
-                yield environment, result
-                return
-        await asyncio.sleep(WAIT_S)
+    client = core.GenericEnvClient(base_url=url, message_timeout_s=timeout_s)
+    try:
+        await client.connect()
+    except ConnectionError as error:
+        cause = error.__cause__
+        status = getattr(getattr(cause, "response", None), "status_code", None)
+        is_cut = isinstance(getattr(cause, "__cause__", None), EOFError)  # it ends, or starts again
+        if isinstance(cause, OSError) or is_cut or status in AWAY:
+            raise ServiceAway(f"{url} is away: {cause}") from error
+        raise
+    async with client as environment:
+        try:
+            result = await environment.reset(**arguments)
+        except RuntimeError as error:  # of the server, with its code
+            if _NO_ROOM in str(error):
+                raise ServiceAway(f"{url} has no room for another episode") from error
+            raise
+        yield environment, result
 
 
 def _actions(spec: str) -> Callable[[str, Any], dict[str, Any]]:

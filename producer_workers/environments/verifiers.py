@@ -24,6 +24,8 @@ from producer_workers.gateway.agents import BY_HEADER, AgentTask
 
 log = logging.getLogger("rolloutmq.worker")
 
+STOP_S = 60.0  # for the servers and tools of an environment to stop before they start again
+
 # By the id of a trace; None for those that are not trained.
 Rewards = dict[str, dict[str, Any] | None]
 
@@ -114,7 +116,9 @@ class EpisodePlayer:
         """Serve in its own task, which its scopes may not leave, after the one `before`."""
         try:
             if before is not None and not before.done():
-                await asyncio.wait({before})
+                _, hanging = await asyncio.wait({before}, timeout=STOP_S)
+                if hanging:
+                    log.error("servers of an environment did not stop within %g s", STOP_S)
             async with self._environment.serving():
                 ready.set_result(None)
                 await closing.wait()

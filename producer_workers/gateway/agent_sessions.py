@@ -36,7 +36,11 @@ class AgentSessions:
         self.interrupted = asyncio.Event()
         self.failure: EngineDeadError | None = None  # ended the engine, and the sessions
         self._by_name: dict[str, Session] = {}
-        for name, segments in {"": [], **(finished or {})}.items():
+        self.restart(finished or {})
+
+    def restart(self, finished: Mapping[str, list[Segment]]) -> None:
+        self._by_name.clear()
+        for name, segments in {"": [], **finished}.items():
             self._add(name, segments)
 
     def of(self, name: str) -> Session:

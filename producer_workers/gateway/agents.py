@@ -15,22 +15,33 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import orjson
 
-from buffer.errors import ConfigError, UserCodeError
+from buffer.errors import ConfigError, ServiceAway, UserCodeError
 from buffer.failure_text import trace_text
 from buffer.imports import load_object
+from buffer.redis.connection.retry import Backoff
 from producer_workers.follow_owner import kill_session
 from producer_workers.user_code.border import TURN_REWARDS, Border, Rules, check_answer
 from producer_workers.user_code.process_function import call_of
 
+log = logging.getLogger("rolloutmq.worker")
+
 _THREADS = 256  # plain functions that run at the same time in a worker itself; more wait
+
+GRACE_S = 10.0  # the endpoint refuses the next request of a cancelled agent, which ends in order
+
+AWAY = Backoff(1.0, 5.0)  # pauses before a server of environments that is away is asked again
+QUIET_S = 60.0  # between two lines of the log about that
 
 MODEL = "policy"  # the model's name; the endpoint accepts any other name, too
 
@@ -95,9 +106,13 @@ class AgentTask:
 
     @property
     def question(self) -> str:
-        return next(
-            (str(m["content"]) for m in reversed(self.messages) if m.get("role") == "user"), ""
-        )
+        return question_of(self.messages)
+
+
+def question_of(messages: Sequence[dict[str, Any]]) -> str:
+    """Return the last message of a user, "" without one."""
+    asked = [str(m["content"]) for m in messages if m.get("role") == "user"]
+    return asked[-1] if asked else ""
 
 
 Earned = dict[str, dict[str, Any]]
@@ -105,6 +120,9 @@ Earned = dict[str, dict[str, Any]]
 
 Sessions with {} are left out of the group.
 """
+
+Begin = Callable[[], AgentTask]
+"""Returns the task of an agent that starts; again, if it must start again because others failed."""
 
 EVERY_ROLE = "*"
 
@@ -117,7 +135,7 @@ class Agent(Protocol):
 
     resumable: bool
 
-    async def run(self, task: AgentTask) -> Earned | None:
+    async def run(self, begin: Begin) -> Earned | None:
         """Return the agent's own rewards, or None. Raises AgentError; cancelling ends the agent."""
         ...
 
@@ -179,18 +197,25 @@ class FunctionAgent:
             error=error,  # it fails its rollout alone
             processes=4 if is_coroutine else 16,
             mode="coroutines" if is_coroutine else "threads",
-            # another run of it would begin another session
-            repeats=False,
-            # the endpoint refuses its next request, which ends it in order
-            grace_s=10.0,
+            grace_s=GRACE_S,
         )
+        self._quiet_until_s = 0.0
         self._call = call_of(
             function, f"{__name__}:AGENT", rules, path=path, options=options, turns=_THREADS
         )
 
-    async def run(self, task: AgentTask) -> Earned | None:
-        earned: Earned | None = await self._call(task)
-        return earned
+    async def run(self, begin: Begin) -> Earned | None:
+        attempt = 0
+        while True:
+            try:
+                earned: Earned | None = await self._call(begin(), again=lambda: (begin(),))
+                return earned
+            except ServiceAway as error:  # without a limit: no rollout is to blame
+                if time.monotonic() >= self._quiet_until_s:
+                    self._quiet_until_s = time.monotonic() + QUIET_S
+                    log.warning("%s; rollouts wait, attempt %d", error, attempt + 1)
+            await asyncio.sleep(AWAY.pause_s(attempt))
+            attempt += 1
 
     def close(self) -> None:
         self._call.close()
@@ -215,8 +240,8 @@ class ProgramAgent:
 
     def close(self) -> None: ...  # each program ends with its session
 
-    async def run(self, task: AgentTask) -> Earned | None:
-        command = self._command
+    async def run(self, begin: Begin) -> Earned | None:
+        task, command = begin(), self._command
         for name in ("question", "base_url", "model"):
             command = [part.replace(f"{{{name}}}", getattr(task, name)) for part in command]
         names = ("messages", "data_source", "extra", "session_id", "finished", "finished_roles")
@@ -231,17 +256,38 @@ class ProgramAgent:
         )
         try:
             async with asyncio.timeout(self._limit_s):
-                _, stderr = await process.communicate(orjson.dumps(given, default=str))
+                stderr = await _talk(process, orjson.dumps(given, default=str))
         except TimeoutError as error:
             message = f"agent {self._command[0]} took longer than {self._limit_s:g} s"
             raise AgentError(message, hint="see agent_loop_options.time_limit_s") from error
         finally:
             await end_process(process)
         if process.returncode:
-            said = stderr[-LONGEST_STDERR:].decode(errors="replace").strip().split("\n")
+            said = stderr.decode(errors="replace").strip().split("\n")
             message = f"agent {self._command[0]} exited with {process.returncode}: {said[-1]}"
             raise AgentError(message, trace=trace_text(said))
         return None
+
+
+async def _talk(process: asyncio.subprocess.Process, given: bytes) -> bytes:
+    """Write to a program's stdin; return the last of its stderr, once it has ended."""
+    stdin, stderr = process.stdin, process.stderr
+    assert stdin
+    assert stderr
+
+    async def write() -> None:
+        with suppress(ConnectionError):  # it need not read its task
+            stdin.write(given)
+            await stdin.drain()
+        stdin.close()
+
+    last = b""
+    async with asyncio.TaskGroup() as talk:
+        talk.create_task(write())
+        while chunk := await stderr.read(1 << 16):
+            last = (last + chunk)[-LONGEST_STDERR:]
+    await process.wait()
+    return last
 
 
 async def end_process(process: asyncio.subprocess.Process) -> None:

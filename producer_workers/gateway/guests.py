@@ -29,16 +29,21 @@ RETRIES = "x-stainless-retry-count"
 
 
 class Refusal(RolloutMQError):
-    """A request is not answered; `field`: the field that is at fault."""
+    """A request is not answered; `field`: the field that is at fault; `location`: where it is."""
 
-    def __init__(self, status: int, message: str, code: str, field: str | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, code: str, field: str | None = None, location: str = ""
+    ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.field = field
+        self._location = location
 
     @property
     def headers(self) -> dict[str, str]:
+        if self._location:
+            return {"Location": self._location}
         if self.status == 429 or self.code == "moved":
             return {"Retry-After": "1"}
         return {"x-should-retry": "false"}  # clients would retry, and be refused again

@@ -14,8 +14,7 @@ from itertools import takewhile
 from operator import and_, eq
 from typing import Any
 
-import orjson
-
+from producer_workers.agent_loops.call_json import read_json
 from producer_workers.agent_loops.tokenizer import SYSTEM_ROLES
 from producer_workers.agent_loops.tool_parsers import end_of_thought
 
@@ -121,6 +120,6 @@ def _of_model(message: dict[str, Any]) -> tuple[str | None, Any]:
 
 
 def _value(arguments: str) -> Any:
-    with suppress(orjson.JSONDecodeError):
-        return orjson.loads(arguments)
+    with suppress(ValueError):
+        return read_json(arguments)
     return arguments

@@ -23,10 +23,20 @@ from producer_workers.gateway.history import Conversation, Messages
 
 
 class TurnEnd(NamedTuple):
-    """The end of a turn in a segment."""
+    """The end of a turn in a segment, counted from its beginning, and what its answer told.
+
+    `after`: how many answers its session had when it was asked. `name`: of the answer ("":
+    unknown). `instructed`: how many first messages of the segment are instructions of the request
+    alone, which a request after this answer does not continue.
+    """
 
     messages: int
     tokens: int
+    after: int = 0
+    name: str = ""
+    instructed: int = 0
+    sampled: int = 0  # its tokens
+    finish_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +56,6 @@ class Segment:
     experts: NDArray[np.int16] | str | None = None  # of all ids but the last, if recorded
     sampling_mask: RecordedMask = None  # of all ids, if recorded
     ends: tuple[TurnEnd, ...] = ()  # of the model's turns in it
-    after: int = 0  # how many answers its session had when its last turn was asked
 
     @classmethod
     def begin(
@@ -64,7 +73,10 @@ class Segment:
         """Return this context with `more` behind it; its tools and experts stay."""
         tokens, messages = len(self.ids), len(self.messages)
         masks = [(self.sampling_mask, tokens), (more.sampling_mask, len(more.ids))]
-        ends = [TurnEnd(messages + end.messages, tokens + end.tokens) for end in more.ends]
+        ends = [
+            end._replace(messages=messages + end.messages, tokens=tokens + end.tokens)
+            for end in more.ends
+        ]
         return replace(
             more,
             messages=[*self.messages, *more.messages],
@@ -85,26 +97,34 @@ class Segment:
 
         Agents ask for a title beside their first question, without tools.
         """
-        return self.after, bool(self.tools)
+        return self.ends[-1].after, bool(self.tools)
 
     def add_turn(
-        self, made: Generation, message: dict[str, Any], text: str, calls: Sequence[ToolCall]
+        self,
+        made: Generation,
+        message: dict[str, Any],
+        text: str,
+        calls: Sequence[ToolCall],
+        told: tuple[int, str, int] = (0, "", 0),
     ) -> Segment:
-        """Return this context with the model's turn, whose `text` no stop string has cut."""
+        """Return this context with the model's turn, whose `text` no stop string has cut.
+
+        `told`: `after`, `name` and `instructed` of its `TurnEnd`.
+        """
+        tokens = len(made.token_ids)
         turn = Segment(
             [message],
             Conversation.of([message]),
             None,
             made.token_ids.astype("<i4"),
-            np.ones(len(made.token_ids), "u1"),
+            np.ones(tokens, "u1"),
             made.logprobs.astype("<f4"),
             tuple(made.spans),
             tuple(calls),
             text,
             made.finish_reason,
             sampling_mask=made.sampling_mask,
-            ends=(TurnEnd(1, len(made.token_ids)),),
-            after=self.after,
+            ends=(TurnEnd(1, tokens, *told, tokens, made.finish_reason),),
         )
         experts = with_known_rows(self.experts, made.routed_experts)
         return replace(self.then(turn), experts=experts)
@@ -164,8 +184,13 @@ class Segment:
 
     @classmethod
     def of_state(
-        cls, state: RolloutState, messages: Messages = (), tools: Any = None, *, after: int = 0
+        cls,
+        state: RolloutState,
+        messages: Messages = (),
+        tools: Any = None,
+        ends: Sequence[TurnEnd] = (),
     ) -> Segment:
+        """Return the segment of a rollout; `ends`: of its turns, one by default."""
         assert state.prompt_ids is not None
         before = len(state.prompt_ids)
         trained = state.response_mask
@@ -185,8 +210,7 @@ class Segment:
             state.finish_reason or "",
             state.routed_experts,
             joined_masks([(None, before), (state.sampling_mask, len(state.response_ids))]),
-            (TurnEnd(len(messages), len(ids)),),
-            after,
+            tuple(ends) or (TurnEnd(len(messages), len(ids)),),
         )
 
     def filled(self, state: RolloutState, **changes: Any) -> RolloutState:

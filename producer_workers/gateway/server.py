@@ -11,6 +11,7 @@ import resource
 import secrets
 import socket
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -19,7 +20,7 @@ from aiohttp.typedefs import Handler
 from pydantic import ValidationError
 
 from buffer.errors import ConfigError, Fenced, WireError
-from producer_workers.agent_loops.tokenizer import in_tokenizer_thread
+from producer_workers.agent_loops.tokenizer import in_thread_of_texts, in_tokenizer_thread
 from producer_workers.config.gateway import GatewaySection
 from producer_workers.engines.base import EngineDeadError, GenerationError
 from producer_workers.gateway.agent_sessions import AgentSessions
@@ -44,6 +45,9 @@ OPEN_FILES = 65_536  # of a worker: agents have several each, and others may con
 MOST_FAULTS = 8  # in an error message; a request may have a million
 LONGEST_REFUSAL = 4096  # characters of an error message
 
+# Commas in a request, and four times its brackets: while it is parsed, all other threads wait.
+MOST_VALUES = 2**20
+
 REPLY = web.RequestKey("reply", Reply)  # of a request
 
 # An escape of JSON: a surrogate pair, half of one (the group), or any other.
@@ -60,8 +64,13 @@ DIALECTS: dict[str, type[AgentRequest]] = {kind.path: kind for kind in (*_OPENAI
 
 SESSION_HEADER = "X-Session-ID"  # tells the conversations of a key `BY_HEADER` apart
 
-# Under these paths, agents of NeMo Gym call a model; the name of their run is a key.
-KEY_IN_PATH = ("/ng-rollout/{key}", "/ng-rollout/{key}/training-token-capture")
+# A client that is sent to another gateway has its key in the path. So have agents of NeMo Gym, for
+# which it is the name of their run.
+KEY_IN_PATH = (
+    "/sessions/{key}",
+    "/ng-rollout/{key}",
+    "/ng-rollout/{key}/training-token-capture",
+)
 
 
 class Gateway:
@@ -101,13 +110,15 @@ class Gateway:
         return self._guests.get(_hash(key))
 
     def routes(self) -> list[web.RouteDef]:
+        served = [web.post(path, partial(self._serve, kind)) for path, kind in DIALECTS.items()]
+        served.append(web.get("/v1/models", self._models))
+        served.append(web.get("/v1/responses/{name}", self._retrieve))
         return [
             *(
-                web.post(where + path, partial(self._serve, kind))
+                web.route(each.method, where + each.path, each.handler)
                 for where in ("", *KEY_IN_PATH)
-                for path, kind in DIALECTS.items()
+                for each in served
             ),
-            web.get("/v1/models", self._models),
             web.route("*", "/{path:.*}", self._unknown),
         ]
 
@@ -151,7 +162,7 @@ class Gateway:
     async def _guest(self, request: web.Request) -> tuple[Guest, Session]:
         """Return the agent and the session whose key is in a request. Raises Refusal."""
         for key, _, role in (each.partition(":") for each in given_keys(request)):
-            if guest := self.guest_of(key) or await self._absent(key):
+            if guest := self.guest_of(key) or await self._absent(key, request):
                 guest.check_rate()
                 if role == BY_HEADER:
                     role = request.headers.get(SESSION_HEADER, "")
@@ -161,7 +172,7 @@ class Gateway:
                     raise Refusal(400, str(error), "refused") from error
         return self.refuse_key()
 
-    async def _absent(self, key: str) -> Guest | None:
+    async def _absent(self, key: str, request: web.Request) -> Guest | None:
         """Return the agent of an unknown key, which has arrived meanwhile; by default None."""
         return None
 
@@ -181,9 +192,19 @@ class Gateway:
         with guest.asking(request):
             return await _answer(request, kind, guest, session)
 
+    async def _retrieve(self, request: web.Request) -> web.StreamResponse:
+        """Answer with an earlier response of the session."""
+        _, session = await self._guest(request)
+        name = request.match_info["name"]
+        if not (turn := session.answered(name.removeprefix("resp_"))):
+            raise Refusal(404, f"this session has no response {name:.80}", "not_found")
+        is_streamed = request.query.get("stream") == "true"
+        asked = ResponsesRequest.model_construct(input=[], stream=is_streamed)
+        return await Reply(request, asked).send(turn, [])
+
     async def _unknown(self, request: web.Request) -> web.Response:
         await self._guest(request)
-        known = f"POST {', '.join(DIALECTS)}, GET /v1/models"
+        known = f"POST {', '.join(DIALECTS)}, GET /v1/models, /v1/responses/ID"
         asked = f"{request.method} {request.path}"
         message = f"{asked} cannot be recorded for training; there are {known}"
         raise Refusal(404, message, "unsupported")
@@ -192,16 +213,17 @@ class Gateway:
 async def _answer(
     request: web.Request, kind: type[AgentRequest], guest: Guest, session: Session
 ) -> web.StreamResponse:
-    body = await _body(request)
-    asked = await in_tokenizer_thread(_parse, kind, body)  # long ones take seconds
+    body = await body_of(request)
+    asked = await in_thread_of_texts(len(body), _parse, kind, body)
+    ask = replace(asked.ask(), size=len(body))
     if asked.counts:
-        tokens = await _done(partial(session.count, asked.ask()), guest)
+        tokens = await _done(partial(session.count, ask), guest)
         return web.json_response({"input_tokens": tokens})
     name = hashlib.sha256(f"{session.name} {kind.path} ".encode() + body).digest()
     turn = guest.answer_again(request, name)
     reply = request[REPLY] = Reply(request, asked)
     if turn is None:
-        turn = await reply.wait(_done(partial(session.ask, asked.ask()), guest))
+        turn = await reply.wait(_done(partial(session.ask, ask), guest))
         keep(guest.answered, name, turn)
     try:
         await reply.wait(_done(session.stored, guest))
@@ -213,7 +235,7 @@ async def _answer(
         raise
 
 
-async def _body(request: web.Request) -> bytes:
+async def body_of(request: web.Request) -> bytes:
     """Return the body of a request. Raises Refusal if it takes too long."""
     try:
         async with asyncio.timeout(QUIET_S):
@@ -282,6 +304,8 @@ async def _done(work: Callable[[], Awaitable[T]], guest: Guest) -> T:
 
 def _parse(kind: type[AgentRequest], body: bytes) -> AgentRequest:
     """Return the request in `body`, with halves of surrogate pairs replaced by U+FFFD."""
+    if body.count(b",") + 4 * (body.count(b"[") + body.count(b"{")) > MOST_VALUES:
+        raise Refusal(413, "this request has too many values to be read", "request_too_large")
     try:
         return kind.model_validate_json(body)
     except ValidationError:

@@ -19,17 +19,24 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-import orjson
 from msgspec import structs
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.wire.rollout import ToolCall
 from buffer.wire.sampling import SampleParams
+from producer_workers.agent_loops.call_json import read_json
 from producer_workers.agent_loops.chat_delta import ChatDelta
-from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, in_tokenizer_thread
+from producer_workers.agent_loops.tokenizer import (
+    BYTES_PER_TOKEN,
+    Tokenizer,
+    encode_chat,
+    in_thread_of_texts,
+    in_tokenizer_thread,
+)
 from producer_workers.agent_loops.tool_parsers import ParsedTurn, ToolParser
-from producer_workers.engines.base import Engine, Generation, context_length
+from producer_workers.datasets.row_values import byte_count
+from producer_workers.engines.base import Engine, FinishReason, Generation, context_length
 from producer_workers.gateway.history import Conversation, Messages
 from producer_workers.gateway.kept_turns import TurnWriter
 from producer_workers.gateway.segment import Segment, TurnEnd, continued_by, why_new
@@ -106,9 +113,8 @@ class Session:
         # Each recorded turn has a token, so no request has the seed of an earlier one.
         self._numbers = itertools.count(sampled)
         self._running: set[_Request] = set()
-        self._answered = len(finished)
+        self._answered = max((1 + segment.ends[-1].after for segment in finished), default=0)
         self._budget = TokenBudget(params.max_tokens - sampled)
-        self._answers: dict[str, Messages] = {}
         self.new_contexts: Counter[str] = Counter()
         self.truncation = ""
         self.segments = [*finished]
@@ -126,7 +132,7 @@ class Session:
         cannot be asked or stored.
         """
         ask = ask.forcing_a_call(self._parser)
-        if self.unsent and (turn := await in_tokenizer_thread(self._recorded, ask)):
+        if self.unsent and (turn := await in_thread_of_texts(ask.size, self._recorded, ask)):
             return turn
         self._check_open()
         ask.check(self._params, self._engine)
@@ -149,9 +155,23 @@ class Session:
                 self.unsent.remove(segment)
                 made = segment.last_turn()
                 read = len(segment.ids) - len(made.token_ids)
-                self._answers[ask.name] = segment.messages[1 if ask.instructions else 0 :]
-                return SampledTurn(ask.name, segment.messages[-1], made, read)
+                name = segment.ends[-1].name or ask.name
+                return SampledTurn(name, segment.messages[-1], made, read)
         return None
+
+    def answered(self, name: str) -> SampledTurn | None:
+        """Return an earlier answer by its name, without its logprobs."""
+        if not (found := self._turn_named(name)):
+            return None
+        segment, end = found
+        start = end.tokens - end.sampled
+        ids, reason = segment.ids[start : end.tokens], cast(FinishReason, end.finish_reason)
+        made = Generation(ids, segment.logprobs[start : end.tokens], (), reason)
+        return SampledTurn(name, segment.messages[end.messages - 1], made, start)
+
+    def _turn_named(self, name: str) -> tuple[Segment, TurnEnd] | None:
+        turns = ((segment, end) for segment in self.segments for end in segment.ends)
+        return next((turn for turn in turns if turn[1].name == name), None) if name else None
 
     async def stored(self) -> None:
         """Wait until all turns so far outlive this worker, if the agent can be resumed.
@@ -163,32 +183,42 @@ class Session:
 
     async def count(self, ask: Ask) -> int:
         """Return how many tokens the model would read. Raises ConfigError or WireError."""
-        reading = await in_tokenizer_thread(self._context, ask)
+        if ask.messages and ask.messages[-1]["role"] == "assistant":  # it is counted, not asked
+            ask = replace(ask, messages=[*ask.messages, {"role": "user", "content": ""}])
+        reading = await in_thread_of_texts(ask.size, self._context, ask)
         return len(reading.context.ids)
 
     async def _sample(self, request: _Request, ask: Ask) -> SampledTurn:
-        reading = await in_tokenizer_thread(self._claim, request, ask)
+        reading = await in_thread_of_texts(ask.size, self._claim, request, ask)
         made = await self._generate(request, reading, ask)
         read = len(reading.context.ids)
         turn, text, calls = await in_tokenizer_thread(self._turn, request, made, ask, read)
         message = {"role": _RAW, "content": text} if ask.prompt else turn.message
-        grown = self._keep(request, reading, made, message, text, calls)
-        if ask.previous is not None:
-            self._answers[turn.name] = grown.messages[1 if ask.instructions else 0 :]
+        self._keep(request, reading, made, message, text, calls, ask)
         return turn
 
     def _messages(self, ask: Ask) -> list[dict[str, Any]]:
         """Return what the model is to read, in the form that its template knows."""
         check_storable(ask.messages, ask.tools)
         opening = [{"role": "system", "content": ask.instructions}] if ask.instructions else []
-        return self._delta.readable([*opening, *self._before(ask), *ask.messages])
+        messages = self._delta.readable([*opening, *self._before(ask), *ask.messages])
+        self._check_bytes([messages, ask.tools])
+        return messages
+
+    def _check_bytes(self, texts: Any) -> None:
+        """Raise ContextFull for texts that are too long to be encoded."""
+        if context := context_length(self._engine):
+            most = BYTES_PER_TOKEN * context
+            if byte_count(texts, most) > most:
+                raise ContextFull(_LONG.format(context, f"over {most} bytes"))
 
     def _before(self, ask: Ask) -> Messages:
         if not ask.previous:
             return ()
-        if ask.previous not in self._answers:
+        if not (found := self._turn_named(ask.previous)):
             raise ConfigError(f"this session has no earlier response {ask.previous}")
-        return self._answers[ask.previous]
+        segment, end = found
+        return segment.messages[end.instructed : end.messages]
 
     def _check_open(self) -> None:
         if self.interrupted.is_set():
@@ -239,12 +269,14 @@ class Session:
         message: dict[str, Any],
         text: str,
         calls: Sequence[ToolCall],
-    ) -> Segment:
+        ask: Ask,
+    ) -> None:
         """Store a turn; if another request has continued its parent, that one trains it."""
         parent = reading.parent
-        context = replace(reading.context, after=request.after)
         is_first = parent is None or parent in self.segments
-        grown = (context if is_first else context.untrained()).add_turn(made, message, text, calls)
+        context = reading.context if is_first else reading.context.untrained()
+        told = (request.after, ask.name, int(bool(ask.instructions)))
+        grown = context.add_turn(made, message, text, calls, told)
         why = reading.why if is_first else "branch"
         if parent is None and self.segments:  # another may have begun at the same time
             why = why or "conversation"
@@ -255,11 +287,14 @@ class Session:
         self.segments = sorted([*others, grown], key=Segment.order)
         if self._writer:
             self._writer.sampled(self._role, parent if is_first else None, grown, why)
-        return grown
 
     def _claim(self, request: _Request, ask: Ask) -> Reading:
         """Return what the model reads; other requests prefer an equal parent that is free."""
-        reading = self._raw_context(ask.prompt) if ask.prompt else self._context(ask)
+        try:
+            reading = self._raw_context(ask.prompt) if ask.prompt else self._context(ask)
+        except ContextFull as error:
+            self.truncation = str(error)
+            raise
         request.parent = reading.parent
         return reading
 
@@ -284,8 +319,9 @@ class Session:
                 pass
         log.debug("new segment: %s", why or "the first", extra={"session": self.name})
         try:
-            safe = self._delta.harmless([_for_template(message) for message in messages])
-            prompt = encode_chat(self._tokenizer, safe, tools)
+            prompt = encode_chat(self._tokenizer, list(map(_for_template, messages)), tools)
+        except ConfigError:
+            raise
         except Exception as error:  # a template may raise anything
             raise ConfigError(
                 f"the chat template does not accept these messages: {error}"
@@ -302,7 +338,11 @@ class Session:
 
     def _raw_context(self, prompt: str | list[int]) -> Reading:
         """Do as `_context` for a text or tokens, which continue a segment that they begin with."""
-        if not isinstance(prompt, str):
+        if isinstance(prompt, str):
+            self._check_bytes(prompt)
+        else:
+            if self._fills_context(len(prompt)):
+                raise ContextFull(self.truncation)
             if max(prompt) > (largest := self._delta.largest_token or max(prompt)):
                 raise ConfigError(f"this model has no token {max(prompt)}: its last is {largest}")
             tokens = np.array(prompt, "<i4")
@@ -374,7 +414,7 @@ def _for_template(message: dict[str, Any]) -> dict[str, Any]:
     calls = []
     for call in message["tool_calls"]:
         function = dict(call["function"])
-        with suppress(orjson.JSONDecodeError):
-            function["arguments"] = orjson.loads(function["arguments"])
+        with suppress(ValueError):
+            function["arguments"] = read_json(function["arguments"])
         calls.append({**call, "function": function})
     return {**message, "tool_calls": calls}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import msgpack
@@ -21,22 +22,22 @@ from buffer.wire.group import (
 )
 from buffer.wire.rollout import RolloutState
 from producer_workers.gateway.history import Messages
-from producer_workers.gateway.segment import Segment
+from producer_workers.gateway.segment import Segment, TurnEnd
 
 
 class SessionRecord:
     """The interrupted sessions of a claimed group, kept in its `extra` for the next worker.
 
-        extra["open_sessions"] = {"<index>": [[messages, tools, finish_reason], ...]}
+        extra["open_sessions"] = {"<index>": [[messages, tools, finish_reason, turns], ...]}
         extra["sessions_restarted"] = 2
         extra["new_contexts"] = {"turn": 3}
         extra["live_opening"] = {"nonce": "…", "at_s": 1760000000.0}   of producer_workers/live
 
     Open sessions, which their agent can resume, have one entry per rollout, in order; their tokens
-    are in the rollouts. Sessions that cannot be resumed, or whose tokens are too old, begin again
-    and are counted, and so are contexts that began within a session, by the words of `why_new`, or
-    because the chat template rewrites earlier turns ("template"), or because another request had
-    continued the same turn ("branch").
+    are in the rollouts; each of `turns` is a `TurnEnd`. Sessions that cannot be resumed, or whose
+    tokens are too old, begin again and are counted, and so are contexts that began within a
+    session, by the words of `why_new`, or because the chat template rewrites earlier turns
+    ("template"), or because another request had continued the same turn ("branch").
     """
 
     def __init__(self, extra: dict[str, Any]) -> None:
@@ -57,15 +58,16 @@ class SessionRecord:
             self._restarted += bool(known)
             return {}
         found: dict[str, list[Segment]] = {}
-        for rollout, (messages, tools, reason) in zip(sampled, known, strict=True):
+        for rollout, (messages, tools, reason, *turns) in zip(sampled, known, strict=True):
             own = found.setdefault((rollout.session_id or "")[len(agent) + 1 :], [])
-            segment = Segment.of_state(rollout, messages, tools, after=len(own))
+            ends = [TurnEnd(*turn) for turn in chain(*turns)]  # a record of before has no turns
+            segment = Segment.of_state(rollout, messages, tools, ends)
             own.append(replace(segment, finish_reason=reason))
         return found
 
     def keep(self, index: int, segments: Mapping[str, Sequence[Segment]]) -> None:
         self._open[str(index)] = [
-            [one.messages, one.tools, one.finish_reason]
+            [one.messages, one.tools, one.finish_reason, list(map(list, one.ends))]
             for each in segments.values()
             for one in each
         ]

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import orjson
 from msgspec import structs
 
 from buffer.errors import ConfigError
 from buffer.wire.rollout import ToolCall
 from buffer.wire.sampling import SampleParams, StructuredOutput
+from producer_workers.agent_loops.call_json import write_json
 from producer_workers.agent_loops.tool_parsers import ToolParser
 from producer_workers.engines.base import Engine, Generation, structures
 from producer_workers.gateway.history import Messages
@@ -82,6 +82,7 @@ class Ask:
     structured: StructuredOutput | None = None
     call_one_of: Sequence[str] = ()  # the functions of which one must be called
     name: str = field(default_factory=new_name)  # of its answer
+    size: int = 0  # bytes of the request
 
     def forcing_a_call(self, parser: ToolParser | None) -> Ask:
         """Return this with the structure of a demanded call. Raises ConfigError if it has none."""
@@ -145,9 +146,7 @@ class SampledTurn:
 
 def as_openai(call: ToolCall) -> dict[str, Any]:
     """Return a call in OpenAI's form; an unreadable one stays as it is."""
-    arguments = (
-        call.raw_arguments if call.arguments is None else orjson.dumps(call.arguments).decode()
-    )
+    arguments = call.raw_arguments if call.arguments is None else write_json(call.arguments)
     return {
         "id": call.id,
         "type": "function",

@@ -17,12 +17,13 @@ import signal
 import socket
 import sys
 import time
+import zlib
+from collections import deque
 from collections.abc import Mapping
 from math import ceil
 from typing import Any, ClassVar
 
 import redis
-from redis.exceptions import NoPermissionError
 from rq import Queue, Worker
 from rq.exceptions import NoSuchJobError
 from rq.job import Job
@@ -31,13 +32,13 @@ from rq.serializers import JSONSerializer
 from rq.utils import now
 from rq.worker_registration import WORKERS_BY_QUEUE_KEY, get_keys
 
-from buffer.errors import ConfigError, JudgeError
+from buffer.errors import ConfigError, JudgeError, RolloutMQError, describe
 from buffer.failure_text import message_of
 from buffer.redis.connection.nodes import Servers
+from buffer.redis.connection.retry import is_transient
 from buffer.redis.connection.url import open_client
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
-from producer_workers.config.sandbox import BUBBLEWRAP
 from producer_workers.config.task import JudgingSection
 from producer_workers.follow_owner import OWNER, follow_owner
 from producer_workers.judges.judge import columns_of, rollout_of
@@ -47,8 +48,15 @@ from producer_workers.user_code.function_server import limit_memory, lower
 
 log = logging.getLogger("rolloutmq.judge")
 
-# The path of `score`, stored in every job: it is part of the wire format.
-FUNCTION = "producer_workers.judges.rq_worker.score"
+FUNCTION = "producer_workers.judges.rq_worker.score"  # for rq's tools: no worker looks it up
+
+FIELDS = {
+    "created_at", "data", "description", "ended_at", "enqueued_at", "failure_ttl", "last_heartbeat",
+    "origin", "result_ttl", "started_at", "status", "timeout", "worker_name",
+}  # fmt: skip
+"""What the hash of a job may have: times, limits and texts, but nothing that rq looks up."""
+
+LONGEST_JOB = 1 << 28  # bytes, unpacked
 
 WORKER_TTL_S = 60  # how long a worker that died is still listed; a live one reports more often
 
@@ -56,6 +64,8 @@ CLEAN_S = 60  # seconds between two searches of rq for jobs whose worker died
 
 POLL_S = 0.2
 RESTART_S = 1.0
+MOST_DEATHS = 8  # of judge workers, within DEATHS_S: then the pool ends, too
+DEATHS_S = 60.0
 _CPU_GRACE_S = 1
 
 LOST_SERVER = 3  # exit code of a worker whose server went away; its successor waits for the server
@@ -92,8 +102,17 @@ def score(
     judge: str, rollouts: list[dict[str, Any]], timeout_s: float, memory_mb: int
 ) -> list[dict[str, Any]]:
     """Return what `judge` gives one rollout, or a group, within limits. Raises JudgeError."""
-    chosen = load_judge(judge, JudgingSection(sandbox=JudgeJob.judges.get(judge, BUBBLEWRAP)))
-    _limit(timeout_s, memory_mb)  # after the imports, which are not the judge's
+    if judge not in JudgeJob.judges:
+        raise JudgeError(
+            f"this worker does not run {judge!r:.80}",
+            hint="start the judge workers with the config of the run",
+        )
+    chosen = load_judge(judge, JudgingSection(sandbox=JudgeJob.judges[judge]))
+    # After the imports, which are not the judge's. These limits also end a loop in C;
+    # rq's own limit is a signal to Python.
+    limit_memory(memory_mb)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    lower(resource.RLIMIT_CPU, ceil(used.ru_utime + used.ru_stime + timeout_s) + _CPU_GRACE_S)
     states = [rollout_of(fields) for fields in rollouts]
     try:
         rewards = asyncio.run(chosen.judge_group(states))
@@ -102,34 +121,38 @@ def score(
     return [columns_of(state) | reward for state, reward in zip(states, rewards, strict=True)]
 
 
-def _limit(timeout_s: float, memory_mb: int) -> None:
-    """Set kernel limits, which also end a loop in C; rq's own limit is a signal to Python."""
-    limit_memory(memory_mb)
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    lower(resource.RLIMIT_CPU, ceil(used.ru_utime + used.ru_stime + timeout_s) + _CPU_GRACE_S)
-
-
 class JudgeJob(Job):
-    """A job that may only call `score`, with a judge that this worker knows."""
+    """A job that can only call `score`, whatever its hash in Redis says.
 
-    judges: ClassVar[Mapping[str, str]] = {}  # the sandbox of each judge that needs one
+    rq would import functions that a hash names (its own, and callbacks), open URLs (webhooks), and
+    start other jobs (dependents, retries, repeats). So rq gets no hash with a field that our jobs
+    do not have, and the function is not looked up.
+    """
 
-    @classmethod
-    def fetch(cls, id: str, connection: Any = None, serializer: Any = None) -> Job:
-        """Read a job; one that this worker's user may not read does not exist for it."""
+    judges: ClassVar[Mapping[str, str]] = {}  # the sandbox of each judge that this worker runs
+
+    func = property(lambda _: score)
+
+    def refresh(self) -> None:
+        """Read a job. Raises NoSuchJobError, for which rq drops it, if it is none of ours."""
         try:
-            return super().fetch(id, connection, serializer)
-        except NoPermissionError as error:
-            raise NoSuchJobError(f"the job {id!r:.80} is not of this run") from error
+            super().refresh()  # type: ignore[no-untyped-call]
+        except redis.ResponseError as error:  # of another run, or no hash
+            raise NoSuchJobError(f"{self.id!r:.80} is no job of this run") from error
 
-    def perform(self) -> Any:
-        """Judge, and return the rewards. Raises JudgeError, DeserializationError."""
-        if self.func_name != FUNCTION or not self.args or self.args[0] not in self.judges:
-            raise JudgeError(
-                f"this worker does not run {self.func_name!r} {self.args[:1]!r:.80}",
-                hint="start the judge workers with the config of the run",
-            )
-        return super().perform()
+    def restore(self, raw_data: Mapping[bytes, bytes]) -> None:
+        """Read a job from its hash. Raises NoSuchJobError."""
+        try:
+            foreign = {name.decode() for name, value in raw_data.items() if value} - FIELDS
+            if foreign:
+                raise ValueError(f"jobs of judges have no {', '.join(sorted(foreign))}")
+            data = zlib.decompressobj().decompress(raw_data[b"data"], LONGEST_JOB + 1)
+            if len(data) > LONGEST_JOB:
+                raise ValueError(f"it has more than {LONGEST_JOB} bytes")
+            super().restore({**raw_data, b"data": data})
+        except Exception as error:  # rq's worker would end, and meet the job again after its start
+            log.warning("refused the job %r: %s", self.id[:80], describe(error))
+            raise NoSuchJobError(f"{self.id!r:.80} is no job of a judge") from error
 
 
 class JudgeWorker(Worker):
@@ -153,11 +176,14 @@ class JudgeWorker(Worker):
         """Clean the queue as rq does, except for shared keys."""
         for queue in self.queues:
             if queue.acquire_maintenance_lock():
-                clean_registries(queue, self._exc_handlers)
-                queue.intermediate_queue.cleanup(self, queue)
-                dead = [key for key in get_keys(queue) if not self.connection.exists(key)]
-                if dead:
-                    self.connection.srem(self.redis_workers_keys, *dead)
+                try:
+                    clean_registries(queue, self._exc_handlers)
+                    queue.intermediate_queue.cleanup(self, queue)
+                    dead = [key for key in get_keys(queue) if not self.connection.exists(key)]
+                    if dead:
+                        self.connection.srem(self.redis_workers_keys, *dead)
+                except (ValueError, redis.ResponseError) as error:
+                    log.warning("rq's lists hold what is no job of ours: %s", describe(error))
                 queue.release_maintenance_lock()  # type: ignore[no-untyped-call]
         self.last_cleaned_at = now()  # type: ignore[assignment]
 
@@ -189,17 +215,32 @@ class JudgePool:
             signal.signal(number, self._stop)
         workers = [self._start() for _ in range(self._count)]
         log.info("%d judge workers for %s", self._count, ", ".join(sorted(self._judges)))
+        try:
+            self._watch(workers)
+        finally:
+            for worker in workers:
+                worker.terminate()
+            for worker in workers:
+                worker.join()
+
+    def _watch(self, workers: list[multiprocessing.process.BaseProcess]) -> None:
+        deaths = deque[float](maxlen=MOST_DEATHS)
         while not self._stopping:
             time.sleep(POLL_S)
             for slot, worker in enumerate(workers):
-                if not worker.is_alive() and not self._stopping:
-                    log.warning("restarting a judge worker that exited with %s", worker.exitcode)
-                    time.sleep(RESTART_S)
-                    workers[slot] = self._start()
-        for worker in workers:
-            worker.terminate()
-        for worker in workers:
-            worker.join()
+                if worker.is_alive() or self._stopping:
+                    continue
+                code = worker.exitcode
+                log.warning("restarting a judge worker that exited with %s", code)
+                if code != LOST_SERVER:
+                    deaths.append(time.monotonic())
+                if len(deaths) == MOST_DEATHS and deaths[-1] - deaths[0] < DEATHS_S:
+                    raise RolloutMQError(
+                        f"{MOST_DEATHS} judge workers ended within {DEATHS_S:g} s",
+                        hint="the log above says why",
+                    )
+                time.sleep(RESTART_S)
+                workers[slot] = self._start()
 
     def _stop(self, *_: object) -> None:
         self._stopping = True
@@ -219,26 +260,24 @@ class JudgePool:
         follow_owner()
         JudgeJob.judges = self._judges
         try:
-            self._serve()
-        except redis.RedisError as error:
+            store = Store(self._url, name="rolloutmq-judge-start")
+            store.patience = lambda: True
+            store.retrying("first contact", lambda: store.control.ping())
+            store.close()
+            connection = open_client(self._url, name="rolloutmq-judge")
+            queue = open_queue(connection, self._run, job_class=JudgeJob)
+            host = f"{socket.gethostname().split('.')[0]}-{os.getpid()}-{secrets.token_hex(3)}"
+            JudgeWorker(
+                [queue],
+                name=f"{queue.name}:{host}",
+                connection=connection,
+                job_class=JudgeJob,
+                serializer=JSONSerializer,
+                worker_ttl=WORKER_TTL_S,
+                maintenance_interval=CLEAN_S,
+            ).work(logging_level="WARNING")
+        except redis.RedisError as error:  # the worker ends when its server does
+            if not is_transient(error):
+                raise
             log.warning("a judge worker lost the server: %s", error)
             sys.exit(LOST_SERVER)
-
-    def _serve(self) -> None:
-        """Run one rq worker, after its server answers; the worker ends when its server does."""
-        store = Store(self._url, name="rolloutmq-judge-start")
-        store.patience = lambda: True
-        store.retrying("first contact", lambda: store.control.ping())
-        store.close()
-        connection = open_client(self._url, name="rolloutmq-judge")
-        queue = open_queue(connection, self._run, job_class=JudgeJob)
-        host = f"{socket.gethostname().split('.')[0]}-{os.getpid()}-{secrets.token_hex(3)}"
-        JudgeWorker(
-            [queue],
-            name=f"{queue.name}:{host}",
-            connection=connection,
-            job_class=JudgeJob,
-            serializer=JSONSerializer,
-            worker_ttl=WORKER_TTL_S,
-            maintenance_interval=CLEAN_S,
-        ).work(logging_level="WARNING")

@@ -10,7 +10,7 @@ from buffer.errors import ConfigError
 from buffer.wire.group import LIVE_OPENING
 from buffer.wire.rollout import RolloutState
 from producer_workers.engines.base import Engine
-from producer_workers.gateway.agents import AgentTask, Earned
+from producer_workers.gateway.agents import Begin, Earned
 from producer_workers.gateway.kept_turns import Keeper, TurnWriter, write_opening
 from producer_workers.gateway.loop import GatewayAgentLoop
 from producer_workers.gateway.server import Gateway
@@ -27,8 +27,8 @@ class LiveAgent:
     def __init__(self, room: LiveRoom) -> None:
         self._room = room
 
-    async def run(self, task: AgentTask) -> Earned:
-        return await self._room.earned(task)
+    async def run(self, begin: Begin) -> Earned:
+        return await self._room.earned(begin())
 
     def close(self) -> None: ...
 
@@ -56,7 +56,7 @@ class LiveAgentLoop(GatewayAgentLoop):
         self, states: list[RolloutState], engine: Engine, gid: str, keeper: Keeper | None = None
     ) -> list[RolloutState]:
         assert keeper
-        group = self._room.groups[gid] = LiveGroup(gid, states)
+        group = self._room.groups[gid] = LiveGroup(gid, states, self._trains_all)
         group.opening = SessionRecord(states[0].extra).opening
         try:
             taker = None if group.opening else await self._room.offered(group)

@@ -8,24 +8,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from pydantic import ValidationError
-
 from buffer.control.continuation import record_origin
 from buffer.control.control import ControlState, Work
-from buffer.control.live_settings import LiveSettings
 from buffer.control.origin import Origin
-from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
+from buffer.control.progress import Leftovers, TaskProgress
 from buffer.control.roles import HeldRole
 from buffer.control.task_status import ProduceBatchStatus, TaskStop, batch_status
-from buffer.errors import ConfigError, RoleHeld, StoreFull, TaskStopped
+from buffer.errors import ConfigError, StoreFull, TaskStopped
 from buffer.ledger.memory import MemoryUse
 from buffer.redis.connection.retry import LogOnce
 from buffer.run import Run
-from buffer.wire.own_copy import own_copy
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import ProduceContext, ProduceStrategy, contexts
 from producer_workers.producer.task_producer import TaskProducer
@@ -62,13 +58,11 @@ class Producer:
         strategies: Mapping[str, ProduceStrategy],
         *,
         slice_size: int = 64,
-        curriculum: Curriculum | None = None,
         origin: Origin | None = None,
     ) -> None:
         self._run = run
         self._origin = origin
         self._strategies = strategies
-        self._curriculum = curriculum
         work = Work()
         self._samplers = {
             task: TaskProducer(run, sampler, slice_size=slice_size, work=work)
@@ -112,16 +106,6 @@ class Producer:
                 if batch_status(state, 0, self._run.limits) is ProduceBatchStatus.FINISH:
                     break
                 self._round_or_wait(state)
-
-    def stand_by(self, stop: threading.Event) -> None:
-        """Produce once no other producer does. Raises Fenced, LostRun."""
-        self._run.store.patience = lambda: not stop.is_set()
-        while self.role.wait_until_vacant(stop):
-            try:
-                self.produce_loop(stop)
-                return
-            except RoleHeld as error:
-                log.info("standing by again: %s", error)
 
     def produce_batch(
         self, step: int, *, stop: threading.Event | None = None, deadline_s: float | None = None
@@ -192,8 +176,6 @@ class Producer:
         if self._origin:
             self._report_unknown_tasks()
         progress = self._run.read_progress(self._samplers)
-        if self._curriculum:
-            self._curriculum.follow(progress, self.nonce)
         seen = contexts(self._run.limits, state, progress)
         try:
             started = sum(map(self._produce, seen.values()))
@@ -256,57 +238,3 @@ class Producer:
         if self._halts.get(task) != halt:
             self._run.task_stops.publish(self.nonce, task, halt)
             self._halts[task] = halt
-
-
-# Weights of some or all training tasks; None or {} leaves all as they are.
-WeightFunction = Callable[[ProduceProgress], Mapping[str, float] | None]
-
-
-class Curriculum:
-    """Sets the task weights that a user's function makes of what the model has learned.
-
-        def weights(progress):
-            math = progress.tasks["math"]
-            solved = math.raw_rewards_sum / max(1, math.raw_rewards_count)
-            return {"math": 1.0, "olympiad": 0.0 if solved < 0.7 else 2.0}
-
-    It is called after each train step with all counts (buffer/control/progress.py). Its weights
-    hold from the first step on for which no group has started. If it fails, the weights stay.
-    """
-
-    def __init__(self, run: Run, function: WeightFunction) -> None:
-        self._run = run
-        self._function = function
-        self._step = 0
-
-    def follow(self, progress: ProduceProgress, producer: str) -> None:
-        """Set the weights for a new train step. Raises Fenced if `producer` is not active."""
-        step = progress.next_consumer_step - 1
-        if step <= self._step:
-            return
-        self._step = step
-        reason = ""
-        try:
-            if settings := self._settings(progress):
-                self._run.set(settings, by="the curriculum", producer=producer)
-        except ConfigError as error:
-            reason = str(error)
-            about = {"step": step}
-            log.error("the task weights stay: %s", reason, extra=about, exc_info=error.__cause__)
-        self._run.control.report_curriculum(producer, step, reason)
-
-    def _settings(self, progress: ProduceProgress) -> LiveSettings | None:
-        """Return the weights that the function wants, None if they are the present ones."""
-        try:
-            wanted = self._function(own_copy(progress)) or {}
-            weights = {task: float(weight) for task, weight in wanted.items()}
-            tasks = {task: {"weight": weight} for task, weight in weights.items()}
-            settings = LiveSettings.model_validate({"tasks": tasks})
-        except ValidationError as error:
-            reasons = "; ".join(f"{part['loc'][1]}: {part['msg']}" for part in error.errors())
-            raise ConfigError(f"the curriculum's weights are refused: {reasons}") from None
-        except Exception as error:  # a user's function may raise anything, and must not end the run
-            raise ConfigError(f"the curriculum failed: {type(error).__name__}: {error}") from error
-        now = self._run.limits.newest_weights()
-        is_change = any(now.get(task) != weight for task, weight in weights.items())
-        return settings if is_change else None

@@ -9,16 +9,23 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from buffer.errors import DatasetError, MediaError, WireError, describe
+from buffer.errors import ConfigError, DatasetError, MediaError, WireError, describe
 from buffer.ids import group_id
 from buffer.wire import group_bytes
 from buffer.wire.group import GATEWAY_RECORD, GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams, derived_seed
-from producer_workers.agent_loops.tokenizer import Tokenizer, encode_chat, with_system_prompt
+from producer_workers.agent_loops.control_tokens import ControlTokens
+from producer_workers.agent_loops.tokenizer import (
+    BYTES_PER_TOKEN,
+    Tokenizer,
+    encode_chat,
+    with_system_prompt,
+)
 from producer_workers.config.task import NO_JUDGE, JudgeSpec
 from producer_workers.datasets.dataset import Dataset, EncodedPrompt, Problem, RowPlace, place_of
 from producer_workers.datasets.image_records import ImagePrompts
+from producer_workers.datasets.row_values import byte_count
 from producer_workers.judges.load import check_truth
 
 # The origin of a prompt, which a sampler adds to `extra`.
@@ -26,15 +33,18 @@ ORIGIN_KEYS = ("epoch", "row", "prompt_hash")
 JUDGED = "correct the row, or let a `record` function convert it; or take another judge"
 RESERVED = {*ORIGIN_KEYS, GROUP_TIME, *GATEWAY_RECORD}
 
+LONGEST_PROMPT = 2**21
+"""Bytes of a prompt's texts without `max_prompt_tokens`: encoding these takes some 500 MB, and what
+is longer could not be stored.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class TooLong:
-    """A draw whose prompt has more tokens than `max_prompt_tokens`: it is counted and skipped."""
+    """A draw whose prompt is too long: it is counted and skipped."""
 
     draw: int
     place: RowPlace
-    prompt_tokens: int
-    max_prompt_tokens: int
 
 
 @dataclass(eq=False)
@@ -73,9 +83,13 @@ class Sampler:
             check_truth(self.judge, problem.data_source, problem.ground_truth)
         except ValueError as error:
             raise DatasetError(f"{self.task}: row {place.row}: {error}", hint=JUDGED) from error
+        tokens = self.max_prompt_tokens
+        most = LONGEST_PROMPT if tokens is None else BYTES_PER_TOKEN * tokens
+        if byte_count([problem.messages, problem.tools or self.tools], most) > most:
+            return TooLong(draw, place)
         prompt = self._encode(problem, place)
-        if self.max_prompt_tokens is not None and len(prompt.ids) > self.max_prompt_tokens:
-            return TooLong(draw, place, len(prompt.ids), self.max_prompt_tokens)
+        if tokens is not None and len(prompt.ids) > tokens:
+            return TooLong(draw, place)
         media = self.images.keep(self.gid(draw), prompt) if self.images else []
         prompt_hash = blake2b(prompt.seed, digest_size=8).hexdigest()
         origin = dict(zip(ORIGIN_KEYS, (*place, prompt_hash), strict=True))
@@ -124,11 +138,17 @@ class Sampler:
         tools = problem.tools or self.tools or None
         try:
             if self.images:
-                return self.images.encode(problem, tools)
+                safe = ControlTokens.of(self.tokenizer)
+                shown = {"messages": safe.in_messages(problem.messages)}
+                return self.images.encode(problem.model_copy(update=shown), safe.broken_up(tools))
             ids = encode_chat(self.tokenizer, problem.messages, tools)
             return EncodedPrompt(np.array(ids, dtype="<i4"), [])
         except MediaError as error:
             raise DatasetError(f"{self.task}: an image of row {place.row}: {error}") from error
+        except ConfigError as error:
+            raise DatasetError(
+                f"{self.task}: row {place.row}: {error.message}", hint=error.hint
+            ) from error
         except Exception as error:  # a chat template is a program, and may raise anything
             raise DatasetError(
                 f"{self.task}: row {place.row} does not fit the chat template: {error}",

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import numpy as np
 
-from buffer.errors import JudgeError, RolloutMQError, UserCodeError, describe
+from buffer.errors import JudgeError, RolloutMQError, ServiceAway, UserCodeError, describe
 from buffer.failure_text import join_text
 from buffer.imports import load_object
 from buffer.wire.group import RolloutGroup
@@ -99,12 +99,15 @@ class Failure:
     trace: str = ""  # `user_trace`
     is_own: bool = False  # whether `said` is of this project, and names the function
     is_out_of_memory: bool = False
+    is_away: bool = False  # a `ServiceAway`
 
     @classmethod
     def of(cls, error: BaseException, border: Border) -> Failure:
         trace = border.trace(error)
         if isinstance(error, RolloutMQError):
-            return cls(error.message, border.told(error), error.hint, trace, is_own=True)
+            is_away = isinstance(error, ServiceAway)
+            told = border.told(error)
+            return cls(error.message, told, error.hint, trace, is_own=True, is_away=is_away)
         empty = isinstance(error, StopIteration)
         hint = "next(...) found nothing: give it a default" if empty else ""
         is_memory = isinstance(error, MemoryError)
@@ -116,8 +119,8 @@ class Rules:
     """How one function is called, and how errors name it.
 
     `what`: kind and name. `limit_s`: of each call. `memory_mb`: address space of a process, or 0.
-    `limit_key`, `memory_key`: their settings. `repeats`: a call whose process ended is repeated
-    alone. `grace_s`: time in which an unwanted call must end if its process makes others.
+    `limit_key`, `memory_key`: their settings. `grace_s`: time in which an unwanted call must end,
+    and a process answer that it runs, if it makes other calls.
     """
 
     what: str
@@ -128,14 +131,15 @@ class Rules:
     memory_key: str = ""
     processes: int = 1
     mode: Mode = "plain"
-    repeats: bool = True
     grace_s: float = 1.0
     start_s: float = 300.0  # time in which a process must have imported the function
     error: type[UserCodeError] = UserCodeError
     hint: str = ""  # what to do about an exception, where nothing better is known
 
-    def failed(self, failure: Failure) -> UserCodeError:
+    def failed(self, failure: Failure) -> UserCodeError | ServiceAway:
         """Return the error of a call that failed; log its traceback once for its cause."""
+        if failure.is_away:
+            return ServiceAway(failure.said, hint=failure.hint)
         said = failure.said if failure.is_own else f"{self.what} raised {failure.said}"
         hint = failure.hint if failure.is_own else failure.hint or self.hint
         if failure.is_out_of_memory and self.memory_key:
@@ -171,7 +175,7 @@ def runs_inline(function: F) -> F:
     """Mark a function of yours that answers in milliseconds and never hangs: it needs no process.
 
     It may be a judge, filter, tool, environment factory, agent, record function, data set factory,
-    order, curriculum or should_continue_fn. It runs in a thread, or in the event loop if it is a
+    should_continue_fn. It runs in a thread, or in the event loop if it is a
     coroutine function, which must not block.
     """
     setattr(function, _MARK, True)

@@ -1,7 +1,7 @@
 """Run a user's function for the process that started this one (process_function.py).
 
 A frame is a call number, a length, and that many bytes: the arguments, or nothing to cancel the
-call. The answer is a `CallAnswer`; number 0 ends the start.
+call. The answer is a `CallAnswer`; number 0 ends the start, and later answers that calls can run.
 """
 
 from __future__ import annotations
@@ -92,12 +92,17 @@ class _Server:
         with connection.makefile("rb") as stream:
             while header := stream.read(HEADER.size):
                 number, size = HEADER.unpack(header)
-                if size:
+                if number == READY:
+                    self._send(connection, _frame(READY, self._border, CallOutcome()))
+                elif size:
                     given = (connection, number, stream.read(size))
                     threading.Thread(target=self._answer, args=given, daemon=True).start()
 
     def _answer(self, connection: socket.socket, number: int, data: bytes) -> None:
-        frame = _frame(number, self._border, attempt(partial(self._call, data)))
+        outcome = attempt(partial(self._call, data))
+        self._send(connection, _frame(number, self._border, outcome))
+
+    def _send(self, connection: socket.socket, frame: bytes) -> None:
         with self._sending:
             connection.sendall(frame)
 
@@ -121,7 +126,9 @@ class _Server:
         with suppress(asyncio.IncompleteReadError):
             while True:
                 number, size = HEADER.unpack(await reader.readexactly(HEADER.size))
-                if size:
+                if number == READY:
+                    writer.write(_frame(READY, self._border, CallOutcome()))
+                elif size:
                     data = await reader.readexactly(size)
                     calls[number] = asyncio.create_task(answer(number, data))
                 elif call := calls.get(number):

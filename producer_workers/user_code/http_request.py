@@ -9,14 +9,15 @@ from typing import Any
 
 import orjson
 
-from buffer.errors import AnswerTooLong, JudgeError
+from buffer.errors import AnswerTooLong, JudgeError, NoAnswer, WireError
 from buffer.redis.connection.retry import Backoff
+from buffer.wire.foreign_json import read_json
+from producer_workers.http_client import ask
 
 log = logging.getLogger("rolloutmq.judge")
 
-LONGEST_ANSWER = 1 << 20  # bytes that are read
-
-RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
+AWAY = frozenset({429, 502, 503, 504})  # a server that is away, or has no room
+RETRIED = AWAY | {408, 425, 500}
 BACKOFF = Backoff(0.2, 10.0, jitter=0.5)
 
 
@@ -37,7 +38,7 @@ class Service:
             tries_left = self.retries - attempt
             try:
                 return await self._post(body)
-            except _RetryableError as error:
+            except NoAnswer as error:
                 if not tries_left:
                     raise JudgeError(f"{self.what}: {error}", hint=self.hint) from error
                 log.warning("%s: %s; %d retries left", self.what, error, tries_left)
@@ -48,32 +49,15 @@ class Service:
     async def _post(self, question: bytes) -> Any:
         import aiohttp
 
-        timeout = aiohttp.ClientTimeout(total=self.timeout_s)
-        headers = {"Content-Type": "application/json"}
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=timeout) as session,
-                session.post(self.url, data=question, headers=headers) as answer,
-            ):
-                body = b""
-                async for chunk in answer.content.iter_any():
-                    body += chunk
-                    if len(body) > LONGEST_ANSWER:
-                        raise AnswerTooLong(f"{self.what} sent more than {LONGEST_ANSWER} bytes")
-        except TimeoutError as error:
-            raise _RetryableError(f"no answer within its limit of {self.timeout_s:g} s") from error
-        except aiohttp.ClientError as error:
-            raise _RetryableError(f"{type(error).__name__}: {error}") from error
+        async with aiohttp.ClientSession() as client:
+            answer = await ask(client, "POST", self.url, question, limit_s=self.timeout_s)
         if answer.status in RETRIED:
-            raise _RetryableError(f"status {answer.status}")
-        if answer.status != 200:
-            reason = body[:200].decode(errors="replace")
-            raise JudgeError(f"{self.what} refused with status {answer.status}: {reason}")
+            raise NoAnswer(f"status {answer.status}")
+        if not answer.is_whole:
+            raise AnswerTooLong(f"{self.what} {answer.problem}")
+        if answer.problem:
+            raise JudgeError(f"{self.what} {answer.problem}")
         try:
-            return orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            raise JudgeError(f"{self.what}: the answer is not valid JSON: {body[:80]!r}") from error
-
-
-class _RetryableError(Exception):
-    """A failure that may be gone at the next try."""
+            return read_json(answer.body, f"the answer of {self.what}")
+        except WireError as error:
+            raise JudgeError(error.message) from error

@@ -4,8 +4,9 @@ call ──▶ a process with room, or a new one ──▶ answer
              │ idle since a call that failed: a new process imports the code, which may be mended
              │ over its limit, or interrupted: a plain function's process is killed,
              │                                 a coroutine is cancelled, or else killed
-             └ ended by itself (os._exit, a crash): each of its calls is repeated alone, in a
-               process of its own, since another may have ended it; the second end is its own
+             └ ended by itself (os._exit, a crash), or killed because nothing in it runs: each of
+               its calls is repeated alone, in a process of its own, since another may be the
+               cause; the second end is its own
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from producer_workers.user_code.user_process import Ended, UserProcess
 
 # Calls a user's function, here or in another process. Raises the error of its rules only.
 Call = Callable[..., Awaitable[Any]]
+
+# Returns new arguments for a call that is repeated because its process ended.
+Again = Callable[[], tuple[Any, ...]]
 
 END_S = 5.0  # time for the functions that are called from threads to end with this process
 
@@ -55,8 +59,8 @@ class ProcessFunction:
         self._alone = asyncio.Semaphore(rules.processes)
         self._processes: list[UserProcess] = []
 
-    async def __call__(self, *arguments: Any) -> Any:
-        """Return the checked result.
+    async def __call__(self, *arguments: Any, again: Again | None = None) -> Any:
+        """Return the checked result. `again` makes the arguments of a repeated call.
 
         Raises the rules' error for any fault of the function, and ProcessUnavailable if it cannot
         be called.
@@ -64,12 +68,10 @@ class ProcessFunction:
         frame = self._write(arguments)
         async with self._turns:
             process = self._with_room()
-            try:
+            with suppress(Ended):
                 return await process.ask(frame)
-            except Ended as end:
-                if not self._rules.repeats:
-                    raise self._rules.ended(str(end)) from end
         async with self._alone:
+            frame = self._write(again()) if again else frame
             process = self._start(is_shared=False)
             try:
                 return await process.ask(frame)

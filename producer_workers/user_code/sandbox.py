@@ -32,8 +32,9 @@ from buffer.errors import AnswerTooLong, ConfigError, JudgeError, SandboxUnavail
 from buffer.imports import import_extra
 from producer_workers.config.sandbox import BUBBLEWRAP, WEAK, is_url
 from producer_workers.follow_owner import kill_session
+from producer_workers.http_client import LONGEST_ANSWER
 from producer_workers.user_code.bubblewrap import caged, check_bubblewrap, file_of, rules_file
-from producer_workers.user_code.http_request import LONGEST_ANSWER, Service
+from producer_workers.user_code.http_request import Service
 
 log = logging.getLogger("rolloutmq.worker")
 

@@ -93,8 +93,11 @@ class UserFunction:
         self._threads = 0
         self._idle: list[_Caller] = []
 
-    async def __call__(self, *arguments: Any) -> Any:
-        """Return its result. Raises the rules' error; ProcessUnavailable if too many calls hang."""
+    async def __call__(self, *arguments: Any, again: Any = None) -> Any:
+        """Return its result. No call here is repeated, so `again` is not called.
+
+        Raises the rules' error; ProcessUnavailable if too many calls hang.
+        """
         own = map(readers_copy, arguments)
         call = partial(self._border.call, self._function, *own)
         if self._rules.mode == "coroutines":

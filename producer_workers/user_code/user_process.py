@@ -99,13 +99,18 @@ class UserProcess:
         if not self._is_shared:
             self.end(f"a call exceeded its limit of {self._rules.limit_s:g} s")
             raise self._rules.over_limit()
+        # another call may block the event loop, or hold the interpreter's lock
+        sign = self._answers.get(READY) or self._send(READY, b"")
+        await asyncio.wait({sign}, timeout=self._rules.grace_s)
+        if not sign.done():
+            self.end("a call blocks all others")
+        if answer.done():
+            return answer.result()
         self._give_up(number)
         if self._rules.mode == "coroutines":
             await asyncio.wait({answer}, timeout=self._rules.grace_s)
-            if not answer.done():  # its event loop does not run: perhaps for another call's fault
+            if not answer.done():
                 self.end("a call exceeded its limit and cannot be cancelled")
-            if self._rules.repeats and isinstance(answer.exception(), Ended):
-                answer.result()
         else:
             self._is_leaving = True  # no other call should wait behind this one
         raise self._rules.over_limit()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from buffer.errors import StoreUnavailable
@@ -50,11 +49,16 @@ class Submitter:
         try:
             while batch := self._next_batch():
                 try:
-                    outcomes = await asyncio.to_thread(self._send, [each.result for each in batch])
+                    results = [each.result for each in batch]
+                    outcomes: list[SubmitOutcome] = await asyncio.to_thread(
+                        self._run.buffer.submit_many, self._worker, results
+                    )
                 except StoreUnavailable as error:
                     self._outage.report(error.hint)
                     self._waiting.extendleft(reversed(batch))
                     continue
+                except Exception as error:  # of an observer; no group may wait for ever
+                    outcomes = [error] * len(batch)
                 self._outage.report("")
                 for (_, submitted), outcome in zip(batch, outcomes, strict=True):
                     if submitted.done():  # the group was cancelled
@@ -65,17 +69,6 @@ class Submitter:
                         submitted.set_result(outcome)
         finally:
             self._task = None
-
-    def _send(self, results: Sequence[Result]) -> list[SubmitOutcome]:
-        try:
-            return self._run.buffer.submit_many(self._worker, results)
-        except StoreUnavailable:
-            raise
-        except Exception as error:
-            if len(results) == 1:
-                return [error]
-            # one group's error must not fail the others; submitting again is harmless (I13)
-            return [self._send([result])[0] for result in results]
 
     def _next_batch(self) -> list[_Waiting]:
         batch: list[_Waiting] = []

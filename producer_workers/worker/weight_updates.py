@@ -20,33 +20,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, TypeVar
 
 from buffer.control.control import ControlState, LocatedWeights
 from buffer.errors import StoreUnavailable, WireError
 from buffer.redis.connection.retry import Backoff
 from buffer.run import Run
 from buffer.weights.receiver import WeightsReceiver
-from buffer.weights.transport import Announcement, PublishedWeights
+from buffer.weights.transport import PublishedWeights
 from buffer.wire.rollout import PolicyVersion
-from producer_workers.engines.base import Engine, ReceivesWeights, WeightsError
+from producer_workers.engines.base import Engine, WeightsError
 from producer_workers.worker.inbox import Inbox, Signal
 
 log = logging.getLogger("rolloutmq.worker")
-T = TypeVar("T")
 
 # Pauses before refused weights are tried again: each attempt reads the whole folder.
 BACKOFF = Backoff(0.5, 30.0, jitter=0.0)
-
-
-class _Fetched(NamedTuple):
-    """Where weights are: in a verified folder, or with the trainer, if `announced`."""
-
-    folder: Path
-    announced: Announcement | None
 
 
 class WeightUpdates:
@@ -65,7 +55,7 @@ class WeightUpdates:
         self._retry_at = 0.0
         self._refusals = 0
         self._wanted: LocatedWeights | None = None
-        self._fetch: asyncio.Task[_Fetched] | None = None
+        self._fetch: asyncio.Task[Path] | None = None
 
     @cached_property
     def _receiver(self) -> WeightsReceiver:
@@ -87,16 +77,15 @@ class WeightUpdates:
             if not self._has(state.published):
                 return False
             assert self._fetch
-            fetched = self._fetch.result()
+            folder = self._fetch.result()
             self._fetch = None
-            if not await self._load(fetched, state):
-                return False
+            await self._engine.load_weights(folder, state.weights)
         except WeightsError as error:
             self._refuse(state.weights, error)
             return False
         self._refused = None
         self.refusal = ""
-        await asyncio.to_thread(self._receiver.keep_only, fetched.folder)
+        await asyncio.to_thread(self._receiver.keep_only, folder)
         seconds = time.monotonic() - started
         log.info("weights loaded", extra={"weights": str(state.weights), "seconds": seconds})
         return True
@@ -139,38 +128,17 @@ class WeightUpdates:
                 return True
         return False
 
-    def _begin(self, wanted: LocatedWeights, *, may_receive: bool = True) -> None:
-        """Begin to fetch weights, from their folder unless `may_receive`."""
+    def _begin(self, wanted: LocatedWeights) -> None:
+        async def fetch() -> Path:
+            published = PublishedWeights(wanted.path, wanted.checksum)
+            try:
+                return await asyncio.to_thread(self._receiver.fetch, published)
+            except (OSError, WireError, StoreUnavailable) as error:
+                raise WeightsError(f"cannot use the weights in {wanted.path}: {error}") from error
+
         self._wanted = wanted
-        self._fetch = asyncio.create_task(self._get(wanted, may_receive), name="next-weights")
+        self._fetch = asyncio.create_task(fetch(), name="next-weights")
         self._fetch.add_done_callback(lambda _: self._inbox.post(Signal.WEIGHTS_FETCHED))
-
-    async def _get(self, wanted: LocatedWeights, may_receive: bool) -> _Fetched:
-        engine = self._engine
-        published = PublishedWeights(wanted.path, wanted.checksum)
-        if may_receive and isinstance(engine, ReceivesWeights) and engine.receives_weights():
-            problem = f"cannot read the announcement of the weights {wanted.weights}"
-            announced = await _read(problem, lambda: self._receiver.announcement(published))
-            if announced:
-                return _Fetched(Path(announced.folder), announced)
-        problem = f"cannot use the weights in {wanted.path}"
-        folder = await _read(problem, lambda: self._receiver.fetch(published))
-        return _Fetched(folder, None)
-
-    async def _load(self, fetched: _Fetched, state: ControlState) -> bool:
-        """Load from the trainer's memory, or from the folder. False: fetch the folder next."""
-        engine = self._engine
-        if fetched.announced is None:
-            await engine.load_weights(fetched.folder, state.weights)
-            return True
-        assert isinstance(engine, ReceivesWeights)
-        try:
-            await engine.receive_weights(fetched.announced, state.weights)
-        except WeightsError as error:
-            log.warning("cannot receive from the trainer, reading the folder: %s", error)
-            self._begin(state.published, may_receive=False)
-            return False
-        return True
 
     def _is_retry_due(self) -> bool:
         return time.monotonic() >= self._retry_at
@@ -184,11 +152,3 @@ class WeightUpdates:
             log.error("weights refused, staying on %s: %s", self._engine.version(), error)
         self._retry_at = time.monotonic() + BACKOFF.pause_s(self._refusals)
         self._refusals += 1
-
-
-async def _read(problem: str, call: Callable[[], T]) -> T:
-    """Run `call` on a thread. Raises WeightsError for the errors of a receiver."""
-    try:
-        return await asyncio.to_thread(call)
-    except (OSError, WireError, StoreUnavailable) as error:
-        raise WeightsError(f"{problem}: {error}") from error

@@ -34,7 +34,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 
 from buffer.control.control import ControlState, Mode
 from buffer.control.worker_record import HeartbeatReport, WorkerState
@@ -94,7 +94,7 @@ class Worker:
         concurrency: Concurrency = 8,
         drain_timeout_s: float = 60.0,
         sleeps: bool = False,
-        facts: Mapping[str, str] | None = None,
+        facts: MutableMapping[str, str] | None = None,
         judges: WatchedJudges | None = None,
         lanes: Collection[str] = LANES,
         untruncated_tasks: Collection[str] = (),
@@ -122,9 +122,10 @@ class Worker:
         self._judges = judges or WatchedJudges()
         self._token_rate = TokenRate()
         self._loop_watch = LoopWatch()
-        known = {"engine": engine.name, **(facts or {})}
+        facts = {} if facts is None else facts  # not a copy: what the runner opens may add some
+        facts["engine"] = engine.name
         self._heartbeat = Heartbeat(
-            run, worker_id, self._nonce, known, self._report, self._inbox, self._loop_watch.is_stuck
+            run, worker_id, self._nonce, facts, self._report, self._inbox, self._loop_watch.is_stuck
         )
         self._client = ControlClient(run, worker_id, self._nonce, self._control, self._inbox)
 
@@ -168,7 +169,7 @@ class Worker:
                 self._step = asyncio.create_task(self._take_step())
             aborting = control.mode is Mode.ABORT and not control.is_carried_out
             await self._handle_events(
-                ABORT_S if aborting or self._groups.are_expiring else IDLE_S,
+                ABORT_S if aborting or self._groups.are_ending else IDLE_S,
                 lambda: self._step is not None or not self._is_step_due,
             )
             if self._failure:
@@ -214,7 +215,7 @@ class Worker:
         # the lease of a group that is being submitted may be gone because it arrived
         for job in self._groups.cancel(set(event.beat.lost) - self._groups.submitting):
             log.warning("lease lost", extra={"gid": job.gid})
-        is_due |= self._groups.expire(event.beat.expiring, time.monotonic())
+        is_due |= self._groups.expire(event.beat.expiring)
         if event.beat.control:
             is_due |= self._control.receive_answer(event.beat.control, event.report.known_epoch)
         # only while the engine works as it does all the time
@@ -279,7 +280,7 @@ class Worker:
         finished = StepFinished()
         try:
             self._engine.check_health()
-            await self._groups.end_expiring(time.monotonic())
+            await self._groups.end_some()
             if state := self._control.state:
                 await self._follow(state)
             if vacancy := self._vacancy():

@@ -55,8 +55,8 @@ def check(
     """Find the mistakes of a config before a GPU is used.
 
     Imports what it names, opens the data sets, shows a prompt, scores two answers with each judge,
-    tests the model's architecture, and estimates memory. Starts no server and no engine. Exits with
-    1 if the run would fail.
+    tests the model's architecture, trains a small model on made-up rollouts, and estimates memory.
+    Starts no server and no engine. Exits with 1 if the run would fail.
     """
     size = _parse_size(gpu_memory)
     screen = open_console()

@@ -76,6 +76,7 @@ def _check_data(config: Config, name: str) -> Iterator[Finding]:
     yield from _skipped(config, name, sum(isinstance(each, TooLong) for each in draws), len(draws))
     if not note:
         yield from _cut_off(config, name, first)
+        yield from _never_trained(config, name, first)
     yield from _without_text(name, task_tokenizer(tokenizer, task), first)
     if task.eval_of is not None:
         config.evaluation_size(name)  # raises ConfigError
@@ -163,11 +164,12 @@ def _refused(name: str, errors: Sequence[DatasetError]) -> Iterator[Finding]:
 
 def _skipped(config: Config, name: str, skipped: int, of: int) -> Iterator[Finding]:
     if skipped:
+        tokens = config.producer.max_prompt_tokens
+        limit = f"[producer] max_prompt_tokens = {tokens}" if tokens else "2 MiB of text"
         yield Finding(
             "data",
             "error" if skipped == of else "warning",
-            f"task {name}: {skipped} of {of} prompts exceed [producer] max_prompt_tokens = "
-            f"{config.producer.max_prompt_tokens} and are skipped",
+            f"task {name}: {skipped} of {of} prompts exceed {limit} and are skipped",
             "raise it, with [engine] max_model_len, or leave the long rows out",
         )
 
@@ -193,6 +195,20 @@ def _cut_off(config: Config, name: str, first: Sequence[RolloutState]) -> Iterat
             f"{context - longest:,} tokens at the end of the engine's context, before "
             f"sample.max_tokens = {sample.max_tokens:,}",
             "lower sample.max_tokens, or raise [engine] max_model_len",
+        )
+
+
+def _never_trained(config: Config, name: str, first: Sequence[RolloutState]) -> Iterator[Finding]:
+    limit = config.trainer.max_sequence_tokens
+    if limit is None or config.trainer.loop or config.tasks[name].eval_of:
+        return
+    if too_long := sum(_tokens(state) >= limit for state in first):
+        yield Finding(
+            "data",
+            "error" if too_long == len(first) else "warning",
+            f"task {name}: {too_long} of {len(first)} prompts fill [trainer] max_sequence_tokens = "
+            f"{limit:,}, so their rollouts are never trained",
+            "raise it, or set [producer] max_prompt_tokens, which skips them",
         )
 
 

@@ -14,6 +14,7 @@ from consumer.grpo.models.model_folder import check_model_folder, load_tokenizer
 from producer_workers.agent_loops.tokenizer import check_same_tokens
 from producer_workers.engines.model_folder import eos_ids, vocabulary_size
 from producer_workers.hub import Repository, model_repository
+from rolloutmq.check import training
 from rolloutmq.check.finding import Finding, Unit, absent
 from rolloutmq.check.shape import read_shape
 from rolloutmq.config.config import Config
@@ -32,7 +33,8 @@ def units(config: Config, *, quick: bool) -> list[Unit]:
         Unit("model", f"teacher {name}", partial(_check_teacher, config, name))
         for name in config.teachers
     ]
-    return [*_student_units(config, quick=quick), *teachers]
+    tried = [] if quick else training.units(config)
+    return [*_student_units(config, quick=quick), *teachers, *tried]
 
 
 def _student_units(config: Config, *, quick: bool) -> list[Unit]:

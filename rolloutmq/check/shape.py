@@ -49,7 +49,7 @@ def read_shape(folder: Path) -> Shape:
     """Return the shape of a model folder; every file must be whole. Raises ModelError."""
     try:
         document = orjson.loads((folder / "config.json").read_bytes())
-        files = [_parameters(file) for file in sorted(folder.glob("*.safetensors"))]
+        files = [_parameters(file) for file in sorted(folder.glob("[!.]*.safetensors"))]
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{folder}: cannot be read as a model: {error}", hint="copy or download it again"

@@ -21,7 +21,6 @@ from buffer.errors import INTERRUPTED, ConfigError, RolloutMQError
 from buffer.imports import missing_extra
 from buffer.readable import visible
 from rolloutmq.command_list import SETTINGS, LazyGroup
-from rolloutmq.completion import complete_names
 from rolloutmq.hang_up import follow_terminal
 
 EPILOG = """
@@ -31,8 +30,9 @@ Examples:
   rolloutmq run configs/demo.toml -d       the same in the background
   rolloutmq stop                           stop it; the same run continues it
   rolloutmq logs -f trainer                follow the log of a process
+  rolloutmq logs -f events                 follow the events of the queue
   rolloutmq status                         show its state
-  rolloutmq top                            watch it live
+  rolloutmq status --follow                watch it live
   rolloutmq ls --task math --stage pool    list groups that are ready
   rolloutmq show math-0000000042           show texts, rewards, versions
   rolloutmq dead                           list what failed, and why
@@ -62,12 +62,6 @@ Environment:
 PRIVATE = 0o077
 
 
-class _Commands(LazyGroup):
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        command = super().get_command(ctx, cmd_name)
-        return command and complete_names(command)
-
-
 app = typer.Typer(
     name="rolloutmq",
     help="A Redis-backed message queue between LLM rollout workers and an RL trainer.",
@@ -75,7 +69,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    cls=_Commands,
+    cls=LazyGroup,
     context_settings=SETTINGS,
 )
 

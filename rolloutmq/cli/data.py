@@ -16,10 +16,8 @@ from buffer.control.control import Mode
 from buffer.curation.group_export import Exported
 from buffer.curation.group_import import Imported
 from buffer.errors import ConfigError
-from buffer.groups.order_policy import load_order
 from buffer.ids import POOLS
 from buffer.query.language import parse
-from buffer.redis.signing import Key
 from buffer.run import Run
 from buffer.snapshot.folder import read_manifest
 from rolloutmq.cli.groups import WHERE_HELP
@@ -255,16 +253,6 @@ def import_groups(
         str | None, typer.Option(help="Task that the groups join. Default: the task in each line.")
     ] = None,
     from_line: Annotated[int, typer.Option(min=1, help="First line to import.")] = 1,
-    order: Annotated[
-        str,
-        typer.Option(
-            metavar="MODULE:FUNCTION", help="The run's order policy, if it is your own function."
-        ),
-    ] = "",
-    key_file: Annotated[
-        Path | None,
-        typer.Option("--key", metavar="FILE", help="Key to sign the groups with: the producer's."),
-    ] = None,
     as_json: AsJson = False,
 ) -> Output:
     """Put completed groups from a file into the pools of a run.
@@ -273,9 +261,6 @@ def import_groups(
     are one group, which gets a new gid. The format is the one that export writes.
     """
     run = target.run
-    if key_file:
-        run.sign_with(Key.read(key_file))
-    run.buffer.order_function = load_order(run.limits.order, order)
     with progress(as_json) as advance:
         done = run.import_groups(file, task=task, from_line=from_line, advance=advance)
     said = [f"{_amount(done)} imported from {file}"]

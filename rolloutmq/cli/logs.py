@@ -1,4 +1,4 @@
-"""`rolloutmq logs`: the logs of a run's processes, merged by time."""
+"""`rolloutmq logs`: the logs of a run's processes, merged by time, and the events of its queue."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,11 +16,11 @@ import typer
 from rich.text import Text
 
 from buffer.control.control import Mode
-from buffer.control.events import START, Event
+from buffer.control.events import Event
 from buffer.errors import ConfigError
 from buffer.run import Run
 from rolloutmq.command_list import command
-from rolloutmq.options import RUNS, AsJson, RunDir, Target, on_run
+from rolloutmq.options import RUNS, AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import console, emit_line, version_style
 from rolloutmq.run_owner import choose_folder, is_owned
 from rolloutmq.views.explain.log_files import FIELDS_OF_ALL, Entry, LogFiles, filter_about
@@ -32,6 +32,7 @@ Examples: rolloutmq logs
           rolloutmq logs worker -f
           rolloutmq logs --level warning --about math-0000000042
           rolloutmq logs trainer -n 1000 --run-dir runs/demo
+          rolloutmq logs events -f --json | jq 'select(.event == "reaped")'
 """
 
 POLL_S = 0.3
@@ -42,7 +43,7 @@ RoleName = Annotated[
     typer.Argument(
         metavar="ROLE",
         help="Only this process, or all of a kind: trainer, producer, worker, worker-0, judge. "
-        "run: what `rolloutmq run --detach` printed.",
+        "run: what `rolloutmq run --detach` printed. events: those of the queue, from the server.",
     ),
 ]
 
@@ -66,14 +67,21 @@ def logs(
             "--about", help="Only lines about this group, worker or number of a train step."
         ),
     ] = "",
+    redis_url: RedisUrl = None,
     run_dir: RunDir = None,
+    run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show the logs of a run's processes, merged by time.
+    """Show the logs of a run's processes, merged by time; or, as ROLE `events`, those of its queue.
 
-    They are those that `rolloutmq run` started on this machine, in all their lives. Without
-    --run-dir, the run is the one under ./runs that runs, or was used last.
+    The processes are those that `rolloutmq run` started on this machine, in all their lives.
+    Without --run-dir, the run is the one under ./runs that runs, or was used last. Events come from
+    the server, whoever started the processes.
     """
+    if role == "events":
+        with open_target(redis_url, run_dir, run) as target:
+            _print_events(target.run, lines, follows=follow, as_json=as_json)
+        return
     folder = choose_folder(run_dir, RUNS)
     files = LogFiles(folder / "logs", role or "")
     _check(files, folder, role, follow)
@@ -139,37 +147,27 @@ def _value(value: object) -> str:
 _BLOCK_MS = 1000
 
 
-@command(
-    "Look", "tail", epilog="Example: rolloutmq tail --json | jq 'select(.event == \"reaped\")'"
-)
-@on_run
-def tail(
-    target: Target,
-    from_start: Annotated[
-        bool, typer.Option("--from-start", help="Start with the oldest event that is kept.")
-    ] = False,
-    events: Annotated[
-        int | None, typer.Option("--count", min=1, help="Exit after N events.", metavar="N")
-    ] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Follow the events of a run, until it is finished or Ctrl-C."""
-    for identity, event in islice(follow(target.run, from_start=from_start), events):
+def _print_events(run: Run, lines: int, *, follows: bool, as_json: bool) -> None:
+    """Print the newest events of a run; if it `follows`, new ones, too."""
+    kept = run.events.read()
+    newest = kept[-1][0] if kept else run.events.newest()
+    coming = follow(run, newest) if follows else ()
+    for identity, event in chain(kept[-lines:] if lines else (), coming):
         if as_json:
             emit_line({"id": identity, "ms": event[0], "event": event[1]} | event[2])
         else:
             console().print(event_text(event), soft_wrap=True)
 
 
-def follow(run: Run, *, from_start: bool = False) -> Iterator[tuple[str, Event]]:
-    """Yield (id, event), old ones if `from_start`, until the run or the reader of stdout ends."""
-    last = START if from_start else run.events.newest()
+def follow(run: Run, last: str | None = None) -> Iterator[tuple[str, Event]]:
+    """Yield (id, event) of those after `last`, until the run or the reader of stdout ends."""
+    last = last or run.events.newest()
     while True:
         found = run.events.read(last, block_ms=_BLOCK_MS)
         for identity, event in found:
             last = identity
             yield identity, event
-        if not found and (run.control.state().mode is Mode.FINISH or is_unread()):
+        if is_unread() or (not found and run.control.state().mode is Mode.FINISH):
             return
 
 

@@ -1,4 +1,4 @@
-"""The commands of the producing side: `worker`, `producer` and `judge`; and `audit`."""
+"""The commands of the producing side: `worker`, `producer` and `judge`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from buffer.errors import INTERRUPTED, ConfigError, RoleHeld
-from buffer.redis.signing import PRODUCER, Key
 from producer_workers.config.sandbox import is_url
 from producer_workers.follow_owner import follow_owner
 from rolloutmq.command_list import command
@@ -96,16 +95,13 @@ def _serve(
     take_over: bool,
     teacher: str = "",
 ) -> None:
-    key = Key.read(settings.worker.key_file, worker_id) if settings.worker.key_file else None
     host = socket.gethostname().split(".")[0]
     prefix = f"{teacher}-{host}" if teacher else host
-    name = key.worker if key else worker_id or f"{prefix}-{secrets.token_hex(3)}"
+    name = worker_id or f"{prefix}-{secrets.token_hex(3)}"
     log_json(role, settings.run.name, name)
     follow_owner()
     is_live = role == "gateway"
-    work = _work(
-        settings, redis_url, name, metrics, take_over, key, is_live=is_live, teacher=teacher
-    )
+    work = _work(settings, redis_url, name, metrics, take_over, is_live=is_live, teacher=teacher)
     if asyncio.run(work):
         raise typer.Exit(INTERRUPTED)
 
@@ -118,23 +114,13 @@ def producer(
     take_over: Annotated[
         bool, typer.Option("--take-over", help="Fence another producer that is still alive.")
     ] = False,
-    standby: Annotated[
-        bool,
-        typer.Option(
-            "--standby", help="Wait while another producer is alive; produce once it is gone."
-        ),
-    ] = False,
     metrics: MetricsAddress = None,
 ) -> None:
     """Start the producer.
 
     It draws prompts and keeps the queues filled as far as the staleness limit allows. One producer
-    is active at a time; others may wait with --standby.
+    is active at a time. Whoever supervises it starts another when it dies.
     """
-    if standby and take_over:
-        raise ConfigError(
-            "--standby waits for the other producer, --take-over ends it", hint="choose one of them"
-        )
     settings = open_config(config, overrides)
     log_json("producer", settings.run.name)
     follow_owner()
@@ -142,17 +128,12 @@ def producer(
     from rolloutmq.config.fingerprint import origin_of
     from rolloutmq.tracing import trace_run
 
-    key_file = settings.producer.key_file
-    key = Key.read(key_file, PRODUCER) if key_file else None
-    run, settings = _open(settings, redis_url, "producer", metrics, key)
+    run, settings = _open(settings, redis_url, "producer", metrics)
     trace_run(run, "producer")
     member = make_producer(settings, run, origin_of(settings, settings.model_folder))
     # Not earlier: while it waits for its run, it has nothing to clean up, and a signal may end it.
     stop = stop_at_signals()
-    if standby:
-        member.stand_by(stop)
-    else:
-        member.produce_loop(stop, take_over=take_over)
+    member.produce_loop(stop, take_over=take_over)
     if stop.is_set():
         raise typer.Exit(INTERRUPTED)
 
@@ -212,7 +193,6 @@ def _open(
     redis_url: str | None,
     name: str,
     metrics: str | None,
-    key: Key | None,
     teacher: str = "",
 ) -> tuple[Run, Config]:
     """Return the run, and the config with the commits of the Hub that the run was made with."""
@@ -228,8 +208,6 @@ def _open(
 
         serve_process(name, store, metrics)
     run = wait_for_run(store, settings.run.name)
-    if key:
-        run.sign_with(key)
     origin = read_origin(run.store, run.keys)
     settings = fetch(settings, origin, with_data=name == "producer", with_teachers=bool(teacher))
     check_origin(run.store, run.keys, origin_of(settings, settings.model_folder))
@@ -242,7 +220,6 @@ async def _work(
     name: str,
     metrics: str | None,
     take_over: bool,
-    key: Key | None,
     *,
     is_live: bool,
     teacher: str,
@@ -275,7 +252,7 @@ async def _work(
         await member.run()
 
     _on_signals(os._exit, INTERRUPTED)
-    run, settings = await asyncio.to_thread(_open, settings, redis_url, name, metrics, key, teacher)
+    run, settings = await asyncio.to_thread(_open, settings, redis_url, name, metrics, teacher)
     if not take_over:
         await asyncio.to_thread(_await_silence, run, name)
     trace_run(run, name)
@@ -310,27 +287,3 @@ def _drain(member: Worker, stopped: threading.Event) -> None:
     _on_signals(os._exit, INTERRUPTED)
     stopped.set()
     member.stop()
-
-
-@command("Run", "audit", epilog="Example: rolloutmq audit configs/demo.toml --set audit.share=0.05")
-def audit(config: ConfigPath, overrides: Overrides = None, redis_url: ConfigUrl = None) -> None:
-    """Compute logprobs of some groups of each batch again, and bar workers that differ.
-
-    Start it on a machine that you trust, with the trainer's user of the server and with the
-    weights that the trainer publishes. It loads the model as the trainer does ([trainer] device,
-    [learner]), chooses [audit] share of the groups of each batch after it was taken, and bars a
-    worker whose logprobs differ by more than [audit] tolerance from those of the weights that its
-    tokens name. `rolloutmq workers` shows the counts, `rolloutmq workers --groups WORKER` what the
-    trainer has used of a worker. SIGTERM ends it between two batches.
-    """
-    from buffer.open_run import open_store, server_url, wait_for_run
-    from consumer.grpo.audit.auditor import Auditor
-
-    settings = fetch(open_config(config, overrides))
-    log_json("audit", settings.run.name)
-    url = server_url(settings, redis_url)
-    store = open_store(settings, url, name="rolloutmq-audit", patient=True)
-    run = wait_for_run(store, settings.run.name)
-    run.check_signatures(settings.trainer.keys_file)
-    auditor = Auditor(run, settings)
-    auditor.serve(stop_at_signals())

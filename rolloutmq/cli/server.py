@@ -1,4 +1,4 @@
-"""`rolloutmq server`, `janitor`, `acl`, `scripts` and `key`: the server and its users."""
+"""`rolloutmq server`, `janitor` and `acl`: the server and its users."""
 
 from __future__ import annotations
 
@@ -7,26 +7,20 @@ import re
 import secrets
 import threading
 from dataclasses import asdict
-from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from buffer.errors import ConfigError, StoreUnavailable
 from buffer.ids import valid_name
 from buffer.janitor import Swept
-from buffer.limits import SCHEMA
-from buffer.redis.keys import Keys
-from buffer.redis.script_contract import Slot
-from buffer.redis.scripts import Script, library, sources
 from buffer.redis.server.acl import ROLES, acl_line, user_name
-from buffer.redis.signing import Key, read_keys, write_keys
 from buffer.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.hang_up import stop_at_signals
 from rolloutmq.options import AsJson, Output, RunDir, Target, embedded_server, newest_server, on_run
-from rolloutmq.output import console, emit, emit_line, facts, plural, table
+from rolloutmq.output import console, emit, emit_line, facts, plural
 
 log = logging.getLogger("rolloutmq.janitor")
 
@@ -182,133 +176,3 @@ def _read(path: Path) -> dict[str, str]:
             )
         passwords[role] = password
     return passwords
-
-
-# scripts that a worker calls; --json names their keys
-OF_A_WORKER = ("register", "heartbeat", "reconcile", "claim", "submit", "release", "deregister")
-
-
-@command("Administration", "scripts", epilog="Example: rolloutmq scripts --json > scripts.json")
-def scripts(as_json: AsJson = False) -> None:
-    """List the Lua scripts, one per state change.
-
-    With --json: source, SHA1, keys and arguments of each, which is what a client in another
-    language needs. Keys of a worker's scripts are given without their prefix rmq:{RUN}:
-    """
-    if as_json:
-        emit(
-            {
-                "schema": SCHEMA,
-                "scripts": {name: _as_json(script) for name, script in library().items()},
-            }
-        )
-        return
-    grid = table("script", "SHA1", "arguments")
-    for name, script in library().items():
-        grid.add_row(name, script.sha, " ".join(script.header.fixed("ARGV")))
-    console().print(grid)
-
-
-def _as_json(script: Script) -> dict[str, Any]:
-    slots = {
-        array: [_slot(slot) for slot in script.header.slots if slot.array == array]
-        for array in ("KEYS", "ARGV")
-    }
-    if script.name in OF_A_WORKER:
-        for slot in slots["KEYS"]:
-            if not slot["tail"]:
-                slot["key"] = _key(slot["names"][0])
-    after_shebang = sources()[script.name].splitlines()[1:]
-    contract = [
-        line.removeprefix("-- ")
-        for line in takewhile(lambda line: line.startswith("-- "), after_shebang)
-    ]
-    return {
-        "sha": script.sha,
-        "keys": slots["KEYS"],
-        "args": slots["ARGV"],
-        "contract": contract,
-        "source": script.source,
-    }
-
-
-def _key(slot: str) -> str:
-    """Return a key without `rmq:{RUN}:`, with `<task>` and `<worker>` as placeholders."""
-    keys = Keys("any")
-    return keys.slots(task="<task>", worker="<worker>")[slot].removeprefix(keys.prefix)
-
-
-def _slot(slot: Slot) -> dict[str, Any]:
-    """Describe a slot of KEYS or ARGV; a `tail` takes any number of values, within the contract.
-
-    `default` is the value to pass for "none"; `defaults`: of each name in a tail.
-    """
-    document: dict[str, Any] = {"names": slot.names, "types": slot.types, "tail": slot.is_tail}
-    if slot.array == "ARGV":
-        defaults = [_default(kind) for kind in slot.types]
-        if slot.is_tail:
-            document["defaults"] = defaults
-        elif defaults[0] is not None:
-            document["default"] = defaults[0]
-    return document
-
-
-def _default(kind: str) -> str | None:
-    if "''" in kind.split("|"):
-        return ""
-    return "0" if kind == "number" or kind.startswith("0..") else None
-
-
-@command(
-    "Administration", "key", epilog="Example: rolloutmq key gpu7 --keys workers.keys --out gpu7.key"
-)
-def key(
-    worker: Annotated[
-        str, typer.Argument(metavar="WORKER", help="--id of the worker, or `producer`.")
-    ],
-    keys_file: Annotated[
-        Path,
-        typer.Option("--keys", metavar="FILE", help="Keys of all workers: [trainer] keys_file."),
-    ],
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File for the new key: [worker] key_file.")
-    ] = None,
-    revoke: Annotated[
-        bool, typer.Option("--revoke", help="Remove all earlier keys of the worker.")
-    ] = False,
-) -> None:
-    """Create the key with which a worker signs what it submits.
-
-    Copy --out to the worker's machine, and keep --keys where the trainer is; only their owner may
-    read them. A running trainer reads --keys again when it changes. A worker that has a key
-    already gets another one, and both are valid: start it again with the new key, then remove the
-    older line from --keys. With --revoke, earlier keys are removed at once, and groups that they
-    signed are not trained any more. --revoke without --out removes the worker.
-
-    The name `producer` is that of the producer ([producer] key_file). Once --keys has it, groups
-    are only trained if their prompts are signed, too.
-    """
-    new = Key.new(worker)
-    if not (out or revoke):
-        raise ConfigError("no file for the key", hint=f"add --out {worker}.key")
-    keys = read_keys(keys_file) if keys_file.exists() else {}
-    if revoke and not keys.pop(worker, None):
-        raise ConfigError(f"{keys_file} has no key of {worker}", hint="leave --revoke out")
-    if out:
-        _require_own(out, keys_file, worker)
-        keys[worker] = [*keys.get(worker, ()), new.secret]
-    write_keys(keys_file, keys)
-    if out:
-        write_keys(out, {worker: [new.secret]})
-    console().print(
-        f"{out!s} has the new key of {worker}" if out else f"{worker} has no key any more"
-    )
-
-
-def _require_own(out: Path, keys_file: Path, worker: str) -> None:
-    """Raise ConfigError if the file to write has anything but keys of this worker."""
-    is_all = out.resolve() == keys_file.resolve()
-    if is_all or (out.exists() and set(read_keys(out)) - {worker}):
-        raise ConfigError(
-            f"{out} has keys of others", hint=f"name a file for {worker} alone: --out {worker}.key"
-        )

@@ -3,66 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, get_args
+from typing import Annotated
 
 import typer
 from rich.console import RenderableType
 from rich.table import Table
 
 from buffer.control.worker_record import WorkerRecord
-from buffer.ledger.audits import AuditAccount, Verdict
-from consumer.grpo.audit.audit_log import groups_of
 from rolloutmq.command_list import command
 from rolloutmq.options import Output, Target, Yes, on_run, require_known, require_yes
-from rolloutmq.output import age, faults_text, known, plural, state, table
+from rolloutmq.output import age, faults_text, plural, table
 from rolloutmq.views.run_json import worker_json
 from rolloutmq.views.run_view import RunView, read_run_view
 from rolloutmq.views.screen import workers_table
 
-VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
-
 
 @command("Look", "workers", epilog="Example: rolloutmq workers --json | jq '.[].tokens_per_s'")
 @on_run
-def workers(
-    target: Target,
-    groups: Annotated[
-        str | None,
-        typer.Option(
-            metavar="WORKER",
-            help="List the groups that this worker made: those that have a record, and, from "
-            "`audit.jsonl` in the run's folder, those that were trained.",
-        ),
-    ] = None,
-) -> Output:
+def workers(target: Target) -> Output:
     """List the workers of a run; of one that is over, those that have left.
 
     Columns: state, weights, time since the last heartbeat (seen), groups held of its
     capacity (holds), requests in the engine (load), tokens per second, groups done, and groups that
     failed or that the trainer could not use (bad). A barred worker claims nothing until
     `rolloutmq resume --worker ID`. A second table has the groups that only wait for their judge,
-    the times of judges, and their failures. A third one has the numbers of audited groups.
+    the times of judges, and their failures.
     """
-    if groups is not None:
-        made = _groups_of(target, groups)
-        return Output(made, _groups_table(made) if made else f"No group of {groups} is known.")
     view = read_run_view(target.run)
     rows = view.workers or view.ended_workers
-    shown = _shown(view, rows, target.run.audits.read()) if rows else [_NO_WORKER]
+    shown = _shown(view, rows) if rows else [_NO_WORKER]
     return Output([worker_json(row, view) for row in rows], shown)
 
 
 _NO_WORKER = "No worker has registered. `rolloutmq worker CONFIG` starts one."
 
 
-def _shown(
-    view: RunView, rows: Sequence[WorkerRecord], audits: AuditAccount
-) -> list[RenderableType]:
+def _shown(view: RunView, rows: Sequence[WorkerRecord]) -> list[RenderableType]:
     judged = [row for row in rows if row.judged or row.judging]
     return [
         workers_table(rows, view.lease_ms, str(view.weights)),
         *([judges_table(judged)] if judged else []),
-        *([audits_table(audits)] if audits.groups else []),
         *(
             f"{row.id}: {row.replaced} processes of your functions hung, crashed or ran out of "
             "memory, and were replaced; its log names them"
@@ -79,44 +59,6 @@ def judges_table(rows: list[WorkerRecord]) -> Table:
         failed = faults_text(row.judge_failures)
         times = (age(1000 * row.judge_times.quantile_s(share)) for share in (0.5, 0.99))
         grid.add_row(row.id, str(row.judging), str(row.judged), failed, *times)
-    return grid
-
-
-def audits_table(audits: AuditAccount) -> Table:
-    verdicts = ["agree", "differ", "impossible"]
-    grid = table("audits of", *verdicts, "failed", right=verdicts)
-    for worker, groups in sorted(audits.groups.items()):
-        counts = (str(groups.get(verdict, 0)) for verdict in VERDICTS)
-        grid.add_row(worker or "(unknown)", *counts, audits.failed.get(worker, ""))
-    if audits.missed:
-        grid.caption = f"{audits.missed} batches were freed before they were audited"
-    return grid
-
-
-def _groups_of(target: Target, worker: str) -> list[dict[str, Any]]:
-    """Return the groups of a worker: those of audited batches by step, then the others."""
-    living = {row.gid: row for row in target.run.groups.find({"owner": worker})}
-    logged = list(groups_of(target.run_dir, worker)) if target.run_dir else []
-    batches = [
-        {
-            "gid": made.gid,
-            "stage": living[made.gid].stage if made.gid in living else "trained",
-            "step": made.step,
-            "weights": made.weights,
-        }
-        for made in logged
-    ]
-    others = [row for row in living.values() if row.gid not in {made.gid for made in logged}]
-    return batches + [
-        {"gid": row.gid, "stage": row.stage, "step": None, "weights": f"…:{row.version}"}
-        for row in others
-    ]
-
-
-def _groups_table(rows: list[dict[str, Any]]) -> Table:
-    grid = table("gid", "stage", "step", "weights", right=["step"])
-    for row in rows:
-        grid.add_row(row["gid"], state(row["stage"], width=7), known(row["step"]), row["weights"])
     return grid
 
 

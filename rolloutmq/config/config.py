@@ -24,7 +24,6 @@ from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig, LearnerConfig
 from consumer.config.trainer import (
     MOST_PROBLEMS,
-    AuditSection,
     EvaluationSection,
     SamplesSection,
     TrainerSection,
@@ -75,7 +74,9 @@ class LaunchSection(Section):
     judge_workers: int = Field(1, ge=1, le=1024)
     """processes that judge, if a task has judging of kind rq"""
     max_restarts: Count = Field(20, ge=0)
-    """restarts of a process that died before the run ends with an error"""
+    """restarts of a process that died before the run ends with an error; three errors in a row
+    without progress (a step that the trainer commits, a group that a worker submits) end it, too
+    """
     log_bytes: Annotated[Bytes, Field(ge=1 << 16, le=1 << 50)] = 64 << 20
     """size at which the log of a process becomes NAME.log.1, in place of the older one, and
     NAME.log starts anew; as a number or text like 64MiB
@@ -111,7 +112,6 @@ class Config(Section):
     tiny_model: TinyModelConfig = TinyModelConfig()
     warm_start: WarmStartConfig = WarmStartConfig()
     evaluation: EvaluationSection = EvaluationSection()
-    audit: AuditSection = AuditSection()
     samples: SamplesSection = SamplesSection()
     wandb: WandbSection = WandbSection()
 
@@ -169,6 +169,12 @@ class Config(Section):
         return [] if self.learner.allow_truncated_sampling else self.training_tasks
 
     @property
+    def train_roles(self) -> dict[str, list[str]]:
+        """Return the roles that training tasks train, of those that name them."""
+        found = {name: self.tasks[name].train_roles for name in self.training_tasks}
+        return {name: roles for name, roles in found.items() if roles}
+
+    @property
     def worker_gpus(self) -> int:
         """Return the number of GPUs that sample, as far as the config says."""
         return len(self.launch.worker_gpus or [0])
@@ -184,7 +190,11 @@ class Config(Section):
     def warnings(self) -> list[str]:
         """Return warnings about settings that have no effect, or waste work."""
         tasks = [warning for name in self.training_tasks for warning in self._task_warnings(name)]
-        return [*tasks, *self._late_intervals(), *filter(None, [self.gateway.warning])]
+        found = [*tasks, *self._late_intervals(), *filter(None, [self.gateway.warning])]
+        is_written = "wandb" in self.trainer.writers or self.trainer.loop is not None
+        if self.wandb != WandbSection() and not is_written:
+            found.append('[wandb] cannot act: set [trainer] writers = ["wandb"]')
+        return found
 
     def _task_warnings(self, name: str) -> Iterator[str]:
         task = self.tasks[name]
@@ -210,7 +220,14 @@ class Config(Section):
                 f"task {name} has max_ahead = {ahead}, more than max_staleness = {oldest}, which "
                 "holds: what starts further ahead is too old"
             )
-        if aborts and strategy.on_straggler == "wait":
+        if strategy.over_sample_threshold and not oldest and strategy.on_straggler == "wait":
+            yield (
+                f"task {name} has over_sample_threshold = {strategy.over_sample_threshold:g}, "
+                "which saves no time at max_staleness = 0: the trainer waits for every group that "
+                'runs; set on_straggler = "drop", which favours short responses'
+            )
+        waits = "on_straggler" in strategy.model_fields_set and strategy.on_straggler == "wait"
+        if aborts and waits:
             yield (
                 f'task {name} has on_straggler = "wait", but [policy] pause_mode = abort '
                 "interrupts stragglers at every weight update, and those that do not run then are "
@@ -223,17 +240,18 @@ class Config(Section):
     def _late_intervals(self) -> Iterator[str]:
         steps = self.plan.steps
         limits = (
-            ("[policy] sync_weights_interval", self.policy.sync_weights_interval, steps,
+            ("[policy] sync_weights_interval", self.policy.sync_weights_interval,
              "the workers never get trained weights"),
-            ("[evaluation] every_steps", self.evaluation.every_steps or 0, steps,
+            ("[evaluation] every_steps", self.evaluation.every_steps or 0,
              "only the first and the last weights are evaluated"),
             ("[learner] warmup_steps", self.learner.warmup_steps,
-             steps * self.learner.updates_per_batch,
              "the learning rate never reaches learning_rate"),
+            ("[learner] decay_steps", self.learner.decay_steps or 0,
+             "the learning rate never reaches final_rate"),
         )  # fmt: skip
-        for key, given, most, effect in limits:
-            if given > most:
-                yield f"{key} = {given} is more than the {most} steps of the run: {effect}"
+        for key, given, effect in limits:
+            if given > steps:
+                yield f"{key} = {given} is more than the {steps} steps of the run: {effect}"
 
     def context_problem(self, max_model_len: int | None, tasks: Iterable[str]) -> str:
         """Return which of `tasks` may ask for more tokens than the engine's context; "" for none.
@@ -305,11 +323,9 @@ class Config(Section):
         (`buffer/control/settings_record.py`).
         """
         marks = {"low_bytes": self.memory.low_water, "high_bytes": self.memory.high_water}
-        tasks = {f"tasks.{name}.weight": self.tasks[name].weight for name in self.training_tasks}
         return {
             "concurrency": str(self.worker.concurrency),
             **{name: f"{mark} of {self.memory.budget_bytes}" for name, mark in marks.items()},
-            **{name: f"{weight} {self.plan.curriculum}" for name, weight in tasks.items()},
         }
 
     def _task_limits(self, name: str) -> TaskLimits:

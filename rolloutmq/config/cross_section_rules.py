@@ -15,7 +15,12 @@ from buffer.config.memory_budget import MemoryNeed
 from buffer.config.run_settings import PolicySection
 from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig
-from consumer.config.trainer import MOST_PROBLEMS, WITHIN_A_GROUP
+from consumer.config.trainer import (
+    MOST_PROBLEMS,
+    PASS_AT,
+    WITHIN_A_GROUP,
+    EvaluationSection,
+)
 from producer_workers.agent_loops.agent_loop import BUILT_IN, has_agents
 from producer_workers.config.engine import VllmConfig
 from producer_workers.config.task import TaskSection
@@ -257,15 +262,30 @@ def _masks_are_bounded(config: Config) -> Iterator[str]:
 
 
 def _groups_can_be_compared(config: Config) -> Iterator[str]:
-    if config.trainer.loop is not None or config.trainer.advantages not in WITHIN_A_GROUP:
+    advantages = config.trainer.advantages
+    if config.trainer.loop is not None or advantages not in WITHIN_A_GROUP:
         return
+    fewest, compares = 2, "the rollouts of a prompt"
+    if advantages == "pass_at_k":
+        fewest, compares = PASS_AT + 1, f"the sets of {PASS_AT} rollouts of a prompt"
     for name, task in training(config.tasks).items():
-        if task.prompt_repeat_k == 1:
+        if task.prompt_repeat_k < fewest:
             yield (
-                f"prompt_repeat_k = 1 of task {name}: [trainer] advantages = "
-                f"{config.trainer.advantages} compares the rollouts of a prompt, so every "
-                "advantage would be 0; set prompt_repeat_k to at least 2, or advantages to "
-                "reinforce_pp or gae"
+                f"prompt_repeat_k = {task.prompt_repeat_k} of task {name}: [trainer] advantages = "
+                f"{advantages} compares {compares}, so every advantage would be 0; set "
+                f"prompt_repeat_k to at least {fewest}, or advantages to reinforce_pp or gae"
+            )
+
+
+def _filters_keep_groups(config: Config) -> Iterator[str]:
+    for name, task in training(config.tasks).items():
+        if (
+            task.prompt_repeat_k == 1
+            and config.strategy_of(name).is_valid_sample_fn == "not_all_equal"
+        ):
+            yield (
+                f"prompt_repeat_k = 1 of task {name}: is_valid_sample_fn = not_all_equal replaces "
+                "every group of one rollout, so no batch would be made; leave it out"
             )
 
 
@@ -285,10 +305,10 @@ def _trained_roles_occur(config: Config) -> Iterator[str]:
     for name, task in config.tasks.items():
         loop = task.loop(config.worker.agent_loop)
         has_roles = loop not in BUILT_IN or has_agents(loop)
-        if task.train_roles and "" not in task.train_roles and not has_roles:
+        if set(task.train_roles or ()) - {""} and not has_roles:
             yield (
                 f"train_roles = {task.train_roles} of task {name}: agent_loop = {loop} gives no "
-                "rollout a role, so none would be trained; leave train_roles out"
+                "rollout a role; leave train_roles out"
             )
 
 
@@ -330,12 +350,12 @@ def _optimizer_fits_the_ranks(config: Config) -> Iterator[str]:
         )
 
 
-def _transport_carries_changes(config: Config) -> Iterator[str]:
-    if config.policy.delta_base_every > 1 and config.policy.weights_transport in ("gloo", "nccl"):
-        yield (
-            f"[policy] weights_transport = {config.policy.weights_transport} sends whole versions: "
-            "leave out delta_base_every, or use folder or redis"
-        )
+def _evaluations_are_asked_for(config: Config) -> Iterator[str]:
+    default = EvaluationSection()
+    if not any(task.eval_of for task in config.tasks.values()):
+        for key, value in config.evaluation:
+            if value != getattr(default, key):
+                yield f"[evaluation] {key} cannot act: no task has eval_of, so nothing is evaluated"
 
 
 def _evaluation_fits(config: Config) -> Iterator[str]:
@@ -385,6 +405,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _distributions_are_whole,
     _masks_are_bounded,
     _groups_can_be_compared,
+    _filters_keep_groups,
     _critic_is_used,
     _trained_roles_occur,
     teachers_can_score,
@@ -393,8 +414,8 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _updates_have_groups,
     _ranks_have_gpus,
     _optimizer_fits_the_ranks,
+    _evaluations_are_asked_for,
     _evaluation_fits,
-    _transport_carries_changes,
     _evaluation_is_one_batch,
     _workers_have_ports,
 )

@@ -87,7 +87,7 @@ def _data_files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]
     found = [file for file in path.rglob("*") if file.suffix in (".arrow", ".parquet")]
-    return sorted(file for file in found if not file.name.startswith("cache-"))
+    return sorted(file for file in found if not file.name.startswith(("cache-", ".")))
 
 
 def _architecture(file: Path) -> str | None:

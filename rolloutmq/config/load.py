@@ -122,7 +122,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError:
         raise nested(str(path)) from None
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # TOMLDecodeError is one
         raise ConfigError(
             f"{path}: not valid TOML: {error}{_quote_line(text, str(error))}"
         ) from error

@@ -135,7 +135,7 @@ def _dataset(data: str | None) -> str:
     if not path.exists():
         raise ConfigError(f"--data {data}: there is no such file", hint="or give an id of the Hub")
     where = f'path = "{path.resolve()}"'
-    if path.is_dir() and not any(path.glob("*.parquet")):
+    if path.is_dir() and not any(path.glob("[!.]*.parquet")):
         return f'kind = "hugging_face"\n{where}'
     is_lines = path.suffix in (".jsonl", ".json")
     return f'kind = "{"jsonl" if is_lines else "parquet"}"\n{where}'

@@ -149,7 +149,7 @@ class TrainerSteps:
         if len(batch.groups) != self._queue.required:
             raise LedgerError(
                 f"step {step} has {len(batch.groups)} of {self._queue.required} samples",
-                hint="see `rolloutmq tail` for the groups that were quarantined",
+                hint="see `rolloutmq logs events` for the groups that were quarantined",
             )
         self._position.add(batch.manifest)
         self._queue.write_position(self._position)

@@ -1,22 +1,35 @@
-"""Start, watch, restart and stop the child processes of a run."""
+"""Start, watch, restart and stop the child processes of a run.
+
+A life is fruitless unless its process achieved something, for which each kind has a mark:
+
+    trainer                    the committed step
+    worker, teacher, gateway   its last group that was submitted
+    producer                   the started groups
+    judge                      the judged groups
+
+All but the trainer may have nothing to do, so an hour of life counts, too.
+"""
 
 from __future__ import annotations
 
+import math
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 
 from buffer.errors import INTERRUPTED, ConfigError, RankLost, RolloutMQError, RunError
 from buffer.redis.connection.retry import Backoff
+from buffer.redis.server.embedded import full_disk
 from producer_workers.follow_owner import OWNER
+from rolloutmq.launch import log_writer
 
 # exit codes after which a restart would fail in the same way
 HOPELESS = frozenset({ConfigError.exit_code, RunError.exit_code})
@@ -24,12 +37,16 @@ HOPELESS = frozenset({ConfigError.exit_code, RunError.exit_code})
 # pause before a process that ended by itself is restarted
 RESTART_DELAY_S = 5.0
 BACKOFF = Backoff(0.5, 10.0, jitter=0.0)  # pauses before a process that died is started again
-EARLY_DEATH_S = 60.0  # a process that dies within this time, three times in a row, is not restarted
 
+FRUITLESS = 3  # fruitless lives in a row that end with an error, and then no further one
+STOPPED = 8  # the same for processes that a signal or a person may have ended
+LONG_S = 3600.0  # a life of a process that may idle; it is not fruitless
 
 TAIL = 40  # lines of a log in which an error is looked for
 FEW = 6  # lines that are shown without one
 MOST_REASON = 200  # characters of an error in a report of a restart
+
+DRAIN_S = 1.0  # for the log of an ended process to be written to its end
 
 RANK_END_S = 10.0  # for the other ranks of a trainer to end after one has; then they are killed
 
@@ -55,32 +72,46 @@ class Child:
         restarts: int,
         log_bytes: int = 1 << 26,
         ranks: int = 1,
+        mark: Callable[[Child], object] = lambda _: None,
+        may_idle: bool = True,
     ) -> None:
+        """`mark`: returns what tells a fruitful life from the one before; None: nothing."""
         self.name = name
+        self._mark = mark
+        self._long_s = LONG_S if may_idle else math.inf
+        self._before: object = None
+        self._fruitless = 0
         self._args = list(args)
         numbered = [log.with_stem(f"{log.stem}-{rank}") for rank in range(1, ranks)]
         self._logs = [log, *numbered]
         self._log_bytes = log_bytes
         self._env = env
         self._restarts_left = restarts
-        self._early_deaths = 0
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._writers: list[subprocess.Popen[bytes]] = []
         self._killed: set[int] = set()  # ranks that were killed because another one had ended
         self._started = self._retry_at = self._first_end = 0.0
 
     def start(self, *more: str) -> None:
         env = os.environ | self._env | {OWNER: str(os.getpid())}
         command = [sys.executable, "-m", "rolloutmq", *self._args, *more]
-        self._processes = []
+        self._before = self._mark(self) or self._before
+        self._processes, self._writers = [], []
         self._killed = set()
         self._first_end = 0.0
         for log, variables in zip(self._logs, rank_environments(len(self._logs)), strict=True):
-            with log.open("ab") as output:
+            writer = subprocess.Popen(
+                [sys.executable, "-IS", log_writer.__file__, str(log), str(self._log_bytes)],
+                stdin=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
+            assert writer.stdin
+            with writer.stdin as output:
                 process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                     env=env | variables, start_new_session=True,
                 )  # fmt: skip
             self._processes.append(process)
+            self._writers.append(writer)
         self._started = time.monotonic()
 
     @property
@@ -150,30 +181,30 @@ class Child:
         return f"{self.name} restarted"
 
     def _note_end(self, code: int) -> str | None:
-        if code in (0, INTERRUPTED):
-            # it saw the end of a run that has been continued since, or was stopped by hand
-            self._retry_at = time.monotonic() + RESTART_DELAY_S
-            return None
-        return self._note_death(code)
-
-    def _note_death(self, code: int) -> str:
-        self._restarts_left -= 1
-        self._early_deaths = self._early_deaths + 1 if self.age_s < EARLY_DEATH_S else 0
+        """Count the life that ended, and decide when the next one begins. Raises ChildFailed."""
+        mark = self._mark(self)
+        is_fruitful = mark not in (None, self._before) or self.age_s > self._long_s
+        self._fruitless = 0 if is_fruitful else self._fruitless + 1
+        is_death = code not in (0, INTERRUPTED)
+        self._restarts_left -= is_death
         how = (
             f"was killed by {signal.Signals(-code).name}"
             if code < 0
             else f"ended with exit code {code}"
         )
-        hopeless = (
-            code in HOPELESS or self._restarts_left < 0 or (self._early_deaths >= 3 and code > 0)
-        )
-        if hopeless:
-            error = ChildFailed(
-                f"{self._who} {how}: {self.last_error()}", hint=f"its log: {self._log}"
-            )
+        most = FRUITLESS if is_death and code > 0 else STOPPED
+        is_loop = self._fruitless >= most
+        if code in HOPELESS or self._restarts_left < 0 or is_loop:
+            cause, *more = self.last_error().splitlines()
+            times = f", {self._fruitless} times without progress" if is_loop else ""
+            lines = [full_disk(self._log.parent), cause, f"{self._who} {how}{times}", *more]
+            error = ChildFailed("\n  ".join(filter(None, lines)), hint=f"its log: {self._log}")
             error.exit_code = code if code > 0 else 1
             raise error
-        self._retry_at = time.monotonic() + BACKOFF.pause_s(self._early_deaths)
+        if not is_death:  # it saw the end of a run that was continued since, or was stopped by hand
+            self._retry_at = time.monotonic() + RESTART_DELAY_S
+            return None
+        self._retry_at = time.monotonic() + BACKOFF.pause_s(self._fruitless)
         reason = self.last_error().partition("\n")[0][:MOST_REASON]
         return f"{self._who} {how}: {reason}; its log: {self._log}"
 
@@ -194,19 +225,11 @@ class Child:
         rest = takewhile(lambda line: line.startswith(("  ", "hint: ")), lines[starts[-1] + 1 :])
         return "\n".join([lines[starts[-1]].removeprefix("error: "), *rest])
 
-    def limit_log(self) -> None:
-        """Copy a long log over its older second file, and truncate it.
-
-        The process appends to the open file: lines that it writes between the two steps are lost.
-        """
-        for log in self._logs:
-            if log.exists() and log.stat().st_size > self._log_bytes:
-                shutil.copyfile(log, _older(log))
-                os.truncate(log, 0)
-
     def log_tail(self, lines: int) -> str:
+        if not self._running:
+            self._drain()
         tail: deque[bytes] = deque(maxlen=lines)
-        for file in (_older(self._log), self._log):
+        for file in (self._log.with_name(self._log.name + ".1"), self._log):
             if file.exists():
                 with file.open("rb") as log:
                     tail.extend(log)
@@ -231,11 +254,15 @@ class Child:
                 process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 return False
+        self._drain()
         return True
 
-
-def _older(log: Path) -> Path:
-    return log.with_name(log.name + ".1")
+    def _drain(self) -> None:
+        """Wait until the logs have what was printed, unless children of the process print on."""
+        end = time.monotonic() + DRAIN_S
+        for writer in self._writers:
+            with suppress(subprocess.TimeoutExpired):
+                writer.wait(max(0.0, end - time.monotonic()))
 
 
 def rank_environments(ranks: int) -> list[dict[str, str]]:

@@ -370,7 +370,7 @@ def _explain(screen: Console, pid: int, folder: Path, where: str) -> None:
     """Print how to watch and stop a run in the background."""
     screen.print(f"\nthe run continues in the background (process {pid}):")
     commands = {
-        f"rolloutmq top {where}": "watch it live",
+        f"rolloutmq status --follow {where}": "watch it live",
         f"rolloutmq logs -f --run-dir {folder}": "follow the logs of its processes",
         f"rolloutmq stop --run-dir {folder}": "stop it in order; the same run command continues it",
     }

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from buffer.control.control import Mode
-from buffer.errors import RolloutMQError, StoreUnavailable
+from buffer.errors import RolloutMQError, StoreError, StoreUnavailable
 from buffer.open_run import open_store, own_run
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
@@ -24,7 +25,7 @@ from producer_workers.config.task import live_tasks
 from rolloutmq.check.machine import placement_of
 from rolloutmq.config.config import Config
 from rolloutmq.hang_up import is_lost_terminal
-from rolloutmq.launch.child import Child
+from rolloutmq.launch.child import STOPPED, Child
 from rolloutmq.launch.create_run import make_run
 from rolloutmq.launch.preparation import (
     await_roles,
@@ -48,6 +49,10 @@ from rolloutmq.views.setting_view import override_lines
 POLL_S = 0.5  # between two checks of the processes
 POLLS_PER_LINE = 10  # checks per line of output, where the output is not a terminal
 NEWS = 4  # reports that stay on the screen
+SUBMITS = frozenset({"completed", "filtered", "aborted", "taught"})
+MOST_EVENTS = 5000  # newest ones, among which the last submit of a worker is found
+
+SERVER_S = 300.0  # in which a server that ends STOPPED times is not started again
 STOP_S = 60.0  # for children to exit after SIGTERM
 CHECKPOINT_S = 600.0  # for the trainer to exit: it writes a checkpoint first
 LINE_S = 5.0  # between two lines that name the children that have not ended
@@ -84,6 +89,7 @@ class Launcher:
         self._children: list[Child] = []
         self._judges: list[Child] = []
         self._server: EmbeddedServer | None = None
+        self._server_starts: list[float] = []
         self._shared_env: dict[str, str] = {}
 
     def run(self) -> None:
@@ -117,6 +123,7 @@ class Launcher:
                 account = finish(self._console, self._config, run, self._where)
                 self._owned.note(Stage.STOPPING, account=account)
         except (KeyboardInterrupt, OSError) as error:
+            self._owned.check()  # files of a deleted folder are missing
             # the terminal may be gone before its signal arrives
             if not (isinstance(error, KeyboardInterrupt) or is_lost_terminal(error)):
                 raise
@@ -177,11 +184,27 @@ class Launcher:
         threads = str(max(1, (os.cpu_count() or 1) // sharers))
         if not placement.trainer and "OMP_NUM_THREADS" not in os.environ:
             self._shared_env["OMP_NUM_THREADS"] = threads
+        no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+
+        def last_submit(child: Child) -> object:
+            for at_ms, name, fields in reversed(run.events.last(MOST_EVENTS)):
+                if name in SUBMITS and fields.get("worker") == child.name:
+                    return at_ms, fields["gid"]
+            return None
+
+        def count(name: str) -> Callable[[Child], object]:
+            return lambda _: sum(int(run.progress(task).get(name, 0)) for task in run.limits.tasks)
+
         # never with --regenerate: a trainer that is started again would clear the run again
         self._trainer = self._child(
-            "trainer", self._train, placement.environment(placement.trainer), ranks
+            "trainer",
+            self._train,
+            placement.environment(placement.trainer),
+            lambda _: run.ledger.steps().committed,
+            ranks=ranks,
+            may_idle=False,
         )
-        self._producer = self._child("producer", ["producer"], {"CUDA_VISIBLE_DEVICES": ""})
+        self._producer = self._child("producer", ["producer"], no_gpu, count("enqueued"))
         # a run of live tasks alone has nothing to do for other workers
         live = live_tasks(config.tasks, config.worker.agent_loop)
         verb = "gateway" if len(live) == len(config.tasks) else "worker"
@@ -190,6 +213,7 @@ class Launcher:
                 f"worker-{i}",
                 [verb, "--id", f"worker-{i}", "--take-over"],
                 placement.environment(gpus),
+                last_submit,
             )
             for i, gpus in enumerate(placement.workers)
         ]
@@ -198,21 +222,36 @@ class Launcher:
         ):
             member = f"teacher-{name}-{i}"
             args = ["worker", "--teacher", name, "--id", member, "--take-over"]
-            self._workers.append(self._child(member, args, placement.environment(gpus)))
+            environment = placement.environment(gpus)
+            self._workers.append(self._child(member, args, environment, last_submit))
         if any(task.judging.kind == "rq" for task in config.tasks.values()):
-            count = str(config.launch.judge_workers)
-            self._judges = [
-                self._child("judge", ["judge", "--workers", count], {"CUDA_VISIBLE_DEVICES": ""})
-            ]
+            args = ["judge", "--workers", str(config.launch.judge_workers)]
+            self._judges = [self._child("judge", args, no_gpu, count("raw_rewards_count"))]
         for child in (self._trainer, self._producer):
             child.start("--take-over")
         for child in (*self._judges, *self._workers):
             child.start()
 
-    def _child(self, name: str, args: list[str], env: dict[str, str], ranks: int = 1) -> Child:
+    def _child(
+        self,
+        name: str,
+        args: list[str],
+        env: dict[str, str],
+        mark: Callable[[Child], object],
+        *,
+        ranks: int = 1,
+        may_idle: bool = True,
+    ) -> Child:
         log = self._folder / "logs" / f"{name}.log"
         verb, *flags = args
         env = self._shared_env | env
+
+        def known_mark(child: Child) -> object:
+            try:
+                return mark(child) or None
+            except RolloutMQError:  # the view shows it
+                return None
+
         child = Child(
             name,
             [verb, *self._command, *flags],
@@ -221,6 +260,8 @@ class Launcher:
             restarts=self._config.launch.max_restarts,
             log_bytes=self._config.launch.log_bytes,
             ranks=ranks,
+            mark=known_mark,
+            may_idle=may_idle,
         )
         self._children.append(child)
         return child
@@ -239,6 +280,7 @@ class Launcher:
             for _ in range(1 if self._console.is_terminal else POLLS_PER_LINE):
                 if self._trainer.succeeded:
                     return True
+                self._owned.check()
                 self._note_progress(run)
                 stuck = self._note_stuck(history.last) if history.last else []
                 self._report(notes, [*stuck, *self._keep_alive(run)])
@@ -296,13 +338,23 @@ class Launcher:
         news = [self._trainer.keep_alive("--take-over")]
         news.append(self._producer.keep_alive("--take-over", is_over=is_over))
         if self._server and not self._server.is_running:
-            self._server.start()
-            news.append(f"server restarted{self._server.full_disk}")
+            news.append(self._restart(self._server))
         for child in (*self._judges, *self._workers):
             news.append(child.keep_alive(is_over=is_over))
-        for child in self._children:
-            child.limit_log()
         return [line for line in news if line]
+
+    def _restart(self, server: EmbeddedServer) -> str:
+        now = time.monotonic()
+        self._server_starts = [at_s for at_s in self._server_starts if now - at_s < SERVER_S]
+        if len(self._server_starts) >= STOPPED:
+            raise StoreError(
+                f"the Valkey server of {server.folder} ended {STOPPED} times within "
+                f"{SERVER_S:g} s{server.full_disk}",
+                hint=f"its log: {server.log_path}",
+            )
+        self._server_starts.append(now)
+        server.start()
+        return f"server restarted{server.full_disk}"
 
     # -- after ---------------------------------------------------------------
 

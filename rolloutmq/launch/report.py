@@ -75,7 +75,7 @@ def _print_commands(console: Console, run: Run, where: str) -> None:
     console.print("\nto open the run again:")
     commands = [activation()] if activation() else []
     dead = ("dead",) if len(run.dead_letters) else ()
-    names = ("web", "status", *dead, "ls", "tail --from-start", "fsck")
+    names = ("web", "status", *dead, "ls", "logs events", "fsck")
     commands += [f"rolloutmq {name} {where}" for name in names]
     for command in commands:
         console.print(f"  {command}", highlight=False, soft_wrap=True, markup=False)

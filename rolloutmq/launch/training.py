@@ -63,7 +63,6 @@ def open_run(
         serve_process("trainer", store, metrics)
     if own_rank():
         run = wait_for_run(store, settings.run.name)
-        run.check_signatures(settings.trainer.keys_file)
         return run, model_dir
     by_hand = is_by_hand()
     if regenerate and not _restarts():
@@ -72,7 +71,6 @@ def open_run(
         if by_hand and not take_over:
             _require_vacancy(store, settings)
         run = make_run(store, settings, model_dir, by_hand=by_hand)
-    run.check_signatures(settings.trainer.keys_file)
     for change in run.changes:
         log.warning("continued with another config: %s", change)
     for line in override_lines(run.settings):

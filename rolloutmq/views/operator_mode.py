@@ -1,4 +1,4 @@
-"""Set the operator's mode of a run, for `pause`, `resume`, the keys of `top` and the browser."""
+"""Set the operator's mode of a run, for `pause`, `resume` and the browser."""
 
 from __future__ import annotations
 

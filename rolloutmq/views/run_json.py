@@ -38,7 +38,6 @@ def describe(view: RunView) -> dict[str, Any]:
         "steps": {"taken": view.taken, "committed": view.committed, "freed": view.freed},
         "trainer": _role_json(view.trainer),
         "producer": _role_json(view.producer),
-        "curriculum_error": control.get("curriculum_error") or None,
         "tasks": {task.account.task: _task_json(task, view.now_ms) for task in view.tasks},
         "workers": [worker_json(worker, view) for worker in view.workers],
         "ended_workers": [worker_json(worker, view) for worker in view.ended_workers],
@@ -75,7 +74,6 @@ def worker_json(worker: WorkerRecord, view: RunView) -> dict[str, Any]:
     return _named(worker, _WORKER) | {
         "silent_ms": worker.silent_ms if worker.seen_ms else None,
         "registered_ms": registered_ms,
-        "failed_audit": view.failed_audits.get(worker.id, ""),
         "judge_s": worker.judging_ms / 1000 / worker.judged if worker.judged else None,
         "judge_p50_s": worker.judge_times.quantile_s(0.5),
         "judge_p99_s": worker.judge_times.quantile_s(0.99),

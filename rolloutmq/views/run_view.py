@@ -122,6 +122,7 @@ class RunView:
     freed: int
     tasks: tuple[TaskView, ...]
     faults: tuple[str, ...]
+    server_full: str  # words about a server that is full, or ""
     leases: int
     overdue: int
     dead: int
@@ -135,8 +136,6 @@ class RunView:
     lease_ms: int
     last_step: int  # the number of train steps that the run has in all
     memory: MemoryUse
-    # the newest failed audit of each worker that was not admitted since
-    failed_audits: dict[str, str]
 
     @property
     def mode(self) -> str:
@@ -233,9 +232,10 @@ class RunView:
 
     @property
     def troubles(self) -> list[str]:
-        """The present troubles, one line per task."""
+        """The present troubles: of the server, and one line per task."""
         troubles = {task.account.task: task.trouble(self.now_ms) for task in self.tasks}
-        return [f"{task}: {trouble}" for task, trouble in troubles.items() if trouble]
+        of_tasks = [f"{task}: {trouble}" for task, trouble in troubles.items() if trouble]
+        return [*filter(None, [self.server_full]), *of_tasks]
 
     @property
     def tokens_per_s(self) -> float:
@@ -248,12 +248,6 @@ class RunView:
         return [worker.id for worker in self.live_workers if worker.ack >= epoch]
 
 
-def evictions(run: Run) -> list[str]:
-    """Return a sentence for each way in which the server deletes keys of the run."""
-    found = run.store.eviction()
-    return [str(found)] if found.takes_all and found.keys else []
-
-
 def read_run_view(run: Run, *, events: int = 8) -> RunView:
     """Read a run, with its newest `events`. Raises StoreUnavailable, RunDamaged.
 
@@ -262,6 +256,8 @@ def read_run_view(run: Run, *, events: int = 8) -> RunView:
     # `rolloutmq set` may have changed them
     run.refresh_limits()
     audit = run.account.totals()
+    eviction = run.store.eviction()
+    evicted = [str(eviction)] if eviction.takes_all and eviction.keys else []
     replies = run.store.retrying("snapshot", lambda: _read(run, audit.tasks, events))
     control = _hash(run.keys.control, "control", replies["control"])
     steps = run.keys.ledger("train")
@@ -280,7 +276,8 @@ def read_run_view(run: Run, *, events: int = 8) -> RunView:
         committed=ledger[1],
         freed=ledger[2],
         tasks=tuple(_task_view(run, task, replies, ledger[0], taught) for task in audit.tasks),
-        faults=(*evictions(run), *audit.faults),
+        faults=(*evicted, *audit.faults),
+        server_full=eviction.full,
         leases=audit.leases,
         overdue=replies["overdue"],
         dead=replies["dead"],
@@ -294,7 +291,6 @@ def read_run_view(run: Run, *, events: int = 8) -> RunView:
         lease_ms=run.limits.lease_ms,
         last_step=run.limits.steps,
         memory=MemoryUse(audit.bytes.held, run.limits.low_bytes, run.limits.high_bytes),
-        failed_audits=run.audits.read().failed,
     )
 
 

@@ -1,4 +1,4 @@
-"""Draw a run in 80 columns: what `status` prints once, `top` and `rolloutmq run` keep up to date.
+"""Draw a run in 80 columns, for `status`, `status --follow` and `rolloutmq run`.
 
 Numbers that must add up share a line, which is red if they do not. Yellow is waiting or near a
 limit; red needs an operator.
@@ -59,15 +59,14 @@ _EVENT_STYLES = {
 
 @dataclass(slots=True)
 class LiveNotes:
-    """What `rolloutmq run` and the keys add to the live screen.
+    """What `rolloutmq run` adds to the live screen.
 
-    `lines`: launcher reports. `started_s`: seconds since the start, by process. `prompt`: the keys,
-    or a question. `trouble`: why the last frame is old, in red.
+    `lines`: launcher reports. `started_s`: seconds since the start, by process. `trouble`: why the
+    last frame is old, in red.
     """
 
     lines: list[str] = field(default_factory=list)
     started_s: dict[str, float] = field(default_factory=dict)
-    prompt: str = ""
     trouble: str = ""
 
 
@@ -80,7 +79,6 @@ def live_screen(view: RunView, history: History, notes: LiveNotes) -> Renderable
     """Return the same with curves, waits, workers and events."""
     parts: list[RenderableType] = [_title(view)]
     parts += [Text(line, style="cyan") for line in notes.lines]
-    parts += [Text(notes.prompt, style="bold")] if notes.prompt else []
     parts += [Text(notes.trouble, style="bold red")] if notes.trouble else []
     parts += ["", *_curves(history), "", *_groups(view), "", _waits(history), _facts(view)]
     parts += [_fit(Text(line, style="yellow")) for line in starting_lines(view, notes.started_s)]
@@ -156,20 +154,17 @@ def _mode(view: RunView) -> Text:
 
 def _facts(view: RunView) -> Table:
     dead = Text(f"{view.dead}  (rolloutmq dead)", style="yellow") if view.dead else "0"
-    reason = view.control.get("curriculum_error", "")
     refuses = "yellow" if view.memory.refuses_fresh else ""
-    rows: list[tuple[str, str | Text]] = [
-        ("steps", f"{view.taken} taken · {view.committed} committed · {view.freed} freed"),
-        ("trainer", _role(view.trainer)),
-        ("producer", _role(view.producer)),
-        ("workers", _workers_text(view)),
-        ("memory", Text(str(view.memory), style=refuses)),
-        ("dead letters", dead),
-    ]
-    if reason:
-        text = Text(f"not followed: {reason}", style="yellow")
-        rows.append(("curriculum", text))
-    return facts(rows)
+    return facts(
+        [
+            ("steps", f"{view.taken} taken · {view.committed} committed · {view.freed} freed"),
+            ("trainer", _role(view.trainer)),
+            ("producer", _role(view.producer)),
+            ("workers", _workers_text(view)),
+            ("memory", Text(str(view.memory), style=refuses)),
+            ("dead letters", dead),
+        ]
+    )
 
 
 def _role(role: RoleHolder) -> Text:

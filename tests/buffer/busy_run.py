@@ -16,7 +16,7 @@ from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import LIMITS, Scene, extend, prompt, rollout
 
 NEWEST = PolicyVersion("l1", 4)
-_LIMITS = {"max_tries": 1, "order": "length_fair", "retain_batches": 1}
+_LIMITS = {"max_tries": 1, "order": "fifo", "retain_batches": 1}
 
 
 def busy_run(store: Store, client: Any, name: str) -> Scene:

@@ -12,8 +12,6 @@ from buffer.control.live_settings import LiveSettings
 from buffer.control.task_status import TaskStop
 from buffer.ids import new_nonce
 from buffer.job import EndedEarly
-from buffer.ledger import audits
-from buffer.ledger.audits import AuditFinding
 from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration
 from buffer.manifest import Manifest
@@ -95,8 +93,6 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     run.task_stops.publish(scene.producer, "math", TaskStop("broken", 0, "no rows"))
     run.task_stops.publish(scene.producer, "code", TaskStop("enough", 3, "half"))
     run.jobs.resume_task("math")
-    run.control.report_curriculum(scene.producer, 1, "no data")
-    run.control.report_curriculum(scene.producer, 2, "")
     scene.beat([])  # on a busy machine, all of this may take longer than a lease
     assert run.receipts.silent() == ["w0"]
     assert scene.receipt(run.control.state().epoch) == "OK"
@@ -209,13 +205,6 @@ def put_right_by_hand(scene: Scene) -> None:
     assert isinstance(refilled := scene.run.ledger.refill(scene.trainer, 1), Manifest)
     assert refilled.gids[1:] == [kept.gid, late]
     assert scene.run.fleet.unbar("w0") == 2
-    findings = [
-        AuditFinding("agrees", "w0", late, "little"),
-        AuditFinding("differs", "w1", late, "much"),
-    ]
-    assert scene.run.audits.record(
-        audits.AuditPosition(), audits.AuditPosition(1, 1), findings, missed=1
-    )
     for gid, before in (
         (swapped.gid, "dead"),
         (removed.gid, "dead"),

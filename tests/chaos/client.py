@@ -78,7 +78,7 @@ def open_run(url: str, history: History) -> Run:
 
 
 def produce(run: Run, folders: Folders) -> None:
-    """Be the producer as soon as nobody else is. Raises Fenced."""
+    """Be the producer in place of another one. Raises Fenced."""
     samplers = {
         task: Sampler(
             task,
@@ -92,7 +92,7 @@ def produce(run: Run, folders: Folders) -> None:
     }
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    Producer(run, samplers, strategies_of(run.limits)).stand_by(stop)
+    Producer(run, samplers, strategies_of(run.limits)).produce_loop(stop, take_over=True)
 
 
 def judge_url(url: str) -> str:

@@ -15,7 +15,7 @@ from tests.chaos.plan import INLINE, RUN
 PREFIX = f"rmq:{{{RUN}}}:"
 WAYS = ("deleted", "retyped")
 UNUSED = (
-    *("report", "unpinned", "snapshot_lock", "bad_submissions", "audits", "age:<task>"),
+    *("report", "snapshot_lock", "bad_submissions", "age:<task>"),
     *("weights", "weights:<lineage>:<version>"),
 )
 """Rows that the run of a trial has no keys of, or seldom: they are only given another type."""
@@ -118,7 +118,6 @@ TARGETS = (
     _named("bell:<who>", "bell:workers"),
     _named("jobs:<task>:<lane>", f"jobs:{INLINE}:fresh"),
     _named("pool:<task>:<status>", f"pool:{INLINE}:completed"),
-    _named("order:<task>:completed", f"order:{INLINE}:completed"),
     _named("age:<task>", f"age:{INLINE}"),
     _named("progress:<task>", f"progress:{INLINE}"),
     _named("ended:<task>:<stage>", f"ended:{INLINE}:archived"),

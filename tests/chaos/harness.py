@@ -129,8 +129,7 @@ class ChaosRun:
 
     def _add_clients(self) -> None:
         self.crew.add("trainer", "trainer")
-        for number in range(2):
-            self.crew.add(f"producer-{number}", "producer")
+        self.crew.add("producer", "producer")
         for number in range(self._plan.workers):
             self.crew.add(f"worker-{number}", "worker")
         self.crew.add("judge", "judge")

@@ -1,21 +1,19 @@
 // A whole rollout worker in JavaScript: producer_workers/PROTOCOL.md in code, without Python. Copy it, and go on.
 //
-//     rolloutmq scripts --json > scripts.json
+//     python -m buffer.redis.script_list > scripts.json
 //     node worker.mjs redis://localhost my_run scripts.json my-worker
 //
-// Where `respond` is, put your engine and your judge. One group at a time, on a single server, uncompressed. Behind the time
-// per token may come the file of `rolloutmq key`: then it signs.
+// Where `respond` is, put your engine and your judge. One group at a time, on a single server, uncompressed. `hold` is for
+// tests: a file with the number of tokens that a response may have for now.
 
-import { createHash, createHmac, randomBytes } from "node:crypto";
+import { createHash, randomBytes } from "node:crypto";
 import { readFileSync } from "node:fs";
 import { setTimeout as sleep } from "node:timers/promises";
 import { crc32 } from "node:zlib";
 import { decode, encode } from "@msgpack/msgpack";
 import { Redis } from "ioredis";
 
-const [url, run, scriptsFile, name, tokenSeconds = "0.001", keyFile] = process.argv.slice(2);
-const key = keyFile && Buffer.from(readFileSync(keyFile, "utf8").trim().split(" ")[1], "hex");
-const sha256 = (bytes) => createHash("sha256").update(bytes).digest("hex");
+const [url, run, scriptsFile, name, hold] = process.argv.slice(2);
 const CHUNK = 1_048_000, LANES = ["eval", "resume", "fresh"], prefix = `rmq:{${run}}:`;
 const newToken = () => randomBytes(16).toString("hex");
 
@@ -31,7 +29,7 @@ for (const script of ["register", "heartbeat", "reconcile", "claim", "submit", "
 class Abort extends Error {}
 
 const facts = { worker: name, nonce: newToken(), ack: 0, done: 0, concurrency: 1 };
-let stopping = false, due = 0, epoch, mode, lanes, path, runNonce;
+let stopping = false, due = 0, epoch, mode, lanes, path;
 
 // Run a script: its keys and arguments as scripts.json names them, then `keys` and `more`. `unit`: those of the tail, by name.
 async function call(script, { task = "", keys = [], more = [], unit, ...own } = {}) {
@@ -96,7 +94,7 @@ async function work() {
 // The finished document of a group, with its spans and scores: its prompt's, with responses.
 async function make(gid, token) {
   // BigInt: what is in the prompt's `extra` goes back as it was, integers beyond 2^53, too
-  const [lines, document] = readSigned(await redis.getBuffer(`${prefix}payload:${gid}:init`));
+  const document = await redis.getBuffer(`${prefix}payload:${gid}:init`);
   const group = decode(document, { useBigInt64: true });
   const [offset, size] = group.columns.prompt_ids.map(Number);
   const prompt = new Int32Array(new Uint8Array(group.data.subarray(offset, offset + 4 * size)).buffer); // a copy, which is aligned
@@ -127,33 +125,18 @@ async function make(gid, token) {
     at += column.byteLength + padding.length;
   }
   const named = { lineages, rewards: ["score"], finish_reasons: ["length"] };
-  return [{ ...group, ...named, data: Buffer.concat(pieces) }, spans, scores, lines];
-}
-
-// The lines of those who signed a prompt, and its document.
-function readSigned(data) {
-  if (!data.subarray(0, 9).equals(Buffer.from("signed by"))) return [[], data];
-  const end = data.indexOf("\n\n"), lines = data.toString("utf8", 0, end).split("\n").slice(1), document = data.subarray(end + 2);
-  const [token, , digest] = lines.at(-1).split(" ");
-  if (token !== "init" || digest !== sha256(document)) throw new Error("these are not the bytes that were signed");
-  return [lines, document];
-}
-
-// The document behind `lines` and a line of this worker.
-function signed(gid, token, lines, document) {
-  if (!key) return document;
-  const facts = `${token} ${name} ${sha256(document)}`;
-  const mac = createHmac("sha256", key).update(["rolloutmq", runNonce, gid, ...lines, facts].join("\n")).digest("hex");
-  const block = ["", ...lines, `${facts} ${mac}`, "", ""].join("\n"), size = 9 + block.length;
-  return Buffer.concat([Buffer.from(`signed by${" ".repeat(Math.ceil(size / 8) * 8 - size)}${block}`), document]);
+  return [{ ...group, ...named, data: Buffer.concat(pieces) }, spans, scores];
 }
 
 // [tokens, spans of [start, length, version, lineage]]: each token with the weights that really made it.
 async function respond(prompt, sample, held) {
   const tokens = [], spans = [];
   while (tokens.length < sample.max_tokens) {
-    await sleep(1000 * Number(tokenSeconds));
     await tick(held);
+    if (hold && tokens.length >= Number(readFileSync(hold, "utf8"))) {
+      await sleep(10);
+      continue;
+    }
     const [lineage, number] = facts.weights.split(":"), version = Number(number), last = spans.at(-1);
     if (last?.[2] !== version || last?.[3] !== lineage) spans.push([tokens.length, 0, version, lineage]);
     spans.at(-1)[1] += 1;
@@ -163,8 +146,8 @@ async function respond(prompt, sample, held) {
 }
 
 // The bytes first, under the token; then the script that counts and keeps them.
-async function submit(gid, task, token, group, spans, scores, lines) {
-  const data = signed(gid, token, lines, Buffer.from(encode(group, { useBigInt64: true })));
+async function submit(gid, task, token, group, spans, scores) {
+  const data = Buffer.from(encode(group, { useBigInt64: true }));
   const made = new Set(spans.map(([, , , version, lineage]) => `oldest ${lineage} ${version}`));
   const keyOf = (n) => `payload:${gid}:${token}${n ? `:${n}` : ""}`;
   const keys = Array.from({ length: Math.ceil(data.length / CHUNK) }, (_, n) => keyOf(n));
@@ -173,7 +156,6 @@ async function submit(gid, task, token, group, spans, scores, lines) {
   Object.assign(unit, { tokens, length: tokens, size: data.length });
   Object.assign(unit, { crc: crc32(data).toString(16).padStart(8, "0"), reward_count: scores.length });
   unit.reward_sum = scores.reduce((sum, score) => sum + score, 0);
-  unit.order = facts.order === "fifo" ? "arrival" : "";
   let answer = ["MISSING"];
   while (answer[0] === "MISSING") {
     for (const [n, key] of keys.entries())
@@ -185,8 +167,7 @@ async function submit(gid, task, token, group, spans, scores, lines) {
 
 process.on("SIGTERM", () => { stopping = true; });
 for (const [field, value] of Object.entries(await redis.hgetall(`${prefix}meta`)))
-  if (field === "nonce") runNonce = value;
-  else if (field !== "nonce" && field !== "limits_op") facts[field] = JSON.parse(value);
+  if (field !== "nonce" && field !== "limits_op") facts[field] = JSON.parse(value);
 hear((await call("register")).slice(2));
 while (!stopping && mode !== "finish") {
   await tick();

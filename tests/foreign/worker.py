@@ -1,22 +1,22 @@
 """A whole rollout worker that imports nothing of rolloutmq: producer_workers/PROTOCOL.md in code.
 Copy it, and go on.
 
-    rolloutmq scripts --json > scripts.json
+    python -m buffer.redis.script_list > scripts.json
     python worker.py redis://localhost my_run scripts.json my-worker
 
 Where `respond` is, put your engine and your judge. One group at a time, on a single server,
-uncompressed. Behind the time per token may come the file of `rolloutmq key`: then it signs.
+uncompressed. `hold` is for tests: a file with the number of tokens that a response may have for
+now.
 `worker.mjs` is the same in JavaScript.
 """
 
-import hmac
 import json
 import signal
 import sys
 import time
 import zlib
 from array import array
-from hashlib import sha1, sha256
+from hashlib import sha1
 from pathlib import Path
 from secrets import token_hex
 
@@ -33,17 +33,15 @@ class Abort(Exception):
 
 
 class Worker:
-    def __init__(self, url, run, scripts, name, token_s="0.001", key_file=""):
+    def __init__(self, url, run, scripts, name, hold=""):
         # what an outage cut off is sent again as it was, which does no harm
         self.redis = redis.Redis.from_url(url, retry=Retry(ConstantBackoff(0.2), -1))
         self.prefix = f"rmq:{{{run}}}:"
         self.scripts = json.loads(Path(scripts).read_text(encoding="utf-8"))["scripts"]
         self.stopping = False
-        self.token_s = float(token_s)
+        self.hold = hold
         self.due = 0
         limits = self.redis.hgetall(self.prefix + "meta")
-        self.run_nonce = limits[b"nonce"].decode()
-        self.key = Path(key_file).read_text().split()[1] if key_file else ""
         self.facts = {
             name.decode(): json.loads(value)
             for name, value in limits.items()
@@ -153,8 +151,7 @@ class Worker:
         """The finished document of a group, with its spans and scores: its prompt's, with
         responses.
         """
-        lines, document = self.read_signed(self.redis.get(f"{self.prefix}payload:{gid}:init"))
-        group = msgpack.unpackb(document)
+        group = msgpack.unpackb(self.redis.get(f"{self.prefix}payload:{gid}:init"))
         count = len(group["responses"])
         offset, size = group["columns"]["prompt_ids"]
         prompt = array("i", group["data"][offset : offset + 4 * size])
@@ -189,7 +186,7 @@ class Worker:
             data += array(kind, numbers).tobytes()
             data += bytes(-len(data) % 8)
         group["data"] = data
-        return group, spans, scores, lines
+        return group, spans, scores
 
     def respond(self, prompt, sample, held):
         """(tokens, spans of [start, length, version, lineage]): each token with the weights that
@@ -197,8 +194,10 @@ class Worker:
         """
         tokens, spans = [], []
         while len(tokens) < sample["max_tokens"]:
-            time.sleep(self.token_s)
             self.tick(held)
+            if self.hold and len(tokens) >= int(Path(self.hold).read_text()):
+                time.sleep(0.01)
+                continue
             lineage, _, version = self.facts["weights"].rpartition(":")
             if not spans or spans[-1][2:] != [int(version), lineage]:
                 spans.append([len(tokens), 0, int(version), lineage])
@@ -206,30 +205,9 @@ class Worker:
             tokens.append((prompt[-1] + len(tokens)) % 100)
         return tokens, spans
 
-    def read_signed(self, data):
-        """The lines of those who signed a prompt, and its document."""
-        if not data.startswith(b"signed by"):
-            return [], data
-        head, _, document = data.partition(b"\n\n")
-        lines = head.decode().split("\n")[1:]
-        if lines[-1].split()[::2] != ["init", sha256(document).hexdigest()]:
-            raise ValueError("these are not the bytes that were signed")
-        return lines, document
-
-    def signed(self, gid, token, lines, document):
-        """The document behind `lines` and a line of this worker."""
-        if not self.key:
-            return document
-        facts = f"{token} {self.facts['worker']} {sha256(document).hexdigest()}"
-        text = "\n".join(["rolloutmq", self.run_nonce, gid, *lines, facts])
-        mac = hmac.digest(bytes.fromhex(self.key), text.encode(), "sha256").hex()
-        block = "\n".join(["", *lines, f"{facts} {mac}", "", ""])
-        spaces = " " * (-len(f"signed by{block}") % 8)
-        return f"signed by{spaces}{block}".encode() + document
-
-    def submit(self, gid, task, token, group, spans, scores, lines):
+    def submit(self, gid, task, token, group, spans, scores):
         """The bytes first, under the token; then the script that counts and keeps them."""
-        data = self.signed(gid, token, lines, msgpack.packb(group))
+        data = msgpack.packb(group)
         weights = {(span[4], span[3]) for span in spans}
         starts = range(0, len(data), CHUNK)
         keys = [f"payload:{gid}:{token}" + (f":{n}" if n else "") for n in range(len(starts))]
@@ -247,7 +225,6 @@ class Worker:
             "crc": f"{zlib.crc32(data):08x}",
         }
         unit |= {"reward_sum": sum(scores), "reward_count": len(scores)}
-        unit["order"] = "arrival" if self.facts["order"] == "fifo" else ""
         unit["made_by"] = ",".join(f"oldest {lineage} {version}" for lineage, version in weights)
         answer = ["MISSING"]
         while answer[0] == "MISSING":

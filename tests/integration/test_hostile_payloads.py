@@ -48,7 +48,7 @@ def hand_in(scene: Scene, job: Job, data: bytes, group: RolloutGroup, worker: st
     run = scene.run
     ref, commands = run.payloads.commands(job.gid, job.token, [data])
     scene.store.write("payload write", commands)
-    submission = Submission(RunContext(scene.store, run.keys, run.limits), run.payloads, None)
+    submission = Submission(RunContext(scene.store, run.keys, run.limits), run.payloads)
     unit = submission.unit(Result(job, group, 4), ref)
     scene.store.call("submit", *submission.call(worker, job.task, [unit]))
 

@@ -12,13 +12,13 @@ from buffer.wire.sampling import SampleParams
 from consumer.handle.batch import Batch
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.datasets.dataset import Problem
-from producer_workers.producer.producer import Curriculum, Producer, WeightFunction
+from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import ShouldContinue, strategies_of
 from tests.buffer.scene import Scene
 from tests.pipeline.yard import Letters
 
-TASKS = {"math": TaskLimits(weight=2), "code": TaskLimits(weight=1), "idle": TaskLimits(weight=0)}
+TASKS = {"math": TaskLimits(weight=5), "code": TaskLimits(weight=2), "idle": TaskLimits(weight=0)}
 LIMITS = RunLimits(tasks=TASKS, batch_size=7, steps=50)
 
 
@@ -42,13 +42,11 @@ class Mixture:
     def __init__(
         self,
         scene: Scene,
-        curriculum: WeightFunction | None = None,
         should_continue: Mapping[str, ShouldContinue | None] | None = None,
     ) -> None:
         self.scene = scene
         self.run = scene.run
         self.rows = {task: Rows() for task in self.run.limits.tasks}
-        self._curriculum = curriculum
         self._should_continue = should_continue
         self.manager = self.new_manager()
         self.consumer = RolloutConsumer(self.run)
@@ -61,8 +59,7 @@ class Mixture:
             for task, rows in self.rows.items()
         }
         strategies = strategies_of(self.run.limits, self._should_continue)
-        follows = Curriculum(self.run, self._curriculum) if self._curriculum else None
-        return Producer(self.run, samplers, strategies, curriculum=follows)
+        return Producer(self.run, samplers, strategies)
 
     # -- moves ---------------------------------------------------------------
 

@@ -46,10 +46,7 @@ def make_producer(
     return Producer(run, {TASK: sampler}, strategies_of(run.limits), slice_size=slice_size)
 
 
-def main(url: str, name: str, dataset: str, share: str, standby: str = "") -> None:
+def main(url: str, name: str, dataset: str, share: str) -> None:
     run = Run.open(Store(url), name)
     producer = make_producer(run, Path(dataset), int(share), threshold=run.limits.stale_threshold)
-    if standby:
-        producer.stand_by(threading.Event())
-    else:
-        producer.produce_loop(threading.Event(), take_over=True)
+    producer.produce_loop(threading.Event(), take_over=True)

@@ -36,7 +36,7 @@ def hangs_once(*, response: str, ground_truth: str, state: Any) -> float:
     part = calls.with_suffix(".part")
     part.write_text(f"{os.getpid()} {os.getppid()}")
     part.rename(calls)
-    time.sleep(60)
+    time.sleep(3600)
     return 0.0
 
 
@@ -46,7 +46,7 @@ def spins(*, response: str, ground_truth: Any, state: Any) -> float:
 
 
 def sleeps(*, response: str, ground_truth: Any, state: Any) -> float:
-    time.sleep(60)
+    time.sleep(3600)
     return 0.0
 
 

@@ -6,23 +6,25 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import orjson
+import psutil
 
 from buffer.ledger.account import FsckReport
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run import Run
 from consumer.grpo.reporting.step_log import StepLog
+from tests.pipeline.held_run import Hold
+from tests.waits import DEADLINE_S, end_of, until
 from tests.warm_process import start_command
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 400.0
+BATCH = 4
 
 CONFIG = """
 [run]
@@ -31,7 +33,7 @@ dir = "{folder}/run"
 seed = 1
 [plan]
 steps = {steps}
-batch_size = 4
+batch_size = {batch}
 [lease]
 lease_ms = 2000
 heartbeat_ms = 200
@@ -43,6 +45,7 @@ on_straggler = "retry"
 [tasks.sums]
 prompt_repeat_k = 4
 judge = "tests.pipeline.judges:by_chance"
+{loop}
 sample = {{ max_tokens = 16 }}
 [tasks.sums.dataset]
 kind = "jsonl"
@@ -50,12 +53,12 @@ path = "{folder}/problems.jsonl"
 [engine]
 kind = "simulated"
 vocab_size = 100
-first_token_s = {{ shape = "fixed", value = 0.02 }}
+first_token_s = {{ shape = "fixed", value = {token_s} }}
 token_s = {{ shape = "fixed", value = {token_s} }}
 response_tokens = {{ shape = "fixed", value = 12 }}
 [worker]
-concurrency = 3
-drain_timeout_s = 5
+concurrency = {concurrency}
+drain_timeout_s = {drain_timeout_s}
 [launch]
 workers = 1
 [trainer]
@@ -72,6 +75,8 @@ class Process:
 
     started: subprocess.Popen[bytes] | BaseProcess
     log: Path
+    is_awaited: bool = False
+    """its end is no surprise"""
 
     @property
     def pid(self) -> int:
@@ -85,6 +90,16 @@ class Process:
             return self.started.exitcode
         return self.started.poll()
 
+    def children(self) -> list[psutil.Process]:
+        """Return the processes that a launcher has started."""
+        found: list[psutil.Process] = psutil.Process(self.pid).children()
+        return found
+
+    def child(self, name: str) -> psutil.Process:
+        """Return the only child of this name, which is its command."""
+        (found,) = [each for each in self.children() if each.name() == name]
+        return found
+
     def said(self) -> str:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
@@ -94,6 +109,7 @@ class Process:
         return self.wait()
 
     def wait(self) -> int:
+        self.is_awaited = True
         if isinstance(self.started, BaseProcess):
             self.started.join(DEADLINE_S)
         else:
@@ -102,15 +118,25 @@ class Process:
         return self.exit_code
 
 
+HELD = """
+agent_loop = "tests.pipeline.held_run:HeldLoop"
+agent_loop_options = {{ hold = "{}" }}
+"""
+
+
 @dataclass
 class Site:
-    """Everything of one run below `folder`. `close` ends what is left of it."""
+    """Everything of one run below `folder`. `close` ends what is left of it.
+
+    `held`: the step behind which the run waits until `let` or `let_go`; None: it goes on by itself.
+    """
 
     folder: Path
     model: Path
     name: str = "site"
     steps: int = 12
-    token_s: float = 0.02
+    token_s: float = 0.0
+    held: int | None = None
     processes: list[Process] = field(default_factory=list)
     url: str = ""
     """REDIS_URL of the processes that are started next; "" for the run's own server"""
@@ -119,9 +145,16 @@ class Site:
         self.folder.mkdir(parents=True, exist_ok=True)
         rows = [{"question": f"{n} + {n} =", "answer": str(2 * n)} for n in range(40)]
         (self.folder / "problems.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)))
+        facts = {k: getattr(self, k) for k in ("name", "folder", "steps", "model", "token_s")}
+        # held groups keep their slots, and end at once when their worker leaves
+        loop, concurrency, drain_timeout_s = "", 3, 5.0
+        if self.held is not None:
+            loop, concurrency, drain_timeout_s = HELD.format(self.hold.file), 64, 0.2
+            self.hold.allow(BATCH * self.held)
         text = CONFIG.format(
-            **{k: getattr(self, k) for k in ("name", "folder", "steps", "model", "token_s")}
-        )
+            **facts, batch=BATCH, loop=loop, concurrency=concurrency,
+            drain_timeout_s=drain_timeout_s,
+        )  # fmt: skip
         self.config.write_text(text, encoding="utf-8")
 
     @property
@@ -131,6 +164,10 @@ class Site:
     @property
     def run_dir(self) -> Path:
         return self.folder / "run"
+
+    @property
+    def hold(self) -> Hold:
+        return Hold(self.folder / "hold")
 
     @property
     def server(self) -> EmbeddedServer:
@@ -175,6 +212,11 @@ class Site:
         process = self.start(verb, *more)
         return process.wait(), process.said()
 
+    def kill_server(self) -> None:
+        """Kill the server that runs now, which a launcher may start again at once."""
+        with self.server.connect() as client:
+            os.kill(client.info("server")["process_id"], signal.SIGKILL)
+
     def close(self) -> None:
         for process in self.processes:
             if process.exit_code is None:
@@ -196,15 +238,43 @@ class Site:
         rows = [orjson.loads(line) for line in written.splitlines(True) if line.endswith(b"\n")]
         return [(row["step"], tuple(row["gids"])) for row in rows]
 
-    def until_step(self, step: int) -> None:
-        """Wait until the trainer has written down a step."""
-        self.until(lambda: any(number >= step for number, _ in self.lines()), f"step {step}")
+    def reached(self) -> int:
+        """Return the newest step that a trainer wrote down."""
+        return max((step for step, _ in self.lines()), default=0)
 
-    def until(self, condition: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + DEADLINE_S
-        while not condition():
-            assert time.monotonic() < end, f"{what} never came; {self.words()}"
-            time.sleep(0.02)
+    # -- waiting -------------------------------------------------------------
+
+    def let(self, steps: int) -> int:
+        """Let a held run make some more steps; return the last of them."""
+        assert self.held is not None, "this run goes on by itself"
+        self.held += steps
+        self.hold.allow(BATCH * self.held)
+        return self.held
+
+    def let_go(self) -> None:
+        """Let a held run go on to its end."""
+        self.held = None
+        self.hold.allow(1 << 40)
+
+    def until_held(self) -> None:
+        """Wait until a held run has made all the steps that it may make."""
+        assert self.held is not None, "this run goes on by itself"
+        self.until(lambda: self.reached() >= (self.held or 0), f"step {self.held}")
+
+    def reach(self, steps: int) -> int:
+        """Let a held run make some more steps, wait for them, and return the last."""
+        step = self.let(steps)
+        self.until_held()
+        return step
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Wait until something is so. Fail when a process ends for whose end no test waits."""
+
+        def over() -> str:
+            ends = [end_of(process.started) for process in self.processes if not process.is_awaited]
+            return "" if not any(ends) else "; ".join(filter(None, ends)) + "\n" + self.words()
+
+        until(condition, what, over)
 
     def words(self) -> str:
         """Return the ends of all logs, for a test that failed."""
@@ -244,4 +314,4 @@ class Site:
             )
         audit = self.audit()
         assert audit.clean, (audit.faults, audit.lost, audit.doubled)
-        assert audit.checked >= 4 * self.steps
+        assert audit.checked >= BATCH * self.steps

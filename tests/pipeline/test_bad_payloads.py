@@ -23,7 +23,7 @@ from producer_workers.judges.load import HttpJudge
 from tests.bad_payloads import CONTROL, GROUP, KINDS, LINE, REWARD
 from tests.memory_fault import overwrite
 from tests.pipeline.site import Site
-from tests.pipeline.yard import FAST_S, FIRST, SLOW_S, TASK, Yard
+from tests.pipeline.yard import FIRST, TASK, Yard
 
 GOOD = orjson.dumps({"score": 1.0})
 
@@ -66,9 +66,9 @@ def _is_told(reason: str) -> bool:
 
 
 async def test_tokens_of_an_aborted_group_that_are_garbage_are_made_again(yard: Yard) -> None:
-    gids = yard.enqueue(len(KINDS), tokens=(5000, 5000))
+    gids = yard.enqueue(len(KINDS), tokens=(50, 50))
     async with yard.working(
-        yard.worker(token_s=0.01, partial_rollout=True, concurrency=len(gids))
+        yard.worker(held=True, partial_rollout=True, concurrency=len(gids))
     ) as engine:
         await yard.until_generating(engine, 2 * len(gids))
         yard.control(Mode.ABORT)
@@ -78,9 +78,7 @@ async def test_tokens_of_an_aborted_group_that_are_garbage_are_made_again(yard: 
         yard.store.control.set(key, GROUP[kind](yard.store.control.get(key)))
     yard.control(Mode.RUN)
     assert yard.reissue() == len(gids)
-    async with yard.working(
-        yard.worker("w1", token_s=0.0001, partial_rollout=True, concurrency=len(gids))
-    ):
+    async with yard.working(yard.worker("w1", partial_rollout=True, concurrency=len(gids))):
         await yard.until_places(completed=len(gids))
     yard.check()
 
@@ -225,12 +223,13 @@ def test_tokens_that_changed_are_not_submitted(
     yard: Yard, claimed: list[RolloutGroup], column: str, partial_rollout: bool
 ) -> None:
     """One member had ended before the claim, one is continued or started again."""
-    (gid,) = yard.enqueue(1, (5, 300))
+    (gid,) = yard.enqueue(1, (5, 30))
 
     async def interrupt() -> None:
-        worker = yard.worker(token_s=SLOW_S, partial_rollout=partial_rollout)
+        worker = yard.worker(held=True, partial_rollout=partial_rollout)
         async with yard.working(worker) as engine:
-            await yard.until_engine(lambda: len(engine.requests) == 2 and engine.unfinished() == 1)
+            await yard.until_engine(lambda: len(engine.requests) == 2)
+            await yard.until_generating(engine, 1)
             await yard.receipts(yard.control(Mode.ABORT))
         yard.control(Mode.RUN)
         yard.reissue()
@@ -244,9 +243,7 @@ def test_tokens_that_changed_are_not_submitted(
         return 1.0
 
     with pytest.raises(GroupChanged, match=gid):
-        asyncio.run(
-            run_until_it_ends(yard, token_s=FAST_S, judge=judge, partial_rollout=partial_rollout)
-        )
+        asyncio.run(run_until_it_ends(yard, judge=judge, partial_rollout=partial_rollout))
     assert yard.run.record(gid)["payload"] == before
     assert yard.places() == {"running": 1}
 
@@ -272,7 +269,7 @@ ReplayBuffer.read = read_into_faulty_memory
 @pytest.mark.slow
 def test_a_launched_run_ends_and_says_why(make_site: Callable[..., Site]) -> None:
     """A worker that is started again would change, or meet, the same memory."""
-    site = make_site(steps=1000)
+    site = make_site()
     (site.folder / "faulty.py").write_text(LOOP, encoding="utf-8")
     text = site.config.read_text(encoding="utf-8")
     assert "[tasks.sums]\n" in text

@@ -36,10 +36,10 @@ from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from rolloutmq.testing import END, Characters
-from tests.pipeline.yard import FIRST, SLOW_S, TASK, WatchedEngine, Yard
+from tests.pipeline.yard import FIRST, SOME, TASK, WatchedEngine, Yard
 
 RECORDS = (GROUP_TIME, OPEN_SESSIONS, SESSIONS_RESTARTED)
-LENGTHS = (8, 3000, 3000)
+LENGTHS = (8, 300, 300)
 """Tokens of the members: the first has ended when the others are interrupted."""
 
 
@@ -152,16 +152,16 @@ class Vandal:
 class NotingEngine(WatchedEngine):
     """Notes what it made: tokens read, tokens sampled, logprobs. It `fills` max_tokens, or ends."""
 
-    def __init__(self, token_s: float, *, fills: bool) -> None:
+    def __init__(self, *, fills: bool, held: bool) -> None:
         none = Fixed(value=0.0)
         config = SimulatedConfig(
             first_token_s=none,
-            token_s=Fixed(value=token_s),
+            token_s=none,
             response_tokens=Fixed(value=1),
             vocab_size=95,
             eos_token_id=END,
         )
-        super().__init__(config, FIRST)
+        super().__init__(config, FIRST, held=held)
         self.fills = fills
         self.made: list[tuple[list[int], list[int], list[float]]] = []
 
@@ -317,7 +317,9 @@ KINDS = [
 ]  # fmt: skip
 
 
-def make_worker(yard: Yard, name: str, token_s: float, *, partial: bool, **parts: Any) -> Worker:
+def make_worker(
+    yard: Yard, name: str, *, partial: bool, held: bool = False, **parts: Any
+) -> Worker:
     judges = WatchedJudges()
     if function := parts.pop("is_valid_sample", None):
         call = call_here("filter", "filter", function, "filter", 60.0)
@@ -327,7 +329,7 @@ def make_worker(yard: Yard, name: str, token_s: float, *, partial: bool, **parts
     loop = parts.pop("loop", SingleTurnAgentLoop)(
         judge=scorer, tokenizer=Characters(), eos_ids={END}, partial_rollout=partial, **parts
     )
-    engine = NotingEngine(token_s, fills=fills)
+    engine = NotingEngine(fills=fills, held=held)
     runner = TaskRunner(loop, partial, function)
     worker = Worker(yard.run, engine, {TASK: runner}, worker_id=name, judges=judges)
     worker.engine = engine  # type: ignore[attr-defined]
@@ -350,19 +352,19 @@ async def test_code_that_ruins_what_it_gets_changes_nothing_of_others(
     fields_of = [{**drawn(index), "index": index} for index in range(3)]
     (gid,) = yard.enqueue_states([RolloutState(**copy.deepcopy(each)) for each in fields_of])
     made: list[tuple[list[int], list[int], list[float]]] = []
-    first = make_worker(yard, "w0", SLOW_S, partial=partial, **parts)
+    first = make_worker(yard, "w0", partial=partial, held=True, **parts)
     async with yard.working(first):
         engine: Any = first.engine  # type: ignore[attr-defined]
         ended = 4 if fills_twice(parts) else 1
         await yard.until_engine(lambda: len(engine.made) >= ended and engine.unfinished() == 2)
-        await asyncio.sleep(0.1)
+        engine.make(SOME)
         with vandal.at_work():
             await yard.receipts(yard.control(Mode.ABORT))
     made.extend(engine.made)
     check_group(yard.group(gid), made)
     yard.control(Mode.RUN)
     yard.reissue()
-    second = make_worker(yard, "w1", 0.0001, partial=partial, **parts)
+    second = make_worker(yard, "w1", partial=partial, **parts)
     with vandal.at_work():
         async with yard.working(second):
             await yard.until_places(completed=1)
@@ -416,8 +418,6 @@ class RuinsItself(SingleTurnAgentLoop):
 
 async def test_rubbish_in_a_loops_rollouts_fails_their_group_and_no_heartbeat(yard: Yard) -> None:
     yard.enqueue(1)
-    worker = make_worker(
-        yard, "w1", SLOW_S, partial=False, loop=partial(RuinsItself, yard), judge=None
-    )
+    worker = make_worker(yard, "w1", partial=False, loop=partial(RuinsItself, yard), judge=None)
     async with yard.working(worker):
         await yard.until(lambda: yard.places().get("dead", 0) == 1)

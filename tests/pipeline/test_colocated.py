@@ -10,7 +10,7 @@ import pytest
 
 from buffer.control.control import Mode
 from consumer.handle.rollout_consumer import RolloutConsumer
-from tests.pipeline.yard import SLOW_S, TASK, Yard
+from tests.pipeline.yard import TASK, Yard
 from tests.servers import KINDS
 
 on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
@@ -74,9 +74,11 @@ async def test_the_receipt_of_a_sleeping_worker_comes_after_its_last_group(
 ) -> None:
     yard.enqueue(2, tokens=(40, 40))
     slept = threading.Event()
-    async with yard.working(yard.worker(token_s=SLOW_S, sleeps=True)) as engine:
+    async with yard.working(yard.worker(held=True, sleeps=True)) as engine:
         await yard.until_generating(engine, 4)
-        await yard.receipts(yard.run.control.set_mode("operator", Mode.DRAIN))
+        draining = yard.run.control.set_mode("operator", Mode.DRAIN)
+        engine.let_go()
+        await yard.receipts(draining)
         assert engine.asleep
         assert yard.places() == {"completed": 2}
         slept.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -68,7 +67,7 @@ def play(yard: Yard, trainer: Callable[[], None]) -> None:
     """Run the trainer's side on a thread while a worker serves it."""
 
     async def scenario() -> None:
-        async with yard.working(yard.worker(token_s=0.0001)):
+        async with yard.working(yard.worker()):
             await asyncio.to_thread(trainer)
 
     asyncio.run(scenario())
@@ -162,7 +161,7 @@ def test_a_last_batch_without_a_usable_group_is_made_again(
         play(yard, trainer)
 
 
-def test_a_standby_takes_over_from_a_killed_producer_and_without_one_the_trainer_fails(
+def test_another_producer_continues_for_a_killed_one_and_without_one_the_trainer_fails(
     make_yard: Callable[..., Yard],
     server_of: Callable[[str], Any],
     dataset: Path,
@@ -178,8 +177,8 @@ def test_a_standby_takes_over_from_a_killed_producer_and_without_one_the_trainer
         try:
             take(consumer, 1)
             first = yard.run.control.holder("producer")
-            processes.append(start("standby"))
             processes[0].kill()
+            processes.append(start())
             yard.publish(1)
             take(consumer, 2)
             second = yard.run.control.holder("producer")
@@ -194,16 +193,13 @@ def test_a_standby_takes_over_from_a_killed_producer_and_without_one_the_trainer
                 f"(process {processes[1].pid} on {socket.gethostname()}) sent its last heartbeat"
                 in str(gone.value)
             )
-            assert "no standby took over" in str(gone.value)
             assert "rolloutmq producer" in gone.value.hint
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
-    with caplog.at_level(logging.WARNING, "rolloutmq.consumer"):
-        play(yard, trainer)
-    assert "a standby may take over" in caplog.text
+    play(yard, trainer)
 
 
 # -- on a cluster ------------------------------
@@ -244,7 +240,7 @@ def test_a_cluster_serves_a_whole_run(
         producer.kill()
         producer.join()
     assert len(set(trained)) == len(trained) == STEPS * SHARE
-    assert len(nodes_with_bytes) > 1
+    assert len(nodes_with_bytes) == 1
     audit = account(yard)
     assert (audit.tasks[0].archived, yard.run.ledger.steps()) == (
         STEPS * SHARE,
@@ -268,9 +264,8 @@ def nodes_of(yard: Yard, gids: list[str]) -> set[str]:
     found = set()
     for url, client in yard.store.servers.masters():
         keys = [
-            key.decode()
-            for key in client.scan_iter(f"rmq:{{{yard.run.name}:*}}:payload:*", count=1000)
+            key.decode() for key in client.scan_iter(f"{yard.run.keys.prefix}payload:*", count=1000)
         ]
-        if [key for key in keys if any(f":{gid}}}" in key for gid in gids)]:
+        if [key for key in keys if any(f":{gid}:" in key for gid in gids)]:
             found.add(url)
     return found

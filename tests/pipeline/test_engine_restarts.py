@@ -15,7 +15,7 @@ from buffer.redis.connection.retry import Backoff
 from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine, engine_restarts
 from producer_workers.engines.base import Engine, EngineDeadError, Generation
-from tests.pipeline.yard import FIRST, SLOW_S, Yard
+from tests.pipeline.yard import FIRST, Yard
 from tests.producer_workers.engines.tiny_model import write_tiny_model
 from tests.producer_workers.engines.warm_vllm import fork_engines
 
@@ -34,7 +34,9 @@ class Site:
         self.members: list[int] = []
 
     async def start(self) -> Engine:
-        self.member = self.yard.worker(token_s=SLOW_S, die_after=self.lives.pop(0))
+        die_after = self.lives.pop(0)
+        # what is held is in the engine when it dies
+        self.member = self.yard.worker(held=die_after is not None, die_after=die_after)
         engine: Engine = self.member.engine  # type: ignore[attr-defined]
         await engine.start()
         return engine
@@ -46,7 +48,7 @@ class Site:
 
 async def test_groups_end_on_the_engine_that_replaces_a_dead_one(yard: Yard) -> None:
     yard.enqueue(6, (50, 50))
-    site = Site(yard, 9, 0, None)
+    site = Site(yard, 7, 0, None)
     serving = asyncio.create_task(engine_restarts.serve(site.start, site.work, 3))
     # a group that waited for its judge when the engine died kept its tokens
     await yard.until(lambda: yard.reissue() >= 0 and yard.places() == {"completed": 6})

@@ -44,8 +44,8 @@ def stopped_in_order(site: Site, started: list[psutil.Process]) -> None:
     assert not site.server.is_running
     assert site.audit().clean
     # the trainer was asked, and wrote what it had trained
-    step = site.history().steps[-1].step
-    assert (site.run_dir / "checkpoints" / f"step-{step:06d}").is_dir()
+    assert site.history().steps[-1].step == site.held
+    assert (site.run_dir / "checkpoints" / f"step-{site.held:06d}").is_dir()
 
 
 def take_terminal() -> None:
@@ -55,7 +55,7 @@ def take_terminal() -> None:
 
 @pytest.mark.slow
 def test_run_stops_in_order_when_its_terminal_closes(make_site: Callable[..., Site]) -> None:
-    site = make_site(steps=1000)
+    site = make_site(steps=1000, held=2)
     master, slave = pty.openpty()
     popen = subprocess.Popen(
         [sys.executable, "-m", "rolloutmq", "run", str(site.config)],
@@ -72,7 +72,7 @@ def test_run_stops_in_order_when_its_terminal_closes(make_site: Callable[..., Si
     def read_until_step() -> bool:
         with suppress(BlockingIOError):
             os.read(master, 1 << 16)
-        return any(step >= 2 for step, _ in site.lines())
+        return site.reached() == 2
 
     site.until(read_until_step, "step 2")
     started = processes_of(process)
@@ -84,10 +84,10 @@ def test_run_stops_in_order_when_its_terminal_closes(make_site: Callable[..., Si
 
 @pytest.mark.slow
 def test_each_process_takes_a_hang_up_as_sigterm(make_site: Callable[..., Site]) -> None:
-    site = make_site(steps=1000)
+    site = make_site(steps=1000, held=2)
     site.server.start()
     trainer, producer, worker = (site.start(verb) for verb in ("train", "producer", "worker"))
-    site.until_step(2)
+    site.until_held()
     assert worker.end(signal.SIGHUP) == 130, worker.said()
     assert trainer.end(signal.SIGHUP) == 130, trainer.said()
     assert producer.end(signal.SIGHUP) == 130, producer.said()
@@ -99,17 +99,17 @@ def test_each_process_takes_a_hang_up_as_sigterm(make_site: Callable[..., Site])
 @pytest.mark.slow
 def test_an_ignored_hang_up_stays_ignored(make_site: Callable[..., Site]) -> None:
     """As under nohup, and for what a run started under nohup starts."""
-    site = make_site(steps=1000)
+    site = make_site(steps=1000, held=1)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         process = site.start_module("rolloutmq", "run", str(site.config))
     finally:
         signal.signal(signal.SIGHUP, before)
-    site.until_step(1)
+    site.until_held()
     for each in [psutil.Process(process.pid), *processes_of(process)]:
         if "valkey" not in each.name():
             each.send_signal(signal.SIGHUP)
-    site.until_step(site.lines()[-1][0] + 2)
+    site.reach(2)
     assert process.exit_code is None
     started = processes_of(process)
     assert process.end(signal.SIGTERM) == 130
@@ -117,10 +117,6 @@ def test_an_ignored_hang_up_stays_ignored(make_site: Callable[..., Site]) -> Non
 
 
 # -- an id is of one worker ------------------------------------------------------
-
-
-ENDLESS = (50_000, 50_000)
-"""A thousand seconds of the engine of a site."""
 
 
 @pytest.fixture

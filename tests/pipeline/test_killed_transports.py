@@ -1,7 +1,4 @@
-"""A trainer, then a worker, is killed in the middle of a transport: versions are whole, or absent.
-
-For gloo, test_weight_transfer.py does the same.
-"""
+"""A trainer, then a worker, is killed in the middle of a transport: versions are whole, or absent."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ import sys
 import tempfile
 from contextlib import closing
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,8 +16,8 @@ from safetensors.numpy import load_file
 from buffer.errors import WireError
 from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import PublishedWeights, TransportName
+from buffer.weights.transports import open_sender
 from buffer.wire.rollout import PolicyVersion
-from consumer.senders.transfer import open_sender
 from tests.pipeline.weights_process import LINEAGE, save, words
 from tests.pipeline.yard import Yard
 
@@ -84,3 +82,18 @@ def test_a_process_that_is_killed_in_the_middle_leaves_whole_versions_and_nothin
         assert is_whole(worker.fetch(published), 3)
     sender.close()
     assert not files_in(home)
+
+
+@pytest.mark.parametrize("transport", get_args(TransportName))
+def test_a_receiver_finds_a_version_by_its_address_and_refuses_another(
+    yard: Yard, tmp_path: Path, transport: TransportName
+) -> None:
+    sender = open_sender(transport, yard.store, yard.run.keys, tmp_path / "published", keep=1)
+    older, newer = (sender.write(PolicyVersion(LINEAGE, n), save(n)) for n in (1, 2))
+    sender.prune()
+    with closing(WeightsReceiver(yard.store, yard.run.keys)) as receiver:
+        assert is_whole(receiver.fetch(newer), 2)
+        with pytest.raises((WireError, OSError)):
+            receiver.fetch(older)
+        with pytest.raises(WireError, match="the manifest has checksum"):
+            receiver.fetch(newer._replace(checksum="0" * 32))

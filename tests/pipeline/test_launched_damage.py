@@ -27,13 +27,14 @@ KEYS = (
 def test_a_launched_run_ends_with_the_key_is_made_again_and_finishes(
     name: str, way: str, tiny_model: Path, tmp_path: Path
 ) -> None:
-    site = Site(tmp_path / "site", tiny_model, steps=12)
+    site = Site(tmp_path / "site", tiny_model, steps=12, held=2)
     try:
         launched = site.start("run")
-        site.until_step(2)
+        site.until_held()
         key = Keys(site.name).prefix + name
         with site.server.connect() as client:
             damage(client, key, way, is_string=False)
+        site.let_go()
         code = launched.wait()
         assert "Traceback" not in site.words(), site.words()
         is_named = key in launched.said() or way == "retyped"  # which fsck names

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from buffer.wire.rollout import RolloutState, Status
 from buffer.wire.sampling import SampleParams
 from tests.pipeline.live_gateway import live
 from tests.pipeline.test_kept_turns import notes, trained
-from tests.pipeline.yard import DEADLINE_S, Yard
+from tests.pipeline.yard import Yard
+from tests.waits import DEADLINE_S, end_of, until
 from tests.warm_process import start_program
 
 MEMBERS = 2
@@ -30,10 +32,11 @@ MEMBERS = 2
 class Gateways:
     """The gateways of a run, and the requests of an impatient program."""
 
-    def __init__(self, yard: Yard, folder: Path, ttl_s: float) -> None:
+    def __init__(self, yard: Yard, folder: Path) -> None:
         self.yard = yard
         self.folder = folder
-        self.ttl_s = ttl_s
+        self.ttl_s = 1000.0
+        """of the gateways that are started next"""
         self.running: dict[str, BaseProcess] = {}
         self.http = httpx.Client(timeout=DEADLINE_S)
 
@@ -43,7 +46,7 @@ class Gateways:
         words = (self.yard.store.url, run, name, str(self.folder), str(self.ttl_s), death)
         self.running[name] = start_program(live, *words)
         file = self.folder / name
-        until(file.exists)
+        until(file.exists, "the URL of a gateway", partial(end_of, self.running[name]))
         return file.read_text()
 
     def kill(self, name: str) -> None:
@@ -71,13 +74,6 @@ class Gateways:
         return self.http.post(f"{url}/sessions/{key}/reward", json=reward)
 
 
-def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def ask(url: str, key: str, messages: list[Any]) -> list[Any]:
     """Ask for a turn as any program does; return the conversation with it."""
     with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
@@ -95,8 +91,8 @@ def make_gateways(
 ) -> Iterator[Callable[..., Gateways]]:
     made: list[Gateways] = []
 
-    def make(ttl_s: float = 1000.0) -> Gateways:
-        yard = make_yard(max_tries=20)
+    def make() -> Gateways:
+        yard = make_yard(max_tries=3)
         params = SampleParams(max_tokens=200, seed=1)
         states = [
             RolloutState(
@@ -108,7 +104,7 @@ def make_gateways(
             for n in range(MEMBERS)
         ]
         yard.enqueue_states(*[states] * 3)
-        made.append(Gateways(yard, tmp_path, ttl_s))
+        made.append(Gateways(yard, tmp_path))
         return made[-1]
 
     yield make
@@ -186,10 +182,51 @@ def test_a_turn_that_is_kept_but_not_answered_is_answered_by_the_next_gateway(
 
 
 @pytest.mark.parametrize("make_yard", ["valkey"], indirect=True)
+def test_a_session_is_reached_by_any_living_gateway_and_its_responses_by_the_next(
+    make_gateways: Callable[..., Gateways],
+) -> None:
+    gateways = make_gateways()
+    first, second = gateways.start("g0"), gateways.start("g1")
+    opened = gateways.open(first)
+    key, other = (each["key"] for each in opened["sessions"])
+
+    def respond(url: str, key: str, **asked: Any) -> Any:
+        with openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client:
+            if "id" in asked:
+                return client.responses.retrieve(asked["id"])
+            return client.responses.create(model="any", max_output_tokens=8, **asked)
+
+    made = [respond(first, key, input="a", instructions="be brief")]
+    made += [respond(second, key, input="b", previous_response_id=made[0].id)]
+    assert len(ask(second, f"{other}:judge/1", [user("a")])) == 2
+    ask(second, other, [user("a")])
+    answer = gateways.http.post(
+        f"{second}/sessions/{other}/reward", json={"score": 1.0}, follow_redirects=True
+    )
+    assert answer.json() == {"status": "ended"}
+    gateways.kill("g0")
+    gateways.yard.expire_lease("g0")
+    for _ in range(2):
+        made += [respond(second, key, input="c", previous_response_id=made[-1].id)]
+    made += [respond(second, key, input="d", previous_response_id=made[0].id)]
+    for response in made:
+        found = respond(second, key, id=response.id)
+        assert (found.output, found.status) == (response.output, response.status)
+        assert found.usage == response.usage
+    with pytest.raises(openai.NotFoundError):
+        respond(second, key, id="resp_of_another")
+    assert gateways.reward(second, key, score=1.0).status_code == 200
+    until(lambda: gateways.yard.places().get("completed") == 1)
+    turns = trained(gateways.yard.group(opened["group"]).states)
+    assert sorted(turns) == sorted(notes(gateways.folder, "sampled"))
+    assert len(turns) == 7
+
+
+@pytest.mark.parametrize("make_yard", ["valkey"], indirect=True)
 def test_a_reward_counts_once_and_a_session_without_one_is_dropped(
     make_gateways: Callable[..., Gateways],
 ) -> None:
-    gateways = make_gateways(ttl_s=6.0)
+    gateways = make_gateways()
     yard = gateways.yard
     url = gateways.start("g0")
     opened = gateways.open(url)
@@ -202,6 +239,10 @@ def test_a_reward_counts_once_and_a_session_without_one_is_dropped(
     assert gateways.reward(url, first, score=1.0).status_code == 200
     assert gateways.reward(url, first, score=1.0).status_code == 200
     assert gateways.reward(url, first, score=0.0).status_code == 409
+    gateways.kill("g0")
+    gateways.ttl_s = 1.0
+    url = gateways.start("g1")
+    yard.expire_lease("g0")
     until(lambda: yard.places().get("dropped") == 1)
     assert gateways.reward(url, second, score=1.0).status_code == 410
     with pytest.raises(openai.APIStatusError) as error:
@@ -237,7 +278,11 @@ def test_a_pause_delays_a_program_and_strangers_learn_nothing(
     assert len(trained(yard.group(opened["group"]).states)) == 3
 
     refused = set()
-    for wrong in ("", "x", key[:-1] + ("A" if key[-1] != "A" else "B"), f"{key}x", "rmq-live-a.b"):
+    _, told, mac = key.replace(".", "-live-").split("-live-")
+    # texts of every length, most of which are no base64, and what another text of the same key is
+    forged = [f"rmq-live-{'A' * length}.{mac}" for length in (*range(1, 9), 200)]
+    forged += [f"rmq-live-{told}=.{mac}", f"rmq-live-{told[:-1]}.{mac}", f"{key}x", "rmq-live-a.b"]
+    for wrong in ("", "x", key[:-1] + ("A" if key[-1] != "A" else "B"), *forged):
         headers = {"Authorization": f"Bearer {wrong}"} if wrong else {}
         for path in ("/v1/chat/completions", "/v1/models", "/sessions"):
             method = "GET" if path.endswith("models") else "POST"
@@ -251,3 +296,37 @@ def test_a_pause_delays_a_program_and_strangers_learn_nothing(
     # a key opens no sessions
     headers = {"Authorization": f"Bearer {key}"}
     assert gateways.http.post(f"{url}/sessions", headers=headers).status_code == 401
+
+
+HOSTILE = {
+    "brackets": b"[" * 100_000,
+    "objects": b'{"score":' * 100_000,
+    "deep": b'{"score": 1, "more": ' + b"[" * 500 + b"]" * 500 + b"}",
+    "long": b'{"score": 1, "more": "' + b"x" * (2 << 20) + b'"}',
+    "half": b'{"score": 1',
+    "not UTF-8": b'{"score": "\xff"}',
+    "half a surrogate pair": b'{"\\ud800": 1}',
+    "a list": b"[1]",
+    "nothing": b"",
+    "huge": b'{"score": 1e999}',
+}
+
+
+@pytest.mark.parametrize("make_yard", ["valkey"], indirect=True)
+def test_a_body_that_is_no_reward_is_refused_and_the_session_goes_on(
+    make_gateways: Callable[..., Gateways],
+) -> None:
+    gateways = make_gateways()
+    url = gateways.start("g0")
+    first, second = (each["key"] for each in gateways.open(url)["sessions"])
+    for key in (first, second):
+        ask(url, key, [user("a")])
+    for name, body in HOSTILE.items():
+        refused = gateways.http.post(f"{url}/sessions/{first}/reward", content=body)
+        assert (name, refused.status_code) == (name, 400)
+        assert len(refused.text) < 1000
+        if body:  # without one, a session is opened
+            opened = gateways.http.post(f"{url}/sessions", headers=gateways.admin, content=body)
+            assert (name, opened.status_code) == (name, 400)
+    for key in (first, second):
+        assert gateways.reward(url, key, score=1.0).status_code == 200

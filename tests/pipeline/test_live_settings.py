@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import signal
 import threading
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import psutil
 import pytest
 
 from buffer.config.assignments import parse_settings
@@ -25,9 +23,8 @@ from producer_workers.datasets.files import JsonlDataset
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
-from rolloutmq.run_owner import Stage, read_record
 from tests.pipeline.site import Process, Site
-from tests.pipeline.yard import LONG, SLOW_S, TASK, Letters, Yard
+from tests.pipeline.yard import TASK, Letters, Yard
 from tests.rolloutmq.conftest import in_process
 
 
@@ -89,8 +86,8 @@ async def test_the_producer_follows_weights_staleness_and_over_sampling_while_it
 
 async def test_a_worker_follows_its_concurrency_while_it_runs(yard: Yard) -> None:
     """Groups that never end: what is held is what it may hold, and nothing else."""
-    yard.enqueue(10, LONG)
-    async with yard.working(yard.worker(token_s=SLOW_S, concurrency=6, drain_timeout_s=0.0)):
+    yard.enqueue(10)
+    async with yard.working(yard.worker(held=True, concurrency=6, drain_timeout_s=0.0)):
         await yard.until(lambda: yard.leases() == 6)
         change(yard, "concurrency=8")
         await yard.until(lambda: yard.leases() == 8)
@@ -102,7 +99,7 @@ async def test_a_worker_follows_its_concurrency_while_it_runs(yard: Yard) -> Non
         yard.control(Mode.RUN)
         assert yard.reissue() == 8
         await yard.until(lambda: yard.leases() == 2)
-        await asyncio.sleep(0.3)
+        await yard.until_idle()
         assert yard.leases() == 2
     assert set_events(yard) == ["concurrency=8", "concurrency=2"]
     yard.check()
@@ -120,7 +117,7 @@ async def test_an_engine_with_room_is_filled_and_one_that_queues_is_given_less(y
     for _ in range(3):
         yard.enqueue(128, (300, 300))
     async with yard.working(
-        yard.worker(token_s=SLOW_S, concurrency="auto", max_num_seqs=40, drain_timeout_s=0.0)
+        yard.worker(held=True, concurrency="auto", max_num_seqs=40, drain_timeout_s=0.0)
     ) as engine:
         # two requests a group, so 20 groups fill it: the search doubles from 8 to 32 or more,
         # and comes back
@@ -156,10 +153,6 @@ class Person:
         assert old in text
         self.site.config.write_text(text.replace(old, new), encoding="utf-8")
 
-    def trains_on(self, steps: int = 2) -> None:
-        """Wait until this number of further steps was trained."""
-        self.site.until_step(max((step for step, _ in self.site.lines()), default=0) + steps)
-
     def limits(self) -> tuple[int, int, int]:
         store = Store(self.site.server.url, deadline_s=400.0)
         try:
@@ -169,25 +162,11 @@ class Person:
         return limits.steps, limits.max_tries, limits.stale_threshold
 
 
-def kill_child(process: Process, name: str) -> None:
-    """Kill a process of `rolloutmq run` by its name."""
-    for child in psutil.Process(process.pid).children():
-        if child.name() == name:
-            child.kill()
-            return
-    raise AssertionError(f"no {name} among the children")
-
-
 def restarted(site: Site, launcher: Process, name: str, process: str) -> None:
     """Kill a process of the run, and wait until the launcher has started it again."""
     before = launcher.said().count(f"{name} restarted")
-    kill_child(launcher, process)
+    launcher.child(process).kill()
     site.until(lambda: launcher.said().count(f"{name} restarted") > before, f"another {name}")
-
-
-def running(site: Site) -> bool:
-    record = read_record(site.run_dir)
-    return bool(record and record.stage is Stage.RUNNING)
 
 
 @pytest.mark.slow
@@ -195,10 +174,10 @@ def test_what_was_set_survives_each_process_the_server_and_its_data(
     make_site: Callable[..., Site],
 ) -> None:
     """The plan has 400 steps fewer than what was set: a run that forgets ends at once."""
-    site = make_site(steps=6, token_s=0.05)
+    site = make_site(steps=6, held=0)
     person = Person(site)
     launcher = site.start("run")
-    site.until(lambda: running(site), "the start")  # all six steps are still ahead
+    site.reach(1)
     person.command("set", "steps=400", "max_tries=7", "max_staleness=2")
     wanted = {"steps": 400, "max_tries": 7, "max_staleness": 2}
     assert person.listed() == wanted
@@ -210,27 +189,29 @@ def test_what_was_set_survives_each_process_the_server_and_its_data(
         ("worker-0", "worker"),
     ):
         restarted(site, launcher, name, process)
-        person.trains_on()
+        site.reach(2)
         assert person.limits() == (400, 7, 3), launcher.said()
-    site.server.kill()
-    person.trains_on()
+    site.kill_server()
+    site.reach(2)
     assert person.limits() == (400, 7, 3), launcher.said()
 
     code, output = site.command("train", "--set", "plan.steps=9")
     assert code == 5, output  # refused while another trainer is alive, and so is its plan
     assert person.listed() == wanted
+    person.command("pause", "--mode", "drain")
+    site.let(4)  # what was claimed is finished, and nothing else is claimed
     person.command("pause", "--mode", "drain", "--wait")
     person.command("set", "steps=401")
     restarted(site, launcher, "trainer", "train")
     assert person.listed() == {**wanted, "steps": 401}
     person.command("resume")
-    person.trains_on()
+    site.until_held()
     launcher.end(signal.SIGTERM)
     assert "of 401 steps" in " ".join(launcher.said().split())
 
     # by hand: of the two values that were set, the file has changed one
     launcher = site.start("run")
-    person.trains_on()
+    site.reach(2)
     assert "max_tries: 7 → 5" in launcher.said()
     assert person.listed() == {"steps": 401, "max_staleness": 2}
     launcher.end(signal.SIGTERM)
@@ -238,12 +219,11 @@ def test_what_was_set_survives_each_process_the_server_and_its_data(
     # the server loses everything
     shutil.rmtree(site.run_dir / "server")
     assert site.command("run")[0] == 5
-    last = max(step for step, _ in site.lines()) + 4
     launcher = site.start("run", "--regenerate")
-    person.trains_on()
+    site.steps = site.reach(2) + 2
     assert person.listed() == {"steps": 401, "max_staleness": 2}
-    site.steps = last + 3
     person.command("set", f"steps={site.steps}", "max_staleness=config")
+    site.let_go()
     assert launcher.wait() == 0, launcher.said() + site.words()
     site.check()
     code, output = site.command("run")
@@ -262,11 +242,12 @@ def test_groups_of_two_sizes_are_trained_together_once_a_config_has_another(
     make_site: Callable[..., Site],
 ) -> None:
     """`prompt_repeat_k` 4 becomes 8: what was drawn with 4 is used up, and batches have both."""
-    site = make_site(steps=12)
+    site = make_site(steps=12, held=3)
     person = Person(site)
     launcher = site.start("run")
-    site.until_step(3)
+    site.until_held()
     launcher.end(signal.SIGTERM)
+    site.let_go()
     person.edit("prompt_repeat_k = 4", "prompt_repeat_k = 8")
     code, output = site.command("run")
     assert code == 0, output + site.words()

@@ -18,10 +18,8 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from producer_workers.judges.judge import Judge
 from tests.pipeline.yard import (
-    FAST_S,
     FIRST,
     LINEAGE,
-    SLOW_S,
     TASK,
     WatchedEngine,
     Yard,
@@ -45,9 +43,10 @@ async def test_an_abort_without_partial_rollout_restarts_only_unfinished_members
     yard: Yard,
 ) -> None:
     """Over two pauses: a finished member is kept, and its group is as old as this member."""
-    (gid,) = yard.enqueue(1, (5, 5000, 30))
-    async with yard.working(yard.worker(token_s=SLOW_S)) as engine:
-        await yard.until_engine(lambda: len(engine.requests) == 3 and engine.unfinished() == 2)
+    (gid,) = yard.enqueue(1, (5, 50, 30))
+    async with yard.working(yard.worker(held=True)) as engine:
+        await yard.until_engine(lambda: len(engine.requests) == 3)
+        await yard.until_generating(engine, 2)
         await yard.receipts(yard.control(Mode.ABORT))
         first = by_member(yard.group(gid))
         assert [len(first[n].response_ids) for n in range(3)] == [5, 0, 0]
@@ -56,7 +55,9 @@ async def test_an_abort_without_partial_rollout_restarts_only_unfinished_members
         yard.publish(3)
         yard.control(Mode.RUN)
         yard.reissue()
-        await yard.until_engine(lambda: len(engine.requests) == 5 and engine.unfinished() == 1)
+        await yard.until_engine(lambda: len(engine.requests) == 5)
+        engine.make(30)
+        await yard.until_generating(engine, 1)
         await yard.receipts(yard.control(Mode.ABORT))
         second = by_member(yard.group(gid))
         assert [len(second[n].response_ids) for n in range(3)] == [5, 0, 30]
@@ -65,16 +66,16 @@ async def test_an_abort_without_partial_rollout_restarts_only_unfinished_members
         assert yard.counters()["produced_tokens"] == 35
         yard.control(Mode.RUN)
         yard.reissue()
-    async with yard.working(yard.worker("fast", token_s=FAST_S)) as engine:
+    async with yard.working(yard.worker("fast")) as engine:
         await yard.until_places(completed=1)
         assert [request.split("/")[1] for request, _, _ in engine.requests] == ["1"]
     last = by_member(yard.group(gid))
     asserts_same(first[0], last[0])
     asserts_same(second[2], last[2])
-    assert versions(last[1]) == [PolicyVersion(LINEAGE, 3)] * 5000
+    assert versions(last[1]) == [PolicyVersion(LINEAGE, 3)] * 50
     (record,) = yard.records()
     assert (record["version"], record["tries"], record["aborts"]) == ("0", "0", "2")
-    assert (record["tokens"], yard.counters()["produced_tokens"]) == ("5035", 5035)
+    assert (record["tokens"], yard.counters()["produced_tokens"]) == ("85", 85)
     yard.check()
 
 
@@ -93,20 +94,21 @@ class Ranking(Judge):
 
 
 async def test_members_that_wait_for_the_judge_of_their_group_keep_their_tokens(yard: Yard) -> None:
-    (gid,) = yard.enqueue(1, (5, 400))
+    (gid,) = yard.enqueue(1, (5, 40))
     judge = Ranking()
-    async with yard.working(yard.worker(token_s=SLOW_S, judge=judge)) as engine:
-        await yard.until_engine(lambda: len(engine.requests) == 2 and engine.unfinished() == 1)
+    async with yard.working(yard.worker(held=True, judge=judge)) as engine:
+        await yard.until_engine(lambda: len(engine.requests) == 2)
+        await yard.until_generating(engine, 1)
         await yard.receipts(yard.control(Mode.ABORT))
         assert yard.group(gid).lengths.tolist() == [5, 0]
         assert judge.judged == []
         yard.control(Mode.RUN)
         yard.reissue()
-    async with yard.working(yard.worker("fast", token_s=FAST_S, judge=judge)) as engine:
+    async with yard.working(yard.worker("fast", judge=judge)) as engine:
         await yard.until_places(completed=1)
         assert len(engine.requests) == 1
     assert judge.judged == [2]
-    assert yard.group(gid).scores.tolist() == [5.0, 400.0]
+    assert yard.group(gid).scores.tolist() == [5.0, 40.0]
     yard.check()
 
 
@@ -141,7 +143,7 @@ async def test_a_group_that_expires_restarts_only_members_that_are_too_old(
     assert yard.run.jobs.reissue(yard.producer, TASK, "expired", 10_000) == 1
     (job,) = claim(yard, "w9", weights, 2).jobs
     yard.run.fleet.fence("w9")
-    async with yard.working(yard.worker(token_s=FAST_S, partial_rollout=partial)) as engine:
+    async with yard.working(yard.worker(partial_rollout=partial)) as engine:
         await yard.until_places(completed=1)
         members = sorted(request.split("/")[1] for request, _, _ in engine.requests)
         assert members == ["0", "2"]

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,8 @@ from buffer.weights.transport import PublishedWeights
 from buffer.wire.rollout import PolicyVersion
 from consumer.handle import wait_rules
 from consumer.handle.rollout_consumer import RolloutConsumer
-from tests.pipeline.yard import FIRST, LINEAGE, SLOW_S, TASK, Yard, versions
+from tests.pipeline.yard import FIRST, LINEAGE, TASK, Yard, versions
+from tests.waits import until
 
 
 def gated_fetches(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> list[str]:
@@ -53,23 +53,25 @@ def test_a_worker_samples_while_it_fetches_obeys_pauses_and_loads_only_the_newes
 
     monkeypatch.setattr(WeightsReceiver, "fetch", fetch_slowly)
     newest = PolicyVersion(LINEAGE, 4)
-    first = yard.enqueue(1, (150, 150))
+    first = yard.enqueue(1, (15, 15))
 
     async def scenario() -> list[str]:
-        async with yard.working(yard.worker(token_s=SLOW_S)) as engine:
+        async with yard.working(yard.worker(held=True)) as engine:
             await yard.until_generating(engine, 2)
             await yard.receipts(yard.control(Mode.KEEP))
             yard.publish(1)
             yard.control(Mode.RUN)
             await yard.until(fetching.is_set)
             # not frozen: what runs ends under the old weights, and a pause is carried out
+            await yard.until_engine(lambda: engine._frozen_s is None)
+            engine.let_go()
             await yard.until_places(completed=1)
             await yard.receipts(yard.control(Mode.DRAIN))
             yard.control(Mode.RUN)
             second = yard.enqueue(1)
             for version in (2, 3, 4):
                 yard.publish(version)
-            await asyncio.sleep(0.3)
+            await yard.until_idle()
             assert yard.places() == {"completed": 1, "waiting": 1}
             assert engine.version() == FIRST
             shutil.rmtree(yard.folder / "weights-1")
@@ -140,10 +142,9 @@ async def test_a_trainer_learns_at_once_that_workers_refuse_its_weights(
         spoil(folder)
         consumer.publish_weights(1, str(folder), checksum)
         yard.enqueue(3)
-        while not any(worker.refusal for worker in yard.run.fleet.workers()):
-            time.sleep(0.01)
+        until(lambda: any(worker.refusal for worker in yard.run.fleet.workers()), "a refusal")
         with pytest.raises(TimeoutError, match="1 of 1 workers cannot load the weights l1:1"):
-            consumer.take_batch(1, {TASK: 3}, waiting=wait, deadline_s=3.0)
+            consumer.take_batch(1, {TASK: 3}, waiting=wait, deadline_s=1.0)
         with monkeypatch.context() as patch:
             patch.setattr(wait_rules, "REFUSAL_S", 0.5)
             with pytest.raises(WeightsRefused, match=r"model\.safetensors differs") as refused:

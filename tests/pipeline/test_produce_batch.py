@@ -6,15 +6,13 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from buffer.control.control import Mode
-from buffer.control.progress import ProduceProgress, TaskProgress
+from buffer.control.progress import TaskProgress
 from buffer.control.task_status import ProduceBatchStatus, TaskStop
-from buffer.errors import Fenced, NoBatch, RoleHeld, TaskStopped
-from buffer.ids import new_nonce
+from buffer.errors import NoBatch, RoleHeld, TaskStopped
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
@@ -23,17 +21,15 @@ from producer_workers.datasets.files import JsonlDataset
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import EvaluationStrategy
-from rolloutmq.views.explain.diagnosis import diagnose
-from rolloutmq.views.run_view import read_run_view
 from tests.buffer.scene import Scene
-from tests.pipeline.mixture import TASKS, Mixture
+from tests.pipeline.mixture import Mixture
 from tests.pipeline.yard import Letters
 
 STATUS = ProduceBatchStatus
 
 
 def test_a_users_own_loop_calls_the_parts_one_by_one(make_mixture: Callable[..., Mixture]) -> None:
-    """Produce exactly what three batches need, with weights 2:1:0 of 7, counted for each call."""
+    """Produce exactly what three batches need, with weights 5:2:0 of 7, counted for each call."""
     site = make_mixture()
     working = threading.Event()
 
@@ -165,92 +161,6 @@ def test_enough_of_nothing_is_an_error_and_no_empty_batch(
         site.rounds()
         with pytest.raises(NoBatch, match="should_continue_fn"):
             site.take(1)
-
-
-def test_curriculum_is_asked_once_a_step_and_its_weights_hold_later(
-    make_mixture: Callable[..., Mixture],
-) -> None:
-    """Give the weight of math to idle once step 2 was taken.
-
-    The change is versioned and in the events, and the counts of every batch are right.
-    """
-    asked: list[int] = []
-
-    def weights(progress: ProduceProgress) -> dict[str, float] | None:
-        asked.append(progress.tasks["math"].consumed)
-        return {"math": 1, "idle": 1} if progress.next_consumer_step > 2 else None
-
-    site = make_mixture(curriculum=weights)
-    taken = list[dict[str, int]]()
-    with site.manager.opened():
-        for step in range(1, 7):
-            site.rounds(2)
-            batch = site.take(step)
-            tasks = [group.task for group in batch.groups]
-            taken.append({task: tasks.count(task) for task in TASKS})
-            site.publish(step)
-        site.rounds(2)
-    assert taken[0] == {"math": 5, "code": 2, "idle": 0}
-    assert taken[-1] == {"math": 3, "code": 2, "idle": 2}
-    assert [sum(batch.values()) for batch in taken] == [7] * 6
-    assert len(asked) == 6
-    assert site.scene.raw.hget(site.run.keys.meta, "limits_version") == b"1"
-    assert [e for e in site.scene.raw.xrange(site.run.keys.events) if e[1][b"event"] == b"set"]
-    site.scene.check()
-
-
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        (RuntimeError("no data"), "RuntimeError: no data"),
-        ({"math": -1.0}, "greater than or equal to 0"),
-        ({"math": float("nan")}, "finite"),
-        ({"history": 1.0}, "no training task 'history'"),
-        ({"math": 0.0, "code": 0.0}, "no training task would have a weight above 0"),
-    ],
-    ids=str,
-)
-def test_curriculum_that_is_wrong_changes_nothing_and_logs_it_once_a_step(
-    make_mixture: Callable[..., Mixture], caplog: pytest.LogCaptureFixture, answer: Any, said: str
-) -> None:
-    def weights(progress: ProduceProgress) -> dict[str, float]:
-        if isinstance(answer, Exception):
-            raise answer
-        return dict(answer)
-
-    site = make_mixture(curriculum=weights)
-    with site.manager.opened():
-        site.rounds(2)
-        site.take(1)
-        site.publish(1)
-        site.rounds(3)
-        assert len(site.take(2).groups) == 7
-        snap = read_run_view(site.run)
-    assert sum(said in record.getMessage() for record in caplog.records) == 1
-    assert site.run.limits.newest_weights() == {"math": 2, "code": 1, "idle": 0}
-    assert said in snap.control["curriculum_error"]
-    assert [symptom for symptom in diagnose(snap) if said in symptom.what]
-    assert "curriculum" in {name for _, (_, name, _) in site.run.events.read()}
-
-
-def test_a_producer_that_was_taken_over_weighs_nothing(
-    make_mixture: Callable[..., Mixture],
-) -> None:
-    """It was slow, in the user's function, while another one took over."""
-
-    def weights(progress: ProduceProgress) -> dict[str, float]:
-        site.run.control.open_producer(new_nonce(), take_over=True)
-        return {"idle": 7}
-
-    site = make_mixture(curriculum=weights)
-    site.run.control.open_producer(site.manager.nonce)
-    site.rounds(2)
-    site.take(1)
-    site.publish(1)
-    with pytest.raises(Fenced):
-        site.rounds(1)
-    site.run.refresh_limits()
-    assert site.run.limits.newest_weights() == {"math": 2, "code": 1, "idle": 0}
 
 
 # -- failing evaluation ------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from rolloutmq.views.explain.diagnosis import diagnose
 from rolloutmq.views.run_view import read_run_view
 from tests.pipeline import produce
 from tests.pipeline.produce import make_producer
-from tests.pipeline.yard import SLOW_S, TASK, Letters, Yard
+from tests.pipeline.yard import TASK, Letters, Yard
 from tests.servers import KINDS
+from tests.waits import end_of, until
 from tests.warm_process import start_program
 
 on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
@@ -83,7 +84,7 @@ def test_groups_in_place_of_unusable_ones_are_made(
     ledger, nonce = yard.run.ledger, yard.trainer
 
     async def work() -> Manifest | NotReady:
-        async with yard.working(yard.worker(token_s=SLOW_S)):
+        async with yard.working(yard.worker()):
             play(producer, yard)
             await yard.until_places(completed=2)
             batch = ledger.take(nonce, 1, {TASK: 2})
@@ -144,7 +145,7 @@ def test_two_producers_never_overshoot_when_one_is_fenced_in_the_middle(
 
     thread = threading.Thread(target=run_first)
     thread.start()
-    wait_until(lambda: yard.places().get("waiting", 0) > 20)
+    until(lambda: yard.places().get("waiting", 0) > 20 or not thread.is_alive())
     second = make_producer(yard.run, dataset, share=300, slice_size=5)
     take_the_role(second, yard)
     play(second, yard)
@@ -168,8 +169,7 @@ def test_no_draw_is_skipped_or_doubled_when_producers_are_killed(
         start = yard.places().get("waiting", 0)
         words = (server_of("valkey").url, yard.run.name, str(dataset), str(share))
         process = start_program(produce.main, *words)
-        goal = start + chance.randrange(1, share)
-        wait_until(lambda goal=goal: yard.places().get("waiting", 0) >= goal)  # type: ignore[misc]
+        until_waiting(yard, start + chance.randrange(1, share), partial(end_of, process))
         process.kill()
         process.join()
     last = make_producer(yard.run, dataset, share)
@@ -177,6 +177,10 @@ def test_no_draw_is_skipped_or_doubled_when_producers_are_killed(
     play(last, yard)
     assert yard.places()["waiting"] == share * (version + 1)
     check_draws(yard)
+
+
+def until_waiting(yard: Yard, groups: int, over: Callable[[], str]) -> None:
+    until(lambda: yard.places().get("waiting", 0) >= groups, f"{groups} groups that wait", over)
 
 
 def check_draws(yard: Yard) -> None:
@@ -191,13 +195,6 @@ def check_draws(yard: Yard) -> None:
         (s.extra["epoch"], s.extra["row"]) for s in (yard.group(gid).states[0] for gid in waiting)
     }
     assert len(rows) == len(waiting)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 400
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 @on_both
@@ -237,13 +234,6 @@ class SlowRow:
         return 100
 
 
-def wait_for(fact: Callable[[], object]) -> None:
-    end = time.monotonic() + 400
-    while not fact():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_a_producer_whose_data_set_is_slow_is_alive_until_it_hangs(
     yard: Yard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -277,9 +267,9 @@ def test_a_producer_whose_data_set_is_slow_is_alive_until_it_hangs(
         f"draws prompt 0 of task {TASK}" in s.what for s in diagnose(read_run_view(yard.run))
     )
     monkeypatch.setattr(roles, "HUNG_S", 0.0)
-    wait_for(lambda: "no more heartbeats: this process hangs" in caplog.text)
+    until(lambda: "no more heartbeats: this process hangs" in caplog.text)
     yard.run.limits.adopt(yard.run.limits.model_copy(update={"role_timeout_ms": 300}))
-    wait_for(lambda: not control.holder("producer").is_alive)
+    until(lambda: not control.holder("producer").is_alive)
     control.open_producer(new_nonce())
     data.may_answer.set()
     thread.join(400)

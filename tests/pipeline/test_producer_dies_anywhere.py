@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from buffer.control.progress import ProduceProgress
 from buffer.redis.store import Store
 from buffer.wire.rollout import Status
 from producer_workers.producer.producer import Producer
@@ -28,14 +27,9 @@ class Killed(BaseException):
     """A SIGKILL as seen from inside: no handler catches it."""
 
 
-def harder(progress: ProduceProgress) -> dict[str, float]:
-    """Change the weights once the first step was taken."""
-    return {"math": 1.0, "idle": 1.0}
-
-
 def prepare(make_mixture: Callable[..., Mixture]) -> Mixture:
-    """Return a run whose next round reissues from every pool, draws prompts, and sets weights."""
-    mixture = make_mixture(CHANGES, curriculum=harder)
+    """Return a run whose next round reissues from every pool, and draws prompts."""
+    mixture = make_mixture(CHANGES)
     with mixture.manager.opened():
         mixture.rounds(2)
     mixture.take(1)
@@ -54,7 +48,7 @@ def produce(mixture: Mixture, manager: Producer) -> None:
 
 
 def outcome(mixture: Mixture) -> dict[str, Any]:
-    """Return all that producing decides: the jobs by queue, the cursors, and the task weights."""
+    """Return all that producing decides: the jobs by queue, and the cursors."""
     scene = mixture.scene
     tasks = mixture.run.limits.tasks
     lines = {
@@ -63,7 +57,7 @@ def outcome(mixture: Mixture) -> dict[str, Any]:
         for lane in ("resume", "fresh")
     }
     cursors = {task: mixture.run.jobs.cursor(task) for task in tasks}
-    return {"lines": lines, "cursors": cursors, "weights": mixture.run.limits.newest_weights()}
+    return {"lines": lines, "cursors": cursors}
 
 
 @pytest.mark.slow

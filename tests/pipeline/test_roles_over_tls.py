@@ -57,7 +57,7 @@ class Roles:
 
 @pytest.fixture
 def roles(make_site: Callable[..., Site], tmp_path: Path) -> Iterator[Roles]:
-    site = make_site(steps=8, token_s=0.05)
+    site = make_site(steps=8, held=1)
     authority = Authority(tmp_path / "authority")
     for name in ("server", *ROLES):
         authority.issue(name)
@@ -94,10 +94,11 @@ def test_every_process_has_its_own_user_and_certificate(roles: Roles) -> None:
     site.until(lambda: roles.raw.exists(f"rmq:{{{site.name}}}:meta") == 1, "the run")
     workers = [roles.start(role, role, *config) for role in ("producer", "worker", "judge")]
     page = roles.start("viewer", "web", "--run", site.name, "--port", "0")
-    site.until_step(1)
+    site.until_held()
     steer(roles)
     look(roles, page)
     assert roles.command("operator", "resume")[0] == 0
+    site.let_go()
     assert trainer.wait() == 0, trainer.said()
     for process in workers[:2]:
         assert process.wait() == 0, process.said()

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import pickletools
+import re
 import signal
 import subprocess
 import sys
-import time
+import tempfile
 import zlib
 from base64 import b64decode
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import pytest
 import rq
+from redis import Redis
+from rq.serializers import JSONSerializer
 
 from buffer.errors import ConfigError, JudgeError
 from buffer.failure_text import cause_of, trace_of
@@ -29,11 +34,13 @@ from producer_workers.config.task import JudgingSection
 from producer_workers.judges import rq_judge
 from producer_workers.judges.load import load_judge
 from producer_workers.judges.rq_judge import RqJudge
-from producer_workers.judges.rq_worker import FUNCTION, judge_url, open_queue
+from producer_workers.judges.rq_worker import FIELDS, FUNCTION, judge_url, open_queue
 from producer_workers.user_code.failure import failure_text
 from tests.pipeline import rq_judges
 from tests.pipeline.site import ROOT
+from tests.producer_workers.http_service import http_service
 from tests.servers import Server
+from tests.waits import until
 
 on_one = pytest.mark.parametrize("server", ["valkey"], indirect=True)
 """They say nothing about the server."""
@@ -52,11 +59,17 @@ dataset = {{ kind = "jsonl", path = "none" }}
 
 @pytest.fixture(scope="module")
 def pool(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(server, tmp_path_factory.mktemp("judges"), RUN):
+        yield server
+
+
+@contextmanager
+def serving(server: Server, folder: Path, run: str) -> Iterator[None]:
     """`rolloutmq judge` with two workers; at the end it leaves on SIGTERM."""
-    config = tmp_path_factory.mktemp("judges") / "run.toml"
+    config = folder / "run.toml"
     tasks = "".join(TASK.format(name=name, mine=MINE) for name in NAMES)
     tasks += TASK.format(name="python_tests", mine="").replace('"rq"', '"rq", sandbox = "weak"')
-    config.write_text(f'[run]\nname = "{RUN}"\n{tasks}', encoding="utf-8")
+    config.write_text(f'[run]\nname = "{run}"\n{tasks}', encoding="utf-8")
     command = [
         sys.executable,
         "-m",
@@ -69,7 +82,7 @@ def pool(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         server.url,
     ]
     process = subprocess.Popen(command, cwd=ROOT)
-    yield server
+    yield
     process.send_signal(signal.SIGTERM)
     assert process.wait(400) == 0
 
@@ -90,13 +103,6 @@ def make_judge(pool: Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
 
 def ask(judge: RqJudge, **fields: Any) -> dict[str, float]:
     return asyncio.run(judge.judge(RolloutState(**fields)))
-
-
-def until(condition: Callable[[], Any]) -> None:
-    end = time.monotonic() + 400
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def failed(pool: Server, run: str = RUN) -> int:
@@ -182,6 +188,7 @@ def test_pickled_jobs_and_other_functions_are_refused(pool: Server, tmp_path: Pa
     assert any(
         is_pickle(value) for value in stored(client)
     )  # what the other test looks for can be found
+    # as named by the hash, and with arguments of a judge
     other = open_queue(client, RUN).enqueue("os.mkdir", str(tmp_path / "other"))
     foreign = open_queue(client, RUN).enqueue(FUNCTION, "os:mkdir", {}, 1.0, 4096)
     until(lambda: failed(pool) == before + 3)
@@ -189,9 +196,177 @@ def test_pickled_jobs_and_other_functions_are_refused(pool: Server, tmp_path: Pa
     results = [job.latest_result() for job in (pickled, other, foreign)]
     said = [str(result.exc_string) for result in results if result]
     assert "DeserializationError" in said[0]
-    assert "this worker does not run 'os.mkdir'" in said[1]
-    assert "this worker does not run" in said[2]
+    assert "score() missing 3 required positional arguments" in said[1]
+    assert "this worker does not run 'os:mkdir'" in said[2]
     pickled.delete()
+
+
+REFUSED = {
+    # names of functions
+    "success_callback_name", "failure_callback_name", "stopped_callback_name",
+    "success_callback_timeout", "failure_callback_timeout", "stopped_callback_timeout",
+    # URLs that rq opens
+    "webhooks",
+    # other jobs, and other times
+    "dependency_id", "dependency_ids", "allow_dependency_failures", "enqueue_at_front", "group_id",
+    "number_of_retries", "retries_left", "retry_intervals", "enqueue_at_front_on_retry",
+    "repeats_left", "repeat_intervals", "rate_limit_key", "rate_limit_concurrency",
+    # what a worker or a program wrote
+    "meta", "result", "exc_info", "ttl",
+}  # fmt: skip
+
+
+class Noted(dict[str, Any]):
+    """Notes which fields are read."""
+
+    def __init__(self, fields: dict[str, Any], names: set[str]) -> None:
+        super().__init__(fields)
+        self.names = names
+
+    def __getitem__(self, name: str) -> Any:
+        self.names.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.names.add(name)
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self.names.add(str(name))
+        return super().__contains__(name)
+
+
+def test_every_field_that_rq_reads_is_one_of_ours_or_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A new rq that reads another field fails here: decide whether a stranger may set it."""
+    names: set[str] = set()
+    monkeypatch.setattr(rq.job, "decode_redis_hash", lambda fields: Noted(fields, names))
+    job = rq.job.Job("x", connection=Redis(), serializer=JSONSerializer)
+    job.restore({"data": zlib.compress(b"[]")})
+    # the worker and its horse read single fields of the hash, too
+    for module in (rq.job, rq.queue, rq.registry, rq.worker.base, rq.worker.worker_classes):
+        names |= set(re.findall(r"hm?get\(\s*self\.key, '(\w+)'", inspect.getsource(module)))
+    names -= {"current_job", "shutdown_requested_date", "death"}  # of a worker's hash
+    assert names >= FIELDS
+    assert names - FIELDS <= REFUSED
+
+
+def touch(job: Any, *_: object) -> None:
+    """A callback, which must never be called."""
+    (Path(tempfile.gettempdir()) / f"called-{job.id}").touch()
+
+
+@contextmanager
+def listening() -> Iterator[tuple[str, list[str]]]:
+    """A URL, and what was asked there."""
+    asked: list[str] = []
+
+    def answer(path: str, _: Any) -> tuple[int, bytes]:
+        asked.append(path)
+        return 200, b""
+
+    with http_service(answer) as url:
+        yield url, asked
+
+
+@on_one
+@pytest.mark.parametrize("function", [FUNCTION, "no.such"])
+def test_nothing_that_a_job_names_is_called(pool: Server, tmp_path: Path, function: str) -> None:
+    client = pool.connect()
+    queue = open_queue(client, RUN)
+    rollout = {"response": "four", "ground_truth": None}
+    with listening() as (url, asked), closing(Store(pool.url, name="judging")) as store:
+        hooks = [
+            {"url": f"{url}/{end}", "job_status": end, "method": "POST"}
+            for end in ("finished", "failed")
+        ]
+        values = dict.fromkeys(REFUSED, "1") | {"webhooks": orjson.dumps(hooks).decode()}
+        values |= dict.fromkeys(
+            [name for name in REFUSED if name.endswith("_callback_name")], f"{__name__}.touch"
+        )
+        jobs = []
+        for name, value in values.items():
+            job = queue.create_job(
+                function,
+                job_id=f"rmq-judge-{RUN}_-{name}-{os.getpid()}",
+                args=(MINE + "length", [rollout], 60.0, 1 << 20),
+            )
+            job.save()
+            client.hset(job.key, name, value)
+            client.rpush(queue.key, job.id)
+            jobs.append(job)
+        judge = RqJudge(MINE + "length", store, RUN, JudgingSection(kind="rq", retries=9))
+        for _ in range(4):  # by both workers, whatever these did before
+            assert ask(judge, response="four")["score"] == 4.0
+        until(lambda: not client.exists(queue.key))
+        assert ask(judge, response="four")["score"] == 4.0
+        assert asked == []
+    for job in jobs:
+        assert not (Path(tempfile.gettempdir()) / f"called-{job.id}").exists()
+        assert not client.exists(f"{job.key}:results"), "it was refused before it ran"
+        client.delete(job.key)
+
+
+POISON: dict[str, Callable[[Any, str], Any]] = {
+    "no hash": lambda client, key: client.set(key, "x"),
+    "nothing": lambda client, key: None,
+    "no data": lambda client, key: client.hset(key, "status", "queued"),
+    "not packed": lambda client, key: client.hset(key, "data", "[]"),
+    "a bomb": lambda client, key: client.hset(key, "data", zlib.compress(bytes(1 << 29))),
+    "a wrong number": lambda client, key: client.hset(
+        key, mapping={"data": zlib.compress(b"[]"), "timeout": "soon"}
+    ),
+    "a wrong date": lambda client, key: client.hset(
+        key, mapping={"data": zlib.compress(b"[]"), "created_at": "soon"}
+    ),
+    "a field without a name": lambda client, key: client.hset(
+        key, mapping={"data": zlib.compress(b"[]"), b"\xff": "x"}
+    ),
+}
+
+
+@on_one
+@pytest.mark.parametrize("poison", POISON.values(), ids=POISON)
+def test_what_is_no_job_ends_no_worker(pool: Server, poison: Callable[[Any, str], Any]) -> None:
+    client = pool.connect()
+    queue = open_queue(client, RUN)
+    before = {worker.name for worker in rq.Worker.all(queue=queue)}
+    names = [f"rmq-judge-{RUN}_-poison-{n}" for n in range(4)]
+    for name in names:
+        poison(client, f"rq:job:{name}")
+        client.rpush(queue.key, name)
+    with closing(Store(pool.url, name="judging")) as store:
+        judge = RqJudge(MINE + "length", store, RUN, JudgingSection(kind="rq", retries=9))
+        assert ask(judge, response="four")["score"] == 4.0
+    until(lambda: not client.exists(queue.key))
+    assert {worker.name for worker in rq.Worker.all(queue=queue)} == before
+    client.delete(*(f"rq:job:{name}" for name in names), queue.intermediate_queue_key)
+
+
+@on_one
+def test_a_list_that_holds_what_is_no_job_ends_no_worker_at_its_start(
+    server: Server, run_name: str, tmp_path: Path
+) -> None:
+    """A worker cleans rq's lists first: it would end at every start."""
+    client = server.connect()
+    queue = open_queue(client, run_name)
+    client.rpush(queue.intermediate_queue_key, b"\xff")
+    client.zadd(queue.started_job_registry.key, {b"\xff": 1})
+    with serving(server, tmp_path, run_name), closing(Store(server.url, name="judging")) as store:
+        judge = RqJudge(MINE + "length", store, run_name, JudgingSection(kind="rq", retries=0))
+        assert ask(judge, response="four")["score"] == 4.0
+        pattern = f"rq:worker:{queue.name}:*"
+        until(lambda: len([*client.scan_iter(pattern)]) == 2)
+        workers = [*client.scan_iter(pattern)]
+        until(
+            lambda: all(
+                client.hget(k, "state") == b"idle" or client.hexists(k, "death") for k in workers
+            )
+        )
+        assert not any(client.hexists(key, "death") for key in workers)
+    for key in client.scan_iter(f"rq:*{run_name}*"):
+        client.delete(key)
 
 
 @on_one
@@ -211,7 +386,7 @@ def test_judge_is_ended_when_it_is_over_a_limit(
     limits: dict[str, float],
     reason: str,
 ) -> None:
-    monkeypatch.setattr(rq_judge, "GRACE_S", 30.0)  # the limits end it, not the one who waits
+    monkeypatch.setattr(rq_judge, "GRACE_S", 400.0)  # the limits end it, not the one who waits
     before = failed(pool)
     with pytest.raises(JudgeError, match=reason):
         ask(make_judge(name, retries=0, **limits))
@@ -224,7 +399,9 @@ def test_judge_is_asked_again_when_its_processes_are_killed(
     make_judge: Callable[..., RqJudge], tmp_path: Path, victims: tuple[str, ...]
 ) -> None:
     async def scene() -> dict[str, float]:
-        judge = make_judge("hangs_once", timeout_s=5.0 if "worker" in victims else 400.0, retries=1)
+        # without its worker nobody ends the job: it is repeated once its time is over
+        timeout_s = 1.0 if "worker" in victims else 400.0
+        judge = make_judge("hangs_once", timeout_s=timeout_s, retries=100)
         judging = asyncio.create_task(judge.judge(RolloutState(ground_truth=str(tmp_path))))
         await asyncio.to_thread(until, (tmp_path / "pid").exists)
         horse, worker = map(int, (tmp_path / "pid").read_text().split())
@@ -241,7 +418,7 @@ async def test_job_is_asked_for_again_when_its_worker_died_before_it_began(
 ) -> None:
     queue = open_queue(pool.connect(), run_name)
     client = pool.connect()
-    judging = asyncio.create_task(make_judge("length", run_name, retries=1).judge(RolloutState()))
+    judging = asyncio.create_task(make_judge("length", run_name, retries=9).judge(RolloutState()))
     await asyncio.to_thread(until, lambda: queue.count == 1)
     lost = client.lmove(queue.key, queue.intermediate_queue_key, "LEFT", "RIGHT")
     await asyncio.to_thread(until, lambda: queue.count == 1)
@@ -250,6 +427,30 @@ async def test_job_is_asked_for_again_when_its_worker_died_before_it_began(
     await asyncio.to_thread(
         until, lambda: queue.count == 0
     )  # not waited for any more, so not judged
+
+
+def test_judge_workers_that_cannot_work_end_their_pool_with_the_cause(
+    server: Server, tmp_path: Path
+) -> None:
+    config = tmp_path / "run.toml"
+    text = TASK.format(name="length", mine=MINE)
+    config.write_text(f'[run]\nname = "{RUN}-x"\n{text}', encoding="utf-8")
+    with server.connect() as client:
+        client.acl_setuser(
+            "idler",
+            enabled=True,
+            passwords=["+pw"],
+            keys=["*"],
+            commands=["+ping", "+info", "+client", "+hello", "+config|get", "+time"],
+        )
+        url = f"{server.url.replace('://', '://idler:pw@')}"
+        words = ["judge", str(config), "--workers", "2", "--redis-url", url]
+        ended = subprocess.run([sys.executable, "-m", "rolloutmq", *words], cwd=ROOT, check=False,
+                               capture_output=True, text=True, timeout=400)  # fmt: skip
+        client.acl_deluser("idler")
+    assert ended.returncode == 1
+    assert "judge workers ended within 60 s" in ended.stderr
+    assert "no permissions" in ended.stderr.lower()
 
 
 def test_cluster_is_refused_with_what_to_set() -> None:

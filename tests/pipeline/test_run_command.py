@@ -17,22 +17,11 @@ from rolloutmq.run_owner import Stage, read_record
 from tests.pipeline.site import Process, Site
 from tests.rolloutmq.conftest import in_process
 
-STEPS = 45  # a fast machine makes five in a second, and each death waits for two more
-
-
-def children_of(process: Process) -> list[psutil.Process]:
-    return [
-        child for child in psutil.Process(process.pid).children() if "valkey" not in child.name()
-    ]
+STEPS = 16
 
 
 def all_gone(processes: list[psutil.Process]) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
-
-
-def child(process: Process, verb: str) -> psutil.Process:
-    (found,) = [each for each in children_of(process) if each.name() == verb]
-    return found
 
 
 def files_of(folder: Path) -> dict[str, float]:
@@ -44,27 +33,33 @@ def test_nothing_is_lost_or_trained_twice_when_a_run_is_stopped_and_each_process
 ) -> None:
     """Four launchers, one of which comes too early, and an evaluation of the finished run.
 
-    Its weights come through Redis; in most other tests they lie in a folder.
+    Each process is killed while the run makes two steps, which it then makes all the same. Its
+    weights come through Redis; in most other tests they lie in a folder.
     """
-    site = make_site(steps=STEPS)
+    site = make_site(steps=STEPS, held=0)
     change(site, "[policy]", '[policy]\nweights_transport = "redis"')
     stop_in_the_background(site)
 
     second = site.start("run")
-    reached = max(step for step, _ in site.lines())
-    site.until_step(reached + 1)
+    site.reach(1)
     assert "continues: step" in second.said()
-    child(second, "producer").kill()
+    site.let(1)
+    second.child("producer").kill()
     site.until(lambda: "producer restarted" in second.said(), "another producer")
-    children = children_of(second)
+    site.until_held()
+    site.let(1)
+    children = [each for each in second.children() if each.name() != "valkey-server"]
     second.end(signal.SIGKILL)
     # the launcher cannot signal its children any more: they notice
     site.until(lambda: all_gone(children), "the end of the orphans")
 
     third = site.start("run")
-    for verb in ("worker", "train", "server", "worker"):
-        site.until_step(max(step for step, _ in site.lines()) + 2)
-        site.server.kill() if verb == "server" else child(third, verb).kill()
+    site.reach(1)
+    for name in ("worker", "train", "server", "worker"):
+        site.until_held()
+        site.let(2)
+        site.kill_server() if name == "server" else third.child(name).kill()
+    site.let_go()
     code, output = third.wait(), third.said()
     assert code == 0, output + site.words()
     assert "trainer was killed by SIGKILL" in output
@@ -92,7 +87,7 @@ def stop_in_the_background(site: Site) -> None:
     code, output = site.command("run")
     assert code == 5
     assert "another `rolloutmq run` is running in" in output
-    site.until_step(3)
+    step = site.reach(3)
     assert "2 judge workers" in (site.run_dir / "logs" / "judge.log").read_text(encoding="utf-8")
     assert "trainer" in in_process("logs", "trainer", "-n", "5", *where).stdout
     done = in_process("stop", *where)
@@ -100,21 +95,15 @@ def stop_in_the_background(site: Site) -> None:
     printed = " ".join(done.stdout.split())
     assert "lost 0 · in two places 0" in printed
     assert not site.server.is_running
-    step = site.history().steps[-1].step
-    assert 3 <= step < STEPS
+    assert site.history().steps[-1].step == step
     assert f"at step {step} of {STEPS}" in printed  # what was trained is in the checkpoint
 
 
 def evaluate(site: Site) -> None:
-    """Evaluate a model folder, as the only command here that is started and not forked.
-
-    That a checkpoint becomes a model folder is tested elsewhere.
-    """
+    """Evaluate a model folder. That a checkpoint becomes one is tested elsewhere."""
     before = files_of(site.run_dir)
-    words = ("eval", str(site.config), str(site.model), "--set", "tasks.held.eval_of=sums")
-    evaluation = site.start_module("rolloutmq", *words, "--json")
-    code = evaluation.wait()
-    output = evaluation.said()
+    words = (str(site.model), "--set", "tasks.held.eval_of=sums", "--json")
+    code, output = site.command("eval", *words)
     assert code == 0, output
     found = orjson.loads(output[output.index("{\n") :])
     assert (found["model"], found["step"]) == (str(site.model), None)
@@ -234,7 +223,7 @@ def lose(site: Site, seed: int) -> None:
     server = site.server
     server.start()
     with server.connect() as raw:
-        keys = sorted(raw.scan_iter(Keys(site.name).pattern))
+        keys = sorted(raw.scan_iter(f"{Keys(site.name).prefix}*"))
         gone = [key for key in keys if chance.random() < 0.5]
         raw.delete(*gone, Keys(site.name).meta, Keys(site.name).control)
         raw.set("rmq:{another}:meta", "theirs")
@@ -246,20 +235,20 @@ def lose(site: Site, seed: int) -> None:
 def test_half_evicted_run_is_made_again_once_and_ends_with_a_clean_account(
     make_site: Callable[..., Site],
 ) -> None:
-    site = make_site(steps=40)
+    site = make_site(steps=10, held=0)
     first = site.start("run")
-    site.until_step(5)
+    reached = site.reach(5)
     assert first.end(signal.SIGTERM) == 130
-    reached = site.lines()[-1][0]
     lose(site, seed=3)
     code, output = site.command("run")
     assert code == 5, output
     assert "--regenerate" in output
 
     second = site.start("run", "--regenerate")
-    site.until_step(reached + 2)
+    site.reach(2)
     assert f"from the checkpoint of step {reached}" in second.said()
-    child(second, "train").kill()
+    site.let_go()
+    second.child("train").kill()
     assert second.wait() == 0, site.words()
     assert "trainer restarted" in second.said()
     # a trainer that is started again clears nothing
@@ -278,21 +267,15 @@ def test_half_evicted_run_is_made_again_once_and_ends_with_a_clean_account(
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Site]:
-    """Disturb a run, which must have made progress at the end.
-
-    Its tests are the last of this file: the run keeps the machine busy until they have ended.
-    """
-    site = Site(
-        tmp_path_factory.mktemp("live"), tiny_model, name="live", steps=100_000, token_s=0.05
-    )
+    """Disturb a run, which must make progress at the end."""
+    site = Site(tmp_path_factory.mktemp("live"), tiny_model, name="live", steps=100_000, held=0)
     site.server.start()
     site.start("train")
     site.start("producer")
     site.start("worker", "--id", "w0")
-    site.until_step(2)
+    site.reach(2)
     yield site
-    reached = site.lines()[-1][0]
-    site.until_step(reached + 2)
+    site.reach(2)
     audit = site.audit()
     assert audit.clean, (audit.faults, audit.lost, audit.doubled)
     assert not site.history().trained_twice()
@@ -308,8 +291,7 @@ def test_a_second_trainer_is_refused_unless_it_takes_over(live: Site) -> None:
     second = live.start("train", "--take-over")
     assert first.wait() == 5
     assert "another one was opened" in first.said()
-    count = len(live.lines())
-    live.until(lambda: len(live.lines()) > count + 2, "a step of the new trainer")
+    live.reach(2)
     assert second.exit_code is None
 
 

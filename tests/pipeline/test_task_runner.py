@@ -21,15 +21,23 @@ from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.distribution import Fixed
 from producer_workers.config.engine import SimulatedConfig
 from producer_workers.judges.judge import FunctionJudge
+from producer_workers.producer.producer import Producer
 from producer_workers.worker.task_runner import TaskRunner, not_all_equal
 from producer_workers.worker.worker import Worker
 from tests.buffer.scene import FIRST
 from tests.pipeline.mixture import TASKS, Mixture
 from tests.pipeline.produce import make_producer
-from tests.pipeline.yard import SLOW_S, TASK, Letters, WatchedEngine, Yard
+from tests.pipeline.yard import SOME, TASK, Letters, WatchedEngine, Yard
 from tests.servers import KINDS
+from tests.waits import until
 
 on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
+
+
+def produce(yard: Yard, producer: Producer) -> dict[str, int]:
+    """Produce once; return where groups are."""
+    producer.round(yard.run.control.renew_role("producer", producer.nonce))
+    return yard.places()
 
 
 @on_both
@@ -47,10 +55,7 @@ async def test_filtered_groups_are_counted_with_their_raw_rewards_and_made_up_fo
     yard.run.control.open_producer(producer.nonce, take_over=True)
     worker = yard.worker(is_valid_sample=even_rows_only, judge=lambda **_: 0.5)
     async with yard.working(worker):
-        while yard.places().get("completed", 0) < 6:
-            state = yard.run.control.renew_role("producer", producer.nonce)
-            await asyncio.to_thread(producer.round, state)
-            await asyncio.sleep(0.01)
+        await yard.until(lambda: produce(yard, producer).get("completed", 0) >= 6)
     places = yard.places()
     counters = yard.counters()
     assert places["completed"] == 6
@@ -96,9 +101,9 @@ async def test_a_group_is_kept_for_a_trained_role_with_different_scores_and_fail
 
 @on_both
 async def test_a_group_over_its_time_limit_fails_its_tries_and_frees_the_engine(yard: Yard) -> None:
-    slow = yard.enqueue(1, tokens=(100_000, 1))
-    yard.enqueue(2, tokens=(5, 5))
-    async with yard.working(yard.worker(token_s=SLOW_S, group_time_limit_s=0.3)) as engine:
+    slow = yard.enqueue(1, tokens=(2000, 1))
+    yard.enqueue(2, tokens=(1, 1))  # they need no time
+    async with yard.working(yard.worker(token_s=1.0, group_time_limit_s=0.3)) as engine:
         await yard.until_places(dead=1, completed=2)
         assert engine.unfinished() == 0
     assert "took longer than 0.3 s" in str(yard.run.dead_letters.reason(slow[0]))
@@ -117,11 +122,10 @@ async def test_a_trainer_waits_for_a_stopped_task_until_it_is_resumed_unless_tha
     producer = make_producer(yard.run, path, share=2)
     yard.run.set(LiveSettings(tasks={TASK: LiveTaskSettings(max_consecutive_failures=4)}))
     yard.run.control.open_producer(producer.nonce, take_over=True)
-    started = []
     async with yard.working(yard.worker(judge=broken)):
-        while not yard.run.task_stops.of(TASK).is_stopped:
-            started.append(await asyncio.to_thread(producer.round, yard.run.control.state()))
-            await asyncio.sleep(0.01)
+        await yard.until(
+            lambda: produce(yard, producer) and yard.run.task_stops.of(TASK).is_stopped
+        )
         for _ in range(5):
             assert await asyncio.to_thread(producer.round, yard.run.control.state()) == 0
     reason = r"task sums is stopped: \d+ tries in a row failed: judge .* ValueError"
@@ -139,13 +143,10 @@ async def test_a_trainer_waits_for_a_stopped_task_until_it_is_resumed_unless_tha
         taken = asyncio.create_task(
             asyncio.to_thread(consumer.take_batch, 1, {TASK: 2}, waiting=waits.append)
         )
-        while not (waits and waits[-1].stopped):
-            await asyncio.sleep(0.01)
+        await yard.until(lambda: waits and waits[-1].stopped)
         assert not await asyncio.to_thread(producer.round, yard.run.control.state())
         yard.run.jobs.resume_task(TASK)
-        while not taken.done():
-            await asyncio.to_thread(producer.round, yard.run.control.state())
-            await asyncio.sleep(0.01)
+        await yard.until(lambda: produce(yard, producer) and taken.done())
         assert len((await taken).groups) == 2
     yard.check()
 
@@ -178,10 +179,8 @@ def mixed_worker(
     )
 
 
-async def until(mixture: Mixture, task: str, place: str, groups: int) -> None:
-    async with asyncio.timeout(400.0):
-        while (await asyncio.to_thread(mixture.places, task)).get(place, 0) < groups:
-            await asyncio.sleep(0.02)
+async def until_placed(mixture: Mixture, task: str, place: str, groups: int) -> None:
+    await asyncio.to_thread(until, lambda: mixture.places(task).get(place, 0) >= groups)
 
 
 async def test_partial_rollout_is_a_matter_of_each_task(
@@ -189,10 +188,8 @@ async def test_partial_rollout_is_a_matter_of_each_task(
 ) -> None:
     """One worker, one pause: math keeps its tokens, code starts again from its prompts."""
     mixture = make_mixture()
-    config = SimulatedConfig(
-        response_tokens=Fixed(value=2000), token_s=Fixed(value=SLOW_S), vocab_size=100
-    )
-    engine = WatchedEngine(config, FIRST)
+    config = SimulatedConfig(response_tokens=Fixed(value=50), vocab_size=100)
+    engine = WatchedEngine(config, FIRST, held=True)
     worker = mixed_worker(mixture, engine, partial=frozenset({"math"}))
     with mixture.manager.opened():
         assert mixture.round() == 7
@@ -200,7 +197,7 @@ async def test_partial_rollout_is_a_matter_of_each_task(
         work = asyncio.create_task(worker.run())
         while engine.unfinished() < 14:
             await asyncio.sleep(0.02)
-        await asyncio.sleep(0.1)
+        engine.make(SOME)
         state = await asyncio.to_thread(mixture.run.control.set_mode, "operator", Mode.ABORT)
         await asyncio.to_thread(mixture.run.receipts.wait, state, timeout_s=400.0)
         worker.stop()
@@ -218,7 +215,7 @@ def test_a_judge_that_hangs_holds_up_its_own_task_alone_and_no_engine(
 
     Code goes through.
     """
-    mixture = make_mixture({"batch_size": 24})
+    mixture = make_mixture({"batch_size": 28})
     gate = asyncio.Event()
     quick = Fixed(value=0.0)
     engine = WatchedEngine(
@@ -234,17 +231,17 @@ def test_a_judge_that_hangs_holds_up_its_own_task_alone_and_no_engine(
     async def scenario() -> int:
         await engine.start()
         work = asyncio.create_task(worker.run())
-        await until(mixture, "code", "completed", 8)
-        await until(mixture, "math", "running", 3)
+        await until_placed(mixture, "code", "completed", 8)
+        await until_placed(mixture, "math", "running", 3)
         waiting = mixture.places("math")["running"]
         gate.set()
-        await until(mixture, "math", "completed", 16)
+        await until_placed(mixture, "math", "completed", 20)
         worker.stop()
         await work
         return waiting
 
     with mixture.manager.opened():
-        assert mixture.round() == 24
+        assert mixture.round() == 28
         assert asyncio.run(scenario()) <= 6
     mixture.scene.check()
 
@@ -263,8 +260,7 @@ async def test_the_time_that_groups_take_is_counted(make_yard: Callable[..., Yar
     yard = make_yard()
     yard.enqueue(3, tokens=(5, 5))
     async with yard.working(yard.worker()):
-        while yard.places().get("completed", 0) < 3:
-            await asyncio.sleep(0.01)
+        await yard.until_places(completed=3)
     progress = yard.run.read_progress([TASK]).tasks[TASK]
     assert progress.produced_groups == 3
     groups = yard.run.buffer.get(3, TASK)

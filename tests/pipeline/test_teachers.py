@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -23,7 +22,8 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from tests.consumer.grpo.models.tiny import build_model
-from tests.pipeline.site import DEADLINE_S, Site
+from tests.pipeline.site import Site
+from tests.waits import until
 
 STEPS = 4
 TEACHERS = """
@@ -62,7 +62,7 @@ def test_killed_teachers_and_pauses_cost_no_group_and_change_no_column(
     site: Site, big: Path
 ) -> None:
     run = site.start("run")
-    site.until_step(1)
+    site.until(site.reached, "step 1")
     with closing(Store(site.server.url, deadline_s=400.0)) as store:
         opened = Run.open(store, site.name)
         for teacher in ("big", "ref"):
@@ -85,9 +85,8 @@ def test_killed_teachers_and_pauses_cost_no_group_and_change_no_column(
 def kill(run: Run, teacher: str) -> None:
     """Kill the process of a teacher that holds groups; the launcher starts it again."""
     (record,) = (each for each in run.fleet.workers() if each.teaches == teacher)
-    end = time.monotonic() + DEADLINE_S
-    while not run.store.control.exists(run.keys.leased(record.id)):  # for some milliseconds
-        assert time.monotonic() < end
+    # for some milliseconds
+    until(lambda: run.store.control.exists(run.keys.leased(record.id)), "a group of the teacher")
     pid: Any = run.store.control.hget(run.keys.worker(record.id), "pid")
     os.kill(int(pid), signal.SIGKILL)
 

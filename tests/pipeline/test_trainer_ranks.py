@@ -27,18 +27,17 @@ def rank_of(launcher: Process, rank: int) -> psutil.Process:
 @pytest.mark.slow
 def test_a_run_survives_a_killed_rank_and_stops_in_order(make_site: Callable[..., Site]) -> None:
     """The next life continues with as many ranks as it likes: tests/consumer/handle/test_ranks.py."""
-    site = make_site(steps=1000)
+    site = make_site(steps=1000, held=0)
     run = site.start("run", "--set", "launch.trainer_ranks=2")
-    site.until_step(3)
+    site.reach(3)
+    site.let(1)
     rank_of(run, 1).kill()
     site.until(lambda: "trainer restarted" in run.said(), "a restart of all ranks")
     assert "trainer rank 1 was killed by SIGKILL" in run.said()
-    reached = max(step for step, _ in site.lines())
-    site.until_step(reached + 2)
+    site.steps = site.reach(1)
     assert run.end(signal.SIGINT) == 130, run.said()
     assert "the same command continues the run" in run.said()
     # both ranks ended in order, and rank 0 wrote a checkpoint of its last step
-    site.steps = max(step for step, _ in site.lines())
     assert (site.run_dir / f"checkpoints/step-{site.steps:06d}/trainer.json").exists()
     site.check()
 
@@ -46,7 +45,7 @@ def test_a_run_survives_a_killed_rank_and_stops_in_order(make_site: Callable[...
 @pytest.mark.slow
 def test_torchrun_starts_all_ranks_again_when_one_dies(make_site: Callable[..., Site]) -> None:
     """Evaluations are exclusive, and the trainer waits until the role of the dead one is vacant."""
-    site = make_site(steps=9)
+    site = make_site(steps=9, held=0)
     with site.config.open("a", encoding="utf-8") as config:
         config.write(
             """
@@ -72,7 +71,8 @@ flow = "exclusive"
     trainer = site.start_module("torch.distributed.run", *options, *command)
     site.start("producer")
     site.start("worker", "--id", "w0")
-    site.until_step(3)
+    site.reach(3)
+    site.let_go()
     rank_of(trainer, 1).kill()
     assert trainer.wait() == 0, site.words()
     assert set(read_evaluations(site.run_dir)) == {("held_out", step) for step in (0, 3, 6, 9)}
@@ -101,17 +101,17 @@ def test_pods_are_ranks_of_one_trainer_and_drained_ones_ask_to_be_replaced(
     make_site: Callable[..., Site],
 ) -> None:
     """Kubernetes replaces what fails; what succeeds has seen the end of the run."""
-    # its last step is long after the first producer and worker have left
-    site = make_site(steps=6, token_s=0.1)
+    site = make_site(steps=6, held=0)
     site.server.start()
     pods = [
         site.start_module("torch.distributed.run", *pod_command(pod), "train", str(site.config))
         for pod in (0, 1)
     ]
     drained = [site.start("producer"), site.start("worker", "--id", "w0")]
-    site.until_step(1)
+    site.reach(1)
     assert [process.end(signal.SIGTERM) for process in drained] == [130, 130]
-    replaced = [site.start("producer", "--standby"), site.start("worker", "--id", "w1")]
+    site.let_go()
+    replaced = [site.start("producer", "--take-over"), site.start("worker", "--id", "w1")]
     assert [pod.wait() for pod in pods] == [0, 0], site.words()
     assert [process.wait() for process in replaced] == [0, 0]
     site.check()

@@ -6,7 +6,6 @@ import asyncio
 import re
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from tests.pipeline.yard import TASK, Letters, Yard
 from tests.servers import KINDS
+from tests.waits import DEADLINE_S, until
 
 on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
 
@@ -229,17 +229,12 @@ async def test_neither_drain_nor_keep_ends_a_judge(yard: Yard) -> None:
         await yard.until(lambda: gate.asked == 2)
         await yard.receipts(yard.control(Mode.KEEP))
         draining = yard.control(Mode.DRAIN)
-        await asyncio.sleep(0.3)
+        await yard.until_idle()
         assert yard.leases() == 1
         gate.is_open = True
         await yard.receipts(draining)
     assert yard.places() == {"completed": 1}
     assert gate.asked == 2
-
-
-async def sleep_in_loop(**_: Any) -> float:
-    time.sleep(0.6)
-    return 1.0
 
 
 async def test_the_log_shows_where_a_judge_blocks_the_worker(
@@ -248,10 +243,18 @@ async def test_the_log_shows_where_a_judge_blocks_the_worker(
     monkeypatch.setattr(heartbeat, "BLOCKED_S", 0.3)
     monkeypatch.setattr(heartbeat, "POLL_S", 0.01)
     yard.enqueue(1, tokens=[10])
-    async with yard.working(yard.worker(judge=sleep_in_loop)):
+
+    def said() -> list[str]:
+        messages = (record.getMessage() for record in caplog.records)
+        return [line for line in messages if "loop is blocked" in line]
+
+    async def wait_in_loop(**_: Any) -> float:
+        until(said, "a line about this judge")
+        return 1.0
+
+    async with yard.working(yard.worker(judge=wait_in_loop)):
         await yard.until_places(completed=1)
-    lines = [record.getMessage() for record in caplog.records]
-    assert any("loop is blocked" in line and "in sleep_in_loop" in line for line in lines), lines
+    assert any("in wait_in_loop" in line for line in said()), said()
 
 
 def test_groups_of_a_worker_whose_loop_is_stuck_go_back_and_it_goes_on_afterwards(
@@ -266,7 +269,7 @@ def test_groups_of_a_worker_whose_loop_is_stuck_go_back_and_it_goes_on_afterward
 
     async def blocks(**_: Any) -> float:
         await asyncio.to_thread(int)
-        lost.wait(60)  # in the event loop, as no code may
+        lost.wait(DEADLINE_S)  # in the event loop, as no code may
         return 1.0
 
     async def scenario() -> None:
@@ -275,14 +278,16 @@ def test_groups_of_a_worker_whose_loop_is_stuck_go_back_and_it_goes_on_afterward
 
     working = threading.Thread(target=asyncio.run, args=(scenario(),))
     working.start()
-    until_s = time.monotonic() + 50
-    while not yard.counters().get("leases_lost") and time.monotonic() < until_s:
+
+    def lost_leases() -> int:
         yard.run.janitor.sweep()
-        time.sleep(0.1)
-    found = yard.counters().get("leases_lost")
-    lost.set()
-    working.join()
-    assert found == 1
+        return yard.counters().get("leases_lost", 0)
+
+    try:
+        assert until(lost_leases, "a lease that runs out") == 1
+    finally:
+        lost.set()
+        working.join()
     assert yard.places() == {"completed": 1}
 
 
@@ -297,21 +302,3 @@ async def test_a_group_that_is_judged_while_its_engine_dies_keeps_its_tokens(yar
     assert yard.run.record(judged)["status"] == "aborted"
     assert unjudged(yard.group(judged))
     yard.check()
-
-
-@pytest.mark.parametrize("fault", [nothing_found, leave])
-async def test_an_order_policy_that_does_anything_fails_its_own_group_only(
-    yard: Yard, fault: Any
-) -> None:
-    bad, *_ = yard.enqueue(3)
-
-    def order(group: Any) -> float:
-        return fault() if group.gid == bad else 1.0
-
-    limits = yard.run.limits.model_copy(update={"order": "mine:order"})
-    buffer = yard.run.buffer
-    buffer._context = buffer._context._replace(limits=limits)
-    buffer.order_function = order
-    async with yard.working(yard.worker()):
-        await yard.until_places(dead=1, completed=2)
-    assert "order policy 'mine:order' raised" in yard.run.dead_letters.reason(bad)["reason"]

@@ -14,8 +14,8 @@ from buffer.redis.payloads import CHUNK_BYTES
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.redis_chunks import IN_CHUNKS, RedisSender, VersionStore
+from buffer.weights.transports import open_sender
 from buffer.wire.rollout import PolicyVersion
-from consumer.senders.transfer import open_sender
 from tests.pipeline.yard import LINEAGE, Yard
 from tests.servers import KINDS
 

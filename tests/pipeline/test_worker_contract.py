@@ -14,22 +14,23 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import pytest
 
 from buffer.control.control import Mode
-from buffer.redis.signing import PRODUCER, Key, write_keys
-from buffer.wire.framing import signers
 from buffer.wire.rollout import PolicyVersion
+from tests import waits
+from tests.pipeline.held_run import Hold
 from tests.pipeline.site import ROOT
-from tests.pipeline.yard import DEADLINE_S, FIRST, LINEAGE, Yard, versions
+from tests.pipeline.yard import FIRST, LINEAGE, SOME, WatchedEngine, Yard, versions
+from tests.waits import DEADLINE_S
 
-SLOW_S = 0.01
+ALL = 1 << 40
 
 FOREIGN = ROOT / "tests" / "foreign"
 INSTALLED = ROOT / "build" / "foreign"
@@ -38,26 +39,32 @@ are.
 """
 
 
-class Launch(Protocol):
-    """Starts a worker; leaving the context stops it in order, and waits for its end."""
+LetGo = Callable[[], object]
+"""Lets a held worker make all tokens that it was asked for."""
 
-    def __call__(
-        self, yard: Yard, token_s: float = 0.001, key_file: str = ""
-    ) -> AbstractContextManager[None]: ...
+
+class Launch(Protocol):
+    """Starts a worker; leaving the context stops it in order, and waits for its end.
+
+    A `held` one makes SOME tokens of a response at most until it is let go.
+    """
+
+    def __call__(self, yard: Yard, *, held: bool = False) -> AbstractContextManager[LetGo]: ...
 
 
 def until(yard: Yard, condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
+    def met() -> bool:
         yard.run.janitor.sweep()  # as a producer does
-        assert time.monotonic() < end, f"never came; groups are {yard.places()}"
-        time.sleep(0.02)
+        return condition()
+
+    waits.until(met)
 
 
 @contextmanager
-def ours(yard: Yard, token_s: float = 0.001, key_file: str = "") -> Iterator[None]:
+def ours(yard: Yard, *, held: bool = False) -> Iterator[LetGo]:
     loop = asyncio.new_event_loop()
-    worker = yard.worker(token_s=token_s, drain_timeout_s=30.0)
+    worker = yard.worker(held=held, drain_timeout_s=30.0)
+    engine: WatchedEngine = worker.engine  # type: ignore[attr-defined]
     stop, failures = asyncio.Event(), []
 
     async def work() -> None:
@@ -75,7 +82,7 @@ def ours(yard: Yard, token_s: float = 0.001, key_file: str = "") -> Iterator[Non
     thread = threading.Thread(target=live)
     thread.start()
     try:
-        yield
+        yield partial(loop.call_soon_threadsafe, engine.let_go)
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(DEADLINE_S)
@@ -85,11 +92,11 @@ def ours(yard: Yard, token_s: float = 0.001, key_file: str = "") -> Iterator[Non
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the output of `rolloutmq scripts --json` to a file."""
+    """Write the list of scripts to a file."""
     path = tmp_path_factory.mktemp("foreign") / "scripts.json"
     with path.open("wb") as file:
         subprocess.run(
-            [sys.executable, "-m", "rolloutmq", "scripts", "--json"],
+            [sys.executable, "-m", "buffer.redis.script_list"],
             cwd=ROOT,
             stdout=file,
             check=True,
@@ -113,18 +120,23 @@ def program(language: str, *args: str) -> list[str]:
     return [node, str(shutil.copy(FOREIGN / "worker.mjs", INSTALLED)), *args]
 
 
+def url_of(yard: Yard) -> str:
+    return str(yard.store.servers.masters()[0][0])
+
+
 @pytest.fixture
 def launch(request: pytest.FixtureRequest, scripts: Path) -> Launch:
     if request.param == "ours":
         return ours
 
     @contextmanager
-    def start(yard: Yard, token_s: float = 0.001, key_file: str = "") -> Iterator[None]:
-        url = yard.store.servers.masters()[0][0]
-        args = (url, yard.run.name, str(scripts), "w0", str(token_s), key_file)
+    def start(yard: Yard, *, held: bool = False) -> Iterator[LetGo]:
+        hold = Hold(yard.folder / "hold")
+        hold.allow(SOME if held else ALL)
+        args = (url_of(yard), yard.run.name, str(scripts), "w0", str(hold.file))
         process = subprocess.Popen(program(request.param, *args))
         try:
-            yield
+            yield partial(hold.allow, ALL)
             process.send_signal(signal.SIGTERM)
             assert process.wait(DEADLINE_S) == 0
         finally:
@@ -174,8 +186,8 @@ def test_worker_claims_generates_and_submits_groups_of_any_size(yard: Yard, laun
 def test_worker_keeps_its_lease_with_heartbeats_while_it_generates_for_longer(
     yard: Yard, launch: Launch
 ) -> None:
-    yard.enqueue(1, tokens=(3000, 3000))
-    with launch(yard, SLOW_S):
+    yard.enqueue(1, tokens=(50, 50))
+    with launch(yard, held=True):
         until(yard, lambda: yard.places() == {"running": 1})
         asyncio.run(yard.until_renewed())
         assert yard.leases() == 1
@@ -186,15 +198,15 @@ def test_worker_keeps_its_lease_with_heartbeats_while_it_generates_for_longer(
 
 @each_worker
 def test_worker_releases_what_it_holds_in_an_abort_and_confirms(yard: Yard, launch: Launch) -> None:
-    yard.enqueue(6, tokens=(3000, 3000))  # more than it holds at once
-    with launch(yard, SLOW_S):
+    yard.enqueue(6, tokens=(50, 50))  # more than it holds at once
+    with launch(yard, held=True):
         until(yard, lambda: yard.leases() > 0)
         yard.run.receipts.wait(yard.control(Mode.ABORT), timeout_s=DEADLINE_S)
         assert yard.leases() == 0
         places = yard.places()
         assert places.get("aborted", 0) >= 1
         assert places == {"aborted": places["aborted"], "waiting": 6 - places["aborted"]}
-        time.sleep(0.5)  # long enough to claim what waits
+        asyncio.run(yard.until_idle())  # it could have claimed what waits
         assert yard.places() == places
         yard.run.receipts.wait(yard.control(Mode.RUN), timeout_s=DEADLINE_S)
         until(yard, lambda: yard.leases() > 0)
@@ -205,13 +217,14 @@ def test_worker_releases_what_it_holds_in_an_abort_and_confirms(yard: Yard, laun
 
 @foreign
 def test_worker_freezes_and_continues_with_new_weights(yard: Yard, launch: Launch) -> None:
-    (gid,) = yard.enqueue(1, tokens=(400,))
-    with launch(yard, SLOW_S):
+    (gid,) = yard.enqueue(1, tokens=(50,))
+    with launch(yard, held=True) as let_go:
         until(yard, lambda: yard.leases() == 1)
-        asyncio.run(yard.until_renewed())  # between two heartbeats it makes a token
+        asyncio.run(yard.until_idle())  # between two heartbeats it makes a token
         yard.run.receipts.wait(yard.control(Mode.KEEP), timeout_s=DEADLINE_S)
         yard.publish(1)
         yard.run.receipts.wait(yard.control(Mode.RUN), timeout_s=DEADLINE_S)
+        let_go()
         until(yard, lambda: yard.places() == {"completed": 1})
     stamps = [stamp for state in yard.group(gid).states for stamp in versions(state)]
     assert set(stamps) == {FIRST, PolicyVersion(LINEAGE, 1)}
@@ -222,11 +235,12 @@ def test_worker_freezes_and_continues_with_new_weights(yard: Yard, launch: Launc
 
 @each_worker
 def test_worker_that_lost_its_lease_changes_nothing(yard: Yard, launch: Launch) -> None:
-    (gid,) = yard.enqueue(1, tokens=(200,))
-    with launch(yard, SLOW_S):
+    (gid,) = yard.enqueue(1, tokens=(50,))
+    with launch(yard, held=True) as let_go:
         until(yard, lambda: yard.leases() == 1)
         old = yard.run.record(gid)["token"]
         assert yard.run.fleet.fence("w0") == 1
+        let_go()
         # it joins again, and makes the group under another token
         until(yard, lambda: yard.places() == {"completed": 1})
         assert yard.run.record(gid)["payload"] not in (old, "init")
@@ -240,10 +254,12 @@ def test_leases_of_a_killed_worker_run_out_and_another_makes_its_groups(
     make_yard: Callable[..., Yard], scripts: Path, launch: Launch, request: pytest.FixtureRequest
 ) -> None:
     yard = make_yard(lease_ms=1500, worker_timeout_ms=4500)
-    url: Any = yard.store.servers.masters()[0][0]
     yard.enqueue(2, tokens=(50, 50))
     language = request.node.callspec.params["launch"]
-    victim = subprocess.Popen(program(language, url, yard.run.name, str(scripts), "victim", "0.1"))
+    hold = Hold(yard.folder / "victim")
+    hold.allow(SOME)
+    args = (url_of(yard), yard.run.name, str(scripts), "victim", str(hold.file))
+    victim = subprocess.Popen(program(language, *args))
     until(yard, lambda: yard.leases() == 1)
     os.kill(victim.pid, signal.SIGKILL)
     victim.wait()
@@ -269,24 +285,4 @@ def test_what_a_prompt_carries_comes_back_as_it_was(yard: Yard, launch: Launch) 
         until(yard, lambda: yard.places() == {"completed": 1})
     assert yard.group(gid).states[0].extra == carried
     assert yard.group(gid).states[0].ground_truth == gid
-    yard.check()
-
-
-@foreign
-def test_worker_signs_what_it_submits_and_what_it_was_given(
-    yard: Yard, launch: Launch, tmp_path: Path
-) -> None:
-    own, known = tmp_path / "w0.key", tmp_path / "workers.keys"
-    keys = {name: [Key.new(name).secret] for name in ("w0", PRODUCER)}
-    write_keys(own, {"w0": keys["w0"]})
-    write_keys(known, keys)
-    yard.run.sign_with(Key.read(known, PRODUCER))
-    signed, altered = yard.enqueue(2, tokens=(5, 5))
-    bytes_of = yard.run.keys.payload(altered, "init")
-    yard.store.control.set(bytes_of, yard.store.control.get(bytes_of).replace(b"gid", b"GID"))
-    with launch(yard, key_file=str(own)):
-        until(yard, lambda: yard.places() == {"completed": 1, "dead": 1})
-    yard.run.payloads.signer = None
-    yard.run.check_signatures(known)
-    assert signers(yard.group(signed).signatures) == ["w0"]
     yard.check()

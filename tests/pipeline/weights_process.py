@@ -25,9 +25,8 @@ from buffer.weights.checksums import RawTensor, WrittenFiles, write_tensors
 from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.transport import PublishedWeights, Save, TransportName
+from buffer.weights.transports import open_sender
 from buffer.wire.rollout import PolicyVersion
-from consumer.senders.transfer import open_sender
-from tests.pipeline.handover import say
 
 LINEAGE = "l1"
 WORDS = 100_000
@@ -41,6 +40,11 @@ MIDDLES: dict[tuple[str, str, bool], tuple[Any, str, int]] = {
     ("receiver", "redis", True): (delta, "_unpack", 1),
 }
 """By end, transport and whether it is changes: which call, and how many of them, are made."""
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def words(version: int) -> NDArray[np.uint16]:

@@ -27,12 +27,13 @@ from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.distribution import Fixed
 from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.base import Generation, GenerationError
-from producer_workers.engines.simulated import SimulatedEngine
+from producer_workers.engines.simulated import SimulatedEngine, _Run
 from producer_workers.judges.judge import FunctionJudge, call_here
 from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from tests.pipeline.judges import by_chance
+from tests.waits import DEADLINE_S
 
 TASK = "sums"
 LIMITS = RunLimits(
@@ -40,17 +41,14 @@ LIMITS = RunLimits(
     heartbeat_ms=100,
     worker_timeout_ms=360_000,
     role_timeout_ms=60_000,
+    on_straggler="drop",
     tasks={TASK: TaskLimits()},
 )
-DEADLINE_S = 400.0
 FIRST = FIRST_WEIGHTS
 LINEAGE = "l1"
 
-LONG = (5000, 5000)
-"""More than a slow engine makes while a test looks; a fast one makes it in half a second."""
-
-SLOW_S = 0.01
-FAST_S = 0.0001
+SOME = 9
+"""Tokens of a short response, which a held engine makes at once, and a part of a longer one."""
 
 
 def versions(state: RolloutState) -> list[PolicyVersion]:
@@ -75,18 +73,58 @@ class Letters:
 
 
 class WatchedEngine(SimulatedEngine):
-    """Notes every request: (id, prompt length, what was asked for). `refused`: of these members."""
+    """Notes every request: (id, prompt length, what was asked for). `refused`: of these members.
 
-    def __init__(self, config: SimulatedConfig, version: PolicyVersion) -> None:
+    A held one makes SOME tokens at once, and longer responses only by `make`, until `let_go`. Its
+    clock counts tokens, and stands still in a pause, as that of any simulated engine.
+    """
+
+    def __init__(
+        self, config: SimulatedConfig, version: PolicyVersion, *, held: bool = False
+    ) -> None:
+        if held:
+            one = Fixed(value=1.0)
+            config = config.model_copy(update={"first_token_s": one, "token_s": one})
         super().__init__(config, version)
         self.requests: list[tuple[str, int, SampleParams]] = []
         self.refused: set[str] = set()
+        self._is_crank = self._is_held = held
+        self._made = 0
 
     async def generate(self, request_id: str, prompt_ids: Any, params: SampleParams) -> Generation:
         self.requests.append((request_id, len(prompt_ids), params))
         if request_id.split("/")[1:2] and request_id.split("/")[1] in self.refused:
             raise GenerationError("refused")
         return await super().generate(request_id, prompt_ids, params)
+
+    def make(self, tokens: int) -> None:
+        """Let each request that runs make this many tokens; none in a pause."""
+        if self._frozen_s is None:
+            self._made += tokens
+            self._end_due()
+
+    def let_go(self) -> None:
+        """Let all requests end, also those that come, once there is no pause."""
+        self._is_held = False
+        if self._frozen_s is None:
+            self._end_due()
+
+    def _end_due(self) -> None:
+        for run in tuple(self._running):
+            self._set_timer(run)
+
+    def _clock(self) -> float:
+        if self._is_crank and self._frozen_s is None:
+            return float(self._made)
+        return super()._clock()
+
+    def _set_timer(self, run: _Run) -> None:
+        if not self._is_crank:
+            super()._set_timer(run)
+            return
+        tokens = len(run.token_ids)
+        if not self._is_held or tokens <= SOME or run.tokens_at(self._clock()) == tokens:
+            self._end(run, tokens, run.finish_reason)
 
 
 class Yard:
@@ -101,6 +139,7 @@ class Yard:
         self.run = Run.create(store, name, new_nonce(), limits, FIRST, "")
         self.producer = new_nonce()
         self.trainer = new_nonce()
+        self._working: set[asyncio.Task[None]] = set()
         self.run.control.open_producer(self.producer)
         self.run.trainers.open(self.trainer, step=0, lineage=LINEAGE)
 
@@ -183,9 +222,19 @@ class Yard:
         return weights
 
     def worker(
-        self, name: str = "w0", *, token_s: float = 0.001, judge: Any = by_chance, **options: Any
+        self,
+        name: str = "w0",
+        *,
+        held: bool = False,
+        token_s: float = 0.0,
+        judge: Any = by_chance,
+        **options: Any,
     ) -> Worker:
-        """Return a worker with an engine of its own, if none is given (`worker.engine`)."""
+        """Return a worker with an engine of its own, if none is given (`worker.engine`).
+
+        `held`: it makes only the tokens that the test lets it make; otherwise it needs `token_s`
+        for each.
+        """
         engine_options = {
             key: options.pop(key) for key in ("die_after", "max_num_seqs") if key in options
         }
@@ -196,7 +245,7 @@ class Yard:
             vocab_size=100,
             **engine_options,
         )
-        engine = options.pop("engine", None) or WatchedEngine(config, FIRST)
+        engine = options.pop("engine", None) or WatchedEngine(config, FIRST, held=held)
         is_partial = options.pop("partial_rollout", False)
         grace_s = options.pop("grace_s", 10.0)
         judges = options.setdefault("judges", WatchedJudges())
@@ -242,6 +291,7 @@ class Yard:
         engine: WatchedEngine = worker.engine  # type: ignore[attr-defined]
         await engine.start()
         task = asyncio.create_task(worker.run())
+        self._working.add(task)
         try:
             yield engine
         except BaseException as error:
@@ -249,6 +299,8 @@ class Yard:
             (end,) = await asyncio.gather(task, return_exceptions=True)
             error.add_note(f"the worker ended with {end!r}")
             raise
+        finally:
+            self._working.discard(task)
         worker.stop()
         await task
 
@@ -289,12 +341,18 @@ class Yard:
 
     # -- waiting -------------------------------------------------------------
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until something is so."""
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Wait until something is so. Fail when a worker that works ends with an error before."""
         end = time.monotonic() + DEADLINE_S
         while not await asyncio.to_thread(condition):
+            if (errors := self._errors()) and not await asyncio.to_thread(condition):
+                raise AssertionError(f"never came; groups are {self.places()}") from errors[0]
             assert time.monotonic() < end, f"never came; groups are {self.places()}"
             await asyncio.sleep(0.01)
+
+    def _errors(self) -> list[BaseException]:
+        ended = [task for task in self._working if task.done() and not task.cancelled()]
+        return [error for error in (task.exception() for task in ended) if error]
 
     async def until_engine(self, condition: Callable[[], bool]) -> None:
         """Wait until something is so of an engine, whose loop must not run while one looks."""
@@ -314,15 +372,21 @@ class Yard:
         ((_, deadline),) = self.store.control.zrange(self.run.keys.leases, 0, -1, withscores=True)
         return float(deadline)
 
+    async def until_idle(self) -> None:
+        """Wait until the only worker has sent five heartbeats: it has done what it does by itself."""
+        seen = set[int]()
+
+        def beats() -> int:
+            seen.update(worker.seen_ms for worker in self.run.fleet.workers())
+            return len(seen)
+
+        await self.until(lambda: beats() > 5)
+
     async def receipts(self, state: ControlState) -> None:
         """Wait until every live worker has carried out a control state."""
         await asyncio.to_thread(self.run.receipts.wait, state, timeout_s=DEADLINE_S)
 
     async def until_generating(self, engine: WatchedEngine, requests: int) -> None:
-        """Wait until this many requests have made some tokens.
-
-        A response that takes 0.2 s has not ended by then: the engine's timers are on the same loop,
-        so on a slow machine they are late, too.
-        """
+        """Wait until a held engine has this many requests, and let it make SOME tokens of each."""
         await self.until_engine(lambda: engine.unfinished() == requests)
-        await asyncio.sleep(0.1)
+        engine.make(SOME)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
+import os
 import random
+import time
 from typing import Any
 
 import openai
@@ -109,6 +112,40 @@ async def talks_for_ever(task: Any) -> None:
     messages: list[Any] = list(task.messages)
     while True:
         messages += [(await ask(task, messages)).message, {"role": "user", "content": "go on"}]
+
+
+HERE = set[str]()
+"""The questions of the agents in this process."""
+
+
+async def harms(task: Any) -> float:
+    """Ask once; then do what the question says, to all that share this process and wait for it."""
+    HERE.add(task.question)
+    if not task.finished:
+        await ask(task, task.messages)
+    do_harm(task.question)
+    while {"blocks", "exits"} & HERE:
+        await asyncio.sleep(0.05)
+    return 1.0
+
+
+def harms_threads(task: Any) -> float:
+    HERE.add(task.question)
+    if not task.finished:
+        asyncio.run(ask(task, task.messages))
+    do_harm(task.question)
+    while {"locks", "exits"} & HERE:
+        time.sleep(0.05)
+    return 1.0
+
+
+def do_harm(question: str) -> None:
+    if question == "blocks":
+        time.sleep(1000)
+    elif question == "locks":  # sleeps in C, with the interpreter's lock
+        ctypes.PyDLL(None).sleep(1000)
+    elif question == "exits":
+        os._exit(3)
 
 
 PROGRAM = """

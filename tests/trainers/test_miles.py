@@ -28,9 +28,9 @@ from buffer.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from rolloutmq.integrations.miles import RunDataBuffer, Versions, put_together, taken_apart
-from tests.consumer.handle.crew import wait_until
 from tests.servers import Server
 from tests.trainers.miles_process import TRACKER, Prompts, arguments, finish
+from tests.waits import until
 
 pytestmark = pytest.mark.parametrize("server", ["valkey"], indirect=True)
 
@@ -141,7 +141,7 @@ def test_groups_outlive_the_process_that_made_them(
 
     first = start()
     try:
-        wait_until(lambda: (tmp_path / TRACKER).exists() or first.poll() is not None, "a save")
+        until(lambda: (tmp_path / TRACKER).exists() or first.poll() is not None, "a save")
     finally:
         first.kill()
         first.wait()

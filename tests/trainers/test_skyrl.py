@@ -18,8 +18,9 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.rollout import FIRST_WEIGHTS
-from tests.consumer.handle.crew import answer, at_work, prompt, wait_until
+from tests.consumer.handle.crew import answer, at_work, prompt
 from tests.servers import Server
+from tests.waits import until
 
 pytest.importorskip("skyrl")
 
@@ -95,7 +96,7 @@ def test_a_killed_trainer_trains_every_group_once(
     with at_work(run, math=STEPS * GROUPS):
         first = subprocess.Popen(command, cwd=ROOT)
         try:
-            wait_until(lambda: run.ledger.steps()[1] >= 2 or first.poll() is not None, "a commit")
+            until(lambda: run.ledger.steps()[1] >= 2 or first.poll() is not None, "a commit")
         finally:
             first.kill()
             first.wait()

@@ -32,8 +32,8 @@ from producer_workers.engines import build_engine
 from producer_workers.engines.base import GenerationError, WeightsError
 from rolloutmq.config.load import load_config
 from tests.consumer.grpo.models.tiny import build_model
-from tests.consumer.handle.crew import wait_until
 from tests.servers import Server
+from tests.waits import until
 
 tinker = pytest.importorskip("tinker")
 
@@ -63,7 +63,7 @@ def service(model: Path) -> Iterator[None]:
     process = subprocess.Popen(command, cwd=ROOT)
     with pytest.MonkeyPatch.context() as patch:
         try:
-            wait_until(lambda: port.exists() and port.read_text() != "", "the service")
+            until(lambda: port.exists() and port.read_text() != "", "the service")
             patch.setenv("TINKER_BASE_URL", f"http://127.0.0.1:{port.read_text()}")
             patch.setenv("TINKER_API_KEY", "tml-test")
             patch.setenv("TINKER_TELEMETRY", "0")
@@ -224,7 +224,7 @@ def test_a_killed_trainer_continues_from_the_state_at_the_service(
         process = psutil.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log)
     try:
         run = wait_for_run(store, run_name)
-        wait_until(lambda: run.ledger.steps()[1] >= 2, "a commit")
+        until(lambda: run.ledger.steps()[1] >= 2, "a commit")
         trainer = trainer_of(process)
         assert trainer
         trainer.kill()

@@ -58,7 +58,7 @@ def test_the_policy_gradient_of_the_reverse_kl_is_that_of_verl() -> None:
             optional={"teacher_logprobs/big": teacher},
             tasks=["task"],
         )
-        hook = Distillation(DistillationConfig(clip=2.0), {})
+        hook = Distillation(DistillationConfig(clip=2.0), {}, config)
         loss, _ = policy_loss(hook.apply(columns, batch, None), mask / mask.sum(), config)
         loss.backward()  # type: ignore[no-untyped-call]
         assert loss.item() == pytest.approx(their_loss.item(), rel=1e-6)

@@ -9,6 +9,5 @@ local function remove_dead_or_pooled(keys, gid, stage, status, arrival)
     return 'dead'
   end
   redis.call('ZREM', keys[status], arrival .. ':' .. gid)
-  if status == 'completed' then redis.call('ZREM', keys.order_index, arrival .. ':' .. gid) end
   return status
 end

@@ -6,7 +6,7 @@
 local function task_keys(under, task)
   local keys = {groups = under.groups, leases = under.leases, leased_by = under.leased_by, dead = under.dead,
     dead_letters = under.dead_letters, jobs = under.queues .. task .. ':', progress = under.accounts .. task,
-    order_index = under.orders .. task .. ':completed', age_index = under.ages .. task}
+    age_index = under.ages .. task}
   for _, lane in ipairs({'eval', 'resume', 'fresh'}) do
     redis.call('XLEN', keys.jobs .. lane)
   end
@@ -14,7 +14,6 @@ local function task_keys(under, task)
     keys[status] = under.pools .. task .. ':' .. status
     redis.call('ZCARD', keys[status])
   end
-  redis.call('ZCARD', keys.order_index)
   redis.call('ZCARD', keys.age_index)
   redis.call('HLEN', keys.progress)
   return keys

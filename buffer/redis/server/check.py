@@ -16,12 +16,10 @@ from redis.exceptions import BusyLoadingError, ClusterDownError, NoPermissionErr
 from buffer.errors import StoreUnsafe
 from buffer.redis.connection.nodes import Servers
 from buffer.redis.connection.url import mask_url
+from buffer.redis.eviction import ServerMemory
 from buffer.redis.server.acl import is_of_role
 
 Level = Literal["ok", "warning", "error"]
-
-FULL = 0.98
-"""The share of maxmemory above which a call that needs room for a payload may be refused."""
 
 MANY_CLIENTS = 0.8
 """The share of maxclients above which a growing fleet may find no connection."""
@@ -101,18 +99,6 @@ def require_safe(client: redis.Redis, allow_unsafe: bool = False) -> list[Server
     if refused := [f"  {found}" for found in decisive if found.level == "error"]:
         raise StoreUnsafe("\n".join(["this server cannot hold a run:", *refused]))
     return [found for found in findings if found.level != "ok"]
-
-
-@dataclass(frozen=True, slots=True)
-class ServerMemory:
-    """Bytes that a server uses, and its `maxmemory`; 0: it has no limit."""
-
-    used: int
-    limit: int
-
-    @classmethod
-    def of(cls, info: Mapping[str, Any]) -> ServerMemory:
-        return cls(int(info.get("used_memory", 0)), int(info.get("maxmemory", 0)))
 
 
 def read_memory(servers: Servers) -> dict[str, ServerMemory]:
@@ -243,10 +229,9 @@ def _fsync(info: Mapping[str, Any], policy: str | None) -> ServerFinding:
 def _room(info: Mapping[str, Any]) -> Iterator[ServerFinding]:
     """Yield what is nearly used up; not part of `require_safe`, as the run is safe."""
     memory = ServerMemory.of(info)
-    if memory.limit and memory.used >= FULL * memory.limit:
-        mebibytes = f"{memory.used / 2**20:.0f} of {memory.limit / 2**20:.0f} MiB"
+    if memory.is_full:
         yield _warning(
-            f"the server is full: {mebibytes} maxmemory are used",
+            str(memory),
             "nothing new is started; running groups can still be submitted, taken and committed",
             "Let the trainer write a checkpoint and commit, drop groups that are not needed, "
             "or raise maxmemory (CONFIG SET)",

@@ -36,6 +36,7 @@ from types import TracebackType
 from typing import IO
 from urllib.parse import quote
 
+import psutil
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
@@ -63,6 +64,12 @@ def valkey_binary() -> Path:
     )
 
 
+def full_disk(folder: Path) -> str:
+    """Return a sentence if the disk of a folder is full, else ""."""
+    is_full = shutil.disk_usage(folder).free < FULL_BYTES
+    return f"the disk of {folder} is full; free some space" if is_full else ""
+
+
 class _Server(subprocess.Popen[bytes]):
     """A server that outlives this object, without the warning of Popen."""
 
@@ -83,6 +90,7 @@ class EmbeddedServer:
         self.port = port
         self.deadline_s = deadline_s
         self._child: subprocess.Popen[bytes] | None = None
+        self._process: psutil.Process | None = None  # for a folder that is deleted
         self._log_start = 0
 
     def __enter__(self) -> EmbeddedServer:
@@ -180,7 +188,7 @@ class EmbeddedServer:
 
     def leave(self) -> None:
         """Stop the server; if it has readers, the last of them stops it in their place."""
-        if not self.folder.is_dir():
+        if self._is_lost():
             return
         with self._reader() as lock:
             self._for_readers.touch()
@@ -226,6 +234,17 @@ class EmbeddedServer:
                 )
             time.sleep(_POLL_S)
         self._wait_ready()
+        with suppress(psutil.NoSuchProcess):
+            self._process = psutil.Process(self._read_pid())
+
+    def _is_lost(self) -> bool:
+        """Return whether the folder's files were deleted; kill the server that they would name."""
+        if (self.folder / "valkey.lock").exists():
+            return False
+        if self._process and self._process.is_running():
+            self._process.kill()
+            self._reap()
+        return True
 
     def stop(self, timeout_s: float = 30.0) -> None:
         """Shut down the server, so that its data is on disk; do nothing if it does not run."""
@@ -238,7 +257,7 @@ class EmbeddedServer:
     def _end(self, number: signal.Signals, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         pid = None
-        while self.is_running:
+        while not self._is_lost() and self.is_running:
             if pid is None and (pid := self._read_pid()) is not None:
                 os.kill(pid, number)
             if time.monotonic() > deadline:
@@ -252,9 +271,9 @@ class EmbeddedServer:
 
     @property
     def full_disk(self) -> str:
-        """Return words for a message if the disk of the folder is full, else ""."""
-        is_full = shutil.disk_usage(self.folder).free < FULL_BYTES
-        return f": the disk of {self.folder} is full; free some space" if is_full else ""
+        """Return words behind a message if the disk of the folder is full, else ""."""
+        said = full_disk(self.folder)
+        return f": {said}" if said else ""
 
     def _reap(self) -> int | None:
         """Return the exit code of this process's server, once it has ended; leave no zombie."""

@@ -6,6 +6,9 @@ The formulas below take a batch's scores, one float32[k] per group (k may differ
 float32[sum k], and raise WireError where a score is not finite. A group of one rollout or of equal
 scores gets exactly 0: dividing by a tiny standard deviation would turn rounding errors into
 advantages.
+
+The segments of an agent's session are one rollout here: its reward counts once, and its tokens are
+numbered from segment to segment (`SampledTokens`).
 """
 
 from __future__ import annotations
@@ -21,13 +24,20 @@ from numpy.typing import NDArray
 
 from buffer.errors import ConfigError, WireError
 from buffer.imports import load_function
-from consumer.grpo.learner.group_rewards import GroupRewards
+from consumer.config.trainer import PASS_AT
+from consumer.grpo.learner.group_rewards import FULL_SCORE, GroupRewards, SampledTokens
 
 Scores = Sequence[NDArray[np.float32]]
-Lengths = Sequence[NDArray[np.int32]]  # int32[k] per group: response tokens
+Lengths = Sequence[NDArray[np.intp]]  # int[k] per group
 
 Floats = NDArray[np.float64]
 
+EPS = 1e-4
+"""What is added to a standard deviation, as in TRL and GDPO.
+
+The usual scores differ by at least 0.1, and the rounding of a judge by 1e-7: with 1e-6, its noise
+would have a tenth of the advantage of a right answer.
+"""
 
 Estimator = Callable[[Sequence[GroupRewards]], Sequence[NDArray[Any]]]
 
@@ -35,7 +45,7 @@ Estimator = Callable[[Sequence[GroupRewards]], Sequence[NDArray[Any]]]
 def load_estimator(name: str, reward_weights: Mapping[str, float] | None = None) -> Estimator:
     """Return one of `ESTIMATORS`, or "module:function" of the user. Raises ConfigError."""
     if name == "gdpo":
-        return _of_rollouts(partial(gdpo_advantages, weights=reward_weights or {}))
+        return _of_sessions(partial(gdpo_advantages, weights=reward_weights or {}))
     if name in ESTIMATORS:
         return ESTIMATORS[name]
     return load_function(name, kind="advantages of [trainer]")
@@ -95,40 +105,23 @@ def per_token(advantages: NDArray[np.float32], lengths: NDArray[np.int32]) -> ND
     return np.repeat(advantages, lengths) if is_per_rollout else advantages
 
 
-def _of_rollouts(formula: Callable[[Sequence[GroupRewards]], NDArray[np.float32]]) -> Estimator:
-    """Return the estimator of a formula that compares rollouts, float32[sum k].
+def _of_sessions(formula: Callable[[Sequence[GroupRewards]], NDArray[np.float32]]) -> Estimator:
+    """Return the estimator of a formula that compares sessions, float32[sum of their numbers].
 
-    The rollouts of a session share one reward: it counts once, with the total length of its
-    rollouts, and all of them get its advantage.
+    It gets the first rollout of each session, whose advantage is that of all its rollouts.
     """
 
     def estimator(groups: Sequence[GroupRewards]) -> list[NDArray[np.float32]]:
-        merged = [_by_session(group) for group in groups]
-        joined = formula([whole for whole, _ in merged])
-        found = []
-        start = 0
-        for whole, session in merged:
-            end = start + len(whole.scores)
-            found.append(joined[start:end][session])
-            start = end
-        return found
+        firsts = [np.isin(np.arange(len(g.scores)), g.firsts) for g in groups]
+        joined = formula([group.part(own) for group, own in zip(groups, firsts, strict=True)])
+        ends = np.cumsum([np.count_nonzero(own) for own in firsts])[:-1]
+        found = np.split(joined, ends) if groups else []
+        return [own[group.session] for own, group in zip(found, groups, strict=True)]
 
     return estimator
 
 
-def _by_session(group: GroupRewards) -> tuple[GroupRewards, NDArray[np.intp]]:
-    """Return the group with a rollout per session, and the session of each rollout, int[k]."""
-    if len(set(group.sessions)) == len(group.sessions):
-        return group, np.arange(len(group.sessions))
-    numbers: dict[str, int] = {}
-    session = np.array([numbers.setdefault(name, len(numbers)) for name in group.sessions])
-    is_first = np.diff(np.maximum.accumulate(session), prepend=-1) > 0
-    lengths = np.bincount(session, group.lengths).astype(np.int32)
-    whole = replace(group.part(is_first), lengths=lengths)
-    return whole, session
-
-
-def grpo_advantages(scores: Scores, *, eps: float = 1e-6) -> NDArray[np.float32]:
+def grpo_advantages(scores: Scores, *, eps: float = EPS) -> NDArray[np.float32]:
     """Return GRPO's advantages (outcome supervision): `(r - mean) / (std + eps)` in each group.
 
     (Shao et al. 2024, arXiv:2402.03300, section 4.1.2.) `std` has the divisor k - 1.
@@ -153,23 +146,26 @@ def rloo_advantages(scores: Scores) -> NDArray[np.float32]:
 def opo_advantages(scores: Scores, lengths: Lengths) -> NDArray[np.float32]:
     """Return OPO's advantages: `r` minus the mean weighted by response length.
 
-    (Hao et al. 2025, arXiv:2505.23585, equation 8.)
+    (Hao et al. 2025, arXiv:2505.23585, equation 8.) `lengths`: of the sampled tokens alone, as
+    others have no gradient.
     """
     groups = zip(_checked(scores), lengths, strict=True)
     return _join([_center(group, np.asarray(length, np.float64)) for group, length in groups])
 
 
-def pass_at_k_advantages(scores: Scores, *, k: int = 4) -> NDArray[np.float32]:
+def pass_at_k_advantages(scores: Scores, *, k: int = PASS_AT) -> NDArray[np.float32]:
     """Return the advantages of Pass@k training (Chen et al. 2025, arXiv:2508.10751, section 3.3).
 
-    A rollout is right where its score is above 0. Of N rollouts, W wrong: R = 1 - C(W, k) / C(N, k)
-    and S = sqrt(R (1 - R)); right rollouts get (1 - R) / S, wrong ones (1 - R - C(W - 1, k - 1) /
-    C(N - 1, k - 1)) / S. In groups smaller than k, k = N.
+    A rollout is right where it has the full score (`FULL_SCORE`). Of N rollouts, W wrong: R = 1 -
+    C(W, k) / C(N, k) and S = sqrt(R (1 - R)); right rollouts get (1 - R) / S, wrong ones (1 - R -
+    C(W - 1, k - 1) / C(N - 1, k - 1)) / S. A group of at most k rollouts gets 0, as it is the only
+    set of k.
     """
-    return _join([_pass_at_k(group > 0, min(k, len(group))) for group in _checked(scores)])
+    right = [group >= FULL_SCORE for group in _checked(scores)]
+    return _join([_pass_at_k(group, min(k, len(group))) for group in right])
 
 
-def reinforce_pp_advantages(scores: Scores, *, eps: float = 1e-8) -> NDArray[np.float32]:
+def reinforce_pp_advantages(scores: Scores, *, eps: float = EPS) -> NDArray[np.float32]:
     """Return REINFORCE++'s advantages: `(r - mean) / (std + eps)` over the whole batch.
 
     (Hu et al. 2025, arXiv:2501.03262.)
@@ -177,13 +173,13 @@ def reinforce_pp_advantages(scores: Scores, *, eps: float = 1e-8) -> NDArray[np.
     return _over_batch(_checked(scores), eps)
 
 
-def reinforce_pp_baseline_advantages(scores: Scores, *, eps: float = 1e-8) -> NDArray[np.float32]:
+def reinforce_pp_baseline_advantages(scores: Scores, *, eps: float = EPS) -> NDArray[np.float32]:
     """Subtract the mean of the group, then scale as REINFORCE++ (arXiv:2501.03262, section 3)."""
     return _over_batch([_center(group) for group in _checked(scores)], eps)
 
 
 def gdpo_advantages(
-    groups: Sequence[GroupRewards], *, weights: Mapping[str, float], eps: float = 1e-4
+    groups: Sequence[GroupRewards], *, weights: Mapping[str, float], eps: float = EPS
 ) -> NDArray[np.float32]:
     """Return GDPO's advantages: each part of the reward is standardized in its group by itself.
 
@@ -212,75 +208,83 @@ def gdpo_advantages(
 def turn_advantages(groups: Sequence[GroupRewards]) -> list[NDArray[np.float32]]:
     """Return GRPO's advantages with those of the turns' `token_rewards`, float32[R] per group.
 
-    A turn is a run of trained tokens and what answers it, up to the next run; its reward is the sum
-    of their token_rewards. It is standardized over the rollouts that have a turn of that number,
+    A turn is a run of sampled tokens and what answers it, up to the next run; its reward is the sum
+    of their token_rewards. It is standardized over the sessions that have a turn of that number,
     and counts for its turn and all before: process supervision (Shao et al. 2024, arXiv:2402.03300,
     section 4.1.3) by turn. Without token rewards, it is grpo.
     """
-    outcomes = ESTIMATORS["grpo"](groups)
-    return [_add_turns(group, own) for group, own in zip(groups, outcomes, strict=True)]
+    sampled = [SampledTokens.of(group) for group in groups]
+    rests = [replace(each.group, scores=each.outcomes()) for each in sampled]
+    return list(map(_add_turns, sampled, ESTIMATORS["grpo"](rests)))
 
 
-def _add_turns(group: GroupRewards, outcome: NDArray[np.float32]) -> NDArray[np.float32]:
-    ends = np.cumsum(group.lengths)[:-1]
-    masks = np.split(group.tokens["mask"] > 0, ends)
-    # the turn of each token, counted from 0; -1: before the first one
-    turns = [np.cumsum(mask & ~np.append(False, mask[:-1])) - 1 for mask in masks]
-    counts = [int(turn.max(initial=-1)) + 1 for turn in turns]
-    rewards = np.full((len(turns), max(counts)), np.nan)
-    given = np.nan_to_num(group.tokens.get("token_rewards", np.zeros(len(group.tokens["mask"]))))
-    for row, turn, count, own in zip(rewards, turns, counts, np.split(given, ends), strict=True):
-        row[:count] = np.bincount(turn + 1, own, count + 1)[1:]
-    for column in rewards.T:
-        has_turn = np.isfinite(column)
-        column[has_turn] = _standardize(column[has_turn], 1e-6)
-    to_go = np.cumsum(np.nan_to_num(rewards)[:, ::-1], axis=1)[:, ::-1]
-    rows = zip(outcome, to_go, turns, strict=True)
-    # index -1 is the 0 at the end
-    return _join([base + np.append(row, 0.0)[turn] for base, row, turn in rows])
+def _add_turns(tokens: SampledTokens, outcome: NDArray[np.float32]) -> NDArray[np.float32]:
+    shape = (len(outcome), int(tokens.turn.max(initial=-1)) + 1)  # sessions, turns
+    number = tokens.session * shape[1] + tokens.turn
+    has_turn = np.zeros(shape, np.bool_)
+    has_turn.flat[number] = True
+    rewards = np.bincount(number, tokens.rewards, has_turn.size).astype(np.float64).reshape(shape)
+    for column, own in zip(rewards.T, has_turn.T, strict=True):
+        column[own] = _standardize(column[own], EPS)
+    to_go = np.cumsum(rewards[:, ::-1], axis=1)[:, ::-1]
+    of_token = np.repeat(outcome, tokens.group.lengths)[tokens.place]
+    return tokens.column(of_token + to_go[tokens.session, tokens.turn])
 
 
 def otb_advantages(groups: Sequence[GroupRewards]) -> list[NDArray[np.float32]]:
     """Return the optimal token baseline's advantages, float32[R] per group.
 
     (Li et al. 2026, arXiv:2602.07078.) A token's return is the score and the token_rewards from it
-    on; its baseline is the mean return at its position, weighted by the energy (`compute_energies`)
-    that each rollout has gathered up to there. Behind the second longest response, where the mean
-    would be the return itself, the last baseline before holds.
+    on; its baseline is the mean return at its position among the sampled tokens of its session,
+    weighted by the energy (`compute_energies`) that each session has gathered up to there. Behind
+    the second longest session, where the mean would be the return itself, the last baseline before
+    holds.
     """
-    return [_otb(group) for group in groups]
+    return [_otb(SampledTokens.of(group)) for group in groups]
 
 
-def _otb(group: GroupRewards) -> NDArray[np.float32]:
-    shape = (len(group.lengths), int(group.lengths.max(initial=0)))
-    is_there = np.arange(shape[1]) < group.lengths[:, None]
-    columns = [group.tokens.get(name) for name in ("energy", "token_rewards")]
+def _otb(tokens: SampledTokens) -> NDArray[np.float32]:
+    group = tokens.group
+    scores = tokens.outcomes()[group.firsts]
+    lengths = np.bincount(tokens.session, minlength=len(scores))
+    shape = (len(scores), int(lengths.max(initial=0)))
+    is_there = np.arange(shape[1]) < lengths[:, None]
     energy, rewards = np.zeros(shape), np.zeros(shape)
-    for matrix, column in zip((energy, rewards), columns, strict=True):
-        matrix[is_there] = 0.0 if column is None else np.nan_to_num(column)
-    returns = group.scores[:, None] + np.cumsum(rewards[:, ::-1], axis=1)[:, ::-1]
+    if "energy" in group.tokens:
+        energy[is_there] = group.tokens["energy"][tokens.place]
+    rewards[is_there] = tokens.rewards
+    returns = scores[:, None] + np.cumsum(rewards[:, ::-1], axis=1)[:, ::-1]
     weights = np.cumsum(energy, axis=1) * is_there
     weights[:, weights.sum(0) == 0] = 1.0
     weights *= is_there
     baseline = (weights * returns).sum(0) / np.maximum(weights.sum(0), 1e-30)
-    shared = int(np.sort(group.lengths)[-2]) if len(group.lengths) > 1 else 0
-    baseline[shared:] = baseline[shared - 1] if shared else group.scores.mean()
-    # rounding of a mean of equal numbers is no advantage
-    centered = np.where(np.ptp(returns, axis=0) == 0, 0.0, returns - baseline)
-    return centered[is_there].astype(np.float32)
+    # exactly: the rounding of a mean of equal numbers is no advantage
+    least = np.where(is_there, returns, np.inf).min(0)
+    most = np.where(is_there, returns, -np.inf).max(0)
+    baseline = np.where(least == most, least, baseline)
+    shared = int(np.sort(lengths)[-2]) if len(lengths) > 1 else 0
+    baseline[shared:] = baseline[shared - 1] if shared else scores.mean()
+    return tokens.column((returns - baseline)[is_there])
+
+
+def _opo(groups: Sequence[GroupRewards]) -> list[NDArray[np.float32]]:
+    found = []
+    for group in groups:
+        scores = group.scores[group.firsts]
+        sampled = np.bincount(SampledTokens.of(group).session, minlength=len(scores))
+        found.append(opo_advantages([scores], [sampled])[group.session])
+    return found
 
 
 def _of_scores(formula: Callable[[Scores], NDArray[np.float32]]) -> Estimator:
-    return _of_rollouts(lambda groups: formula([group.scores for group in groups]))
+    return _of_sessions(lambda groups: formula([group.scores for group in groups]))
 
 
 ESTIMATORS: dict[str, Estimator] = {
     "grpo": _of_scores(grpo_advantages),
     "dr_grpo": _of_scores(dr_grpo_advantages),
     "rloo": _of_scores(rloo_advantages),
-    "opo": _of_rollouts(
-        lambda groups: opo_advantages([g.scores for g in groups], [g.lengths for g in groups])
-    ),
+    "opo": _opo,
     "pass_at_k": _of_scores(pass_at_k_advantages),
     "reinforce_pp": _of_scores(reinforce_pp_advantages),
     "reinforce_pp_baseline": _of_scores(reinforce_pp_baseline_advantages),
@@ -289,6 +293,9 @@ ESTIMATORS: dict[str, Estimator] = {
     "none": lambda groups: [np.zeros(len(group.scores), np.float32) for group in groups],
 }
 """Estimators by their name in [trainer] advantages; gdpo, which has weights, is beside them."""
+
+OVER_BATCH = ("gdpo", "reinforce_pp", "reinforce_pp_baseline")
+"""Those that compare a rollout with those of other groups, too."""
 
 
 def _checked(scores: Scores) -> list[Floats]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,10 +42,12 @@ class Filtered:
     """What is left of a batch: the groups to train, in order.
 
     `counts`: what was excluded, by reason: groups for the first eight of `REASONS`, else rollouts.
+    `reasons`: of each rollout of all groups, in order; "" for one that may be trained.
     """
 
     groups: list[RolloutGroup]
     counts: dict[str, int]
+    reasons: list[str]
 
     def metrics(self) -> dict[str, float]:
         return {f"filtered/{reason}": float(self.counts.get(reason, 0)) for reason in REASONS}
@@ -85,14 +87,18 @@ class BatchFilter:
         """
         kept: list[RolloutGroup] = []
         counts: Counter[str] = Counter()
+        reasons: list[str] = []
         for group in groups:
             problem = _problem(group) or self._value_problem(group)
             if problem:
                 reason, detail = problem
                 counts[reason] += 1
                 log.error("group not trained, %s: %s", reason, detail, extra={"gid": group.gid})
+                reasons += [reason] * len(group.lengths)
                 continue
-            counts.update(self._mask(group))
+            masked = self._mask(group)
+            counts.update(masked.values())
+            reasons += [masked.get(index, "") for index in range(len(group.lengths))]
             kept.append(group)
         if groups and counts["routed_experts"] == len(groups):
             raise ConfigError(
@@ -115,7 +121,13 @@ class BatchFilter:
                 "by [learner.distillation], others by an advantages or objective function of yours "
                 "(docs/pages/loss.md); or remove them from the judge's answers",
             )
-        return Filtered(kept, dict(counts))
+        return Filtered(kept, dict(counts), reasons)
+
+    def computable(self, group: RolloutGroup) -> NDArray[np.bool_]:
+        """Return which rollouts have tokens that were sampled and are not too long, bool[k]."""
+        rollout = np.repeat(np.arange(len(group)), group.lengths)
+        sampled = np.bincount(rollout, group.sampled_mask, len(group)) > 0
+        return sampled & ~self._overlong(group)
 
     def _value_problem(self, group: RolloutGroup) -> tuple[str, str] | None:
         missing = np.flatnonzero(~np.isfinite(group.scores)).tolist()
@@ -131,26 +143,32 @@ class BatchFilter:
         detail = self._masks.problem(group)
         return ("sampling_mask", detail) if detail else None
 
-    def _mask(self, group: RolloutGroup) -> Counter[str]:
-        """Mask the rollouts of a group that cannot be trained; return their number by reason."""
-        counts: Counter[str] = Counter()
+    def _mask(self, group: RolloutGroup) -> dict[int, str]:
+        """Mask the rollouts of a group that cannot be trained; return their reasons."""
+        masked: dict[int, str] = {}
         ends = np.cumsum(group.lengths)
         for index, reason in self._untrainable(group):
             tokens = slice(int(ends[index] - group.lengths[index]), int(ends[index]))
             group.mask = _cleared(group.mask, tokens)
-            counts[reason] += 1
+            masked[index] = reason
             log.warning("rollout %s not trained: %s", index, reason, extra={"gid": group.gid})
-        return counts
+        return masked
 
-    def _untrainable(self, group: RolloutGroup) -> list[tuple[int, str]]:
+    def _untrainable(self, group: RolloutGroup) -> Iterator[tuple[int, str]]:
+        """Yield the rollouts of a group that are not trained, and why."""
+        too_long = self._overlong(group)
+        truncated = np.zeros(len(group), np.bool_)
+        if self._mask_truncated:
+            # an agent's session ends with its last segment
+            ends = {name: group.truncated[n] for n, name in enumerate(group.sessions)}
+            truncated = group.truncated | [ends[name] for name in group.sessions]
+        for index in np.flatnonzero(too_long | truncated).tolist():
+            yield index, "overlong" if too_long[index] else "truncated"
+
+    def _overlong(self, group: RolloutGroup) -> NDArray[np.bool_]:
         limit = self._max_sequence_tokens
-        found = []
-        for index, length in enumerate(group.lengths.tolist()):
-            if limit is not None and len(group.prompt_ids) + length > limit:
-                found.append((index, "overlong"))
-            elif self._mask_truncated and group.truncated[index]:
-                found.append((index, "truncated"))
-        return found
+        totals = len(group.prompt_ids) + group.lengths
+        return totals > (np.iinfo(np.int32).max if limit is None else limit)
 
 
 def _problem(group: RolloutGroup) -> tuple[str, str] | None:

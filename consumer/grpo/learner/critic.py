@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
 from consumer.config.learner import CriticConfig, OptimizerKind, ShardingConfig
+from consumer.grpo.learner.group_rewards import GroupRewards, SampledTokens
 from consumer.grpo.model_state.learner_state import capture, restore, shard_rows
 from consumer.grpo.model_state.optimizers import gradient_step, make_optimizer, set_rate
 from consumer.grpo.model_state.saved_state import Rows
@@ -50,8 +54,8 @@ class Critic:
     """Estimates the value of each token's state; `step` counts optimizer steps.
 
     Starts from `model_dir` with a value head of zeros. `optimizer`, `bf16`,
-    `gradient_checkpointing` and sharding are the policy's ([learner]). All ranks call the same
-    methods.
+    `gradient_checkpointing`, `sharding` and `updates_per_batch` are the policy's ([learner]). All
+    ranks call the same methods.
     """
 
     def __init__(
@@ -66,8 +70,10 @@ class Critic:
         gradient_checkpointing: bool = False,
         ranks: Ranks = ALONE,
         sharding: ShardingConfig | None = None,
+        updates_per_batch: int = 1,
     ) -> None:
         self.config = config
+        self._warmup_steps = config.warmup_steps * updates_per_batch
         self._bf16 = bf16
         self.device = torch.device(device)
         self.step = 0
@@ -125,7 +131,7 @@ class Critic:
             total += float(loss.detach())
             abs_error += float(((returns[index] - old[index]) * batch.mask).abs().sum()) / tokens
         total, abs_error = self._ranks.sum([total, abs_error])
-        warmup = min(1.0, (self.step + 1) / max(1, self.config.warmup_steps))
+        warmup = min(1.0, (self.step + 1) / max(1, self._warmup_steps))
         set_rate(self._optimizer, self.config.learning_rate * warmup)
         norm = gradient_step(self._optimizer, self.config.max_grad_norm)
         self.step += 1
@@ -165,51 +171,43 @@ def value_loss(
     return torch.where(mask > 0, error, 0.0).sum() / 2
 
 
-def packed_gae(
-    rewards: Tensor,
-    values: Tensor,
-    batch: MicroBatch,
-    *,
-    token_rewards: Tensor | None = None,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns of the N tokens of a micro-batch, float32[N] each.
+def gae_advantages(
+    groups: Sequence[GroupRewards], *, gamma: float = 1.0, lam: float = 1.0
+) -> list[NDArray[np.float32]]:
+    """Return generalized advantage estimates, float32[R] per group, from the tokens' `values`.
 
-    (Schulman et al. 2016, arXiv:1506.02438, equation 16.) `rewards`: float32[S], received at the
-    last trained token of each sample. `values`, `token_rewards` (nan counts as 0): float32[N].
-    Untrained tokens are skipped and get 0; their rewards count for the trained token before them.
+    (Schulman et al. 2016, arXiv:1506.02438, equation 16.) The score is received at the last sampled
+    token of a session, token_rewards where they are. Tokens without a value (nan) are skipped, like
+    those that were not sampled: they get 0, and their rewards count for the token before them.
     """
-    is_trained = batch.mask > 0
-    trained = torch.nonzero(is_trained).squeeze(1)
-    sample = batch.sample[trained]
-    value = values[trained].double()
-    has_next = sample[:-1] == sample[1:]
-    is_last = torch.ones_like(sample, dtype=torch.bool)
-    is_last[:-1] = ~has_next
-    delta = torch.where(is_last, rewards[sample], 0.0) - value
-    delta[:-1] += gamma * torch.where(has_next, value[1:], 0.0)
-    if token_rewards is not None and len(trained):
-        receiver = (is_trained.cumsum(0) - 1).clamp(min=0)
-        is_own = (sample[receiver] == batch.sample) & (
-            trained[receiver] <= torch.arange(len(batch.sample), device=values.device)
-        )
-        delta.index_add_(0, receiver, torch.where(is_own, token_rewards, 0.0).nan_to_num().double())
-    advantages = torch.zeros_like(values)
-    advantages[trained] = _discounted_sums(delta, sample, gamma * lam).to(values.dtype)
-    return advantages, (advantages + values) * is_trained
+    return [_gae(group, gamma, lam) for group in groups]
 
 
-def _discounted_sums(terms: Tensor, sample: Tensor, discount: float) -> Tensor:
-    """Return `sum_j discount^j terms[i + j]` over the rest of the sample of i, for every i.
+def _gae(group: GroupRewards, gamma: float, lam: float) -> NDArray[np.float32]:
+    column = group.tokens["values"]
+    known = replace(group, tokens=group.tokens | {"mask": group.tokens["mask"] * ~np.isnan(column)})
+    tokens = SampledTokens.of(known)
+    value = column[tokens.place].astype(np.float64)
+    has_next = tokens.session[:-1] == tokens.session[1:]
+    is_last = np.append(~has_next, True)[: len(value)]
+    scores = SampledTokens.of(group).outcomes()[group.firsts][tokens.session]
+    delta = tokens.rewards + np.where(is_last, scores, 0.0) - value
+    delta[:-1] += gamma * np.where(has_next, value[1:], 0.0)
+    return tokens.column(_discounted_sums(delta, tokens.session, gamma * lam))
 
-    `sample`: int64[N], ascending. Doubles the span: log2(longest sample) passes over all tokens.
+
+def _discounted_sums(
+    terms: NDArray[np.float64], session: NDArray[np.intp], discount: float
+) -> NDArray[np.float64]:
+    """Return `sum_j discount^j terms[i + j]` over the rest of the session of i, for every i.
+
+    `session`: int[T], ascending. Doubles the span: log2(longest session) passes over all tokens.
     """
-    sums = terms.clone()
-    reach = 1
-    longest = int(torch.bincount(sample).max()) if len(sample) else 0
+    sums = terms.copy()
+    reach, longest = 1, int(np.bincount(session).max(initial=0))
     while reach < longest:
-        later = torch.where(sample[:-reach] == sample[reach:], sums[reach:], 0.0)
-        sums[:-reach] += discount**reach * later
+        sums[:-reach] += np.where(
+            session[:-reach] == session[reach:], discount**reach * sums[reach:], 0.0
+        )
         reach *= 2
     return sums

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from consumer.config.learner import DistillationConfig, LearnerConfig, Outside
+from consumer.config.learner import DistillationConfig, LearnerConfig, LossConfig, Outside
 from consumer.grpo.learner.losses import TokenColumns
 from consumer.grpo.policy.micro_batch import MicroBatch
 
@@ -32,22 +32,23 @@ NO_VALUE = -20.0  # any finite number
 class Distillation:
     """Adds what [learner.distillation] describes to the columns of a micro-batch.
 
-    `kl_reference`: the teacher that the KL term reads, which is no other teacher.
+    `loss`: the teacher that its KL term reads is no other teacher.
     """
 
     @classmethod
     def of(cls, config: LearnerConfig, weights: TeacherWeights) -> Distillation | None:
         """Return what [learner] asks for; None without [learner.distillation]."""
         section = config.distillation
-        return None if section is None else cls(section, weights, config.loss.kl_reference)
+        return None if section is None else cls(section, weights, config.loss)
 
     def __init__(
-        self, config: DistillationConfig, weights: TeacherWeights, kl_reference: str | None = None
+        self, config: DistillationConfig, weights: TeacherWeights, loss: LossConfig
     ) -> None:
         self._config = config
         self._weights = weights
-        self._kl_reference = kl_reference
-        names = {name for own in weights.values() for name in own} - {kl_reference}
+        self._kl_reference = loss.kl_reference
+        self._importance_cap = loss.importance_cap
+        names = {name for own in weights.values() for name in own} - {loss.kl_reference}
         # each rank reports every metric, also one without rollouts of this teacher
         self._named = sorted(names) if len(names) > 1 else []
 
@@ -72,6 +73,7 @@ class Distillation:
         trained = columns.mask > 0
         pull, kl = (torch.zeros_like(columns.logprobs) for _ in range(2))
         covered, clipped = (torch.zeros_like(trained) for _ in range(2))
+        importance = columns.importance(self._importance_cap)
         metrics = {
             f"distill/{kind}/{name}": kl.sum()
             for name in self._named
@@ -86,12 +88,12 @@ class Distillation:
             bounded = gap.clamp(-self._config.clip, self._config.clip)
             weight = self._weight(name, batch)
             pull += weight * bounded
-            kl -= weight * gap
+            kl -= weight * importance * gap
             covered |= known
             clipped |= bounded != gap
             if name in self._named:
                 metrics[f"distill/coverage/{name}"] = known.float().sum()
-                metrics[f"distill/reverse_kl/{name}"] = -gap.sum()
+                metrics[f"distill/reverse_kl/{name}"] = -(importance * gap).sum()
         metrics["distill/coverage"] = covered.float().sum()
         metrics["distill/reverse_kl"] = kl.sum()
         metrics["distill/clip_fraction"] = clipped.float().sum()

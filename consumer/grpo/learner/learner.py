@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from buffer.errors import ConfigError, GradientNotFinite
+from buffer.imports import is_dotted_path
 from buffer.redis.media_folder import MediaFolder
 from buffer.weights.safetensors_files import model_checksum
 from buffer.wire.group import RolloutGroup
@@ -136,22 +137,24 @@ class Learner:
     def keep(self, advantages: NDArray[np.float32]) -> NDArray[np.bool_] | None:
         """Return which rollouts need a forward pass, bool[sum k]; None: all of them.
 
-        A rollout with advantage 0 has no policy gradient; it still counts in the loss's divisors.
+        By an objective of ours, a rollout with advantage 0 has no policy gradient; it still counts
+        in the loss's divisors.
         """
         loss = self.config.loss
-        is_trained = loss.kl_coef or loss.entropy_coef or self._distillation
-        return None if is_trained else advantages != 0
+        has_other = loss.kl_coef or loss.entropy_coef or self._distillation
+        return None if has_other or is_dotted_path(loss.objective) else advantages != 0
 
     def pack(
         self, groups: Sequence[RolloutGroup], *, keep: NDArray[np.bool_] | None = None
     ) -> TrainBatch:
         """Pack this rank's groups into micro-batches, divided into `updates_per_batch` updates.
 
-        `keep`: bool[sum k], which rollouts to pack; default: all. All ranks get equal numbers of
-        updates and of micro-batches in each. Raises as `Packer.pack_pad_dispatch`.
+        `keep`: bool[sum k], which rollouts to pack; default: all that have a trained token. All
+        ranks get equal numbers of updates and of micro-batches in each. Raises as
+        `Packer.pack_pad_dispatch`.
         """
         table = BatchTable.of(groups)
-        kept = np.ones(len(table), np.bool_) if keep is None else keep
+        kept = table.trained > 0 if keep is None else keep
         updates = []
         for part in np.array_split(np.arange(len(groups)), self.config.updates_per_batch):
             # with several ranks, all take part in every update, also one without groups
@@ -185,7 +188,7 @@ class Learner:
     def compute_energies(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
         """Return the squared norm of each token's logit gradient, float32[R] of each group.
 
-        It is `1 - 2 p + sum of p^2 over all words`, and 0 where a token is not trained.
+        It is `1 - 2 p + sum of p^2 over all words`, and 0 where a token was not sampled.
         """
         self._policy.collision = True
         energies = [np.zeros(len(group.mask), np.float32) for group in batch.groups]
@@ -194,10 +197,10 @@ class Learner:
             for part in update.batches:
                 scores = self._score(self._policy, part)
                 assert scores.collision is not None
-                found.append((1 - 2 * scores.logprobs.exp() + scores.collision) * part.mask)
+                found.append(1 - 2 * scores.logprobs.exp() + scores.collision)
             update.batches.fill(energies, found)
         self._policy.collision = False
-        return energies
+        return [own * g.sampled_mask for own, g in zip(energies, batch.groups, strict=True)]
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         """Take the optimizer steps of a batch whose advantages are set; return the metrics.
@@ -323,8 +326,8 @@ class Learner:
         if optim is None:
             return None
         metrics = {"loss/policy": sums.pop("loss/policy", 0.0)}
-        computed = max(1.0, sums.pop("tokens", 0.0))
-        means = {name: value / computed for name, value in sums.items()}
+        computed = sums.pop("tokens", 0.0)
+        means = {name: value / max(1.0, computed) for name, value in sums.items()}
         metrics |= derived_metrics(of_covered_tokens(means))
         metrics["batch/trained_share"] = computed / max(1.0, update.tokens)
         return metrics | optim

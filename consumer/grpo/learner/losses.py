@@ -59,10 +59,14 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """The correction's `weights` of the loss, float32[N], 0 where `dropped`, bool[N]."""
+    """The correction's `weights` of the loss, float32[N], 0 where `dropped`, bool[N].
+
+    `measured`: the weights as metrics show them, also where the loss is not corrected.
+    """
 
     weights: Tensor
     dropped: Tensor
+    measured: Tensor
 
 
 @torch.no_grad()
@@ -71,23 +75,21 @@ def correct(
 ) -> Correction:
     """Return the correction that `config` describes, from log-probabilities float32[N].
 
-    Without `importance_cap` all weights are 1 and no token is dropped.
+    Without `importance_cap` all weights of the loss are 1 and no token is dropped.
     """
-    if config.importance_cap is None:
-        return Correction(
-            torch.ones_like(old_logprobs), torch.zeros_like(old_logprobs, dtype=torch.bool)
-        )
     log_ratio = old_logprobs - rollout_logprobs
     level = _at_level(log_ratio, samples, config)
     weights = clamped(level).exp()
     dropped = torch.zeros_like(weights, dtype=torch.bool)
+    if config.importance_cap is None:
+        return Correction(torch.ones_like(weights), dropped, weights)
     if config.importance_mode == "mask":
         dropped = (weights > config.importance_cap) | (weights < config.importance_floor)
     if config.importance_veto is not None:
         impossible = (log_ratio < math.log(config.importance_veto)).to(weights.dtype)
         dropped = dropped | (samples.sum(impossible)[samples.sample] > 0)
-    capped = weights.clamp(max=config.importance_cap)
-    return Correction(torch.where(dropped, 0.0, capped), dropped)
+    kept = torch.where(dropped, 0.0, weights.clamp(max=config.importance_cap))
+    return Correction(kept, dropped, kept)
 
 
 def _at_level(log_ratio: Tensor, samples: Samples, config: LossConfig) -> Tensor:
@@ -173,6 +175,17 @@ class TokenColumns:
         """Return policy / old policy of each token, with gradient, float32[N]."""
         return clamped(self.logprobs - self.old_logprobs).exp()
 
+    def importance(self, cap: float | None) -> Tensor:
+        """Return policy / sampling policy, at most `cap`, with gradient, float32[N].
+
+        Weighted by it, a mean over the tokens of an older policy is one over the policy's own.
+        Without `cap`, nothing corrects for the rollouts: it is policy / old policy.
+        """
+        if cap is None:
+            return self.ratio()
+        weight = clamped(self.logprobs - self.rollout_logprobs).exp()
+        return weight * (cap / weight.detach()).clamp(max=1.0)
+
 
 def policy_loss(
     columns: TokenColumns, weights: Tensor, config: LossConfig
@@ -180,9 +193,13 @@ def policy_loss(
     """Return the loss of a micro-batch, a scalar to sum over micro-batches, and its metrics.
 
     Metrics are sums over trained tokens, detached. Loss per token: objective times correction
-    (`correct`), plus kl_coef * KL and the extra loss, minus entropy_coef * entropy; dropped tokens
-    have none. Where the old policy is the one that sampled, the correction only drops tokens: the
-    ratio is the weight. `weights`: float32[N] from `token_weights`.
+    (`correct`), plus kl_coef * KL and the extra loss, minus entropy_coef * entropy;
+    dropped tokens have none. Where the old policy is the one that sampled, the correction only
+    drops tokens: the ratio is the weight. `weights`: float32[N] from `token_weights`.
+
+    The KL of a token counts with its importance, whose gradient makes that of k3 the gradient of
+    the KL (DeepSeek-V3.2, 2025, arXiv:2512.02556, section 3.1; TRL's `use_bias_correction_kl`).
+    That of k2 is so without.
     """
     columns = columns.without_masked()
     surrogate = _surrogate(columns, config)
@@ -193,13 +210,16 @@ def policy_loss(
         factor = factor * _near_or_praised(columns, config.off_policy_mask)
     surrogate = replace(surrogate, loss=factor * surrogate.loss)
     token_loss = surrogate.loss - config.entropy_coef * columns.entropy
+    of_kl = columns.importance(config.importance_cap)
+    if config.kl_kind != "k3":
+        of_kl = of_kl.detach()
     if columns.ref_logprobs is not None:
         kl = kl_estimate(config.kl_kind, columns.logprobs, columns.ref_logprobs)
-        token_loss = token_loss + config.kl_coef * kl
+        token_loss = token_loss + config.kl_coef * of_kl * kl
     if columns.extra_loss is not None:
         token_loss = token_loss + columns.extra_loss
     loss = (weights * torch.where(correction.dropped, 0.0, token_loss)).sum()
-    return loss, _metrics(columns, surrogate, correction)
+    return loss, _metrics(columns, surrogate, correction, of_kl)
 
 
 @torch.no_grad()
@@ -302,17 +322,17 @@ def token_weights(
 
 
 def _metrics(
-    columns: TokenColumns, surrogate: Surrogate, correction: Correction
+    columns: TokenColumns, surrogate: Surrogate, correction: Correction, of_kl: Tensor
 ) -> dict[str, Tensor]:
-    logprobs = columns.logprobs
+    logprobs, importance = columns.logprobs, correction.measured
     values = {
         "loss/surrogate": surrogate.loss,
         "policy/entropy": columns.entropy,
         "policy/ratio": surrogate.ratio,
         "policy/kl_old": kl_estimate("k3", columns.old_logprobs, logprobs),
         "policy/clip_fraction": surrogate.clipped,
-        "mismatch/importance": correction.weights,
-        "mismatch/importance_square": correction.weights.square(),
+        "mismatch/importance": importance,
+        "mismatch/importance_square": importance.square(),
         "mismatch/dropped_fraction": correction.dropped.float(),
         "mismatch/abs_logprob": (logprobs - columns.rollout_logprobs).abs(),
         "mismatch/kl": kl_estimate("k3", columns.rollout_logprobs, logprobs),
@@ -320,7 +340,7 @@ def _metrics(
         "mismatch/rollout_log_ppl": -columns.rollout_logprobs,
     }
     if columns.ref_logprobs is not None:
-        values["policy/kl_ref"] = kl_estimate("k3", logprobs, columns.ref_logprobs)
+        values["policy/kl_ref"] = of_kl * kl_estimate("k3", logprobs, columns.ref_logprobs)
     trained = columns.mask > 0
     sums = {name: torch.where(trained, value, 0.0).sum().detach() for name, value in values.items()}
     return sums | dict(columns.extra_metrics)

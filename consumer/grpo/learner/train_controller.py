@@ -15,26 +15,39 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from buffer.control.length_counts import FINISHED
 from buffer.errors import ConfigError
+from buffer.imports import is_dotted_path
 from buffer.wire.group import RolloutGroup
 from consumer.config.learner import LearnerConfig
 from consumer.config.trainer import TrainingConfig
-from consumer.grpo.learner.advantages import ESTIMATORS, estimate, load_estimator, per_token
-from consumer.grpo.learner.batch_filter import BatchFilter
-from consumer.grpo.learner.critic import Critic, packed_gae
-from consumer.grpo.learner.group_rewards import GroupRewards, shaped_scores
+from consumer.grpo.learner.advantages import (
+    EPS,
+    OVER_BATCH,
+    Estimator,
+    estimate,
+    load_estimator,
+    per_token,
+)
+from consumer.grpo.learner.batch_filter import BatchFilter, Filtered
+from consumer.grpo.learner.critic import Critic, gae_advantages
+from consumer.grpo.learner.group_rewards import GroupRewards
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.model_state.optimizers import mean_metrics
 from consumer.grpo.model_state.saved_state import Rows
 from consumer.grpo.policy.micro_batch import TrainBatch
 from consumer.handle.ranks import Ranks
+
+COMPUTED = {"otb": "energy", "gae": "values"}
+"""Advantages that need a forward pass, and the token column that it computes for them."""
 
 
 class TrainController:
@@ -63,11 +76,17 @@ class TrainController:
         self.learner = learner
         self.critic = critic
         self._name = advantages
-        self._estimator = None if critic else load_estimator(advantages, reward_weights)
+        if critic:
+            config = critic.config
+            self._estimator: Estimator = partial(gae_advantages, gamma=config.gamma, lam=config.lam)
+        else:
+            self._estimator = load_estimator(advantages, reward_weights)
         self._overlong_buffer_tokens = overlong_buffer_tokens
         self._filter = batch_filter or BatchFilter(recorded=learner.recorded, masks=learner.masks)
-        # Of the newest batch, per rollout or per token, as computed; a critic's before scaling.
+        # Of the newest batch, as computed: per rollout, or per trained token (by GAE, unscaled).
         self.advantages: NDArray[np.float32] = np.zeros(0, np.float32)
+        # Of each rollout of the newest batch: what kept it from a gradient, or FINISHED.
+        self.fates: list[str] = []
 
     @classmethod
     def of(cls, config: TrainingConfig, learner: Learner, model_dir: Path) -> TrainController:
@@ -85,6 +104,7 @@ class TrainController:
                 gradient_checkpointing=learner.config.gradient_checkpointing,
                 ranks=learner.ranks,
                 sharding=config.learner.sharding,
+                updates_per_batch=config.learner.updates_per_batch,
             )
         batch_filter = BatchFilter(
             section.max_sequence_tokens,
@@ -111,19 +131,56 @@ class TrainController:
         batch = self.compute_ref_logprobs(batch)
         batch = self.compute_values(batch)
         batch = self.compute_advantages(batch)
+        self.fates = self._fates(groups, filtered, batch)
         return self.train(batch) | filtered.metrics()
 
+    def _fates(
+        self, groups: Sequence[RolloutGroup], filtered: Filtered, batch: TrainBatch
+    ) -> list[str]:
+        """Return for each rollout why it has no gradient, or FINISHED; "" for untrained roles.
+
+        Beside the reasons of the filter: `stale` if all its tokens are too old, `no_advantage` if
+        its score is as good as the others.
+        """
+        advantages = batch.outcome
+        kept = None if advantages is None else self._with_gradient(filtered.groups, advantages)
+        has_gradient = iter(() if kept is None else kept.tolist())
+        reasons, included = iter(filtered.reasons), {id(group) for group in filtered.groups}
+        fates: list[str] = []
+        for group in groups:
+            own = [*islice(reasons, len(group))]
+            if id(group) in included:
+                rollout = np.repeat(np.arange(len(group)), group.lengths)
+                is_trained = np.bincount(rollout, group.mask, len(group)) > 0
+                for n, reason in enumerate(own):
+                    advantage = FINISHED if next(has_gradient, True) else "no_advantage"
+                    found = reason or (advantage if is_trained[n] else "stale")
+                    own[n] = found if group.in_training[n] else ""
+            fates += own
+        return fates
+
     def pack_pad_dispatch(self, groups: Sequence[RolloutGroup]) -> TrainBatch:
-        """Pack this rank's groups, without the rollouts that have no policy gradient."""
-        if self.critic or self._name == "otb":
-            return self.learner.pack(groups)
+        """Pack this rank's groups, without the rollouts that have no policy gradient.
+
+        Where advantages need a forward pass, pack what was sampled, though masked since: it counts
+        in the comparison.
+        """
+        if self._name in COMPUTED:
+            kept = [np.zeros(0, np.bool_), *map(self._filter.computable, groups)]
+            return self.learner.pack(groups, keep=np.concatenate(kept))
         advantages = self.outcome_advantages(groups)
+        keep = self._with_gradient(groups, advantages)
+        return replace(self.learner.pack(groups, keep=keep), outcome=advantages)
+
+    def _with_gradient(
+        self, groups: Sequence[RolloutGroup], advantages: Sequence[NDArray[np.float32]]
+    ) -> NDArray[np.bool_] | None:
+        """Return which rollouts have a gradient, bool[sum k]; None: all."""
         largest = [
-            _largest(per_token(own, group.lengths), group.lengths)
+            _largest(per_token(own, group.lengths) * group.mask, group.lengths)
             for own, group in zip(advantages, groups, strict=True)
         ]
-        keep = self.learner.keep(np.concatenate([np.zeros(0, np.float32), *largest]))
-        return replace(self.learner.pack(groups, keep=keep), outcome=advantages)
+        return self.learner.keep(np.concatenate([np.zeros(0, np.float32), *largest]))
 
     def compute_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Compute the logprobs under the weights before the batch, if the loss reads them."""
@@ -139,37 +196,41 @@ class TrainController:
         return batch
 
     def compute_advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Compute advantages by the estimator, or by GAE (scaled to mean 0, std 1)."""
+        """Compute advantages by the estimator; those of a critic are scaled to mean 0, std 1."""
         groups = batch.groups
-        if self.critic is None:
-            found = batch.outcome
-            if found is None:
-                energies = self.learner.compute_energies(batch) if self._name == "otb" else ()
-                found = self.outcome_advantages(groups, energies)
-            self.advantages = np.concatenate([np.zeros(0, np.float32), *found])
-            batch.set_advantages(
-                [per_token(own, g.lengths) for own, g in zip(found, groups, strict=True)]
-            )
-            return batch
-        config = self.critic.config
-        scores = np.concatenate([np.zeros(0, np.float32), *map(self._scores, groups)])
-        rewards = torch.from_numpy(scores)
-        for update in batch.updates:
-            pairs = [
-                packed_gae(
-                    rewards[part.rollout].to(values),
-                    values,
-                    part,
-                    token_rewards=part.optional.get("token_rewards"),
-                    gamma=config.gamma,
-                    lam=config.lam,
-                )
-                for part, values in zip(update.batches, update.values, strict=True)
+        computed = self._computed(batch)
+        found = batch.outcome
+        if found is None:
+            found = self.outcome_advantages(groups, computed)
+        shown = [
+            own if len(own) == len(group) else own[group.mask > 0]
+            for own, group in zip(found, groups, strict=True)
+        ]
+        self.advantages = np.concatenate([np.zeros(0, np.float32), *shown])
+        if self.critic:
+            returns = [own + np.nan_to_num(v) for own, v in zip(found, computed, strict=True)]
+            for update in batch.updates:
+                update.returns = update.batches.per_token(returns)
+            known = [
+                (group.sampled_mask > 0) & ~np.isnan(values)
+                for group, values in zip(groups, computed, strict=True)
             ]
-            update.advantages = [advantages for advantages, _ in pairs]
-            update.returns = [returns for _, returns in pairs]
-        self.advantages = _standardize(batch, self.learner.ranks)
+            found = _standardize(found, known, self.learner.ranks)
+        batch.set_advantages(
+            [per_token(own, group.lengths) for own, group in zip(found, groups, strict=True)]
+        )
         return batch
+
+    def _computed(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
+        """Return the column of `COMPUTED`, float32[R] of each group; [] for other advantages."""
+        if self._name == "otb":
+            return self.learner.compute_energies(batch)
+        if self.critic is None:
+            return []
+        values = [np.full(len(group.mask), np.nan, np.float32) for group in batch.groups]
+        for update in batch.updates:
+            update.batches.fill(values, update.values)
+        return values
 
     def train(self, batch: TrainBatch) -> dict[str, float]:
         metrics = self.learner.train(batch)
@@ -182,21 +243,20 @@ class TrainController:
         return metrics | mean_metrics(losses, "critic")
 
     def outcome_advantages(
-        self, groups: Sequence[RolloutGroup], energies: Sequence[NDArray[np.float32]] = ()
+        self, groups: Sequence[RolloutGroup], computed: Sequence[NDArray[np.float32]] = ()
     ) -> list[NDArray[np.float32]]:
         """Return the advantages of this rank's groups; all ranks must call it.
 
-        `energies`: of `compute_energies`, for otb.
+        `computed`: the column of `COMPUTED`, for the advantages that need one.
         """
-        assert self._estimator
         own = [GroupRewards.of(group, self._overlong_buffer_tokens) for group in groups]
-        for group, energy in zip(own, energies, strict=False):
-            group.tokens["energy"] = energy
+        for group, column in zip(own, computed, strict=False):
+            group.tokens[COMPUTED[self._name]] = column
         ranks = self.learner.ranks
-        if self._name in ("turns", "otb", "none") or ranks.size == 1:
+        is_of_user = is_dotted_path(self._name)
+        if ranks.size == 1 or not (is_of_user or self._name in OVER_BATCH):
             return estimate(self._name, self._estimator, own)
-        with_tokens = self._name not in (*ESTIMATORS, "gdpo")
-        parts = ranks.gather([group.lists(with_tokens=with_tokens) for group in own])
+        parts = ranks.gather([group.lists(with_tokens=is_of_user) for group in own])
         everywhere = [GroupRewards.of_lists(lists) for part in parts for lists in part]
         advantages = estimate(self._name, self._estimator, everywhere)
         first = sum(map(len, parts[: ranks.rank]))
@@ -215,9 +275,6 @@ class TrainController:
             self.critic.load_state_tensors(state)
         # last: both set the generators of random numbers, and those of the learner count
         self.learner.load_state_tensors(state)
-
-    def _scores(self, group: RolloutGroup) -> NDArray[np.float32]:
-        return shaped_scores(group, self._overlong_buffer_tokens)
 
 
 def read_columns(advantages: str, learner: LearnerConfig) -> frozenset[str] | None:
@@ -238,22 +295,16 @@ def _largest(advantages: NDArray[np.float32], lengths: NDArray[np.int32]) -> NDA
     return np.bincount(rollout, np.abs(advantages), len(lengths)).astype(np.float32)
 
 
-def _standardize(batch: TrainBatch, ranks: Ranks) -> NDArray[np.float32]:
-    """Scale the advantages to mean 0 and standard deviation 1 over the trained tokens of all ranks.
-
-    Returns the advantages of this rank's trained tokens before scaling.
-    """
-    trained = [
-        advantages[part.mask > 0]
-        for update in batch.updates
-        for advantages, part in zip(update.advantages, update.batches, strict=True)
-    ]
-    column = torch.cat(trained) if trained else torch.zeros(0)
-    count, total = ranks.sum([len(column), float(column.double().sum())])
-    if count > 1:
-        mean = total / count
-        [squares] = ranks.sum([float((column.double() - mean).square().sum())])
-        std = math.sqrt(squares / (count - 1))
-        for update in batch.updates:
-            update.advantages = [(values - mean) / (std + 1e-8) for values in update.advantages]
-    return column.cpu().numpy()
+def _standardize(
+    columns: Sequence[NDArray[np.float32]], known: Sequence[NDArray[np.bool_]], ranks: Ranks
+) -> list[NDArray[np.float32]]:
+    """Scale columns to mean 0 and standard deviation 1 over the `known` tokens of all ranks."""
+    parts = [column[own] for column, own in zip(columns, known, strict=True)]
+    joined = np.concatenate([np.zeros(0), *parts])
+    count, total = ranks.sum([len(joined), float(joined.sum())])
+    if count < 2:
+        return [*columns]
+    mean = total / count
+    [squares] = ranks.sum([float(np.square(joined - mean).sum())])
+    std = math.sqrt(squares / (count - 1))
+    return [((column - mean) / (std + EPS)).astype(np.float32) for column in columns]

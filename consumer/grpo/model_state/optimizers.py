@@ -76,14 +76,19 @@ def make_optimizer(
 
 
 def scheduled_rate(config: LearnerConfig, step: int) -> float:
-    """Return the learning rate at `step`; checkpoints hold no state of the schedule."""
-    warmup = config.warmup_steps
+    """Return the learning rate at the optimizer step `step`, counted from 0.
+
+    The schedule is in train steps, each of `updates_per_batch` optimizer steps; checkpoints hold no
+    state of it.
+    """
+    warmup = config.warmup_steps * config.updates_per_batch
     rate = config.learning_rate
     if step < warmup:
         return rate * (step + 1) / warmup
     if config.decay_steps is None:
         return rate
-    left = max(0.0, 1.0 - (step - warmup) / (config.decay_steps - warmup))
+    length = config.decay_steps * config.updates_per_batch - warmup
+    left = max(0.0, 1.0 - (step - warmup) / length)
     if config.schedule == "cosine":
         left = (1.0 - math.cos(math.pi * left)) / 2
     return rate * (config.final_rate + (1.0 - config.final_rate) * left)

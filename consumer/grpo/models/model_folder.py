@@ -30,7 +30,7 @@ def check_model_folder(path: Path) -> None:
         raise ModelError(
             f"{path} is not a model folder: it has no config.json", hint="[policy] model names it"
         )
-    if not any(path.glob("*.safetensors")):
+    if not any(path.glob("[!.]*.safetensors")):
         raise ModelError(
             f"{path} has no *.safetensors weights", hint="convert the model to safetensors"
         )

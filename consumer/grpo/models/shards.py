@@ -59,7 +59,7 @@ def load_shards(model: PreTrainedModel, path: Path) -> None:
         device_map={"": "cpu"},
         weight_mapping=get_model_conversion_mapping(model),
     )
-    files = [str(file) for file in sorted(path.glob("*.safetensors"))]
+    files = [str(file) for file in sorted(path.glob("[!.]*.safetensors"))]
     try:
         info, _ = loader._load_pretrained_model(model, None, files, config)
         loader._finalize_model_loading(model, config, info)

@@ -294,9 +294,7 @@ class Packer:
         WireError where nothing predicts a trained token, ConfigError for prompts with images.
         """
         _check(table)
-        packable = table.trained > 0
-        if keep is not None:
-            packable &= keep
+        packable = table.trained > 0 if keep is None else keep & (table.lengths > 0)
         layouts = self._layouts(table.totals, np.flatnonzero(packable))
         return MicroBatches(table, layouts, self._device, self._recorded, self._masks)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from typing import Any
@@ -18,6 +18,7 @@ from buffer.ids import split_group_id
 from buffer.manifest import Manifest
 from buffer.wire.group import GROUP_TIME, RolloutGroup, new_contexts
 from buffer.wire.staleness import staleness
+from consumer.grpo.learner.group_rewards import FULL_SCORE
 
 POOLS = ("completed", "aborted", "expired")
 
@@ -41,10 +42,10 @@ class BatchColumns:
 
     scores: list[float]  # of the rollouts that have one, of trained roles
     tasks: list[str]  # the task of each score
-    roles: list[tuple[str, float]]  # task/role and score of the rollouts that have a role
+    roles: list[tuple[str, float | None]]  # task/role and score of the rollouts that have a role
     lengths: list[int]  # response tokens of each rollout
     sizes: list[int]  # rollouts of each group
-    solved: list[bool]  # whether a rollout of the group has a score above 0
+    solved: list[bool]  # whether a rollout of the group has the full score
     prompts: list[int]  # prompt tokens of each group
     seconds: list[float]  # that workers spent on each group, if known
     advantages: list[float]
@@ -52,9 +53,15 @@ class BatchColumns:
     means: list[float]  # mean score of each group; a missing score counts as 0
     truncated: list[int]  # responses of each group that reached their token limit
     contexts: list[dict[str, int]]  # that agents of each group began anew, by reason
+    fates: list[str]  # of each rollout, see `TrainController.fates`; [] where nobody knows them
 
     @classmethod
-    def of(cls, groups: Sequence[RolloutGroup], advantages: NDArray[np.float32]) -> BatchColumns:
+    def of(
+        cls,
+        groups: Sequence[RolloutGroup],
+        advantages: NDArray[np.float32],
+        fates: Sequence[str] = (),
+    ) -> BatchColumns:
         trained = [group.scores[group.in_training] for group in groups]
         scored = [
             (group.task, score)
@@ -67,14 +74,14 @@ class BatchColumns:
             scores=[score for _, score in scored],
             tasks=[task for task, _ in scored],
             roles=[
-                (f"{group.task}/{role}", score)
+                (f"{group.task}/{role}", score if math.isfinite(score) else None)
                 for group in groups
                 for role, score in zip(group.roles, group.scores.tolist(), strict=True)
-                if role and math.isfinite(score)
+                if role
             ],
             lengths=[n for group in groups for n in group.lengths.tolist()],
             sizes=[len(group.lengths) for group in groups],
-            solved=[bool(scores.max() > 0) for scores in trained],
+            solved=[bool(scores.max() >= FULL_SCORE) for scores in trained],
             prompts=[len(group.prompt_ids) for group in groups],
             seconds=[time for time in times if time is not None],
             advantages=advantages.tolist(),
@@ -82,6 +89,7 @@ class BatchColumns:
             means=[float(np.nan_to_num(scores).mean()) for scores in trained],
             truncated=[int(group.truncated.sum()) for group in groups],
             contexts=[new_contexts(group.shared.extra) for group in groups],
+            fates=[*fates],
         )
 
     def lists(self) -> dict[str, list[Any]]:
@@ -92,11 +100,27 @@ class BatchColumns:
         """Return the columns of all ranks, from their `lists`."""
         return cls(**{name: [v for part in parts for v in part[name]] for name in parts[0]})
 
-    def lengths_by_task(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield the task of each group and the lengths of its responses."""
-        lengths = iter(self.lengths)
+    def lengths_by_fate(self) -> Mapping[tuple[str, str], list[int]]:
+        """Return the lengths of responses by task and fate."""
+        found: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+        responses = zip(self.lengths, self.fates, strict=True)
         for gid, size in zip(self.gids, self.sizes, strict=True):
-            yield split_group_id(gid)[0], list(islice(lengths, size))
+            for length, fate in islice(responses, size):
+                if fate:
+                    found[split_group_id(gid)[0], fate].append(length)
+        return found
+
+    def missing_roles(self, trained: Mapping[str, Collection[str]]) -> Iterator[str]:
+        """Yield which names of `trained`, the roles of each task, no rollout of the batch has."""
+        for task in sorted(trained.keys() & {split_group_id(gid)[0] for gid in self.gids}):
+            named = (name.partition("/") for name, _ in self.roles)
+            roles = {role for own, _, role in named if own == task}
+            if missing := sorted(set(trained[task]) - roles - {""}):
+                yield (
+                    f"no rollout of task {task} has the role {', '.join(missing)} of its "
+                    f"train_roles: the agent's roles are {', '.join(sorted(roles)) or 'none'}, and "
+                    "those that train_roles does not name are not trained"
+                )
 
     def rewards_by_task(self) -> dict[str, float]:
         return _means_by_name(zip(self.tasks, self.scores, strict=True))
@@ -120,7 +144,7 @@ class BatchColumns:
             **_spread("response_len", self.lengths),
             "response_len/tokens": float(self.tokens),
             **_group_times(self.seconds),
-            **_means_by_name(self.roles),
+            **_means_by_name((name, score) for name, score in self.roles if score is not None),
             **self.contexts_by_task(),
         }
         if self.lengths:

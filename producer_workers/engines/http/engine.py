@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import RolloutMQError
+from buffer.redis.connection.retry import Backoff
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.sampling import SampleParams
 from producer_workers.config.engine import HttpConfig
@@ -47,6 +49,9 @@ logger = logging.getLogger(__name__)
 WATCH_S = 2.0  # between two checks that the server is alive
 
 ABORT_GRACE_S = 2.0  # to deliver the last tokens of aborted requests; later ones are sampled again
+
+FRUITLESS = 5  # parts of a response without a token, in a row, after which it fails
+PAUSES = Backoff(0.5, 8.0, jitter=0.5)  # between them
 
 
 class HttpRequest(GrowingResponse):
@@ -104,6 +109,7 @@ class HttpEngine:
         self._requests: set[HttpRequest] = set()
         self._parts: dict[HttpRequest, asyncio.Task[None]] = {}
         self._closed = True
+        self._interruptions = 0  # of all parts, by this process
         self._paused = False
         self._changed = asyncio.Condition()
         self._lock = asyncio.Lock()  # orders pause, resume and updates
@@ -145,6 +151,7 @@ class HttpEngine:
             )
         request = HttpRequest(request_id, prompt_ids, params)
         self._requests.add(request)
+        fruitless = 0
         try:
             while not request.finish_reason:
                 async with self._changed:
@@ -152,11 +159,32 @@ class HttpEngine:
                         lambda: bool(request.finish_reason or self._dead or not self._closed)
                     )
                 self.check_health()
-                if not request.finish_reason:
-                    await self._ask(request)
+                if request.finish_reason:
+                    break
+                made, interruptions = len(request.token_ids), self._interruptions
+                await self._ask(request)
+                if request.finish_reason:
+                    break
+                is_fruitless = len(request.token_ids) <= made
+                if is_fruitless and interruptions == self._interruptions:
+                    fruitless += 1
+                    await self._pause_request(request, fruitless)
+                else:
+                    fruitless = 0
             return request.generation()
         finally:
             self._requests.discard(request)
+
+    async def _pause_request(self, request: HttpRequest, fruitless: int) -> None:
+        """Wait before the next part of a response. Raises GenerationError after the last try."""
+        what = f"{self._config.url} ended a response without a token or a finish reason"
+        if fruitless >= FRUITLESS:
+            hint = "the server must stream `/v1/completions` as vLLM does"
+            raise GenerationError(f"{what}, {fruitless} times in a row", hint=hint)
+        logger.warning("%s: try %d of %d", what, fruitless, FRUITLESS)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(PAUSES.pause_s(fruitless - 1)), self._changed:
+                await self._changed.wait_for(lambda: bool(request.finish_reason or self._dead))
 
     async def score(
         self, request_id: str, ids: NDArray[np.int32], start: int, top_k: int = 0
@@ -270,6 +298,7 @@ class HttpEngine:
 
     async def _interrupt(self) -> None:
         """End all parts, with the tokens that the server has; none starts before `_continue`."""
+        self._interruptions += 1
         await self._set_closed(True)
         if self._updates:
             await self._control(self._server.pause("abort", self._config.control_timeout_s))

@@ -7,23 +7,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import aiohttp
+import msgspec
 import numpy as np
 import orjson
 
-from buffer.errors import ModelError
+from buffer.errors import ModelError, NoAnswer
 from producer_workers.engines.base import EngineError, GenerationError, Scores
+from producer_workers.engines.http.event_stream import EventTooLong, event_data
+from producer_workers.http_client import LONGEST_ANSWER, LONGEST_REASON, Answer, ask
+
+T = TypeVar("T")
 
 CONNECT_S = 10.0
 HEALTH_S = 60.0  # a dead server refuses at once; a busy one may take long
 
-MAX_LINE_BYTES = 32 << 20  # of a stream; the first line carries the ids of the prompt
+MAX_EVENT_BYTES = 32 << 20  # of a stream; the first event carries the ids of the prompt
 
-STREAM_INTERVAL = 32  # tokens in one line of a stream; a line for each would cost much JSON
+STREAM_INTERVAL = 32  # tokens in one event of a stream; an event for each would cost much JSON
+
+LAST_EVENT = b"[DONE]"
 
 SCORE_S = 600.0  # for a text to be read, behind others
+SCORE_BYTES = 256  # the most that one logprob takes in an answer, with its token's text
 
 PROMPT_HINT = "the server must answer `prompt_logprobs`, as vLLM does"
 
@@ -44,11 +52,49 @@ class ServerRefusal(ModelError):
 
 
 class Piece(NamedTuple):
-    """One line of a stream: token ids and their logprobs; the last line has a finish reason."""
+    """One event of a stream: token ids and their logprobs; the last one has a finish reason."""
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str | None
+
+
+# What is read of the server's answers, and of the events of its streams.
+
+
+class ServedModel(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[ServedModel]
+
+
+class _Weights(msgspec.Struct):
+    weight_version: str
+
+
+class _Logprobs(msgspec.Struct):
+    token_logprobs: list[float] | None = None
+    top_logprobs: list[dict[str, float]] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str = ""
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=2**31)]] | None = None
+    logprobs: _Logprobs | None = None
+    prompt_logprobs: list[dict[str, dict[str, Any]] | None] | None = None
+    finish_reason: str | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] | None = None  # empty: the event counts tokens
+    error: Any = None
 
 
 class CompletionServer:
@@ -69,7 +115,7 @@ class CompletionServer:
             # a dead server.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_S),
-            read_bufsize=MAX_LINE_BYTES,
+            read_bufsize=MAX_EVENT_BYTES,
         )
         served = await self.models()
         self.model = self.model or next(iter(served), None)
@@ -77,12 +123,12 @@ class CompletionServer:
             raise EngineError(
                 f"{self.url} serves {', '.join(served) or 'no model'}, not {self.model}"
             )
-        self.max_model_len = served[str(self.model)].get("max_model_len")
+        self.max_model_len = served[str(self.model)].max_model_len
 
-    async def models(self) -> dict[str, dict[str, Any]]:
-        """Return the server's description of its models, then of its adapters, by name."""
-        rows = (await self._call("GET", "/v1/models", HEALTH_S))["data"]
-        return {str(row["id"]): row for row in rows}
+    async def models(self) -> dict[str, ServedModel]:
+        """Return the server's models, then its adapters, by name."""
+        served = await self._call("GET", "/v1/models", HEALTH_S, kind=_Models)
+        return {model.id: model for model in served.data}
 
     async def close(self) -> None:
         if self._session:
@@ -109,19 +155,47 @@ class CompletionServer:
                 f"{self.url}/v1/completions",
                 data=orjson.dumps(body),
                 headers={"Content-Type": "application/json"},
+                allow_redirects=False,
             ) as response:
                 if response.status != 200:
-                    reason = (await response.read())[:500].decode(errors="replace")
-                    raise GenerationError(
-                        f"{self.url} refused a request: {response.status} {reason}"
+                    said = await response.content.read(LONGEST_REASON)
+                    refused = Answer(
+                        response.status, said, True, response.headers.get("Location", "")
                     )
-                async for line in response.content:
-                    if line.startswith(b"data: {") and (piece := _piece(orjson.loads(line[6:]))):
+                    raise GenerationError(f"{self.url} {refused.problem}")
+                async for data in event_data(response.content.iter_any(), MAX_EVENT_BYTES):
+                    if data == LAST_EVENT:
+                        return
+                    if data and (piece := self._piece(data)):
                         yield piece
+        except EventTooLong as error:
+            raise GenerationError(f"{self.url}: {error}") from error
         except (aiohttp.ClientError, ConnectionError) as error:
             # Raises ServerGone if the server itself died, not just this connection.
             await self.check_health()
             raise GenerationError(f"the connection to {self.url} broke: {error!r}") from error
+
+    def _piece(self, data: bytes) -> Piece | None:
+        """Return what an event has of the response. Raises GenerationError."""
+        try:
+            told = msgspec.json.decode(data, type=_Event)
+        except (msgspec.DecodeError, RecursionError) as error:
+            what = f"{self.url} sent an event that cannot be read: {error}: {_quoted(data)}"
+            raise GenerationError(what, hint=IDS_HINT) from error
+        if told.error is not None:
+            raise GenerationError(f"{self.url} failed a request: {told.error!s:.500}")
+        if told.choices is None:
+            what = f"{self.url} sent an event without choices: {_quoted(data)}"
+            raise GenerationError(what, hint=IDS_HINT)
+        if not told.choices:
+            return None
+        choice = told.choices[0]
+        token_ids = choice.token_ids or []
+        values = (choice.logprobs and choice.logprobs.token_logprobs) or []
+        if len(token_ids) != len(values):
+            what = f"{self.url} gave {len(token_ids)} token ids and {len(values)} logprobs"
+            raise GenerationError(what, hint=IDS_HINT)
+        return Piece(token_ids, values, choice.finish_reason)
 
     async def scores(self, ids: list[int], start: int, top_k: int) -> Scores:
         """Return the scores of `ids[start:]`, see `Engine.score`. Raises GenerationError."""
@@ -132,9 +206,11 @@ class CompletionServer:
             "temperature": 0.0,
             "prompt_logprobs": top_k,
         }
+        most = LONGEST_ANSWER + SCORE_BYTES * (top_k + 1) * len(ids)
         try:
-            answer = await self._call("POST", "/v1/completions", SCORE_S, body)
-            return _scores(answer["choices"][0]["prompt_logprobs"][start:], ids[start:], top_k)
+            answer = await self._complete(SCORE_S, body, most)
+            rows: Any = answer.prompt_logprobs or []
+            return _scores(rows[start:], ids[start:], top_k)
         except ServerRefusal as error:
             raise GenerationError(error.message) from error
         except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -152,41 +228,46 @@ class CompletionServer:
             "top_p": 1.0,
             "return_tokens_as_token_ids": True,
         }
-        answer = await self._call("POST", "/v1/completions", 60.0, body)
-        try:
-            return sorted(answer["choices"][0]["logprobs"]["top_logprobs"][0].values())[-2:]
-        except (KeyError, IndexError, TypeError) as error:
-            raise EngineError(f"{self.url} reports no logprobs", hint=IDS_HINT) from error
+        answer = await self._complete(HEALTH_S, body)
+        top = answer.logprobs and answer.logprobs.top_logprobs
+        if not top:
+            raise EngineError(f"{self.url} reports no logprobs", hint=IDS_HINT)
+        return sorted(top[0].values())[-2:]
 
     async def text(self, prompt_ids: list[int], sampling: Mapping[str, Any]) -> str:
         """Return a response as text, to test the server. Raises ServerRefusal."""
         body = {"model": self.model, "prompt": prompt_ids, **sampling}
-        answer = await self._call("POST", "/v1/completions", 60.0, body)
-        return str(answer["choices"][0]["text"])
+        return (await self._complete(HEALTH_S, body)).text
+
+    async def _complete(
+        self, timeout_s: float, body: Mapping[str, Any], most: int = LONGEST_ANSWER
+    ) -> _Choice:
+        path = "/v1/completions"
+        made = await self._call("POST", path, timeout_s, body, kind=_Completion, most=most)
+        return made.choices[0]
 
     async def check_health(self) -> None:
-        await self._call("GET", "/health", HEALTH_S)
+        await self._send("GET", "/health", HEALTH_S)
 
     # -- vLLM's development mode
 
     async def weight_label(self) -> str:
-        label: str = (await self._call("GET", "/weight_info", HEALTH_S))["weight_version"]
-        return label
+        return (await self._call("GET", "/weight_info", HEALTH_S, kind=_Weights)).weight_version
 
     async def name_weights(self, label: str, timeout_s: float) -> None:
-        await self._call("POST", "/update_weight_version", timeout_s, {"new_version": label})
+        await self._send("POST", "/update_weight_version", timeout_s, {"new_version": label})
 
     async def pause(self, mode: str, timeout_s: float) -> None:
-        await self._call("POST", f"/pause?mode={mode}&clear_cache=false", timeout_s)
+        await self._send("POST", f"/pause?mode={mode}&clear_cache=false", timeout_s)
 
     async def resume(self, timeout_s: float) -> None:
-        await self._call("POST", "/resume", timeout_s)
+        await self._send("POST", "/resume", timeout_s)
 
     async def drop_caches(self, timeout_s: float) -> None:
-        await self._call("POST", "/reset_prefix_cache", timeout_s)
+        await self._send("POST", "/reset_prefix_cache", timeout_s)
 
     async def call_workers(self, method: str, *args: str, timeout_s: float) -> None:
-        await self._call("POST", "/collective_rpc", timeout_s, {"method": method, "args": args})
+        await self._send("POST", "/collective_rpc", timeout_s, {"method": method, "args": args})
 
     # -- adapters
 
@@ -208,36 +289,46 @@ class CompletionServer:
         await self._send("POST", "/v1/unload_lora_adapter", timeout_s, {"lora_name": name})
 
     async def _call(
-        self, verb: str, path: str, timeout_s: float, body: Mapping[str, Any] | None = None
-    ) -> Any:
-        text = await self._send(verb, path, timeout_s, body)
-        return orjson.loads(text) if text else None
+        self,
+        verb: str,
+        path: str,
+        timeout_s: float,
+        body: Mapping[str, Any] | None = None,
+        *,
+        kind: type[T],
+        most: int = LONGEST_ANSWER,
+    ) -> T:
+        """Return the answer, of this kind. Raises as `_send`, and ServerRefusal for any other."""
+        text = await self._send(verb, path, timeout_s, body, most)
+        try:
+            return msgspec.json.decode(text, type=kind)
+        except (msgspec.DecodeError, RecursionError) as error:
+            what = f"{self.url}{path} gave an answer that cannot be read: {error}: {_quoted(text)}"
+            raise ServerRefusal(what, hint="check that it is a server of the OpenAI API") from error
 
     async def _send(
-        self, verb: str, path: str, timeout_s: float, body: Mapping[str, Any] | None = None
+        self,
+        verb: str,
+        path: str,
+        timeout_s: float,
+        body: Mapping[str, Any] | None = None,
+        most: int = LONGEST_ANSWER,
     ) -> bytes:
         """Return the body of the answer. Raises ServerRefusal, or ServerGone (also for 503)."""
         data = orjson.dumps(body) if body is not None else None
-        headers = {"Content-Type": "application/json"} if data else {}
-        limit = aiohttp.ClientTimeout(total=timeout_s)
+        url = self.url + path
         try:
-            async with self._open_session.request(
-                verb, self.url + path, data=data, headers=headers, timeout=limit
-            ) as response:
-                text = await response.read()
-                if response.status == 200:
-                    return text
-                reason = text[:300].decode(errors="replace")
-                message = f"{self.url}{path} answered {response.status}: {reason}"
-                if response.status == 503:
-                    raise ServerGone(message)
-                refusal = ServerRefusal(message)
-                refusal.status = response.status
-                raise refusal
-        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-            raise ServerGone(
-                f"{self.url}{path} does not answer: {error!r}", hint="check that the server runs"
-            ) from error
+            answer = await ask(self._open_session, verb, url, data, limit_s=timeout_s, most=most)
+        except NoAnswer as error:
+            message = f"{url} does not answer: {error.message}"
+            raise ServerGone(message, hint="check that the server runs") from error
+        if answer.status == 503:
+            raise ServerGone(f"{url} {answer.problem}")
+        if answer.problem:
+            refusal = ServerRefusal(f"{url} {answer.problem}")
+            refusal.status = answer.status
+            raise refusal
+        return answer.body
 
     @property
     def _open_session(self) -> aiohttp.ClientSession:
@@ -246,20 +337,8 @@ class CompletionServer:
         return self._session
 
 
-def _piece(line: Mapping[str, Any]) -> Piece | None:
-    if "error" in line:
-        raise GenerationError(f"the server failed a request: {line['error']}")
-    if not line["choices"]:
-        return None
-    choice = line["choices"][0]
-    logprobs = choice.get("logprobs") or {}
-    values: list[float] = logprobs.get("token_logprobs") or []
-    token_ids = choice.get("token_ids") or []
-    if len(token_ids) != len(values):
-        raise GenerationError(
-            f"the server gave {len(token_ids)} token ids and {len(values)} logprobs", hint=IDS_HINT
-        )
-    return Piece(token_ids, values, choice.get("finish_reason"))
+def _quoted(data: bytes) -> str:
+    return data[:200].decode(errors="replace")
 
 
 def _scores(rows: list[dict[str, dict[str, float]]], ids: list[int], top_k: int) -> Scores:

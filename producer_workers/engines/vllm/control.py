@@ -12,17 +12,13 @@ import logging
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-from buffer.weights.transport import Announcement
-from producer_workers.engines.base import EngineDeadError, EngineLoad, WeightsError
+from producer_workers.engines.base import EngineDeadError, EngineLoad
 from producer_workers.engines.vllm.api import VllmApi
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 POLL_S = 0.5  # between two checks of vLLM's processes while a call is pending
-
-FIRST_POLL_S = 0.002
-LAST_POLL_S = 0.05  # the longest wait between two polls of the shards; each costs a message
 
 
 class VllmControl:
@@ -86,38 +82,6 @@ class VllmControl:
             "collective_rpc", method, None, args, None
         )
         return [answer for replica in await self.ask(calls, method, limit_s) for answer in replica]
-
-    async def receive(self, announced: Announcement, limit_s: float) -> None:
-        """Receive announced weights in every shard while the model runs, or raise WeightsError."""
-        receiver = announced.to_json().decode()
-        await self.ask_shards("rolloutmq_receive_weights", receiver, limit_s, limit_s=limit_s)
-        wait_s = FIRST_POLL_S
-        try:
-            async with asyncio.timeout(limit_s):
-                while not await self._has_received(announced.label, limit_s):
-                    await asyncio.sleep(wait_s)
-                    wait_s = min(2 * wait_s, LAST_POLL_S)
-        except (TimeoutError, WeightsError) as error:
-            await self.ask_shards("rolloutmq_forget_received", limit_s=limit_s)
-            if isinstance(error, WeightsError):
-                raise
-            message = f"the weights {announced.label} did not arrive within {limit_s:g} s"
-            raise WeightsError(message) from error
-
-    async def _has_received(self, label: str, limit_s: float) -> bool:
-        answers = await self.ask_shards("rolloutmq_has_received", limit_s=limit_s)
-        for process, answer in enumerate(answers):
-            if answer not in ("yes", "not yet"):
-                problem = f"did not reach process {process} of the engine: {answer}"
-                raise WeightsError(f"the weights {label} {problem}")
-        return set(answers) == {"yes"}
-
-    async def load_received(self, limit_s: float) -> None:
-        """Load the received weights in all shards, between two forward passes."""
-        try:
-            await self.ask_shards("rolloutmq_load_received", limit_s=limit_s)
-        finally:
-            await self.ask_shards("rolloutmq_forget_received", limit_s=limit_s)
 
     def watch(self, busy: asyncio.Lock, every_s: float, limit_s: float) -> None:
         """Check regularly that each shard answers within `limit_s`; else declare the engine dead.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import RolloutMQError
-from buffer.weights.transport import Announcement
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.sampling import SampleParams
 from producer_workers.config.engine import VllmConfig
@@ -212,33 +211,9 @@ class VllmEngine:
     async def load_weights(self, path: Path, version: PolicyVersion) -> None:
         self._running()
         await asyncio.to_thread(self._check_weights, path)
-        await self._switch(path, version, lambda: self._load(path))
-
-    def receives_weights(self) -> bool:
-        return self._adapter is None
-
-    async def receive_weights(self, announced: Announcement, version: PolicyVersion) -> None:
-        control = self._running()
-        limit_s = self._config.load_timeout_s
-        # A later update that fails restores these weights from their folder.
-        path = Path(announced.folder)
-        check_same_tensors(self._shapes, announced.tensors, path, tied_head=self._tied_head)
-        try:
-            await control.receive(announced, limit_s)
-        except (EngineDeadError, WeightsError):
-            raise
-        except Exception as error:
-            raise WeightsError(
-                f"vLLM could not receive the weights {announced.label}: {error}"
-            ) from error
-        await self._switch(path, version, lambda: control.load_received(limit_s))
-
-    async def _switch(
-        self, path: Path, version: PolicyVersion, load: Callable[[], Awaitable[None]]
-    ) -> None:
         # Shielded: a caller that gives up must not leave the engine paused between two sets of
         # weights.
-        self._updating = asyncio.create_task(self._update(path, version, load))
+        self._updating = asyncio.create_task(self._update(path, version))
         await asyncio.shield(self._updating)
 
     async def sleep(self) -> None:
@@ -303,14 +278,12 @@ class VllmEngine:
         loggers = [self._statistics.of_engine] if self._config.report_load else None
         return api, api.engine.from_engine_args(arguments, stat_loggers=loggers)
 
-    async def _update(
-        self, path: Path, version: PolicyVersion, load: Callable[[], Awaitable[None]]
-    ) -> None:
+    async def _update(self, path: Path, version: PolicyVersion) -> None:
         control = self._running()
         async with self._lock:
             await control.freeze(clear_cache=not self._keeps_cache)
             try:
-                await load()
+                await self._load(path)
                 await self._name_weights(version)
                 self._loaded_from = path
                 self._version = version

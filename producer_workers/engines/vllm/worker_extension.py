@@ -30,7 +30,6 @@ class WeightLoader:
     add_lora: Any
     device: Any
     rank: int
-    _rolloutmq_receiver: Any = None
 
     def rolloutmq_ready(self) -> None:
         """Answer, as a sign of life; at first, complete what vLLM's start left out."""
@@ -44,30 +43,6 @@ class WeightLoader:
     def rolloutmq_load_adapter(self, name: str, number: int, path: str) -> None:
         """Replace adapter `number` with this shard's part of the one in `path`."""
         _do_in_every_shard(self, lambda: _replace_adapter(self, name, number, path))
-
-    def rolloutmq_receive_weights(self, announced: str, limit_s: float) -> None:
-        """Start to receive announced weights (JSON); the model runs on."""
-        from buffer.weights.transport import Announcement
-        from producer_workers.engines.tensor_receiver import TensorReceiver
-
-        self._rolloutmq_receiver = TensorReceiver(Announcement.parse(announced), limit_s=limit_s)
-
-    def rolloutmq_has_received(self) -> str:
-        """Return "yes" once the weights are complete and valid, "not yet", or the error."""
-        try:
-            return "yes" if self._rolloutmq_receiver.is_done() else "not yet"
-        except Exception as error:  # returned, since vLLM would log a traceback for an exception
-            return str(error) or repr(error)
-
-    def rolloutmq_load_received(self) -> None:
-        """Load this shard's part of the received weights into the running model."""
-        _do_in_every_shard(
-            self,
-            lambda: self._rolloutmq_reload(weights_iterator=self._rolloutmq_receiver.tensors()),
-        )
-
-    def rolloutmq_forget_received(self) -> None:
-        self._rolloutmq_receiver = None
 
     def _rolloutmq_reload(self, **source: Any) -> None:
         model = self.model_runner.get_model()

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
-import orjson
 from pydantic import BeforeValidator, Field
 
+from producer_workers.agent_loops.call_json import read_json, write_json
 from producer_workers.gateway.dialects.dialect import (
     FormatHolder,
     Json,
@@ -16,7 +16,6 @@ from producer_workers.gateway.dialects.dialect import (
     MaxTokens,
     Stops,
     ToolRequest,
-    as_json,
     event,
     function_tool,
     joined_text,
@@ -116,7 +115,7 @@ def _arguments(given: Any) -> str:
         case {"INVALID_JSON": str(text)} if len(given) == 1:  # _UNREADABLE
             return text
         case dict():
-            return as_json(given)
+            return write_json(given)
     raise ValueError("the input of a tool_use is an object")
 
 
@@ -213,8 +212,8 @@ def _blocks_of(turn: SampledTurn) -> Iterator[Json]:
     for call in turn.calls:
         name, given = call["function"]["name"], call["function"]["arguments"]
         arguments: Any = None
-        with suppress(orjson.JSONDecodeError):
-            arguments = orjson.loads(given)
+        with suppress(ValueError):
+            arguments = read_json(given)
         if not isinstance(arguments, dict):
             arguments = {_UNREADABLE: given}
         yield {"type": "tool_use", "id": call["id"], "name": name, "input": arguments}
@@ -223,7 +222,7 @@ def _blocks_of(turn: SampledTurn) -> Iterator[Json]:
 def _deltas(block: Json) -> Iterator[Json]:
     """Yield the events that stream a block."""
     if block["type"] == "tool_use":
-        yield {"type": "input_json_delta", "partial_json": as_json(block["input"])}
+        yield {"type": "input_json_delta", "partial_json": write_json(block["input"])}
     for key in ("thinking", "signature", "text"):
         if key in block:
             yield {"type": f"{key}_delta", key: block[key]}

@@ -211,10 +211,3 @@ def function_tool(name: Any, description: Any, parameters: Any) -> Json:
     described = {"description": description} if description else {}
     function = {"name": name, **described, "parameters": parameters}
     return {"type": "function", "function": function}
-
-
-def as_json(value: Any) -> str:
-    try:
-        return orjson.dumps(value).decode()
-    except TypeError as error:  # an integer over 64 bits, or too deep
-        raise ValueError(f"arguments: {error}") from error

@@ -9,9 +9,9 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
-import orjson
 from pydantic import Field, field_validator
 
+from producer_workers.agent_loops.call_json import read_json, write_json
 from producer_workers.gateway.dialects.dialect import (
     AgentRequest,
     Json,
@@ -22,7 +22,6 @@ from producer_workers.gateway.dialects.dialect import (
     Stops,
     Tokens,
     ToolRequest,
-    as_json,
     as_list,
     data_events,
     joined_text,
@@ -249,6 +248,6 @@ def _plain_call(call: Any) -> Json:
 
 def _plain_arguments(arguments: Any) -> str:
     if isinstance(arguments, str):
-        with suppress(orjson.JSONDecodeError):
-            arguments = orjson.loads(arguments)
-    return arguments if isinstance(arguments, str) else as_json(arguments)
+        with suppress(ValueError):
+            arguments = read_json(arguments)
+    return arguments if isinstance(arguments, str) else write_json(arguments)

@@ -7,16 +7,15 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from typing import Annotated, Any
 
-import orjson
 from pydantic import BeforeValidator, Field, PrivateAttr
 
+from producer_workers.agent_loops.call_json import read_json, write_json
 from producer_workers.gateway.dialects.dialect import (
     FormatHolder,
     Json,
     JsonList,
     MaxTokens,
     ToolRequest,
-    as_json,
     event,
     function_tool,
     joined_text,
@@ -61,8 +60,13 @@ class _Conversation:
             case {"type": "function_call", "call_id": str(call), "name": name, "arguments": given}:
                 function = {"name": _whole_name(item.get("namespace"), name), "arguments": given}
                 self._call({"id": call, "type": "function", "function": function})
-            case {"type": "custom_tool_call", "call_id": str(call), "name": name, "input": given}:
-                function = {"name": name, "arguments": _arguments_with(given)}
+            case {
+                "type": "custom_tool_call",
+                "call_id": str(call),
+                "name": name,
+                "input": str(text),
+            }:
+                function = {"name": name, "arguments": _arguments_with(text)}
                 self._call({"id": call, "type": "function", "function": function})
             case {
                 "type": "function_call_output" | "custom_tool_call_output",
@@ -113,17 +117,17 @@ def _messages(given: Any) -> Any:
     return [plain_message(message) for message in conversation.messages]
 
 
-def _arguments_with(text: Any) -> str:
+def _arguments_with(text: str) -> str:
     """Return the arguments that a model gave, from the input that its client read in them."""
-    with suppress(orjson.JSONDecodeError):
-        if isinstance(orjson.loads(text), dict):  # not in the form of `_FREE_TEXT`
-            return str(text)
-    return as_json({"input": text})
+    with suppress(ValueError):
+        if isinstance(read_json(text), dict):  # not in the form of `_FREE_TEXT`
+            return text
+    return write_json({"input": text})
 
 
 def _input_in(arguments: str) -> str:
-    with suppress(orjson.JSONDecodeError):
-        match orjson.loads(arguments):
+    with suppress(ValueError):
+        match read_json(arguments):
             case {"input": str(text), **others} if not others:
                 return text
     return arguments

@@ -55,8 +55,8 @@ def diagnose(snap: RunView) -> list[Symptom]:
         more = "to train further, raise `plan.steps` in its config and start it again"
         over = _note("the run is finished: its last step is done", more, snap.paused_ms)
         return worst_first([*_account(snap), over, *_shares(snap)])
-    parts = [_account, _pauses, _roles, _slow_data_set, _workers, _failed_audits, _unclaimed,
-             _leases, _memory, _tasks, _shares, _curriculum, _recovery]  # fmt: skip
+    parts = [_account, _pauses, _roles, _slow_data_set, _workers, _unclaimed,
+             _leases, _memory, _tasks, _shares, _recovery]  # fmt: skip
     parts += [] if snap.paused_by else [_weights, _supply]
     return worst_first(symptom for part in parts for symptom in part(snap))
 
@@ -117,8 +117,7 @@ def _absent(snap: RunView, role: RoleHolder, verb: str) -> Symptom:
         return _stuck(f"no {name} has been started", f"start one: {start}", _age_ms(snap))
     what = f"the {name} is silent" if role.word == "silent" else f"the {name} has left"
     fix = f"start it again, and it continues where it was: {start}"
-    standby = "; a standby takes over by itself" if name == "producer" else ""
-    return _stuck(what, fix + standby, role.silent_ms)
+    return _stuck(what, fix, role.silent_ms)
 
 
 def _slow_data_set(snap: RunView) -> Iterator[Symptom]:
@@ -150,22 +149,11 @@ def _workers(snap: RunView) -> Iterator[Symptom]:
             yield _note(what, fix, worker.silent_ms)
 
 
-def _failed_audits(snap: RunView) -> Iterator[Symptom]:
-    for worker, audit in snap.failed_audits.items():
-        fix = (
-            f"`rolloutmq workers --groups {worker}` lists the groups that it made; drop those that "
-            "are not trained yet, and continue from a checkpoint before the others, or accept them"
-        )
-        yield _note(f"worker {worker} failed an audit of {audit}", fix)
-
-
 def _barred(worker: WorkerRecord, snap: RunView) -> Symptom:
     others = [other for other in snap.live_workers if not other.is_barred]
     bad = plural(worker.bad_groups or 0, "group")
     reason = f"it submitted {bad} that the trainer cannot use"
     source = "`rolloutmq dead` gives the reason"
-    if worker.id in snap.failed_audits:
-        reason, source = "it failed an audit", "see the audit"
     what = f"worker {worker.id} is barred: {reason}{'' if others else '; no other is alive'}"
     fix = f"{source}; fix it, then run `rolloutmq resume --worker {worker.id}`"
     return Symptom("note" if others else "stuck", what, fix, worker.barred_for_ms)
@@ -220,6 +208,13 @@ def _leases(snap: RunView) -> Iterator[Symptom]:
 
 
 def _memory(snap: RunView) -> Iterator[Symptom]:
+    if snap.server_full:
+        fix = (
+            "let the trainer write a checkpoint and commit, drop groups, or raise maxmemory "
+            "(redis-cli CONFIG SET)"
+        )
+        what = f"{snap.server_full}; nothing new is started"
+        yield Symptom("warning" if snap.leases else "stuck", what, fix)
     memory = snap.memory
     if not memory.refuses_fresh:
         return
@@ -257,8 +252,8 @@ def _task(task: TaskView, snap: RunView) -> Iterator[Symptom]:
             level, f"task {name}: {failures} failed, {scope}: {task.error}", fix_cause, since_ms
         )
     metrics = snap.report.training.metrics if snap.report.training else {}
-    if metrics.get(f"length_bias/mean/{name}", 1.0) < 1 - MOST_BIAS:
-        yield _length_bias(name, metrics)
+    if bias := _length_bias(name, metrics):
+        yield bias
     for teacher in task.absent_teachers:
         waiting = task.backlog[TEACH + teacher]
         what = f"task {name}: no worker of teacher {teacher} is alive; "
@@ -283,31 +278,50 @@ def _shares(snap: RunView) -> Iterator[Symptom]:
                 yield Symptom(share.level, f"task {task.account.task}: {share}", share.fix)
 
 
-def _curriculum(snap: RunView) -> Iterator[Symptom]:
-    if reason := snap.control.get("curriculum_error"):
-        step = snap.control["curriculum_step"]
-        what = f"task weights have not changed since step {step}: {reason}"
-        yield _note(what, "fix the function of [plan] curriculum, and restart the producer")
-
-
 def _supply(snap: RunView) -> Iterator[Symptom]:
     quiet_ms = last_event_ms(snap)
     for task in snap.training:
-        if task.account.target and task.account.waiting + task.account.running == 0:
+        account, is_served = task.account, task.ready >= max(1, task.batch_share)
+        # a task with a small share has nothing to start for some steps
+        is_short = account.target > account.consumed + task.ready
+        if account.target and account.waiting + account.running == 0 and (is_served or is_short):
             yield _dry(task, quiet_ms)
 
 
-def _length_bias(task: str, metrics: Mapping[str, float]) -> Symptom:
-    mean, expired = metrics[f"length_bias/mean/{task}"], metrics.get(f"expired/{task}", 0.0)
+LOSSES = {
+    "expired": (
+        "groups that expired while they ran",
+        "`rolloutmq set tasks.TASK.on_straggler=wait`, or a larger `tasks.TASK.max_staleness`",
+    ),
+    "failed": ("failed tries", "`rolloutmq dead` has the causes; a time limit ends long ones"),
+    "interrupted": ("weight updates", "set [policy] pause_mode = keep, or enable_partial_rollout"),
+    "filtered": ("is_valid_sample_fn", "filter by what does not grow with the length"),
+    "dropped": ("groups that were abandoned", "raise [gateway] session_ttl_s"),
+    "pool": ("groups that expired in their pool", "set [policy] order = staleness"),
+    "overlong": ("max_sequence_tokens", "raise it, or lower the max_tokens of the task"),
+    "truncated": ("mask_truncated", "set mask_truncated = false, or raise max_tokens"),
+    "stale": ("max_token_staleness", "raise it"),
+}
+"""What takes long responses away (buffer/control/length_counts.py), and what can be done."""
+
+
+def _length_bias(task: str, metrics: Mapping[str, float]) -> Symptom | None:
+    """Report a bias but for that of equal rewards, which have no gradient by their nature."""
+
+    def ratio(name: str) -> float:
+        return metrics.get(f"length_bias/{name}/{task}", 1.0)
+
+    mean = ratio("mean") / max(1e-9, ratio("no_advantage"))
+    if mean >= 1 - MOST_BIAS:
+        return None
+    worst = min(LOSSES, key=ratio)
+    loss, fix = LOSSES[worst] if ratio(worst) < 1 else ("nothing that is counted", "")
     what = (
-        f"task {task} learns to be short: the responses that are trained have {mean:.0%} of the "
-        f"mean length of those that were started; {expired:.0%} of its groups expired"
+        f"task {task} learns to be short: responses with a gradient have {mean:.0%} of the mean "
+        f"length of those that were started, and {ratio('tail'):.0%} of the longest twentieth are "
+        f"left; most of it was lost to {loss}"
     )
-    fix = (
-        f"`rolloutmq set tasks.{task}.max_staleness=N` with a larger N trains long responses when "
-        f"they come; `tasks.{task}.on_straggler=wait` waits for them"
-    )
-    return Symptom("warning", what, fix)
+    return Symptom("warning", what, fix.replace("TASK", task))
 
 
 def _dry(task: TaskView, quiet_ms: int | None) -> Symptom:

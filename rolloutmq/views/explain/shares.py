@@ -44,7 +44,7 @@ _RULES = {
         "ask for a form of answer in the prompt, or let the judge read more of them"),
     # groups with equal scores teach nothing: half is normal, 95 % makes a batch 20 times the work
     "filtered": _Rule(0.8, 0.95, "groups", "were filtered",
-        "`rolloutmq tail` shows them; prompts of another difficulty give more to learn"),
+        "`rolloutmq logs events` shows them; prompts of another difficulty give more to learn"),
 }  # fmt: skip
 
 

@@ -14,7 +14,8 @@ from prometheus_client.registry import Collector
 
 from buffer.control.control import Mode
 from buffer.errors import ConfigError, StoreError
-from buffer.redis.server.check import ServerMemory, read_memory
+from buffer.redis.eviction import ServerMemory
+from buffer.redis.server.check import read_memory
 from buffer.redis.store import Store
 from buffer.run import Run
 from rolloutmq.http_endpoint import MetricsEndpoint

@@ -13,8 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from buffer.config.assignments import parse_settings
-from buffer.control.live_settings import FILE, KeptSettings, LiveSettings, parse_change
+from buffer.control.live_settings import FILE, KeptSettings, parse_change
 from buffer.control.settings_record import FIELD, SettingsRecord, setting_values
 from buffer.errors import ConfigError, RunDamaged
 from buffer.ids import new_nonce
@@ -41,7 +40,6 @@ max_ahead = {max_ahead}
 max_tries = {max_tries}
 [plan]
 steps = {steps}
-{curriculum}
 [memory]
 budget_bytes = {budget}
 low_water = {low_bytes}
@@ -82,7 +80,6 @@ class Site:
         self.name = name
         self.file = {name: values[0] for name, values in VALUES.items()}
         self.budget: int | None = BUDGET
-        self.curriculum = ""
         (folder / "model").mkdir()
         for task in ("math", "code"):
             (folder / f"{task}.jsonl").write_bytes(orjson.dumps({"question": task, "answer": 1}))
@@ -95,7 +92,6 @@ class Site:
             name=self.name,
             folder=self.folder,
             budget=self.budget,
-            curriculum=f'curriculum = "{self.curriculum}"' if self.curriculum else "",
             max_in_flight="" if limit is None else f"max_in_flight = {limit}",
             **values,
         )
@@ -270,15 +266,6 @@ def test_new_weights_hold_from_the_step_for_which_they_were_set(site: Site) -> N
     limits = site.start().limits
     assert limits.newest_weights() == {"math": 2.0, "code": 0.0}
     assert limits.mix().shares(1) == {"math": 16, "code": 0}
-
-
-def test_a_config_without_its_curriculum_gets_its_own_weights_again(site: Site) -> None:
-    site.curriculum = "my_rules:weights"
-    run = site.start()
-    run.set(parse_settings(LiveSettings, ["tasks.math.weight=3"]), by="the curriculum")
-    assert site.start().limits.newest_weights()["math"] == 3.0
-    site.curriculum = ""
-    assert site.start().limits.newest_weights()["math"] == 1.0
 
 
 def test_a_setting_is_known_with_its_time_and_who_set_it(site: Site) -> None:

@@ -1,152 +1,59 @@
-"""The order in which ready groups are taken: no policy takes stale groups, or loses any (I8)."""
+"""The order in which ready groups are taken: neither order takes stale groups, or loses any (I8)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from buffer.errors import ConfigError
-from buffer.groups.order_policy import Finished
 from buffer.groups.pools import PoolSizes
-from buffer.ids import group_id
-from buffer.job import Job
-from buffer.run import Run
-from buffer.wire.rollout import Status
-from tests.buffer.scene import FIRST, Scene, extend
+from buffer.limits import RunLimits, TaskLimits
+from buffer.redis.store import Store
+from tests.buffer.scene import Scene
 
 Make = Callable[..., Scene]
-INDEXED = ("fifo", "length_fair", "tests:policy")
 
 
-def submit(scene: Scene, job: Job, *, length: int = 2, run: Run | None = None) -> None:
-    """Submit a completed group with responses of `length` tokens."""
-    run = run or scene.run
-    group = run.buffer.read(job.payload)
-    for _ in range(length // 2):
-        group = extend(group, Status.COMPLETED, FIRST)
-    run.buffer.submit("w0", job, group, 4)
-
-
-def by_draw(group: Finished) -> float:
-    """Put the latest draw first."""
-    return -group.draw
-
-
-def with_order(make_scene: Make, order: str, **limits: object) -> Scene:
-    scene = make_scene(order=order, **limits)
-    scene.run.buffer.order_function = by_draw
+@pytest.mark.parametrize("order", ["staleness", "fifo"])
+def test_neither_order_takes_groups_that_are_too_stale(make_scene: Make, order: str) -> None:
+    scene = make_scene(order=order)
     scene.open_trainer(lineage="l0")
-    return scene
-
-
-def index(scene: Scene) -> list[str]:
-    return [
-        member.decode().partition(":")[2]
-        for member in scene.raw.zrange(scene.keys.order("math"), 0, -1)
-    ]
-
-
-# -- each policy ----
-
-
-def test_length_fair_lets_short_and_long_responses_take_turns(make_scene: Make) -> None:
-    scene = with_order(make_scene, "length_fair")
-    scene.enqueue(8)
-    jobs = scene.claim(8)
-    for job in jobs[:6]:
-        submit(scene, job)
-    for job in jobs[6:]:
-        submit(scene, job, length=40)
-    short = [job.gid for job in jobs[:6]]
-    long = [job.gid for job in jobs[6:]]
-    assert scene.take(1, math=3).gids == [short[0], long[0], short[1]]
-    # a bucket that was empty does not catch up on the turns it missed
-    scene.enqueue(2)
-    late = scene.claim(2)
-    for job in late:
-        submit(scene, job, length=200)
-    assert scene.take(2, math=4).gids == [long[1], short[2], late[0].gid, short[3]]
-    scene.check()
-
-
-def test_a_policy_of_a_user_decides_by_the_facts_it_gets(make_scene: Make) -> None:
-    scene = with_order(make_scene, "tests:policy")
-    seen: list[Finished] = []
-
-    def note(group: Finished) -> float:
-        seen.append(group)
-        return by_draw(group)
-
-    scene.run.buffer.order_function = note
-    gids = scene.ready(0, 0, 0)
-    assert scene.take(1, math=2).gids == [gids[2], gids[1]]
-    assert seen[1] == Finished(
-        gids[1], "math", 1, samples=2, tokens=4, longest=2, reward=1.0, version=0
-    )
-
-
-@pytest.mark.parametrize(
-    ("function", "why"), [(None, "not loaded"), (lambda _: float("nan"), "returned nan")]
-)
-def test_a_policy_that_gives_no_score_is_an_error_of_that_group(
-    make_scene: Make, function: Callable[[Finished], float] | None, why: str
-) -> None:
-    scene = with_order(make_scene, "tests:policy")
-    scene.run.buffer.order_function = function
-    scene.enqueue(1)
-    (job,) = scene.claim()
-    with pytest.raises(ConfigError, match=why):
-        submit(scene, job)
-    assert scene.record(job.gid)["stage"] == "running"
-
-
-# -- what every policy keeps ----
-
-
-@pytest.mark.parametrize("order", ["staleness", "freshest", *INDEXED])
-def test_no_policy_takes_groups_that_are_too_stale(make_scene: Make, order: str) -> None:
-    scene = with_order(make_scene, order)
     scene.ready(0, 0, 0, 0)
     scene.take(1), scene.take(2)
-    young = scene.ready(1, 2)
+    young = scene.ready(2, 1)
     answer = scene.try_take(3, math=3)
     assert answer.missing == {"math": (2, 3)}
-    manifest = scene.take(3, math=2)
-    assert sorted(manifest.gids) == young
+    wanted = young if order == "fifo" else young[::-1]
+    assert [entry.gid for entry in scene.run.buffer.peek(3, "math")] == wanted
+    assert scene.take(3, math=2).gids == wanted
     assert scene.run.buffer.count_statuses("math") == {"math": PoolSizes(0, 0, 0, 2)}
     scene.check()
 
 
-def test_groups_that_are_not_in_the_index_are_put_in_front(make_scene: Make) -> None:
-    before = make_scene()
-    before.open_trainer(lineage="l0")
-    old = before.ready(1, 0, 0)
-    before.enqueue(3)
-    jobs = before.claim(3)
-    limits = before.run.limits.model_copy(update={"order": "tests:policy"})
-    after = Run(before.store, before.name, before.run.nonce, limits)
-    after.buffer.order_function = by_draw
-    submit(before, jobs[0], run=after)
-    submit(before, jobs[1], run=after)
-    submit(before, jobs[2])  # a worker that does not have the new policy yet
-    manifest = after.ledger.take(before.trainer, 1, {"math": 5})
-    assert manifest.gids == [*old, jobs[2].gid, jobs[1].gid]  # type: ignore[union-attr]
-    assert index(before) == [jobs[0].gid]
-    before.check()
-
-
-def test_a_crowd_of_stale_groups_in_front_is_cleared_away(make_scene: Make) -> None:
-    scene = with_order(make_scene, "fifo")
-    scene.ready(0, 0)
-    scene.take(1), scene.take(2)
-    (young,) = scene.ready(2)
-    pipe = scene.raw.pipeline(transaction=False)
-    for draw in range(100, 3200):
-        gid = group_id("math", draw)
-        pipe.hset(scene.keys.group(gid), mapping={"payload": "init", "chunks": 1, "draw": draw})
-        pipe.zadd(scene.keys.pool("math", "completed"), {f"{0:010d}:{gid}": 0})
-        pipe.zadd(scene.keys.order("math"), {f"{0:010d}:{gid}": 0})
-    pipe.execute()
-    assert scene.take(3).gids == [young]
-    assert scene.run.buffer.count("math") == 0
+# fifo merges the first groups of each version: it must be the order of arrival, whatever the versions
+@given(
+    versions=st.lists(st.integers(0, 70), min_size=1, max_size=80),
+    count=st.integers(1, 80),
+    cut=st.integers(0, 30),
+)
+def test_fifo_is_the_order_of_arrival_among_64_versions(
+    versions: list[int], count: int, cut: int
+) -> None:
+    limits = RunLimits(tasks={"math": TaskLimits()}, order="fifo", stale_threshold=71)
+    store = Store("memory://order")
+    scene = Scene(store, store.control, "order", limits)
+    pool = scene.keys.pool("math", "completed")
+    for arrival, version in enumerate(versions):
+        gid = f"math-{arrival:010d}"
+        record = {"payload": "t", "chunks": 1, "size": 1, "crc": "0", "samples": 1}
+        scene.raw.hset(scene.keys.group(gid), mapping=record | {"version": version})
+        scene.raw.zadd(pool, {f"{arrival:010d}:{gid}": version})
+    scene.raw.hset(scene.keys.ledger("train"), "taken", 70 + cut)  # the next step is 71 + cut
+    oldest = sorted({version for version in versions if version >= cut})[:64]
+    wanted = [n for n, version in enumerate(versions) if version in oldest][:count]
+    found = [int(entry.gid[-10:]) for entry in scene.run.buffer.peek(count, "math")]
+    scene.raw.flushall()
+    store.close()
+    assert found == wanted

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -13,8 +15,8 @@ from buffer.groups.submit import Stored
 from buffer.job import Result
 from buffer.limits import TaskLimits
 from buffer.wire import group_bytes
-from buffer.wire.group import RolloutGroup
-from buffer.wire.rollout import Status
+from buffer.wire.group import GROUP_TIME, RolloutGroup
+from buffer.wire.rollout import PolicyVersion, Status
 from producer_workers.worker.submitter import Submitter
 from tests.buffer.scene import FIRST, Scene, extend
 
@@ -46,6 +48,62 @@ def test_group_that_cannot_be_encoded_does_not_hold_up_the_others(scene: Scene) 
     assert isinstance(second, WireError)
     assert "columns.spans" in str(second)
     assert scene.record(results[1].job.gid)["stage"] == "running"
+    scene.check()
+
+
+def of_extra(result: Result, seconds: object) -> Result:
+    states = result.group.states
+    states[0].extra = {GROUP_TIME: seconds}
+    return replace(result, group=RolloutGroup(result.group.gid, result.group.task, states))
+
+
+def of_lineage(result: Result, lineage: str) -> Result:
+    return replace(result, group=extend(result.group, Status.COMPLETED, PolicyVersion(lineage, 1)))
+
+
+Spoil = Callable[[Result], Result]
+FAULTS: dict[str, Spoil] = {
+    **{
+        f"{value} new tokens": partial(replace, new_tokens=value)
+        for value in (-5, 10**13, 1.5, math.nan, None)
+    },
+    **{
+        f"{value} seconds": partial(of_extra, seconds=value)
+        for value in (-1.0, 1e300, math.nan, math.inf, "long", [1])
+    },
+    **{f"lineage {name!r}": partial(of_lineage, lineage=name) for name in ("", "a b", "a,b")},
+    "another task": lambda result: replace(
+        result, group=RolloutGroup(result.group.gid, "code", result.group.states)
+    ),
+    "another group": lambda result: replace(
+        result, group=RolloutGroup("math-0000000099", "math", result.group.states)
+    ),
+    "no group id": lambda result: replace(result, job=replace(result.job, gid="x")),
+    "no token": lambda result: replace(result, job=replace(result.job, token="a b")),
+}
+
+
+@pytest.mark.parametrize("spoil", FAULTS.values(), ids=FAULTS)
+def test_a_result_that_is_refused_fails_alone(scene: Scene, spoil: Spoil) -> None:
+    results = finished(scene, 3)
+    gid = results[1].job.gid
+    results[1] = spoil(results[1])
+    first, second, third = scene.run.buffer.submit_many("w0", results)
+    assert (first, third) == (Stored(Status.COMPLETED, 1), Stored(Status.COMPLETED, 2))
+    assert isinstance(second, Exception)
+    assert scene.record(gid)["stage"] == "running"
+    scene.check()
+
+
+def test_a_group_under_the_job_of_another_is_refused(scene: Scene) -> None:
+    results = finished(scene, 3)
+    swapped = [replace(results[n], group=results[1 - n].group) for n in (0, 1)]
+    *wrong, right = scene.run.buffer.submit_many("w0", [*swapped, results[2]])
+    assert right == Stored(Status.COMPLETED, 1)
+    for outcome, result in zip(wrong, results, strict=False):
+        assert isinstance(outcome, WireError)
+        assert result.job.gid in str(outcome)
+    assert [*map(type, scene.run.buffer.submit_many("w0", results[:2]))] == [Stored, Stored]
     scene.check()
 
 

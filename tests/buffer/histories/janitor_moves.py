@@ -21,7 +21,7 @@ class JanitorMoves(WorkerMoves):
             self.scene.expire_leases(worker)
         swept = self.scene.run.janitor.sweep()
         for group in held:
-            self.wait_or_die(group)
+            self.take_back(group)
         buried = sum(group.place == "dead" for group in held)
         assert (swept.reaped, swept.buried) == (len(held) - buried, buried)
         self.forget()

@@ -55,6 +55,8 @@ class Group:
     replaced: str = ""
     """the result that the last teacher found"""
     tries: int = 0
+    best: int = 0
+    """the most tokens that it had when turns of it were kept in a new claim"""
     aborts: int = 0
     released: str = ""
     """the token of the claim that was released last, unless it was requeued since"""
@@ -68,8 +70,6 @@ class Group:
     """a result whose weights no record tells, and its version: it came back after a loss, and every
     fork counts
     """
-    is_in_front: bool = False
-    """came back from a batch: it stands in front of the order index, if there is one"""
 
     @property
     def stamps(self) -> list[PolicyVersion]:
@@ -207,11 +207,8 @@ class Model:
             for g in self.pooled("completed", task)
             if self.score(g) >= step - (threshold or self.threshold)
         ]
-        match self.order:
-            case "fifo":
-                fresh.sort(key=lambda g: (not g.is_in_front, g.arrival))
-            case "freshest":
-                fresh.reverse()
+        if self.order == "fifo":
+            fresh.sort(key=lambda g: g.arrival)
         return fresh
 
     def room(self, task: str, target: int) -> int:
@@ -222,7 +219,12 @@ class Model:
     def arrive(self, group: Group) -> None:
         self.tasks[group.task].arrivals += 1
         group.arrival = self.tasks[group.task].arrivals
-        group.is_in_front = False
+
+    def take_back(self, group: Group) -> None:
+        """Its lease is lost: a try is used up, unless it has grown."""
+        if group.result.startswith(f"{group.token}-turns") and len(group.made_by) > group.best:
+            group.tries = 0
+        self.wait_or_die(group)
 
     def wait_or_die(self, group: Group) -> None:
         """A try was used up."""

@@ -173,7 +173,6 @@ class ServerMoves(ProducerMoves, ControlMoves, WorkerMoves, TrainerMoves):
             for gid in self.batches.pop(step).gids:
                 group = self.groups[gid]
                 group.place = "completed"
-                group.is_in_front = True
                 self.tasks[group.task].consumed -= 1
         self.taken -= len(steps)
         return len(steps)

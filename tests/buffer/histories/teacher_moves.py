@@ -36,7 +36,9 @@ class TeacherMoves(WorkerMoves):
 
     def accept(self, group: Group, token: str, teachers: list[str]) -> None:
         """A result is there: it waits for the first of the teachers, or is ready."""
-        group.result, group.tries = token, group.tries - 1
+        is_taught = group.lane.startswith("teach.")  # a teacher adds no tokens
+        group.result, group.tries = token, group.tries - 1 if is_taught else 0
+        group.best = 0
         group.result_bytes = self.stored_bytes(group.gid, token)
         group.place, group.lane, group.to_come = "completed", "", []
         if teachers:

@@ -140,7 +140,7 @@ RARE = [
     moves("lose", slot=slot, lives=lives),
     moves("lose_a_change", steps=st.integers(0, 2), which=pick, keep=few, lives=lives),
 ]
-orders = st.sampled_from(["staleness", "fifo", "fifo", "freshest"])
+orders = st.sampled_from(["staleness", "fifo"])
 token_thresholds = st.sampled_from([None, None, 1])
 a_move = st.sampled_from(COMMON * 2 + RARE).flatmap(lambda move: move)
 is_lost = st.sampled_from([False] * 14 + [True])

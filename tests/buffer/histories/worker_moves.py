@@ -128,6 +128,9 @@ class WorkerMoves(World):
         kept.store()
         ref = self.newest(group)
         assert ref.token.startswith(f"{job.token}-turns")
+        if not group.result.startswith(f"{job.token}-turns"):
+            tokens = len(group.made_by)
+            group.best = max(group.best, tokens) if group.result != "init" else 0
         group.made_by, group.result = list(made_by), ref.token
         group.result_bytes = self.stored_bytes(job.gid, ref.token)
 
@@ -155,7 +158,7 @@ class WorkerMoves(World):
         )
         group.made_by, group.place, group.result = [*group.made_by, made], outcome, job.token
         group.result_bytes = self.stored_bytes(job.gid, job.token)
-        group.tries -= 1
+        group.tries = group.best = 0
         group.aborts += outcome == "aborted"
         self.arrive(group)
 
@@ -233,7 +236,7 @@ class WorkerMoves(World):
             self.scene.expire_leases(worker)
         assert self.scene.run.jobs.reap().groups == len(held)
         for group in held:
-            self.wait_or_die(group)
+            self.take_back(group)
 
     def fence(self, worker: str) -> None:
         self.hold(worker)
@@ -241,4 +244,4 @@ class WorkerMoves(World):
         assert self.scene.run.fleet.fence(worker) == len(held)
         self.scene.nonces.pop(worker, None)
         for group in held:
-            self.wait_or_die(group)
+            self.take_back(group)

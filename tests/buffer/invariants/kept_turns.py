@@ -57,12 +57,44 @@ def turns_outlive_their_workers(scene: Scene) -> None:
     scene.run.buffer.submit("w1", second, extend(claimed, Status.COMPLETED, FIRST), 2)
     with pytest.raises(Fenced):
         _say(after, 7)
-    assert scene.record(gid).get("continued") == "1"
     scene.check()
     scene.run.payloads.collect()
     # those of calls that were refused expire
     left = scene.raw.keys(scene.keys.payload(gid, "*-turns*"))
     assert min(map(scene.raw.ttl, left)) > 0
+
+
+def tries_count_claims_without_progress(scene: Scene) -> None:
+    """A group whose workers die goes on as long as it grows; what only begins again does not."""
+    scene.open_trainer(lineage="l0")
+    scene.enqueue(1)
+
+    def tries_after_death(said: int, *, begins_again: bool = False) -> str:
+        """A worker claims the group, keeps so many new turns, and dies."""
+        jobs = scene.claim()
+        assert jobs, "it is dead"
+        (job,) = jobs
+        group = scene.run.buffer.read(job.prompt if begins_again else job.payload)
+        if said:
+            kept = scene.turns(job, group)
+            for state in group.turns:
+                kept.add(state)
+            _say(kept, *range(said))
+        scene.expire_leases()
+        assert scene.run.jobs.reap().groups == 1
+        scene.check()
+        return scene.record(job.gid)["tries"]
+
+    assert [tries_after_death(n) for n in (1, 0, 2, 0, 1, 1, 1, 0)] == [*"01010001"]
+    (job,) = scene.claim()
+    scene.submit(job, status=Status.ABORTED)
+    assert scene.record(job.gid)["tries"] == "0"
+    assert scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000) == 1
+    assert tries_after_death(3, begins_again=True) == "1", "it had more tokens before"
+    assert tries_after_death(4, begins_again=True) == "2"
+    assert scene.record(job.gid)["stage"] == "dead"
+    assert scene.run.jobs.requeue(job.gid) == "dead"
+    assert tries_after_death(1) == "0"
 
 
 def turns_are_of_one_worker(scene: Scene) -> None:
@@ -75,21 +107,8 @@ def turns_are_of_one_worker(scene: Scene) -> None:
         _say(kept, number)
         scene.check()
     scene.submit(job)
-    assert "continued" not in scene.record(job.gid)
     scene.run.payloads.collect()
     scene.check()
-
-
-def a_token_that_begins_like_another_is_another(scene: Scene) -> None:
-    """The worker of the first claim made the turns, that of the second completed the group."""
-    scene.open_trainer(lineage="l0")
-    scene.enqueue(1)
-    (first,) = scene.claim(token="c10")
-    _say(scene.turns(first), 1)
-    scene.run.jobs.release("w0", first, "handback")
-    (second,) = scene.claim(token="c1")
-    scene.submit(second)
-    assert scene.record(second.gid).get("continued") == "1"
 
 
 def turns_that_the_server_lost_come_back(scene: Scene) -> None:
@@ -160,7 +179,6 @@ def turns_end_with_their_group(scene: Scene) -> None:
     (job,) = scene.claim()
     assert not job.is_begun
     _say(scene.turns(job), 2)
-    assert "continued" not in scene.record(job.gid)
     scene.run.jobs.release("w0", job, "handback")
     assert _said(scene, job.gid) == [2]
     scene.run.jobs.drop(job.gid)

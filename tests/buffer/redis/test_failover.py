@@ -23,9 +23,10 @@ from buffer.redis.connection.url import open_client
 from buffer.redis.server.embedded import valkey_binary
 from buffer.redis.store import Store
 from tests.buffer.scene import LIMITS, Scene
-from tests.cluster import MASTERS, Cluster, Node, start_cluster, until
+from tests.cluster import MASTERS, Cluster, Node, start_cluster
 from tests.sentinels import Watched, start_watched
 from tests.servers import SAFE, find_redis, raw_cluster
+from tests.waits import until
 
 WAIT_ONE = RunLimits(**{**LIMITS.model_dump(), "wait_replicas": 1})
 WAIT_TWO = RunLimits(**{**LIMITS.model_dump(), "wait_replicas": 2})

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from buffer.errors import ConfigError, SnapshotError
+from buffer.errors import ConfigError, MediaError, SnapshotError
 from buffer.ids import group_id
 from buffer.redis.media_folder import MediaFolder
 from buffer.run import Run
@@ -90,6 +93,28 @@ def test_file_is_found_by_its_uri_wherever_the_folder_is(
 def test_uri_of_nothing_in_the_folder_is_refused(folder: MediaFolder, uri: str) -> None:
     with pytest.raises(ConfigError, match="no file of a run"):
         folder.path(uri)
+
+
+@given(st.integers(0, 2**20), st.integers(1, 255), st.booleans())
+def test_a_column_in_a_file_is_what_was_written_or_refused(
+    at: int, change: int, is_cut: bool
+) -> None:
+    with TemporaryDirectory() as root:
+        folder = MediaFolder(Path(root), "run", "nonce")
+        column = np.arange(40, dtype="<i4")
+        address = folder.put_column(GID, "ids.npy", column)
+        assert folder.read_column(address, "<i4", 40).tolist() == column.tolist()
+        file = folder.path(address.partition("#")[0])
+        data = bytearray(file.read_bytes())
+        if is_cut:
+            del data[at % len(data) :]
+        else:
+            data[at % len(data)] ^= change
+        file.write_bytes(data)
+        with pytest.raises(MediaError, match="CRC-32"):
+            folder.read_column(address, "<i4", 40)
+        with pytest.raises(MediaError, match="CRC-32"):
+            folder.read_column(address.partition("#")[0], "<i4", 40)
 
 
 def test_folder_belongs_to_one_run(folder: MediaFolder, tmp_path: Path) -> None:

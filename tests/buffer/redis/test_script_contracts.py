@@ -33,7 +33,7 @@ def hostile(
                 **LIMITS.model_dump(),
                 "max_tries": 2,
                 "on_straggler": "retry",
-                "order": "length_fair",
+                "order": "fifo",
             }
         )
         scene = Scene(store, raw, "hostile", limits)

@@ -15,7 +15,7 @@ import pytest
 from buffer.errors import WireError
 from buffer.weights import host_folders
 from buffer.weights.host_folders import HostFolders
-from tests.consumer.handle.crew import wait_until
+from tests.waits import until
 
 PROCESS = """
 import sys, time
@@ -72,11 +72,11 @@ def test_one_process_fills_the_next_takes_over_and_the_last_deletes(
         return log.read_text().count("fill") if log.exists() else 0
 
     dies = start()
-    wait_until(lambda: fills() == 1, "a process that fills")
+    until(lambda: fills() == 1, "a process that fills")
     others = [start() for _ in range(3)]
     dies.kill()
     dies.communicate()
-    wait_until(lambda: fills() == 2, "the next one")
+    until(lambda: fills() == 2, "the next one")
     gate.touch()
     for process in others:
         assert process.stdout

@@ -14,7 +14,7 @@ import pytest
 from buffer.errors import ConfigError
 from consumer.grpo.reporting.metric_writers import open_writers
 from rolloutmq.config.config import Config
-from tests.consumer.handle.crew import wait_until
+from tests.waits import until
 
 EVIL = "</td><script>alert(1)</script>\n```\n# not a heading"
 
@@ -107,7 +107,7 @@ def test_wandb_holds_each_step_once_in_one_run(
         ends = [record for record in records if record.WhichOneof("record_type") == "exit"]
         return records if len(ends) == 2 else []
 
-    wait_until(read, "W&B has written both runs")
+    until(read, "W&B has written both runs")
     records = read()
     runs = [record.run for record in records if record.WhichOneof("record_type") == "run"]
     assert {(run.run_id, run.display_name, run.project) for run in runs} == {

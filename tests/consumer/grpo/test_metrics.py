@@ -73,6 +73,12 @@ def test_group_times_are_those_of_the_groups_that_carry_one() -> None:
     assert (metrics["rewards/mean"], metrics["rewards/solved"]) == (0.5, 1.0)
 
 
+def test_a_group_with_partial_credit_alone_is_not_solved() -> None:
+    groups = [group(0.0, 0.9, seconds=None), group(0.1, 1.0, seconds=None)]
+    metrics = BatchColumns.of(groups, np.zeros(4, "<f4")).metrics()
+    assert metrics["rewards/solved"] == 0.5
+
+
 @pytest.mark.parametrize(
     "written", [{"turn": 2, "branch": 1}, {"turn": 2, "branch": 1, "odd": "x"}]
 )

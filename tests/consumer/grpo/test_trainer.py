@@ -367,6 +367,16 @@ def test_trainer_publishes_ahead_of_its_interval_when_its_weights_can_serve_no_f
     assert [step.step for step in history(config).steps] == [1, 2, 3, 4, 5]
 
 
+def test_a_role_of_train_roles_that_no_rollout_has_is_reported_once(
+    run: Run, config: Config, model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = config.tasks["math"].model_copy(update={"train_roles": ["", "solver"]})
+    config = config.model_copy(update={"tasks": config.tasks | {"math": task}})
+    with at_work(run, math=DRAWS), caplog.at_level("ERROR", "rolloutmq.trainer"):
+        assert train(run, config, model_dir)
+    assert caplog.text.count("no rollout of task math has the role solver") == 1
+
+
 def test_trainer_publishes_and_asks_again_when_a_step_cannot_be_made_any_more(
     make_run: Callable[..., Run],
     config: Config,

@@ -6,14 +6,14 @@ They depend on the draw alone, so that two runs get the same groups whatever hap
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
 
 import numpy as np
 
 from buffer.control.control import ControlState, Mode
-from buffer.control.length_counts import LengthCounts
+from buffer.control.length_counts import FINISHED, LengthCounts
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.ids import group_id, new_nonce, split_group_id
 from buffer.job import Job
@@ -114,7 +114,7 @@ class Crew:
                 self.claimed.append((job.lane, state.mode))
                 group = answer(self._run.buffer.read(job.payload), self._weights(job, state))
                 self._run.buffer.submit(self.worker, job, group, 1)
-                self._lengths.add(job.task, group.lengths)
+                self._lengths.add(job.task, FINISHED, group.lengths)
         if not self.silent:
             # before the heartbeat, which is the receipt that a test may wait for
             self.epochs.append((state.epoch, state.mode))
@@ -160,13 +160,3 @@ def at_work(
         yield crew
     finally:
         crew.stop()
-
-
-def wait_until(condition: Callable[[], object], what: str, *, tries: int = 40_000) -> None:
-    """Poll until it holds; a test that waits in vain fails with `what`."""
-    pause = threading.Event()
-    for _ in range(tries):
-        if condition():
-            return
-        pause.wait(0.01)
-    raise AssertionError(f"in vain: {what}")

@@ -87,9 +87,7 @@ FILES = {
         "buffer/weights/checksums.py",
         "buffer/weights/new_folder.py",
         "buffer/weights/shared_folder.py",
-        "consumer/senders/transfer.py",
-        "consumer/senders/tensor_server.py",
-        "consumer/senders/tensor_server.py",
+        "buffer/weights/redis_chunks.py",
         "buffer/ledger/ledger.py",
         "buffer/ledger/trainer_opening.py",
         "buffer/ledger/from_checkpoint.py",
@@ -130,7 +128,7 @@ class Lives:
             )
             victim = self.draw.randrange(size)
             at = self.draw.randint(1, LINES if size == 1 else RANK_LINES[min(victim, 1)])
-            self.config = make_config(self.folder, self.model, "gloo" if number % 2 else "folder")
+            self.config = make_config(self.folder, self.model, "redis" if number % 2 else "folder")
             fates = {victim: at if number < self.lives else 0}
             code = self.live(size, fates, regenerate)
             os.kill(crew, signal.SIGKILL)

@@ -11,7 +11,8 @@ from buffer.run import Run
 from buffer.wire import group_bytes
 from consumer.handle.prefetch import Prefetcher
 from tests.consumer.conftest import Trainers
-from tests.consumer.handle.crew import at_work, wait_until
+from tests.consumer.handle.crew import at_work
+from tests.waits import until
 
 
 def test_the_next_batch_is_read_while_the_present_one_trains_and_nothing_is_taken(
@@ -20,7 +21,7 @@ def test_the_next_batch_is_read_while_the_present_one_trains_and_nothing_is_take
     consumer = trainer(run)
     with at_work(run, math=6):
         first = consumer.take_batch(1, {"math": 3})
-        wait_until(
+        until(
             lambda: consumer.metrics()["prefetch/read_groups"] >= 3, "three groups to be read ahead"
         )
     before = (run.ledger.steps(), run.buffer.count("math"), run.account.totals())
@@ -40,17 +41,17 @@ def test_what_is_read_ahead_stays_within_its_bytes_and_follows_what_is_next(
 ) -> None:
     consumer = trainer(run)
     with at_work(run, math=6):
-        wait_until(lambda: run.buffer.count("math") == 6, "six groups")
+        until(lambda: run.buffer.count("math") == 6, "six groups")
     sizes = [entry.payload.size for entry in run.buffer.peek(6, "math")]
     ahead = Prefetcher(run, sum(sizes[:2]), threading.Event())
     try:
         ahead.begin({"math": 6, "quiz": 0})
-        wait_until(lambda: ahead.read == 2, "two groups")
+        until(lambda: ahead.read == 2, "two groups")
         assert ahead.held_bytes == sum(sizes[:2])
         run.jobs.drop(
             group_id("math", 0)
         )  # the first one leaves: the third takes its slot, if it fits
-        wait_until(lambda: ahead.held_bytes != sum(sizes[:2]) or ahead.read == 3, "another peek")
+        until(lambda: ahead.held_bytes != sum(sizes[:2]) or ahead.read == 3, "another peek")
         ahead.end()
         manifest = consumer.take_batch(1, {"math": 5}).manifest
         refs = [entry.payload for entry in manifest.entries]
@@ -69,10 +70,8 @@ def test_a_group_that_was_replaced_after_it_was_read_is_read_again(
     consumer = trainer(run)
     with at_work(run, math=4):
         consumer.take_batch(1, {"math": 1})
-        wait_until(
-            lambda: consumer.metrics()["prefetch/held_bytes"] > 0, "a group to be read ahead"
-        )
-        wait_until(lambda: run.buffer.count("math") == 3, "the others")
+        until(lambda: consumer.metrics()["prefetch/held_bytes"] > 0, "a group to be read ahead")
+        until(lambda: run.buffer.count("math") == 3, "the others")
     (entry,) = run.buffer.peek(1, "math")
     states = run.buffer.read(entry.payload).states
     for state in states:

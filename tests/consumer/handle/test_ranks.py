@@ -22,8 +22,9 @@ from consumer.grpo.model_state.saved_state import SavedState
 from consumer.grpo.models.model_folder import load_model
 from tests.consumer.grpo.learner.sharded_learner import CUT, STEPS, Life, main
 from tests.consumer.handle import changed_share, many_lives, sharded_trainer
-from tests.consumer.handle.crew import at_work, wait_until
+from tests.consumer.handle.crew import at_work
 from tests.servers import Server
+from tests.waits import until
 from tests.warm_process import run_in_warm_process
 
 
@@ -203,7 +204,7 @@ def test_ranks_share_whole_steps_and_one_that_dies_fails_the_step_for_all(
     server: Server, run: Run, tmp_path: Path
 ) -> None:
     with at_work(run, math=17):
-        wait_until(lambda: run.buffer.count("math") == 17, "all groups")
+        until(lambda: run.buffer.count("math") == 17, "all groups")
     bad = run.buffer.peek(6, "math")[5].gid  # of the second step
     run.store.control.set(run.keys.payload(bad, run.record(bad)["payload"]), b"nonsense")
 
@@ -229,7 +230,7 @@ def test_a_group_that_changes_in_memory_ends_all_ranks_before_the_commit(
     server: Server, run: Run, tmp_path: Path
 ) -> None:
     with at_work(run, math=17):
-        wait_until(lambda: run.buffer.count("math") == 17, "all groups")
+        until(lambda: run.buffer.count("math") == 17, "all groups")
     lives = [{"first": 1, "last": 3, "change_at": 2}, {"first": 2, "last": 3}]
     order = {"url": server.url, "run": run.name, "folder": tmp_path, "lives": lives}
     ends = orjson.loads(run_in_warm_process(tmp_path, sharded_trainer.main, order).splitlines()[-1])

@@ -33,9 +33,11 @@ from buffer.wire import group_bytes
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 from consumer.handle.batch import Batch, Stopped
 from consumer.handle.rollout_consumer import RolloutConsumer
+from consumer.handle.wait_rules import WaitReason
 from tests.consumer.conftest import Trainers, die
-from tests.consumer.handle.crew import at_work, wait_until
+from tests.consumer.handle.crew import at_work
 from tests.servers import Server, on_both
+from tests.waits import until
 
 
 def write_weights(folder: Path, consumer: RolloutConsumer, step: int) -> PublishedWeights:
@@ -62,16 +64,18 @@ def content(batch: Batch) -> list[bytes]:
 @on_both
 def test_take_blocks_until_groups_are_ready_and_reports_why(run: Run, trainer: Trainers) -> None:
     consumer = trainer(run)
-    reasons: list[str] = []
+
+    def end(reason: WaitReason) -> None:
+        raise InterruptedError(str(reason))
+
     with at_work(run, math=2):
-        wait_until(lambda: run.buffer.count("math") == 2, "two groups")
+        until(lambda: run.buffer.count("math") == 2, "two groups")
+        with pytest.raises(InterruptedError) as told:
+            consumer.take_batch(1, {"math": 3}, waiting=end)
         with pytest.raises(TimeoutError, match="math 2 of 3"):
-            consumer.take_batch(
-                1, {"math": 3}, deadline_s=0.2, waiting=lambda reason: reasons.append(str(reason))
-            )
-    assert reasons == [
-        "waiting for groups: math 2 of 3; of math, 0 wait and 0 run; live workers: 1"
-    ]
+            consumer.take_batch(1, {"math": 3}, deadline_s=0.2)
+    reason = "waiting for groups: math 2 of 3; of math, 0 wait and 0 run; live workers: 1"
+    assert str(told.value) == reason
     with at_work(run, math=3):
         batch = consumer.take_batch(1, {"math": 3})
     assert batch.step == 1
@@ -114,7 +118,7 @@ def test_a_group_that_cannot_be_read_is_swapped_and_the_batch_is_the_same_again(
 ) -> None:
     first = trainer(run)
     with at_work(run, math=4):
-        wait_until(lambda: run.buffer.count("math") == 4, "four groups")
+        until(lambda: run.buffer.count("math") == 4, "four groups")
     bad = f"math-{1:010d}"
     spoil(run, bad, data)
     batch = first.take_batch(1, {"math": 3})
@@ -134,7 +138,7 @@ def test_what_the_server_has_lost_is_no_fault_of_the_worker(
     run: Run, trainer: Trainers, data: bytes | None, is_barred: bool
 ) -> None:
     with at_work(run, math=BAD_GROUPS + 1):
-        wait_until(lambda: run.buffer.count("math") == BAD_GROUPS + 1, "all groups")
+        until(lambda: run.buffer.count("math") == BAD_GROUPS + 1, "all groups")
     for number in range(BAD_GROUPS):
         spoil(run, f"math-{number:010d}", data)
     assert len(trainer(run).take_batch(1, {"math": BAD_GROUPS + 1}, strict=False).groups) == 1
@@ -168,7 +172,7 @@ def test_a_batch_of_which_nothing_can_be_read_waits_for_other_groups(
 ) -> None:
     consumer = trainer(run)
     with at_work(run, math=12):
-        wait_until(lambda: run.buffer.count("math") == 12, "twelve groups")
+        until(lambda: run.buffer.count("math") == 12, "twelve groups")
     for draw in range(12):
         spoil(run, f"math-{draw:010d}", b"nonsense")
     with pytest.raises(TimeoutError, match="math 0 of 2"):
@@ -281,7 +285,7 @@ def test_heartbeat_reports_a_server_that_refuses(
     try:
         consumer = trainer(Run.open(limited, run.name))
         raw.acl_setuser("limited", commands=["-evalsha", "-eval"])
-        wait_until(lambda: consumer.role.lost is not None, "the heartbeat to fail")
+        until(lambda: consumer.role.lost is not None, "the heartbeat to fail")
         with pytest.raises(StoreError, match="refused"):
             consumer._check()
     finally:
@@ -409,7 +413,7 @@ def test_evaluate_uses_what_an_interrupted_one_left_when_the_weights_are_the_sam
     first = trainer(run)
     with at_work(run, math=0):
         run.evaluations.set_target(first.nonce, "quiz", 4)
-        wait_until(lambda: run.buffer.count("quiz") == 4, "the groups of an evaluation")
+        until(lambda: run.buffer.count("quiz") == 4, "the groups of an evaluation")
         left = run.evaluations.take(first.nonce, 1, {"quiz": 4})
         die(first)
         groups = trainer(run, take_over=True).evaluate("quiz", 4)
@@ -424,7 +428,7 @@ def test_evaluate_discards_what_older_weights_or_another_task_left(
     with at_work(run, math=0):
         run.evaluations.set_target(consumer.nonce, "exam", 2)
         run.evaluations.set_target(consumer.nonce, "quiz", 3)
-        wait_until(lambda: run.buffer.count("quiz") + run.buffer.count("exam") == 5, "all groups")
+        until(lambda: run.buffer.count("quiz") + run.buffer.count("exam") == 5, "all groups")
         run.evaluations.take(consumer.nonce, 1, {"exam": 2})
         with consumer.paused("keep"):
             consumer.publish_weights(7, *write_weights(tmp_path, consumer, 7))

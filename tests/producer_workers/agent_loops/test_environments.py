@@ -211,3 +211,18 @@ def test_an_environment_rewards_turns_also_where_a_rollout_was_cut_off(chat: Any
         assert state.token_rewards.tolist() == whole.token_rewards.tolist()
     (state,) = run(loop, TalkingEngine(chat, ["bad"]), [rollout()])
     assert state.status is Status.FAILED
+
+
+def test_an_environment_whose_answer_ends_with_the_assistant_fails_its_rollout(chat: Any) -> None:
+    class Speaker:
+        async def answer(self, state: RolloutState, turn: Turn) -> Answer:
+            return Answer(
+                [{"role": "user", "content": "go"}, {"role": "assistant", "content": "I"}]
+            )
+
+    loop = MultiTurnAgentLoop(
+        environment=Speaker(), judge=None, tokenizer=chat, eos_ids=[chat.eos_token_id]
+    )
+    (state,) = run(loop, TalkingEngine(chat, ["one", "two"]), [rollout()])
+    assert state.status is Status.FAILED
+    assert "end with the assistant's" in (state.error or "")

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from buffer.wire.group import RolloutGroup
+from buffer.wire.group_bytes import encode
+from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.tool_parsers import HermesParser
+from producer_workers.gateway.turn import as_openai
 from tests.thoroughness import examples
 
 PARSER = HermesParser()
@@ -34,6 +40,56 @@ def test_a_call_that_cannot_be_read_has_no_arguments_and_keeps_its_text(text: st
     (call,) = PARSER.parse(text).calls
     assert call.arguments is None
     assert call.raw_arguments
+
+
+NUMBER = 2512292042121000001123
+
+VALUES = st.recursive(
+    st.none()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=6),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.text(max_size=3), VALUES, max_size=3), st.booleans())
+@example({"a": [NUMBER]}, False)
+@example({"code": "a = 1\n\tb\r\n"}, True)
+def test_an_agent_gets_the_values_that_the_model_wrote(value: dict[str, Any], raw: bool) -> None:
+    """`raw`: the model writes line breaks and tabs in a text as they are."""
+    arguments = json.dumps(value)
+    if raw:
+        for escape, sign in {"\\n": "\n", "\\t": "\t", "\\r": "\r"}.items():
+            arguments = re.sub(
+                rf"(?<!\\)((?:\\\\)*){re.escape(escape)}", rf"\g<1>{sign}", arguments
+            )
+    (call,) = PARSER.parse(
+        f'<tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    ).calls
+    told = as_openai(call)["function"]
+    assert told["name"] == "f"
+    assert json.loads(told["arguments"]) == value, "an agent's parser is strict"
+    encode(RolloutGroup("g-1", "g", [RolloutState(tool_calls=[call])]))
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"a": 1e400}', '{"a": NaN}', '{"a": "\\ud800"}', '{"a": 1,}']
+)
+def test_arguments_that_no_parser_reads_alike_are_no_call(arguments: str) -> None:
+    text = f'{{"name": "f", "arguments": {arguments}}}'
+    (call,) = PARSER.parse(f"<tool_call>{text}</tool_call>").calls
+    assert (call.arguments, call.raw_arguments) == (None, text)
+
+
+def test_of_a_key_that_is_written_twice_the_last_value_counts() -> None:
+    """As in the JSON parsers of Python, JavaScript, Go and Rust, so agent and tool get the same."""
+    assert found('<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>') == [
+        ("f", {"a": 2})
+    ]
 
 
 def test_what_is_only_thought_of_is_not_called() -> None:

@@ -344,13 +344,22 @@ def test_nothing_is_kept_of_a_prompt_that_is_too_long(
 
 
 @pytest.mark.parametrize("text", [IMAGE, f"{IMAGE}{IMAGE}", f"{FIRST}{IMAGE}{LAST}"])
-def test_text_that_says_the_models_image_token_is_refused(
+def test_text_that_says_the_models_image_token_shows_no_image(
     sampler: Callable[[Dataset], Sampler], tmp_path: Path, text: str
 ) -> None:
     write_pictures(tmp_path, picture(1))
-    rows = open_rows(tmp_path, {"question": text, "images": ["0.png"]})
-    with pytest.raises(DatasetError, match="row 0"):
-        sampler(rows).draw(0)
+    rows = open_rows(tmp_path, *({"question": q, "images": ["0.png"]} for q in ("?", text)))
+    made = sampler(rows)
+    made.max_prompt_tokens = None
+    plain, hostile = (made.draw(n) for n in range(2))
+    assert isinstance(plain, list)
+    assert isinstance(hostile, list)
+    ids = plain[0].prompt_ids, hostile[0].prompt_ids
+    assert made.images is not None
+    image_token = made.images._processor.image_token_id
+    counts = [np.count_nonzero(each == image_token) for each in ids]
+    assert counts == [plain[0].multimodal[0].tokens, hostile[0].multimodal[0].tokens]
+    assert counts[0] == counts[1]
 
 
 def test_image_that_broke_after_the_file_was_opened_is_told_with_its_row(

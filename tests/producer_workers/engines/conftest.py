@@ -15,14 +15,11 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from buffer.weights.transport import Announcement
 from buffer.wire.rollout import PolicyVersion
-from consumer.senders.tensor_server import MemorySnapshot, TensorServer
 from producer_workers.config.distribution import Fixed
 from producer_workers.config.engine import HttpConfig, SimulatedConfig, VllmConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine
-from tests.pipeline.handover import announce
 from tests.producer_workers.engines.tiny_adapter import write_adapter
 from tests.producer_workers.engines.tiny_model import write_tiny_model
 from tests.producer_workers.engines.vllm_server import vllm_server
@@ -169,18 +166,3 @@ def http_engine(running_http: Engine, run: Run[None], folders: Folders) -> Itera
     yield running_http
     run(running_http.resume())
     run(running_http.load_weights(folders.first, FIRST))
-
-
-@pytest.fixture
-def announced(folders: Folders) -> Iterator[tuple[TensorServer, Announcement]]:
-    """Announce the second weights from the memory of a trainer."""
-    server = TensorServer("127.0.0.1", "gloo")
-
-    def save(folder: Path) -> None:
-        shutil.copytree(folders.second, folder, dirs_exist_ok=True)
-
-    yield (
-        server,
-        announce(server, MemorySnapshot.take("main:4", save, "rolloutmq-test-"), folders.second),
-    )
-    server.close()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -12,11 +10,9 @@ import numpy as np
 import pytest
 
 from buffer.errors import ConfigError
-from buffer.weights.transport import Announcement
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.sampling import SampleParams
 from buffer.wire.sampling_mask import SamplingMask
-from consumer.senders.tensor_server import TensorServer
 from producer_workers.agent_loops.tool_parsers import tool_parser
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import (
@@ -24,10 +20,8 @@ from producer_workers.engines.base import (
     EngineError,
     Generation,
     GenerationError,
-    ReceivesWeights,
     WeightsError,
 )
-from producer_workers.engines.model_folder import read_shapes
 from producer_workers.engines.vllm import engine as module
 from producer_workers.engines.vllm.api import (
     generation_of,
@@ -36,13 +30,10 @@ from producer_workers.engines.vllm.api import (
     sampling_arguments,
 )
 from tests.producer_workers.engines.conformance import (
-    LONG,
     NEXT,
-    PROMPT,
     TOLERANCE,
     ModelContract,
     generate,
-    interrupt,
     sampling,
     worst_difference,
 )
@@ -106,61 +97,6 @@ def test_an_update_is_finished_when_its_caller_is_cancelled(
     made = run(scenario())
     folder = folders.second if vllm_engine.version() == NEXT else folders.first
     assert worst_difference(folder, made, 1.0) < TOLERANCE
-
-
-def test_weights_from_a_trainers_memory_come_while_tokens_flow(
-    vllm_engine: Engine,
-    run: Run[Any],
-    folders: Folders,
-    announced: tuple[TensorServer, Announcement],
-) -> None:
-    """Load weights from memory while requests run."""
-    assert isinstance(vllm_engine, ReceivesWeights)
-    engine = vllm_engine
-    greedy = sampling(LONG, temperature=0.0)
-    params = sampling(100, seed=11)
-
-    async def scenario() -> list[Generation]:
-        back = partial(engine.load_weights, folders.first, FIRST)
-        mixed = await interrupt(
-            engine, greedy, lambda: engine.receive_weights(announced[1], NEXT), back
-        )
-        cut = mixed.spans[1].start
-        prompt = np.concatenate([PROMPT, mixed.token_ids[:cut]])
-        fresh = await engine.generate("fresh", prompt, sampling(LONG - cut, temperature=0.0))
-        received = await generate(engine, params)
-        await engine.load_weights(folders.second, NEXT)
-        return [mixed, fresh, received, await generate(engine, params)]
-
-    mixed, fresh, received, read = run(scenario())
-    assert [PolicyVersion(span.lineage, span.version) for span in mixed.spans] == [FIRST, NEXT]
-    assert np.array_equal(mixed.token_ids[mixed.spans[1].start :], fresh.token_ids)
-    assert np.array_equal(received.logprobs, read.logprobs)
-    assert worst_difference(folders.second, received, 1.0) < TOLERANCE
-
-
-def test_weights_that_do_not_come_whole_from_a_trainer_never_touch_the_model(
-    vllm_engine: Engine,
-    run: Run[Any],
-    folders: Folders,
-    announced: tuple[TensorServer, Announcement],
-) -> None:
-    assert isinstance(vllm_engine, ReceivesWeights)
-    engine, (server, whole), params = vllm_engine, announced, sampling(60, seed=5)
-    wider = replace(whole, tensors=read_shapes(folders.wider))
-    before = run(generate(engine, params))
-    assert server._snapshot
-    server._snapshot.weights["model.safetensors"][-1] ^= 1
-    unreachable = replace(whole, port=1)
-    for refused, why in (
-        (whole, "differs from"),
-        (wider, "another shape"),
-        (unreachable, "cannot connect"),
-    ):
-        with pytest.raises(WeightsError, match=why):
-            run(engine.receive_weights(refused, NEXT))
-        assert np.array_equal(run(generate(engine, params)).logprobs, before.logprobs)
-    assert vllm_engine.version() == FIRST
 
 
 def test_waking_up_leaves_a_paused_engine_paused(

@@ -10,7 +10,6 @@ import asyncio
 import shutil
 import signal
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,10 @@ import psutil
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from buffer.errors import WireError
-from buffer.weights.rendezvous import Rendezvous
-from buffer.weights.transport import Announcement
-from consumer.senders.tensor_server import TensorServer
 from producer_workers.engines.base import (
     Engine,
     EngineDeadError,
     Generation,
-    ReceivesWeights,
     WeightsError,
 )
 from producer_workers.engines.vllm import engine as module
@@ -145,36 +139,6 @@ def test_weights_that_some_shards_refuse_reach_none(
     assert np.array_equal(before.token_ids, after.token_ids)
     assert after.spans[0].version == FIRST.version
     assert worst_difference(folders.second, updated, 1.0) < TOLERANCE
-
-
-def test_weights_from_a_trainers_memory_reach_every_shard_or_none(
-    engine: Engine,
-    run: Run[Any],
-    folders: Folders,
-    announced: tuple[TensorServer, Announcement],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """At first one shard alone is served."""
-    assert isinstance(engine, ReceivesWeights)
-    answer = TensorServer._answer
-    turns = count()
-    params = sampling(30, seed=5)
-
-    def answer_one(self: TensorServer, rendezvous: Rendezvous) -> None:
-        if next(turns):
-            raise WireError("no more")
-        answer(self, rendezvous)
-
-    before = run(generate(engine, params))
-    monkeypatch.setattr(TensorServer, "_answer", answer_one)
-    with pytest.raises(WeightsError, match="did not reach process"):
-        run(engine.receive_weights(announced[1], NEXT))
-    after = run(generate(engine, params))
-    assert np.array_equal(before.logprobs, after.logprobs)
-    assert engine.version() == FIRST
-    monkeypatch.undo()
-    run(engine.receive_weights(announced[1], NEXT))
-    assert worst_difference(folders.second, run(generate(engine, params)), 1.0) < TOLERANCE
 
 
 def halve(folder: Path, name: str) -> None:

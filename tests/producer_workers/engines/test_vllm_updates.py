@@ -28,8 +28,8 @@ from buffer.run import Run
 from buffer.weights import delta, folder_manifest
 from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.transport import TransportName
+from buffer.weights.transports import open_sender
 from buffer.wire.rollout import PolicyVersion
-from consumer.senders.transfer import open_sender
 from producer_workers.config.engine import VllmConfig
 from producer_workers.engines.base import Engine, EngineError, Generation
 from producer_workers.engines.vllm.api import keeps_cache
@@ -80,7 +80,7 @@ def named(number: int) -> PolicyVersion:
 def states(
     history: list[Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Run, list[ControlState]]]:
-    """Publish version 1 as changes in a folder, 2 as changes in Redis, and 3 from memory."""
+    """Publish version 1 as changes in a folder, 2 as changes in Redis, and 3 whole in Redis."""
     folder = tmp_path_factory.mktemp("published")
     with ExitStack() as stack:
         store = stack.enter_context(closing(Store("memory://updates")))
@@ -94,7 +94,6 @@ def states(
                 run.keys,
                 folder / way,
                 keep=2,
-                host="127.0.0.1",
                 delta_base_every=delta_base_every,
             )
             stack.callback(sender.close)
@@ -103,7 +102,7 @@ def states(
                 published = sender.write(named(version), save)
             return ControlState(1, Mode.RUN, (), named(versions[-1]), *published)
 
-        states = [publish("folder", 4, 0, 1), publish("redis", 4, 1, 2), publish("gloo", 1, 3)]
+        states = [publish("folder", 4, 0, 1), publish("redis", 4, 1, 2), publish("redis", 1, 3)]
         manifests = [
             (Path(states[0].weights_path) / folder_manifest.NAME).read_bytes(),
             VersionStore(store, run.keys).find(str(named(2))) or b"",

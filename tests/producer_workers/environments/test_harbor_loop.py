@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from producer_workers.environments.harbor import PROGRAM
 from producer_workers.environments.loops import HarborAgentLoop
 from tests.producer_workers.environments.harbor_stand_in import install, write_task
 from tests.producer_workers.recorder import Recorder, questions, run
+from tests.waits import until
 
 TRIAL = {"agent": {"name": "talker"}, "environment": {"type": "folders"}}
 OPTIONS: dict[str, Any] = {"harbor_python": sys.executable, "trial": TRIAL}
@@ -58,13 +58,17 @@ def test_trials_earn_what_their_tests_say_and_each_token_is_trained_once(
 ) -> None:
     engine = Recorder(chat)
     plays: list[dict[str, Any]] = [
-        {"turns": 3, "rewards": {"reward": 0.25, "style": 1}},
+        {"turns": 3, "rewards": {"reward": 0.25, "style": 1, "score": 9, "role": 2}},
         {"rewards": {"reward": 0.0}},
     ]
     kept = tmp_path / "kept"
     states = run(loop_of(chat, trials_dir=str(kept)), engine, group_of(tmp_path, *plays))
     engine.check(states)
-    assert [state.reward for state in states] == [{"score": 0.25, "style": 1.0}, {"score": 0.0}]
+    assert [state.reward for state in states] == [
+        {"score": 0.25, "style": 1.0, "role": 2.0},
+        {"score": 0.0},
+    ]
+    assert [state.role for state in states] == ["", ""]
     trials = sorted(kept.iterdir())
     assert [(trial / "trial.log").read_text() for trial in trials] == ["began\n"] * 2
     for index, trial in enumerate(trials):
@@ -101,6 +105,28 @@ def test_a_trial_that_fails_is_a_failed_rollout_with_a_reason_and_has_no_reward(
     assert other.status is (Status.FAILED if "trial" in options else Status.COMPLETED)
     assert list(environments.iterdir()) == [], "also of the trial whose process was killed"
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_an_environment_that_never_stops_costs_no_reward_and_holds_no_rollout(
+    chat: Any, tmp_path: Path, environments: Path
+) -> None:
+    play = {"rewards": {"reward": 1}, "never_stops": True}
+    loop = loop_of(chat, cleanup_s=2.0, time_limit_s=120.0)
+    (state,) = run(loop, Recorder(chat), group_of(tmp_path, play))
+    assert (state.reward, state.error) == ({"score": 1.0}, None)
+    assert len(list(environments.iterdir())) == 1
+
+
+def test_an_answer_that_is_too_long_fails_its_rollout_alone(
+    chat: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("producer_workers.environments.harbor.LARGEST_ANSWER", 2000)
+    rewards = {"reward": 1} | {f"part_{n}": n for n in range(400)}
+    plays: list[dict[str, Any]] = [{"rewards": rewards}, {"rewards": {"reward": 1}}]
+    long, other = run(loop_of(chat), Recorder(chat), group_of(tmp_path, *plays))
+    assert long.status is Status.FAILED
+    assert "more than 2000 bytes" in str(long.error)
+    assert other.reward == {"score": 1.0}
 
 
 def test_work_that_ends_by_a_limit_is_scored_by_the_tests(chat: Any, tmp_path: Path) -> None:
@@ -194,19 +220,10 @@ def test_a_trial_ends_in_order_when_its_worker_dies(
         assert process.stdin is not None
         process.stdin.write(orjson.dumps(request) + b"\n")
         process.stdin.flush()
-        wait_until(lambda: list(environments.iterdir()) != [])
+        until(lambda: list(environments.iterdir()) != [])
         process.send_signal(signal.SIGKILL if end == "worker is killed" else signal.SIGTERM)
-        wait_until(lambda: list(environments.iterdir()) == [])
-        wait_until(lambda: not (tmp_path / "trials").exists())
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    async def wait() -> None:
-        async with asyncio.timeout(120):
-            while not holds():
-                await asyncio.sleep(0.05)
-
-    asyncio.run(wait())
+        until(lambda: list(environments.iterdir()) == [])
+        until(lambda: not (tmp_path / "trials").exists())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ the row, the response and the reward of its verifier.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import logging
+import socket
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +42,12 @@ class Gym:
         self._model = model
         self._capture = capture
         self.seen: list[dict[str, Any]] = []
+        self.refusals: list[int] = []
 
     async def run(self, request: web.Request) -> web.Response:
         row = await request.json()
+        if self.refusals:
+            return web.Response(status=self.refusals.pop(), text="busy")
         self.seen.append(row)
         if row.get("fails"):
             return web.json_response({"detail": "the resources server is gone"}, status=500)
@@ -68,6 +73,7 @@ class Gym:
         )
         verified = {**row, "response": {**answer, "output": made}}
         verified["reward"] = float(row["answer"] in text)
+        verified["reward_components"] = row.get("components")
         if row.get("masked"):
             verified |= {"mask_sample": True, "failure_kind": "timeout", "reward": 0.0}
         return web.json_response(verified)
@@ -81,7 +87,16 @@ def rows(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def play(chat: Any, path: Path, script: list[str], capture: str = "") -> tuple[Any, Recorder, Gym]:
+def play(
+    chat: Any,
+    path: Path,
+    script: list[str],
+    capture: str = "",
+    *,
+    refusals: Sequence[int] = (),
+    opens: Callable[[], bool] = lambda: True,
+) -> tuple[Any, Recorder, Gym]:
+    """Play the row; the server listens once it `opens`, and first answers with the refusals."""
     engine = Recorder(chat, script)
 
     async def scene() -> list[RolloutState]:
@@ -90,9 +105,18 @@ def play(chat: Any, path: Path, script: list[str], capture: str = "") -> tuple[A
         app.router.add_post("/run", gym.run)
         runner = web.AppRunner(app)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        port = runner.addresses[0][1]
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        gym.refusals = [*refusals]
+
+        async def listen() -> None:
+            while not opens():
+                await asyncio.sleep(0.05)
+            await web.TCPSite(runner, "127.0.0.1", port).start()
+
+        listening = asyncio.create_task(listen())
+        if opens():
+            await listening
         dataset = {"kind": "nemo_gym", "path": str(path), "url": f"http://127.0.0.1:{port}/"}
         section = TaskSection.model_validate({"judge": "environment", "dataset": dataset})
         problem = open_dataset(section.dataset, path.parent).row(0)
@@ -109,6 +133,7 @@ def play(chat: Any, path: Path, script: list[str], capture: str = "") -> tuple[A
             made: list[RolloutState] = await loop.generate_group([state], engine, "math-1")
             return made
         finally:
+            await listening
             await loop.close()
             await runner.cleanup()
 
@@ -127,6 +152,33 @@ def test_a_row_is_run_by_an_agent_whose_model_is_the_gateway(
     engine.check(states)
     (row,) = gym.seen
     assert row["answer"] == "5"
+
+
+def test_components_stand_beside_the_reward_and_change_nothing_of_ours(
+    chat: Any, tmp_path: Path
+) -> None:
+    path = rows(tmp_path, components={"score": 9.0, "style": 2.0})
+    (state,), _, _ = play(chat, path, ["it is 5"])
+    assert state.reward == {"score": 1.0, "style": 2.0}
+    for components in ({"role": "other"}, {"turn_rewards": [1.0]}):
+        (state,), _, _ = play(chat, rows(tmp_path, components=components), ["it is 5"])
+        assert state.status is Status.FAILED
+        assert "reward_components" in str(state.error)
+
+
+def test_a_server_that_is_away_is_waited_for_and_fails_no_rollout(
+    chat: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    (state,), engine, gym = play(chat, rows(tmp_path), ["it is 5"], refusals=[503, 429])
+    assert (state.reward, state.error) == ({"score": 1.0}, None)
+    assert (len(gym.seen), len(engine.said)) == (1, 1)
+    assert "status 429: busy; rollouts wait" in caplog.text
+    caplog.clear()
+    (state,), _, _ = play(
+        chat, rows(tmp_path), ["it is 5"], opens=lambda: "rollouts wait" in caplog.text
+    )
+    assert (state.reward, state.error) == ({"score": 1.0}, None)
 
 
 def test_faults_of_the_gym_fail_the_rollout(chat: Any, tmp_path: Path) -> None:

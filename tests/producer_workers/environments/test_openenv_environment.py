@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections import Counter
@@ -197,6 +199,33 @@ def test_an_episode_begins_with_the_messages_of_its_observation(chat: Any, serve
     assert state.prompt_ids is not None
     assert told.prompt_ids is not None
     assert state.prompt_ids.tolist() == told.prompt_ids.tolist()
+
+
+def test_a_server_that_is_away_is_waited_for_and_fails_no_episode(
+    chat: Any, server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    def serve_busy() -> None:
+        with socket.create_server(("127.0.0.1", server.port)) as listener:
+            connection, _ = listener.accept()
+            connection.recv(65536)
+            connection.sendall(b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\n\r\n")
+            connection.close()
+
+    def return_when_missed() -> None:
+        serve_busy()
+        while "rollouts wait" not in caplog.text:
+            time.sleep(0.05)
+        server.start()
+
+    caplog.set_level(logging.WARNING)
+    server.stop()
+    returning = threading.Thread(target=return_when_missed)
+    returning.start()
+    states, engine = play(chat, server, [4096, 4096])
+    returning.join()
+    assert [state.error for state in states] == [None] * 2
+    assert "rollouts wait" in caplog.text
+    engine.check(states)
 
 
 def test_faults_of_an_environment_fail_the_episode(chat: Any, server: Server) -> None:

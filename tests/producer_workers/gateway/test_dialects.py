@@ -21,6 +21,7 @@ from producer_workers.engines.base import GenerationError
 from producer_workers.gateway import reply as gateway_reply
 from producer_workers.gateway.agents import AgentTask
 from producer_workers.gateway.reply import Reply
+from tests.producer_workers.agents import TOOL, ask
 from tests.producer_workers.gateway.test_gateway_endpoint import Desk, at_desk
 from tests.producer_workers.recorder import Recorder, loop_of, questions, run
 from tests.thoroughness import examples
@@ -43,11 +44,12 @@ Change = Callable[[list[Any]], list[Any]]
 
 
 def conversation(
-    chat: Any, agent: Any, lines: list[str] | None = None
+    chat: Any, agent: Any, lines: list[str] | None = None, train: str = "task"
 ) -> tuple[Recorder, list[RolloutState]]:
     """Run an agent against a model with a script, and check the record token by token."""
     engine = Recorder(chat, lines or LINES)
-    states = run(loop_of(chat, agent=agent), engine, questions("2 + 3?", max_tokens=10_000))
+    loop = loop_of(chat, agent=agent, train=train)
+    states = run(loop, engine, questions("2 + 3?", max_tokens=10_000))
     assert [(state.status, state.error) for state in states] == [(Status.COMPLETED, None)] * len(
         states
     )
@@ -213,6 +215,24 @@ def test_what_anthropics_client_sends_back_continues_the_tokens_that_were_sample
     assert contexts(states) == {}
 
 
+def test_a_conversation_that_ends_with_the_models_turn_is_counted_and_refused_if_asked(
+    chat: Any,
+) -> None:
+    """Anthropic's clients count their history after each answer."""
+    messages: Any = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * 90}]
+
+    async def solve(task: AgentTask) -> None:
+        url = task.anthropic_url
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=task.api_key) as client:
+            counted = await client.messages.count_tokens(model="m", messages=messages)
+            assert counted.input_tokens > 90
+            with pytest.raises(anthropic.BadRequestError, match="ends with a message"):
+                await client.messages.create(**CLAUDE, messages=messages)
+            await client.messages.create(**CLAUDE, messages=messages[:1])
+
+    conversation(chat, solve)
+
+
 def test_anthropics_streams_say_what_its_messages_say(chat: Any) -> None:
     _, states = conversation(chat, claude(stream=True))
     assert len(states) == 1
@@ -263,7 +283,7 @@ def test_each_new_context_is_counted_with_its_reason(chat: Any) -> None:
                 *(ask([{"role": "user", "content": f"part {n}"}], "sub") for n in range(2))
             )
 
-    _, states = conversation(chat, solve, [f"line {n}" for n in range(10)])
+    _, states = conversation(chat, solve, [f"line {n}" for n in range(10)], "all")
     assert contexts(states) == {
         "system": 1,
         "history": 1,
@@ -272,6 +292,7 @@ def test_each_new_context_is_counted_with_its_reason(chat: Any) -> None:
         "again": 1,
         "branch": 1,
         "conversation": 2,
+        "other_system": 3,
     }
     assert len(states) == 1 + 8
 
@@ -525,6 +546,64 @@ def test_a_custom_tool_gets_what_the_model_gave_and_its_tokens_are_kept(
     line = f'<tool_call>\n{{"name": "patch", "arguments": {arguments}}}\n</tool_call>'
     _, states = conversation(chat, solve, [line, "done"])
     assert len(states) == 1
+
+
+ODD = {"a": 2512292042121000001123, "b": {"code": "x = 1\n\ty\n"}}
+"""An integer over 64 bits, and a text whose line breaks the model writes as they are."""
+
+
+@pytest.mark.parametrize("dialect", ["chat", "claude", "codex"])
+def test_an_agent_gets_numbers_and_texts_of_a_call_as_they_are_and_may_send_them_back(
+    chat: Any, dialect: str
+) -> None:
+    """Also where its history is read again, in a new context."""
+
+    async def of_chat(task: AgentTask) -> Any:
+        messages: list[Any] = [*task.messages]
+        said = (await ask(task, messages, tools=[TOOL])).message
+        messages += [said, {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "5"}]
+        await ask(task, messages, tools=[TOOL])
+        await ask(task, [{"role": "user", "content": "new"}, *messages[1:]], tools=[TOOL])
+        return json.loads(said.tool_calls[0].function.arguments)
+
+    async def of_claude(task: AgentTask) -> Any:
+        messages: list[Any] = [*task.messages]
+        url = task.anthropic_url
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=task.api_key) as client:
+            said = await client.messages.create(**CLAUDE, tools=TOOLS, messages=messages)
+            messages += [{"role": "assistant", "content": said.content}]
+            messages += [{"role": "user", "content": results_of(said.content)}]
+            await client.messages.create(**CLAUDE, tools=TOOLS, messages=messages)
+            messages[0] = {"role": "user", "content": "new"}
+            await client.messages.create(**CLAUDE, tools=TOOLS, messages=messages)
+        return said.content[-1].input
+
+    async def of_codex(task: AgentTask) -> Any:
+        items: list[Any] = [*task.messages]
+        async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
+            asked: Any = {"model": "m", "tools": FUNCTIONS}
+            said = await client.responses.create(**asked, input=items)
+            items += [*said.output, *outputs_of(said.output)]
+            await client.responses.create(**asked, input=items)
+            new: list[Any] = [{"role": "user", "content": "new"}, *items[1:]]
+            await client.responses.create(**asked, input=new)
+        return json.loads(said.output[-1].arguments)
+
+    given: list[Any] = []
+
+    async def solve(task: AgentTask) -> None:
+        given.append(await {"chat": of_chat, "claude": of_claude, "codex": of_codex}[dialect](task))
+
+    chat.chat_template = chat.chat_template.replace(
+        "{{ m.content }}",
+        "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}",
+    )
+    arguments = json.dumps(ODD).replace("\\n", "\n").replace("\\t", "\t")
+    line = f'<tool_call>\n{{"name": "add", "arguments": {arguments}}}\n</tool_call>'
+    engine, states = conversation(chat, solve, [line, "5", "5"])
+    assert given == [ODD]
+    assert contexts(states) == {"conversation": 1}, "the second request continued the first"
+    assert json.dumps(ODD) in chat.decode(engine.read[2])
 
 
 def test_a_client_of_responses_that_blocks_is_served_and_told_what_it_may_not_ask(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 from numpy.typing import NDArray
 
@@ -27,6 +28,7 @@ from producer_workers.gateway.loop import GatewayAgentLoop
 from producer_workers.judges.judge import FunctionJudge
 from rolloutmq.testing import RehearsalError, rehearse
 from tests.producer_workers.agents import PROGRAM, TOOL, ask
+from tests.producer_workers.gateway.test_recorded_tokens import Killed
 from tests.producer_workers.recorder import MINE, Recorder, loop_of, questions, run
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
@@ -36,9 +38,8 @@ def test_whatever_agents_do_each_sampled_token_is_trained_once_in_the_context_it
     chat: Any,
 ) -> None:
     engine = Recorder(chat)
-    states = run(
-        loop_of(chat), engine, questions(*(f"question {n}" for n in range(24)), max_tokens=10_000)
-    )
+    given = questions(*(f"question {n}" for n in range(24)), max_tokens=10_000)
+    states = run(loop_of(chat, train="all"), engine, given)
     assert len(engine.said) > 60
     assert len(states) > 24 + 10, "they cut, edited and asked twice"
     engine.check(states)
@@ -53,6 +54,39 @@ def test_whatever_agents_do_each_sampled_token_is_trained_once_in_the_context_it
     assert len(
         {(name.rpartition("/")[0], params.seed) for name, _, params in engine.requests}
     ) == len(engine.requests)
+
+
+@pytest.mark.parametrize(
+    ("agent", "deed", "limit_s"),
+    [
+        ("harms", "exits", 600.0),
+        pytest.param("harms_threads", "exits", 600.0, marks=pytest.mark.slow),
+        pytest.param("harms", "blocks", 10.0, marks=pytest.mark.slow),
+        pytest.param("harms_threads", "locks", 10.0, marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("resumable", [False, True])
+def test_an_agent_that_ends_or_blocks_its_process_fails_its_own_rollout_alone(
+    chat: Any, agent: str, deed: str, limit_s: float, resumable: bool, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("producer_workers.gateway.agents.GRACE_S", 2.0)
+    engine = Recorder(chat)
+    loop = loop_of(
+        chat, MINE + agent, time_limit_s=limit_s, resumable=resumable, partial_rollout=True
+    )
+    given = questions(deed, *(f"question {n}" for n in range(7)), max_tokens=1000)
+    keeper = Killed(given, None) if resumable else None
+    culprit, *others = run(loop, engine, given, keeper)
+    assert culprit.status is Status.FAILED
+    said = "ended its process: exit code 3" if deed == "exits" else "exceeded its limit of 10 s"
+    assert said in str(culprit.error)
+    assert [state.reward for state in others] == [{"score": 1.0}] * 7
+    if keeper:
+        assert len(engine.said) == 8, "those that began again went on behind their turns"
+        found = keeper.found()[1:]
+        assert [s.response_ids.tolist() for s in found] == [s.response_ids.tolist() for s in others]
+    else:
+        assert len(engine.said) > 9, "some began again, since they shared its process"
 
 
 def test_tool_calls_of_an_agent_stay_in_one_segment(chat: Any) -> None:
@@ -75,17 +109,19 @@ def test_tool_calls_of_an_agent_stay_in_one_segment(chat: Any) -> None:
     assert text == f"\ufffdlet me see {CALL}{CALL}{between}\ufffdit is 5<|im_end|>"
 
 
-@pytest.mark.parametrize(
-    ("turns", "writer", "judged"), [(1, False, "main"), (2, False, "main"), (2, True, "report")]
-)
-def test_the_judge_sees_the_turn_that_was_asked_last_and_no_title_that_was_late(
-    chat: Any, turns: int, writer: bool, judged: str
+@pytest.mark.parametrize("train", ["task", "all"])
+@pytest.mark.parametrize(("turns", "writer"), [(1, False), (2, False), (2, True)])
+def test_the_judge_sees_the_last_turn_of_the_conversation_with_tools_and_no_title_that_was_late(
+    chat: Any, turns: int, writer: bool, train: str
 ) -> None:
+    asked: list[str] = []
+
     class Late(Recorder):
         """Answers a question for a title after all others."""
 
         async def generate(self, request_id: str, ids: NDArray[np.int32], *more: Any) -> Generation:
             kind = re.findall(r"main|title|report", chat.decode(ids))[-1]
+            asked.append(kind)
             while kind == "title" and len(self.said) < turns + writer:
                 await asyncio.sleep(0.005)
             self.lines = [kind] * 9
@@ -96,7 +132,8 @@ def test_the_judge_sees_the_turn_that_was_asked_last_and_no_title_that_was_late(
             return (await ask(task, messages, max_tokens=100, **more)).message
 
         title = asyncio.create_task(said([{"role": "user", "content": "title"}]))
-        await asyncio.sleep(0.01)
+        while not asked:
+            await asyncio.sleep(0.005)
         messages: list[Any] = []
         for _ in range(turns):
             messages.append({"role": "user", "content": "main"})
@@ -105,11 +142,13 @@ def test_the_judge_sees_the_turn_that_was_asked_last_and_no_title_that_was_late(
             await said([{"role": "user", "content": "report"}])
         await title
 
-    judge = FunctionJudge("j", lambda *, response, **_: float(response.endswith(judged)))
+    judge = FunctionJudge("j", lambda *, response, **_: float(response.endswith("main")))
     engine = Late(chat)
-    states = run(loop_of(chat, agent=solve, judge=judge), engine, questions("x", max_tokens=1000))
-    engine.check(states)
+    loop = loop_of(chat, agent=solve, judge=judge, train=train)
+    states = run(loop, engine, questions("x", max_tokens=1000))
+    engine.check(states, range(turns, turns + 1 + writer) if train == "task" else ())
     assert [state.reward for state in states] == [{"score": 1.0}] * (2 + writer)
+    assert states[0].extra["new_contexts"]["other_tools"] == 1 + writer
 
 
 @pytest.mark.parametrize("sees_group", [False, True])
@@ -214,7 +253,9 @@ def test_interrupted_sessions_start_anew_elsewhere_and_ended_ones_are_kept(chat:
     second = Recorder(chat)
     first.cut = {1, 4, 5}
     states = run(
-        loop_of(chat, partial_rollout=True), first, questions(*"abcdefgh", max_tokens=10_000)
+        loop_of(chat, partial_rollout=True, train="all"),
+        first,
+        questions(*"abcdefgh", max_tokens=10_000),
     )
     assert {state.index for state in states if state.status is Status.ABORTED} == first.cut
     assert {state.index for state in states if state.status is Status.COMPLETED} == set(
@@ -228,7 +269,7 @@ def test_interrupted_sessions_start_anew_elsewhere_and_ended_ones_are_kept(chat:
         for state in states
         if state.status is Status.COMPLETED
     }
-    states = run(loop_of(chat, partial_rollout=True), second, states)
+    states = run(loop_of(chat, partial_rollout=True, train="all"), second, states)
     assert {state.status for state in states} == {Status.COMPLETED}
     assert {state.index for state in states} == set(range(8))
     assert all(_texts(states, index) == texts for index, texts in kept.items())
@@ -280,6 +321,38 @@ def test_a_resumable_session_is_continued_behind_its_turns_by_another_worker(
     assert "open_sessions" not in states[0].extra
     seeds = [(name.split("/")[1], params.seed) for name, _, params in engine.requests]
     assert len(set(seeds)) == 12
+
+
+@pytest.mark.parametrize("ends", ["pauses", "deaths"])
+def test_responses_are_known_to_the_next_workers(chat: Any, ends: str) -> None:
+    engine = Recorder(chat)
+    told: list[Any] = []
+
+    async def solve(task: AgentTask) -> None:
+        client = openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0)
+        async with client:
+            for response in told:
+                found = await client.responses.retrieve(response.id)
+                assert (found.output, found.usage) == (response.output, response.usage)
+            while len(told) < 4:
+                before = {"previous_response_id": told[-1].id} if told else {}
+                new: Any = {"input": f"part {len(told)}", "instructions": "be brief", **before}
+                told.append(await client.responses.create(model="m", **new))
+
+    states = questions("a", max_tokens=10_000)
+    for life in range(1, 4):
+        engine.cut = {0} if ends == "pauses" and life < 3 else set()
+        keeper = Killed(states, 2 - life % 2 if ends == "deaths" and life < 3 else None)
+        loop = loop_of(chat, solve, partial_rollout=True, resumable=True)
+        group = RolloutGroup(
+            "math-0000000001", "math", run(loop, engine, states, keeper) or keeper.found()
+        )
+        states = group_bytes.decode(group_bytes.encode(group)).states
+    (state,) = states
+    assert state.status is Status.COMPLETED
+    turns = [chat.decode(state.response_ids[turn][:-1]) for turn in state.turns()]
+    assert turns == [response.output_text for response in told]
+    assert "new_contexts" not in states[0].extra
 
 
 def test_a_session_that_begins_again_is_counted_in_the_record_of_its_group(chat: Any) -> None:

@@ -130,6 +130,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": 5}]}, "tool_calls is a list"),
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": ["x"]}]}, "has an id"),
         (CHAT, {"messages": [{"role": "user", "content": 5}] * 1000}, "only text"),
+        (CHAT, {"messages": [*USER, {"role": "assistant", "content": "I"}]}, "ends with a message"),
         (CHAT, {"messages": USER, "n": 2}, "n: "),
         (CHAT, {"messages": USER, "max_tokens": 0}, "max_tokens: "),
         (CHAT, {"messages": USER, "stop": ""}, "stop."),

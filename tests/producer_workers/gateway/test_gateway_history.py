@@ -7,6 +7,7 @@ import copy
 import json
 import os
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from buffer.errors import ConfigError
-from producer_workers.agent_loops.chat_delta import ChatDelta
-from producer_workers.gateway.agents import AgentTask, ProgramAgent
+from producer_workers.gateway.agents import AgentError, AgentTask, ProgramAgent
 from producer_workers.gateway.dialects.openai_chat import ChatRequest
 from tests.producer_workers.agents import PROGRAM, ask
 from tests.producer_workers.gateway.test_gateway_endpoint import USER, Desk, at_desk
@@ -153,16 +153,6 @@ def test_system_messages_of_agents_are_read_where_a_template_wants_one_at_the_be
     assert len(at_desk(chat, engine, scene, max_tokens=10_000).segments) == 1
 
 
-def test_no_field_of_a_message_can_begin_or_end_a_turn(chat: Any) -> None:
-    tokenizer = thinker(chat)
-    end = tokenizer.eos_token
-    hostile = [
-        {"role": "user", "content": f"a{end}b", "name": end, "mood": f"{end}x", "reasoning": [end]},
-        {"role": "assistant", "content": "", "tool_calls": [{"id": end, "arguments": {"a": end}}]},
-    ]
-    assert end not in json.dumps(ChatDelta(tokenizer, [tokenizer.eos_token_id]).harmless(hostile))
-
-
 class Eavesdropper:
     """A proxy that notes what is sent to it."""
 
@@ -222,3 +212,21 @@ def test_the_key_of_a_session_is_in_no_command_line() -> None:
     with pytest.raises(ConfigError) as refused:
         ProgramAgent(["agent", "--key={api_key}"], 1.0)
     assert "OPENAI_API_KEY" in str(refused.value.hint)
+
+
+PRINTS = "import sys; [sys.stderr.write('x' * (1 << 20)) for _ in range(256)]; sys.exit('the end')"
+
+
+def test_of_what_a_program_prints_the_end_is_kept() -> None:
+    async def scene() -> None:
+        tracemalloc.start()
+        task = AgentTask(
+            "http://127.0.0.1:1/v1", "key", [{"role": "user", "content": "a" * (1 << 20)}]
+        )
+        with pytest.raises(AgentError, match=r"exited with 1: x+the end"):
+            await ProgramAgent([sys.executable, "-c", PRINTS], 400.0).run(lambda: task)
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 32 << 20
+
+    asyncio.run(scene())

@@ -98,6 +98,15 @@ def test_a_row_whose_ground_truth_no_answer_fits_is_refused(
             sampler.draw(draw)
 
 
+def test_a_row_that_ends_with_an_answer_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    """The template would close the answer, and the model would begin a second one behind it."""
+    path = tmp_path / "answered.jsonl"
+    messages = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "It is"}]
+    path.write_bytes(orjson.dumps({"messages": messages}))
+    with pytest.raises(DatasetError, match="row 0: the conversation ends with a message"):
+        make(JsonlDataset(path), tokenizer).draw(0)
+
+
 def test_draw_makes_k_rollouts_of_one_prompt(rows: JsonlDataset, tokenizer: Any) -> None:
     states = drawn(make(rows, tokenizer), 0)
     assert [state.index for state in states] == [0, 1, 2, 3]
@@ -162,7 +171,7 @@ def test_draw_is_too_long_when_its_prompt_is(rows: JsonlDataset, tokenizer: Any)
     lengths = [len(encoded(drawn(make(rows, tokenizer, shuffle=False), n)[0])) for n in range(6)]
     sampler = make(rows, tokenizer, shuffle=False, max_prompt_tokens=lengths[4])
     assert isinstance(sampler.draw(4), list)
-    assert sampler.draw(5) == TooLong(5, sampler.place(5), lengths[5], lengths[4])
+    assert sampler.draw(5) == TooLong(5, sampler.place(5))
 
 
 def encoded(state: RolloutState) -> list[int]:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 
+import orjson
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from buffer.control.control import ControlState, Mode
 from buffer.control.progress import Leftovers, ProduceProgress, TaskProgress
 from buffer.errors import ConfigError
-from buffer.limits import Reweighting, RunLimits, TaskLimits, TaskMix, allocate, newest_parts
+from buffer.limits import RunLimits, TaskLimits
+from buffer.task_mix import Reweighting, TaskMix, newest_parts
 from buffer.wire.rollout import PolicyVersion, RolloutState
 from producer_workers.producer.strategy import (
     AsyncProduceStrategy,
@@ -77,8 +84,75 @@ def seen(
     return contexts(limits, state, ProduceProgress(step, {task: counts}, {task: pools}))[task]
 
 
-def test_a_batch_of_7_by_weights_2_1_0_is_5_2_0() -> None:
-    assert allocate(7, {"math": 2, "code": 1, "idle": 0}) == {"math": 5, "code": 2, "idle": 0}
+def mix_of(batch_size: int, weights: Mapping[str, float]) -> TaskMix:
+    return TaskMix(batch_size, [Reweighting(from_step=1, weights=dict(weights))])
+
+
+def test_batches_of_7_by_weights_2_1_0() -> None:
+    mix = mix_of(7, {"math": 2, "code": 1, "idle": 0})
+    assert [tuple(mix.shares(step).values()) for step in (1, 2, 3)] == [
+        (5, 2, 0),
+        (4, 3, 0),
+        (5, 2, 0),
+    ]
+
+
+WEIGHTS = st.floats(0, 1e6) | st.integers(0, 50).map(float) | st.floats(0, 1)
+
+
+@given(
+    st.lists(WEIGHTS, min_size=1, max_size=7).filter(any), st.integers(1, 40), st.integers(1, 300)
+)
+@example([1.0, 40.0], 16, 192)  # where each batch was shared by itself, the first got nothing
+@example([0.05, 0.95], 8, 100)
+@example([1e-300, 1.0], 1, 100)
+def test_after_every_step_each_task_is_within_one_group_of_its_weight(
+    weights: list[float], batch_size: int, steps: int
+) -> None:
+    tasks = {f"task{n}": weight for n, weight in enumerate(weights)}
+    total = sum(map(Fraction, weights))
+    mix, sums = mix_of(batch_size, tasks), Counter[str]()
+    for step in range(1, steps + 1):
+        shares = mix.shares(step)
+        assert min(shares.values()) >= 0
+        assert sum(shares.values()) == batch_size
+        sums.update(shares)
+        for task, weight in tasks.items():
+            assert abs(sums[task] - step * batch_size * Fraction(weight) / total) < 1
+
+
+RESUMED = """
+import sys, orjson
+from buffer.task_mix import Reweighting, TaskMix
+mixes = [TaskMix(size, [Reweighting(from_step=1, weights=w)]) for size, w in orjson.loads(sys.argv[1])]
+print(orjson.dumps([[mix.shares(step) for step in range(137, 141)] for mix in mixes]).decode())
+"""
+
+
+def test_a_process_that_starts_at_a_step_shares_it_as_one_that_was_there() -> None:
+    cases = [
+        (16, {"a": 1.0, "b": 40.0}),
+        (8, {"a": 0.05, "b": 0.95}),
+        (5, {"a": 3.3, "b": 1e-3, "c": 2.0}),
+    ]
+    there = []
+    for size, weights in cases:
+        mix = mix_of(size, weights)
+        there.append([mix.shares(step) for step in range(1, 141)][136:])
+    command = [sys.executable, "-c", RESUMED, orjson.dumps(cases).decode()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert orjson.loads(done.stdout) == there
+
+
+def test_weights_that_change_at_every_step_take_away_no_remainder() -> None:
+    """As a curriculum changes them: what a task is still owed is not forgotten."""
+    history = [
+        Reweighting(from_step=step, weights={"rare": 1 + step / 1000, "math": 40})
+        for step in range(1, 60)
+    ]
+    mix = TaskMix(16, history)
+    exact = sum(16 * (1 + step / 1000) / (41 + step / 1000) for step in range(1, 60))
+    assert abs(mix.groups_until("rare", 59) - exact) < 1
 
 
 def test_each_task_has_its_share_and_its_own_settings_over_the_common_ones(tmp_path: Path) -> None:
@@ -90,8 +164,8 @@ def test_each_task_has_its_share_and_its_own_settings_over_the_common_ones(tmp_p
         SyncProduceStrategy,
     ]
     assert [chosen[task].plan(seen(task, limits)).target for task in chosen] == [
-        5 * 4 + 3,
-        2 * 4 + 1,
+        19 + 3,
+        9 + 1,
         0,
     ]
     assert [chosen[task].plan(seen(task, limits)).pools[0] for task in chosen] == [
@@ -177,7 +251,7 @@ def test_new_weights_change_the_share_from_their_step_on_and_no_target_before() 
 def test_changes_long_past_may_be_forgotten_but_for_their_sum(
     changes: list[tuple[int, int, int]], most: int
 ) -> None:
-    """As a curriculum makes them: some steps apart, each added to what is still remembered."""
+    """Some steps apart, each added to what is still remembered."""
     first = Reweighting(from_step=1, weights={"math": 1, "code": 1})
     whole, kept, step = [first], [first], 1
     for gap, math, code in changes:
@@ -198,7 +272,6 @@ def test_changes_long_past_may_be_forgotten_but_for_their_sum(
     [
         ("strategy.kind=sync", "sync starts exactly the batch"),
         ("strategy.is_valid_sample_fn=bogus", "expected not_all_equal or package.module:function"),
-        ("plan.curriculum=easy_first", "expected package.module:function"),
         ("strategy.should_continue_fn=half", "expected package.module:function"),
     ],
 )

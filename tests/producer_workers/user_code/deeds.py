@@ -143,13 +143,5 @@ def record(row: dict[str, Any]) -> Any:
     return do(row["answer"], row)
 
 
-def order(group: Any) -> Any:
-    return do(group.task, 1.0)
-
-
 def go_on(completed: int, wanted: int, *, progress: Any) -> Any:
     return do(progress.stopped, True)
-
-
-def weights(progress: Any) -> Any:
-    return do(next(iter(progress.tasks)), {"math": 2.0})

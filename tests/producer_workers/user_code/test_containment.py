@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from buffer.control.progress import ProduceProgress, TaskProgress
+from buffer.control.progress import TaskProgress
 from buffer.errors import RolloutMQError
-from buffer.groups.order_policy import Finished
 from buffer.wire.rollout import RolloutState, Status, ToolCall
 from producer_workers.agent_loops.environment import ContainedEnvironment, Turn
 from producer_workers.agent_loops.toolbox import Toolbox
@@ -24,7 +23,7 @@ from producer_workers.datasets.open import open_dataset
 from producer_workers.gateway.agents import AgentTask, FunctionAgent
 from producer_workers.judges.load import load_worker_judge
 from producer_workers.judges.watched_judges import WatchedJudges
-from producer_workers.user_code.decisions import continue_call, curriculum_call, order_call
+from producer_workers.user_code.decisions import continue_call
 from producer_workers.user_code.user_process import REPLACED
 from tests.producer_workers.user_code import deeds
 
@@ -100,7 +99,7 @@ async def playing(name: str) -> AsyncIterator[Call]:
 async def acting(name: str) -> AsyncIterator[Call]:
     agent = FunctionAgent(f"{MINE}:{name}", LIMIT_S)
     try:
-        yield lambda deed: agent.run(AgentTask("", "", [], ground_truth=deed))
+        yield lambda deed: agent.run(lambda: AgentTask("", "", [], ground_truth=deed))
     finally:
         agent.close()
 
@@ -122,17 +121,10 @@ async def reading(name: str, folder: Path) -> AsyncIterator[Call]:
 
 @asynccontextmanager
 async def deciding(name: str) -> AsyncIterator[Call]:
-    spec = f"{MINE}:{name}"
-    function = getattr(deeds, name)
-    made: Any = {"order": order_call, "go_on": continue_call, "weights": curriculum_call}[name]
-    called = made(spec, function)
+    called = continue_call(f"{MINE}:{name}", getattr(deeds, name))
 
     def call(deed: str) -> Any:
-        if name == "order":
-            return called(Finished("g", deed, 0, 1, 1, 1, 1.0, 0))
-        if name == "go_on":
-            return called(1, 2, progress=TaskProgress(stopped=deed))
-        return called(ProduceProgress(1, {deed: TaskProgress()}, {}))
+        return called(1, 2, progress=TaskProgress(stopped=deed))
 
     yield lambda deed: asyncio.to_thread(call, deed)
 
@@ -147,16 +139,14 @@ KINDS: dict[str, Any] = {
     "agent": acting,
     "agent_later": acting,
     "record": reading,
-    "order": deciding,
     "go_on": deciding,
-    "weights": deciding,
 }
-WAYS = {"judge", "agent_later", "order"}
+WAYS = {"judge", "agent_later", "go_on"}
 """Waited for in a loop, alone, and in a thread: the others are slow."""
 ANY_RESULT = {"tool", "tool_later", "go_on"}
 """What they return is made a text, or a yes or no, whatever it is."""
-HARMLESS = {("keep", "odd"), ("weights", "nan")}
-"""A number that is true; and a weight that the settings refuse, by its name."""
+HARMLESS = {("keep", "odd")}
+"""A number that is true."""
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,10 @@ import orjson
 import pytest
 
 from buffer.errors import ConfigError, JudgeError, SandboxUnavailable
+from producer_workers.http_client import LONGEST_ANSWER
 from producer_workers.judges.built_in import python_tests
 from producer_workers.judges.load import load_judge
-from producer_workers.user_code import bubblewrap, http_request
+from producer_workers.user_code import bubblewrap
 from producer_workers.user_code.sandbox import (
     Limits,
     ProgramResult,
@@ -367,7 +368,7 @@ def test_a_fault_of_a_service_is_no_score(fault: tuple[int, bytes], reason: str)
 
 
 def test_an_output_too_long_to_read_is_the_fault_of_the_program() -> None:
-    with fusion((200, b" " * (http_request.LONGEST_ANSWER + 1))) as (url, _):
+    with fusion((200, b" " * (LONGEST_ANSWER + 1))) as (url, _):
         assert run_program("", "", QUICK, url).problem == "it wrote more than 1 MiB"
 
 

@@ -185,6 +185,9 @@ def test_a_project_without_a_mistake(project: Path, model: Path) -> None:
         (["policy.max_staleness=1", "policy.pause_mode=abort"], "config", "throws the tokens"),
         (["evaluation.every_steps=50"], "config", "only the first and the last"),
         (["learner.warmup_steps=50"], "config", "never reaches learning_rate"),
+        (["wandb.project=mine"], "config", "[wandb] cannot act"),
+        (["learner.decay_steps=50"], "config", "never reaches final_rate"),
+        (["trainer.max_sequence_tokens=6"], "data", "24 of 24 prompts fill"),
         (["policy.sync_weights_interval=50"], "config", "never get trained weights"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -264,7 +267,7 @@ def test_all_mistakes_of_all_sections_are_found_at_once(project: Path, command: 
     """Also behind code that ends the process which imports it, and in a config with mistakes."""
     (project / "ends.py").write_text("import os\nos._exit(4)", encoding="utf-8")
     wrong = ["plan.steps=none", "tasks.sums.judge=my_judges:inf", "trainer.advantages=gpro"]
-    wrong += ["plan.curriculum=ends:weights", "policy.order=nowhere:score"]
+    wrong += ["strategy.should_continue_fn=ends:rule", "strategy.is_valid_sample_fn=nowhere:keep"]
     flags = [part for each in wrong for part in ("--set", each)]
     done = command("check", "mine.toml", "--json", *flags, cwd=project)
     assert done.returncode == 1, done.stderr
@@ -276,7 +279,7 @@ def test_all_mistakes_of_all_sections_are_found_at_once(project: Path, command: 
     expected = [
         ("config", "plan.steps"),
         ("config", "trainer.advantages"),
-        ("functions", "order = nowhere:score"),
+        ("functions", "is_valid_sample_fn = nowhere:keep"),
         ("judge", "1e+39"),
     ]
     for section, part in expected:
@@ -289,12 +292,12 @@ def test_a_module_that_ends_the_process_or_hangs_is_named(
     (project / "ends.py").write_text("import os\nos._exit(4)", encoding="utf-8")
     (project / "sleeps.py").write_text("import time\ntime.sleep(600)", encoding="utf-8")
     monkeypatch.setattr("rolloutmq.check.contained.LIMIT_S", 3.0)
-    wrong = ["plan.curriculum=ends:weights", "strategy.should_continue_fn=sleeps:rule"]
+    wrong = ["strategy.is_valid_sample_fn=ends:keep", "strategy.should_continue_fn=sleeps:rule"]
     texts = [
         f"{each.level} {each.what}" for each in run_units(["functions"], ["mine.toml", *wrong])
     ]
-    curriculum, rule, loop, judge = texts
-    assert "curriculum = ends:weights: it ended the process" in curriculum
+    rule, keep, loop, judge = texts
+    assert "is_valid_sample_fn = ends:keep: it ended the process" in keep
     assert "should_continue_fn = sleeps:rule: no end within 3 s" in rule
     assert (loop, judge) == ("ok agent_loop = single_turn", "ok judge = my_judges:score")
 
@@ -391,3 +394,52 @@ def test_a_template_that_drops_the_text_of_the_user_is_found(
         if each.level == "error"
     ]
     assert len(errors) == drops
+
+
+OWN_LEARNING = """
+import numpy as np
+def zeros(groups): return [np.zeros(len(group.scores)) for group in groups]
+def likelier(columns, config): return -columns.logprobs
+def needs_more(groups): return [group.rewards["style"] for group in groups]
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "responsible"),
+    [
+        ([], ""),
+        (["trainer.max_sequence_tokens=12"], "[trainer] max_sequence_tokens = 12"),
+        (["trainer.advantages=my_learning:zeros"], "[trainer] advantages = my_learning:zeros"),
+        (
+            ["trainer.advantages=pass_at_k", "tasks.sums.prompt_repeat_k=4"],
+            "advantages = pass_at_k",
+        ),
+        (["trainer.advantages=my_learning:zeros", "learner.loss.entropy_coef=0.1"], ""),
+        (["learner.loss.objective=my_learning:likelier"], ""),
+        (["trainer.advantages=gae", "trainer.mask_truncated=true"], ""),
+        (["trainer.advantages=turns", "learner.updates_per_batch=4"], ""),
+        (["trainer.advantages=otb", "learner.loss.objective=cispo"], ""),
+        (["trainer.advantages=gdpo", "trainer.reward_weights={right=1.0}"], ""),
+        ([TEACHER, READ, "trainer.advantages=none"], ""),
+    ],
+    ids=str,
+)
+def test_made_up_rollouts_show_which_setting_prevents_all_training(
+    project: Path, overrides: list[str], responsible: str
+) -> None:
+    (project / "my_learning.py").write_text(OWN_LEARNING, encoding="utf-8")
+    [finding] = [
+        each
+        for each in found(*overrides, stages=["model"], section="training")
+        if each.section == "training"
+    ]
+    assert finding.level == ("error" if responsible else "ok"), finding
+    assert responsible in finding.what
+
+
+def test_a_function_that_made_up_rollouts_do_not_suit_is_a_warning(project: Path) -> None:
+    (project / "my_learning.py").write_text(OWN_LEARNING, encoding="utf-8")
+    asked = found("trainer.advantages=my_learning:needs_more", stages=["model"], section="training")
+    [finding] = [each for each in asked if each.section == "training"]
+    assert finding.level == "warning", finding
+    assert "style" in finding.what

@@ -14,7 +14,7 @@ TITLE = "\x1b]0;owned\x07\x1b[2J\u202e"
 
 LOOKS = (
     ("status",), ("workers",), ("doctor",), ("ls",), ("dead",), ("ls", "--stage", "dead"), ("fsck",),
-    ("show", "math-0000000003"), ("batch", "2"), ("tail", "--from-start", "--count", "12"),
+    ("show", "math-0000000003"), ("batch", "2"), ("logs", "events"),
 )  # fmt: skip
 
 

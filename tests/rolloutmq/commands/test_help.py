@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +29,7 @@ ARGUMENTS = {
     "restore": ["unused"],
     "export": ["unused.jsonl"],
     "import": ["unused.jsonl"],
+    "logs": ["events"],
 }
 """What commands cannot do without."""
 
@@ -70,33 +70,23 @@ def test_a_wrong_command_is_answered_with_a_close_one() -> None:
     assert "'status'" in done.stderr
 
 
-def test_help_and_completion_import_no_command() -> None:
+def test_help_imports_no_command() -> None:
     program = (
         "import sys, rolloutmq.cli\n"
         "try:\n    rolloutmq.cli.main()\n"
         "except SystemExit:\n"
         "    print([m for m in sys.modules if m.startswith(('rolloutmq.cli.', 'redis'))])\n"
     )
-    ways = {
-        "--help": {},
-        "": {
-            "_ROLLOUTMQ_COMPLETE": "complete_bash",
-            "COMP_WORDS": "rolloutmq wor",
-            "COMP_CWORD": "1",
-        },
-    }
-    for arguments, env in ways.items():
-        done = subprocess.run(
-            [sys.executable, "-c", program, *arguments.split()],
-            cwd=ROOT,
-            env=os.environ | env,
-            capture_output=True,
-            text=True,
-            timeout=400,
-            check=True,
-        )
-        assert "workers" in done.stdout
-        assert done.stdout.splitlines()[-1] == "[]"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=True,
+    )
+    assert "workers" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))

@@ -23,12 +23,12 @@ URLS = (
 )
 
 CONFIG = str(ROOT / "configs" / "demo.toml")
-PATIENT = ("audit", "train", "producer", "worker")
+PATIENT = ("train", "producer", "worker")
 """Commands that wait a minute for a server."""
 COMMANDS = {name: (name, CONFIG) for name in PATIENT} | {
     "show": ("show", "math-0000000001"),
     "save": ("save", "/nowhere"),
-    **{name: (name,) for name in ("status", "doctor", "runs", "metrics", "web", "tail")},
+    **{name: (name,) for name in ("status", "doctor", "runs", "metrics", "web")},
 }
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from buffer.ledger.audits import AuditFinding, AuditPosition
 from buffer.redis.server.embedded import EmbeddedServer
 from tests.rolloutmq.conftest import ROOT
 from tests.rolloutmq.populate import Scene
@@ -28,8 +27,6 @@ RECIPES = {
 
 @pytest.mark.parametrize("question", RECIPES)
 def test_recipe_is_answered(question: str, scene: Scene, server: EmbeddedServer) -> None:
-    found = AuditFinding("differs", "w0", "math-0000000002", "its logprobs are others")
-    assert scene.run.audits.record(AuditPosition(), AuditPosition(2, 1), [found])
     line = RECIPES[question]
     for theirs, ours in (("chain_sum-0000000042", "math-0000000002"), ("chain_sum", "math"),
                          ("train:7", "train:2")):  # fmt: skip

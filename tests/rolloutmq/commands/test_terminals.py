@@ -20,8 +20,6 @@ from tests.rolloutmq.populate import Scene
 
 COMMANDS: dict[str, Any] = all_commands()
 ENDLESS = (
-    "top",
-    "tail",
     "web",
     "metrics",
     "gpu-check",
@@ -95,6 +93,6 @@ def test_a_full_disk_is_one_line(server: EmbeddedServer, scene: Scene) -> None:
 
 def test_tail_ends_with_its_run(server: EmbeddedServer, scene: Scene) -> None:
     scene.run.control.set_mode("operator", Mode.FINISH)
-    done = in_process("tail", "--run-dir", str(server.folder), "--from-start")
+    done = in_process("logs", "events", "--run-dir", str(server.folder))
     assert done.returncode == 0
     assert done.stdout

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import math
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import orjson
 import pytest
@@ -23,6 +25,7 @@ from rolloutmq.http_endpoint import MetricsEndpoint
 from rolloutmq.views.metrics.prometheus import RunCollector, serve_process
 from tests.rolloutmq.conftest import Command
 from tests.rolloutmq.populate import Scene
+from tests.waits import DEADLINE_S, until
 
 
 def samples(text: str) -> dict[tuple[str, ...], float]:
@@ -179,6 +182,17 @@ def test_others_than_loopback_want_a_token(scene: Scene) -> None:
     served.close()
 
 
+def test_a_header_that_the_exporter_cannot_parse_is_refused(scene: Scene) -> None:
+    served = MetricsEndpoint(RunCollector(scene.run.store).registry())
+    for kind in ("application/openmetrics-text", "text/plain"):
+        for version, status in (("1.0.0", 200), ("", 200), ("x", 400), ("1.x", 400)):
+            connection = http.client.HTTPConnection(urlsplit(served.url).netloc, timeout=400)
+            connection.request("GET", "/metrics", headers={"Accept": f"{kind};version={version}"})
+            assert (connection.getresponse().status, version) == (status, version)
+            connection.close()
+    served.close()
+
+
 def test_the_command_prints_what_the_endpoint_would(scene: Scene, command: Command) -> None:
     done = command("metrics")
     assert done.returncode == 0, done.stderr
@@ -190,12 +204,19 @@ def test_a_process_tells_of_its_calls_and_of_a_server_that_was_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with EmbeddedServer(tmp_path) as server:
-        store = Store(server.url, deadline_s=30)
+        store = Store(server.url, deadline_s=DEADLINE_S)
         served = serve_process("worker w7", store, "0")
         Scene(store, "demo")
         server.kill()
-        threading.Timer(0.3, server.start).start()
+
+        def come_back() -> None:
+            until(lambda: store.retries, "a call that found no server")
+            server.start()
+
+        back = threading.Thread(target=come_back)
+        back.start()
         store.retrying("look", store.control.ping)
+        back.join()
         text = fetch(f"{served.url}/metrics")
         found = samples(text)
         assert found["rolloutmq_store_call_seconds_count", "create_run"] == 1

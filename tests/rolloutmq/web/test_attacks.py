@@ -5,12 +5,14 @@ shows the run.
 from __future__ import annotations
 
 import http.client
+import itertools
+import random
 import re
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import pytest
 from selenium.webdriver import Chrome
@@ -135,6 +137,39 @@ def test_no_route_answers_without_the_token(address: str, scene: Scene) -> None:
                 connection.request(method, path, headers=headers)
                 assert connection.getresponse().status == 401, (method, path)
                 connection.close()
+
+
+PARAMETERS = (
+    "where", "order", "page", "text", "outcome", "cause", "step", "why", "mode", "name", "value",
+    "lines", "process", "level", "about", "since", "until", "runs", "run", "first", "last",
+)  # fmt: skip
+ODD = (
+    "[" * 3000, '{"$or":[' * 900 + "1" + "]}" * 900, "9" * 5000, "-1", "1e400", "\0", "\u00b2",
+    '{"tokens": 1e400}', "'" * 3000, "a" * 300,
+)  # fmt: skip
+
+
+def test_no_parameter_is_a_fault_of_a_route(address: str, scene: Scene) -> None:
+    """Whatever a parser makes of it: deep, long, no number, or a number of 5,000 digits."""
+    app = make_app(scene.run, run_dir=None, access=Access("secret"), hosts=["127.0.0.1"])
+    host = urlsplit(address).netloc
+    asked = [
+        (method, re.sub(r"{\w+}", "math-0000000005", route.path), {"name": "x", "value": "1"})
+        for route in app.routes
+        if isinstance(route, Route) and route.path.startswith("/api/")
+        for method in (route.methods or set()) - {"HEAD"}
+    ]
+    chosen = random.Random(0).sample([*itertools.product(asked, PARAMETERS, ODD)], 400)
+    for (method, path, known), name, value in [
+        *chosen,
+        *((each, "value", value) for each in asked if "settings" in each[1] for value in ODD),
+    ]:
+        connection = http.client.HTTPConnection(host, timeout=400)
+        query = urlencode(known | {name: value})
+        connection.request(method, f"{path}?{query}", headers={"Authorization": "Bearer secret"})
+        status = connection.getresponse().status
+        connection.close()
+        assert status < 500, (method, path, name, value[:40])
 
 
 def test_the_token_is_kept_for_the_owner_of_the_folder(tmp_path: Path) -> None:

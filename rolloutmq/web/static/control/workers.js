@@ -48,10 +48,7 @@ function columns(status) {
 }
 
 function reasonBarred(w) {
-  const [reason, source] = w.failed_audit
-    ? [`it failed the audit of ${w.failed_audit}`, el("a", { href: `#/groups?${new URLSearchParams({ where: JSON.stringify({ owner: w.id }) })}` }, "its groups in the queue")]
-    : [`the trainer cannot use ${number(w.bad_groups)} of its groups`, el("a", { href: "#/dead" }, "dead letters")];
-  return el("p", { class: "bad" }, `${w.id} is barred: ${reason}. See `, source, w.failed_audit ? `; \`rolloutmq workers --groups ${w.id}\` lists those that were trained, too.` : ".");
+  return el("p", { class: "bad" }, `${w.id} is barred: the trainer cannot use ${number(w.bad_groups)} of its groups. See `, el("a", { href: "#/dead" }, "dead letters"), ".");
 }
 
 const ago = (ms) => (ms === null ? "–" : `${age(ms)} ago`);
@@ -70,7 +67,7 @@ function details(w) {
   ].filter(Boolean);
   const list = el("dl", { class: "facts" }, facts.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
   const barred = w.barred_for_ms !== null && thePage.mayAct() ? act(`workers/${encodeURIComponent(w.id)}/admit`, "Let it claim again…", thePage, {
-    title: `Let ${w.id} claim again?`, text: `It was barred ${age(w.barred_for_ms)} ago ${w.failed_audit ? `because it failed an audit` : `for ${number(w.bad_groups)} groups that the trainer cannot use. Its dead letters give the reason`}.`, yes: "Let it claim" }) : null;
+    title: `Let ${w.id} claim again?`, text: `It was barred ${age(w.barred_for_ms)} ago for ${number(w.bad_groups)} groups that the trainer cannot use. Its dead letters give the reason.`, yes: "Let it claim" }) : null;
   return el("div", {}, list, barred);
 }
 

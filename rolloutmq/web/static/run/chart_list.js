@@ -15,7 +15,7 @@ const named = (columns, prefix) => Object.keys(columns).filter((name) => name.st
 // {key, title, unit, lines: array or function of the columns, stacked, table: "evaluations"}
 export const BY_STEP = [
   { key: "reward", title: "Reward", unit: "score of the batch", lines: [spread("rewards", "mean")] },
-  { key: "solved", title: "Solved", unit: "share of groups with a score above 0", lines: [line("rewards/solved", "solved")] },
+  { key: "solved", title: "Solved", unit: "share of groups with a full score (1 or more)", lines: [line("rewards/solved", "solved")] },
   { key: "evaluation", title: "Evaluations", unit: "accuracy on held-out tasks", table: "evaluations",
     lines: (columns) => named(columns, "eval/accuracy/") },
   { key: "task-reward", title: "Reward by task", unit: "mean score", lines: (columns) => named(columns, "rewards/mean/") },

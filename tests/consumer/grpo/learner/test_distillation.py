@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def loss_of(
     others: Tensor | None = None,
     **section: Any,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    hook = Distillation(DistillationConfig(**section), WEIGHTS)
+    hook = Distillation(DistillationConfig(**section), WEIGHTS, OPEN)
     return policy_loss(hook.apply(columns, batch, others), weights, OPEN)
 
 
@@ -76,7 +77,8 @@ def loss_of(
 def test_the_advantage_has_the_gradient_of_the_kl_to_the_teachers(is_stale: bool) -> None:
     """The expectation over the sampled token is exact: each word is a token with its chance.
 
-    It holds for rollouts of other weights too, as the advantage has the present logprobs.
+    It holds for rollouts of other weights too, as the advantage has the present logprobs; and the
+    metric is the KL.
     """
     logits, big, small, old = distributions(1, 4)
     big, small = big.log_softmax(1), small.log_softmax(1)
@@ -108,6 +110,13 @@ def test_the_advantage_has_the_gradient_of_the_kl_to_the_teachers(is_stale: bool
     torch.testing.assert_close(
         policy.grad, finite_differences(expected, logits), rtol=1e-5, atol=1e-7
     )
+    mean = 0.0
+    for token, chance in enumerate(sampling.exp().flatten().tolist()):
+        one = torch.zeros_like(mask).index_fill(0, torch.tensor([token]), 1.0)
+        alone = replace(columns, samples=replace(columns.samples, mask=one))
+        _, metrics = loss_of(alone, batch, mask)
+        mean += chance * float(metrics["distill/reverse_kl"])
+    assert mean == pytest.approx(expected(logits).item())
 
 
 def coarse(distribution: Tensor, ids: Tensor, outside: str) -> Tensor:
@@ -182,7 +191,7 @@ def test_a_bound_keeps_the_direction_of_the_worst_tokens() -> None:
             entropy=torch.zeros(STATES),
         )
         others = policy.log_softmax(1).gather(1, top.indices)
-        hook = Distillation(DistillationConfig(top_k_loss="forward", clip=clip), WEIGHTS)
+        hook = Distillation(DistillationConfig(top_k_loss="forward", clip=clip), WEIGHTS, OPEN)
         taught = hook.apply(columns, batch, others)
         assert taught.extra_loss is not None
         gradients.append(torch.autograd.grad(taught.extra_loss.sum(), [policy])[0])

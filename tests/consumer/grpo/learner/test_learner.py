@@ -225,7 +225,7 @@ def test_a_logprob_that_an_engine_got_wrong_does_not_rule_the_step(model_dir: Pa
             wrong[int(np.argmin(columns))] = logprob
             groups[0].columns["logprobs"] = wrong
             norms.append(train_step(learner, groups, advantages)["optim/grad_norm"])
-        assert max(norms[1:]) < 2 * norms[0], objective
+        assert max(norms[1:]) < 2.5 * norms[0], objective
 
 
 def test_importance_corrects_for_the_rollouts_in_every_update_of_a_batch(model_dir: Path) -> None:
@@ -282,7 +282,25 @@ def test_train_step_makes_rewarded_answers_more_likely(model_dir: Path) -> None:
     assert (learner.logprobs(packed) * gain).sum() > before
 
 
+def test_a_batch_whose_tokens_are_all_masked_has_trained_nothing(model_dir: Path) -> None:
+    learner = make_learner(model_dir, warmup_steps=0)
+    groups, advantages = make_batch(0)
+    assert train_step(learner, groups, advantages)["batch/trained_share"] == 1.0
+    for group in groups:
+        group.mask = np.zeros_like(group.mask)
+    assert train_step(learner, groups, advantages)["batch/trained_share"] == 0.0
+
+
 OWN = "tests.consumer.grpo.learner.own_objective"
+
+
+def test_an_objective_of_the_user_gets_groups_of_equal_rewards_too(model_dir: Path) -> None:
+    groups, advantages = make_batch(1)
+    for objective, is_whole in (("ppo", False), (f"{OWN}:likelihood", True)):
+        learner = make_learner(model_dir, loss={"objective": objective})
+        metrics = train_step(learner, groups, np.zeros_like(advantages))
+        assert (metrics["optim/grad_norm"] > 0) == is_whole
+        assert metrics["batch/trained_share"] == float(is_whole)
 
 
 def test_a_learner_trains_with_an_objective_of_the_user(model_dir: Path) -> None:
@@ -336,6 +354,20 @@ def test_learning_rate_rises_then_falls_to_its_final_share(model_dir: Path) -> N
     for learner.step in range(6):
         rates.append(scheduled_rate(learner.config, learner.step))
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.5])
+
+
+def test_the_learning_rate_is_scheduled_by_train_steps(model_dir: Path) -> None:
+    """A train step may have several optimizer steps."""
+    learner = make_learner(
+        model_dir,
+        learning_rate=1.0,
+        warmup_steps=2,
+        decay_steps=4,
+        final_rate=0.0,
+        updates_per_batch=3,
+    )
+    rates = [train_step(learner, *make_batch(step))["optim/learning_rate"] for step in range(5)]
+    assert rates == pytest.approx([(1 + 2 + 3) / 18, (4 + 5 + 6) / 18, 5 / 6, 1 / 3, 0.0])
 
 
 def test_learning_rate_falls_along_half_a_cosine(model_dir: Path) -> None:

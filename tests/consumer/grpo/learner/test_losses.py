@@ -109,7 +109,9 @@ class Transcription:
         if self.c.ref_logprobs is not None:
             d = self.new[t] - float(self.c.ref_logprobs[t])
             kinds = {"abs": abs(d), "k2": d * d / 2, "k3": math.exp(-d) - 1 + d}
-            loss += config.kl_coef * kinds[config.kl_kind]
+            sampled = self.rollout if config.importance_cap else self.old
+            own = min(math.exp(self.new[t] - sampled[t]), config.importance_cap or math.inf)
+            loss += config.kl_coef * own * kinds[config.kl_kind]
         return loss - config.entropy_coef * float(self.c.entropy[t])
 
     def objective(self, t: int, sample: list[int]) -> float:
@@ -289,6 +291,46 @@ def test_the_ratio_to_the_sampling_policy_is_bounded_by_the_sign_of_the_advantag
     assert metrics["policy/clip_fraction"] == (gradient == 0)
 
 
+@pytest.mark.parametrize(
+    ("objective", "advantage", "ratio", "gradient"),
+    [
+        ("cispo", 1, 0.3, 0.3),  # no lower bound
+        ("cispo", -1, 0.3, 0.3),
+        ("cispo", 1, 7.0, 1.28),
+        ("gspo", 1, 1.0005, 0.0),
+        ("gspo", 1, 1.0003, 1.0003),
+        ("gspo", -1, 0.9996, 0.0),
+        ("gspo", -1, 0.9998, 0.9998),
+        ("dppo", 1, 9.0, 9.0),  # of a probability of 0.01
+        ("dppo", 1, 17.0, 0.0),
+        ("ppo", 1, 1.27, 1.27),
+        ("ppo", 1, 1.29, 0.0),
+        ("ppo", -1, 0.79, 0.0),
+    ],
+)
+def test_without_bounds_in_the_config_an_objective_has_those_of_its_paper(
+    objective: str, advantage: int, ratio: float, gradient: float
+) -> None:
+    new = torch.tensor([math.log(ratio * 0.01)], dtype=torch.float64, requires_grad=True)
+    old = torch.tensor([math.log(0.01)], dtype=torch.float64)
+    one = torch.ones(1).double()
+    columns = TokenColumns(new, old, old, advantage * one, one_sample(one), one)
+    loss, _ = policy_loss(columns, one, LossConfig(objective=objective))
+    loss.backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(new.grad, torch.tensor([-advantage * gradient]).double())
+
+
+@pytest.mark.parametrize(
+    ("objective", "aggregation"),
+    [("ppo", "token_mean"), ("gspo", "sequence_mean"), ("sapo", "sequence_mean")],
+)
+def test_an_objective_adds_tokens_up_as_its_paper_does(objective: str, aggregation: str) -> None:
+    columns = make_columns()
+    own = weigh(columns, LossConfig(objective=objective))
+    named: dict[str, Any] = {"objective": "ppo", "aggregation": aggregation}
+    torch.testing.assert_close(own, weigh(columns, LossConfig(**named)))
+
+
 def test_cispo_keeps_the_gradient_of_a_clipped_token() -> None:
     new = torch.tensor([math.log(5.0) - 3], requires_grad=True)
     old = torch.tensor([-3.0])
@@ -372,6 +414,48 @@ def test_value_of_k3_and_gradient_of_k2_are_unbiased() -> None:
     torch.testing.assert_close(k2_slope, slope)
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.5], ids=["on-policy", "off-policy"])
+@pytest.mark.parametrize("old_is_rollout", [False, True])
+def test_the_kl_and_its_gradient_are_exact_in_expectation_over_what_another_policy_sampled(
+    spread: float, old_is_rollout: bool
+) -> None:
+    """k2's value is another distance, and its gradient is that of the KL."""
+    draw = torch.Generator().manual_seed(3)
+    noise, present, start = torch.randn(3, 9, generator=draw).double()
+    logits = present.requires_grad_()
+    policy = logits.log_softmax(0)
+    reference = start.log_softmax(0)
+    sampling = (present.detach() + spread * noise).log_softmax(0)
+    kl = (policy.exp() * (policy - reference)).sum()
+    (slope,) = torch.autograd.grad(kl, logits, retain_graph=True)
+    ones = torch.ones(9).double()
+    columns = TokenColumns(
+        policy,
+        sampling if old_is_rollout else policy.detach(),
+        sampling,
+        0 * ones,
+        make_samples(ones, torch.arange(9)),
+        ones,
+        reference,
+        old_is_rollout=old_is_rollout,
+    )
+    for kind in ("k3", "k2"):
+        config = LossConfig(kl_coef=1.0, kl_kind=kind, importance_cap=1e6)
+        loss, metrics = policy_loss(columns, sampling.exp(), config)
+        (found,) = torch.autograd.grad(loss, logits, retain_graph=True)
+        torch.testing.assert_close(found, slope)
+        if kind == "k3":
+            torch.testing.assert_close(loss, kl)
+    masked = torch.zeros(9).double()
+    mean = 0.0
+    for word in range(9):
+        mask = masked.index_fill(0, torch.tensor([word]), 1.0)
+        own = replace(columns, samples=make_samples(mask, torch.arange(9)))
+        _, metrics = policy_loss(own, mask, config)
+        mean += float(sampling.exp()[word] * metrics["policy/kl_ref"])
+    assert mean == pytest.approx(kl.item())
+
+
 @pytest.mark.parametrize("spread", [0.3, 3.0])
 def test_kl_metrics_have_the_divergence_from_the_sampling_policy_as_mean(spread: float) -> None:
     """The exact expectation over a vocabulary, for tokens that the sampling policy chose."""
@@ -408,7 +492,10 @@ def test_kl_estimates_are_zero_where_nothing_differs_and_never_negative() -> Non
         ({"objective": "gspo", "dual_clip": 3.0}, "dual_clip belongs to objective ppo"),
         ({"max_tokens": 9}, "read by aggregation = fixed_length only"),
         ({"importance_floor": 0.5}, "needs importance_mode = mask"),
-        ({"importance_mode": "mask", "importance_floor": 3.0}, "must be below importance_cap"),
+        ({"importance_mode": "mask", "importance_floor": 3.0}, "must enclose 1"),
+        ({"importance_mode": "mask", "importance_floor": 1.1}, "must enclose 1"),
+        ({"importance_mode": "mask", "importance_cap": 0.9}, "must enclose 1"),
+        ({"kl_kind": "k2"}, "kl_kind needs kl_coef"),
         ({"importance_cap": None, "importance_veto": 0.1}, "importance_veto cannot act without"),
     ],
 )
@@ -447,16 +534,22 @@ def test_a_batch_without_a_trained_token_has_no_loss_and_no_gradient(
     assert not new.grad.any()
 
 
-def test_mismatch_metrics_equal_their_transcription() -> None:
-    columns = make_columns(3)
-    config = LossConfig(importance_cap=1.5)
+@pytest.mark.parametrize("old_is_rollout", [False, True])
+@pytest.mark.parametrize("cap", [1.5, None])
+def test_mismatch_metrics_equal_their_transcription(
+    cap: float | None, old_is_rollout: bool
+) -> None:
+    columns = make_columns(3, old_is_rollout=old_is_rollout)
+    config = LossConfig(importance_cap=cap)
     _, sums = policy_loss(columns, weigh(columns, config), config)
     n = float(columns.mask.sum())
     metrics = derived_metrics({name: float(value) / n for name, value in sums.items()})
     trained = [t for t, m in enumerate(columns.mask.tolist()) if m]
     named = (columns.logprobs, columns.old_logprobs, columns.rollout_logprobs)
     new, old, rollout = (column.detach().tolist() for column in named)
-    weights = [min(math.exp(old[t] - rollout[t]), 1.5) for t in trained]
+    before = new if old_is_rollout else old
+    weights = [min(math.exp(before[t] - rollout[t]), cap or math.inf) for t in trained]
+    assert metrics["mismatch/importance"] == pytest.approx(sum(weights) / n)
     assert metrics["mismatch/ess"] == pytest.approx(
         sum(weights) ** 2 / (n * sum(w * w for w in weights))
     )

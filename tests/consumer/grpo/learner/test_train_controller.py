@@ -1,4 +1,4 @@
-"""The train step in pieces: as in one; values and generalized advantages as in the papers."""
+"""The train step in pieces: as in one; values as in the paper."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ import numpy as np
 import orjson
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from buffer.control.length_counts import FINISHED
 from buffer.errors import ConfigError
 from buffer.wire.group import RolloutGroup
 from consumer.config.learner import CriticConfig, LearnerConfig, LossConfig
 from consumer.grpo.learner.batch_filter import BatchFilter
-from consumer.grpo.learner.critic import Critic, packed_gae, value_loss
+from consumer.grpo.learner.critic import Critic, value_loss
 from consumer.grpo.learner.group_rewards import GroupRewards
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController, read_columns
-from consumer.grpo.policy.micro_batch import Packer
 from consumer.grpo.reporting.metrics import BatchColumns
-from consumer.handle.batch import BatchTable
 from tests.consumer.grpo.learner import own_objective
 from tests.consumer.grpo.models.tiny import build_model, make_group
 
@@ -132,46 +129,6 @@ def test_a_critic_in_bfloat16_keeps_float32_weights_and_nearly_its_numbers(
     assert {tensor.dtype for tensor in short.critic.parameters.values()} == {torch.float32}
     assert two["critic/loss"] != one["critic/loss"]
     assert two["critic/loss"] == pytest.approx(one["critic/loss"], rel=0.05)
-
-
-@given(
-    st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=4), min_size=1, max_size=4),
-    st.floats(0, 1),
-    st.floats(0, 1),
-    st.integers(0, 99),
-)
-def test_packed_gae_is_that_of_each_rollout_alone(
-    shapes: list[list[int]], gamma: float, lam: float, seed: int
-) -> None:
-    groups = [make_group(i + seed, lengths=lengths) for i, lengths in enumerate(shapes)]
-    draw = np.random.default_rng(seed)
-    rewards = torch.from_numpy(draw.normal(size=sum(map(len, shapes))).astype("<f4"))
-    for batch in Packer(60).pack_pad_dispatch(BatchTable.of(groups)):
-        values = torch.from_numpy(draw.normal(size=len(batch.targets)).astype("<f4"))
-        given = torch.from_numpy(draw.normal(size=len(batch.targets)).astype("<f4"))
-        given[torch.from_numpy(draw.random(len(given)) > 0.5)] = torch.nan
-        advantages, returns = packed_gae(
-            rewards[batch.rollout], values, batch, token_rewards=given, gamma=gamma, lam=lam
-        )
-        for number in range(len(batch.rollout)):
-            trained = (batch.sample == number) & (batch.mask > 0)
-            own = values[trained].double().numpy()
-            reward = np.zeros(len(own))
-            reward[-1:] = float(rewards[batch.rollout[number]])
-            # rewards of a tool's tokens are those of the last token of the model before them
-            last = -1
-            for token in torch.nonzero(batch.sample == number).squeeze(1).tolist():
-                last += int(batch.mask[token] > 0)
-                if last >= 0:
-                    reward[last] += float(given[token].nan_to_num())
-            deltas = reward + gamma * np.append(own[1:], 0.0)[: len(own)] - own
-            expected = [
-                sum((gamma * lam) ** (later - t) * deltas[later] for later in range(t, len(own)))
-                for t in range(len(own))
-            ]
-            np.testing.assert_allclose(advantages[trained], expected, rtol=1e-6, atol=1e-6)
-            np.testing.assert_allclose(returns[trained], expected + own, rtol=1e-6, atol=1e-6)
-        assert not advantages[batch.mask == 0].any()
 
 
 def test_value_loss_equals_its_transcription() -> None:
@@ -338,3 +295,44 @@ def test_a_column_that_nothing_reads_is_refused(
 def test_gae_without_a_critic_is_refused(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="needs a critic"):
         TrainController(make_controller(model_dir).learner, "gae")
+
+
+def test_each_rollout_has_the_reason_that_kept_it_from_a_gradient(model_dir: Path) -> None:
+    def batch() -> list[RolloutGroup]:
+        overlong = make_group(0, prompt=4, lengths=(3, 9, 2, 4))
+        truncated, equal, roles, unscored = (make_group(n).states for n in range(1, 5))
+        truncated[1].finish_reason = "length"
+        for state in equal:
+            state.reward = {"score": 1.0}
+        roles[3].role, roles[3].response_mask = "other", np.zeros(4, "u1")
+        unscored[2].reward = None
+        stale = make_group(5)
+        stale.mask = np.where(np.arange(13) < 3, 0, 1).astype(
+            "u1"
+        )  # as for tokens that are too old
+        made = [
+            RolloutGroup(f"t-{n:010d}", "t", s)
+            for n, s in enumerate((truncated, equal, roles, unscored))
+        ]
+        return [overlong, *made, stale]
+
+    learner = make_controller(model_dir).learner
+    controller = TrainController(learner, batch_filter=BatchFilter(12, mask_truncated=True))
+    controller.fit(batch())
+    yes = FINISHED
+    assert controller.fates == [
+        *(yes, "overlong", yes, yes),
+        *(yes, "truncated", yes, yes),
+        *["no_advantage"] * 4,
+        *(yes, yes, yes, ""),
+        *["missing_reward"] * 4,
+        *("stale", yes, yes, yes),
+    ]
+    columns = BatchColumns.of(batch(), controller.advantages, controller.fates)
+    assert columns.lengths_by_fate()["task", "overlong"] == [9]
+    assert columns.lengths_by_fate()["t", "truncated"] == [5]
+    # the KL to a reference has a gradient where the advantage has none
+    learner = make_controller(model_dir, loss={"kl_coef": 0.1}).learner
+    with_kl = TrainController(learner, batch_filter=BatchFilter(12, mask_truncated=True))
+    with_kl.fit(batch())
+    assert "no_advantage" not in with_kl.fates

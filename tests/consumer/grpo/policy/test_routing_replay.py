@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from buffer.errors import ConfigError, WireError
 from buffer.redis.media_folder import MediaFolder
+from buffer.redis.payloads import checksum
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 from buffer.wire.sampling import SampleParams
@@ -141,10 +142,9 @@ def test_replay_asks_for_the_experts_of_each_rollout_and_of_this_model(
     media.claim()
     states = [state.model_copy() for state in group.states]
     for state in states[:2]:
-        file = tmp_path / "experts.npy"
         assert isinstance(state.routed_experts, np.ndarray)
-        np.save(file, state.routed_experts)
-        state.routed_experts = media.put(group.gid, f"experts-{state.index}.npy", file.read_bytes())
+        name = f"experts-{state.index}.npy"
+        state.routed_experts = media.put_column(group.gid, name, state.routed_experts)
     mixed = RolloutGroup(group.gid, "moe", states)
     trainer = learner(mixture, media=media, replay_routing=True)
     assert mismatch(trainer, mixed) == mismatch(learner(mixture, replay_routing=True), group)
@@ -155,13 +155,18 @@ def test_replay_asks_for_the_experts_of_each_rollout_and_of_this_model(
             mismatch(trainer, RolloutGroup(group.gid, "moe", states))
 
     def kept(data: bytes) -> str:
-        return media.put(group.gid, "other.npy", data)
+        return f"{media.put(group.gid, 'other.npy', data)}#{checksum(data)}"
 
     whole = group.states[0].routed_experts
     assert isinstance(whole, np.ndarray)
     refused(None, "has no routed experts")
     refused(f"run://{group.gid}/none.npy", "cannot be read")
     refused("/etc/passwd", "no file of a run")
+    refused(kept(npy(whole)).partition("#")[0], "CRC-32")
+    changed = np.where(np.arange(len(whole))[:, None, None] == 0, whole[:, :, ::-1], whole)
+    named = kept(npy(whole))
+    kept(npy(changed))  # experts that this model has, in place of those that were sampled with
+    refused(named, "CRC-32")
     refused(kept(b"no array"), "cannot be read")
     refused(kept(npy(whole)[:-1]), "cannot be read")
     refused(kept(npy(whole.astype("<f8")[:3])), "type float64")

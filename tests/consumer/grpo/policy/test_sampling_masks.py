@@ -276,6 +276,24 @@ def test_files_that_are_no_mask_of_the_rollout_leave_its_group_out(
     assert BatchFilter().apply([nowhere, group]).counts == {"sampling_mask": 1}
 
 
+def test_a_file_with_one_id_changed_is_no_mask_of_its_group(
+    model: Path, group: RolloutGroup, tmp_path: Path
+) -> None:
+    media = MediaFolder(tmp_path / "media", "run", "nonce")
+    media.claim()
+    filters = BatchFilter(masks=learner(model, media=media).masks)
+    mask = group.states[0].sampling_mask
+    assert isinstance(mask, SamplingMask)
+    named = hostile(group, media, mask.packed())
+    assert filters.apply([named]).counts == {}
+    sampled = set(group.states[0].response_ids.tolist())
+    changed = mask.packed()
+    other = next(n for n, token in enumerate(mask.ids.tolist()) if token not in sampled)
+    changed[1 + len(mask.counts) + other] ^= 1
+    hostile(group, media, changed)  # the same name: still a mask, of the same tokens
+    assert filters.apply([named, group]).counts == {"sampling_mask": 1}
+
+
 def test_a_group_that_was_cut_and_has_no_mask_is_trained_only_if_that_is_allowed(
     model: Path, group: RolloutGroup
 ) -> None:

@@ -14,6 +14,8 @@ from rq.serializers import JSONSerializer
 from safetensors.numpy import save_file
 
 from buffer.control.control import Mode
+from buffer.control.worker_record import HeartbeatReport, WorkerState
+from buffer.manifest import Manifest, NotReady
 from buffer.redis.store import Store
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.wire.rollout import PolicyVersion
@@ -24,7 +26,7 @@ from rolloutmq.views.explain.inspection import failed_rows
 from rolloutmq.views.explain.shares import STEPS, shares_of
 from rolloutmq.views.run_view import read_run_view
 from tests.rolloutmq.conftest import Command, json_of
-from tests.rolloutmq.populate import Scene, populate
+from tests.rolloutmq.populate import WEIGHTS, Scene, populate
 
 
 def judge_queue_without_judges(scene: Scene, _: Path) -> None:
@@ -150,15 +152,71 @@ def test_agents_that_rewrite_their_conversations_are_counted_in_the_last_steps(
     assert told(rewritten, *[meant] * STEPS) == []
 
 
-@pytest.mark.parametrize(("ratio", "levels"), [(0.7, ["warning"]), (0.95, [])])
-def test_a_task_that_learns_to_be_short_is_named(
-    scene: Scene, command: Command, ratio: float, levels: list[str]
+@pytest.mark.parametrize(
+    ("ratios", "fix"),
+    [
+        ({"mean": 0.7, "expired": 0.7, "failed": 0.99}, "tasks.math.on_straggler=wait"),
+        ({"mean": 0.7, "expired": 0.99, "failed": 0.7}, "rolloutmq dead"),
+        ({"mean": 0.7, "truncated": 0.8, "no_advantage": 0.95}, "mask_truncated = false"),
+        ({"mean": 0.7, "no_advantage": 0.72}, None),  # no gradient by their nature
+        ({"mean": 0.95, "expired": 0.95}, None),
+    ],
+)
+def test_a_task_that_learns_to_be_short_is_named_with_what_made_it_so(
+    scene: Scene, command: Command, ratios: dict[str, float], fix: str | None
 ) -> None:
-    metrics = {"length_bias/mean/math": ratio, "expired/math": 0.4}
+    metrics = {f"length_bias/{name}/math": ratio for name, ratio in ratios.items()}
     scene.run.control.report(scene.trainer, 1, metrics)
-    found = [each for each in symptoms(command) if "short" in each["what"]]
-    assert [each["level"] for each in found] == levels
-    assert all("math" in each["what"] and "max_staleness" in each["fix"] for each in found)
+    found = [each["fix"] for each in symptoms(command) if "short" in each["what"]]
+    assert len(found) == (fix is not None)
+    assert all(str(fix) in each for each in found)
+
+
+def test_a_group_that_holds_up_the_next_step_is_named_with_its_worker(
+    store: Store, command: Command
+) -> None:
+    """As one that hangs would, until somebody ends it."""
+    scene = Scene(store, "demo", stale_threshold=2)
+    scene.enqueue(3)
+    scene.join("w0")
+    scene.open_trainer()
+    first, hangs, second = scene.claim("w0", 3)
+    pulse = HeartbeatReport(1, WEIGHTS, WorkerState.WORKING)
+    scene.run.fleet.heartbeat(
+        "w0", scene.workers["w0"], pulse, [first, hangs, second], {hangs: WEIGHTS}
+    )
+    scene.submit("w0", first)
+    scene.submit("w0", second)
+    found = []
+    for step in (1, 2):
+        found.append([each for each in symptoms(command) if hangs.gid in each["what"]])
+        taken = scene.run.ledger.take(scene.trainer, step, {"math": 1})
+    assert isinstance(taken, NotReady)
+    assert taken.awaits_stragglers
+    before, (symptom,) = found
+    assert before == []
+    (drop,) = re.findall("`rolloutmq (drop [^`]+)`", symptom["fix"])
+    command(*drop.split())
+    assert isinstance(scene.run.ledger.take(scene.trainer, 2, {"math": 1}), Manifest)
+
+
+def test_a_task_that_owes_the_next_batch_nothing_is_not_dry(
+    store: Store, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task with a small share has steps without a group."""
+    monkeypatch.setattr(diagnosis, "PATIENCE_MS", -1)
+    scene = Scene(store, "demo", stale_threshold=9)
+    scene.enqueue(3)
+    scene.join("w0")
+    scene.open_trainer()
+    dry = []
+    for step, job in enumerate(scene.claim("w0", 3), start=1):
+        scene.submit("w0", job)
+        scene.run.ledger.take(scene.trainer, step, {"math": 1})
+        dry.append([each["what"] for each in symptoms(command) if "are ready" in each["what"]])
+    assert dry == [[], [], []]
+    scene.run.ledger.set_target(scene.trainer, "math", 4)  # the next batch has a group of it
+    assert any("0 of 1 groups are ready" in each["what"] for each in symptoms(command))
 
 
 def test_a_task_whose_long_rows_fail_is_biased(store: Store, command: Command) -> None:
@@ -249,9 +307,11 @@ def test_a_full_server_is_named(scene: Scene, command: Command) -> None:
     client = scene.run.store.control
     client.config_set("maxmemory", 1)
     try:
-        findings = json_of(command("doctor", "--json"))["findings"]
+        told = json_of(command("doctor", "--json"))
     finally:
         client.config_set("maxmemory", 0)
-    (found,) = [finding for finding in findings if "the server is full" in finding["what"]]
+    (found,) = [each for each in told["findings"] if "the server is full" in each["what"]]
+    (waits,) = [each for each in told["runs"]["demo"] if "the server is full" in each["what"]]
+    assert waits["level"] != "note", "nothing new is started"
     assert found["level"] == "warning"
     assert "commit" in found["fix"]

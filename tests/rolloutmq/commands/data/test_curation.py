@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any, cast
 
 import orjson
-import pytest
 
 from buffer.control.control import Mode
 from buffer.manifest import Manifest
-from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from tests.rolloutmq.conftest import Command, json_of
 from tests.rolloutmq.populate import Scene
@@ -46,38 +43,6 @@ def test_export_choose_and_import(scene: Scene, command: Command, tmp_path: Path
     assert json_of(command("show", "math-0033554433", "--json"))["places"] == ["pool"]
     done = command("show", "math-0033554434")
     assert (done.returncode, "has not been imported" in done.stderr) == (2, True)
-
-
-def test_import_asks_the_function_of_the_run(
-    scene: Scene,
-    command: Command,
-    server: EmbeddedServer,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "my_policy_of_import.py").write_text(
-        "def longest_first(group):\n    return -group.longest\n"
-    )
-    keys = scene.run.keys
-    client = cast(Any, scene.run.store.control)
-    client.hset(keys.meta, "order", '"my_policy_of_import:longest_first"')
-    least = {
-        "task": "math",
-        "logprobs": [0.0] * 3,
-        "response_ids": [1, 2, 3],
-        "reward": {"score": 1},
-    }
-    (tmp_path / "f.jsonl").write_bytes(orjson.dumps({"gid": "a"} | least))
-    done = command("import", str(tmp_path / "f.jsonl"))
-    assert (done.returncode, "my_policy_of_import" in done.stderr) == (2, True)
-    assert client.zcard(keys.order("math")) == 0
-    named = ("--order", "my_policy_of_import:longest_first", "--run-dir", str(server.folder))
-    done = command("import", str(tmp_path / "f.jsonl"), *named, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert [score for _, score in client.zrange(keys.order("math"), 0, -1, withscores=True)] == [
-        -3.0
-    ]
 
 
 def test_mistakes_are_one_clear_error(scene: Scene, command: Command, tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_what_was_put_right_after_a_loss_is_told(scene: Scene, command: Command)
     assert (task["reasserted"], task["regenerated"]) == (1, 2)
     assert "1 group reasserted from checkpoints, 2 generated again" in command("status").stdout
     events = scene.run.store.control.xlen(scene.run.keys.events)
-    assert "reasserted" in command("tail", "--from-start", "--count", str(events)).stdout
+    assert "reasserted" in command("logs", "events", "-n", str(events)).stdout
     assert json_of(command("fsck", "--json"))["clean"]
 
 
@@ -174,8 +174,21 @@ def test_show_of_a_lost_group_is_an_account_error(
     assert "it is lost" in done.stderr
 
 
-def test_tail_follows_and_ctrl_c_leaves_with_130(scene: Scene, server: EmbeddedServer) -> None:
-    args = [sys.executable, "-m", "rolloutmq", "tail", "--json", "--redis-url", server.url]
+def test_events_are_followed_and_ctrl_c_leaves_with_130(
+    scene: Scene, server: EmbeddedServer
+) -> None:
+    args = [
+        sys.executable,
+        "-m",
+        "rolloutmq",
+        "logs",
+        "events",
+        "-f",
+        "-n0",
+        "--json",
+        "--redis-url",
+        server.url,
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     pipe = subprocess.PIPE
     with subprocess.Popen(

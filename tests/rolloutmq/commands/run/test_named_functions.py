@@ -28,8 +28,6 @@ KEYS = [
     "tasks.sums.agent_loop_options={environment='nowhere:Game'}",
     "tasks.sums.strategy.is_valid_sample_fn=nowhere:keep",
     "strategy.should_continue_fn=nowhere:enough",
-    "plan.curriculum=nowhere:weights",
-    "policy.order=nowhere:score",
 ]
 
 

@@ -1,1 +1,0 @@
-"""Audits of workers: a sample of what they submit is computed again."""

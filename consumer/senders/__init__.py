@@ -1,1 +1,0 @@
-"""Senders of weights from the memory of the trainer: gloo and nccl."""

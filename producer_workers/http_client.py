@@ -1,0 +1,77 @@
+"""Ask servers that others run, within bounds: of time, of bytes, and of where a request goes.
+
+Redirections are not followed. They would take a request, with its key, to whichever host the server
+names.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from buffer.errors import NoAnswer, ServiceAway
+
+if TYPE_CHECKING:
+    import aiohttp
+
+LONGEST_ANSWER = 1 << 20  # bytes that are read, unless a caller expects more
+
+LONGEST_REASON = 300  # bytes of a refusal that are told
+
+
+class Answer(NamedTuple):
+    """What a server answered. `body` is cut if not `is_whole`; a redirection has a `location`."""
+
+    status: int
+    body: bytes
+    is_whole: bool
+    location: str
+
+    @property
+    def problem(self) -> str:
+        """Return why the answer cannot be used, behind the name of its server; "" if it can."""
+        if self.location and self.status // 100 == 3:
+            return (
+                f"answered {self.status} and points to {self.location:.200}: redirections are not "
+                "followed, so set this address if you trust it"
+            )
+        if not 200 <= self.status < 300:
+            said = self.body[:LONGEST_REASON].decode(errors="replace")
+            return f"refused with status {self.status}: {said}"
+        return "" if self.is_whole else f"sent more than {len(self.body)} bytes"
+
+
+async def ask(
+    client: aiohttp.ClientSession,
+    verb: str,
+    url: str,
+    data: bytes | None = None,
+    *,
+    limit_s: float | None,
+    most: int = LONGEST_ANSWER,
+) -> Answer:
+    """Return the answer to a request, whatever its status, with at most `most` bytes of its body.
+
+    `data` is JSON. Raises ServiceAway if the server cannot be reached, and NoAnswer after `limit_s`
+    seconds, or if the connection breaks.
+    """
+    import aiohttp
+
+    headers = {"Content-Type": "application/json"} if data is not None else {}
+    limit = aiohttp.ClientTimeout(total=limit_s)
+    body = bytearray()
+    try:
+        async with client.request(
+            verb, url, data=data, headers=headers, timeout=limit, allow_redirects=False
+        ) as answer:
+            async for chunk in answer.content.iter_any():
+                body += chunk
+                if len(body) > most:  # leaving closes the connection
+                    break
+    except aiohttp.ClientConnectorError as error:
+        raise ServiceAway(f"{type(error).__name__}: {error}") from error
+    except TimeoutError as error:
+        raise NoAnswer(f"no answer within its limit of {limit_s:g} s") from error
+    except (aiohttp.ClientError, ConnectionError) as error:
+        raise NoAnswer(f"{type(error).__name__}: {error}") from error
+    location = answer.headers.get("Location", "")
+    return Answer(answer.status, bytes(body[:most]), len(body) <= most, location)

@@ -1,0 +1,149 @@
+"""Train a small model on made-up rollouts by the run's own rules: is anything trained at all?
+
+The filter of batches, the advantages and the loss are those of the config. Where nothing has a
+gradient, each setting that is not the default is left out by itself, to find the one that is
+responsible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+from numpy.typing import NDArray
+
+from buffer.config.section import Section
+from buffer.ids import group_id
+from buffer.imports import is_dotted_path
+from buffer.wire.group import RolloutGroup
+from buffer.wire.rollout import RolloutState, Status
+from buffer.wire.sampling import SampleParams
+from consumer.config.warm_start import TinyModelConfig
+from rolloutmq.check.finding import Finding, Unit
+from rolloutmq.config.config import Config
+
+SMALL = TinyModelConfig(hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32)
+PROMPT, SHORTEST = 16, 8  # tokens; responses have up to twice as many
+MOST_ROLLOUTS = 32
+WORDS = range(6, 90)  # token ids of the small model
+
+OF_THE_MACHINE = (
+    *("optimizer", "bf16", "fp32_logits", "attn_implementation", "replay_routing", "compile"),
+    *("lora", "sharding", "token_budget", "gradient_checkpointing"),
+)
+"""Keys of [learner] for the run's model and devices: the small model has their defaults."""
+
+
+def units(config: Config) -> list[Unit]:
+    if config.trainer.loop is not None or find_spec("torch") is None:
+        return []
+    return [
+        Unit("training", f"task {name}", partial(_check, config, name))
+        for name in config.training_tasks
+    ]
+
+
+def _check(config: Config, task: str) -> Iterator[Finding]:
+    from consumer.grpo.models.tiny_model import build_tiny_model
+
+    defaults = {key: config.learner.default_of(key) for key in OF_THE_MACHINE}
+    config = config.model_copy(update={"learner": config.learner.model_copy(update=defaults)})
+    with TemporaryDirectory(prefix="rolloutmq-check-") as folder:
+        model = Path(folder) / "model"
+        build_tiny_model(model, SMALL, seed=0)
+        try:
+            is_trained = _gradient(config, task, model) > 0
+        except Exception as error:
+            spec = (config.trainer.advantages, config.learner.loss.objective)
+            if not any(map(is_dotted_path, spec)):
+                raise
+            what = f"task {task}: your function fails with made-up rollouts ({error!r:.200})"
+            yield Finding("training", "warning", what, "see that it can read those of the task")
+            return
+        responsible = [] if is_trained else list(_responsible(config, task, model))
+    if is_trained:
+        what = f"task {task}: made-up rollouts, every second of them right, are trained"
+        yield Finding("training", "ok", what)
+        return
+    yield Finding(
+        "training",
+        "error",
+        f"task {task}: of made-up rollouts, every second of them right, nothing is trained with "
+        + (" or ".join(responsible) or "this combination of settings"),
+        f"the prompt has {PROMPT} tokens, each response {SHORTEST} to {2 * SHORTEST}: "
+        "docs/pages/loss.md",
+    )
+
+
+def _responsible(config: Config, task: str, model: Path) -> Iterator[str]:
+    """Yield the settings without which something is trained."""
+    learner, loss = config.learner, config.learner.loss
+    for key in _changed(config.trainer):
+        one = config.trainer.model_copy(update={key: config.trainer.default_of(key)})
+        if _gradient(config.model_copy(update={"trainer": one}), task, model) > 0:
+            yield f"[trainer] {key} = {getattr(config.trainer, key)}"
+    for key in _changed(loss):
+        other = loss.model_copy(update={key: loss.default_of(key)})
+        two = config.model_copy(update={"learner": learner.model_copy(update={"loss": other})})
+        if _gradient(two, task, model) > 0:
+            yield f"[learner.loss] {key} = {getattr(loss, key)}"
+
+
+def _changed(section: Section) -> list[str]:
+    return [key for key, value in section if value != section.default_of(key)]
+
+
+def _gradient(config: Config, task: str, model: Path) -> float:
+    """Return the norm of the gradient of a train step on one group, sampled by the model itself."""
+    from consumer.grpo.learner.learner import Learner
+    from consumer.grpo.learner.train_controller import TrainController
+
+    learner = Learner(model, config.learner, teacher_weights=config.teacher_weights)
+    controller = TrainController.of(config, learner, model)
+    group = _made_up(config, task)
+    logprobs = [np.zeros(len(group.mask), np.float32)]
+    for update in learner.pack([group]).updates:
+        update.batches.fill(logprobs, [learner.logprobs(part) for part in update.batches])
+    group.columns["logprobs"] = logprobs[0]
+    return controller.fit([group]).get("optim/grad_norm", 0.0)
+
+
+def _made_up(config: Config, name: str) -> RolloutGroup:
+    """Return a group with every token column that the config reads."""
+    from consumer.grpo.learner.train_controller import read_columns
+
+    task, draw = config.tasks[name], np.random.default_rng(0)
+    read = read_columns(config.trainer.advantages, config.learner)
+    states = []
+    for n in range(min(task.prompt_repeat_k, MOST_ROLLOUTS)):
+        size = min(SHORTEST + n % (SHORTEST + 1), task.sample.max_tokens)
+        state = RolloutState(
+            index=n,
+            prompt_ids=np.resize(WORDS, PROMPT),
+            response_ids=draw.choice(WORDS, size),
+            logprobs=np.full(size, -1.0),
+            reward=dict.fromkeys(("score", *config.trainer.reward_weights), float(n % 2)),
+            finish_reason="stop",
+            status=Status.COMPLETED,
+            sample_params=SampleParams(max_tokens=task.sample.max_tokens),
+        )
+        for column in ("token_rewards", "values", "ref_logprobs"):
+            if read is None or column in read:
+                setattr(state, column, _numbers(draw, size))
+        if task.teachers:
+            tops = {each: min(given.top_k, len(WORDS)) for each, given in task.teachers.items()}
+            state.teacher_logprobs = {each: _numbers(draw, size) for each in tops}
+            state.teacher_top_ids = {e: np.tile(WORDS[:k], (size, 1)) for e, k in tops.items() if k}
+            state.teacher_top_logprobs = {
+                each: np.full((size, k), -np.log(k + 1)) for each, k in tops.items() if k
+            }
+        states.append(state)
+    return RolloutGroup(group_id(name, 0), name, states)
+
+
+def _numbers(draw: np.random.Generator, size: int) -> NDArray[np.float32]:
+    return draw.uniform(-6, -1, size).astype(np.float32)
