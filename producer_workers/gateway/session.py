@@ -113,7 +113,7 @@ class Session:
         # Each recorded turn has a token, so no request has the seed of an earlier one.
         self._numbers = itertools.count(sampled)
         self._running: set[_Request] = set()
-        self._answered = len(finished)
+        self._answered = max((1 + segment.ends[-1].after for segment in finished), default=0)
         self._budget = TokenBudget(params.max_tokens - sampled)
         self.new_contexts: Counter[str] = Counter()
         self.truncation = ""
@@ -273,11 +273,10 @@ class Session:
     ) -> None:
         """Store a turn; if another request has continued its parent, that one trains it."""
         parent = reading.parent
-        context = replace(reading.context, after=request.after)
         is_first = parent is None or parent in self.segments
-        context = context if is_first else context.untrained()
-        told = (ask.name, int(bool(ask.instructions)))
-        grown = context.add_turn(made, message, text, calls, *told)
+        context = reading.context if is_first else reading.context.untrained()
+        told = (request.after, ask.name, int(bool(ask.instructions)))
+        grown = context.add_turn(made, message, text, calls, told)
         why = reading.why if is_first else "branch"
         if parent is None and self.segments:  # another may have begun at the same time
             why = why or "conversation"

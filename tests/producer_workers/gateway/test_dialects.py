@@ -44,11 +44,12 @@ Change = Callable[[list[Any]], list[Any]]
 
 
 def conversation(
-    chat: Any, agent: Any, lines: list[str] | None = None
+    chat: Any, agent: Any, lines: list[str] | None = None, train: str = "task"
 ) -> tuple[Recorder, list[RolloutState]]:
     """Run an agent against a model with a script, and check the record token by token."""
     engine = Recorder(chat, lines or LINES)
-    states = run(loop_of(chat, agent=agent), engine, questions("2 + 3?", max_tokens=10_000))
+    loop = loop_of(chat, agent=agent, train=train)
+    states = run(loop, engine, questions("2 + 3?", max_tokens=10_000))
     assert [(state.status, state.error) for state in states] == [(Status.COMPLETED, None)] * len(
         states
     )
@@ -282,7 +283,7 @@ def test_each_new_context_is_counted_with_its_reason(chat: Any) -> None:
                 *(ask([{"role": "user", "content": f"part {n}"}], "sub") for n in range(2))
             )
 
-    _, states = conversation(chat, solve, [f"line {n}" for n in range(10)])
+    _, states = conversation(chat, solve, [f"line {n}" for n in range(10)], "all")
     assert contexts(states) == {
         "system": 1,
         "history": 1,
@@ -291,6 +292,7 @@ def test_each_new_context_is_counted_with_its_reason(chat: Any) -> None:
         "again": 1,
         "branch": 1,
         "conversation": 2,
+        "other_system": 3,
     }
     assert len(states) == 1 + 8
 
