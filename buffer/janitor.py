@@ -19,7 +19,7 @@ from buffer.ids import ENDS, split_group_id
 from buffer.ledger.ledger import BatchLedger
 from buffer.redis.keys import Keys
 from buffer.redis.media_folder import MediaFolder
-from buffer.redis.payloads import PIN, PayloadStore, pin_listed
+from buffer.redis.payloads import PayloadStore
 from buffer.redis.store import RunContext, Store
 
 log = logging.getLogger("rolloutmq.janitor")
@@ -217,9 +217,6 @@ class Janitor:
 
     def _free(self) -> int:
         total = 0
-        for _ in range(FREE_ROUNDS):
-            if pin_listed(self._store, self._keys) < PIN:
-                break
         for _ in range(FREE_ROUNDS):
             freed = self._payloads.collect(FREE)
             total += freed

@@ -67,7 +67,7 @@ class Run:
 
     def __init__(self, store: Store, name: str, nonce: str, limits: RunLimits) -> None:
         self.store = store = store.at(Keys(name).meta, limits.wait_replicas)
-        self.keys = Keys(name, spread=store.in_cluster)
+        self.keys = Keys(name)
         self.name = name
         self.nonce = nonce
         # one object for all parts, and for nothing else: `adopt_limits` changes it in place
@@ -122,7 +122,7 @@ class Run:
         that cannot continue it.
         """
         store = store.at(Keys(name).meta, limits.wait_replicas)
-        keys = Keys(name, spread=store.in_cluster)
+        keys = Keys(name)
         facts = {"nonce": nonce, "schema": SCHEMA, "weights": str(weights), "path": path}
         facts |= {"operation": new_nonce(), "continues": ""}
         reply = ["CONFLICT"]

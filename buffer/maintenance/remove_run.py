@@ -63,7 +63,7 @@ def clear_keys(
 
 
 def _slices(client: Any, keys: Keys, kept: Collection[bytes]) -> Iterator[list[bytes]]:
-    found = (key for key in client.scan_iter(keys.pattern, count=SLICE) if key not in kept)
+    found = (key for key in client.scan_iter(f"{keys.prefix}*", count=SLICE) if key not in kept)
     while names := list(islice(found, SLICE)):
         yield names
 

@@ -67,11 +67,6 @@ TABLE: Mapping[str, KeyRow] = {
     "dead:<gid>": KeyRow("STRING", "why, as JSON; `reason`: see `buffer/failure_text.py`"),
     # payloads
     "payload:<gid>:<token>": KeyRow("STRING", "msgpack; more chunks as …:<token>:1, :2 …"),
-    "unpinned": KeyRow(
-        "SET",
-        '"<gid> <token> <chunks>": in a cluster, accepted payloads that still have an expiry '
-        "(`buffer/redis/payloads.py`)",
-    ),
     "garbage": KeyRow("SET", '"<gid> <token> <chunks>": payloads that are not needed any more'),
     "bytes": KeyRow("HASH", "came, went: payload bytes of all groups, cumulative"),
     "snapshot_lock": KeyRow(
@@ -110,14 +105,6 @@ TABLE: Mapping[str, KeyRow] = {
 }
 """Every key by what follows `rmq:{run}:`, where `{run}` is a cluster hash tag: one slot for all."""
 
-CLUSTER_TABLE: Mapping[str, KeyRow] = {
-    "payload:<token>": KeyRow("STRING", "a payload, so that payloads spread over the nodes"),
-    "sync": KeyRow(
-        "STRING", "expires at once: written behind payloads, to wait for their replicas"
-    ),
-}
-"""Every key of a cluster that has a slot of its own, by what follows `rmq:{run:gid}:`."""
-
 EVERY_META = "rmq:{*}:meta"  # pattern for all runs on a server
 
 
@@ -132,24 +119,17 @@ def clock_beside(key: str) -> str:
     return key.partition("}:")[0] + "}:clock"
 
 
-def sync_beside(key: str) -> str:
-    """Return the `sync` key in the slot of a payload."""
-    return key.partition("}:")[0] + "}:sync"
-
-
 def payload_name(gid: str, token: str, chunk: int = 0) -> str:
     """Return the name of a payload, without the prefix of a run."""
     return f"payload:{gid}:{token}:{chunk}" if chunk else f"payload:{gid}:{token}"
 
 
 class Keys:
-    """Builds the keys of one run. With `spread` (in a cluster), payloads have their own slots."""
+    """Builds the keys of one run. Their hash tag is the run: a cluster has them on one node."""
 
-    def __init__(self, run: str, *, spread: bool = False) -> None:
+    def __init__(self, run: str) -> None:
         self.run = valid_name("run", run)
-        self.spread = spread
         self.prefix = f"rmq:{{{run}}}:"
-        self.spread_prefix = f"rmq:{{{run}:"
         self.meta = self.prefix + "meta"
         self.control = self.prefix + "control"
         self.clock = self.prefix + "clock"
@@ -157,7 +137,6 @@ class Keys:
         self.lineages = self.prefix + "lineages"
         self.leases = self.prefix + "leases"
         self.garbage = self.prefix + "garbage"
-        self.unpinned = self.prefix + "unpinned"
         self.bytes = self.prefix + "bytes"
         self.snapshot_lock = self.prefix + "snapshot_lock"
         self.dead = self.prefix + "dead"
@@ -204,25 +183,7 @@ class Keys:
 
     def payload(self, gid: str, token: str, chunk: int = 0) -> str:
         suffix = f":{chunk}" if chunk else ""
-        if self.spread:
-            return f"{self.spread_prefix}{gid}}}:payload:{token}{suffix}"
         return f"{self.prefix}payload:{gid}:{token}{suffix}"
-
-    def named(self, name: str) -> str:
-        """Return the key of a name without prefix, as snapshots store it."""
-        kind, _, rest = name.partition(":")
-        if self.spread and kind == "payload":
-            gid, _, token = rest.partition(":")
-            return f"{self.spread_prefix}{gid}}}:payload:{token}"
-        return self.prefix + name
-
-    @property
-    def pattern(self) -> str:
-        return f"rmq:{{{self.run}[:}}]*" if self.spread else f"{self.prefix}*"
-
-    def in_slot(self, payloads: list[str]) -> list[str]:
-        """Return the payload keys that a script may receive: none in a cluster."""
-        return [] if self.spread else payloads
 
     def payload_chunks(self, gid: str, token: str, chunks: int) -> list[str]:
         return [self.payload(gid, token, chunk) for chunk in range(chunks)]

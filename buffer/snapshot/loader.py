@@ -67,7 +67,7 @@ class SnapshotLoader:
             )
         self._store = store.at(Keys(name or self.facts.run).meta)
         self._folder = folder
-        self.keys = Keys(name or self.facts.run, spread=self._store.in_cluster)
+        self.keys = Keys(name or self.facts.run)
         self._media = self._media_folder(media)
         self._nonce = f"{LOADING}-{secrets.token_hex(16)}"
 
@@ -96,7 +96,7 @@ class SnapshotLoader:
         def find() -> Iterator[bytes]:
             if not self._store.bulk.exists(self.keys.meta):
                 for _, client in self._store.servers.masters():
-                    yield from client.scan_iter(self.keys.pattern, count=2000)
+                    yield from client.scan_iter(f"{self.keys.prefix}*", count=2000)
 
         if left := self._store.retrying("restore", lambda: next(find(), None)):
             raise RunExists(
@@ -157,7 +157,7 @@ class SnapshotLoader:
 
             def fill(pipe: Any, batch: list[Item] = batch) -> None:
                 for item in batch:
-                    _send(pipe, self.keys.named(item.key), item)
+                    _send(pipe, self.keys.prefix + item.key, item)
 
             self._change(fill, number)
             advance("items", done)
@@ -167,7 +167,7 @@ class SnapshotLoader:
         done = 0
         while batch := list(islice(items, _PAYLOADS_AT_ONCE)):
             self._require_name()
-            commands = [("SET", self.keys.named(item.key), item.data) for item in batch]
+            commands = [("SET", self.keys.prefix + item.key, item.data) for item in batch]
             self._store.write("restore", commands)
             done += len(batch)
             advance("payloads", done)
