@@ -278,10 +278,10 @@ class Site:
         """Wait until something is so. Fail when a process ends for whose end no test waits."""
 
         def over() -> str:
-            ends = [end_of(process.started) for process in self.processes if not process.is_awaited]
-            return "" if not any(ends) else "; ".join(filter(None, ends)) + "\n" + self.words()
+            watched = [process for process in self.processes if not process.is_awaited]
+            return "; ".join(filter(None, (end_of(process.started) for process in watched)))
 
-        until(condition, what, over)
+        until(condition, what, over, self.words)
 
     def words(self) -> str:
         """Return the ends of all logs, for a test that failed."""
