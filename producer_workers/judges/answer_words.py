@@ -15,7 +15,7 @@ f changes nothing:
     simply indeed clearly still also obviously certainly definitely surely final correct right
     numerical exact equal overall altogether left remaining required needed now here there again
     both finally ultimately us usd eur gbp inr cad aud rs rs. yes ok okay option choice him them
-    me given whole new full same really der die das le la les el los il lo um uma une ein eine
+    me given whole new full same really out der die das le la les el los il lo um uma une ein eine
     de du
 a an approximation:
     about approximately approx approx. roughly around circa ca ca. etwa ungefähr environ
