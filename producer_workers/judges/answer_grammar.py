@@ -54,10 +54,10 @@ _SPOILED = re.compile(
     r"[dN][^.;L!?]*$ | r[^,;.(L!?wy]*$ | [xMpoitT][fa]*[:,(=L-]+[fa]*$", re.VERBOSE
 )
 _RIGHT = re.compile(
-    rf"""(?:M(?=[umfV]))?{UNIT}(?:                     # 18 more apples, but no "18 more than 5"
+    rf"""(?:M(?=[umV]))?{UNIT}(?:                     # 18 more apples, but no "18 more than 5"
           $ | [.!;:)L|(P-] | ,(?!w|c?[qu]{{1,2}}=) | y
           | [ito](?![fa]*[nex]) | p(?!a*[nex]) | i[fa]*n  # of rice, in 3 weeks; no "of 60"
-          | T(?![^.,;L]*[ne]) | [vV](?![^.;,L]*[nedNrx])
+          | T(?![^.,;L]*[nex]) | [vV](?![^.;,L]*[nedNrx])
           | b[fa]*m | b[fa]+(?:{_CLOSE}|[iyc]) | sb{_CLOSE}  # is the answer, are left
           | c?f?D | c?[fd][fp]*D | ,?wf*D              # "not 20", "rather than 20", "but not 20"
           | c(?![fasTvb]*[neq])
@@ -148,15 +148,19 @@ def _kind(tokens: list[Token], at: int) -> str:
     """Return the kind of a token that begins no value; " " for an ornament."""
     token, after = tokens[at], tokens[at + 1]
     if token.kind == "word":
-        if token.text == "up" and at and tokens[at - 1].text in ("add", "adds", "ends", "sums"):
+        before = tokens[at - 1].text if at else ""
+        if token.text == "up" and (after.text != "to" or before in ("add", "adds", "ends", "sums")):
             return "f"
+        if token.text == "rather" and before == "or":
+            return "k"
         if token.text.lower() == "no" and (after.text == "," or kind_of(after.text) == "k"):
             return "k"
-        if token.text == "left" and after.text == "with":
+        if (token.text, after.text) in (("left", "with"), ("amount", "to")):
             return "v"
         kind = kind_of(token.text)
         return "V" if kind == "u" and may_be_verb(token.text) else kind
-    if token.text in ("...", "…") and not after.has_gap:  # 42...43
+    is_counted = tokens[at - 1].kind == after.kind == "number"
+    if token.text in ("...", "…") and (is_counted or not after.has_gap):  # 42...43
         return "z"
     if token.text in _SIGNS or token.kind == "line":
         return _SIGNS.get(token.text, "L")
@@ -204,7 +208,7 @@ def _with_denials(line: str) -> str:
                 denying = goes_on.end() - 1 if goes_on else -1
             elif found := _DENIED.match(line, at + 1):
                 kinds[at : found.end()] = "D" + "f" * (found.end() - at - 1)
-        elif kinds[at] in "dN":
+        elif kinds[at] in "dN" and line[at + 1 : at + 2] != ",":
             denying = at
         elif kind in ".;L!?" or (kind == ":" and line[at + 1 : at + 2] in "sy"):
             if kind == ":" and denying >= 0:  # that is wrong: it is 20

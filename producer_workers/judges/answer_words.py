@@ -53,7 +53,7 @@ M tells a difference, 18 more apples, but makes another amount in 18 more than 3
 x makes another amount of the number before it:
     times plus minus greater least most under above below beyond short shy squared cubed
     factorial choose mod modulo divided multiplied halved doubled tripled point too up down off
-    nearly almost close base percent percentage
+    nearly almost close base hexadecimal binary octal percent percentage
 k takes back what was said: wait sorry oops correction hmm actually mean meant scratch
 y begins a sentence in a sentence:
     because since which that where so thus therefore hence then i.e. i.e e.g. namely as whereas

@@ -89,7 +89,7 @@ _TAKEN_BACK = re.compile(
     r"(?:that|this|it)(?:'s| is| was) (?:wrong|incorrect|not (?:right|correct|true))|"
     r"i made (?:a|an) (?:mistake|error)|scratch that|oops|correction\b|on second thought|i meant)|"
     r"(?<![a-zA-Z,] )(?:no,|(?:no,? )?(?:wait|actually|hold on)\b)|hmm+\b|"
-    r"it should(?: actually| rather)? be)"
+    r"it should(?: actually| rather)? be|or rather\b)"
 )
 
 
