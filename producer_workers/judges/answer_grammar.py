@@ -44,7 +44,7 @@ LEAD = re.compile(r"(?:[fabmovsTyj,:.=(|L-]|[eqnuV][eqnumfV]{0,3}=)*")
 _LEFT = re.compile(
     rf"""(?: ^ | [,;:.!?()L|=y-] | ,w | D{UNIT}w       # begins a part; "not 20 but 18"
           | (?<!T)b | b(?:f?T|s)                       # is, is equal to; no "used to be"
-          | v | V | [vV]x[Tp]?b? | (?:[vV]|su)f?[Tpi]  # makes, turns out to be, falls to
+          | v | V | (?:[vV]|su)f?[Tpi] | [vV]fTb        # makes, falls to, turns out to be
           | [sT]u | m | mo                             # we plant, the total of
         )[fak]*$""",
     re.VERBOSE,
@@ -54,10 +54,10 @@ _SPOILED = re.compile(
     r"[dN][^.;L!?]*$ | r[^,;.(L!?wy]*$ | [xMpoitT][fa]*[:,(=L-]+[fa]*$", re.VERBOSE
 )
 _RIGHT = re.compile(
-    rf"""(?:M(?=[umfV]))?{UNIT}(?:                     # 18 more apples, but no "18 more than 5"
+    rf"""(?:M(?=[umV]))?{UNIT}(?:                     # 18 more apples, but no "18 more than 5"
           $ | [.!;:)L|(P-] | ,(?!w|c?[qu]{{1,2}}=) | y
-          | [itpo](?![fa]*[nex]) | i[fa]*n             # of rice; in 3 weeks, but no "of 60"
-          | T(?![^.,;L]*[ne]) | [vV](?![^.;,L]*[nedNrx])
+          | [ito](?![fa]*[nex]) | p(?!a*[nex]) | i[fa]*n  # of rice, in 3 weeks; no "of 60"
+          | T(?![^.,;L]*[nex]) | [vV](?![^.;,L]*[nedNrx])
           | b[fa]*m | b[fa]+(?:{_CLOSE}|[iyc]) | sb{_CLOSE}  # is the answer, are left
           | c?f?D | c?[fd][fp]*D | ,?wf*D              # "not 20", "rather than 20", "but not 20"
           | c(?![fasTvb]*[neq])
@@ -104,7 +104,7 @@ def parts_of(text: str, *, has_decimal_commas: bool = False) -> list[Part]:
         is_dash = token.text in "+-" and before and not _is_sign(token, tokens[at + 1], before)
         if not kind and not is_dash:
             kind, end, value = _value(tokens, at, before, has_decimal_commas)
-        kind = kind or (_kind(token, tokens[at + 1]))
+        kind = kind or _kind(tokens, at)
         if kind != " ":
             found.append(Part(kind, token.start, tokens[end - 1].end, value))
         at = end
@@ -144,16 +144,23 @@ def _value(
     return ("e", end, value._replace(number=None)) if is_part else ("n", end, value)
 
 
-def _kind(token: Token, after: Token) -> str:
+def _kind(tokens: list[Token], at: int) -> str:
     """Return the kind of a token that begins no value; " " for an ornament."""
+    token, after = tokens[at], tokens[at + 1]
     if token.kind == "word":
+        before = tokens[at - 1].text if at else ""
+        if token.text == "up" and (after.text != "to" or before in ("add", "adds", "ends", "sums")):
+            return "f"
+        if token.text == "rather" and before == "or":
+            return "k"
         if token.text.lower() == "no" and (after.text == "," or kind_of(after.text) == "k"):
             return "k"
-        if token.text == "left" and after.text == "with":
+        if (token.text, after.text) in (("left", "with"), ("amount", "to")):
             return "v"
         kind = kind_of(token.text)
         return "V" if kind == "u" and may_be_verb(token.text) else kind
-    if token.text in ("...", "…") and not after.has_gap:  # 42...43
+    is_counted = tokens[at - 1].kind == after.kind == "number"
+    if token.text in ("...", "…") and (is_counted or not after.has_gap):  # 42...43
         return "z"
     if token.text in _SIGNS or token.kind == "line":
         return _SIGNS.get(token.text, "L")
@@ -201,7 +208,7 @@ def _with_denials(line: str) -> str:
                 denying = goes_on.end() - 1 if goes_on else -1
             elif found := _DENIED.match(line, at + 1):
                 kinds[at : found.end()] = "D" + "f" * (found.end() - at - 1)
-        elif kinds[at] in "dN":
+        elif kinds[at] in "dN" and line[at + 1 : at + 2] != ",":
             denying = at
         elif kind in ".;L!?" or (kind == ":" and line[at + 1 : at + 2] in "sy"):
             if kind == ":" and denying >= 0:  # that is wrong: it is 20

@@ -15,7 +15,7 @@ f changes nothing:
     simply indeed clearly still also obviously certainly definitely surely final correct right
     numerical exact equal overall altogether left remaining required needed now here there again
     both finally ultimately us usd eur gbp inr cad aud rs rs. yes ok okay option choice him them
-    me given whole new full same really der die das le la les el los il lo um uma une ein eine
+    me given whole new full same really out der die das le la les el los il lo um uma une ein eine
     de du
 a an approximation:
     about approximately approx approx. roughly around circa ca ca. etwa ungefähr environ
@@ -53,7 +53,7 @@ M tells a difference, 18 more apples, but makes another amount in 18 more than 3
 x makes another amount of the number before it:
     times plus minus greater least most under above below beyond short shy squared cubed
     factorial choose mod modulo divided multiplied halved doubled tripled point too up down off
-    nearly almost close base percent percentage
+    nearly almost close base hexadecimal binary octal percent percentage
 k takes back what was said: wait sorry oops correction hmm actually mean meant scratch
 y begins a sentence in a sentence:
     because since which that where so thus therefore hence then i.e. i.e e.g. namely as whereas

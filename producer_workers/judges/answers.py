@@ -79,6 +79,7 @@ def spans(response: str) -> Iterator[AnswerSpan]:
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*(?P<box>\{)|\\[\\{}]|[{}]")
 _BOXED_TOKEN = re.compile(r"\\boxed\s*(-?[\d.,]+)")
+_TAG = re.compile(r"<(answer|final|final_answer)>([^<]{1,1000})</\1>")
 _JOINED = re.compile(r"[\s$.]*(?:,|;|or|and|\\text\{ ?(?:or|and) ?\}|\\quad)*[\s$]*(?:\w\s*=\s*)?")
 _BESIDE = 200  # characters beside a box that are read
 _BEGINS = re.compile(r"[.!?。](?=\s)|\n\s*\n|<[/\w][^<>\n]{0,40}>")
@@ -88,7 +89,7 @@ _TAKEN_BACK = re.compile(
     r"(?:that|this|it)(?:'s| is| was) (?:wrong|incorrect|not (?:right|correct|true))|"
     r"i made (?:a|an) (?:mistake|error)|scratch that|oops|correction\b|on second thought|i meant)|"
     r"(?<![a-zA-Z,] )(?:no,|(?:no,? )?(?:wait|actually|hold on)\b)|hmm+\b|"
-    r"it should(?: actually| rather)? be)"
+    r"it should(?: actually| rather)? be|or rather\b)"
 )
 
 
@@ -105,17 +106,21 @@ def _boxes(text: str) -> Iterator[AnswerSpan]:
         found.append(box)
     for token in deque(_BOXED_TOKEN.finditer(text), _MOST):
         found.append(AnswerSpan(token[1], True, *token.span()))
-    for box in found:  # what is beside it
-        if box.text == _CUT_OFF:
-            yield box
-            continue
-        held = re.sub(r"!\s*$", FACTORIAL, box.text)  # in a formula, no exclamation
-        left = text[max(0, box.start - _BESIDE) : box.start]
-        left = left[max((begin.end() for begin in _BEGINS.finditer(left)), default=0) :]
-        right = text[box.end : box.end + _BESIDE]
-        if end := _ENDS.search(right):
-            right = right[: end.end() if end[0] == "?" else end.start()]
-        yield box._replace(text=f"{left}{BOX_START}{held}{BOX_END}{right}")
+    for tag in deque(_TAG.finditer(text), _MOST):
+        found.append(AnswerSpan(tag[2], True, *tag.span()))
+    for box in found:
+        yield box if box.text == _CUT_OFF else _with_neighbours(text, box)
+
+
+def _with_neighbours(text: str, box: AnswerSpan) -> AnswerSpan:
+    """Return what a box holds, marked as such in the sentence around it."""
+    held = re.sub(r"!\s*$", FACTORIAL, box.text)  # in a formula, no exclamation
+    left = text[max(0, box.start - _BESIDE) : box.start]
+    left = left[max((begin.end() for begin in _BEGINS.finditer(left)), default=0) :]
+    right = text[box.end : box.end + _BESIDE]
+    if end := _ENDS.search(right):
+        right = right[: end.end() if end[0] == "?" else end.start()]
+    return box._replace(text=f"{left}{BOX_START}{held}{BOX_END}{right}")
 
 
 def _braced(text: str) -> Iterator[AnswerSpan]:
@@ -155,7 +160,7 @@ def _hashes(text: str) -> Iterator[AnswerSpan]:
 
 _WORD = re.compile(
     r"(?i)(?<![/\w\\-])(?:answers?|ans|antwort|lösung|réponse|respuesta|risposta|resposta|ответ|"
-    r"jawaban|cevap|odpowiedź|antwoord|जवाब|उत्तर)(?![\w-])|答案|答え|정답|الجواب|الإجابة"
+    r"jawaban|cevap|odpowiedź|antwoord|जवाब|उत्तर)(?![\w-]|>[^<]{1,1000}</)|答案|答え|정답|الجواب|الإجابة"
 )
 _UNSURE = re.compile(
     r"(?i)\b(?:(?:not|never|doubt|if|whether|suppose|assum\w+|wrong|incorrect|false|previous|"
@@ -273,12 +278,12 @@ def _last_sentences(text: str) -> Iterator[AnswerSpan]:
         ]
         for sentence in islice(reversed(sentences), _MOST):
             bold = [
-                text
-                for text, colon in _BOLD.findall(sentence)
-                if re.search(r"\d", text) and not colon and not text.endswith(":")
+                AnswerSpan(found[1], False, *found.span())
+                for found in _BOLD.finditer(sentence)
+                if re.search(r"\d", found[1]) and not found[2] and not found[1].endswith(":")
             ]
             if len(bold) == 1 and not _WORD.search(sentence):
-                yield AnswerSpan(bold[0], False)
+                yield _with_neighbours(sentence, bold[0])
             if not _speaks_unsurely(sentence):
                 yield AnswerSpan(sentence[-_LONGEST:], False)
             elif " but " in sentence and not _speaks_unsurely(

@@ -94,7 +94,7 @@ def _compared(value: Value, truth: Value) -> Verdict:
 _MATHEMATICS = re.compile(rf"(?:[nequmf]{{1,4}}=)*[neq]{UNIT}(?:{JOIN}[neq]{UNIT})*[.]?")
 _CODE = re.compile(r"\(?[A-Z]\)?|\d+(?:\s?[-:]\s?\d+)+")
 _PHRASE = re.compile(r"[fabm:(]*[uVnqefmvsci)o-]{1,6}[.!L]*")
-_NAME_ENDS = re.compile(r"$|[.;:!)L|(-]|,(?!c?r)|y|b[fa]*m|b[fa]+(?:$|[.,;!)])")
+_NAME_ENDS = re.compile(r"(?:$|[.;:!)L|(,-]|y|b[fa]*m|b[fa]+(?:$|[.,;!)]))(?!.*[rkw])")
 
 
 @dataclass(frozen=True)

@@ -170,6 +170,9 @@ ANSWERS = [
     r"{left}\boxed{{{value}}}{right}",
     r"The answer is ${left}\boxed{{{value}}}{right}$.",
     "<answer>{left}{value}{right}</answer>",
+    "{left}<answer>{value}</answer>{right}",
+    "She has {left}**{value}**{right}.",
+    "It is {left}`{value}`{right}.",
 ]
 LEFT = [
     *(
