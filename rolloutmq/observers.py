@@ -3,7 +3,7 @@
     [project.entry-points."rolloutmq.observers"]
     my_counter = "my_package.my_module:observe"
 
-Each process calls `observe(run, process)` once. Its name is "producer", "trainer" or an id of a worker.
+Each process calls `observe(run, process)` once, with the name "producer", "trainer" or its own id.
 It may append a `buffer.observers.Observer` to `run.observers`.
 """
 

@@ -14,7 +14,7 @@ import unicodedata
 from itertools import pairwise
 from typing import NamedTuple
 
-from producer_workers.judges.answer_values import (
+from rolloutmq.extensions.answers.values import (
     BOX_END,
     BOX_START,
     END,
@@ -24,7 +24,7 @@ from producer_workers.judges.answer_values import (
     tokens_of,
     value_at,
 )
-from producer_workers.judges.answer_words import (
+from rolloutmq.extensions.answers.words import (
     PARTS,
     UNIT_LETTERS,
     UNITS,

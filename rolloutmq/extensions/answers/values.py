@@ -14,7 +14,7 @@ import unicodedata
 from fractions import Fraction
 from typing import NamedTuple
 
-from producer_workers.judges.answer_words import CONSTANTS, FUNCTIONS, SCALES, UNIT_LETTERS, UNITS
+from rolloutmq.extensions.answers.words import CONSTANTS, FUNCTIONS, SCALES, UNIT_LETTERS, UNITS
 
 # -- plain text ------------------------------------------------------------------------------------
 

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from producer_workers.judges import answer_words
-from producer_workers.judges.built_in import gsm8k, math_verify
-from producer_workers.judges.truths import Truth, read_answer
+from rolloutmq.extensions.answers import words as answer_words
+from rolloutmq.extensions.answers.judges import gsm8k, math_verify
+from rolloutmq.extensions.answers.truths import Truth, read_answer
 from tests.thoroughness import examples
 
 FORMS = [

@@ -12,11 +12,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from producer_workers.judges.answer_values import BOX_END, BOX_START, FACTORIAL
-from producer_workers.judges.answer_words import kind_of
-
-# Decoding leaves these in the text where a tokenizer does not mark its end of turn as special.
-END_MARKERS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "</s>")
+from producer_workers.judges.response_text import answer_text, without_thoughts
+from rolloutmq.extensions.answers.values import BOX_END, BOX_START, FACTORIAL
+from rolloutmq.extensions.answers.words import kind_of
 
 _MOST = 20  # marks, and sentences, that are looked at from the end
 
@@ -36,21 +34,6 @@ class AnswerSpan(NamedTuple):
     is_marked: bool
     start: int = 0
     end: int = 0
-
-
-def answer_text(response: str) -> str:
-    """Return `response` without surrounding white space and trailing end markers."""
-    text = response.strip()
-    while text.endswith(END_MARKERS):
-        marker = next(marker for marker in END_MARKERS if text.endswith(marker))
-        text = text.removesuffix(marker).rstrip()
-    return text
-
-
-def without_thoughts(response: str) -> str | None:
-    """Return what follows the thoughts of a response; None if it ends within them."""
-    _, thought_end, said = response.rpartition("</think>")
-    return None if not thought_end and "<think>" in response else said
 
 
 def spans(response: str) -> Iterator[AnswerSpan]:

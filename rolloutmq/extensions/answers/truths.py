@@ -2,7 +2,6 @@ r"""Compare responses with a ground truth: a number, a name (Monday, 2024-05-01)
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any
 
-from producer_workers.judges.answer_grammar import (
+from producer_workers.judges.response_text import text_of
+from rolloutmq.extensions.answers.grammar import (
     JOIN,
     LEAD,
     UNIT,
@@ -19,8 +19,8 @@ from producer_workers.judges.answer_grammar import (
     kinds_of,
     read,
 )
-from producer_workers.judges.answer_values import BOX_END, BOX_START, GUESS, Value, plain
-from producer_workers.judges.answers import AnswerSpan, has_decimal_commas, spans
+from rolloutmq.extensions.answers.spans import AnswerSpan, has_decimal_commas, spans
+from rolloutmq.extensions.answers.values import BOX_END, BOX_START, GUESS, Value, plain
 
 
 class Verdict(Enum):
@@ -29,20 +29,6 @@ class Verdict(Enum):
     RIGHT = "right"
     WRONG = "wrong"
     UNPARSED = "unparsed"
-
-
-def text_of(truth: Any) -> str:
-    """Return a ground truth as text; that of a list of one is its element's, and 18.0 is "18".
-
-    Raises ValueError for one that no answer equals: None, NaN, infinity, bytes, other lists.
-    """
-    if isinstance(truth, list) and len(truth) == 1:
-        truth = truth[0]
-    if isinstance(truth, float) and math.isfinite(truth):
-        return str(int(truth)) if truth.is_integer() and abs(truth) < 2**53 else repr(truth)
-    if isinstance(truth, str | int) and str(truth).strip():
-        return str(truth).strip()
-    raise ValueError(f"the ground truth {truth!r:.80} is no text and no finite number")
 
 
 def number_of(truth: Any) -> Value:
