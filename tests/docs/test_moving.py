@@ -9,7 +9,8 @@ import re
 import pytest
 
 from buffer.replay_buffer import ReplayBuffer
-from tests.docs.test_names import ROOT, defined_names
+from tests.docs.test_names import defined_names
+from tests.programs import ROOT
 
 PAGE = (ROOT / "docs" / "pages" / "moving.md").read_text(encoding="utf-8")
 
