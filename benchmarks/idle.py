@@ -19,10 +19,10 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from benchmarks.figure import Figure
-from benchmarks.fleet import Meter, read_meters
+from benchmarks.fleet import read_meters
 from benchmarks.server import BenchServer
 from benchmarks.simulated_run import TASK, simulated_run
-from buffer.ids import group_id
+from buffer.ids import group_id, split_group_id
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.staleness import staleness
@@ -91,30 +91,35 @@ def play(server: BenchServer, setting: Setting, lengths: Lengths, steps: int, na
     """Run the real pipeline until train step `steps` is done."""
     ages: Counter[int] = Counter()
     held: dict[str, int] = {}
+    trained: list[int] = []
     with TemporaryDirectory() as folder, simulated_run(server, setting, lengths, name=name) as work:
         save_file({"w": np.zeros(1, dtype=np.float32)}, Path(folder, "model.safetensors"))
         for step in range(1, steps + 1):
             batch = work.consumer.take_batch(step, {TASK: setting.batch_size})
             ages.update(staleness(step, entry.version or 0) for entry in batch.manifest.entries)
             held |= {group.gid: int(group.lengths.sum()) for group in batch.groups}
+            trained += [int(tokens) for group in batch.groups for tokens in group.lengths]
             time.sleep(setting.step_s)
             if step < steps:
                 work.consumer.commit(step, keep=step)
                 _update(work.run, work.consumer, setting, step, folder)
         seconds = time.monotonic() - work.started_s
         meter = read_meters(work.fleets)
-        wasted = _wasted(work.run, setting, steps, meter, held)
+        old = _old_groups(work.run, setting, steps, held)
+    again = sum(meter.tokens[gid] - tokens for gid, tokens in held.items())
     return Outcome(
         seconds=seconds,
         steps=steps,
         groups=len(held),
         trained_tokens=sum(held.values()),
-        wasted_tokens=wasted,
+        wasted_tokens=again + sum(meter.tokens[gid] for gid in old),
         busy_s=meter.busy_s,
         capacity_s=setting.workers * setting.sequences * seconds,
         held=float("nan"),
         trainer_busy_s=steps * setting.step_s,
         staleness=dict(sorted(ages.items())),
+        trained_lengths=trained,
+        expired_lengths=[n for gid in old for n in lengths(split_group_id(gid)[1])],
     )
 
 
@@ -126,12 +131,10 @@ def _update(run: Run, consumer: RolloutConsumer, setting: Setting, step: int, fo
         run.control.publish_weights(consumer.nonce, weights, folder, "")
 
 
-def _wasted(run: Run, setting: Setting, steps: int, meter: Meter, held: dict[str, int]) -> int:
-    """Return the tokens that trained groups got more than once, and those of expired groups."""
-    again = sum(meter.tokens[gid] - tokens for gid, tokens in held.items())
+def _old_groups(run: Run, setting: Setting, steps: int, held: dict[str, int]) -> list[str]:
+    """Return the groups that expired."""
     drawn = {group_id(TASK, draw) for draw in range(run.jobs.cursor(TASK))}
-    old = [gid for gid in drawn - held.keys() if _is_old(run.record(gid), setting, steps)]
-    return again + sum(meter.tokens[gid] for gid in old)
+    return [gid for gid in drawn - held.keys() if _is_old(run.record(gid), setting, steps)]
 
 
 def _is_old(record: dict[str, str], setting: Setting, steps: int) -> bool:

@@ -76,6 +76,7 @@ def simulated_run(
         ahead_threshold=(setting.max_ahead + 1) * setting.sync_weights_interval,
         sync_weights_interval=setting.sync_weights_interval,
         over_sample_threshold=setting.over_sample_threshold,
+        on_straggler=setting.on_straggler,
         batch_size=setting.batch_size,
         steps=ENDLESS,
         tasks={TASK: TaskLimits()},

@@ -75,10 +75,10 @@ class TaskSettings(BaseModel):
 
     over_sample_threshold: float = Field(0.0, ge=0, le=10_000, allow_inf_nan=False)
     """groups started beyond the batch, as a share of it: 0.5 starts half a batch more"""
-    on_straggler: Straggler = "drop"
-    """what happens to a group that is not finished when its last train step is taken. drop: it
-    ends. retry: its rollouts that are too old are generated again, which favours short ones. wait:
-    the trainer waits for it
+    on_straggler: Straggler = "wait"
+    """what happens to a group that is not finished when its last train step is taken. wait: the
+    trainer waits for it, so that long responses are trained, too. drop: it ends. retry: its
+    rollouts that are too old are generated again. drop and retry favour short responses
     """
     tail_batch_trigger_size: int = Field(0, ge=0, le=1_000_000)
     """for on_straggler = "retry". 0: groups that became too old are retried at once. N: once N of

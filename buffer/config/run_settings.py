@@ -170,7 +170,7 @@ class PolicySection(Section):
     """
     sync_weights_interval: int = Field(1, ge=1, le=1_000_000)
     """train steps between two publications of weights"""
-    max_staleness: int = Field(8, ge=0, le=1_000_000)
+    max_staleness: int = Field(16, ge=0, le=1_000_000)
     """how many publications old the weights of a rollout may be, in tasks that set no max_staleness
     of their own; 0 is on-policy
     """

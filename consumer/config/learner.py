@@ -69,7 +69,7 @@ class ObjectiveDefaults(NamedTuple):
 
 
 OBJECTIVES = {
-    "cispo": ObjectiveDefaults(1.0, 4.0, "token_mean"),
+    "cispo": ObjectiveDefaults(1.0, 0.28, "token_mean"),
     "dppo": ObjectiveDefaults(0.15, 0.15, "token_mean"),
     "gspo": ObjectiveDefaults(3e-4, 4e-4, "sequence_mean"),
     "ppo": ObjectiveDefaults(0.2, 0.28, "token_mean"),
@@ -122,7 +122,7 @@ class LossConfig(Section):
     clip_high: float = Field(default_factory=lambda data: _defaults(data).clip_high, ge=0, le=1e6)
     """ratios above 1 + clip_high get no gradient where the advantage is positive; dppo:
     probabilities that rose by more than it; cispo: larger weights are reduced to it. Default: that
-    of the objective's paper, 0.28 for ppo, 0.0004 for gspo, 0.15 for dppo, 4 for cispo
+    of the objective's paper, 0.28 for ppo, 0.0004 for gspo, 0.15 for dppo; 0.28 for cispo
     """
     dual_clip: float | None = Field(None, gt=1, le=1e6)
     """for ppo: ratios above it get no gradient where the advantage is negative, for example 3.0;

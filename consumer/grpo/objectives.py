@@ -34,8 +34,9 @@ def gspo(columns: TokenColumns, config: LossConfig) -> Surrogate:
 def cispo(columns: TokenColumns, config: LossConfig) -> Surrogate:
     """Return `-sg(clip(r)) A logprob`: REINFORCE with clipped weights: every token has a gradient.
 
-    (CISPO, MiniMax-M1 2025, arXiv:2506.13585, equations 4 and 5, without a lower bound; weights up
-    to 5: ScaleRL, Khatri et al. 2025, arXiv:2510.13786, and TRL.)
+    (CISPO, MiniMax-M1 2025, arXiv:2506.13585, equations 4 and 5, without a lower bound. It does not
+    name the upper one: it is DAPO's here, as weights up to the 5 of ScaleRL, arXiv:2510.13786,
+    learned no more from stale rollouts.)
     """
     ratio = columns.ratio().detach()
     weight = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)

@@ -150,7 +150,8 @@ class BatchOutlook:
         self._waited_s = 0.0
         self._next_check_s = time.monotonic() + POLL_S
         self._accounts: list[TaskAccount] = []
-        self._turns: set[tuple[str, int]] = set()
+        self._producer = ""
+        self._turns: set[int] = set()
         self._has_warned = False
 
     def obtainable(self, counts: Mapping[str, int], answer: NotReady) -> dict[str, int]:
@@ -266,13 +267,15 @@ class BatchOutlook:
             started
             or self._stopped  # until it is resumed, the producer starts none
             or accounts != self._accounts
+            or holder.nonce != self._producer  # whose rounds are counted
             or answer.checkpoint_now
             or self._run.memory.use().refuses_fresh
         ):
             self._accounts = accounts
-            self._turns = {(holder.nonce, holder.turns)}
+            self._producer = holder.nonce
+            self._turns = {holder.turns}
             return
-        self._turns.add((holder.nonce, holder.turns))
+        self._turns.add(holder.turns)
         if len(self._turns) < TURNS:
             return
         if state.weights.version < self._step - 1:

@@ -50,7 +50,7 @@ def advise(candidates: Sequence[Simulated]) -> Advice:
 
 def name_of(setting: Setting) -> str:
     limits = f"max_ahead {setting.max_ahead}, max_staleness {setting.max_staleness}"
-    straggler = "" if setting.on_straggler == "drop" else f", {setting.on_straggler}"
+    straggler = "" if setting.on_straggler == "wait" else f", {setting.on_straggler}"
     return f"{limits}, {setting.interruption}{straggler}"
 
 

@@ -47,7 +47,7 @@ class Setting(BaseModel):
     sync_weights_interval: int = Field(1, ge=1)
     max_ahead: int = Field(1, ge=0)
     max_staleness: int = Field(0, ge=0)
-    on_straggler: Straggler = "drop"
+    on_straggler: Straggler = "wait"
     over_sample_threshold: float = Field(0.0, ge=0)
     interruption: Interruption = "keep"
 
@@ -77,7 +77,7 @@ def candidates(
     staleness: Sequence[int],
     interruptions: Sequence[str],
     ahead: Sequence[int] = (1,),
-    stragglers: Sequence[str] = ("drop",),
+    stragglers: Sequence[str] = ("wait",),
 ) -> list[Setting]:
     """Return `fleet` with every combination that differs from the others. Raises ValueError.
 

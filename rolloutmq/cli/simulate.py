@@ -66,7 +66,7 @@ SyncS = Annotated[
 ]
 Staleness = Annotated[
     list[int] | None,
-    typer.Option(min=0, max=_MOST, help="max_staleness; repeatable.  [default: 0, 1, 8]"),
+    typer.Option(min=0, max=_MOST, help="max_staleness; repeatable.  [default: 0, 1, 16]"),
 ]
 Ahead = Annotated[
     list[int] | None,
@@ -75,8 +75,8 @@ Ahead = Annotated[
 OnStraggler = Annotated[
     list[str] | None,
     typer.Option(
-        help="What happens to groups that take too long: drop, retry or wait; repeatable.  "
-        "[default: drop]"
+        help="What happens to groups that take too long: wait, drop or retry; repeatable.  "
+        "[default: wait]"
     ),
 ]
 Pause = Annotated[
@@ -148,10 +148,10 @@ def simulate(
         )
         settings = candidates(
             fleet,
-            staleness or [0, 1, 8],
+            staleness or [0, 1, 16],
             pause or ["keep", "partial", "abort"],
             ahead or [1, 2, 4],
-            on_straggler or ["drop"],
+            on_straggler or ["wait"],
         )
     except ValidationError as error:
         first = error.errors()[0]
@@ -176,7 +176,7 @@ def _answer(outcomes: Sequence[Simulated], advice: Advice) -> Output:
         grid.add_row(
             ">" if is_chosen else "",
             f"{setting.max_ahead}, {setting.max_staleness}",
-            setting.interruption + ("" if straggler == "drop" else f", {straggler}"),
+            setting.interruption + ("" if straggler == "wait" else f", {straggler}"),
             f"{outcome.seconds / outcome.steps:,.1f}",
             f"{outcome.worker_idle:.1%}",
             f"{outcome.trainer_idle:.1%}",

@@ -15,7 +15,12 @@ from buffer.config.memory_budget import MemoryNeed
 from buffer.config.run_settings import PolicySection
 from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig
-from consumer.config.trainer import MOST_PROBLEMS, PASS_AT, WITHIN_A_GROUP, EvaluationSection
+from consumer.config.trainer import (
+    MOST_PROBLEMS,
+    PASS_AT,
+    WITHIN_A_GROUP,
+    EvaluationSection,
+)
 from producer_workers.agent_loops.agent_loop import BUILT_IN, has_agents
 from producer_workers.config.engine import VllmConfig
 from producer_workers.config.task import TaskSection
@@ -272,6 +277,18 @@ def _groups_can_be_compared(config: Config) -> Iterator[str]:
             )
 
 
+def _filters_keep_groups(config: Config) -> Iterator[str]:
+    for name, task in training(config.tasks).items():
+        if (
+            task.prompt_repeat_k == 1
+            and config.strategy_of(name).is_valid_sample_fn == "not_all_equal"
+        ):
+            yield (
+                f"prompt_repeat_k = 1 of task {name}: is_valid_sample_fn = not_all_equal replaces "
+                "every group of one rollout, so no batch would be made; leave it out"
+            )
+
+
 def _critic_is_used(config: Config) -> Iterator[str]:
     if (
         config.critic != CriticConfig()
@@ -388,6 +405,7 @@ _RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
     _distributions_are_whole,
     _masks_are_bounded,
     _groups_can_be_compared,
+    _filters_keep_groups,
     _critic_is_used,
     _trained_roles_occur,
     teachers_can_score,

@@ -81,8 +81,12 @@ def teachers_replace_rewards(config: Config) -> Iterator[str]:
             yield f"judge = none of task {name}: without a teacher, it teaches nothing"
     if config.trainer.loop is not None or config.trainer.advantages != "none":
         return
-    if config.learner.distillation is None:
-        yield "[trainer] advantages = none trains nothing without [learner.distillation]"
+    objective = config.learner.loss.objective
+    if config.learner.distillation is None and not is_dotted_path(objective):
+        yield (
+            "[trainer] advantages = none trains nothing without [learner.distillation], or an "
+            "objective of yours"
+        )
     for name, task in config.tasks.items():
         if task.eval_of is None and config.strategy_of(name).is_valid_sample_fn == "not_all_equal":
             yield (

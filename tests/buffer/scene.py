@@ -32,7 +32,7 @@ TASKS = {
     "code": TaskLimits(),
     "quiz": TaskLimits(eval_of="math"),
 }
-LIMITS = RunLimits(stale_threshold=2, tasks=TASKS)
+LIMITS = RunLimits(stale_threshold=2, on_straggler="drop", tasks=TASKS)
 
 
 def prompt(gid: str, samples: int = 2) -> bytes:

@@ -31,7 +31,7 @@ from tests.chaos.harness import ChaosRun, Plan, new_folder, rules
 from tests.chaos.history import Event, parse, read_history
 from tests.chaos.plan import CHECKPOINT_EVERY, FENCED, INLINE, LEASE_MS, LOST, REFUSED, RUN, limits
 
-LIMIT_S = 60.0
+LIMIT_S = 240.0
 """In which a process continues, ends, or leaves when it is asked to."""
 
 WAIT_S = 2.5 * LEASE_MS / 1000

@@ -69,7 +69,7 @@ def site() -> Path:
 @pytest.mark.parametrize("page", ["index.html", "docs/pages/demo.html"])
 def test_search_works_from_disk(chromium: Chrome, site: Path, page: str) -> None:
     chromium.get((site / page).as_uri() + "?q=staleness")
-    found = WebDriverWait(chromium, 30).until(
+    found = WebDriverWait(chromium, 400).until(
         lambda browser: browser.execute_script(
             "return [...document.querySelectorAll('.md-search-result__item')]"
             ".map(item => item.innerText)"
@@ -80,7 +80,7 @@ def test_search_works_from_disk(chromium: Chrome, site: Path, page: str) -> None
 
 def test_search_finds_the_answer_first(chromium: Chrome, site: Path) -> None:
     chromium.get((site / "index.html").as_uri() + "?q=staleness")  # a question loads the index
-    WebDriverWait(chromium, 30).until(
+    WebDriverWait(chromium, 400).until(
         lambda it: it.execute_script("return 'Worker' in window && typeof __index == 'object'")
     )
     first = chromium.execute_async_script(SEARCH, list(ANSWERS))

@@ -10,6 +10,7 @@ import pytest
 
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
+from consumer.handle import taker, wait_rules
 from producer_workers.worker import worker
 from tests.buffer.scene import Scene
 from tests.pipeline.mixture import LIMITS as MIXED
@@ -20,9 +21,11 @@ from tests.servers import Server
 
 
 @pytest.fixture(autouse=True)
-def quick_to_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the thread that waits for jobs short: an event loop ends only after its threads."""
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers and trainers of this process look often, which ends their waits soon."""
     monkeypatch.setattr(worker, "IDLE_S", 0.2)
+    for module in (taker, wait_rules):
+        monkeypatch.setattr(module, "POLL_S", 0.05)
 
 
 @pytest.fixture

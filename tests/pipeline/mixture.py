@@ -18,7 +18,7 @@ from producer_workers.producer.strategy import ShouldContinue, strategies_of
 from tests.buffer.scene import Scene
 from tests.pipeline.yard import Letters
 
-TASKS = {"math": TaskLimits(weight=2), "code": TaskLimits(weight=1), "idle": TaskLimits(weight=0)}
+TASKS = {"math": TaskLimits(weight=5), "code": TaskLimits(weight=2), "idle": TaskLimits(weight=0)}
 LIMITS = RunLimits(tasks=TASKS, batch_size=7, steps=50)
 
 

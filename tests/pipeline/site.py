@@ -75,6 +75,8 @@ class Process:
 
     started: subprocess.Popen[bytes] | BaseProcess
     log: Path
+    is_awaited: bool = False
+    """its end is no surprise"""
 
     @property
     def pid(self) -> int:
@@ -107,6 +109,7 @@ class Process:
         return self.wait()
 
     def wait(self) -> int:
+        self.is_awaited = True
         if isinstance(self.started, BaseProcess):
             self.started.join(DEADLINE_S)
         else:
@@ -265,11 +268,10 @@ class Site:
         return step
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        """Wait until something is so. Fail when a process that runs now ends before it is so."""
-        running = [process for process in self.processes if process.exit_code is None]
+        """Wait until something is so. Fail when a process ends for whose end no test waits."""
 
         def over() -> str:
-            ends = [end_of(process.started) for process in running]
+            ends = [end_of(process.started) for process in self.processes if not process.is_awaited]
             return "" if not any(ends) else "; ".join(filter(None, ends)) + "\n" + self.words()
 
         until(condition, what, over)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import shutil
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from buffer.wire.rollout import PolicyVersion
 from consumer.handle import wait_rules
 from consumer.handle.rollout_consumer import RolloutConsumer
 from tests.pipeline.yard import FIRST, LINEAGE, TASK, Yard, versions
+from tests.waits import until
 
 
 def gated_fetches(monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> list[str]:
@@ -142,10 +142,9 @@ async def test_a_trainer_learns_at_once_that_workers_refuse_its_weights(
         spoil(folder)
         consumer.publish_weights(1, str(folder), checksum)
         yard.enqueue(3)
-        while not any(worker.refusal for worker in yard.run.fleet.workers()):
-            time.sleep(0.01)
+        until(lambda: any(worker.refusal for worker in yard.run.fleet.workers()), "a refusal")
         with pytest.raises(TimeoutError, match="1 of 1 workers cannot load the weights l1:1"):
-            consumer.take_batch(1, {TASK: 3}, waiting=wait, deadline_s=3.0)
+            consumer.take_batch(1, {TASK: 3}, waiting=wait, deadline_s=1.0)
         with monkeypatch.context() as patch:
             patch.setattr(wait_rules, "REFUSAL_S", 0.5)
             with pytest.raises(WeightsRefused, match=r"model\.safetensors differs") as refused:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from buffer.control.control import Work
-from buffer.errors import Fenced, ProducerGone, ScriptError
+from buffer.errors import Fenced, NoBatch, ProducerGone, ScriptError
 from buffer.groups.submit import SubmitOutcome
 from buffer.ids import new_nonce
 from buffer.job import Job, Result
@@ -99,6 +99,29 @@ def test_a_trainer_does_not_miss_a_producer_that_could_not_send_heartbeats(
     clock.now += 1.0
     with pytest.raises(ProducerGone):
         outlook.check(answer)
+
+
+def test_a_producer_in_place_of_another_has_a_whole_round_before_a_batch_is_given_up(
+    make_yard: Callable[..., Yard], clock: Clock
+) -> None:
+    yard = make_yard()
+    outlook = BatchOutlook(yard.run, 1, producer_timeout_s=None, work=Work())
+
+    def look(nonce: str, turns: int) -> None:
+        work = Work()
+        work.turns = turns
+        yard.run.control.renew_role("producer", nonce, work=work)
+        clock.now += 1.0
+        outlook.check(NotReady({TASK: (0, 1)}))
+
+    look(yard.producer, 6)
+    look(yard.producer, 7)
+    other = new_nonce()
+    yard.run.control.open_producer(other, take_over=True)
+    look(other, 0)
+    look(other, 1)  # its first round, which draws the prompts
+    with pytest.raises(NoBatch):
+        look(other, 2)
 
 
 class Stop(threading.Event):

@@ -29,7 +29,7 @@ STATUS = ProduceBatchStatus
 
 
 def test_a_users_own_loop_calls_the_parts_one_by_one(make_mixture: Callable[..., Mixture]) -> None:
-    """Produce exactly what three batches need, with weights 2:1:0 of 7, counted for each call."""
+    """Produce exactly what three batches need, with weights 5:2:0 of 7, counted for each call."""
     site = make_mixture()
     working = threading.Event()
 

@@ -54,6 +54,7 @@ def test_nothing_is_lost_or_trained_twice_when_a_run_is_stopped_and_each_process
     site.until(lambda: all_gone(children), "the end of the orphans")
 
     third = site.start("run")
+    site.reach(1)
     for name in ("worker", "train", "server", "worker"):
         site.until_held()
         site.let(2)

@@ -215,7 +215,7 @@ def test_a_judge_that_hangs_holds_up_its_own_task_alone_and_no_engine(
 
     Code goes through.
     """
-    mixture = make_mixture({"batch_size": 24})
+    mixture = make_mixture({"batch_size": 28})
     gate = asyncio.Event()
     quick = Fixed(value=0.0)
     engine = WatchedEngine(
@@ -235,13 +235,13 @@ def test_a_judge_that_hangs_holds_up_its_own_task_alone_and_no_engine(
         await until_placed(mixture, "math", "running", 3)
         waiting = mixture.places("math")["running"]
         gate.set()
-        await until_placed(mixture, "math", "completed", 16)
+        await until_placed(mixture, "math", "completed", 20)
         worker.stop()
         await work
         return waiting
 
     with mixture.manager.opened():
-        assert mixture.round() == 24
+        assert mixture.round() == 28
         assert asyncio.run(scenario()) <= 6
     mixture.scene.check()
 

@@ -41,6 +41,7 @@ LIMITS = RunLimits(
     heartbeat_ms=100,
     worker_timeout_ms=360_000,
     role_timeout_ms=60_000,
+    on_straggler="drop",
     tasks={TASK: TaskLimits()},
 )
 FIRST = FIRST_WEIGHTS

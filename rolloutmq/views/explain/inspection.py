@@ -133,6 +133,7 @@ def diagnose_run(
 def inspect(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> list[Symptom]:
     """Return the symptoms of a run that its snapshot does not show; `steps`: the trained ones."""
     found = [*_damage(run, snap), *_judges(run), *_weights(snap), *_dead_letters(run, snap)]
+    found += _stragglers(run, snap)
     return [*found, *_failed_rows(run, snap), *_waits(run, snap, steps), *_contexts(steps)]
 
 
@@ -205,6 +206,33 @@ def _dead_letters(run: Run, snap: RunView) -> Iterator[Symptom]:
         yield Symptom("note", what, fix, newest.age_ms, trace_of(newest.reason))
     if (more := snap.dead - sum(len(letters) for _, letters in shown)) > 0:
         yield Symptom("note", plural(more, "more dead letter"), "`rolloutmq dead` lists them")
+
+
+def _stragglers(run: Run, snap: RunView) -> Iterator[Symptom]:
+    """Report groups that run, could serve no later step, and so are waited for."""
+    step = snap.taken + 1
+    for task in snap.training:
+        name, cut = task.account.task, step - task.stale_threshold
+        is_ready = task.ready >= max(1, task.batch_share) and task.account.running
+        if not (is_ready and run.limits.waits_for_stragglers(name)):
+            continue
+        try:
+            gids = run.store.ask("stragglers", "ZRANGEBYSCORE", run.keys.age(name), cut, cut)
+            late = [*run.groups.find({"gid": {"$in": [gid.decode() for gid in gids]}})]
+        except StoreError:
+            continue
+        if late:
+            oldest = max(late, key=lambda record: record.time_ms or 0)
+            what = (
+                f"step {step} waits for {plural(len(late), 'group')} of task {name} that began "
+                f"{task.stale_threshold} steps ago; {oldest.gid} is with {oldest.owner}"
+            )
+            fix = (
+                f"nothing while it samples; a larger `tasks.{name}.max_staleness` waits less; "
+                f"`rolloutmq drop {oldest.gid} --revoke {oldest.owner} --yes` ends one that hangs, "
+                "[strategy] group_time_limit_s every such one"
+            )
+            yield Symptom("note", what, fix, oldest.time_ms)
 
 
 def _waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Iterator[Symptom]:

@@ -65,9 +65,9 @@ def test_holder_of_a_role_notices_evictions_with_its_heartbeats(
     monkeypatch.setattr(scene.run.control, "watch_evictions", look)
     held.renew_in_background(lambda: 0.05, lambda: None)
     assert held.thread
-    assert looked.wait(100)
+    assert looked.wait(400)
     evict(scene.raw)
-    held.thread.join(100)
+    held.thread.join(400)
     with pytest.raises(StoreUnsafe) as caught:
         held.check()
     assert names_the_policy(caught.value)

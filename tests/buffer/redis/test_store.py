@@ -75,7 +75,7 @@ def test_every_move_is_made_once_when_its_reply_is_lost(
     server: Server, redis_client: redis.Redis, run_name: str, tmp_path: Path
 ) -> None:
     proxy = CuttingProxy(server.url.removeprefix("unix://"), tmp_path / "s")
-    store = Store(proxy.url, deadline_s=30.0)
+    store = Store(proxy.url, deadline_s=400.0)
     scene = Scene(store, redis_client, run_name)
 
     def unheard(move: Callable[[], Any]) -> Any:
@@ -117,7 +117,7 @@ def test_durable_calls_wait_for_the_disk_where_the_server_can_say_so(
 
 
 def test_nothing_acknowledged_is_lost_when_the_server_is_killed(mortal: OwnServer) -> None:
-    store = Store(mortal.url, deadline_s=30.0)
+    store = Store(mortal.url, deadline_s=400.0)
     raw: Any = raw_client(mortal.url)
     scene = Scene(store, raw, "mortal")
     scene.open_trainer()
@@ -140,7 +140,7 @@ def test_nothing_acknowledged_is_lost_when_the_server_is_killed(mortal: OwnServe
 
 
 def test_calls_wait_for_a_server_that_is_away_and_go_on_when_it_is_back(mortal: OwnServer) -> None:
-    store = Store(mortal.url, deadline_s=30.0)
+    store = Store(mortal.url, deadline_s=400.0)
     run = Run.create(store, "mortal", new_nonce(), LIMITS, FIRST, "/w")
     mortal.kill()
     opened: list[Run] = []

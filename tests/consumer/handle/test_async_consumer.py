@@ -113,7 +113,13 @@ def test_a_wait_reports_what_is_missing_and_who_could_generate_it(run: Run) -> N
         with pytest.raises(
             TimeoutError, match=r"math 0 of 3; of math, 0 wait and 0 run; there is no live worker$"
         ):
-            await consumer.take_batch(1, {"math": 3}, deadline_s=0.05, waiting=reasons.append)
+            await consumer.take_batch(1, {"math": 3}, deadline_s=0.05)
+        taking = asyncio.create_task(consumer.take_batch(1, {"math": 3}, waiting=reasons.append))
+        while not reasons:
+            await asyncio.sleep(0.001)
+        taking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await taking
         await consumer.pause("keep")
         with pytest.raises(TimeoutError, match="the run is paused"):
             await consumer.take_batch(1, {"math": 3}, deadline_s=0.05)

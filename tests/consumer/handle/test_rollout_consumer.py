@@ -33,6 +33,7 @@ from buffer.wire import group_bytes
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 from consumer.handle.batch import Batch, Stopped
 from consumer.handle.rollout_consumer import RolloutConsumer
+from consumer.handle.wait_rules import WaitReason
 from tests.consumer.conftest import Trainers, die
 from tests.consumer.handle.crew import at_work
 from tests.servers import Server, on_both
@@ -63,16 +64,18 @@ def content(batch: Batch) -> list[bytes]:
 @on_both
 def test_take_blocks_until_groups_are_ready_and_reports_why(run: Run, trainer: Trainers) -> None:
     consumer = trainer(run)
-    reasons: list[str] = []
+
+    def end(reason: WaitReason) -> None:
+        raise InterruptedError(str(reason))
+
     with at_work(run, math=2):
         until(lambda: run.buffer.count("math") == 2, "two groups")
+        with pytest.raises(InterruptedError) as told:
+            consumer.take_batch(1, {"math": 3}, waiting=end)
         with pytest.raises(TimeoutError, match="math 2 of 3"):
-            consumer.take_batch(
-                1, {"math": 3}, deadline_s=0.2, waiting=lambda reason: reasons.append(str(reason))
-            )
-    assert reasons == [
-        "waiting for groups: math 2 of 3; of math, 0 wait and 0 run; live workers: 1"
-    ]
+            consumer.take_batch(1, {"math": 3}, deadline_s=0.2)
+    reason = "waiting for groups: math 2 of 3; of math, 0 wait and 0 run; live workers: 1"
+    assert str(told.value) == reason
     with at_work(run, math=3):
         batch = consumer.take_batch(1, {"math": 3})
     assert batch.step == 1

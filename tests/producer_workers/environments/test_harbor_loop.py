@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from producer_workers.environments.harbor import PROGRAM
 from producer_workers.environments.loops import HarborAgentLoop
 from tests.producer_workers.environments.harbor_stand_in import install, write_task
 from tests.producer_workers.recorder import Recorder, questions, run
+from tests.waits import until
 
 TRIAL = {"agent": {"name": "talker"}, "environment": {"type": "folders"}}
 OPTIONS: dict[str, Any] = {"harbor_python": sys.executable, "trial": TRIAL}
@@ -220,19 +220,10 @@ def test_a_trial_ends_in_order_when_its_worker_dies(
         assert process.stdin is not None
         process.stdin.write(orjson.dumps(request) + b"\n")
         process.stdin.flush()
-        wait_until(lambda: list(environments.iterdir()) != [])
+        until(lambda: list(environments.iterdir()) != [])
         process.send_signal(signal.SIGKILL if end == "worker is killed" else signal.SIGTERM)
-        wait_until(lambda: list(environments.iterdir()) == [])
-        wait_until(lambda: not (tmp_path / "trials").exists())
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    async def wait() -> None:
-        async with asyncio.timeout(120):
-            while not holds():
-                await asyncio.sleep(0.05)
-
-    asyncio.run(wait())
+        until(lambda: list(environments.iterdir()) == [])
+        until(lambda: not (tmp_path / "trials").exists())
 
 
 @pytest.mark.parametrize(

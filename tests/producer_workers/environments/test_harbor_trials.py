@@ -15,8 +15,8 @@ from buffer.wire.rollout import RolloutState, Status
 from producer_workers.config.dataset import HarborSection
 from producer_workers.datasets.open import open_dataset
 from producer_workers.environments.loops import HarborAgentLoop
-from tests.producer_workers.environments.test_harbor_loop import wait_until
 from tests.producer_workers.recorder import Recorder, questions, run
+from tests.waits import until
 
 PYTHON = Path(__file__).parents[3] / "build" / "harbor" / "bin" / "python"
 
@@ -133,7 +133,7 @@ def test_no_environment_is_left(chat: Any, tmp_path: Path, environments: Path, e
             if end == "lease lost":
                 group.cancel()
                 return []
-            await asyncio.to_thread(wait_until, lambda: trial_processes() != [])
+            await asyncio.to_thread(until, lambda: trial_processes() != [])
             for pid in trial_processes():
                 os.kill(pid, signal.SIGKILL)
             return await group

@@ -116,11 +116,14 @@ def test_tool_calls_of_an_agent_stay_in_one_segment(chat: Any) -> None:
 def test_the_judge_sees_the_turn_that_was_asked_last_and_no_title_that_was_late(
     chat: Any, turns: int, writer: bool, judged: str
 ) -> None:
+    asked: list[str] = []
+
     class Late(Recorder):
         """Answers a question for a title after all others."""
 
         async def generate(self, request_id: str, ids: NDArray[np.int32], *more: Any) -> Generation:
             kind = re.findall(r"main|title|report", chat.decode(ids))[-1]
+            asked.append(kind)
             while kind == "title" and len(self.said) < turns + writer:
                 await asyncio.sleep(0.005)
             self.lines = [kind] * 9
@@ -131,7 +134,8 @@ def test_the_judge_sees_the_turn_that_was_asked_last_and_no_title_that_was_late(
             return (await ask(task, messages, max_tokens=100, **more)).message
 
         title = asyncio.create_task(said([{"role": "user", "content": "title"}]))
-        await asyncio.sleep(0.01)
+        while not asked:
+            await asyncio.sleep(0.005)
         messages: list[Any] = []
         for _ in range(turns):
             messages.append({"role": "user", "content": "main"})

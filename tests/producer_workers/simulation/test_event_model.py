@@ -86,7 +86,7 @@ def test_model_ends_what_is_too_old_while_it_runs() -> None:
     The long one is ended when the first batch is taken, since weights 0 may serve no other.
     """
     lengths = [[10], [100]]
-    fleet = setting(workers=2, over_sample_threshold=1.0)
+    fleet = setting(workers=2, over_sample_threshold=1.0, on_straggler="drop")
     outcome = simulate(fleet, lambda draw: lengths[draw] if draw < 2 else [10], 2)
     # the second worker samples 10 s for the long group, and 10 s for the surplus of the next batch
     assert outcome.seconds == 2 * (10 + 5)
@@ -162,7 +162,7 @@ def test_two_limits_train_long_responses_and_one_limit_does_not() -> None:
 
     dropped, waited, late = (
         simulate(fleet.model_copy(update=change), lengths, 60)
-        for change in ({}, {"on_straggler": "wait"}, {"max_staleness": 4})
+        for change in ({"on_straggler": "drop"}, {}, {"max_staleness": 4})
     )
     assert dropped.length_ratio < 0.6
     assert dropped.tail_ratio < 0.3

@@ -185,6 +185,7 @@ def test_a_project_without_a_mistake(project: Path, model: Path) -> None:
         (["policy.max_staleness=1", "policy.pause_mode=abort"], "config", "throws the tokens"),
         (["evaluation.every_steps=50"], "config", "only the first and the last"),
         (["learner.warmup_steps=50"], "config", "never reaches learning_rate"),
+        (["wandb.project=mine"], "config", "[wandb] cannot act"),
         (["learner.decay_steps=50"], "config", "never reaches final_rate"),
         (["trainer.max_sequence_tokens=6"], "data", "24 of 24 prompts fill"),
         (["policy.sync_weights_interval=50"], "config", "never get trained weights"),

@@ -152,6 +152,13 @@ def test_sampling_may_be_cut_where_the_engine_records_what_that_leaves(
             ["trainer.advantages=pass_at_k", "trainer.overlong_buffer_tokens=64"],
             "overlong_buffer_tokens lowers the score",
         ),
+        (
+            [
+                *("trainer.advantages=reinforce_pp", "tasks.math.prompt_repeat_k=1"),
+                "strategy.is_valid_sample_fn=not_all_equal",
+            ],
+            "replaces every group of one rollout",
+        ),
         (["tasks.sums_eval={}", "evaluation.every_steps=4"], "every_steps cannot act"),
         (["launch.trainer_gpus=[0, 1]", "launch.trainer_ranks=1"], "would be idle"),
         (["launch.trainer_gpus=[0, 0]"], "is not one GPU for each of 2"),

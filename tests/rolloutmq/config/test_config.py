@@ -101,8 +101,8 @@ def subclasses(kind: type[Section]) -> Iterator[type[Section]]:
         ("[redis]\nurl = 'http://x'\n", "expected a URL that starts with redis://"),
         ("[lease]\nheartbeat_ms = 5000\n", "must be at most a third of lease_ms = 10000"),
         (
-            "[policy]\nmax_token_staleness = 9\n",
-            "policy.max_token_staleness = 9: expected at most max_staleness = 8",
+            "[policy]\nmax_token_staleness = 17\n",
+            "policy.max_token_staleness = 17: expected at most max_staleness = 16",
         ),
         ("[policy]\nmax_staleness = 1.0\n", "policy.max_staleness = 1.0: expected a valid integer"),
         ("[strategy]\nover_sample_threshold = nan\n", "expected a finite number"),
@@ -271,7 +271,17 @@ def test_staleness_without_partial_rollouts_under_abort_is_warned_about(tmp_path
     abort = "policy.pause_mode=abort"
     fresh = "policy.max_staleness=0"
     (warning,) = load(tmp_path, GOOD, abort).warnings()
-    assert "task math has max_staleness = 8" in warning
+    assert "task math has max_staleness = 16" in warning
     assert load(tmp_path, GOOD, abort, fresh).warnings() == []
     assert load(tmp_path, GOOD).warnings() == []
     assert load(tmp_path, GOOD, abort, "strategy.enable_partial_rollout=true").warnings() == []
+
+
+def test_more_groups_than_a_batch_save_no_time_where_the_trainer_waits_for_all(
+    tmp_path: Path,
+) -> None:
+    more, fresh = "strategy.over_sample_threshold=0.5", "policy.max_staleness=0"
+    (warning,) = load(tmp_path, GOOD, more, fresh).warnings()
+    assert "saves no time" in warning
+    assert load(tmp_path, GOOD, more).warnings() == []
+    assert load(tmp_path, GOOD, more, fresh, "strategy.on_straggler=drop").warnings() == []

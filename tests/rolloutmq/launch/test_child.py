@@ -20,14 +20,11 @@ from buffer.redis.connection.retry import Backoff
 from rolloutmq.launch import log_writer
 from rolloutmq.launch.child import Child, ChildFailed
 from tests.rolloutmq.conftest import ROOT
+from tests.waits import DEADLINE_S, until
 
 
-def ended(child: Child) -> str | None:
-    for _ in range(600):
-        if report := child.keep_alive():
-            return report
-        time.sleep(0.1)
-    return None
+def ended(child: Child) -> str:
+    return until(lambda: child.keep_alive() or "", "the end of a process")
 
 
 def test_a_report_has_the_error_and_the_log(tmp_path: Path) -> None:
@@ -75,7 +72,7 @@ def test_a_process_without_output_is_reported(tmp_path: Path) -> None:
     child = Child("producer", [], tmp_path / "p.log", {}, restarts=5)
     child.start()
     child.kill()
-    assert "was killed by SIGKILL: (no output)" in (ended(child) or "")
+    assert "was killed by SIGKILL: (no output)" in ended(child)
 
 
 def test_a_process_that_saw_the_end_of_the_run_is_not_restarted(
@@ -84,13 +81,13 @@ def test_a_process_that_saw_the_end_of_the_run_is_not_restarted(
     monkeypatch.setattr("rolloutmq.launch.child.RESTART_DELAY_S", 0.0)
     child = Child("producer", ["--version"], tmp_path / "p.log", {}, restarts=5)
     child.start()
-    assert child.wait(60.0)
+    assert child.wait(DEADLINE_S)
     assert child.succeeded
     assert [child.keep_alive(is_over=True) for _ in range(3)] == [None] * 3
     assert child.keep_alive() is None  # continued since: it is started again after a pause
     assert child.keep_alive() == "producer restarted"
     child.kill()
-    assert child.wait(60.0)
+    assert child.wait(DEADLINE_S)
 
 
 PRINTS = """

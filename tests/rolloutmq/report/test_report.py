@@ -19,7 +19,7 @@ from rolloutmq.run_owner import own
 from tests.rolloutmq.conftest import ROOT, in_process
 from tests.rolloutmq.web.conftest import serving
 from tests.rolloutmq.web.test_charts import until_legend
-from tests.rolloutmq.web.test_page import turn, until
+from tests.rolloutmq.web.test_page import PATIENCE_S, turn, until
 
 HOSTILE = (
     "</script><script>document.title = 'taken over'</script><img src=x onerror=alert(1)> &amp;"
@@ -83,7 +83,7 @@ def test_the_page_shows_the_run_and_loads_nothing(
     chromium.get("about:blank")
     chromium.get_log("browser")  # type: ignore[no-untyped-call]
     chromium.get(page.as_uri())
-    WebDriverWait(chromium, 60).until(lambda _: chromium.title == "demo: rolloutmq report")
+    WebDriverWait(chromium, PATIENCE_S).until(lambda _: chromium.title == "demo: rolloutmq report")
     shown = until(chromium, "Training")
     head = chromium.find_element("tag name", "header").text
     assert "step 30 of 30" in head

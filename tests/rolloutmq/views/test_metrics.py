@@ -25,6 +25,7 @@ from rolloutmq.http_endpoint import MetricsEndpoint
 from rolloutmq.views.metrics.prometheus import RunCollector, serve_process
 from tests.rolloutmq.conftest import Command
 from tests.rolloutmq.populate import Scene
+from tests.waits import DEADLINE_S, until
 
 
 def samples(text: str) -> dict[tuple[str, ...], float]:
@@ -203,12 +204,19 @@ def test_a_process_tells_of_its_calls_and_of_a_server_that_was_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with EmbeddedServer(tmp_path) as server:
-        store = Store(server.url, deadline_s=30)
+        store = Store(server.url, deadline_s=DEADLINE_S)
         served = serve_process("worker w7", store, "0")
         Scene(store, "demo")
         server.kill()
-        threading.Timer(0.3, server.start).start()
+
+        def come_back() -> None:
+            until(lambda: store.retries, "a call that found no server")
+            server.start()
+
+        back = threading.Thread(target=come_back)
+        back.start()
         store.retrying("look", store.control.ping)
+        back.join()
         text = fetch(f"{served.url}/metrics")
         found = samples(text)
         assert found["rolloutmq_store_call_seconds_count", "create_run"] == 1

@@ -14,6 +14,8 @@ from rq.serializers import JSONSerializer
 from safetensors.numpy import save_file
 
 from buffer.control.control import Mode
+from buffer.control.worker_record import HeartbeatReport, WorkerState
+from buffer.manifest import Manifest, NotReady
 from buffer.redis.store import Store
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.wire.rollout import PolicyVersion
@@ -24,7 +26,7 @@ from rolloutmq.views.explain.inspection import failed_rows
 from rolloutmq.views.explain.shares import STEPS, shares_of
 from rolloutmq.views.run_view import read_run_view
 from tests.rolloutmq.conftest import Command, json_of
-from tests.rolloutmq.populate import Scene, populate
+from tests.rolloutmq.populate import WEIGHTS, Scene, populate
 
 
 def judge_queue_without_judges(scene: Scene, _: Path) -> None:
@@ -159,6 +161,34 @@ def test_a_task_that_learns_to_be_short_is_named(
     found = [each for each in symptoms(command) if "short" in each["what"]]
     assert [each["level"] for each in found] == levels
     assert all("math" in each["what"] and "max_staleness" in each["fix"] for each in found)
+
+
+def test_a_group_that_holds_up_the_next_step_is_named_with_its_worker(
+    store: Store, command: Command
+) -> None:
+    """As one that hangs would, until somebody ends it."""
+    scene = Scene(store, "demo", stale_threshold=2)
+    scene.enqueue(3)
+    scene.join("w0")
+    scene.open_trainer()
+    first, hangs, second = scene.claim("w0", 3)
+    pulse = HeartbeatReport(1, WEIGHTS, WorkerState.WORKING)
+    scene.run.fleet.heartbeat(
+        "w0", scene.workers["w0"], pulse, [first, hangs, second], {hangs: WEIGHTS}
+    )
+    scene.submit("w0", first)
+    scene.submit("w0", second)
+    found = []
+    for step in (1, 2):
+        found.append([each for each in symptoms(command) if hangs.gid in each["what"]])
+        taken = scene.run.ledger.take(scene.trainer, step, {"math": 1})
+    assert isinstance(taken, NotReady)
+    assert taken.awaits_stragglers
+    before, (symptom,) = found
+    assert before == []
+    (drop,) = re.findall("`rolloutmq (drop [^`]+)`", symptom["fix"])
+    command(*drop.split())
+    assert isinstance(scene.run.ledger.take(scene.trainer, 2, {"math": 1}), Manifest)
 
 
 def test_a_task_that_owes_the_next_batch_nothing_is_not_dry(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,8 +16,8 @@ from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from tests.buffer.scene import LIMITS, Scene
 from tests.rolloutmq.conftest import ROOT, in_process
+from tests.waits import DEADLINE_S, until
 
-DEADLINE_S = 400.0
 LEASE_MS = 600
 
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -57,13 +56,6 @@ def deserted(store: Store) -> Scene:
     scene.enqueue(60)
     scene.claim(40)
     return scene
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.001)
 
 
 def fill_with_garbage(scene: Scene, payloads: int) -> None:

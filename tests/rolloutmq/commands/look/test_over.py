@@ -9,8 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from rolloutmq.run_owner import own
 from rolloutmq.views.run_view import read_run_view
 from tests.rolloutmq.conftest import ROOT, in_process, json_of
 from tests.rolloutmq.populate import Scene, populate, write_samples
+from tests.waits import until
 
 
 @pytest.fixture
@@ -187,10 +187,3 @@ def test_kept_dead_letters_follow_the_server_and_survive_its_end(
 
 def kept(folder: Path) -> list[tuple[str, str]]:
     return [(letter.gid, letter.reason) for letter in read_dead_letters(folder)]
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
