@@ -10,6 +10,7 @@ from redis.exceptions import NoPermissionError, OutOfMemoryError, ResponseError
 from buffer.errors import (
     RolloutMQError,
     RunDamaged,
+    RunNotFound,
     ScriptError,
     StoreError,
     StoreFull,
@@ -107,6 +108,12 @@ def refusal(url: str, what: str, error: redis.RedisError) -> RolloutMQError:
     text = str(error)
     if text.startswith("RMQ_ARG "):
         return ScriptError(f"{text.removeprefix('RMQ_ARG ')}; nothing was changed")
+    if text.startswith("RMQ_GONE "):
+        return RunNotFound(
+            f"{what}: {text.removeprefix('RMQ_GONE ')}",
+            hint="Run.names lists the runs of a server",
+            command_hint="`rolloutmq runs` lists the runs of a server",
+        )
     if "WRONGTYPE" in text:
         return RunDamaged(f"{what}: a key of the run is of another type", hint=HINT)
     if is_missing_command(text):

@@ -263,7 +263,8 @@ class SlotKeys(dict[str, str]):
     """Finds the keys of a script by the names in its header, each once.
 
     Keys of the run, and prefixes, are attributes of `Keys`. SLOTS builds the others from facts
-    (task, lane, status, worker, gid, ledger, step); the default ledger is the trainer's.
+    (task, lane, status, worker, gid, ledger, step, lineage, version); by default, the ledger is the
+    trainer's.
     """
 
     __slots__ = ("_facts", "_keys")
@@ -306,6 +307,7 @@ SLOTS: Mapping[str, str] = {
     "ledger_train": "ledger:train",
     "batch": "batch:{ledger}:{step}",
     "batches": "batch:{ledger}:",
+    "weights_manifest": "weights:{lineage}:{version}",
     **{
         f"bell_{who}": f"bell:{who}"
         for who in ("workers", "teachers", "producer", "trainer", "receipts")
