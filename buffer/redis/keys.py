@@ -182,6 +182,12 @@ class Keys:
         # run's prefix begins that of another
         self.judge_jobs = f"rmq-judge-{run.replace('_', '_u').replace('.', '_d')}_-"
         """the beginning of rq's ids of these jobs"""
+        self.judge_patterns = (
+            f"rq:*:{self.judge_queue}",
+            f"rq:*:{self.judge_queue}:*",
+            f"rq:*:{self.judge_jobs}*",
+        )
+        """rq's keys of this queue and its jobs"""
 
     def slots(self, **facts: str | int) -> SlotKeys:
         """Return the keys that scripts name in their headers, by name; `facts`: see `SlotKeys`."""
