@@ -128,6 +128,10 @@ def run_of_key(key: str) -> str:
     return key.removeprefix("rmq:{").partition("}:")[0]
 
 
+def control_beside(key: str) -> str:
+    return key.partition("}:")[0] + "}:control"
+
+
 def clock_beside(key: str) -> str:
     return key.partition("}:")[0] + "}:clock"
 

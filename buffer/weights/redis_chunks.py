@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
 
-from buffer.errors import RunNotFound, WireError
+from buffer.errors import LostRun, WireError
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import CHUNK_BYTES, ROUND_BYTES
 from buffer.redis.store import Store
@@ -52,7 +52,7 @@ class VersionStore:
         return record
 
     def write(self, label: str, folder: Path) -> None:
-        """Store the files of a folder that has a manifest. Raises RunNotFound."""
+        """Store the files of a folder that has a manifest. Raises LostRun."""
         self.drop(label)  # an older attempt
         self._list(label, b"")
         record = (folder / manifest.NAME).read_bytes()
@@ -66,7 +66,7 @@ class VersionStore:
                     number += len(chunks)
         try:
             self._list(label, record)
-        except RunNotFound:  # removed meanwhile: nothing else deletes the chunks
+        except LostRun:  # removed meanwhile: nothing else deletes the chunks
             self.drop(label)
             raise
 

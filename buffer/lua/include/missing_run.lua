@@ -5,6 +5,6 @@ local function missing_run(key, is_made_here)
   local meta = string.match(key, '^(.-}:)') .. 'meta'
   local schema = redis.call('HGET', meta, 'schema')
   if schema == 'removing' or not (schema or is_made_here) then
-    return redis.error_reply('RMQ_GONE ' .. meta .. ' is gone, or its run is being removed; nothing was changed')
+    return redis.error_reply('RMQ_GONE ' .. SCRIPT .. ': there is no ' .. meta .. ', or its run is being removed')
   end
 end

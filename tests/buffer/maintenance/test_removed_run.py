@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from buffer.errors import RunNotFound
+from buffer.errors import LostRun
 from buffer.maintenance.remove_run import remove_run
 from buffer.redis.connection.bulk_io import Command
 from buffer.redis.scripts import Script, library
@@ -59,10 +59,10 @@ def test_a_call_of_any_script_for_a_removed_run_changes_nothing_and_says_so(
         assert store.control.execute_command(*last_calls[name])[0] in (b"NO_RUN", b"LOST")
     for name in sorted(refused):
         call = partial(store.control.execute_command, *last_calls[name])
-        with pytest.raises(RunNotFound, match=f"{name}: {re.escape(keys.meta)} is gone"):
+        with pytest.raises(LostRun, match=f"removed.*{name}: there is no {re.escape(keys.meta)}"):
             store.retrying(name, call)
     assert scene.dump() == before
-    with pytest.raises(RunNotFound):
+    with pytest.raises(LostRun):
         RedisSender(store, keys, tmp_path).write(FIRST, save_weights)
     assert scene.dump().items() <= before.items(), "an older attempt is deleted first"
 
@@ -77,6 +77,6 @@ def test_weights_of_a_run_that_is_removed_while_they_are_stored_leave_nothing(
         return write(*given)
 
     monkeypatch.setattr(store, "write", remove)
-    with pytest.raises(RunNotFound):
+    with pytest.raises(LostRun):
         RedisSender(store, scene.keys, tmp_path).write(FIRST, save_weights)
     assert scene.dump() == {}
