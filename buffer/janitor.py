@@ -19,7 +19,7 @@ from buffer.ids import ENDS, split_group_id
 from buffer.ledger.ledger import BatchLedger
 from buffer.redis.keys import Keys
 from buffer.redis.media_folder import MediaFolder
-from buffer.redis.payloads import PIN, PayloadStore, pin_listed
+from buffer.redis.payloads import PayloadStore
 from buffer.redis.store import RunContext, Store
 
 log = logging.getLogger("rolloutmq.janitor")
@@ -62,9 +62,6 @@ class MediaSweep:
         if len(gids) < LOOK:
             self._pass = None
         ended = self._ended(gids)
-        # read after the choice: a group that ended before a snapshot's hold is not in the snapshot
-        if not ended or self._store.ask("media", "EXISTS", self._keys.snapshot_lock):
-            return 0, self._pass is not None
         for gid in ended:
             self._media.free(gid)
         return len(ended), self._pass is not None
@@ -217,9 +214,6 @@ class Janitor:
 
     def _free(self) -> int:
         total = 0
-        for _ in range(FREE_ROUNDS):
-            if pin_listed(self._store, self._keys) < PIN:
-                break
         for _ in range(FREE_ROUNDS):
             freed = self._payloads.collect(FREE)
             total += freed

@@ -19,7 +19,6 @@ from buffer.ledger.ledger import BatchLedger
 from buffer.manifest import Manifest, NotReady
 from buffer.observers import Observer
 from buffer.query.scan import GroupScan
-from buffer.redis.payloads import pin_listed
 from buffer.redis.scripts import unknown_reply
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
@@ -125,7 +124,7 @@ class ReplayBuffer(Pools):
         keys = self._keys
         gid = group.gid
         task = group.task
-        reply = self._store.call(
+        return self._store.call(
             "update",
             keys.slots(gid=gid, task=task),
             {
@@ -135,11 +134,9 @@ class ReplayBuffer(Pools):
                 "token": ref.token,
                 **arguments_of(group, ref, self._limits),
             },
-            keys.in_slot(keys.payload_chunks(gid, ref.token, ref.chunks)),
+            keys.payload_chunks(gid, ref.token, ref.chunks),
             durable=True,
         )
-        pin_listed(self._store, keys)
-        return reply
 
     def submit(
         self,

@@ -67,7 +67,7 @@ class Run:
 
     def __init__(self, store: Store, name: str, nonce: str, limits: RunLimits) -> None:
         self.store = store = store.at(Keys(name).meta, limits.wait_replicas)
-        self.keys = Keys(name, spread=store.in_cluster)
+        self.keys = Keys(name)
         self.name = name
         self.nonce = nonce
         # one object for all parts, and for nothing else: `adopt_limits` changes it in place
@@ -122,7 +122,7 @@ class Run:
         that cannot continue it.
         """
         store = store.at(Keys(name).meta, limits.wait_replicas)
-        keys = Keys(name, spread=store.in_cluster)
+        keys = Keys(name)
         facts = {"nonce": nonce, "schema": SCHEMA, "weights": str(weights), "path": path}
         facts |= {"operation": new_nonce(), "continues": ""}
         reply = ["CONFLICT"]
@@ -174,18 +174,15 @@ class Run:
         run._limits_stamp = parse_stamp(meta.get("limits_version"), meta.get("limits_op"))
         return run
 
-    def save(
-        self, folder: Path, *, attempts: int = 5, advance: Advance = no_advance
-    ) -> SnapshotFacts:
-        """Write all of the run into a new folder, as of one instant; see `buffer.snapshot.saver`.
+    def save(self, folder: Path, *, advance: Advance = no_advance) -> SnapshotFacts:
+        """Write all of a run that rests into a new folder; see `buffer.snapshot.saver`.
 
-        The run may continue, but its index must not change during one of `attempts` copies of it.
-        Otherwise raises SnapshotError and leaves no folder.
+        Raises SnapshotError, and leaves no folder, if groups run, or the run changes meanwhile.
         """
-        from buffer.snapshot.saver import SnapshotSaver
+        from buffer.snapshot import saver
 
-        saver = SnapshotSaver(self.store, self.keys, self.limits, self.payloads, self.media)
-        return saver.save(folder, attempts, advance)
+        files = self.media.root if self.media else None
+        return saver.save(self.context, files, folder, advance)
 
     @classmethod
     def restore(

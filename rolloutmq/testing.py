@@ -102,7 +102,7 @@ def rehearse(
             return asyncio.run(_play(run, producer, worker, engine, len(dataset), timeout_s))
         finally:
             # many failing rehearsals in one process must not fill its memory
-            for key in list(store.control.scan_iter(run.keys.pattern)):
+            for key in list(store.control.scan_iter(f"{run.keys.prefix}*")):
                 store.control.unlink(key)
 
 

@@ -20,7 +20,7 @@ from buffer.groups.submit import to_store
 from buffer.ids import split_group_id
 from buffer.job import Job
 from buffer.redis.key_fields import HINT, read_counts
-from buffer.redis.payloads import PayloadStore, pin_listed
+from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import ScriptCall, unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
@@ -99,11 +99,10 @@ class DeadLetters:
                 "chunks": ref.chunks,
                 "byte_limit": int(low_bytes * ROOM_SHARE) if low_bytes else "",
             },
-            keys.in_slot(keys.payload_chunks(ref.gid, ref.token, ref.chunks)),
+            keys.payload_chunks(ref.gid, ref.token, ref.chunks),
         )
         record = keys.group(job.gid)
         (reply,) = self._store.upload_and_call("keep_responses", record, [(commands, call)])
-        pin_listed(self._store, keys)
         match reply:
             case ["OK"]:
                 return True

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import orjson
 
@@ -22,7 +21,6 @@ from buffer.limits import RunLimits
 from buffer.observers import Observer
 from buffer.redis.connection.retry import SYSTEM_RANDOM
 from buffer.redis.key_fields import read_counts
-from buffer.redis.payloads import pin_listed
 from buffer.redis.scripts import unfenced, unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire.rollout import PolicyVersion
@@ -129,8 +127,6 @@ class JobQueue:
         limits = self._limits
         lane = limits.tasks[task].lane
         payloads = [keys.payload(group_id(task, cursor + i), "init") for i in range(len(samples))]
-        # a script sees no payloads in a cluster, so it gets their sizes
-        sizes = self._store.each("prompts", [("STRLEN", name) for name in payloads if keys.spread])
         reply = self._store.call(
             "enqueue",
             keys.slots(task=task),
@@ -145,10 +141,9 @@ class JobQueue:
                 "byte_limit": limits.low_bytes if lane == "fresh" else limits.high_bytes,
                 "max_in_flight": limits.of(task).max_in_flight or "",
             },
-            keys.in_slot(payloads),
-            [part for pair in zip_longest(samples, sizes, fillvalue=0) for part in pair],
+            payloads,
+            samples,
         )
-        pin_listed(self._store, keys)
         done = Enqueued.parse(unfenced(reply, "producer"), cursor)
         passed = zip(range(cursor, done.cursor), samples, strict=False)
         started = {group_id(task, draw): count for draw, count in passed if count and done.count}

@@ -12,7 +12,7 @@ from buffer.errors import StoreError
 from buffer.groups.claim import fenced
 from buffer.job import Job, PayloadRef
 from buffer.redis.connection.bulk_io import Pieces
-from buffer.redis.payloads import PayloadStore, pin_listed
+from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import ScriptCall, unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
@@ -97,10 +97,9 @@ class KeptTurns:
             "made_by": ages({"oldest": self._oldest}),
         }
         slots = keys.slots(gid=ref.gid, task=self._job.task)
-        call = ScriptCall(slots, arguments, keys.in_slot(chunks))
+        call = ScriptCall(slots, arguments, chunks)
         record = keys.group(ref.gid)
         (reply,) = self._store.upload_and_call("keep_turns", record, [(commands, call)])
-        pin_listed(self._store, keys)
         if reply == ["OK"]:
             self._ref, self._replaces = ref, ref.token
             self._stored = len(self._documents)

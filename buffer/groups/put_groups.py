@@ -18,7 +18,7 @@ from buffer.ids import IMPORTED_FROM, group_id, new_nonce
 from buffer.job import PayloadRef
 from buffer.limits import RunLimits
 from buffer.readable import format_size
-from buffer.redis.payloads import PROMPT, PayloadStore, pin_listed
+from buffer.redis.payloads import PROMPT, PayloadStore
 from buffer.redis.scripts import unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
@@ -138,7 +138,7 @@ class GroupPut:
         self._payloads.write_prompts({gid: prompt}, token=token + PROMPT)
         ref = self._payloads.write(gid, token, group_bytes.encode(group))
         payloads = [keys.payload(gid, token + PROMPT), keys.payload(gid, "init")]
-        reply = self._store.call(
+        return self._store.call(
             "put",
             keys.slots(task=task),
             {
@@ -156,11 +156,9 @@ class GroupPut:
                 **arguments_of(group, ref, self._limits),
                 "prompt": len(prompt),
             },
-            keys.in_slot(payloads + keys.payload_chunks(gid, token, ref.chunks)),
+            payloads + keys.payload_chunks(gid, token, ref.chunks),
             durable=True,
         )
-        pin_listed(self._store, keys)
-        return reply
 
 
 def _refusal(gid: str, task: str, reply: Sequence[str]) -> RolloutMQError:

@@ -24,7 +24,7 @@ from buffer.ids import TEACH
 from buffer.job import Job, PayloadRef, Result
 from buffer.limits import RunLimits
 from buffer.redis.connection.bulk_io import Pieces
-from buffer.redis.payloads import PayloadStore, SetCommand, pin_listed
+from buffer.redis.payloads import PayloadStore, SetCommand
 from buffer.redis.scripts import ScriptCall, Upload, unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
@@ -96,7 +96,6 @@ class Submission:
         sent: list[int] = []
         uploads = _Once(self._uploads(worker, results, outcomes, sent))
         replies = self._store.upload_and_call("submit", self._keys.leases, uploads)
-        pin_listed(self._store, self._keys)
         parts = [part for reply in replies for part in reply]
         for number, *reply in zip(sent, parts[::2], parts[1::2], strict=True):
             outcomes[number] = _outcome(results[number], reply)
@@ -184,7 +183,7 @@ class Submission:
             "token_lead": self._limits.token_lead(task),
         }
         slots = keys.slots(task=task, worker=worker)
-        return ScriptCall(slots, arguments, keys.in_slot(chunks), units)
+        return ScriptCall(slots, arguments, chunks, units)
 
 
 class _Once:

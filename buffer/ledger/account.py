@@ -277,9 +277,7 @@ class Account:
         memory = Memory(self._context)
         before = memory.count()
         yield from groups.damage(advance)
-        # in a cluster, payloads may outlive what a lost node knew of them
-        if not self._keys.spread:
-            yield from groups.orphans()
+        yield from groups.orphans()
         after = memory.count()
         least, most = before.came - after.went, after.came - before.went
         if not least <= groups.weight <= most:

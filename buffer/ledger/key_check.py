@@ -16,7 +16,7 @@ import numpy as np
 from buffer.ids import GID
 from buffer.redis.connection.bulk_io import send
 from buffer.redis.key_fields import LANE, Damage, text_fields, wrong_fields
-from buffer.redis.keys import CLUSTER_TABLE, TABLE
+from buffer.redis.keys import TABLE
 from buffer.redis.store import RunContext
 
 _FORM_OF = {
@@ -87,9 +87,8 @@ class KeyCheck:
         self._store, self._keys, limits = context
         self._tasks = limits.tasks
         self._known = {None, *limits.tasks}
-        table = {**TABLE, **(CLUSTER_TABLE if self._keys.spread else {})}
         self._forms: dict[str, list[tuple[re.Pattern[str], str]]] = defaultdict(list)
-        for name, row in table.items():
+        for name, row in TABLE.items():
             form = (re.compile(_pattern(name)), row.type.lower())
             self._forms[name.partition(":")[0]].append(form)
         self._store.retrying("keys", self._list)
@@ -99,7 +98,7 @@ class KeyCheck:
         self.payloads = NameSet()
         self.draws = {task: array("q") for task in self._tasks}
         self._wrong: dict[str, Damage] = {}
-        for key, kind in self._typed(self._keys.pattern):
+        for key, kind in self._typed(f"{self._keys.prefix}*"):
             name = key.partition("}:")[2]
             row, _, rest = name.partition(":")
             if fault := self._fault(row, name, key, kind):

@@ -17,10 +17,9 @@
 -- KEYS bell_workers LIST*    of the workers
 -- KEYS events       STREAM*
 -- KEYS bytes        HASH
--- KEYS unpinned     SET
 -- KEYS leases       ZSET*
 -- KEYS cursors      HASH*    next draw by task
--- KEYS prompts  STRING* x0..128  INIT payload of each draw; none in a cluster
+-- KEYS prompts  STRING* x0..128  INIT payload of each draw
 -- ARGV nonce     token          of the producer
 -- ARGV operation token          nonce of this call
 -- ARGV task      name
@@ -30,8 +29,7 @@
 -- ARGV threshold ''|0..         stale threshold in steps; '' = groups of this task do not age
 -- ARGV byte_limit 0..            payload bytes of the run from which no group is started; 0 = no bound
 -- ARGV max_in_flight ''|1..         largest number of groups of the task in flight; '' = no bound
--- ARGV samples, size  0..4096, 0..1_048_576 x0..128  of each draw: rollouts, 0 = the prompt cannot be used: count it
---                   as dropped; bytes of its INIT payload, if that key is not given
+-- ARGV samples   0..4096        x0..128  rollouts of each draw; 0 = its prompt cannot be used: count it as dropped
 -- replies OK enqueued cursor | FENCED | CURSOR cursor | CLOSED mode | FULL held byte_limit | STOPPED | NO_PAYLOAD gid
 -- keeps I1, I3 (compare-and-set in the step that enqueues), I12 (new prompts only below the low mark), I13 (operation)
 
@@ -50,12 +48,11 @@ if redis.call('HEXISTS', progress, 'stopped') == 1 then return {'STOPPED'} end
 target = target or num(done[3])
 local free = room(progress, {jobs_eval, jobs_resume, jobs_fresh}, completed, age_index, ledger, target, threshold, max_in_flight)
 local gids, records, sizes = {}, {}, {}
-for n, samples, size in each_unit do
+for n, rollouts in ipairs(samples) do
   gids[n] = string.format('%s-%010d', task, start + n - 1)
   records[n] = groups .. gids[n]
-  if #prompts > 0 then size = prompts[n] and redis.call('STRLEN', prompts[n]) or 0 end
-  if samples > 0 and size == 0 then return {'NO_PAYLOAD', gids[n]} end
-  sizes[n] = size
+  sizes[n] = prompts[n] and redis.call('STRLEN', prompts[n]) or 0
+  if num(rollouts) > 0 and sizes[n] == 0 then return {'NO_PAYLOAD', gids[n]} end
 end
 -- after a loss the same draws come again: those that exist already are skipped
 local known, bitmaps = 0, {archived = archived, filtered = filtered, dropped = dropped}
@@ -67,18 +64,18 @@ end
 -- first: a caller that may not write it (ACL) is stopped before anything is enqueued
 redis.call('HSET', cursors, task, int(start))
 local enqueued, unusable, skipped, came = 0, 0, 0, 0
-for n, samples in each_unit do
+for n, rollouts in ipairs(samples) do
   if enqueued >= free or (enqueued > 0 and byte_limit > 0 and held + came >= byte_limit) then break end
   local draw, record = start + n - 1, records[n]
   if known > 0 and (ended_place(bitmaps, draw) or redis.call('EXISTS', record) == 1) then
     skipped = skipped + 1
-  elseif samples == 0 then
+  elseif num(rollouts) == 0 then
     redis.call('SETBIT', dropped, draw, 1)
     unusable = unusable + 1
   else
-    if prompts[n] then redis.call('PERSIST', prompts[n]) else redis.call('SADD', unpinned, gids[n] .. ' init 1') end
+    redis.call('PERSIST', prompts[n])
     -- Redis searches a record from its beginning: fields that a take reads of each of its groups come first
-    redis.call('HSET', record, 'payload', 'init', 'chunks', 1, 'size', sizes[n], 'crc', '', 'samples', samples,
+    redis.call('HSET', record, 'payload', 'init', 'chunks', 1, 'size', sizes[n], 'crc', '', 'samples', rollouts,
       'version', '', 'stage', 'waiting', 'status', 'init', 'task', task, 'draw', int(draw), 'tries', 0, 'aborts', 0,
       'prompt', sizes[n], 'lane', lane, 'entry', add_job(jobs, gids[n], 'init'))
     came = came + sizes[n]

@@ -4,8 +4,7 @@
 -- KEYS record    HASH   record of the group
 -- KEYS garbage   SET
 -- KEYS bytes     HASH
--- KEYS unpinned  SET
--- KEYS payloads  STRING* x0..1024  the chunks, in order; none in a cluster
+-- KEYS payloads  STRING* x1..1024  the chunks, in order
 -- ARGV gid        gid
 -- ARGV token      token                 of the claim that was released as failed
 -- ARGV tokens     0..1_000_000_000_000  in all responses
@@ -28,10 +27,10 @@ if byte_limit and num(counts[1]) - num(counts[2]) + size > byte_limit then
   redis.call('SADD', garbage, gid .. ' ' .. token .. ' ' .. chunks)
   return {'FULL'}
 end
-local found = seen_bytes(payloads, 0, chunks, size)
+local found = seen_bytes(payloads, 0, chunks)
 if found ~= size then return {'MISSING', int(found)} end
 
-pin(payloads, 0, chunks, unpinned, gid .. ' ' .. token .. ' ' .. chunks)
+pin(payloads, 0, chunks)
 if before ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. before .. ' ' .. held[4]) end
 count_bytes(bytes, size, before == 'init' and 0 or num(held[5]))
 redis.call('HSET', record, 'payload', token, 'chunks', chunks, 'size', int(size), 'crc', crc, 'tokens', int(tokens))

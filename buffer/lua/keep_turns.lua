@@ -8,10 +8,9 @@
 -- KEYS record    HASH   record of the group
 -- KEYS garbage   SET
 -- KEYS bytes     HASH
--- KEYS unpinned  SET
 -- KEYS age_index ZSET*  groups of the task that wait or run, by their oldest version
 -- KEYS lineages  LIST*
--- KEYS payloads  STRING* x0..1024  the new chunks, in order; none in a cluster
+-- KEYS payloads  STRING* x0..1024  the new chunks, in order
 -- ARGV gid       gid
 -- ARGV token     token                 of the claim
 -- ARGV name      1..1_000_000          number of the payload in this claim: its token is that of the claim with -turns<name>
@@ -32,12 +31,12 @@ local payload, known, turns = held[3], num(held[4]), token .. '-turns' .. int(na
 if held[1] ~= 'running' or held[2] ~= token then return {'FENCED'} end
 if payload == turns and known >= chunks then return {'OK'} end
 if payload ~= replaces or (before > 0 and known ~= before) then return {'BEHIND', payload} end
-local found = seen_bytes(payloads, 0, chunks - before, added)
+local found = seen_bytes(payloads, 0, chunks - before)
 if found ~= added then return {'MISSING', int(found)} end
 
 local version, lineage = age_of(lineages, made_by)
 redis.call('ZCARD', age_index)
-pin(payloads, 0, chunks - before, unpinned, gid .. ' ' .. turns .. ' ' .. chunks)
+pin(payloads, 0, chunks - before)
 local went = 0
 if before == 0 and payload ~= 'init' then
   redis.call('SADD', garbage, gid .. ' ' .. payload .. ' ' .. held[4])

@@ -15,9 +15,8 @@
 -- KEYS bell_producer LIST
 -- KEYS events        STREAM
 -- KEYS bytes         HASH
--- KEYS unpinned      SET
--- KEYS payloads  STRING* x0..1026  the prompt under <token>-prompt, where an expired group reads it, the chunks in
---                             order; none in a cluster
+-- KEYS payloads  STRING* x3..1026  the prompt under <token>-prompt, where an expired group reads it, the chunks in
+--                             order
 -- ARGV task      name
 -- ARGV gid       gid
 -- ARGV token     token                      of the bytes
@@ -53,8 +52,8 @@ if num(done[2]) >= first then return {'NO_DRAWS', done[2]} end
 local next_free = first + num(done[3]) + num(done[4])
 if draw ~= next_free then return {'DRAW', int(next_free)} end
 if is_full(bytes, byte_limit) then return {'FULL', int(held_bytes(bytes)), int(byte_limit)} end
-local found = seen_bytes(payloads, 2, chunks, size)
-if payload_prompt and redis.call('EXISTS', payload_prompt) == 0 then found = found - prompt end
+local found = seen_bytes(payloads, 2, chunks)
+if redis.call('EXISTS', payload_prompt) == 0 then found = found - prompt end
 if found ~= size then return {'MISSING', int(found)} end
 
 local version, lineage, score, fields, newest = age_of(lineages, made_by, token_lead)
@@ -75,15 +74,11 @@ if status == 'dropped' then
   return {'OK', status}
 end
 
-if payload_prompt then
-  redis.call('RENAME', payload_prompt, payload_init)
-  redis.call('PERSIST', payload_init)
-else
-  redis.call('SADD', unpinned, gid .. ' ' .. token .. '-prompt 1')
-end
+redis.call('RENAME', payload_prompt, payload_init)
+redis.call('PERSIST', payload_init)
 if keeps_bytes then
   count_bytes(bytes, prompt + size, 0)
-  pin(payloads, 2, chunks, unpinned, gid .. ' ' .. token .. ' ' .. chunks)
+  pin(payloads, 2, chunks)
 else
   count_bytes(bytes, prompt, 0)
   token, chunks, size, crc, tokens, reward = 'init', 1, prompt, '', 0, 0

@@ -19,9 +19,8 @@
 -- KEYS queues        prefix   of the queues (STREAM)
 -- KEYS events        STREAM*
 -- KEYS bytes         HASH
--- KEYS unpinned      SET*
 -- KEYS age_index     ZSET*    groups of the task that wait or run, by their oldest version
--- KEYS payloads  STRING* x0..4096  the chunks of all groups, in order; none in a cluster
+-- KEYS payloads  STRING* x1..4096  the chunks of all groups, in order
 -- ARGV task         name
 -- ARGV patience     ''|1..                      filtered groups of the task in a row after which it is stopped; '' = no limit
 -- ARGV token_lead   ''|0..                      steps by which single tokens expire earlier than groups; '' = they do not
@@ -70,7 +69,7 @@ local function judge(one)
   if not payload and status == 'filtered' and redis.call('GETBIT', filtered, draw) == 1 then return {'OK', '0'} end
   if holder ~= token or stage ~= 'running' then return {'FENCED', ''} end
   if teacher and old[5] ~= one.sampled then return {'CHANGED', ''} end
-  local found = seen_bytes(payloads, first, one.chunks, one.size)
+  local found = seen_bytes(payloads, first, one.chunks)
   if found ~= one.size then return {'MISSING', int(found)} end
 
   local next_lane, later
@@ -80,7 +79,6 @@ local function judge(one)
   local version, lineage, score, fields = age_of(lineages, one.made_by, token_lead)
   read('ZCARD', pool)
   if next_lane then read('XLEN', jobs) end
-  if #payloads == 0 then read('SCARD', unpinned) end
   if status == 'filtered' then read('STRLEN', filtered) end
   if status == 'filtered' or payload ~= 'init' then read('SCARD', garbage) end
   return {'OK', arrival}, {one = one, record = record, payload = payload, teacher = teacher, owner = owner, tries = tries,
@@ -101,7 +99,7 @@ for n, one in ipairs(units) do
     gids[#accepted], tokens[#accepted] = one.gid, one.token
   end
 end
-if #payloads > 0 and before ~= #payloads then return refuse('chunks', #payloads .. ' in all', before) end
+if before ~= #payloads then return refuse('chunks', #payloads .. ' in all', before) end
 if #accepted == 0 then return replies end
 local counts = redis.call('HMGET', progress, 'running', 'arrivals', 'produced_samples', 'produced_tokens', 'raw_rewards_sum',
   'raw_rewards_count', 'produced_groups', 'produced_ms', 'failures_in_row', 'filtered_in_row')
@@ -137,7 +135,7 @@ for n, was in ipairs(accepted) do
     went, ended, in_row = went + was.prompt, ended + 1, in_row + 1
     if patience and in_row >= patience then stopped_at = stopped_at or in_row end
   else
-    pin(payloads, was.first, one.chunks, unpinned, bytes_of)
+    pin(payloads, was.first, one.chunks)
     came = came + one.size
     -- fields that only a running group needs would move the record into a larger size class
     redis.call('HDEL', record, 'token', 'lane', 'entry', 'claimed_ms')

@@ -14,8 +14,7 @@
 -- KEYS bell_trainer LIST    of the trainer
 -- KEYS events       STREAM
 -- KEYS bytes        HASH
--- KEYS unpinned     SET
--- KEYS payloads  STRING* x0..1024  the chunks, in order; none in a cluster
+-- KEYS payloads  STRING* x1..1024  the chunks, in order
 -- ARGV gid      gid
 -- ARGV draw     0..69_999_999
 -- ARGV replaces token                     of the bytes that the caller has read
@@ -41,11 +40,11 @@ end
 if held[3] == token then return {'OK'} end
 if held[1] ~= 'pool' then return {'NOT_POOLED', held[1]} end
 if held[3] ~= replaces then return {'CHANGED', held[3]} end
-local found = seen_bytes(payloads, 0, chunks, size)
+local found = seen_bytes(payloads, 0, chunks)
 if found ~= size then return {'MISSING', int(found)} end
 
 local version, lineage, score, fields = age_of(lineages, made_by, token_lead)
-pin(payloads, 0, chunks, unpinned, gid .. ' ' .. token .. ' ' .. chunks)
+pin(payloads, 0, chunks)
 if replaces ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. replaces .. ' ' .. held[4]) end
 -- the bytes of an expired group are those of its prompt, which is kept
 count_bytes(bytes, size, replaces == 'init' and 0 or num(held[6]))

@@ -52,7 +52,7 @@ class Regeneration:
     def leftovers(self, store: Store, name: str, tasks: list[str]) -> RunLeftovers:
         """Count what the server still has of the run, as far as it can be read. O(keys)."""
         store = store.at(Keys(name).meta)
-        keys = Keys(name, spread=store.in_cluster)
+        keys = Keys(name)
 
         def count() -> int:
             found = (

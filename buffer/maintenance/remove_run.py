@@ -33,7 +33,7 @@ def remove_run(store: Store, keys: Keys, advance: Advance = lambda count: None) 
     """
     store.ask("remove", "HSET", keys.meta, "schema", REMOVING)
     removed: int = store.ask("remove", "UNLINK", keys.control)
-    patterns = (keys.pattern, *keys.judge_patterns)
+    patterns = (f"{keys.prefix}*", *keys.judge_patterns)
     removed += _clear(store, patterns, {keys.meta.encode()}, advance)
     return removed + int(store.ask("remove", "UNLINK", keys.meta))
 
@@ -46,7 +46,7 @@ def clear_keys(
     The next walk finds a key that a process wrote behind this one; without records, none can write
     a group.
     """
-    return _clear(store, (keys.pattern,), {name.encode() for name in but}, advance)
+    return _clear(store, (f"{keys.prefix}*",), {name.encode() for name in but}, advance)
 
 
 def _clear(store: Store, patterns: Sequence[str], kept: Collection[bytes], advance: Advance) -> int:

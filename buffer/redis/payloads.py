@@ -3,12 +3,6 @@
 A fenced worker can never overwrite the bytes of its successor (I2). Bytes are written with an
 expiry, which the script that accepts them removes. Scripts list unneeded payloads in `garbage`; any
 process may run `collect` to free them, at the same time as others, and may die at any point.
-
-In a cluster, the script that accepts bytes runs on another node: it lists them in `unpinned`, and
-its caller then removes their expiry (`pin_listed`). If the caller dies first, a janitor does so
-long before they expire. Each step is harmless when repeated (I13). With `wait_replicas`, the
-replicas of every node are waited for before the script, and before an entry is removed. Without it,
-bytes may be lost with their node: readers raise PayloadMissing, and the group is generated again.
 """
 
 from __future__ import annotations
@@ -26,7 +20,7 @@ from isal import isal_zlib
 
 from buffer.errors import PayloadMissing, WireError
 from buffer.job import PayloadRef
-from buffer.redis.connection.bulk_io import Command, Pieces
+from buffer.redis.connection.bulk_io import Pieces
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.wire.framing import Compression, compress
@@ -41,8 +35,6 @@ UNPINNED_S = 3600  # lifetime of bytes that no script has accepted
 ROUND_BYTES = 8 * 2**20  # at most: larger round trips delay all other clients (measured)
 
 _KEPT_BYTES = 128 * 2**20  # malloc keeps no more for the next read: that gets pages of its own
-
-PIN = 200  # payloads whose expiry one round removes
 
 PROMPT = "-prompt"  # ends the token of an imported prompt, which becomes its group's `init`
 
@@ -194,12 +186,8 @@ class PayloadStore:
     def collect(self, limit: int = 200) -> int:
         """Free up to `limit` payloads that are listed as garbage, and return their number."""
         listed = self._keys.garbage
-        hold = self._keys.snapshot_lock
-        # read the hold after the choice: garbage older than the hold is not in the snapshot
-        entries, is_held = self._store.each(
-            "garbage", [("SRANDMEMBER", listed, limit), ("EXISTS", hold)]
-        )
-        if not entries or is_held:
+        (entries,) = self._store.each("garbage", [("SRANDMEMBER", listed, limit)])
+        if not entries:
             return 0
         # bytes first, entries second: a process that dies in between leaves entries to repeat
         self._store.each(
@@ -306,33 +294,3 @@ def join(ref: PayloadRef, parts: Sequence[Whole | None]) -> Whole:
     if ref.crc and (found := checksum(data)) != ref.crc:
         raise WireError(f"group {ref.gid}: checksum {found}, {ref.crc} was submitted")
     return data
-
-
-def pin_listed(store: Store, keys: Keys) -> int:
-    """Remove the expiry of listed payloads; return how many. If PIN, more may be left."""
-    if not keys.spread:
-        return 0
-    (found,) = store.each("pin", [("SRANDMEMBER", keys.unpinned, PIN)])
-    if not found:
-        return 0
-    parts = _listed(found)
-    commands: list[Command] = []
-    for gid, token, chunks in parts:
-        commands += [("PERSIST", name) for name in keys.payload_chunks(gid, token, chunks)]
-    _name_prompts(store, keys, [(gid, token) for gid, token, _ in parts if token.endswith(PROMPT)])
-    store.each("pin", commands, on_payloads=True)
-    store.each("pin", [("SREM", keys.unpinned, *found)])
-    return len(found)
-
-
-def _name_prompts(store: Store, keys: Keys, prompts: list[tuple[str, str]]) -> None:
-    """Copy imported prompts to their groups' keys, as the script does outside a cluster."""
-    copies = [
-        ("COPY", keys.payload(gid, token), keys.payload(gid, "init")) for gid, token in prompts
-    ]
-    store.each("pin", copies, on_payloads=True)
-    found = store.each("pin", [("EXISTS", keys.group(gid)) for gid, _ in prompts])
-    # a group may have ended meanwhile: its copy has the expiry of the original, and keeps it
-    living = [gid for (gid, _), is_there in zip(prompts, found, strict=True) if is_there]
-    store.each("pin", [("PERSIST", keys.payload(gid, "init")) for gid in living], on_payloads=True)
-    store.each("pin", [("UNLINK", keys.payload(gid, token)) for gid, token in prompts])

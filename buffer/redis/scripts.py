@@ -25,7 +25,7 @@ from redis.exceptions import NoPermissionError, NoScriptError
 from buffer.errors import Fenced, LostRun, RoleHeld, ScriptError
 from buffer.redis.connection.bulk_io import Command, pipelined
 from buffer.redis.connection.retry import NotDurable
-from buffer.redis.keys import clock_beside, sync_beside
+from buffer.redis.keys import clock_beside
 from buffer.redis.script_contract import ScriptHeader
 
 Arg = str | int | float | bytes
@@ -217,11 +217,6 @@ def waits_behind_script(replicas: int, disk: bool, sync: Script, key: str) -> li
     # 0.5 s a call)
     on_disk = [("WAITAOF", 1, 0, WAIT_MS)] if disk else []
     return [("EVALSHA", sync.sha, 1, clock_beside(key)), ("WAIT", replicas, WAIT_MS), *on_disk]
-
-
-def waits_behind_payloads(replicas: int, key: str) -> list[Command]:
-    """Return commands to follow writes of payloads on one node, which has its own replicas."""
-    return [("SET", sync_beside(key), 1, "PX", 1), ("WAIT", replicas, WAIT_MS)]
 
 
 def check_durable(needed: int, answers: Sequence[Any]) -> None:

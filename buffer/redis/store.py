@@ -41,7 +41,6 @@ from buffer.redis.scripts import (
     in_order,
     library,
     load_missing,
-    waits_behind_payloads,
     waits_behind_script,
 )
 
@@ -59,7 +58,7 @@ class Store:
     """Connects one process to a server or a cluster, and retries what it asks. Thread-safe.
 
     After `deadline_s`, an operation raises StoreUnavailable. In a cluster, `control` and `bulk` are
-    clients of the node that holds the run of `at`. Get them anew in every attempt: a slot may move.
+    clients of the node that holds the run of `at`. Get them anew in every attempt: a run may move.
     """
 
     def __init__(self, url: str, *, name: str = "rolloutmq", deadline_s: float = 60.0) -> None:
@@ -82,8 +81,8 @@ class Store:
     def at(self, key: str, wait_replicas: int = 0) -> Store:
         """Return a view of this store for the run of `key`; the store itself if that is the same.
 
-        Its `control` and `bulk` are clients of the node that holds `key`, and its durable calls
-        wait for `wait_replicas` replicas.
+        In a cluster, all its commands go to the node of `key`. Its durable calls wait for
+        `wait_replicas` replicas.
         """
         in_cluster = self.retrying("first contact", lambda: self.servers.is_cluster)
         if not in_cluster and wait_replicas == self.wait_replicas:
@@ -92,11 +91,6 @@ class Store:
         there._home = key
         there.wait_replicas = wait_replicas
         return there
-
-    @property
-    def in_cluster(self) -> bool:
-        """Return whether this is a view of a cluster, made by `at`."""
-        return bool(self._home) and self.servers.is_cluster
 
     @property
     def control(self) -> Any:
@@ -186,15 +180,10 @@ class Store:
     def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
         """Store payloads and make their calls in one round trip, as a durable `call` does.
 
-        All keys lie in the slot of `key`. In a cluster, payloads are written to their own nodes
-        first. A repeated attempt is harmless (I13); it iterates over `uploads` again. Later uploads
-        may be made while earlier ones are sent.
+        A repeated attempt is harmless (I13); it iterates over `uploads` again. Later uploads may be
+        made while earlier ones are sent.
         """
         entry = self.scripts[script]
-        if self.in_cluster:
-            uploads = list(uploads)
-            self.write("payload write", [command for payload, _ in uploads for command in payload])
-            uploads = [((), call) for _, call in uploads if call]
         waits = self._waits(key)
 
         def attempt(client: Any) -> list[Any]:
@@ -239,58 +228,46 @@ class Store:
             self._explain_loss(control_beside(key))
             raise
 
-    def each(
-        self,
-        what: str,
-        commands: Sequence[Command],
-        role: Role = "bulk",
-        *,
-        on_payloads: bool = False,
-    ) -> list[Any]:
-        """Run each command where its key lies, one pipeline per server; return answers in order.
-
-        With `on_payloads`, the commands are writes, and wait for replicas as in `write`.
-        """
-        run = partial(self._replicated, pipelined) if on_payloads else pipelined
-        keys = [str(command[1]) for command in commands]
-        return self.retrying(what, partial(self.servers.at_each, role, keys, commands, run))
+    def each(self, what: str, commands: Sequence[Command], role: Role = "bulk") -> list[Any]:
+        """Run commands on keys of one run in one round trip; return their answers in order."""
+        return self._send(what, commands, pipelined, role=role)
 
     def sizes(self, what: str, keys: Sequence[str]) -> list[int]:
         """Return the bytes of each value, 0 for a missing one, as `each` does, but faster."""
-        commands: list[Command] = [("STRLEN", key) for key in keys]
-        return self.retrying(what, partial(self.servers.at_each, "bulk", keys, commands, send))
+        return self._send(what, [("STRLEN", key) for key in keys], send)
 
     def write(
         self, what: str, commands: Sequence[Command], *, starts_work: bool = False
     ) -> list[Any]:
         """Run commands with large values as `each` does, without copies of the values.
 
-        In a cluster, payloads have other replicas than those that a script waits for, so this waits
-        for `wait_replicas` of their own. `starts_work`: StoreFull at once on a full server, as in
-        `call`.
+        `starts_work`: StoreFull at once on a full server, as in `call`.
         """
-        keys = [str(command[1]) for command in commands]
-        run = partial(self._replicated, send)
-        spread = partial(self.servers.at_each, "bulk", keys, commands, run)
-        return self.retrying(what, spread, starts_work=starts_work)
-
-    def _replicated(
-        self, run: Callable[[Any, list[Command]], list[Any]], client: Any, commands: list[Command]
-    ) -> list[Any]:
-        if not (self.wait_replicas and self.in_cluster):
-            return run(client, commands)
-        waits = waits_behind_payloads(self.wait_replicas, str(commands[0][1]))
-        answers = run(client, [*commands, *waits])
-        check_durable(self.wait_replicas, answers[len(commands) :])
-        return answers[: len(commands)]
+        return self._send(what, commands, send, starts_work=starts_work)
 
     def read(
         self, what: str, entries: Sequence[tuple[Sequence[str], int]], *, own_pages: bool = False
     ) -> list[Parts]:
-        """Return the values of several keys of one slot each; see `bulk_io.receive`."""
-        keys = [names[0] for names, _ in entries]
+        """Return the values of several keys for each entry; see `bulk_io.receive`."""
         run = partial(receive, own_pages=own_pages)
-        return self.retrying(what, partial(self.servers.at_each, "bulk", keys, entries, run))
+        home = self._home or (entries[0][0][0] if entries else "")
+        return self.retrying(what, lambda: run(self.servers.client("bulk", home), entries))
+
+    def _send(
+        self,
+        what: str,
+        commands: Sequence[Command],
+        run: Callable[[Any, Sequence[Command]], list[Any]],
+        *,
+        role: Role = "bulk",
+        starts_work: bool = False,
+    ) -> list[Any]:
+        if not commands:
+            return []
+        home = self._home or str(commands[0][1])
+        return self.retrying(
+            what, lambda: run(self.servers.client(role, home), commands), starts_work=starts_work
+        )
 
     def wait_for_wake_up(self, bell: str, timeout_s: float, *, shared: bool = False) -> bool:
         """Block until a wake-up arrives in the list `bell`, and return whether one did.

@@ -140,7 +140,7 @@ def _delete(store: Store, name: str, yes: bool) -> Output:
             hint="`rolloutmq save` keeps a copy in a folder; pass --yes to remove the run",
         )
     view = store.at(Keys(name).meta)
-    removed = remove_run(view, Keys(name, spread=view.in_cluster))
+    removed = remove_run(view, Keys(name))
     return Output({"run": name, "keys": removed}, f"run {name} removed: {count(removed)} keys")
 
 

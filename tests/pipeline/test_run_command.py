@@ -223,7 +223,7 @@ def lose(site: Site, seed: int) -> None:
     server = site.server
     server.start()
     with server.connect() as raw:
-        keys = sorted(raw.scan_iter(Keys(site.name).pattern))
+        keys = sorted(raw.scan_iter(f"{Keys(site.name).prefix}*"))
         gone = [key for key in keys if chance.random() < 0.5]
         raw.delete(*gone, Keys(site.name).meta, Keys(site.name).control)
         raw.set("rmq:{another}:meta", "theirs")

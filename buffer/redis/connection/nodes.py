@@ -9,7 +9,6 @@ error: `Store` waits and reads the slot map again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import redis
@@ -78,25 +77,6 @@ class Servers:
                 found = {}
             self._allocator = str(found.get("mem_allocator", "jemalloc"))
         return self._allocator.startswith("jemalloc")
-
-    def at_each(
-        self,
-        role: Role,
-        keys: Sequence[str],
-        items: Sequence[Item],
-        run: Callable[[Any, list[Item]], list[T]],
-    ) -> list[T]:
-        """Call `run` once per server with the items whose keys it holds; return ordered answers."""
-        if not self.is_cluster:
-            return run(self.client(role), list(items)) if items else []
-        positions: dict[Any, list[int]] = {}
-        for position, key in enumerate(keys):
-            positions.setdefault(self.client(role, key), []).append(position)
-        answers: dict[int, T] = {}
-        for client, own in positions.items():
-            found = run(client, [items[position] for position in own])
-            answers |= zip(own, found, strict=True)
-        return [answers[position] for position in range(len(keys))]
 
     def masters(self) -> list[tuple[str, Any]]:
         """Return (URL, client) of every server that holds keys. Raises redis.RedisError."""

@@ -55,7 +55,7 @@ _TRANSACTION = _allow("multi exec discard watch unwatch")
 
 _GROUPS = (
     "jobs:*", "bell:*", "group:*", "leases", "pool:*", "age:*",
-    "payload:*", "unpinned", "garbage", "bytes",
+    "payload:*", "garbage", "bytes",
     "progress:*", "ended:*:filtered", "ended:*:dropped", "dead", "dead:*",
     "workers", "worker:*", "leased:*", "events", "clock",
 )  # fmt: skip
@@ -130,20 +130,18 @@ def acl_line(run: str, role: str, password: str) -> str:
 def _rules_of_run(keys: Keys, role: Role) -> list[str]:
     if not role.sees:
         return []
-    # in a cluster, payloads have slots of their own, and therefore another prefix
-    prefixes = (keys.prefix, keys.spread_prefix)
     queue = keys.judge_queue
     rules = [
         f"&{keys.control} {_SUBSCRIBE}",
-        *(f"%R~{prefix}*" for prefix in prefixes),
+        f"%R~{keys.prefix}*",
         # lengths and live judges, for doctor; the jobs themselves hold texts
         f"%R~rq:queue:{queue} %R~rq:workers:{queue} %R~rq:worker:{queue}:*",
         _READ,
     ]
-    rules.append(f"({' '.join(f'~{prefix}*' for prefix in prefixes)} +evalsha)")
+    rules.append(f"(~{keys.prefix}* +evalsha)")
     if role.writes:
-        written = [*(f"~{keys.prefix}{name}" for name in role.writes), f"~{prefixes[1]}*"]
-        rules.append(f"({' '.join(written)} {_WRITE})")
+        written = " ".join(f"~{keys.prefix}{name}" for name in role.writes)
+        rules.append(f"({written} {_WRITE})")
     return rules
 
 

@@ -168,7 +168,6 @@ def test_put_whose_reply_was_lost_is_made_once_whatever_happened_since(
     scene.check()
 
 
-@pytest.mark.without("cluster", reason="no script sees the bytes there; who reads them misses them")
 def test_put_whose_bytes_did_not_arrive_counts_nothing(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,7 +72,6 @@ def test_update_is_refused_where_the_group_is_not_as_it_was_seen(scene: Scene) -
     scene.check()
 
 
-@pytest.mark.without("cluster", reason="no script sees the bytes there; who reads them misses them")
 def test_update_whose_bytes_did_not_arrive_changes_nothing(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,9 +144,6 @@ def test_fsck_names_the_damaged_groups_and_no_others(
     harmed = set()
     for stage, harms in HARMS.items():
         for harm in harms:
-            # in a cluster, payloads may outlive what a lost node knew of them
-            if harm is with_late_payload and scene.keys.spread:
-                continue
             gid = random.choice([gid for gid in stages[stage] if gid not in harmed])
             harm(scene, gid)
             harmed.add(gid)

@@ -11,14 +11,11 @@ import pytest
 from redis.crc import key_slot
 
 from buffer.errors import ConfigError, PayloadMissing, StoreError
-from buffer.job import PayloadRef
 from buffer.redis.keys import Keys
 from buffer.redis.server.check import check_all, require_all_safe
 from buffer.redis.server.embedded import valkey_binary
 from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.wire.rollout import Status
-from tests.buffer.groups.test_put import rollouts
 from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import Scene
 from tests.cluster import Cluster, Node, free_ports, start_cluster
@@ -141,67 +138,23 @@ def test_an_address_of_the_url_that_is_wrong_is_told_at_once() -> None:
         Store("redis://127.0.0.1:1,127.0.0.1:port/0")
 
 
-def nodes_with_payloads(cluster: Cluster) -> list[int]:
-    return [len(node.ask("KEYS", "rmq:{*}:payload:*")) for node in cluster.nodes]
-
-
-def test_payloads_lie_on_every_node_and_are_all_freed(
+def test_a_run_lies_on_one_node_and_its_payloads_are_all_freed(
     cluster: Cluster, store: Store, raw: Any, run_name: str
 ) -> None:
     scene = Scene(store, raw, run_name)
     scene.open_trainer()
-    before = nodes_with_payloads(cluster)
     scene.ready(*[0] * 20)
-    assert all(now > was for now, was in zip(nodes_with_payloads(cluster), before, strict=True))
-    assert sum(nodes_with_payloads(cluster)) - sum(before) == 40
     assert {raw.ttl(key) for key in payload_keys(raw, run_name)} == {-1}
+    mine = [len(node.ask("KEYS", f"rmq:{{{run_name}}}:*")) for node in cluster.nodes]
+    assert sorted(map(bool, mine)) == [False, False, True]
     entries = scene.take(1, math=20).entries
     assert [group.gid for group in scene.run.buffer.load(scene.take(1))] == [
         entry.gid for entry in entries
     ]
     scene.run.ledger.commit(scene.trainer, 1, 1)
     scene.run.janitor.sweep()
-    assert nodes_with_payloads(cluster) == before
+    assert payload_keys(raw, run_name) == []
     scene.check()
-
-
-def test_janitor_keeps_what_was_accepted_when_the_caller_died_before_it_could(
-    store: Store, raw: Any, run_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scene = Scene(store, raw, run_name)
-    with monkeypatch.context() as dying:
-        for module in ("job_queue", "submit", "put_groups"):
-            dying.setattr(f"buffer.groups.{module}.pin_listed", lambda *_: 0)
-        (gid,) = scene.ready(0)
-        (put,) = scene.run.buffer.put("math", [rollouts()])
-    keys = payload_keys(raw, run_name)
-    assert len(keys) == raw.scard(scene.keys.unpinned) == 4
-    assert all(0 < raw.ttl(key) <= 3600 for key in keys)
-    scene.run.janitor.sweep()
-    assert raw.scard(scene.keys.unpinned) == 0
-    keys = payload_keys(raw, run_name)
-    assert {raw.ttl(key) for key in keys} == {-1}
-    assert {scene.keys.payload(gid, "init"), scene.keys.payload(put, "init")} < set(keys)
-    assert len(keys) == 4
-    assert scene.run.buffer.read(PayloadRef(put, "init", 1, 0, "")).status is Status.INIT
-
-
-def test_prompt_of_a_group_that_has_ended_is_not_kept(
-    store: Store, raw: Any, run_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scene = Scene(store, raw, run_name)
-    with monkeypatch.context() as dying:
-        dying.setattr("buffer.groups.put_groups.pin_listed", lambda *_: 0)
-        (gid,) = scene.run.buffer.put("math", [rollouts()])
-    listed = raw.smembers(scene.keys.unpinned)
-    scene.run.jobs.drop(gid)
-    # somebody looked before the drop, and acts after everything was freed
-    raw.delete(scene.keys.unpinned)
-    scene.run.janitor.sweep()
-    raw.sadd(scene.keys.unpinned, *listed)
-    scene.run.janitor.sweep()
-    assert payload_keys(raw, run_name) == [scene.keys.payload(gid, "init")]
-    assert raw.ttl(scene.keys.payload(gid, "init")) > 0
 
 
 def test_payload_that_was_lost_with_its_node_is_missed_by_who_reads_it(

@@ -4,7 +4,7 @@ import { el, number, table } from "../frame/draw.js";
 import { groupActs } from "../control/acts.js";
 import { differences } from "./differences.js";
 import { selectNext, setKeys, showHelp } from "./keys.js";
-import { asText, folded, plain, response, showMessage, SPECIAL, visible } from "./said.js";
+import { asText, folded, plain, readable, response, showMessage, SPECIAL, visible } from "./said.js";
 import { COLOURS, key, tokenCells, versionsOf } from "./tokens.js";
 
 const VIEWS = { rendered: "rendered", text: "text", tokens: "tokens", changes: "differences" };
@@ -48,13 +48,13 @@ function heading(group, page, way) {
 const neighbour = (name, sign, open) => (open ? el("button", { type: "button", id: name, "aria-label": `${name} group of the list`, onclick: open }, sign) : null);
 
 function body(group, members, state, change, hasTokens) {
-  const isRendered = state.view !== "text", prompt = (group.messages || []).map((message) => showMessage(message, isRendered));
+  const isRendered = state.view !== "text", prompt = [readable(group.messages ?? [], (messages) => messages.map((message) => showMessage(message, isRendered)))].flat();
   if (!prompt.length && group.prompt) prompt.push(plain(group.prompt));
   const truth = group.ground_truth === null || group.ground_truth === undefined ? null
     : el("div", { class: "truth" }, el("span", { class: "dim" }, "ground truth "), visible(asText(group.ground_truth)).slice(0, 2000));
   if (!members.length) return [...prompt, truth, group.gone ? null : el("p", { class: "dim" }, "nothing has been generated yet")].filter(Boolean);
   return [...prompt, truth, siblings(members, state, change), controls(members, state, change, hasTokens),
-    el("div", { class: `siblings view-${state.view}` }, inOrder(members, state).map((member) => showMember(member, members, state)))].filter(Boolean);
+    el("div", { class: `siblings view-${state.view}` }, inOrder(members, state).map((member) => readable(member, () => showMember(member, members, state))))].filter(Boolean);
 }
 
 // In comparisons, what the others are compared with is the first. Members are told apart by their place: an index may have several.

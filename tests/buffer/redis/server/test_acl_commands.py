@@ -176,7 +176,7 @@ def keys_of_others() -> list[str]:
             for kind in kinds()
         ]
         queue, jobs = keys.judge_queue, keys.judge_jobs
-        found += [f"{keys.spread_prefix}math-0000000001}}:payload:t", f"rq:queue:{queue}"]
+        found += [f"rq:queue:{queue}"]
         found += [
             f"rq:{kind}:{queue}" for kind in ("workers", "queues", "wip", "failed", "finished")
         ]
