@@ -233,7 +233,7 @@ class RunControl:
         """Change the mode that the trainer or the operator wants; return the new control state.
 
         `lanes` stay open: none by default, all in run mode. `orphan`: the operator's RUN also ends
-        the pause of a trainer that left or fell silent. Raises Fenced, RunNotFound.
+        the pause of a trainer that left or fell silent. Raises Fenced, LostRun, RunDamaged.
         """
         reply = self._store.call(
             "control",
@@ -249,7 +249,7 @@ class RunControl:
         )
         match unfenced(reply, "trainer"):
             case ["NO_RUN"]:
-                raise self._no_run()
+                raise key_gone(self._keys.control)
             case [_, *state]:
                 return ControlState.parse(state)
             case _:
