@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
-from buffer.errors import HubError, ModelError
 from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.models.tiny_model import build_tiny_model
-from rolloutmq.check.command import config_findings, context_findings, machine_findings
+from rolloutmq.check.command import settings_findings
 from rolloutmq.check.contained import STAGES, run_units, units_of
 from rolloutmq.check.finding import Finding
 from rolloutmq.check.memory import trainer_parts
@@ -80,10 +78,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def found(*overrides: str, stages: Sequence[str] = STAGES, section: str = "") -> Iterator[Finding]:
     """Findings about the project, from this process; `section`: only of its units in the stages."""
     config, problems = inspect_config(Path("mine.toml"), overrides)
-    yield from config_findings(config, problems)
-    yield from machine_findings(config, gpu_bytes=None)
-    with suppress(ModelError, HubError):
-        yield from context_findings(config, shape_of(config))
+    yield from settings_findings(config, problems, gpu_bytes=None)
     for stage in stages:
         for unit in units_of(stage, config):
             if section in ("", unit.section):
