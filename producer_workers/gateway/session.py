@@ -113,7 +113,7 @@ class Session:
         # Each recorded turn has a token, so no request has the seed of an earlier one.
         self._numbers = itertools.count(sampled)
         self._running: set[_Request] = set()
-        self._answered = len(finished)
+        self._answered = max((1 + segment.ends[-1].after for segment in finished), default=0)
         self._budget = TokenBudget(params.max_tokens - sampled)
         self.new_contexts: Counter[str] = Counter()
         self.truncation = ""
@@ -183,6 +183,8 @@ class Session:
 
     async def count(self, ask: Ask) -> int:
         """Return how many tokens the model would read. Raises ConfigError or WireError."""
+        if ask.messages and ask.messages[-1]["role"] == "assistant":  # it is counted, not asked
+            ask = replace(ask, messages=[*ask.messages, {"role": "user", "content": ""}])
         reading = await in_thread_of_texts(ask.size, self._context, ask)
         return len(reading.context.ids)
 
@@ -271,11 +273,10 @@ class Session:
     ) -> None:
         """Store a turn; if another request has continued its parent, that one trains it."""
         parent = reading.parent
-        context = replace(reading.context, after=request.after)
         is_first = parent is None or parent in self.segments
-        context = context if is_first else context.untrained()
-        told = (ask.name, int(bool(ask.instructions)))
-        grown = context.add_turn(made, message, text, calls, *told)
+        context = reading.context if is_first else reading.context.untrained()
+        told = (request.after, ask.name, int(bool(ask.instructions)))
+        grown = context.add_turn(made, message, text, calls, told)
         why = reading.why if is_first else "branch"
         if parent is None and self.segments:  # another may have begun at the same time
             why = why or "conversation"
