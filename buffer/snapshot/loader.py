@@ -1,7 +1,7 @@
 """Load a run from a snapshot: it cannot be opened before it is complete; a failure leaves nothing.
 
 Until the real `meta` is written, last and in one step, it has the schema LOADING. A loader that was
-killed leaves such a run, which `rolloutmq runs --delete` removes; no other loader continues it.
+killed leaves such a run, which `rolloutmq runs --delete NAME` removes; no other loader goes on.
 """
 
 from __future__ import annotations

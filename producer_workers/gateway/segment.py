@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from buffer.wire.document import OPTIONAL
 from buffer.wire.rollout import RolloutState, ToolCall, VersionSpan, with_known_rows
 from buffer.wire.sampling_mask import RecordedMask, joined_masks, part_of
-from producer_workers.engines.base import FinishReason, Generation
+from producer_workers.engines.base import Generation
 from producer_workers.gateway.history import Conversation, Messages
 
 
@@ -128,14 +128,6 @@ class Segment:
         )
         experts = with_known_rows(self.experts, made.routed_experts)
         return replace(self.then(turn), experts=experts)
-
-    def last_turn(self) -> Generation:
-        """Return what the engine made last, behind the last token that it did not make."""
-        read = np.flatnonzero(self.mask == 0)
-        start = int(read[-1]) + 1 if len(read) else 0
-        spans = _moved([span for span in self.spans if span.start >= start], -start)
-        reason = cast(FinishReason, self.finish_reason)
-        return Generation(self.ids[start:], self.logprobs[start:], spans, reason)
 
     def untrained(self) -> Segment:
         """Return this as context alone: another segment trains these tokens."""

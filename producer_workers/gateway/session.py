@@ -153,21 +153,13 @@ class Session:
             is_same = count + 1 == len(segment.said.turns) and given.shared(segment.said) == count
             if is_same and segment.tools == ask.tools:
                 self.unsent.remove(segment)
-                made = segment.last_turn()
-                read = len(segment.ids) - len(made.token_ids)
-                name = segment.ends[-1].name or ask.name
-                return SampledTurn(name, segment.messages[-1], made, read)
+                return _sampled(segment, segment.ends[-1])
         return None
 
     def answered(self, name: str) -> SampledTurn | None:
-        """Return an earlier answer by its name, without its logprobs."""
-        if not (found := self._turn_named(name)):
-            return None
-        segment, end = found
-        start = end.tokens - end.sampled
-        ids, reason = segment.ids[start : end.tokens], cast(FinishReason, end.finish_reason)
-        made = Generation(ids, segment.logprobs[start : end.tokens], (), reason)
-        return SampledTurn(name, segment.messages[end.messages - 1], made, start)
+        """Return an earlier answer by its name."""
+        found = self._turn_named(name)
+        return found and _sampled(*found)
 
     def _turn_named(self, name: str) -> tuple[Segment, TurnEnd] | None:
         turns = ((segment, end) for segment in self.segments for end in segment.ends)
@@ -401,6 +393,14 @@ class Session:
         # answers stay for a while, and the segment has these
         kept = replace(made, routed_experts=None, sampling_mask=None)
         return SampledTurn(ask.name, message, kept, prompt_tokens, stop), text, calls
+
+
+def _sampled(segment: Segment, end: TurnEnd) -> SampledTurn:
+    """Return a turn of a segment, without the versions of its tokens."""
+    turn = slice(end.tokens - end.sampled, end.tokens)
+    reason = cast(FinishReason, end.finish_reason)
+    made = Generation(segment.ids[turn], segment.logprobs[turn], (), reason)
+    return SampledTurn(end.name, segment.messages[end.messages - 1], made, turn.start)
 
 
 def _text_of(segment: Segment, messages: int) -> str:

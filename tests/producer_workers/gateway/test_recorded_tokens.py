@@ -178,6 +178,8 @@ async def play(task: AgentTask, steps: Any, answers: list[str]) -> None:
 
         for edit, at, tools, many, hang_up in steps:
             messages = edited(messages, edit, at)
+            if edit == "again" and messages and messages[-1]["role"] == "assistant":
+                messages.pop()  # the request for it
             if edit != "again" or not messages:
                 results = [
                     {"role": "tool", "tool_call_id": call["id"], "content": "5"}
