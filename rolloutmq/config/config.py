@@ -122,6 +122,10 @@ class Config(Section):
         return list(training(self.tasks))
 
     @property
+    def held_out_tasks(self) -> list[str]:
+        return [name for name, task in self.tasks.items() if task.eval_of is not None]
+
+    @property
     def model_folder(self) -> Path:
         """Return the folder of the model that the run starts with.
 
@@ -283,6 +287,9 @@ class Config(Section):
         if size > MOST_PROBLEMS:
             raise ConfigError(too_many_problems(task, size))
         return size
+
+    def leaves_out_failed(self, task: str) -> bool:
+        return self.tasks[task].failed_problems == "left_out"
 
     def strategy_of(self, task: str) -> StrategySection:
         """Return [strategy] with the values that a task sets itself.
