@@ -45,7 +45,7 @@ _READ = _allow(
     "zrevrangebyscore dump"
 )
 _WRITE = _allow(
-    "del unlink expire pexpire persist rename copy set setrange setbit getdel hset hincrby hdel "
+    "del unlink expire pexpire persist rename copy set setrange setbit getdel hset hsetnx hincrby hdel "
     "rpush lset ltrim lrem blpop sadd srem xadd xdel zadd zrem"
 )
 _SUBSCRIBE = _allow("subscribe unsubscribe")
