@@ -63,6 +63,7 @@ def evaluate_model(
     given = [*overrides, f"run.name={config.run.name}-eval", f"run.dir={folder}"]
     given += [f"trainer.loop={_LOOP}"]
     given += [f"tasks.{name}.teachers={{}}" for name, task in config.tasks.items() if task.teachers]
+    given += [] if config.launch.workers else ["launch.workers=1"]
     if not is_adapter:
         given += [f"policy.model={(target if step else Path(what)).resolve()}"]
     settings = load_config(find_config(path), given)
