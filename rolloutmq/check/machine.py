@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 
 from buffer.errors import ConfigError, RolloutMQError
-from buffer.imports import EXTRAS, install_command, is_there
+from buffer.imports import EXTRAS, attached, install_command, is_there, load_object
+from consumer.config.trainer import METRIC_WRITERS
 from producer_workers.agent_loops.agent_loop import has_agents
 from rolloutmq.config.config import Config, LaunchSection
 
@@ -185,7 +186,9 @@ def _packages(config: Config) -> Iterator[tuple[str, str]]:
     if learner.optimizer == "adamw_8bit":
         yield "[learner] optimizer = adamw_8bit", "bitsandbytes"
     for writer in config.trainer.writers:
-        yield "[trainer] writers", {"tensorboard": "tensorboardX", "wandb": "wandb"}[writer]
+        package = load_object(attached(METRIC_WRITERS)[writer], kind="metric writer").package
+        if package:
+            yield f"[trainer] writers = {writer}", package
 
 
 def _hint(package: str) -> str:
