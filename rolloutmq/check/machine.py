@@ -185,10 +185,9 @@ def _packages(config: Config) -> Iterator[tuple[str, str]]:
         yield "[learner.lora]", "peft"
     if learner.optimizer == "adamw_8bit":
         yield "[learner] optimizer = adamw_8bit", "bitsandbytes"
-    for writer in config.trainer.writers:
-        package = load_object(attached(METRIC_WRITERS)[writer], kind="metric writer").package
-        if package:
-            yield f"[trainer] writers = {writer}", package
+    known = attached(METRIC_WRITERS)
+    for name in config.trainer.writers:
+        yield "[trainer] writers", load_object(known[name], kind="metric writer").package
 
 
 def _hint(package: str) -> str:

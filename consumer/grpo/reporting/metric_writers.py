@@ -40,8 +40,8 @@ class MetricWriter:
     may name. It is called with the config and the step at which it begins, and raises ConfigError.
     """
 
-    package: ClassVar[str] = ""
-    """what it imports beside this project's own packages"""
+    package: ClassVar[str]
+    """what it imports beside this project's own packages; of those that a config names"""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
