@@ -17,7 +17,7 @@ from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
 from consumer.handle.rollout_consumer import RolloutConsumer
 from rolloutmq.config.load import load_config
-from rolloutmq.launch.create_run import create_run
+from rolloutmq.launch.create import create_run
 from rolloutmq.tracing import SWITCH, root_span_id, trace_id, trace_run
 from tests.pipeline.site import Process, Site
 
