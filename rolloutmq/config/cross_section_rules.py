@@ -149,8 +149,6 @@ def _revisions_have_a_repository(config: Config) -> Iterator[str]:
 
 def _images_are_possible(config: Config) -> Iterator[str]:
     shown = [name for name, task in config.tasks.items() if task.images]
-    if shown and config.run.media is None:
-        yield f"the images of task {shown[0]} need a folder: set media in [run]"
     trained = [name for name in shown if name in training(config.tasks)]
     if trained and config.trainer.loop is None:
         yield (
