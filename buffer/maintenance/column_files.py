@@ -188,7 +188,7 @@ class ColumnSweep:
             gids = list(islice(self._pass, LOOK))
             if len(gids) < LOOK:
                 self._pass = None
-            ended = self._ended(gids)
+            ended = self._ended(gids) if gids else []
             for gid in ended:
                 self._folder.free(gid)
         except OSError as error:
