@@ -52,8 +52,10 @@ Gpu = Annotated[int, Field(ge=0, le=1023)]
 class LaunchSection(Section):
     """[launch]: what `rolloutmq run` starts on this machine."""
 
-    workers: int = Field(2, ge=1, le=1024)
-    """rollout workers, one process each"""
+    workers: int = Field(2, ge=0, le=1024)
+    """rollout workers, one process each; gateways where all tasks are live. 0: they are started by
+    hand, or elsewhere
+    """
     colocated: bool = False
     """trainer and workers share the same GPUs and must fit in their memory together; otherwise a
     GPU that both use is an error
@@ -118,6 +120,10 @@ class Config(Section):
     @property
     def training_tasks(self) -> list[str]:
         return list(training(self.tasks))
+
+    @property
+    def held_out_tasks(self) -> list[str]:
+        return [name for name, task in self.tasks.items() if task.eval_of is not None]
 
     @property
     def model_folder(self) -> Path:
@@ -281,6 +287,9 @@ class Config(Section):
         if size > MOST_PROBLEMS:
             raise ConfigError(too_many_problems(task, size))
         return size
+
+    def leaves_out_failed(self, task: str) -> bool:
+        return self.tasks[task].failed_problems == "left_out"
 
     def strategy_of(self, task: str) -> StrategySection:
         """Return [strategy] with the values that a task sets itself.

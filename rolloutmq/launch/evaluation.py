@@ -19,7 +19,7 @@ from buffer.ledger.position import Position
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
 from consumer.grpo.checkpoint import CheckpointFolder
-from consumer.grpo.evaluation import log_wait_reason, measure
+from consumer.grpo.evaluation import log_wait_reason, outcome
 from consumer.grpo.reporting.step_log import StepWriter, read_evaluations
 from consumer.handle.publication import open_sender, publish
 from consumer.handle.rollout_consumer import RolloutConsumer
@@ -51,7 +51,7 @@ def evaluate_model(
 
     `path` and `overrides` gave `config`. Raises ConfigError and ModelError.
     """
-    if not _held_out(config):
+    if not config.held_out_tasks:
         raise ConfigError(
             f"{path} has no task for evaluation", hint='add [tasks.NAME] with eval_of = "TASK"'
         )
@@ -63,6 +63,7 @@ def evaluate_model(
     given = [*overrides, f"run.name={config.run.name}-eval", f"run.dir={folder}"]
     given += [f"trainer.loop={_LOOP}"]
     given += [f"tasks.{name}.teachers={{}}" for name, task in config.tasks.items() if task.teachers]
+    given += [] if config.launch.workers else ["launch.workers=1"]
     if not is_adapter:
         given += [f"policy.model={(target if step else Path(what)).resolve()}"]
     settings = load_config(find_config(path), given)
@@ -111,10 +112,6 @@ def _find(config: Config, what: str) -> int:
     )
 
 
-def _held_out(config: Config) -> list[str]:
-    return [name for name, task in config.tasks.items() if task.eval_of is not None]
-
-
 def evaluate(run: Run, config: Config, model_dir: Path, *, take_over: bool = False) -> None:
     """Evaluate all held-out tasks in place of the trainer, with training jobs paused."""
     consumer = RolloutConsumer(run)
@@ -124,9 +121,10 @@ def evaluate(run: Run, config: Config, model_dir: Path, *, take_over: bool = Fal
         publish(consumer, open_sender(config, run), 0, partial(_copy, adapter), pause="abort")
     consumer.pause("abort", lanes="eval")
     log = StepWriter(config.run.folder)
-    for task in _held_out(config):
-        groups = consumer.evaluate(task, config.evaluation_size(task), waiting=log_wait_reason)
-        log.add_evaluation(0, task, measure(groups))
+    for task in config.held_out_tasks:
+        found = consumer.evaluate(task, config.evaluation_size(task), waiting=log_wait_reason)
+        metrics = outcome(found, leaves_out_failed=config.leaves_out_failed(task))
+        log.add_evaluation(0, task, metrics)
     consumer.finish()
     consumer.close()
 

@@ -283,7 +283,7 @@ class Scene:
     def rest(self) -> list[str]:
         """Let all workers hand back what they hold, as a drain does; return the gids."""
         held = []
-        for key in self.raw.keys(self.keys.leased("*")):
+        for key in [*self.raw.scan_iter(self.keys.leased("*"))]:
             worker = key.decode().rpartition(":")[2]
             for gid, token in self.raw.hgetall(key).items():
                 if gid != b"digest":

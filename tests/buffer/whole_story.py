@@ -16,6 +16,7 @@ from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration
 from buffer.manifest import Manifest
 from buffer.run import Run
+from buffer.weights.redis_chunks import RedisSender
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import FIRST, Scene, rollout, turn
 from tests.buffer.time_machine import put_back, remember
@@ -24,6 +25,7 @@ from tests.buffer.time_machine import put_back, remember
 def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     """Every script, in every branch that changes something."""
     run = scene.run
+    RedisSender(run.store, scene.keys, folder).write(FIRST, save_weights)
     scene.open_producer()
     scene.open_trainer()
     scene.enqueue(9, samples=[2, 2, 0, 2, 2, 2, 2, 2, 2])
@@ -58,7 +60,7 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     run.jobs.reissue(scene.producer, "math", "expired", 1000)
     end_what_is_too_old(scene)
     be_taught(scene)
-    run.ledger.set_target(scene.trainer, "quiz", 3)
+    run.ledger.set_target(scene.trainer, "quiz", 0, 3)
     run.control.set_mode("trainer", Mode.ABORT, nonce=scene.trainer)
     run.control.publish_weights(scene.trainer, PolicyVersion("l1", 2), "/w/2", "sum")
     run.control.set_mode("trainer", Mode.RUN, nonce=scene.trainer)
@@ -164,6 +166,10 @@ def end_what_is_too_old(scene: Scene) -> None:
     jobs.release("w0", running, "expired", "", EndedEarly(4, 2, {"l0": 0}))
     jobs.release("w0", younger, "expired", "", EndedEarly(4, 2, {"l1": 1}))
     assert jobs.drop(younger.gid) == "aborted"
+
+
+def save_weights(folder: Path) -> None:
+    (folder / "model").write_bytes(b"weights")
 
 
 def be_taught(scene: Scene) -> None:

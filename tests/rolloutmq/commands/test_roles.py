@@ -22,7 +22,7 @@ VIEWS = (
 )  # fmt: skip
 STEERS = (
     *VIEWS, "doctor", "fsck", "pause", "resume", "set max_tries=5", "janitor --once", "requeue math-0000000005 --yes",
-    "drop math-0000000005 --yes", "fence w1 --yes", "import {folder}/groups.jsonl --task math", "pause", "save {folder}/saved",
+    "drop math-0000000005 --yes", "fence w1 --yes", "fence w0 --yes", "import {folder}/groups.jsonl --task math", "pause", "save {folder}/saved",
     "REMOVE", "restore {folder}/saved", "status", "resume",
 )  # fmt: skip
 """In this order; REMOVE removes the run, which nobody uses any more."""
@@ -45,6 +45,7 @@ def test_each_command_is_denied_nothing(
     raw.acl_log_reset()
     for line in lines:
         if line == "REMOVE":
+            raw.sadd("rq:queues:rmq-judge:demo", "rq:queue:rmq-judge:demo")
             store = Store(url, deadline_s=400.0)
             remove_run(store, Keys("demo"))
             store.close()

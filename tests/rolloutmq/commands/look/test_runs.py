@@ -15,6 +15,7 @@ from buffer.redis.keys import Keys
 from buffer.redis.server.embedded import EmbeddedServer, valkey_binary
 from buffer.redis.store import Store
 from buffer.run import Run
+from producer_workers.judges.rq_worker import FUNCTION, JudgeJob, JudgeWorker, open_queue
 from rolloutmq.run_owner import own
 from tests.buffer.scene import LIMITS
 from tests.cluster import Cluster, start_cluster
@@ -67,6 +68,29 @@ def test_the_files_of_a_run_go_with_it(store: Store, command: Command, tmp_path:
     assert command("runs", "--delete", "a", "--yes").returncode == 0
     assert [path.name for path in (tmp_path / "columns").iterdir()] == [f"b-{second.nonce}"]
     assert list(second.columns.gids()) == ["math-0000000000"]
+
+
+def test_a_removed_run_takes_the_keys_of_its_judges_along_unless_one_lives(
+    scene: Scene, store: Store, command: Command
+) -> None:
+    raw = store.control
+    queues = {run: open_queue(raw, run, job_class=JudgeJob) for run in ("demo", "demo2")}
+    for run, queue in queues.items():
+        queue.enqueue(FUNCTION, job_id=f"{Keys(run).judge_jobs}a", args=("j", [], 1.0, 0))
+    leave(scene)
+    queue = queues["demo"]
+    worker = JudgeWorker([queue], name=f"{queue.name}:w", connection=raw, job_class=JudgeJob)
+    worker.register_birth()  # type: ignore[no-untyped-call]
+    refused = command("runs", "--delete", "demo", "--yes")
+    assert (refused.returncode, "in use: judge" in refused.stderr) == (5, True)
+    worker.register_death()  # type: ignore[no-untyped-call]
+    assert command("runs", "--delete", "demo", "--yes").returncode == 0
+    left = sorted(key.decode() for key in raw.scan_iter("*"))
+    assert left == [
+        "rq:job:rmq-judge-demo2_-a",
+        "rq:queue:rmq-judge:demo2",
+        "rq:queues:rmq-judge:demo2",
+    ]
 
 
 def leave(scene: Scene) -> None:
