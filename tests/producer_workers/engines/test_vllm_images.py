@@ -28,7 +28,7 @@ from producer_workers.engines.vllm.engine import VllmEngine
 from producer_workers.images import ImageError, ImageFolder, ReadImage, png_of
 from rolloutmq.config.fingerprint import origin_of
 from rolloutmq.config.load import load_config
-from rolloutmq.launch.create_run import create_run
+from rolloutmq.launch.create import create_run
 from rolloutmq.launch.training import train
 from tests.producer_workers.engines.conformance import LONG, TOLERANCE, interrupt, sampling
 from tests.producer_workers.engines.conftest import CPU_ENGINE, FIRST, Run
