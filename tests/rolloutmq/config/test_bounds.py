@@ -24,7 +24,7 @@ from tests.thoroughness import examples
 WHOLE = """
 [run]
 name = "demo"
-media = "media"
+columns = "columns"
 [redis]
 [lease]
 [policy]
