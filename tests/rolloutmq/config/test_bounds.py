@@ -24,7 +24,7 @@ from tests.thoroughness import examples
 WHOLE = """
 [run]
 name = "demo"
-media = "media"
+columns = "columns"
 [redis]
 [lease]
 [policy]
@@ -217,7 +217,8 @@ def test_every_rule_can_be_asked_and_says_its_message(tmp_path: Path) -> None:
         assert not rule.is_broken(config)
         assert (rule.what + rule.hint).format(c=config)
     for rule in (*RULES_OF_TASKS, *RULES_OF_TRAINING):
-        for name, task in config.tasks.items():
+        for name in config.training_tasks:
+            task = config.tasks[name]
             assert not rule.is_broken(config, task, name)
             assert (rule.what + rule.hint).format(c=config, t=task, name=name, known="")
 
