@@ -201,8 +201,6 @@ RULES_OF_TASKS = (
     Rule(lambda c, t, name: t.eval_of is not None and t.eval_of not in training(c.tasks),
         'eval_of = "{t.eval_of}" of task {name} is not a training task',
         "known: {known}"),
-    Rule(lambda c, t, name: t.images and c.run.media is None,
-        "the images of task {name} need a folder", "set media in [run]"),
     Rule(lambda c, t, name: set(t.train_roles or ()) - {""} and not _has_roles(c, t),
         "train_roles = {t.train_roles} of task {name}, whose agent_loop gives no rollout a role",
         "leave train_roles out"),
