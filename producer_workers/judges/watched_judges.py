@@ -16,8 +16,10 @@ from typing import Any, Protocol, TypeVar
 from buffer.control.worker_record import JUDGE_BOUNDS_S, Histogram
 from buffer.errors import JudgeError, JudgeInterrupted, RolloutMQError, describe
 from buffer.observers import Observer, all_of
+from buffer.wire.own_copy import readers_copy
 from buffer.wire.rollout import RolloutState
-from producer_workers.judges.judge import Judge
+from producer_workers.config.attached_judge import ColumnJudge
+from producer_workers.judges.judge import Judge, add_columns
 from producer_workers.user_code.process_function import ProcessFunction
 from producer_workers.user_code.user_function import UserFunction, outcome_of
 
@@ -73,6 +75,10 @@ class WatchedJudges:
 
         self.close_at_end(call)
         return keeps
+
+    def watch_columns(self, judge: ColumnJudge, grace_s: float) -> WatchedColumns:
+        """Return `judge`, watched and timed as others."""
+        return WatchedColumns(judge, partial(self._timed, f"judge {judge.name!r}", grace_s))
 
     def close_at_end(self, judge: Closes) -> None:
         self._closed_at_end.append(judge)
@@ -141,6 +147,21 @@ class _WatchedJudge(Judge):
     async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         rewards: list[dict[str, float]] = await self._run(lambda: self._judge.ask(states))
         return rewards
+
+
+class WatchedColumns:
+    """A judge that adds columns to groups: it gets copies, and its answers are checked."""
+
+    def __init__(self, judge: ColumnJudge, run: Run) -> None:
+        self._judge = judge
+        self._run = run
+        self.open = judge.open
+        self.close = judge.close
+
+    async def add_to(self, states: Sequence[RolloutState]) -> None:
+        """Add its columns to the rollouts of a group. Raises JudgeError, JudgeInterrupted."""
+        answers = await self._run(lambda: self._judge.ask(readers_copy(list(states))))
+        add_columns(self._judge.name, states, answers)
 
 
 class JudgeTimes:

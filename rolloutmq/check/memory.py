@@ -12,6 +12,7 @@ from buffer.readable import format_size
 from consumer.config.learner import LearnerConfig
 from producer_workers.config.engine import GpuMemory
 from rolloutmq.check.finding import Finding, Level
+from rolloutmq.check.machine import engines_of_judges
 from rolloutmq.check.shape import Shape, context_tokens, read_shape
 from rolloutmq.config.config import Config
 
@@ -47,12 +48,17 @@ def memory_findings(config: Config, shape: Shape, gpu_bytes: int | None) -> Iter
         yield _trainer(config, parts, gpu_bytes)
     if kept := config.engine.gpu_memory:
         engine = yield from _engine(config, kept, shape, gpu_bytes)
-    for name in config.teachers:
-        if kept := config.teacher_engine(name).gpu_memory:
-            with suppress(ModelError, HubError):  # the stage of the model reports it
-                folder = config.teacher_folder(name)
-                size = shape if folder == config.model_folder else read_shape(folder)
-                yield from _engine(config, kept, size, gpu_bytes, f"teacher {name}")
+    judges = yield from _judges(config, shape, gpu_bytes)
+    if judges and gpu_bytes and engine + judges > gpu_bytes:
+        yield Finding(
+            "memory",
+            "error",
+            "the engines of a worker share its GPUs, and need "
+            f"{format_size(engine + judges)} of {format_size(gpu_bytes)}",
+            "set gpu_memory_utilization of [engine] and of each other engine, so that they sum to "
+            f"{UTILIZATION:g} at most, or use a server (kind http)",
+        )
+    engine += judges
     together = trainer + engine
     if config.launch.colocated and gpu_bytes and together > FULL * gpu_bytes:
         yield Finding(
@@ -155,6 +161,18 @@ def _less(config: Config) -> str:
         "use more trainer_gpus, [learner.sharding] cpu_offload = true, or [learner.lora]; "
         "see docs/pages/many_gpus.md"
     )
+
+
+def _judges(config: Config, shape: Shape, gpu_bytes: int | None) -> Generator[Finding, None, int]:
+    """Yield the memory of the engines of attached judges; return the bytes on one GPU."""
+    total = 0
+    for name, own in engines_of_judges(config).items():
+        if kept := own.settings.gpu_memory:
+            with suppress(ModelError, HubError):  # the stage of the model reports it
+                folder = own.folder()
+                size = shape if folder == config.model_folder else read_shape(folder)
+                total += yield from _engine(config, kept, size, gpu_bytes, name)
+    return total
 
 
 # -- the engine -----------------------------------------------------------------------------------

@@ -50,15 +50,13 @@ def create(
     }
     changes = [f"changed  {change}" for change in run.changes]
     changes += [f"set      {line}" for line in override_lines(run.settings)]
-    verbs = ["producer", "worker", *(f"worker --teacher {name}" for name in config.teachers)]
-    return facts, _lines(facts, changes, command, [*verbs, "train"], is_own=is_own)
+    return facts, _lines(facts, changes, command, is_own=is_own)
 
 
 def _lines(
     facts: dict[str, Any],
     changes: list[str],
     command: Sequence[str],
-    verbs: Sequence[str],
     *,
     is_own: bool,
 ) -> list[str]:
@@ -77,7 +75,7 @@ def _lines(
         f"  rolloutmq run {config}",
         "or one by one:",
         *([f"  rolloutmq server --run-dir {folder}"] if is_own else []),
-        *(f"  rolloutmq {verb} {config}" for verb in verbs),
+        *(f"  rolloutmq {verb} {config}" for verb in ("producer", "worker", "train")),
         "or, in place of the last one, a trainer of your own:",
         f'  RolloutConsumer(Run.open(Store("{url}"), "{run}"))',
     ]

@@ -54,7 +54,7 @@ TEACHER = "tasks.sums.teachers={big={}}"
 READ = "learner.distillation={}"
 OTHER_TEACHER = (
     "tasks.more={judge='gsm8k', dataset={kind='jsonl', path='sums.jsonl'}, "
-    "teachers={big={workers=2}}}"
+    "teachers={big={revision='v2', model='Qwen/none'}}}"
 )
 WITHOUT_REWARDS = ("trainer.advantages=none", "strategy.is_valid_sample_fn=not_all_equal")
 SHORT_TEACHER = "tasks.sums.teachers={big={engine={kind='vllm', max_model_len=32}}}"
@@ -169,7 +169,7 @@ def test_a_project_without_a_mistake(project: Path, model: Path) -> None:
         ([TEACHER, READ, *COLD], "config", "sampled with temperature, and"),
         ([SHORT_TEACHER], "config", "teacher big: task sums"),
         ([TEACHER, "tasks.sums.sample.top_p=0.9"], "config", "sampled with top_p, and"),
-        ([TEACHER, READ, OTHER_TEACHER], "config", "different values of workers"),
+        ([TEACHER, READ, OTHER_TEACHER], "config", "different values of model, revision"),
         ([TEACHER, READ, "engine={kind='http', url='http://x'}"], "config", "needs an engine"),
         # a teacher without an effect, and effects without a teacher
         ([TEACHER], "config", "nothing reads the logprobs of teacher big"),
