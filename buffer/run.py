@@ -174,18 +174,15 @@ class Run:
         run._limits_stamp = parse_stamp(meta.get("limits_version"), meta.get("limits_op"))
         return run
 
-    def save(
-        self, folder: Path, *, attempts: int = 5, advance: Advance = no_advance
-    ) -> SnapshotFacts:
-        """Write all of the run into a new folder, as of one instant; see `buffer.snapshot.saver`.
+    def save(self, folder: Path, *, advance: Advance = no_advance) -> SnapshotFacts:
+        """Write all of a run that rests into a new folder; see `buffer.snapshot.saver`.
 
-        The run may continue, but its index must not change during one of `attempts` copies of it.
-        Otherwise raises SnapshotError and leaves no folder.
+        Raises SnapshotError, and leaves no folder, if groups run, or the run changes meanwhile.
         """
-        from buffer.snapshot.saver import SnapshotSaver
+        from buffer.snapshot import saver
 
-        saver = SnapshotSaver(self.store, self.keys, self.limits, self.payloads, self.media)
-        return saver.save(folder, attempts, advance)
+        files = self.media.root if self.media else None
+        return saver.save(self.context, files, folder, advance)
 
     @classmethod
     def restore(

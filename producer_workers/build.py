@@ -120,7 +120,7 @@ def task_sampler(
         tools=tool_schemas(*tools),
         images=images,
         system_prompt=task.system_prompt,
-        sources=task.sources,
+        judge=task.judge,
     )
 
 

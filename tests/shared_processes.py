@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+
 from xdist.scheduler import LoadFileScheduling
 
+ROOT = Path(__file__).parents[1]
 SHARED = {
     "vLLM": ("tests/producer_workers/engines/", "tests/pipeline/test_engine_restarts.py"),
     "Chromium": ("tests/rolloutmq/web/",),
-    # all that asks tests/warm_process.py for many processes
-    "forks": (
-        "tests/pipeline/test_run_command.py",
-        "tests/pipeline/test_trainer_ranks.py",
-        "tests/pipeline/test_own_parts.py",
-        "tests/pipeline/test_roles_over_tls.py",
-        "tests/pipeline/test_signed_run.py",
-        "tests/pipeline/test_hang_up.py",
-        "tests/pipeline/test_producer.py",
-        "tests/pipeline/test_disaggregated.py",
-        "tests/pipeline/test_tracing.py",
-        "tests/consumer/handle/test_ranks.py",
-        "tests/examples/",
-        "tests/docs/test_readme.py",
-        "tests/rolloutmq/launch/test_gpu_check.py",
-        "tests/truth/test_truth.py",
-    ),
+    "forks": ("tests/truth/test_truth.py",),
 }
 """Files that share what each process would have to start again: engines, a browser, imports."""
+
+FORKS = ("warm_process", "make_site")
+"""Words of files whose processes are forked from a warm one, by tests/warm_process.py."""
+
+
+@cache
+def group_of(file: str) -> str:
+    """Return what a file shares with others, or the file itself."""
+    for name, files in SHARED.items():
+        if file.startswith(files):
+            return name
+    text = (ROOT / file).read_text(encoding="utf-8")
+    return "forks" if any(word in text for word in FORKS) else file
 
 
 class SharedProcessScheduling(LoadFileScheduling):  # type: ignore[misc]
     """Give files that share something, or one other file, to the process that is free next."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file: str = super()._split_scope(nodeid)
-        return next((name for name, files in SHARED.items() if file.startswith(files)), file)
+        return group_of(super()._split_scope(nodeid))

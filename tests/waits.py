@@ -16,25 +16,29 @@ DEADLINE_S = 400.0
 PAUSE_S = 0.01
 
 
-def never() -> str:
+def nothing() -> str:
     return ""
 
 
 def until(
-    condition: Callable[[], T], what: str = "what a test waits for", over: Callable[[], str] = never
+    condition: Callable[[], T],
+    what: str = "what a test waits for",
+    over: Callable[[], str] = nothing,
+    said: Callable[[], str] = nothing,
 ) -> T:
     """Wait until something is so, and return what `condition` returned.
 
     `over` returns why it can no longer become so, "" while it can: the wait then fails at once.
+    `said` returns what the failure of a wait should show.
     """
     end = time.monotonic() + DEADLINE_S
     while not (found := condition()):
+        why = over() or ("" if time.monotonic() < end else f"{DEADLINE_S:g} s have passed")
         # once more: it may have become so just before the end
-        if (why := over()) and not (found := condition()):
-            raise AssertionError(f"{what} never came: {why}")
+        if why and not (found := condition()):
+            raise AssertionError(f"{what} never came: {why}\n{said()}")
         if found:
             break
-        assert time.monotonic() < end, f"{what} did not come in {DEADLINE_S:g} s"
         time.sleep(PAUSE_S)
     return found
 

@@ -75,7 +75,10 @@ REPORTED = frozenset(
 REWARD_OF_TASK = "rewards/mean/"
 """Prefix of the mean score of one task's groups in a batch."""
 
-OF_TASKS = (REWARD_OF_TASK, "length_bias/mean/", "length_bias/tail/", "expired/")
+LENGTH_BIAS = "length_bias/"
+"""Prefix of what shows whether long responses are trained (buffer/control/length_counts.py)."""
+
+OF_TASKS = (REWARD_OF_TASK, LENGTH_BIAS, "expired/")
 """Prefixes of reported metrics that each task has."""
 
 TRAINING = "train"

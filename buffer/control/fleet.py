@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from buffer.control.control import STATE_FIELDS, ControlState
-from buffer.control.length_counts import LengthCounts
+from buffer.control.length_counts import Counts, read_counts
 from buffer.control.worker_record import HeartbeatReport, WorkerRecord, WorkerState, read_record
 from buffer.errors import Fenced, RunNotFound, ScriptError
 from buffer.ids import valid_name
@@ -255,11 +255,14 @@ class Fleet:
             # a teacher loads no published weights
             return {worker: text for worker, (text, teaches) in found if not teaches}
 
-    def response_lengths(self) -> LengthCounts:
-        """Return the response lengths that all workers counted; of many workers, an estimate."""
+    def response_lengths(self) -> dict[str, dict[str, Counts]]:
+        """Return the response lengths that all workers counted, by task and fate.
+
+        Of many workers, it is an estimate.
+        """
         return self._store.retrying("response lengths", self._response_lengths)
 
-    def _response_lengths(self) -> LengthCounts:
+    def _response_lengths(self) -> dict[str, dict[str, Counts]]:
         client: Any = self._store.control
         known = client.zrange(self._keys.workers, 0, -1)
         chosen = SYSTEM_RANDOM.sample(known, min(len(known), MOST_COUNTED))
@@ -267,7 +270,7 @@ class Fleet:
             for worker in chosen:
                 pipe.hget(self._keys.worker(worker.decode()), "lengths")
             texts = [(text or b"").decode(errors="replace") for text in pipe.execute()]
-        return LengthCounts.joined(texts, len(known) / max(1, len(chosen)))
+        return read_counts(texts, len(known) / max(1, len(chosen)))
 
     def ended(self) -> list[WorkerRecord]:
         """Return the last records of workers that left or were lost, among the newest events."""

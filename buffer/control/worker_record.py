@@ -110,7 +110,7 @@ class HeartbeatNumbers:
     judge_failures: int = 0
     judge_buckets: tuple[int, ...] = ()  # how many took how long: see `WorkerRecord.judge_times`
     replaced: int = 0  # processes of a user's functions that hung, crashed or ran out of memory
-    lengths: str = ""  # of responses that it finished or ended: `LengthCounts.text`
+    lengths: str = ""  # of responses that it began: `LengthCounts.text`
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@
 -- ARGV judge_buckets  ''|text..256   number of answers by time: counts by JUDGE_BOUNDS_S of buffer/control/worker_record.py
 -- ARGV judging        0..            held groups that only wait for their judge
 -- ARGV replaced       0..            processes of its user's functions that hung, crashed or had no memory
--- ARGV lengths        ''|text..4096  responses that it finished or ended, by task and length (buffer/control/length_counts.py)
+-- ARGV lengths        ''|text..4096  responses that it began, by task, end and length (buffer/control/length_counts.py)
 -- ARGV held           0..            groups that it holds
 -- ARGV digest         0..            sum of the marks of these groups (`mark_of` in include/leased.lua)
 -- ARGV gid, token, lineage, version, threshold  ''|gid, ''|token, name, 0.., 0.. x0..1024  weights of which a held group

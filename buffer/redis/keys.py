@@ -14,8 +14,11 @@ from buffer.ids import ENDS, LANES, POOLS, valid_name
 
 
 class KeyRow(NamedTuple):
+    """A kind of key. `saved`: `Run.save` copies it; what is False belongs to living processes."""
+
     type: str
     holds: str
+    saved: bool = True
 
 
 TABLE: Mapping[str, KeyRow] = {
@@ -31,23 +34,27 @@ TABLE: Mapping[str, KeyRow] = {
         "epoch, mode, open lanes, newest weights, trainer, producer; "
         "the pub/sub channel of the same name carries hints",
     ),
-    "clock": KeyRow("HASH", "the server's clock as last seen, to notice outages and steps"),
+    "clock": KeyRow(
+        "HASH", "the server's clock as last seen, to notice outages and steps", saved=False
+    ),
     "report": KeyRow(
         "HASH",
         "JSON of the newest metrics: `train` of the last train step, `eval:<task>` of the last "
         "evaluation of a task",
     ),
     "lineages": KeyRow("LIST", '"lineage:S" for every opening of a trainer, in order'),
-    "events": KeyRow("STREAM", "one short entry per transition, capped"),
+    "events": KeyRow("STREAM", "one short entry per transition, capped", saved=False),
     "bell:<who>": KeyRow(
-        "LIST", "wakes idle workers, producer, trainer; a lost wake-up is harmless"
+        "LIST", "wakes idle workers, producer, trainer; a lost wake-up is harmless", saved=False
     ),
     # groups
     "jobs:<task>:<lane>": KeyRow(
         "STREAM", "waiting jobs; XLEN is the backlog. `teach.NAME`: groups that wait for a teacher"
     ),
     "group:<gid>": KeyRow("HASH", "the record of one group, short fields only"),
-    "leases": KeyRow("ZSET", "worker that holds groups by its deadline (ms of the server's clock)"),
+    "leases": KeyRow(
+        "ZSET", "worker that holds groups by its deadline (ms of the server's clock)", saved=False
+    ),
     "pool:<task>:<status>": KeyRow(
         "ZSET", '"<arrival>:<gid>" by oldest policy version (+inf without one)'
     ),
@@ -69,9 +76,6 @@ TABLE: Mapping[str, KeyRow] = {
     "payload:<gid>:<token>": KeyRow("STRING", "msgpack; more chunks as …:<token>:1, :2 …"),
     "garbage": KeyRow("SET", '"<gid> <token> <chunks>": payloads that are not needed any more'),
     "bytes": KeyRow("HASH", "came, went: payload bytes of all groups, cumulative"),
-    "snapshot_lock": KeyRow(
-        "STRING", "nonce of a snapshot that copies payloads; nothing is freed meanwhile"
-    ),
     # steps of a consumer
     "ledger:<name>": KeyRow(
         "HASH",
@@ -80,30 +84,45 @@ TABLE: Mapping[str, KeyRow] = {
     ),
     "batch:<name>:<step>": KeyRow("LIST", "the manifest of one taken batch, a header first"),
     # workers
-    "workers": KeyRow("ZSET", "worker by last heartbeat (ms of the server's clock)"),
-    "worker:<id>": KeyRow("HASH", "engine, weights, state, acknowledged epoch, counters"),
+    "workers": KeyRow("ZSET", "worker by last heartbeat (ms of the server's clock)", saved=False),
+    "worker:<id>": KeyRow(
+        "HASH", "engine, weights, state, acknowledged epoch, counters", saved=False
+    ),
     "leased:<id>": KeyRow(
         "HASH",
         "what the worker's registration holds: token by gid, and `digest` of them all "
         "(`buffer/lua/include/leased.lua`); exists while it holds a group",
+        saved=False,
     ),
     "bad_submissions": KeyRow(
         "HASH",
         '"since_ms bad barred_ms" by worker: number of submitted groups that no trainer can use, '
         "and since when it may not claim (0: it may)",
+        saved=False,
     ),
     # weights
     "weights": KeyRow(
         "LIST",
         '"lineage:version" of what is in Redis, the oldest first '
         '([policy] weights_transport = "redis")',
+        saved=False,
     ),
     "weights:<lineage>:<version>": KeyRow(
         "STRING",
         "manifest of one; its files in chunks: …:<version>:1, :2 …",
+        saved=False,
     ),
 }
 """Every key by what follows `rmq:{run}:`, where `{run}` is a cluster hash tag: one slot for all."""
+
+_BY_FORM = {(name.partition(":")[0], ":" in name): row for name, row in TABLE.items()}
+
+
+def row_of(key: str) -> KeyRow | None:
+    """Return the row of a key of any run; None if no kind of key has this form."""
+    first, colon, _ = key.partition("}:")[2].partition(":")
+    return _BY_FORM.get((first, bool(colon)))
+
 
 EVERY_META = "rmq:{*}:meta"  # pattern for all runs on a server
 
@@ -117,11 +136,6 @@ def run_of_key(key: str) -> str:
 
 def clock_beside(key: str) -> str:
     return key.partition("}:")[0] + "}:clock"
-
-
-def payload_name(gid: str, token: str, chunk: int = 0) -> str:
-    """Return the name of a payload, without the prefix of a run."""
-    return f"payload:{gid}:{token}:{chunk}" if chunk else f"payload:{gid}:{token}"
 
 
 class Keys:
@@ -138,7 +152,6 @@ class Keys:
         self.leases = self.prefix + "leases"
         self.garbage = self.prefix + "garbage"
         self.bytes = self.prefix + "bytes"
-        self.snapshot_lock = self.prefix + "snapshot_lock"
         self.dead = self.prefix + "dead"
         self.workers = self.prefix + "workers"
         self.bad_submissions = self.prefix + "bad_submissions"

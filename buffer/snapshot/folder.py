@@ -1,22 +1,16 @@
-"""Write and read a snapshot's folder: msgpack, tar and a manifest, readable in any language.
+"""Write and read a snapshot's folder, which any language can read.
 
-    manifest.json      {"manifest": {...}, "blake2b": …}, the checksum of the manifest as
-                       compact JSON with sorted keys
-    index.msgpack      control, lineages, bytes, ledgers, batches, bitmaps, streams, pools,
-                       orders, ages, dead letters, records, counters
-    payloads.msgpack
-    media.tar          files that payloads refer to, as <gid>/<name>
+    manifest.json    {"manifest": {...}, "blake2b": …}: the checksum is of the manifest as compact
+                     JSON with sorted keys; it has a checksum of every other file
+    keys.msgpack     arrays [type, key, value] one behind the other, keys without the run's prefix
+    files/           what payloads refer to, as <gid>/<name>
 
-A msgpack file is a sequence of arrays [kind, key, data], keys without prefix. The manifest is
-written last and the folder renamed into place: it is complete or absent.
+    type     value                                    type     value
+    hash     [field, value, field, value, …]          list     [value, …]
+    zset     [member, score, member, score, …]        set      [member, …]
+    stream   [[id, [field, value, …]], …]             string   bytes
 
-    kind     data
-    hash     [field, value, field, value, …]
-    zset     [member, score, member, score, …]
-    stream   [[id, [field, value, …]], …]
-    list     [value, …]
-    bits     [offset in bytes, bytes]
-    string   bytes
+The manifest is written last and the folder renamed into place: it is complete or absent.
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import IO, Any, NamedTuple
 
 import msgpack
 import orjson
@@ -36,71 +30,31 @@ from pydantic import BaseModel, ConfigDict
 
 from buffer.errors import SchemaVersionError, SnapshotError, describe
 
-VERSION = 2
+VERSION = 3
 MANIFEST = "manifest.json"
-INDEX = "index.msgpack"
-PAYLOADS = "payloads.msgpack"
-MEDIA = "media.tar"
+KEYS = "keys.msgpack"
+FILES = "files"
 
-ITEM_BYTES = 16 * 2**20  # every item is smaller, which bounds the memory of a reader
-
-Kind = Literal["hash", "zset", "stream", "list", "bits", "string"]
-KINDS = get_args(Kind)
+LARGEST_ITEM = 1 << 30  # bytes: the pool of the largest run that was tried has 60 MB
 
 
 class Item(NamedTuple):
-    kind: Kind
+    kind: str
     key: str
-    data: Any
-
-
-class SnapshotFile(BaseModel):
-    bytes: int
-    blake2b: str
-
-    @classmethod
-    def of(cls, path: Path) -> SnapshotFile:
-        with path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32))
-            return cls(bytes=stream.tell(), blake2b=digest.hexdigest())
+    value: Any
 
 
 class SnapshotFacts(BaseModel):
-    """The manifest; `meta` is that of the run. Counts and sizes are only shown to users."""
+    """The manifest. `files`: BLAKE2b by name; `keys` and `bytes` are only shown to users."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     version: int = VERSION
     run: str
     saved_ms: int
-    meta: dict[str, str]
-    groups: int
-    was_running: int
-    payload_bytes: int
-    media_bytes: int
-    files: dict[str, SnapshotFile]
-
-
-class ItemFile:
-    """Writes the items of one file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._stream = path.open("wb")
-
-    def __enter__(self) -> ItemFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stream.close()
-
-    def add(self, item: Item) -> None:
-        self._stream.write(msgpack.packb(item))
-
-    def discard(self) -> None:
-        """Remove what was written, and start again."""
-        self._stream.seek(0)
-        self._stream.truncate()
+    keys: int
+    bytes: int
+    files: dict[str, str]
 
 
 @contextmanager
@@ -114,7 +68,8 @@ def new_snapshot(folder: Path) -> Iterator[Path]:
     try:
         hidden.mkdir(parents=True)
         yield hidden
-        sync_all(hidden)
+        for path in (*hidden.rglob("*"), hidden):
+            sync(path)
         hidden.rename(folder)
         sync(folder.absolute().parent)
     except OSError as error:
@@ -135,16 +90,30 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def sync_all(folder: Path) -> None:
-    for path in (*folder.rglob("*"), folder):
-        sync(path)
+def write_item(stream: IO[bytes], item: Item) -> None:
+    stream.write(msgpack.packb(item))
 
 
-def write_manifest(folder: Path, facts: SnapshotFacts) -> None:
-    """Write the manifest: the last file, without which a folder is not a snapshot."""
+def read_items(folder: Path) -> Iterator[Item]:
+    """Read the keys of a snapshot, one at a time. Raises SnapshotError."""
+    file = folder / KEYS
+    with file.open("rb") as stream:
+        try:
+            for kind, key, value in msgpack.Unpacker(stream, max_buffer_size=LARGEST_ITEM):
+                yield Item(kind, key, value)
+        except (TypeError, ValueError, msgpack.UnpackException) as error:
+            raise SnapshotError(f"{file}: not a list of keys: {error}") from error
+
+
+def seal(folder: Path, run: str, saved_ms: int, keys: int) -> SnapshotFacts:
+    """Write the manifest of the files in the folder: the last file, without which it is nothing."""
+    files = {name: _checksum(folder / name) for name in _names(folder)}
+    size = sum((folder / name).stat().st_size for name in files)
+    facts = SnapshotFacts(run=run, saved_ms=saved_ms, keys=keys, bytes=size, files=files)
     body = facts.model_dump()
-    document = {"manifest": body, "blake2b": _checksum(body)}
+    document = {"manifest": body, "blake2b": _checksum_of(body)}
     (folder / MANIFEST).write_bytes(orjson.dumps(document, option=orjson.OPT_INDENT_2))
+    return facts
 
 
 def read_manifest(folder: Path) -> SnapshotFacts:
@@ -157,7 +126,7 @@ def read_manifest(folder: Path) -> SnapshotFacts:
             raise SchemaVersionError(
                 f"{file} has version {body['version']!r:.40}; this one reads {VERSION}"
             )
-        if document["blake2b"] != _checksum(body):
+        if document["blake2b"] != _checksum_of(body):
             raise SnapshotError(f"{file} was altered: its checksum does not match")
         return SnapshotFacts.model_validate(body)
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -168,29 +137,26 @@ def read_manifest(folder: Path) -> SnapshotFacts:
 
 def verify(folder: Path, facts: SnapshotFacts) -> None:
     """Read all files; raise SnapshotError unless each is as it was written."""
-    for name in (INDEX, PAYLOADS, MEDIA):
-        file = folder / name
+    for name in sorted({*facts.files, *_names(folder)}):
         try:
-            found = SnapshotFile.of(file)
+            found = _checksum(folder / name)
         except OSError as error:
-            raise SnapshotError(f"cannot read {file}: {error}") from error
+            raise SnapshotError(f"cannot read {folder / name}: {error}") from error
         if found != facts.files.get(name):
-            raise SnapshotError(f"{file} was truncated or altered: its checksum does not match")
+            raise SnapshotError(f"{folder / name} was truncated or altered: its checksum differs")
 
 
-def read_items(file: Path) -> Iterator[Item]:
-    """Read the items of a file, in order, in bounded memory. Raises SnapshotError."""
+def _names(folder: Path) -> Iterator[str]:
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.name != MANIFEST:
+            yield path.relative_to(folder).as_posix()
+
+
+def _checksum(file: Path) -> str:
     with file.open("rb") as stream:
-        unpacker = msgpack.Unpacker(stream, raw=False, max_buffer_size=ITEM_BYTES, max_ext_len=0)
-        try:
-            for kind, key, data in unpacker:
-                if kind not in KINDS or not isinstance(key, str):
-                    raise SnapshotError(f"{file}: not a valid item: {kind!r:.40} {key!r:.60}")
-                yield Item(kind, key, data)
-        except (TypeError, ValueError, msgpack.UnpackException) as error:
-            raise SnapshotError(f"{file}: not a list of items: {error}") from error
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
 
-def _checksum(body: dict[str, Any]) -> str:
+def _checksum_of(body: dict[str, Any]) -> str:
     sorted_json = orjson.dumps(body, option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(sorted_json, digest_size=32).hexdigest()

@@ -1,219 +1,119 @@
-"""Save a run: first its index, as of one instant (`cut.py`), then the payloads that it names.
+"""Save a run that rests: each of its keys as it is, and the files beside it.
 
-If the index changes during the copy, it is copied again, a few times; a busy run is paused for it.
-Payloads are copied while the run continues: named bytes never change, and the key `snapshot_lock`,
-which expires by itself, keeps `PayloadStore.collect` from freeing any.
-
-A record names its group's payload; the manifest names that of an archived group. A missing payload
-is an error, except that of a dead group, which is copied as evidence (I11).
+A run rests while it is paused and no worker holds a group, or after everything has stopped. Each
+move of a group logs an event: a copy during which one was logged is discarded.
 """
 
 from __future__ import annotations
 
-import secrets
-import tarfile
+import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from buffer.errors import SnapshotError
-from buffer.job import PayloadRef
-from buffer.limits import RunLimits
-from buffer.manifest import ManifestEntry
-from buffer.redis.keys import Keys, payload_name
-from buffer.redis.media_folder import MediaFolder
-from buffer.redis.payloads import PayloadStore, join
+from buffer.ledger.account import Account
+from buffer.redis.connection.bulk_io import Command
+from buffer.redis.keys import row_of
+from buffer.redis.media_folder import OWNER
 from buffer.redis.scripts import Advance
-from buffer.redis.store import Store
-from buffer.snapshot.cut import IndexCut
-from buffer.snapshot.folder import (
-    INDEX,
-    MEDIA,
-    PAYLOADS,
-    Item,
-    ItemFile,
-    SnapshotFacts,
-    SnapshotFile,
-    new_snapshot,
-    read_items,
-    write_manifest,
-)
+from buffer.redis.store import RunContext, Store
+from buffer.snapshot.folder import FILES, KEYS, Item, SnapshotFacts, new_snapshot, seal, write_item
 
-HOLD_MS = 60_000
-"""Silence after which a saver counts as dead, and payloads are freed again."""
+KEYS_AT_ONCE = 50  # in one round trip: a payload's key has up to 1 MB
 
-_AT_ONCE = 32  # groups whose payloads are in memory at a time
+_READ: dict[str, tuple[str | int, ...]] = {
+    "hash": ("HGETALL",),
+    "list": ("LRANGE", 0, -1),
+    "set": ("SMEMBERS",),
+    "zset": ("ZRANGE", 0, -1, "WITHSCORES"),
+    "stream": ("XRANGE", "-", "+"),
+    "string": ("GET",),
+}
+"""By type: the command, and what follows the key. Every value fits into memory."""
 
-
-class Named(NamedTuple):
-    """One payload; evidence is copied as it is, complete or not."""
-
-    ref: PayloadRef
-    is_evidence: bool = False
+_ROLES = {
+    f"{role}{suffix}".encode()
+    for role in ("trainer", "producer")
+    for suffix in ("", "_seen_ms", "_waited_ms", "_pause_ms", "_pause_buckets",
+                   "_turns", "_doing", "_doing_ms", "_closed")
+}  # fmt: skip
+"""Fields of `control` of the process that holds a role: a restored run has none."""
 
 
-def named_payloads(items: Iterable[Item]) -> Iterator[Named]:
-    """Yield the payloads that an index names, each once: those of batches before records."""
-    in_batches: set[tuple[str, str]] = set()
-    for item in items:
-        section, _, name = item.key.partition(":")
-        if section == "batch":
-            _header, *lines = item.data
-            for line in lines:
-                ref = ManifestEntry.parse(line.decode()).payload
-                in_batches.add((ref.gid, ref.token))
-                yield Named(ref)
-        elif section == "group":
-            for named in _of_record(name, item):
-                if (name, named.ref.token) not in in_batches:
-                    yield named
+def save(context: RunContext, files: Path | None, folder: Path, advance: Advance) -> SnapshotFacts:
+    """Write a new folder; `files`: the folder of those that payloads refer to.
 
-
-def _of_record(gid: str, item: Item) -> Iterator[Named]:
-    """Return the newest bytes, and the prompt from which an expired group starts again."""
-    fields = dict(zip(item.data[::2], item.data[1::2], strict=True))
-    token = fields["payload"]
-    if token != "init":
-        yield Named(PayloadRef(gid, "init", 1, 0, ""))
-    size = int(fields.get("size") or 0)
-    ref = PayloadRef(gid, token, int(fields["chunks"]), size, fields.get("crc", ""))
-    yield Named(ref, is_evidence=token != "init" and fields["stage"] == "dead")
-
-
-class SnapshotSaver:
-    def __init__(
-        self,
-        store: Store,
-        keys: Keys,
-        limits: RunLimits,
-        payloads: PayloadStore,
-        media: MediaFolder | None,
-    ) -> None:
-        self._store = store
-        self._keys = keys
-        self._limits = limits
-        self._payloads = payloads
-        self._media = media
-
-    def save(self, folder: Path, attempts: int, advance: Advance) -> SnapshotFacts:
-        """Save the run. Raises SnapshotError: a payload is missing, or the index kept changing."""
-        with new_snapshot(folder) as hidden, _Hold(self._store, self._keys) as hold:
-
-            def copied(what: str, done: int) -> None:
-                hold.renew()
-                advance(what, done)
-
-            with ItemFile(hidden / INDEX) as index:
-                cut = self._cut(index, attempts, copied)
-            sizes = {
-                PAYLOADS: self._copy_payloads(hidden, copied),
-                MEDIA: self._copy_media(hidden, copied),
-            }
-            facts = SnapshotFacts(
-                run=self._keys.run,
-                saved_ms=time.time_ns() // 1_000_000,
-                meta=cut.meta,
-                groups=cut.groups,
-                was_running=cut.was_running,
-                payload_bytes=sizes[PAYLOADS],
-                media_bytes=sizes[MEDIA],
-                files={name: SnapshotFile.of(hidden / name) for name in (INDEX, *sizes)},
+    Raises SnapshotError, and leaves no folder, if the run does not rest.
+    """
+    store, keys, _ = context
+    newest = ("XREVRANGE", keys.events, "+", "-", "COUNT", 1)
+    before = store.ask("save", *newest)
+    saved = 0
+    with new_snapshot(folder) as hidden:
+        _check(context)
+        with (hidden / KEYS).open("wb") as stream:
+            for item in _items(store, keys.prefix):
+                write_item(stream, item)
+                saved += 1
+                advance("keys", saved)
+        if files and files.is_dir():
+            shutil.copytree(files, hidden / FILES, ignore=shutil.ignore_patterns(OWNER))
+        if store.ask("save", *newest) != before:
+            raise SnapshotError(
+                f"run {keys.run!r} changed while it was copied; nothing was kept",
+                hint="pause or stop the run, and save it again",
+                command_hint="save it again with --pause",
             )
-            write_manifest(hidden, facts)
-        return facts
+        return seal(hidden, keys.run, time.time_ns() // 1_000_000, saved)
 
-    def _cut(self, index: ItemFile, attempts: int, advance: Advance) -> IndexCut:
-        for _ in range(attempts):
-            index.discard()
-            cut = IndexCut(self._store, self._keys, self._limits)
-            if cut.copy(index.add, advance):
-                return cut
+
+def _check(context: RunContext) -> None:
+    """Raise SnapshotError if groups run, or the run is damaged."""
+    name = context.keys.run
+    found = Account(context).fsck()
+    if running := sum(task.running for task in found.tasks):
         raise SnapshotError(
-            f"run {self._keys.run!r} changed while its index was copied, {attempts} times; "
-            "nothing was kept",
-            hint="pause it for the copy (run.control.set_mode), or raise `attempts`",
-            command_hint="pause it for the copy: `rolloutmq save --pause`",
+            f"{running} groups of run {name!r} are running; nothing was saved",
+            hint="pause or stop the run; groups of dead workers come back when their leases end",
+            command_hint="add --pause; groups of dead workers come back when their leases end",
+        )
+    if not found.clean:
+        faults = [*found.faults, *(f"{one.gid}: {one.text}" for one in found.damage)]
+        what = "; ".join(faults[:5]) or f"{len(found.lost)} lost, {len(found.doubled)} doubled"
+        raise SnapshotError(
+            f"run {name!r} does not add up: {what}; nothing was saved",
+            hint="`rolloutmq fsck` lists all that is wrong",
         )
 
-    def _copy_payloads(self, folder: Path, advance: Advance) -> int:
-        size = 0
-        named = named_payloads(read_items(folder / INDEX))
-        with ItemFile(folder / PAYLOADS) as payloads:
-            for done, item in enumerate(self._read_payloads(named), start=1):
-                payloads.add(item)
-                size += len(item.data)
-                advance("payloads", done)
-        return size
 
-    def _read_payloads(self, named: Iterator[Named]) -> Iterator[Item]:
-        while some := list(islice(named, _AT_ONCE)):
-            chunks = self._payloads.read_chunks([payload.ref for payload in some])
-            for (ref, is_evidence), parts in zip(some, chunks, strict=True):
-                if not is_evidence:
-                    join(ref, parts)
-                for chunk, part in enumerate(parts):
-                    if part is not None:
-                        yield Item("string", payload_name(ref.gid, ref.token, chunk), part)
-
-    def _copy_media(self, folder: Path, advance: Advance) -> int:
-        """Copy the media files of all groups whose payloads were copied; return their bytes."""
-        size = 0
-        with tarfile.open(folder / MEDIA, "w") as tar:
-            if self._media is None:
-                return 0
-            gids = {named.ref.gid for named in named_payloads(read_items(folder / INDEX))}
-            names = [f"{gid}/{name}" for gid in sorted(gids) for name in self._media.names(gid)]
-            for done, name in enumerate(names, start=1):
-                file = self._media.root / name
-                tar.add(file, name)
-                size += file.stat().st_size
-                advance("media", done)
-        return size
+def _items(store: Store, prefix: str) -> Iterator[Item]:
+    names = store.bulk.scan_iter(f"{prefix}*", count=1000)
+    wanted = (name for name in names if (row := row_of(name.decode())) and row.saved)
+    while some := list(islice(wanted, KEYS_AT_ONCE)):
+        facts = store.each("save", [(ask, name) for name in some for ask in ("TYPE", "PTTL")])
+        # bytes with an expiry are those that no script has accepted; a key without a type is gone
+        there = [
+            (name, kind.decode())
+            for name, kind, lifetime_ms in zip(some, facts[::2], facts[1::2], strict=True)
+            if kind.decode() in _READ and lifetime_ms < 0
+        ]
+        reads: list[Command] = [(_READ[kind][0], name, *_READ[kind][1:]) for name, kind in there]
+        for (name, kind), found in zip(there, store.each("save", reads), strict=True):
+            key = name.decode().removeprefix(prefix)
+            if key == "control":
+                found = {field: value for field, value in found.items() if field not in _ROLES}
+            yield Item(kind, key, found if kind == "string" else list(_parts(found)))
 
 
-class _Hold:
-    """Keeps every process from freeing payloads, as long as it is renewed."""
-
-    def __init__(self, store: Store, keys: Keys) -> None:
-        self._store = store
-        self._key = keys.snapshot_lock
-        self._nonce = secrets.token_hex(16)
-        self._renewed_s = time.monotonic()
-
-    def __enter__(self) -> _Hold:
-        if not self._store.retrying("hold", self._take):
-            raise SnapshotError(
-                "another snapshot of this run is being saved", hint="wait until it is finished"
-            )
-        return self
-
-    def _take(self) -> bool:
-        # a repeated call finds its own nonce
-        made = self._store.bulk.set(self._key, self._nonce, nx=True, px=HOLD_MS)
-        return bool(made) or self._is_ours()
-
-    def _is_ours(self) -> bool:
-        return bool(self._store.bulk.get(self._key) == self._nonce.encode())
-
-    def renew(self) -> None:
-        """Prolong the hold when it is time: cheap enough to be called for every item."""
-        if time.monotonic() - self._renewed_s < HOLD_MS / 6000:
-            return
-        if not self._store.retrying("hold", self._prolong):
-            raise SnapshotError(
-                f"saving stalled for more than {HOLD_MS // 1000} s; payloads may have been freed",
-                hint="save again",
-            )
-        self._renewed_s = time.monotonic()
-
-    def _prolong(self) -> bool:
-        return self._is_ours() and bool(self._store.bulk.pexpire(self._key, HOLD_MS))
-
-    def __exit__(self, *_: object) -> None:
-        self._store.retrying("hold", self._drop)
-
-    def _drop(self) -> None:
-        if self._is_ours():
-            self._store.bulk.delete(self._key)
+def _parts(found: Any) -> Iterator[Any]:
+    """Yield the parts of a hash, list, set or sorted set, flat; of a stream, entry by entry."""
+    for part in found.items() if isinstance(found, dict) else found:
+        if isinstance(part, (list, tuple)) and isinstance(part[1], dict):
+            yield [part[0], list(_parts(part[1]))]
+        elif isinstance(part, (list, tuple)):
+            yield from part
+        else:
+            yield part

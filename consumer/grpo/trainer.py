@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from buffer.control.length_counts import LengthCounts, length_bias
+from buffer.control.length_counts import LengthCounts, count, length_bias
 from buffer.control.live_settings import KeptSettings
 from buffer.errors import ExpiredBatch
 from buffer.ids import split_group_id
@@ -66,7 +66,7 @@ class Trainer:
         self.consumer.producer_timeout_s = config.trainer.producer_timeout_s
         self._publisher = Publisher(self.consumer, self._weights, config.policy.pause_mode)
         self._newest_weights = 0  # step of the newest weights that are published or begun
-        self._trained_lengths = LengthCounts()
+        self._lengths = LengthCounts()  # of the responses that were taken
         self._unchecked_roles = dict(config.train_roles)
         self._throughput = Throughput(ranks.size, config.worker_gpus)
 
@@ -253,10 +253,10 @@ class Trainer:
         self._progress = self._run.read_progress()
         produced = production_metrics(before, self._progress)
         started = self._run.fleet.response_lengths()
-        for task, lengths in batch.lengths_by_task():
-            self._trained_lengths.add(task, lengths, started)
+        for (task, fate), lengths in batch.lengths_by_fate().items():
+            self._lengths.add(task, fate, lengths, window=count(started.get(task, {})))
         return {
-            **length_bias(self._trained_lengths, started),
+            **length_bias(self._lengths.by_task(), started),
             **batch.metrics(),
             **(batch.rewards_by_task() if len(self._run.limits.training_tasks) > 1 else {}),
             **staleness_metrics(manifest),

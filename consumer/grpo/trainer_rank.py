@@ -142,7 +142,7 @@ class TrainerRank:
         peak = self.ranks.max(self._controller.learner.peak_memory_bytes() or 0)
         if peak:
             metrics["memory/peak_bytes"] = float(peak)
-        columns = BatchColumns.of(own, self._controller.advantages)
+        columns = BatchColumns.of(own, self._controller.advantages, self._controller.fates)
         return metrics, BatchColumns.join(self.ranks.gather(columns.lists()))
 
     @on_all_ranks

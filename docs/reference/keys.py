@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from buffer.errors import ScriptError
-from buffer.redis.keys import CLUSTER_TABLE, TABLE, KeyRow, Keys
+from buffer.redis.keys import TABLE, KeyRow, Keys
 from buffer.redis.scripts import library
 from docs.reference.markdown import table
 
@@ -17,12 +17,6 @@ All keys of a run begin with `rmq:{RUN}:`, where `RUN` is the name of the run an
 cluster hash tag: they lie in one slot. "Names in scripts" are those in the headers of the Lua
 scripts (`python -m buffer.redis.script_list`); a name with an asterisk is a prefix, which the
 script completes. The same questions as commands are in [Commands](commands.md).
-"""
-
-CLUSTER_INTRODUCTION = """\
-## In a cluster
-
-With `rmq:{RUN:GID}:` before the name, so that payloads spread over the nodes:
 """
 
 PLACEHOLDERS = {
@@ -38,10 +32,8 @@ PLACEHOLDERS = {
 
 
 def key_reference() -> str:
-    """Return the page of the keys of a run, and of those with slots of their own in a cluster."""
-    names = sorted(_script_names())
-    cluster = _keys(CLUSTER_TABLE, [])
-    return "\n".join([INTRODUCTION, _keys(TABLE, names), CLUSTER_INTRODUCTION, cluster])
+    """Return the page of the keys of a run."""
+    return "\n".join([INTRODUCTION, _keys(TABLE, sorted(_script_names()))])
 
 
 def _keys(rows: Mapping[str, KeyRow], names: list[tuple[str, str]]) -> str:

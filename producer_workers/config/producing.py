@@ -51,7 +51,7 @@ class ProducerSection(Section):
     """[producer]: which prompts become jobs, and how many at once."""
 
     max_prompt_tokens: Count | None = Field(None, ge=1)
-    """longer prompts are skipped and counted; default: those with more than 4 MiB of text"""
+    """longer prompts are skipped and counted; default: those with more than 2 MiB of text"""
     slice_size: int = Field(64, ge=1, le=128)
     """largest number of groups that one script enqueues"""
 

@@ -31,6 +31,8 @@ class BuiltInJudge(NamedTuple):
     path: str
     """its function, as package.module:function"""
     meaning: str
+    takes: str = ""
+    """the function that reads a ground truth, and raises ValueError for one that no answer fits"""
     is_unsafe: bool = False
     """it may run forever, or runs what a model wrote: only allowed in a process of its own"""
 
@@ -42,6 +44,7 @@ OWNED_BY_PROMPTS = frozenset(
 """Arguments of a chat template that decide what a prompt is."""
 
 _FUNCTIONS = "producer_workers.judges.built_in"
+_TRUTHS = "producer_workers.judges.truths"
 
 RUNS_PROGRAMS = "python_tests"
 """The judge that runs what a model wrote, and whose ground truth is no answer: tests."""
@@ -51,14 +54,18 @@ JUDGES = {
         f"{_FUNCTIONS}:reasoning_gym_score", "the package's own verifier"
     ),
     "none": BuiltInJudge(f"{_FUNCTIONS}:no_score", "always 0, where teachers alone count"),
-    "exact_match": BuiltInJudge(f"{_FUNCTIONS}:exact_match", "equal text"),
-    "gsm8k": BuiltInJudge(f"{_FUNCTIONS}:gsm8k", "equal final number"),
+    "exact_match": BuiltInJudge(f"{_FUNCTIONS}:exact_match", "equal text", f"{_TRUTHS}:text_of"),
+    "gsm8k": BuiltInJudge(f"{_FUNCTIONS}:gsm8k", "equal final number", f"{_TRUTHS}:number_of"),
     "math_verify": BuiltInJudge(
-        f"{_FUNCTIONS}:math_verify", "mathematical equality (extra `math`)", is_unsafe=True
+        f"{_FUNCTIONS}:math_verify",
+        "mathematical equality (extra `math`)",
+        f"{_TRUTHS}:truth_of",
+        is_unsafe=True,
     ),
     RUNS_PROGRAMS: BuiltInJudge(
         f"{_FUNCTIONS}:python_tests",
         "the tests that a program passes, in `judging.sandbox`",
+        "producer_workers.judges.programs:tests_of",
         is_unsafe=True,
     ),
 }
@@ -286,11 +293,6 @@ class TaskSection(Attaching):
     @property
     def judges(self) -> list[str]:
         return [] if self.judge == NO_JUDGE else judge_names(self.judge)
-
-    @property
-    def sources(self) -> list[str]:
-        """Return the patterns of data sources that have a judge; [] if one judge has all."""
-        return list(self.judge) if isinstance(self.judge, dict) else []
 
     @property
     def images(self) -> ImagesSection | None:

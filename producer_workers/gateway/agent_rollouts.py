@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from buffer.errors import WireError
 from buffer.wire.rollout import RolloutState, Status
-from producer_workers.gateway.agents import EVERY_ROLE, Earned
+from producer_workers.gateway.agents import EVERY_ROLE, Earned, question_of
 from producer_workers.gateway.segment import Segment
 from producer_workers.gateway.session_record import SessionRecord
+from producer_workers.gateway.task_conversation import of_task, why_other
 from producer_workers.judges.judge import reward_turns
 
 # The rollouts of an agent or of one of its sessions, one per segment, all tokens in the response;
@@ -39,14 +41,26 @@ def ended_rollouts(
     segments: Mapping[str, Sequence[Segment]],
     cut: Collection[str],
     earned: Earned,
+    record: SessionRecord,
+    *,
+    trains_all: bool,
 ) -> list[Rollouts]:
-    """Return the rollouts of each session; those in `cut` end at a limit. Raises WireError."""
+    """Return the rollouts of each session; the last one has the turn that is judged.
+
+    Sessions in `cut` end at a limit. Conversations but the task's are counted, and are context
+    alone unless `trains_all`. Raises WireError.
+    """
+    question = question_of(state.messages)
     _check_names(segments, earned)
     left_out = {name for name, reward in earned.items() if not reward}
     made = []
     for name in segments:
         if left_out.isdisjoint((name, role_of(name))):
-            rollouts = _rollouts(state, name, segments[name])
+            own = of_task(segments[name], question)
+            others = [segment for segment in segments[name] if segment not in own]
+            record.count(Counter(why_other(segment, own) for segment in others))
+            kept = others if trains_all else [segment.untrained() for segment in others]
+            rollouts = _rollouts(state, name, [*kept, *own])
             if name in cut:
                 rollouts[-1].finish_reason = "length"
             _earn(rollouts, name, earned)

@@ -106,9 +106,13 @@ class AgentTask:
 
     @property
     def question(self) -> str:
-        return next(
-            (str(m["content"]) for m in reversed(self.messages) if m.get("role") == "user"), ""
-        )
+        return question_of(self.messages)
+
+
+def question_of(messages: Sequence[dict[str, Any]]) -> str:
+    """Return the last message of a user, "" without one."""
+    asked = [str(m["content"]) for m in messages if m.get("role") == "user"]
+    return asked[-1] if asked else ""
 
 
 Earned = dict[str, dict[str, Any]]

@@ -30,7 +30,7 @@ class KeptTurn(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """An event of an agent; `begins`: it discards all earlier ones.
 
     sampled: its segment number `continues` grew by `messages` (None: one of `session` began).
-    `why` and `after` are those of `Session`, `name` and `instructed` those of `TurnEnd`. ended: it
+    `why` is that of `Session`; `after`, `name` and `instructed` are those of `TurnEnd`. ended: it
     `earned` rewards, and sessions were `cut`. failed: it begins again. opened: the group's live
     sessions have an `opening`.
     """
@@ -93,7 +93,7 @@ class TurnWriter:
             continues=number,
             messages=list(new.messages),
             tools=None if parent else grown.tools,
-            after=grown.after,
+            after=grown.ends[-1].after,
             name=grown.ends[-1].name,
             instructed=grown.ends[-1].instructed,
             why=why,
@@ -129,8 +129,9 @@ def _write(keeper: Keeper, state: RolloutState, turn: KeptTurn) -> None:
 class _Agent:
     """The segments of one agent by number, while its turns are read."""
 
-    def __init__(self, segments: Mapping[str, Sequence[Segment]]) -> None:
+    def __init__(self, segments: Mapping[str, Sequence[Segment]], *, trains_all: bool) -> None:
         self._segments = numbered(segments)
+        self._trains_all = trains_all
         self._end: KeptTurn | None = None
 
     def read(self, turn: KeptTurn, state: RolloutState) -> None:
@@ -154,7 +155,8 @@ class _Agent:
         if not self._end:
             return interrupted_rollouts(state, by_session, record)
         state.status = Status.ABORTED
-        made = ended_rollouts(state, by_session, self._end.cut, self._end.earned)
+        cut, earned = self._end.cut, self._end.earned
+        made = ended_rollouts(state, by_session, cut, earned, record, trains_all=self._trains_all)
         return [*chain.from_iterable(made)]
 
 
@@ -165,8 +167,8 @@ def _grown(known: Segment | None, turn: KeptTurn, state: RolloutState) -> Segmen
     """
     if known:
         state.prompt_ids = known.ids[:0]  # else its one token would be there twice
-    new = Segment.of_state(state, turn.messages, turn.tools, after=turn.after)
-    told = (turn.name, turn.instructed, int(new.mask.sum()), new.finish_reason)
+    new = Segment.of_state(state, turn.messages, turn.tools)
+    told = (turn.after, turn.name, turn.instructed, int(new.mask.sum()), new.finish_reason)
     new = replace(new, ends=(TurnEnd(len(turn.messages), len(new.ids), *told),))
     if known is None:
         return new
@@ -176,8 +178,17 @@ def _grown(known: Segment | None, turn: KeptTurn, state: RolloutState) -> Segmen
     return replace(known.then(new), experts=experts)
 
 
-def with_turns(states: Sequence[RolloutState], turns: Sequence[RolloutState], gid: str) -> Rollouts:
-    """Return the rollouts of a group whose worker died after `turns`. Raises WireError."""
+def with_turns(
+    states: Sequence[RolloutState],
+    turns: Sequence[RolloutState],
+    gid: str,
+    *,
+    trains_all: bool = False,
+) -> Rollouts:
+    """Return the rollouts of a group whose worker died after `turns`. Raises WireError.
+
+    `trains_all`: see `ended_rollouts`.
+    """
     record = SessionRecord(states[0].extra)
     rollouts: dict[int, Rollouts] = {}
     for state in states:
@@ -191,7 +202,8 @@ def with_turns(states: Sequence[RolloutState], turns: Sequence[RolloutState], gi
             if turn.kind == "opened":
                 continue
             if index not in agents:
-                agents[index] = _Agent(record.resume(rollouts[index], f"{gid}/{index}"))
+                resumed = record.resume(rollouts[index], f"{gid}/{index}")
+                agents[index] = _Agent(resumed, trains_all=trains_all)
             agents[index].read(turn, state)
         except (KeyError, IndexError, msgspec.ValidationError) as error:
             raise WireError(f"a turn of rollout {index} cannot be read: {error}") from error

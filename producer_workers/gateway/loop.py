@@ -16,7 +16,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, Literal
 
 from buffer.errors import ConfigError, JudgeError, JudgeInterrupted, WireError
 from buffer.wire.own_copy import own_copy
@@ -56,13 +56,13 @@ class GatewayAgentLoop:
     `command` is a program. `parser`: see tool_parsers.py, "" for none. An interrupted session
     begins again, unless its agent is `resumable` and the task has partial rollout: then any worker
     continues it after its finished turns (`SessionRecord`). Sessions of its group that had ended
-    keep their rollouts; those without a reward are only judged.
+    keep their rollouts; those without a reward are only judged. `train`: the task's conversation
+    (`task_conversation.of_task`), or all.
     """
 
     makes_prompts = True  # what its sessions have in common
     uses_gateway = True
     answers_again = False  # a program asks again for the last turn before its session moved
-    with_turns = staticmethod(with_turns)
 
     def __init__(
         self,
@@ -77,8 +77,14 @@ class GatewayAgentLoop:
         parser: str = "hermes",
         time_limit_s: float = 600.0,
         resumable: bool = False,
+        train: Literal["task", "all"] = "task",
         gateway: Gateway | None = None,
     ) -> None:
+        if train not in ("task", "all"):
+            raise ConfigError(
+                f"agent_loop_options.train = {train!r}",
+                hint='"task" trains the conversation of the task\'s prompt, "all" the others, too',
+            )
         if (agent is None) == (not command):
             raise ConfigError(
                 "the gateway needs an agent or a command, not both",
@@ -98,6 +104,12 @@ class GatewayAgentLoop:
         self._delta = ChatDelta(tokenizer, eos_ids)
         self._parser = tool_parser(parser, tokenizer) if parser else None
         self._gateway = gateway or Gateway()
+        self._trains_all = train == "all"
+
+    def with_turns(
+        self, states: Sequence[RolloutState], turns: Sequence[RolloutState], gid: str
+    ) -> Rollouts:
+        return with_turns(states, turns, gid, trains_all=self._trains_all)
 
     async def open(self) -> None:
         await self._gateway.start()
@@ -202,7 +214,7 @@ class GatewayAgentLoop:
                 record.restart()
                 segments = {}
             return interrupted_rollouts(state, segments, record)
-        return await self._finish(state, sessions, earned, writer)
+        return await self._finish(state, sessions, earned, writer, record)
 
     def _session(
         self,
@@ -238,6 +250,7 @@ class GatewayAgentLoop:
         sessions: AgentSessions,
         earned: Earned | None,
         writer: TurnWriter | None,
+        record: SessionRecord,
     ) -> Rollouts:
         """Turn the segments into rollouts, with their reward unless all sessions must end first."""
         segments, cut = sessions.segments(), sessions.cut()
@@ -245,7 +258,9 @@ class GatewayAgentLoop:
             why = "the agent ended without an answer of the model"
             return [_failed(state, next(iter(cut.values()), why), writer)]
         try:
-            made = ended_rollouts(state, segments, cut, earned or {})
+            made = ended_rollouts(
+                state, segments, cut, earned or {}, record, trains_all=self._trains_all
+            )
         except WireError as error:
             return [_failed(state, f"the agent returned {error}", writer)]
         await self._ended(state, writer, [*cut], earned or {})
@@ -267,7 +282,10 @@ class GatewayAgentLoop:
             writer.ended(cut, earned)
 
     async def _reward(self, sessions: Sequence[Rollouts]) -> None:
-        """Add the judge's reward of each session's last turn to the agent's own reward."""
+        """Add the judge's reward of each session's last turn to the agent's own reward.
+
+        The last turn is that of the task's conversation (`ended_rollouts`).
+        """
         lasts = [session[-1] for session in sessions]
         try:
             rewards = await self._judge.judge_group(lasts) if self._judge else [{}] * len(lasts)

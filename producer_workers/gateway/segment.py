@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,19 +18,21 @@ from numpy.typing import NDArray
 from buffer.wire.document import OPTIONAL
 from buffer.wire.rollout import RolloutState, ToolCall, VersionSpan, with_known_rows
 from buffer.wire.sampling_mask import RecordedMask, joined_masks, part_of
-from producer_workers.engines.base import FinishReason, Generation
+from producer_workers.engines.base import Generation
 from producer_workers.gateway.history import Conversation, Messages
 
 
 class TurnEnd(NamedTuple):
     """The end of a turn in a segment, counted from its beginning, and what its answer told.
 
-    `name`: of the answer ("": unknown). `instructed`: how many first messages of the segment are
-    instructions of the request alone, which a request after this answer does not continue.
+    `after`: how many answers its session had when it was asked. `name`: of the answer ("":
+    unknown). `instructed`: how many first messages of the segment are instructions of the request
+    alone, which a request after this answer does not continue.
     """
 
     messages: int
     tokens: int
+    after: int = 0
     name: str = ""
     instructed: int = 0
     sampled: int = 0  # its tokens
@@ -54,7 +56,6 @@ class Segment:
     experts: NDArray[np.int16] | str | None = None  # of all ids but the last, if recorded
     sampling_mask: RecordedMask = None  # of all ids, if recorded
     ends: tuple[TurnEnd, ...] = ()  # of the model's turns in it
-    after: int = 0  # how many answers its session had when its last turn was asked
 
     @classmethod
     def begin(
@@ -96,7 +97,7 @@ class Segment:
 
         Agents ask for a title beside their first question, without tools.
         """
-        return self.after, bool(self.tools)
+        return self.ends[-1].after, bool(self.tools)
 
     def add_turn(
         self,
@@ -104,10 +105,12 @@ class Segment:
         message: dict[str, Any],
         text: str,
         calls: Sequence[ToolCall],
-        name: str = "",
-        instructed: int = 0,
+        told: tuple[int, str, int] = (0, "", 0),
     ) -> Segment:
-        """Return this context with the model's turn, whose `text` no stop string has cut."""
+        """Return this context with the model's turn, whose `text` no stop string has cut.
+
+        `told`: `after`, `name` and `instructed` of its `TurnEnd`.
+        """
         tokens = len(made.token_ids)
         turn = Segment(
             [message],
@@ -121,19 +124,10 @@ class Segment:
             text,
             made.finish_reason,
             sampling_mask=made.sampling_mask,
-            ends=(TurnEnd(1, tokens, name, instructed, tokens, made.finish_reason),),
-            after=self.after,
+            ends=(TurnEnd(1, tokens, *told, tokens, made.finish_reason),),
         )
         experts = with_known_rows(self.experts, made.routed_experts)
         return replace(self.then(turn), experts=experts)
-
-    def last_turn(self) -> Generation:
-        """Return what the engine made last, behind the last token that it did not make."""
-        read = np.flatnonzero(self.mask == 0)
-        start = int(read[-1]) + 1 if len(read) else 0
-        spans = _moved([span for span in self.spans if span.start >= start], -start)
-        reason = cast(FinishReason, self.finish_reason)
-        return Generation(self.ids[start:], self.logprobs[start:], spans, reason)
 
     def untrained(self) -> Segment:
         """Return this as context alone: another segment trains these tokens."""
@@ -186,8 +180,6 @@ class Segment:
         state: RolloutState,
         messages: Messages = (),
         tools: Any = None,
-        *,
-        after: int = 0,
         ends: Sequence[TurnEnd] = (),
     ) -> Segment:
         """Return the segment of a rollout; `ends`: of its turns, one by default."""
@@ -211,7 +203,6 @@ class Segment:
             state.routed_experts,
             joined_masks([(None, before), (state.sampling_mask, len(state.response_ids))]),
             tuple(ends) or (TurnEnd(len(messages), len(ids)),),
-            after,
         )
 
     def filled(self, state: RolloutState, **changes: Any) -> RolloutState:

@@ -113,7 +113,7 @@ class Session:
         # Each recorded turn has a token, so no request has the seed of an earlier one.
         self._numbers = itertools.count(sampled)
         self._running: set[_Request] = set()
-        self._answered = len(finished)
+        self._answered = max((1 + segment.ends[-1].after for segment in finished), default=0)
         self._budget = TokenBudget(params.max_tokens - sampled)
         self.new_contexts: Counter[str] = Counter()
         self.truncation = ""
@@ -153,21 +153,13 @@ class Session:
             is_same = count + 1 == len(segment.said.turns) and given.shared(segment.said) == count
             if is_same and segment.tools == ask.tools:
                 self.unsent.remove(segment)
-                made = segment.last_turn()
-                read = len(segment.ids) - len(made.token_ids)
-                name = segment.ends[-1].name or ask.name
-                return SampledTurn(name, segment.messages[-1], made, read)
+                return _sampled(segment, segment.ends[-1])
         return None
 
     def answered(self, name: str) -> SampledTurn | None:
-        """Return an earlier answer by its name, without its logprobs."""
-        if not (found := self._turn_named(name)):
-            return None
-        segment, end = found
-        start = end.tokens - end.sampled
-        ids, reason = segment.ids[start : end.tokens], cast(FinishReason, end.finish_reason)
-        made = Generation(ids, segment.logprobs[start : end.tokens], (), reason)
-        return SampledTurn(name, segment.messages[end.messages - 1], made, start)
+        """Return an earlier answer by its name."""
+        found = self._turn_named(name)
+        return found and _sampled(*found)
 
     def _turn_named(self, name: str) -> tuple[Segment, TurnEnd] | None:
         turns = ((segment, end) for segment in self.segments for end in segment.ends)
@@ -183,6 +175,8 @@ class Session:
 
     async def count(self, ask: Ask) -> int:
         """Return how many tokens the model would read. Raises ConfigError or WireError."""
+        if ask.messages and ask.messages[-1]["role"] == "assistant":  # it is counted, not asked
+            ask = replace(ask, messages=[*ask.messages, {"role": "user", "content": ""}])
         reading = await in_thread_of_texts(ask.size, self._context, ask)
         return len(reading.context.ids)
 
@@ -271,11 +265,10 @@ class Session:
     ) -> None:
         """Store a turn; if another request has continued its parent, that one trains it."""
         parent = reading.parent
-        context = replace(reading.context, after=request.after)
         is_first = parent is None or parent in self.segments
-        context = context if is_first else context.untrained()
-        told = (ask.name, int(bool(ask.instructions)))
-        grown = context.add_turn(made, message, text, calls, *told)
+        context = reading.context if is_first else reading.context.untrained()
+        told = (request.after, ask.name, int(bool(ask.instructions)))
+        grown = context.add_turn(made, message, text, calls, told)
         why = reading.why if is_first else "branch"
         if parent is None and self.segments:  # another may have begun at the same time
             why = why or "conversation"
@@ -400,6 +393,14 @@ class Session:
         # answers stay for a while, and the segment has these
         kept = replace(made, routed_experts=None, sampling_mask=None)
         return SampledTurn(ask.name, message, kept, prompt_tokens, stop), text, calls
+
+
+def _sampled(segment: Segment, end: TurnEnd) -> SampledTurn:
+    """Return a turn of a segment, without the versions of its tokens."""
+    turn = slice(end.tokens - end.sampled, end.tokens)
+    reason = cast(FinishReason, end.finish_reason)
+    made = Generation(segment.ids[turn], segment.logprobs[turn], (), reason)
+    return SampledTurn(end.name, segment.messages[end.messages - 1], made, turn.start)
 
 
 def _text_of(segment: Segment, messages: int) -> str:

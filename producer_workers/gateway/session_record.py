@@ -61,7 +61,7 @@ class SessionRecord:
         for rollout, (messages, tools, reason, *turns) in zip(sampled, known, strict=True):
             own = found.setdefault((rollout.session_id or "")[len(agent) + 1 :], [])
             ends = [TurnEnd(*turn) for turn in chain(*turns)]  # a record of before has no turns
-            segment = Segment.of_state(rollout, messages, tools, after=len(own), ends=ends)
+            segment = Segment.of_state(rollout, messages, tools, ends)
             own.append(replace(segment, finish_reason=reason))
         return found
 

@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
+from producer_workers.judges.answer_values import BOX_END, BOX_START, FACTORIAL
+from producer_workers.judges.answer_words import kind_of
+
 # Decoding leaves these in the text where a tokenizer does not mark its end of turn as special.
 END_MARKERS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "</s>")
 
@@ -44,14 +47,18 @@ def answer_text(response: str) -> str:
     return text
 
 
+def without_thoughts(response: str) -> str | None:
+    """Return what follows the thoughts of a response; None if it ends within them."""
+    _, thought_end, said = response.rpartition("</think>")
+    return None if not thought_end and "<think>" in response else said
+
+
 def spans(response: str) -> Iterator[AnswerSpan]:
     """Yield possible answers of a response, the most probable first."""
-    text = answer_text(response).translate(_ASCII)
-    _, thought_end, said = text.rpartition("</think>")
-    if thought_end:
-        text = said
-    elif "<think>" in text:
+    said = without_thoughts(answer_text(response))
+    if said is None:
         return
+    text = said.translate(_ASCII)
     marked = sorted(
         (*_boxes(text), *_hashes(text), *_sentences_with_answer(text)),
         key=lambda span: span.start,
@@ -72,42 +79,48 @@ def spans(response: str) -> Iterator[AnswerSpan]:
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*(?P<box>\{)|\\[\\{}]|[{}]")
 _BOXED_TOKEN = re.compile(r"\\boxed\s*(-?[\d.,]+)")
+_TAG = re.compile(r"<(answer|final|final_answer)>([^<]{1,1000})</\1>")
 _JOINED = re.compile(r"[\s$.]*(?:,|;|or|and|\\text\{ ?(?:or|and) ?\}|\\quad)*[\s$]*(?:\w\s*=\s*)?")
-_DENIED = re.compile(r"(?i)(?:\bnot|n't|\bnever)\s+(?:be\s+)?[$*(\s]*$")
-_DENIAL = re.compile(
-    r"(?i)[\s$*.,)]{0,6}(?:(?:is|was)\s*(?:not\b|n't|wrong|incorrect|false)|cannot be|can't be)"
-)
-_GOES_ON = re.compile(
-    r"[\s$]*(?:or\s+[-$]*\d[\d.,]*|(?:\\times|\\cdot|[*/^])\s?[-\d({][^\s$]{0,20})", re.IGNORECASE
-)
+_BESIDE = 200  # characters beside a box that are read
+_BEGINS = re.compile(r"[.!?。](?=\s)|\n\s*\n|<[/\w][^<>\n]{0,40}>")
+_ENDS = re.compile(r"(?:[.?。](?=\$)|[.!?。](?=[\s*_`)\"]|$))|\n\s*\n|\n#|</")
 _TAKEN_BACK = re.compile(
     r"(?i)\b(?:(?P<wrong>"
     r"(?:that|this|it)(?:'s| is| was) (?:wrong|incorrect|not (?:right|correct|true))|"
     r"i made (?:a|an) (?:mistake|error)|scratch that|oops|correction\b|on second thought|i meant)|"
     r"(?<![a-zA-Z,] )(?:no,|(?:no,? )?(?:wait|actually|hold on)\b)|hmm+\b|"
-    r"it should(?: actually| rather)? be)"
+    r"it should(?: actually| rather)? be|or rather\b)"
 )
 
 
 def _boxes(text: str) -> Iterator[AnswerSpan]:
-    r"""Yield the last boxes; "\boxed{1} and \boxed{2}" is one answer."""
+    r"""Yield the last boxes with the sentence around; "\boxed{1} and \boxed{2}" is one answer."""
     found: list[AnswerSpan] = []
     for box in _braced(text):
-        before = text[max(0, box.start - 40) : box.start]
-        if not box.text.strip() or _DENIED.search(before) or _DENIAL.match(text, box.end):
+        if not box.text.strip():
             continue
-        if box.text.rstrip().endswith("!"):  # a factorial, and no exclamation
-            box = box._replace(text=f"${box.text}$")
-        if goes_on := _GOES_ON.match(text, box.end):  # \boxed{17} or 18
-            box = box._replace(text=box.text + goes_on[0])
         between = text[found[-1].end : box.start] if found else ""
         if between.strip(" $.\n") and len(between) < 40 and _JOINED.fullmatch(between):
             last = found.pop()
-            box = AnswerSpan(f"{last.text}, {box.text}", True, last.start, box.end)
+            box = AnswerSpan(f"{last.text}{between}{box.text}", True, last.start, box.end)
         found.append(box)
-    yield from found
     for token in deque(_BOXED_TOKEN.finditer(text), _MOST):
-        yield AnswerSpan(token[1], True, *token.span())
+        found.append(AnswerSpan(token[1], True, *token.span()))
+    for tag in deque(_TAG.finditer(text), _MOST):
+        found.append(AnswerSpan(tag[2], True, *tag.span()))
+    for box in found:
+        yield box if box.text == _CUT_OFF else _with_neighbours(text, box)
+
+
+def _with_neighbours(text: str, box: AnswerSpan) -> AnswerSpan:
+    """Return what a box holds, marked as such in the sentence around it."""
+    held = re.sub(r"!\s*$", FACTORIAL, box.text)  # in a formula, no exclamation
+    left = text[max(0, box.start - _BESIDE) : box.start]
+    left = left[max((begin.end() for begin in _BEGINS.finditer(left)), default=0) :]
+    right = text[box.end : box.end + _BESIDE]
+    if end := _ENDS.search(right):
+        right = right[: end.end() if end[0] == "?" else end.start()]
+    return box._replace(text=f"{left}{BOX_START}{held}{BOX_END}{right}")
 
 
 def _braced(text: str) -> Iterator[AnswerSpan]:
@@ -146,22 +159,25 @@ def _hashes(text: str) -> Iterator[AnswerSpan]:
 
 
 _WORD = re.compile(
-    r"(?i)(?<![/\w\\-])(?:answers?|ans|antwort|réponse|respuesta|risposta|resposta|ответ)(?![\w-])"
-    r"|答案|答え"
+    r"(?i)(?<![/\w\\-])(?:answers?|ans|antwort|lösung|réponse|respuesta|risposta|resposta|ответ|"
+    r"jawaban|cevap|odpowiedź|antwoord|जवाब|उत्तर)(?![\w-]|>[^<]{1,1000}</)|答案|答え|정답|الجواب|الإجابة"
 )
 _UNSURE = re.compile(
     r"(?i)\b(?:(?:not|never|doubt|if|whether|suppose|assum\w+|wrong|incorrect|false|previous|"
     r"earlier|initial|old|tempting|possible|might|may|could)|\w+n't)\b[^.,:;!?\n]*$"
     r"|\b(?:to|can|cannot|could|will|must|we|i|you)\s+$"
+    r"|\b(?:of|than|twice|thrice|half|double|triple|times|plus|minus)\s+(?:\w+\s+){0,2}$"
 )
 _IS = r"(?:is|are|was|be|equals?|es|est|ist|è|é)"
+_WAS = re.compile(r"(?<!\bout)(?<!\bhas)\s+to\s+be\b")  # used to be, is said to be
+_CHANGES = ("plus", "minus", "times", "squared", "cubed", "divided", "multiplied")
 _LINK = re.compile(
     rf"""[\s*_`"'\])}}>]{{0,12}}
     (?:\s?\([^()\n]{{0,60}}\)                              # (in dollars)
-      | [^.,;:=|\n\d$\\?!]{{0,70}}?(?=[\s*_]\W{{0,4}}{_IS}\b|[:=|])  # to the question
+      | [^.,;:=|\n\d$\\?!]{{0,70}}?(?=[\s*_]\W{{0,4}}{_IS}\b|(?<![<>!])[:=|])  # to the question
       | )
     (?P<link>[\s*_`"'\]}}>]{{0,8}}
-      (?:\b(?:{_IS}|comes\ (?:out\ )?to)\b | [:=|是为]
+      (?:\b(?:{_IS}|comes\ (?:out\ )?to)\b | (?<![<>!])[:=|是为]
         | (?:\s[-\u2013\u2014]|\u2014|-{{1,2}}>|=>|→|⇒)(?=\s)))
     """,
     re.VERBOSE | re.IGNORECASE,
@@ -170,7 +186,7 @@ _STARTS = re.compile(
     r"(?i)(?:^|[\n.!?:;*#<>|(\[_{\"])\s*(?:(?:the|my|our|your|final|correct|numerical)\s+){0,3}$"
 )
 _NOISE = re.compile(
-    r"(?:[\s*_`\"'|:=\]]|>(?=\s)|(?<=\n)\d{1,2}[.)]\s+(?=[$\d-])|\$\$|\\\[|#{1,6}\s|-{2,}|(?<=\n)[-•]\s|```\w*\n|<\w+>)*"
+    r"(?:[\s*_`\"'|:=\]]|(?<=\n)>(?=\s)|(?<=\n)\d{1,2}[.)]\s+(?=[$\d-])|\$\$|\\\[|#{1,6}\s|-{2,}|(?<=\n)[-•]\s|```\w*\n|<\w+>)*"
 )
 _BEFORE = re.compile(
     r"(?i)\b(?:is|was|are|be|as|gives?|becomes|being)\s+(?:indeed|therefore|thus|then)?\s*"
@@ -198,8 +214,12 @@ def _sentences_with_answer(text: str) -> Iterator[AnswerSpan]:
 def _is_unsure(before: str, after: str) -> bool:
     """Return whether a sentence does not give the answer that it speaks of: "if the answer was"."""
     link = _LINK.match(after)
-    is_denied = link and re.search(r"(?i)(?:not|\bnever|n't|\bcould|\bmight)\b", link[0])
-    return bool(is_denied or _UNSURE.search(before))
+    is_denied = link and any(
+        kind_of(word) in "dNrM" or word in _CHANGES
+        for word in re.findall(r"[^\W\d_']+(?:'\w+)?", link[0])
+    )
+    is_past = link and _WAS.search(link[0])
+    return bool(is_denied or is_past or _UNSURE.search(before))
 
 
 def _behind(before: str, after: str) -> str:
@@ -253,17 +273,17 @@ def _last_sentences(text: str) -> Iterator[AnswerSpan]:
     for line in islice(reversed(text.splitlines()), _MOST):
         sentences = [
             each
-            for each in re.split(r"(?<=[.!?;。])\s+", _BULLET.sub("", line).strip())
+            for each in re.split(r"(?<=[.!?;。])(?<!\b[A-Z]\.)\s+", _BULLET.sub("", line).strip())
             if each.strip()
         ]
         for sentence in islice(reversed(sentences), _MOST):
             bold = [
-                text
-                for text, colon in _BOLD.findall(sentence)
-                if re.search(r"\d", text) and not colon and not text.endswith(":")
+                AnswerSpan(found[1], False, *found.span())
+                for found in _BOLD.finditer(sentence)
+                if re.search(r"\d", found[1]) and not found[2] and not found[1].endswith(":")
             ]
             if len(bold) == 1 and not _WORD.search(sentence):
-                yield AnswerSpan(bold[0], False)
+                yield _with_neighbours(sentence, bold[0])
             if not _speaks_unsurely(sentence):
                 yield AnswerSpan(sentence[-_LONGEST:], False)
             elif " but " in sentence and not _speaks_unsurely(
@@ -272,66 +292,61 @@ def _last_sentences(text: str) -> Iterator[AnswerSpan]:
                 yield AnswerSpan(part, False)
 
 
-_CHARACTERS = str.maketrans(
-    dict.fromkeys("\u2212\u2010\u2011\u2013\ufe63\uff0d", "-")
-    | dict.fromkeys("\u00a0\u2007\u2009\u202f\u2002\u2003\u3000", " ")
-    | dict.fromkeys("\u00d7·⋅∙✕", "*")
-    | {chr(0xFF01 + n): chr(0x21 + n) for n in range(94) if n != 12}  # full width
-    | dict.fromkeys("≈≃⇒→", "=")
-    | {"÷": "/", "\u2044": "/", "√": "\\sqrt ", "π": "\\pi "}
-    | {"½": " 1/2", "⅓": " 1/3", "⅔": " 2/3", "¼": " 1/4", "¾": " 3/4", "⅛": " 1/8", "⅕": " 1/5"}
-    | dict.fromkeys("\u201c\u201d\u201e«»\"'\u2019", " ")
-    | dict.fromkeys("\u200b\u200e\ufeff", "")
-)  # fmt: skip
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
-_WRAPPERS = (
-    "text|textbf|textit|textrm|textnormal|texttt|emph|underline|mathrm|mathbf|mathit|mathsf|mbox|"
-    "boldsymbol|bm|operatorname|boxed|fbox|displaystyle"
+_AMBIGUOUS = re.compile(r"\d,\d|\d\.\d{3}")
+_COMMA_WORDS = frozenset(
+    [
+        "antwort",
+        "beträgt",
+        "lautet",
+        "ergebnis",
+        "lösung",
+        "ergibt",
+        "réponse",
+        "résultat",
+        "égale",
+        "respuesta",
+        "resultado",
+        "solución",
+        "risposta",
+        "risultato",
+        "resposta",
+        "ответ",
+        "равно",
+        "odpowiedź",
+        "antwoord",
+        "svar",
+    ]
 )
-_PART = r"\s*(?:\{\s*(-?[\d.,]+)\s*\}|(\d))"
-_RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
-    (re.compile(pattern), new)
-    for pattern, new in (
-        (r"~~[^~\n]{1,200}~~", " "),  # struck out
-        (r"<<[^<>\n]{0,80}>>", ""),  # what a calculator was asked
-        (r"</?[a-zA-Z][^<>\n]{0,40}>|&nbsp;", " "),
-        (r"\\(?:left|right|[bB]igg?[lr]?|displaystyle|q?quad)(?![a-zA-Z])", " "),
-        (r"\\!|(?<=\d)_(?=\d{3})", ""),
-        (r"\\[,;:> ()\[\]]|~", " "),
-        (r"\{,\}", ","),
-        (r"(?:\^\s*\{?\s*)?\\(?:circ|degree)(?![a-zA-Z])\s*\}?", "°"),
-        (rf"\\[dtc]?frac{_PART}{_PART}", r" \1\2/\3\4 "),
-        (rf"\\(?:{_WRAPPERS})\s*\{{([^{{}}]*)\}}", r" \1 "),
-        (rf"\\(?:{_WRAPPERS})\s*\{{([^{{}}]*)\}}", r" \1 "),  # one in another
-        (r"\\boxed(?![a-zA-Z])", " "),
-        (r"(?<=\d)!(?=\s?(?:\$|\\[)\]]|\}))", "!¡"),  # a factorial
-        (r"\\%", "%"),
-        (r"\\(?:times|cdot)(?![a-zA-Z])", "*"),
-        (r"\\div(?![a-zA-Z])", "/"),
-        (r"\\(?:approx|simeq|implies|Rightarrow|rightarrow|to)(?![a-zA-Z])|[-=]>", "="),
-        (r"\\(?:leq?|geq?|lt|gt|neq?|leqslant|geqslant)(?![a-zA-Z])", "<"),
-        (r"\\pm(?![a-zA-Z])", "±"),
-        (r"(?<=[-+±])\s?\\?[$€£¥₹₩](?=[\d.])", ""),
-        (r"\\?[$€£¥₹₩]", " "),
-        (r"\b(?:US|USD|EUR|GBP|INR|CAD|AUD|Rs\.?)\s?(?=[\d.-])", " "),
-        (r"(?<=\d)\*\*(?=\d)", "^"),
-        (r"\*\*|__|`", " "),
-        (r"(?<![\w*)])\*(?=[^\s*])([^*\n]{1,80})(?<=\S)\*(?![\w*])", r" \1 "),
-        (r"(?<![a-zA-Z0-9\\])_|_(?![\w{\\])", " "),
-        (r"(?<![\\\w^_}])\{\s*(-?[\d.,/ ]+)\}", r" \1 "),
-        (r"-\s{0,3}\(\s{0,3}(\d[\d.,/]*)\s{0,3}\)", r"-\1"),
-        (r"(?i)\b(?:negative|minus)\s+(?=[\d.])", "-"),
-    )
+_COMMA_HINTS = frozenset(
+    [
+        "der",
+        "das",
+        "und",
+        "ist",
+        "sind",
+        "est",
+        "les",
+        "une",
+        "dans",
+        "los",
+        "las",
+        "del",
+        "della",
+        "gli",
+        "são",
+        "uma",
+        "не",
+        "это",
+        "het",
+        "een",
+        "och",
+    ]
 )
 
 
-def powers(text: str) -> str:
-    return re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: f"^{{{found[0].translate(_SUPERSCRIPTS)}}}", text)
-
-
-def plain(text: str) -> str:
-    """Return `text` without Markdown, currency signs and the LaTeX that only sets type."""
-    text = powers(text).translate(_CHARACTERS)
-    for pattern, new in _RULES:
-        text = pattern.sub(new, text)
-    return text
+def has_decimal_commas(text: str, response: str) -> bool:
+    """Return whether a text with numbers is in a language that writes 3,14 for 3.14."""
+    if not _AMBIGUOUS.search(text):
+        return False
+    words = set(re.findall(r"[^\W\d_]+", response[-_TAIL:].lower()))
+    return bool(words & _COMMA_WORDS) or len(words & _COMMA_HINTS) > 1

@@ -6,7 +6,6 @@ rq): simplifying may never end, and programs come from a model.
 
 from __future__ import annotations
 
-import re
 import secrets
 from collections.abc import Mapping
 from functools import lru_cache
@@ -18,9 +17,9 @@ from buffer.errors import ConfigError
 from buffer.wire.group import UNPARSED
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.sandbox import BUBBLEWRAP
-from producer_workers.judges.answer_numbers import Number, names_number, only_denies, read_number
-from producer_workers.judges.answers import AnswerSpan, answer_text, spans
-from producer_workers.judges.expressions import Truth
+from producer_workers.judges.answers import answer_text
+from producer_workers.judges.programs import Test, program_of, tests_of
+from producer_workers.judges.truths import Verdict, compare_number, number_of, text_of, truth_of
 from producer_workers.user_code.sandbox import Limits, run_program
 
 SOURCE_PREFIX = "reasoning_gym/"
@@ -42,8 +41,6 @@ UNSAFE_TASKS = frozenset(
 
 TEST_S = 10.0  # seconds for one test
 
-_BLOCK = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL)
-
 
 def no_score(*, response: str, ground_truth: Any = None, state: object = None) -> float:
     """Return 0, for tasks that are learned from teachers alone."""
@@ -52,96 +49,63 @@ def no_score(*, response: str, ground_truth: Any = None, state: object = None) -
 
 def exact_match(*, response: str, ground_truth: Any, state: object = None) -> float:
     """Return 1.0 for the same text, apart from white space around it. Raises ValueError."""
-    if ground_truth is None:
-        raise ValueError("the problem has no ground_truth")
-    return float(answer_text(response) == str(ground_truth).strip())
+    return float(answer_text(response) == text_of(ground_truth))
 
 
 def gsm8k(*, response: str, ground_truth: Any, state: object = None) -> dict[str, float]:
     """Return a score of 1.0 for the right final number, else 0.0, and "unparsed" (0 or 1).
 
-    Numbers compare by value: 1,200 is 1200.0. Raises ValueError for a ground truth without one.
+    Numbers compare by value: 1,200 is 1200.0. The number follows the last "####", box or "The
+    answer is"; else it is the last one, so that a model that has not learned a format is scored for
+    its arithmetic. Raises ValueError for a ground truth without one.
     """
-    right = final_number(str(ground_truth))
-    if right is None:
-        raise ValueError(f"the ground truth {ground_truth!r:.80} holds no number")
-    found = final_number(response)
-    return _scored(found is not None, found is not None and found.equals(right))
+    return _scored(compare_number(response, number_of(ground_truth)))
 
 
-def final_number(text: str) -> Number | None:
-    """Return the number of the answer in a response; None also if it is open: "17 or 18".
-
-    It follows the last "####", box or "The answer is"; else it is the last number, so that a model
-    that has not learned a format is scored for its arithmetic.
-    """
-    span = number_span(text)
-    return read_number(span.text, is_answer=span.is_marked) if span else None
-
-
-def number_span(text: str) -> AnswerSpan | None:
-    """Return the part of a text in which `final_number` reads, or None."""
-    for span in spans(text):
-        if names_number(span.text) and not (span.is_marked and only_denies(span.text)):
-            return span
-    return None
-
-
-def _scored(is_parsed: bool, is_right: bool) -> dict[str, float]:
-    return {"score": float(is_right), UNPARSED: float(not is_parsed)}
+def _scored(verdict: Verdict) -> dict[str, float]:
+    is_parsed = verdict is not Verdict.UNPARSED
+    return {"score": float(verdict is Verdict.RIGHT), UNPARSED: float(not is_parsed)}
 
 
 def math_verify(*, response: str, ground_truth: Any, state: object = None) -> dict[str, float]:
     r"""Return a score of 1.0 for an answer that equals the ground truth, and "unparsed" (0 or 1).
 
-    Numbers compare as in `gsm8k`, words as words, other answers by the package math-verify: x(x+1)
+    Numbers compare as in `gsm8k`, names as text, other answers by the package math-verify: x(x+1)
     is x^2+x. Only its LaTeX grammar is used, because its other parser runs eval on what a model
     wrote. Simplifying may never end. Raises ValueError if the ground truth holds no mathematics.
     """
-    truth = Truth.of(str(ground_truth))
-    for span in spans(response):
-        if truth.fits(span):
-            return _scored(*truth.compare(span))
-    return _scored(False, False)
+    return _scored(truth_of(ground_truth).compare(response))
 
 
 def python_tests(
     *, response: str, ground_truth: Any, state: object = None, sandbox: str = BUBBLEWRAP
 ) -> dict[str, float]:
-    """Run the response as a program: {"score": share of passed tests, "passed_all": 0 or 1}.
+    """Run the response as a program: "score" is the share of passed tests, "passed_all" 0 or 1.
 
-    `ground_truth`: Python that asserts (one test), a list of such texts, or a list of {"input":
-    stdin, "output": expected stdout, without trailing white space}; else ValueError. The program is
-    the last ```python block, or the response, and runs in `sandbox`
-    (`producer_workers.user_code.sandbox`).
+    `ground_truth`: see `tests_of`; what a program prints is compared without trailing white space.
+    The program is the last Python block of the response (`program_of`), and runs in `sandbox`
+    (`producer_workers.user_code.sandbox`); "unparsed" is 1 without one.
     """
-    tests = ground_truth if isinstance(ground_truth, list) else [ground_truth]
-    if not tests or not all(map(_is_test, tests)):
-        raise ValueError(f"the ground truth {ground_truth!r:.80} holds no tests")
+    tests = tests_of(ground_truth)
     program = program_of(response)
+    if program is None:
+        return {"score": 0.0, "passed_all": 0.0, UNPARSED: 1.0}
     passed = [_passes(program, test, sandbox) for test in tests]
-    return {"score": sum(passed) / len(passed), "passed_all": float(all(passed))}
+    score = sum(passed) / len(passed)
+    return {"score": score, "passed_all": float(all(passed)), UNPARSED: 0.0}
 
 
-def program_of(response: str) -> str:
-    """Return the last Python block of a response, or all of it."""
-    blocks = _BLOCK.findall(response)
-    return str(blocks[-1]) if blocks else response
+_LIMITS = Limits(time_s=TEST_S, output_kb=16 * 1024)  # all that `file_mb` lets a program print
 
 
-def _is_test(test: Any) -> bool:
-    return isinstance(test, str) or (isinstance(test, dict) and {"input", "output"} <= set(test))
-
-
-def _passes(program: str, test: Any, sandbox: str) -> bool:
-    limits = Limits(time_s=TEST_S)
-    if isinstance(test, dict):
-        outcome = run_program(program, str(test["input"]), limits, sandbox)
-        return outcome.exit_code == 0 and _lines(outcome.stdout) == _lines(str(test["output"]))
+def _passes(program: str, test: Test, sandbox: str) -> bool:
+    if not test.asserts:
+        outcome = run_program(program, test.stdin, _LIMITS, sandbox)
+        return outcome.exit_code == 0 and _lines(outcome.stdout) == _lines(test.stdout)
     # A program that exits before its test has not passed it, so the test must print a mark.
     mark = secrets.token_hex(8)
-    tested = f"{program}\n\n{test}\n\nprint('\\n{mark}')\n"
-    outcome = run_program(tested, "", limits, sandbox)
+    tested = f"{program}\n\n{test.asserts}\n\nprint('\\n{mark}')\n"
+    outcome = run_program(tested, "", _LIMITS, sandbox)
     return outcome.exit_code == 0 and outcome.stdout.endswith(f"\n{mark}\n")
 
 

@@ -89,6 +89,25 @@ def make_judge(spec: JudgeSpec, load: Callable[[str], Judge]) -> Judge:
     return ComposedJudge(branches)
 
 
+def check_truth(spec: JudgeSpec, source: str | None, truth: Any) -> None:
+    """Raise ValueError if no judge, or no answer, fits a problem's data source and ground truth.
+
+    Only built-in judges say which ground truths they take.
+    """
+    chosen: str | Mapping[str, Any] = spec
+    if isinstance(spec, dict):
+        chosen = next((spec[pattern] for pattern in spec if fnmatchcase(source or "", pattern)), {})
+        if not chosen:
+            known = ", ".join(spec)
+            raise ValueError(f"no judge for the data source {source or ''!r} (known: {known})")
+    for name in [chosen] if isinstance(chosen, str) else chosen:
+        if name in JUDGES and JUDGES[name].takes:
+            try:
+                load_object(JUDGES[name].takes, kind="judge")(truth)
+            except ValueError as error:
+                raise ValueError(f"judge {name}: {error}") from error
+
+
 Weighted = Sequence[tuple[Judge, float]]
 
 

@@ -56,7 +56,7 @@ class LiveAgentLoop(GatewayAgentLoop):
         self, states: list[RolloutState], engine: Engine, gid: str, keeper: Keeper | None = None
     ) -> list[RolloutState]:
         assert keeper
-        group = self._room.groups[gid] = LiveGroup(gid, states)
+        group = self._room.groups[gid] = LiveGroup(gid, states, self._trains_all)
         group.opening = SessionRecord(states[0].extra).opening
         try:
             taker = None if group.opening else await self._room.offered(group)

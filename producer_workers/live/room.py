@@ -54,6 +54,7 @@ class Seat:
 class LiveGroup:
     gid: str
     states: Sequence[RolloutState]
+    trains_all: bool  # conversations beside the task's, too
     opening: dict[str, Any] | None = None
     seats: dict[int, Seat] = field(default_factory=lambda: defaultdict(Seat))  # by rollout
     tasks: dict[int, AgentTask] = field(default_factory=dict)

@@ -31,8 +31,8 @@ from producer_workers.gateway.agents import AGENT, AgentTask, Earned
 from producer_workers.gateway.dialects.dialect import AgentRequest
 from producer_workers.gateway.guests import Guest, Refusal
 from producer_workers.gateway.server import REPLY, Gateway, body_of, given_keys
-from producer_workers.gateway.session_record import without_record
-from producer_workers.live.room import LiveRoom, Seat
+from producer_workers.gateway.session_record import SessionRecord, without_record
+from producer_workers.live.room import LiveGroup, LiveRoom, Seat
 from producer_workers.live.secret import SessionName
 
 MOVE_S = 60.0  # how long a request waits for its session, during a pause or after a death
@@ -131,7 +131,7 @@ class LiveGateway(Gateway):
         seat = self._seat(name)
         if not (seat and seat.has_reward):
             guest = self.guest_of(key) or await self._absent(key, request) or self.refuse_key()
-            _check(guest, earned)
+            _check(guest, earned, self.room.groups[name.gid])
             seat = self._seat(name)
             if seat and not seat.earned.done():
                 seat.earned.set_result(earned)
@@ -246,12 +246,14 @@ def _shown(task: AgentTask) -> dict[str, Any]:
     }
 
 
-def _check(guest: Guest, earned: Earned) -> None:
+def _check(guest: Guest, earned: Earned, group: LiveGroup) -> None:
     """Raise Refusal if the sessions of a key cannot have these rewards."""
     segments = guest.sessions.segments()
     if not segments:
         raise Refusal(409, "the model has said nothing in this session", "refused")
     try:
-        ended_rollouts(RolloutState(index=0), segments, [], earned)
+        state = RolloutState(index=0, messages=group.states[0].messages)
+        record = SessionRecord({})  # of nobody
+        ended_rollouts(state, segments, [], earned, record, trains_all=group.trains_all)
     except WireError as error:
         raise Refusal(400, str(error), "refused") from error

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from fnmatch import fnmatchcase
 from hashlib import blake2b
 from typing import Any
 
@@ -24,16 +22,21 @@ from producer_workers.agent_loops.tokenizer import (
     encode_chat,
     with_system_prompt,
 )
+from producer_workers.config.task import NO_JUDGE, JudgeSpec
 from producer_workers.datasets.dataset import Dataset, EncodedPrompt, Problem, RowPlace, place_of
 from producer_workers.datasets.image_records import ImagePrompts
 from producer_workers.datasets.row_values import byte_count
+from producer_workers.judges.load import check_truth
 
 # The origin of a prompt, which a sampler adds to `extra`.
 ORIGIN_KEYS = ("epoch", "row", "prompt_hash")
+JUDGED = "correct the row, or let a `record` function convert it; or take another judge"
 RESERVED = {*ORIGIN_KEYS, GROUP_TIME, *GATEWAY_RECORD}
 
-LONGEST_PROMPT = 2**22
-"""Bytes of a prompt's texts without `max_prompt_tokens`: encoding these takes up to 1 GB."""
+LONGEST_PROMPT = 2**21
+"""Bytes of a prompt's texts without `max_prompt_tokens`: encoding these takes some 500 MB, and what
+is longer could not be stored.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +52,7 @@ class Sampler:
     """Makes the groups of one task. Threads may share it.
 
     `tools`, `system_prompt`: for prompts that have none of their own. `images`: each draw writes
-    the images of its row into the run's folder. `sources`: patterns of data sources that have a
-    judge; rows of other sources are refused.
+    the images of its row into the run's folder. `judge`: refuses rows that it cannot judge.
     """
 
     task: str
@@ -65,7 +67,7 @@ class Sampler:
     tools: list[dict[str, Any]] | None = None
     images: ImagePrompts | None = None
     system_prompt: str | None = None
-    sources: Sequence[str] = ()
+    judge: JudgeSpec = NO_JUDGE
 
     def gid(self, draw: int) -> str:
         return group_id(self.task, draw)
@@ -77,8 +79,10 @@ class Sampler:
         """Return the `prompt_repeat_k` INIT rollouts of draw 0, 1, 2, ... Raises DatasetError."""
         place = self.place(draw)
         problem = self._read(place)
-        if self.sources:
-            self._check_source(problem.data_source or "", place)
+        try:
+            check_truth(self.judge, problem.data_source, problem.ground_truth)
+        except ValueError as error:
+            raise DatasetError(f"{self.task}: row {place.row}: {error}", hint=JUDGED) from error
         tokens = self.max_prompt_tokens
         most = LONGEST_PROMPT if tokens is None else BYTES_PER_TOKEN * tokens
         if byte_count([problem.messages, problem.tools or self.tools], most) > most:
@@ -126,13 +130,6 @@ class Sampler:
         except BaseException as error:  # a data set may be the user's code
             reason = describe(error)
             raise DatasetError(f"{self.task}: row {place.row} cannot be read: {reason}") from error
-
-    def _check_source(self, source: str, place: RowPlace) -> None:
-        if not any(fnmatchcase(source, each) for each in self.sources):
-            raise DatasetError(
-                f"{self.task}: row {place.row}: no judge for the data source {source!r}",
-                hint=f'known: {", ".join(self.sources)}; "*" fits every source',
-            )
 
     def _encode(self, problem: Problem, place: RowPlace) -> EncodedPrompt:
         if taken := RESERVED & set(problem.extra):

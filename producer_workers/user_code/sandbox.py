@@ -40,14 +40,15 @@ log = logging.getLogger("rolloutmq.worker")
 
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
 
-LONGEST_OUTPUT = 64 * 1024  # bytes of stdout and of stderr that are kept
+_CHUNK = 64 * 1024  # bytes that are read at once
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The limits of one program. `time_s` limits both the wall clock and the CPU time.
 
-    `memory_mb`: address space. `file_mb`: one file, and the output. `files`: open at once.
+    `memory_mb`: address space. `file_mb`: one file, and the output, of which the first `output_kb`
+    are kept. `files`: open at once.
     `disk_mb`: all files together (bubblewrap only, in memory).
     """
 
@@ -56,6 +57,7 @@ class Limits:
     file_mb: int = 16
     files: int = 64
     disk_mb: int = 64
+    output_kb: int = 64
 
 
 DEFAULT_LIMITS = Limits()
@@ -63,7 +65,7 @@ DEFAULT_LIMITS = Limits()
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """How a program ended, and the first 64 KiB of its outputs.
+    """How a program ended, and the beginning of its outputs.
 
     `exit_code`: negative, or above 128, for a signal; None if it reached the limit in `problem`.
     """
@@ -193,7 +195,7 @@ def _outcome(process: subprocess.Popen[bytes], limits: Limits) -> ProgramResult:
             assert stream is not None
             closing.enter_context(stream)
         try:
-            problem = _read(process, outputs, deadline, limits.file_mb << 20)
+            problem = _read(process, outputs, deadline, limits)
         finally:
             kill_session(process.pid)
             process.wait()
@@ -202,7 +204,7 @@ def _outcome(process: subprocess.Popen[bytes], limits: Limits) -> ProgramResult:
 
 
 def _read(
-    process: subprocess.Popen[bytes], outputs: list[bytearray], deadline: float, most: int
+    process: subprocess.Popen[bytes], outputs: list[bytearray], deadline: float, limits: Limits
 ) -> str:
     """Keep the beginning of each output; return which limit was reached, or ""."""
     sizes = [0, 0]
@@ -212,14 +214,14 @@ def _read(
             open_streams.register(stream, selectors.EVENT_READ, number)
         while open_streams.get_map():
             for key, _ in open_streams.select(max(0.0, deadline - time.monotonic())):
-                chunk = os.read(key.fd, LONGEST_OUTPUT)
+                chunk = os.read(key.fd, _CHUNK)
                 kept = outputs[key.data]
-                kept += chunk[: LONGEST_OUTPUT - len(kept)]
+                kept += chunk[: (limits.output_kb << 10) - len(kept)]
                 sizes[key.data] += len(chunk)
                 if not chunk:
                     open_streams.unregister(key.fileobj)
-            if max(sizes) > most:
-                return f"it wrote more than {most >> 20} MiB"
+            if max(sizes) > limits.file_mb << 20:
+                return f"it wrote more than {limits.file_mb} MiB"
             if time.monotonic() >= deadline:
                 return "the time limit was reached"
     try:

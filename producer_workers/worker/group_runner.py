@@ -18,12 +18,13 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from buffer.control.length_counts import LengthCounts
+from buffer.control.length_counts import CUT, FINISHED, LengthCounts
 from buffer.errors import (
     Fenced,
     GroupAbandoned,
     GroupChanged,
     GroupHeld,
+    GroupTimeout,
     JudgeInterrupted,
     PayloadMissing,
     RolloutMQError,
@@ -39,7 +40,7 @@ from buffer.redis.connection.retry import LogOnce
 from buffer.redis.media_folder import MediaFolder
 from buffer.run import Run
 from buffer.wire.group import GROUP_TIME, RolloutGroup
-from buffer.wire.rollout import UNJUDGED, RolloutState, Status
+from buffer.wire.rollout import UNJUDGED, RolloutState, Status, has_ended
 from buffer.wire.sampling_mask import SamplingMask
 from producer_workers.engines.base import Engine, EngineDeadError, shown
 from producer_workers.user_code.failure import log_failure
@@ -62,6 +63,15 @@ INLINE_BYTES = 64 << 10
 # must not fill the server.
 KEPT_OF_CAUSE = 32
 KEPT = 256
+
+# What became of the responses of a released group (buffer/control/length_counts.py).
+FATES: Mapping[ReleaseKind, str] = {
+    "failed": "failed",
+    "lost": "failed",
+    "handback": "failed",
+    "aborted": "interrupted",
+    "expired": "expired",
+}
 
 
 class GroupRunner:
@@ -110,13 +120,14 @@ class GroupRunner:
             await self._release(job, kind, str(error))
             raise
         except GroupAbandoned as error:
+            self._held.figure(job, partial(self._count_lost, job, "dropped"), None)
             await self._drop(job, str(error))
         except JudgeInterrupted as error:  # out of a loop of the user's own, which passed it on
             await self._release(job, "aborted", str(error))
         # the code of a loop may raise anything, SystemExit too: counted, and kept with its reason
         except BaseException as error:
             is_cancelled = _is_cancellation(error)
-            if is_cancelled and job in self._held.expiring:
+            if is_cancelled and job in self._held.expiring | self._held.late:
                 await self._end_early(job, known_tokens)
                 return
             # a submission writes keys that all groups share; only a read concerns the group alone
@@ -195,7 +206,8 @@ class GroupRunner:
             return group, 0
         states = group.states
         if limit := await self._insist(self._run.buffer.age_limit, job.gid):
-            states = restart_too_old(states, limit)
+            discard = partial(self._count_lost, job, "expired")
+            states = restart_too_old(states, limit, discard)
         if not self._runners[job.task].partial_rollout:
             restart_unfinished(states)
         group = group.continued(states)
@@ -220,9 +232,11 @@ class GroupRunner:
             observer.generating(job.gid, len(states), engine.name, weights)
             for observer in self._run.observers
         )
-        with observed, shown(engine, job.gid, group.multimodal):
+        limit = self._held.time_limit(job, runner.group_time_limit_s)
+        with observed, shown(engine, job.gid, group.multimodal), limit:
             tries = self._run.limits.max_tries - job.tries + 1
-            made = await runner.generate_each(states, engine, job.gid, source, tries)
+            discard = partial(self._count_lost, job, "failed")
+            made = await runner.generate_each(states, engine, job.gid, source, tries, discard)
         check_weights(claimed, made, self._engine.sampled_with)
         self._held.members[job] = made
         if not runner.partial_rollout:
@@ -262,22 +276,26 @@ class GroupRunner:
         status = group.status
         if status is Status.FAILED:
             await self._fail(job, "\n".join(group.errors), group.states)
-        elif (
-            status is Status.ABORTED
-            and job in self._held.expiring
-            and not self._keeps_members(group)
+        elif status is Status.ABORTED and (
+            job in self._held.late
+            or (job in self._held.expiring and not self._keeps_members(group))
         ):
             await self._end_early(job, known_tokens)
         elif status is Status.ABORTED and not len(group.response_ids) and not job.is_begun:
             await self._release(job, "aborted", "paused")
         else:
+            if status is Status.ABORTED and not self._runners[job.task].partial_rollout:
+                fate = "expired" if job in self._held.expiring else "interrupted"
+                restarted = [state for state in group.states if not has_ended(state)]
+                self._count_lost(job, fate, restarted)
             self._held.submitting.add(job)
             new_tokens = max(0, len(group.response_ids) - known_tokens)
             await self._submitter.submit(Result(job, group, new_tokens, not is_kept))
             self.tokens += new_tokens
             if status is Status.COMPLETED:
                 self.done += 1
-                self.lengths.add(job.task, group.lengths)
+                fate = FINISHED if is_kept else "filtered"
+                self.lengths.add(job.task, fate, group.lengths[group.in_training])
             self._failures.succeeded()
 
     def _keeps_members(self, group: RolloutGroup) -> bool:
@@ -285,11 +303,16 @@ class GroupRunner:
         return self._run.limits.retries_expired(group.task) and bool(group.newest_by_lineage(False))
 
     async def _end_early(self, job: Job, known_tokens: int) -> None:
+        if job in self._held.late:
+            limit_s = self._runners[job.task].group_time_limit_s
+            message = f"{job.gid} took longer than {limit_s:g} s"
+            reason = log_failure(GroupTimeout(message, hint="see [strategy] group_time_limit_s"))
+            log.warning("group failed: %s", message_of(reason), extra={"gid": job.gid})
+            await self._fail(job, reason, self._held.members.get(job, ()))
+            return
         count = partial(self._engine.ended_early, job.gid, known_tokens)
         ended = self._held.figure(job, count, count(()))
-        lengths = self._held.figure(job, partial(self._engine.lengths, job.gid), list[int]())
-        if await self._release(job, "expired", "too old for every train step", ended):
-            self.lengths.add(job.task, lengths)
+        await self._release(job, "expired", "too old for every train step", ended)
 
     async def _release(
         self, job: Job, kind: ReleaseKind, reason: str, ended: EndedEarly | None = None
@@ -301,10 +324,17 @@ class GroupRunner:
         except Fenced as error:
             log.warning("not released, its lease was lost: %s", error, extra={"gid": job.gid})
             return False
+        self._held.figure(job, partial(self._count_lost, job, FATES[kind]), None)
         if kind == "failed":
             self.failed += 1
             self._failures.failed(time.monotonic())
         return True
+
+    def _count_lost(self, job: Job, fate: str, states: Sequence[RolloutState]) -> None:
+        """Count the responses of members, which no step trains."""
+        ended, cut = self._engine.lengths(job.gid, states)
+        self.lengths.add(job.task, fate, ended)
+        self.lengths.add(job.task, fate + CUT, cut)
 
     async def _drop(self, job: Job, reason: str) -> None:
         self._held.submitting.add(job)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Container, Coroutine, Iterable, Sequence
+import time
+from collections.abc import Callable, Container, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 from buffer.job import Job
 from buffer.limits import RunLimits
 from buffer.wire.rollout import PolicyVersion, RolloutState, has_ended
-from producer_workers.worker.inbox import Inbox, PartEnded
+from producer_workers.worker.inbox import Inbox, PartEnded, Signal
 from producer_workers.worker.shared_engine import SharedEngine
 
 log = logging.getLogger("rolloutmq.worker")
@@ -26,8 +28,8 @@ class HeldGroups:
 
     Only the event loop changes it; any thread may call `jobs`, `judging` and `oldest`. `members`:
     as the agent loop has them now. `submitting`: jobs whose last call is under way; the server may
-    have ended their leases because that call arrived. `expiring`: jobs to release as expired once
-    they are aborted or cancelled.
+    have ended their leases because that call arrived. `expiring`, `late`: jobs to release, as
+    expired or as over their time limit, once they are aborted or cancelled.
     """
 
     def __init__(self, inbox: Inbox, engine: SharedEngine) -> None:
@@ -39,6 +41,7 @@ class HeldGroups:
         self.members: dict[Job, list[RolloutState]] = {}
         self.submitting: set[Job] = set()
         self.expiring: set[Job] = set()
+        self.late: set[Job] = set()
         self._cancel_at: dict[Job, float] = {}
 
     def __len__(self) -> int:
@@ -60,6 +63,7 @@ class HeldGroups:
         """Drop what is known of a group that ends now."""
         self.submitting.discard(job)
         self.expiring.discard(job)
+        self.late.discard(job)
         self.members.pop(job, None)
         self._engine.alone.discard(job.gid)
         self._engine.sampled.pop(job.gid, None)
@@ -112,14 +116,14 @@ class HeldGroups:
                 found[job] = weights
         return found
 
-    # -- groups that can serve no train step any more (I8) ---------------------
+    # -- groups that are ended: too old for every train step (I8), or over their time limit ------
 
     @property
-    def are_expiring(self) -> bool:
+    def are_ending(self) -> bool:
         return bool(self._cancel_at)
 
-    def expire(self, jobs: Iterable[Job], now_s: float) -> bool:
-        """End these jobs from the next `end_expiring` on. Return whether any is new.
+    def expire(self, jobs: Iterable[Job]) -> bool:
+        """End these jobs from the next `end_some` on. Return whether any is new.
 
         If the worker dies meanwhile, the leases run out, and the janitor expires the groups that
         have tokens.
@@ -127,14 +131,36 @@ class HeldGroups:
         new = set(jobs).intersection(self.jobs()) - self._cancel_at.keys() - self.submitting
         for job in new:
             log.info("ending a group that is too old", extra={"gid": job.gid})
-            self.expiring.add(job)
-            self._cancel_at[job] = now_s + CANCEL_S
+        self.expiring |= new
+        self._end_soon(new)
         return bool(new)
 
-    async def end_expiring(self, now_s: float) -> None:
+    @contextmanager
+    def time_limit(self, job: Job, limit_s: float | None) -> Iterator[None]:
+        """End a job that is still in here after `limit_s` seconds, in the same way."""
+        if limit_s is None:
+            yield
+            return
+        timer = asyncio.get_running_loop().call_later(limit_s, self._time_out, job)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _time_out(self, job: Job) -> None:
+        if job not in self._cancel_at:
+            self.late.add(job)
+            self._end_soon([job])
+            self._inbox.post(Signal.GROUP_IS_LATE)
+
+    def _end_soon(self, jobs: Iterable[Job]) -> None:
+        self._cancel_at |= dict.fromkeys(jobs, time.monotonic() + CANCEL_S)
+
+    async def end_some(self) -> None:
         """Abort what these jobs sample, also in a frozen engine; cancel loops that do not return.
 
-        Called repeatedly. Then the groups release themselves as expired.
+        Called repeatedly. Then the groups release themselves. Aborted first, since only what an
+        engine returns is known and counted.
         """
         if not self._cancel_at:
             return
@@ -144,6 +170,7 @@ class HeldGroups:
         if not ending:
             return
         can_abort = await self._engine.abort_groups_but({job.gid for job in held - ending})
+        now_s = time.monotonic()
         late = [job for job, at in self._cancel_at.items() if at <= now_s or not can_abort]
         # once: another cancellation would interrupt the release
         self._cancel_at |= dict.fromkeys(late, math.inf)

@@ -19,6 +19,7 @@ class Signal(Enum):
     CONTROL_LINE_BROKEN = auto()  # no hints or receipts until a new line is open
     REQUEST_FINISHED = auto()  # the engine may have room for another group
     JOBS_MAY_WAIT = auto()  # the wait for a wake-up of the server ended, with or without one
+    GROUP_IS_LATE = auto()  # a group is over its time limit
     WEIGHTS_FETCHED = auto()  # the newest weights are at hand, or cannot be fetched
 
 

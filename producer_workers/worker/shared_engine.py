@@ -187,12 +187,17 @@ class SharedEngine:
         most = sum(state.sample_params.max_tokens for state in states if not has_ended(state))
         return EndedEarly(tokens, max(0, most - (tokens - in_ended)), oldest)
 
-    def lengths(self, gid: str, states: Sequence[RolloutState]) -> list[int]:
-        """Return the length of each response that began, also of one that was discarded."""
+    def lengths(self, gid: str, states: Sequence[RolloutState]) -> tuple[list[int], list[int]]:
+        """Return the lengths of responses that ended, and of others, which were cut.
+
+        A response that was discarded counts, too; one that did not begin does not.
+        """
         sampled = self.sampled.get(gid)
         tokens = sampled.tokens if sampled else Counter[str]()
-        lengths = [len(state.response_ids) or tokens[str(state.index)] for state in states]
-        return [length for length in lengths if length]
+        ended = [len(state.response_ids) for state in states if has_ended(state)]
+        others = (state for state in states if not has_ended(state))
+        cut = [len(state.response_ids) or tokens[str(state.index)] for state in others]
+        return ended, [length for length in cut if length]
 
     # -- pauses --------------------------------------------------------------
 

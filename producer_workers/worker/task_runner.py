@@ -6,7 +6,6 @@ others are generated again. A group is as old as its oldest member that has toke
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from buffer.errors import GroupTimeout, RolloutMQError
+from buffer.errors import RolloutMQError
 from buffer.failure_text import message_of
 from buffer.imports import load_function
 from buffer.wire.group import RolloutGroup
@@ -34,6 +33,10 @@ SampleFilter = Callable[[Sequence[RolloutState]], bool]
 
 The producer replaces a group that is filtered out; its raw rewards count, its payload is freed.
 """
+
+
+Discard = Callable[[Sequence[RolloutState]], None]
+"""Is given members whose responses are lost next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,33 +103,32 @@ class TaskRunner:
     ) -> list[RolloutState]:
         """Run the agent loop on one group, see `AgentLoop.generate_group`.
 
-        `states` holds the loop's copies until it ends. Raises GroupTimeout after aborting requests.
+        `states` holds the loop's copies until it ends.
         """
         given = list(states)
         states[:] = source.lend(given)
         try:
-            async with asyncio.timeout(self.group_time_limit_s) as limit:
-                made = await self.agent_loop.generate_group(
-                    list(states), engine, gid, **source.more
-                )
+            made = await self.agent_loop.generate_group(list(states), engine, gid, **source.more)
             return source.accept(given, made)
         except GeneratorExit as error:  # of the loop: no running coroutine is closed
             raise UserExit.of(error) from error
         except BaseExceptionGroup as errors:  # of a loop that has a TaskGroup
             raise _most_important(errors) from errors
-        except TimeoutError as error:
-            if not limit.expired():
-                raise
-            message = f"{gid} took longer than {self.group_time_limit_s:g} s"
-            raise GroupTimeout(message, hint="see [strategy] group_time_limit_s") from error
 
     async def generate_each(
-        self, states: list[RolloutState], engine: Engine, gid: str, source: LoopInput, tries: int
+        self,
+        states: list[RolloutState],
+        engine: Engine,
+        gid: str,
+        source: LoopInput,
+        tries: int,
+        discard: Discard,
     ) -> list[RolloutState]:
         """Run the agent loop, and again for members that failed, up to `tries` times in all.
 
         Stops at once if all members failed. After the last try, drops the failed members if the
-        task trains such groups and at least 2 are left. Raises what `generate` raises.
+        task trains such groups and at least 2 are left. `discard` is given failed members before
+        their responses are lost. Raises what `generate` raises.
         """
         while True:
             made = await self.generate(states, engine, gid, source)
@@ -138,15 +140,19 @@ class TaskRunner:
                 said = message_of(error or "")
                 log.warning("rollout %d failed: %s", index, said, extra={"gid": gid})
             tries -= 1
+            lost = [state for state in made if state.index in failed]
             if any(map(is_interrupted, others)):
+                discard(lost)
                 made = restart(made, failed)
                 for state in made:
                     if state.index in failed:
                         interrupt(state)
                 return made
             if tries > 0:
+                discard(lost)
                 states[:] = restart(made, failed)
             elif self.on_failed_member == "train" and len({s.index for s in others}) > 1:
+                discard(lost)
                 states[:] = others
                 if all(state.status is Status.COMPLETED for state in others):
                     return others
@@ -166,12 +172,13 @@ def _most_important(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     return found
 
 
-def restart_too_old(states: Sequence[RolloutState], limit: AgeLimit) -> list[RolloutState]:
+def restart_too_old(
+    states: Sequence[RolloutState], limit: AgeLimit, discard: Discard
+) -> list[RolloutState]:
     """Return the members; those that are too old start again, sessions as a whole."""
-    return restart(
-        states,
-        {s.index for s in states if s.status is Status.EXPIRED or limit.is_too_old(s)},
-    )
+    indexes = {s.index for s in states if s.status is Status.EXPIRED or limit.is_too_old(s)}
+    discard([state for state in states if state.index in indexes])
+    return restart(states, indexes)
 
 
 def restart(states: Sequence[RolloutState], indexes: Collection[int]) -> list[RolloutState]:

@@ -166,7 +166,7 @@ class Worker:
                 self._step = asyncio.create_task(self._take_step())
             aborting = control.mode is Mode.ABORT and not control.is_carried_out
             await self._handle_events(
-                ABORT_S if aborting or self._groups.are_expiring else IDLE_S,
+                ABORT_S if aborting or self._groups.are_ending else IDLE_S,
                 lambda: self._step is not None or not self._is_step_due,
             )
             if self._failure:
@@ -212,7 +212,7 @@ class Worker:
         # the lease of a group that is being submitted may be gone because it arrived
         for job in self._groups.cancel(set(event.beat.lost) - self._groups.submitting):
             log.warning("lease lost", extra={"gid": job.gid})
-        is_due |= self._groups.expire(event.beat.expiring, time.monotonic())
+        is_due |= self._groups.expire(event.beat.expiring)
         if event.beat.control:
             is_due |= self._control.receive_answer(event.beat.control, event.report.known_epoch)
         # only while the engine works as it does all the time
@@ -277,7 +277,7 @@ class Worker:
         finished = StepFinished()
         try:
             self._engine.check_health()
-            await self._groups.end_expiring(time.monotonic())
+            await self._groups.end_some()
             if state := self._control.state:
                 await self._follow(state)
             if vacancy := self._vacancy():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from producer_workers.build import problems_dir, task_sampler, task_tokenizer
 from producer_workers.config.task import NO_JUDGE, TaskSection
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.open import open_dataset
-from producer_workers.producer.sampler import Sampler, TooLong
+from producer_workers.judges.load import check_truth
+from producer_workers.producer.sampler import JUDGED, Sampler, TooLong
 from rolloutmq.check.finding import Finding, Unit, absent, failure
 from rolloutmq.check.judge import judge_findings
 from rolloutmq.check.shape import context_tokens
@@ -26,7 +26,7 @@ from rolloutmq.config.config import Config
 ROWS = 64  # rows of a data set that are made into prompts and encoded
 SHOWN = 3  # unusable rows in the report
 OPEN_S = 3600.0  # to open a large data set, or to generate one
-SCANNED = 4096  # rows of a data set whose sources are compared with the judges'
+SCANNED = 4096  # rows of a data set whose ground truths are shown to the judges
 
 COMPARED = 200_000  # rows of a data set whose texts are compared with those of an evaluation
 
@@ -61,9 +61,8 @@ def _check_data(config: Config, name: str) -> Iterator[Finding]:
             dataset.row(row)
         yield Finding("data", "ok", f"task {name}: {len(dataset):,} rows, with images")
         return
-    if missing := _without_judge(task, dataset):
-        what = f"task {name}: no judge for the data source {', '.join(map(repr, missing))}"
-        yield Finding("data", "error", what, 'add a judge for "*", which fits every source')
+    if unjudged := list(_unjudged(task, dataset)):
+        yield from _refused(name, unjudged)
         return
     tokenizer, note = _tokenizer(config)
     sampler = task_sampler(config, name, dataset, tokenizer)
@@ -166,7 +165,7 @@ def _refused(name: str, errors: Sequence[DatasetError]) -> Iterator[Finding]:
 def _skipped(config: Config, name: str, skipped: int, of: int) -> Iterator[Finding]:
     if skipped:
         tokens = config.producer.max_prompt_tokens
-        limit = f"[producer] max_prompt_tokens = {tokens}" if tokens else "4 MiB of text"
+        limit = f"[producer] max_prompt_tokens = {tokens}" if tokens else "2 MiB of text"
         yield Finding(
             "data",
             "error" if skipped == of else "warning",
@@ -270,14 +269,13 @@ def _text_of(dataset: Dataset, row: int) -> str | None:
     )
 
 
-def _without_judge(task: TaskSection, dataset: Dataset) -> list[str]:
-    """Return the data sources without a judge, among SCANNED rows of a data set."""
-    if not task.sources:
-        return []
-    rows = range(0, len(dataset), max(1, len(dataset) // SCANNED))
-    sources = {dataset.row(row).data_source or "" for row in rows}
-    return sorted(
-        source
-        for source in sources
-        if not any(fnmatchcase(source, pattern) for pattern in task.sources)
-    )
+def _unjudged(task: TaskSection, dataset: Dataset) -> Iterator[DatasetError]:
+    """Yield an error for each of SCANNED rows that cannot be read, or that no judge can judge."""
+    for row in range(0, len(dataset), max(1, len(dataset) // SCANNED)):
+        try:
+            problem = dataset.row(row)
+            check_truth(task.judge, problem.data_source, problem.ground_truth)
+        except DatasetError as error:
+            yield error
+        except ValueError as error:
+            yield DatasetError(f"row {row}: {error}", hint=JUDGED)

@@ -22,6 +22,7 @@ from producer_workers.config.task import NO_JUDGE, RUNS_PROGRAMS, TaskSection
 from producer_workers.datasets.records import raised_at
 from producer_workers.judges.judge import Judge
 from producer_workers.judges.load import load_bare_judge, load_worker_judge, make_judge
+from producer_workers.judges.truths import text_of
 from producer_workers.judges.watched_judges import JudgeTimes, WatchedJudges
 from producer_workers.user_code.failure import failure_text, is_of_user
 from rolloutmq.check.finding import Finding
@@ -55,9 +56,12 @@ def judge_findings(
 
 def _right_answer(task: TaskSection, truth: Any) -> str | None:
     """Return a right answer as text; None if the ground truth is not an answer."""
-    if RUNS_PROGRAMS in task.judges or not isinstance(truth, str | int | float):
+    if RUNS_PROGRAMS in task.judges:
         return None
-    return str(truth)
+    try:
+        return text_of(truth)
+    except ValueError:
+        return None
 
 
 def _answered(prompt: RolloutState, text: str, tokenizer: Any) -> RolloutState:

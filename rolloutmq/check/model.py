@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def _student_units(config: Config, *, quick: bool) -> list[Unit]:
         return [Unit("model", "the model that the run builds", partial(_check_warm_start, config))]
     checks = {"its files": _check_files}
     if not quick and (folder / "config.json").is_file():
-        checks["its tokenizer"] = _check_tokenizer
+        checks["its tokenizer"] = partial(_check_tokenizer, config)
         if config.trainer.loop is None:
             checks["its architecture"] = _check_architecture
     return [
@@ -90,8 +90,8 @@ def _check_files(folder: Path) -> Iterator[Finding]:
     yield Finding("model", "ok", f"{folder}: {shape.name}, {size} parameters{context}")
 
 
-def _check_tokenizer(folder: Path) -> Iterator[Finding]:
-    load_tokenizer(folder)
+def _check_tokenizer(config: Config, folder: Path) -> Iterator[Finding]:
+    tokenizer = load_tokenizer(folder)
     ends = eos_ids(folder)
     size = vocabulary_size(folder)
     if not ends:
@@ -109,6 +109,65 @@ def _check_tokenizer(folder: Path) -> Iterator[Finding]:
             "can end",
             "correct eos_token_id in its generation_config.json, or vocab_size in its config.json",
         )
+    elif ends:
+        samples = [config.tasks[name].sample for name in config.training_tasks]
+        stops = {end for sample in samples for end in sample.stop_token_ids} | set(ends)
+        texts = [text for sample in samples for text in sample.stops]
+        yield from _check_turn(folder, tokenizer, stops, texts)
+
+
+ASKED, ANSWERED = (
+    {"role": "user", "content": "6 * 7?"},
+    {"role": "assistant", "content": "It is 42."},
+)
+
+
+def _check_turn(
+    folder: Path, tokenizer: Any, ends: set[int], stops: Sequence[str]
+) -> Iterator[Finding]:
+    """Compare what a prompt and `ends` are with the turns that the chat template writes."""
+
+    def written(*messages: dict[str, str], opens: bool = False) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=opens
+            )
+        )
+
+    try:
+        closed, opened = written(ASKED), written(ASKED, opens=True)
+        before, answer, behind = written(ASKED, ANSWERED).rpartition(ANSWERED["content"])
+    except Exception as error:  # a template is a program, and may refuse these messages
+        yield Finding("model", "ok", f"{folder}: its turns were not compared ({error!s:.100})")
+        return
+    start = before.removeprefix(closed)
+    if answer and closed == opened and before.startswith(closed) and start.strip():
+        yield Finding(
+            "model",
+            "error",
+            f"{folder}: its chat template opens no turn of the assistant: prompts end without "
+            f"{start!r:.80}, which begins each of its turns",
+            "let chat_template write it where add_generation_prompt is set",
+        )
+    written_ends = tokenizer.encode(behind, add_special_tokens=False)
+    if (
+        not answer
+        or not behind.strip()
+        or ends & set(written_ends)
+        or any(map(behind.count, stops))
+    ):
+        return
+    special = {*tokenizer.all_special_ids} | {
+        number for number, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
+    given = ", ".join(f"{end} ({tokenizer.decode([end])!r:.40})" for end in sorted(ends))
+    yield Finding(
+        "model",
+        "warning" if ends & special else "error",
+        f"{folder}: its chat template ends a turn of the assistant with {behind.strip()!r:.80}, "
+        f"and eos_token_id is {given}: responses end elsewhere, or at max_tokens",
+        f"add {written_ends[0]} to eos_token_id in its generation_config.json",
+    )
 
 
 def _check_architecture(folder: Path) -> Iterator[Finding]:

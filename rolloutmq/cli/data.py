@@ -46,41 +46,36 @@ def save(
     pause: Annotated[
         bool,
         typer.Option(
-            "--pause", help="Freeze the workers during the copy. The saved run is paused, too."
+            "--pause", help="Let the workers finish their groups, and hold them during the copy."
         ),
     ] = False,
     as_json: AsJson = False,
 ) -> Output:
-    """Save a run to a folder: groups, order, counters, batches.
+    """Save a paused or stopped run to a folder: groups, order, counters, batches.
 
-    The copy is of one instant, and nothing is stopped: if the run changes while its index is
-    copied, it is copied again, up to a few times. Running groups are saved as waiting. Workers,
-    events, weights and checkpoints are not saved.
+    With --pause, the workers first finish the groups that they hold, and continue after the copy;
+    the saved run is paused, too. Workers, events, weights and checkpoints are not saved.
     """
     start = time.monotonic()
     with _paused(target.run, pause), progress(as_json) as advance:
         facts = target.run.save(folder, advance=advance)
     took_s = time.monotonic() - start
     document = {"folder": str(folder), "took_s": round(took_s, 3)}
-    size = count(facts.payload_bytes + facts.media_bytes)
-    said = [
-        f"run {facts.run}: {plural(facts.groups, 'group')} and {size} bytes saved to {folder} in "
-        f"{took_s:.1f} s"
-    ]
-    if facts.was_running:
-        running = plural(facts.was_running, "running group")
-        said.append(f"{running} saved as waiting, with the try given back")
-    return Output(document | facts.model_dump(exclude={"meta", "files"}), said)
+    said = (
+        f"run {facts.run}: {plural(facts.keys, 'key')} and {count(facts.bytes)} bytes saved to "
+        f"{folder} in {took_s:.1f} s"
+    )
+    return Output(document | facts.model_dump(exclude={"files"}), said)
 
 
 @contextmanager
 def _paused(run: Run, wanted: bool) -> Iterator[None]:
-    """Freeze the workers during the block; a run that is already paused stays paused."""
+    """Drain the workers before the block; a run that is already paused stays paused."""
     if not wanted or run.control.state().mode is not Mode.RUN:
         yield
         return
     try:
-        run.receipts.wait(run.control.set_mode("operator", Mode.KEEP))
+        run.receipts.wait(run.control.set_mode("operator", Mode.DRAIN))
         yield
     finally:
         run.control.set_mode("operator", Mode.RUN)
@@ -116,13 +111,12 @@ def restore(
         restored = Run.restore(store, folder, name=run, media=media, advance=advance)
         mode = restored.control.state().mode
     took_s = time.monotonic() - start
-    groups = plural(facts.groups, "group")
-    said = [f"run {restored.name}: {groups} restored in {took_s:.1f} s"]
+    said = [f"run {restored.name}: {plural(facts.keys, 'key')} restored in {took_s:.1f} s"]
     if mode is not Mode.RUN:
         said.append(
             f"it is paused ({mode}), as it was when it was saved; `rolloutmq resume` ends the pause"
         )
-    document = {"run": restored.name, "groups": facts.groups, "mode": mode}
+    document = {"run": restored.name, "keys": facts.keys, "mode": mode}
     Output(document | {"took_s": round(took_s, 3)}, said).print(as_json=as_json)
 
 

@@ -280,6 +280,19 @@ class Scene:
             gid.decode() for gid in self.raw.hkeys(self.keys.leased(worker)) if gid != b"digest"
         ]
 
+    def rest(self) -> list[str]:
+        """Let all workers hand back what they hold, as a drain does; return the gids."""
+        held = []
+        for key in self.raw.keys(self.keys.leased("*")):
+            worker = key.decode().rpartition(":")[2]
+            for gid, token in self.raw.hgetall(key).items():
+                if gid != b"digest":
+                    ref = PayloadRef(gid.decode(), "init", 1, 0, "")
+                    job = Job(gid.decode(), token.decode(), "", 1, ref)
+                    self.run.jobs.release(worker, job, "handback")
+                    held.append(job.gid)
+        return held
+
     def pause(self, mode: Mode = Mode.ABORT, lanes: str = "") -> int:
         return self.run.control.set_mode("operator", mode, lanes=lanes).epoch
 

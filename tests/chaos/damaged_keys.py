@@ -15,7 +15,7 @@ from tests.chaos.plan import INLINE, RUN
 PREFIX = f"rmq:{{{RUN}}}:"
 WAYS = ("deleted", "retyped")
 UNUSED = (
-    *("report", "snapshot_lock", "bad_submissions", "age:<task>"),
+    *("report", "bad_submissions", "age:<task>"),
     *("weights", "weights:<lineage>:<version>"),
 )
 """Rows that the run of a trial has no keys of, or seldom: they are only given another type."""

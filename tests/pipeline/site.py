@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import orjson
 import psutil
+import redis
 
 from buffer.ledger.account import FsckReport
 from buffer.redis.server.embedded import EmbeddedServer
@@ -213,9 +215,14 @@ class Site:
         return process.wait(), process.said()
 
     def kill_server(self) -> None:
-        """Kill the server that runs now, which a launcher may start again at once."""
-        with self.server.connect() as client:
-            os.kill(client.info("server")["process_id"], signal.SIGKILL)
+        """Kill the server as soon as it answers; a launcher may start it again at once."""
+
+        def answered() -> int:
+            with suppress(redis.RedisError), self.server.connect() as client:
+                return int(client.info("server")["process_id"])
+            return 0
+
+        os.kill(until(answered, "an answer of the server"), signal.SIGKILL)
 
     def close(self) -> None:
         for process in self.processes:
@@ -271,10 +278,10 @@ class Site:
         """Wait until something is so. Fail when a process ends for whose end no test waits."""
 
         def over() -> str:
-            ends = [end_of(process.started) for process in self.processes if not process.is_awaited]
-            return "" if not any(ends) else "; ".join(filter(None, ends)) + "\n" + self.words()
+            watched = [process for process in self.processes if not process.is_awaited]
+            return "; ".join(filter(None, (end_of(process.started) for process in watched)))
 
-        until(condition, what, over)
+        until(condition, what, over, self.words)
 
     def words(self) -> str:
         """Return the ends of all logs, for a test that failed."""

@@ -167,7 +167,7 @@ def test_another_producer_continues_for_a_killed_one_and_without_one_the_trainer
     dataset: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    yard = make_yard(stale_threshold=1, role_timeout_ms=2_000)
+    yard = make_yard(stale_threshold=1, role_timeout_ms=500)
     consumer = consumer_of(yard)
     words = (server_of("valkey").url, yard.run.name, str(dataset), str(SHARE))
     start = partial(start_program, produce.main, *words)
@@ -186,7 +186,7 @@ def test_another_producer_continues_for_a_killed_one_and_without_one_the_trainer
             processes[1].kill()
             processes[1].join()
             yard.publish(2)
-            consumer.producer_timeout_s = 3.0
+            consumer.producer_timeout_s = 1.0
             with pytest.raises(ProducerGone, match=f"the producer {second.nonce[:8]}… ") as gone:
                 take(consumer, 3)
             assert (

@@ -11,7 +11,7 @@ import pytest
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
-from buffer.control.length_counts import LengthCounts
+from buffer.control.length_counts import CUT, FINISHED, count, read_counts
 from buffer.control.live_settings import LiveSettings
 from buffer.ids import new_nonce
 from buffer.job import Job, ReleaseKind
@@ -126,8 +126,8 @@ async def test_lengths_are_counted_once_though_a_lease_was_lost_before_the_relea
 
 def counted(yard: Yard) -> int:
     """Return how many responses workers have counted."""
-    counts = LengthCounts.joined(worker.lengths for worker in yard.run.fleet.workers())
-    return counts[TASK].count if counts else 0
+    counts = read_counts(worker.lengths for worker in yard.run.fleet.workers())
+    return count(counts.get(TASK, {}))
 
 
 # -- protected completion ------------------------------
@@ -178,3 +178,70 @@ async def test_pause_ends_a_protected_group_that_takes_too_long(
         assert engine.unfinished() == 0
     assert yard.run.record(gid)["aborts"] == "2"
     yard.check()
+
+
+# -- lengths of what was started ------------------------------
+
+
+def fates(yard: Yard) -> dict[str, int]:
+    """How many responses a worker counted by what became of them."""
+    counts = read_counts(worker.lengths for worker in yard.run.fleet.workers())
+    return {fate: count({fate: numbers}) for fate, numbers in counts.get(TASK, {}).items()}
+
+
+async def counts_as(yard: Yard, expected: dict[str, int]) -> None:
+    await yard.until(lambda: fates(yard) == expected)
+    yard.check()
+
+
+async def test_a_group_over_its_time_limit_counts_with_what_it_made(yard: Yard) -> None:
+    """In each of its three tries; a long response that is cut is no short one."""
+    yard.enqueue(1, (10**6, 10**6))
+    async with yard.working(yard.worker(token_s=0.001, group_time_limit_s=0.5)) as engine:
+        await yard.until_places(dead=1)
+        assert engine.unfinished() == 0
+        await counts_as(yard, {"failed" + CUT: 6})
+
+
+async def test_a_try_that_its_judge_failed_counts_with_its_whole_length(yard: Yard) -> None:
+    calls = Counter[str]()
+
+    def judge(**_: object) -> float:
+        calls["asked"] += 1
+        if calls["asked"] == 1:
+            raise ValueError("once")
+        return 1.0
+
+    yard.enqueue(1, (7, 7))
+    async with yard.working(yard.worker(judge=judge)):
+        await yard.until_places(completed=1)
+        await counts_as(yard, {"failed": 1, FINISHED: 2})
+
+
+async def test_what_a_filter_rejects_was_started(yard: Yard) -> None:
+    yard.enqueue(2, (7, 7))
+    async with yard.working(yard.worker(is_valid_sample=lambda _: False)):
+        await yard.until_places(filtered=2)
+        await counts_as(yard, {"filtered": 4})
+
+
+@pytest.mark.parametrize("partial_rollout", [False, True])
+async def test_an_update_that_discards_tokens_cuts_what_it_interrupts(
+    yard: Yard, partial_rollout: bool
+) -> None:
+    yard.enqueue(1, (50, 50))
+    worker = yard.worker(held=True, partial_rollout=partial_rollout)
+    async with yard.working(worker) as engine:
+        await yard.until_generating(engine, 2)
+        yard.control(Mode.ABORT)
+        await yard.until_places(aborted=1)
+        await counts_as(yard, {} if partial_rollout else {"interrupted" + CUT: 2})
+
+
+async def test_an_expired_group_counts_with_its_ended_and_its_cut_responses(yard: Yard) -> None:
+    yard.enqueue(1, (1, 50))
+    async with yard.working(yard.worker(held=True)) as engine:
+        await yard.until_generating(engine, 1)
+        train(yard, 1)
+        await yard.until_places(dropped=1, taken=1)
+        await counts_as(yard, {"expired": 1, "expired" + CUT: 1})

@@ -97,7 +97,8 @@ def test_nobody_else_can_open_a_file_of_a_run(
         shared = {
             name: oct(mode)
             for name, mode in (during | ended).items()
-            if name.split("/")[1:2] in (["weights"], ["checkpoints"], ["samples"], ["steps.jsonl"])
+            if ".tmp" not in name
+            and name.split("/")[1:2] in (["weights"], ["checkpoints"], ["samples"], ["steps.jsonl"])
             and not mode & 0o040
         }
         assert shared == {}

@@ -66,7 +66,7 @@ def test_a_server_that_ends_again_and_again_ends_the_run(make_site: Callable[...
     run = site.start("run")
     site.reach(1)
     for deaths in range(1, STOPPED + 2):
-        site.server.kill()
+        site.kill_server()
         until(partial(is_back, run, deaths), f"{deaths} restarts, or the end")
     assert run.wait() == 3
     assert f"ended {STOPPED} times within" in run.said()

@@ -213,7 +213,7 @@ def test_what_a_check_accepts_is_enqueued_and_what_it_refuses_stops_the_task(
         plan = {{ steps = 1, batch_size = 1 }}
         engine = {{ kind = "simulated" }}
         [tasks.{TASK}]
-        judge = "exact_match"
+        judge = "{HERE}:every_row"
         shuffle = false
         [tasks.{TASK}.dataset]
         kind = "python"

@@ -161,7 +161,8 @@ def test_groups_and_programs_are_judged_in_work_horses(pool: Server) -> None:
         state = RolloutState(
             response="```python\nx = 5\n```", ground_truth=["assert x == 5", "assert x == 6"]
         )
-        assert asyncio.run(programs.judge(state)) == {"score": 0.5, "passed_all": 0.0}
+        half = {"score": 0.5, "passed_all": 0.0, "unparsed": 0.0}
+        assert asyncio.run(programs.judge(state)) == half
 
 
 @on_one

@@ -42,10 +42,12 @@ class Filtered:
     """What is left of a batch: the groups to train, in order.
 
     `counts`: what was excluded, by reason: groups for the first eight of `REASONS`, else rollouts.
+    `reasons`: of each rollout of all groups, in order; "" for one that may be trained.
     """
 
     groups: list[RolloutGroup]
     counts: dict[str, int]
+    reasons: list[str]
 
     def metrics(self) -> dict[str, float]:
         return {f"filtered/{reason}": float(self.counts.get(reason, 0)) for reason in REASONS}
@@ -85,14 +87,18 @@ class BatchFilter:
         """
         kept: list[RolloutGroup] = []
         counts: Counter[str] = Counter()
+        reasons: list[str] = []
         for group in groups:
             problem = _problem(group) or self._value_problem(group)
             if problem:
                 reason, detail = problem
                 counts[reason] += 1
                 log.error("group not trained, %s: %s", reason, detail, extra={"gid": group.gid})
+                reasons += [reason] * len(group.lengths)
                 continue
-            counts.update(self._mask(group))
+            masked = self._mask(group)
+            counts.update(masked.values())
+            reasons += [masked.get(index, "") for index in range(len(group.lengths))]
             kept.append(group)
         if groups and counts["routed_experts"] == len(groups):
             raise ConfigError(
@@ -115,7 +121,7 @@ class BatchFilter:
                 "by [learner.distillation], others by an advantages or objective function of yours "
                 "(docs/pages/loss.md); or remove them from the judge's answers",
             )
-        return Filtered(kept, dict(counts))
+        return Filtered(kept, dict(counts), reasons)
 
     def computable(self, group: RolloutGroup) -> NDArray[np.bool_]:
         """Return which rollouts have tokens that were sampled and are not too long, bool[k]."""
@@ -137,16 +143,16 @@ class BatchFilter:
         detail = self._masks.problem(group)
         return ("sampling_mask", detail) if detail else None
 
-    def _mask(self, group: RolloutGroup) -> Counter[str]:
-        """Mask the rollouts of a group that cannot be trained; return their number by reason."""
-        counts: Counter[str] = Counter()
+    def _mask(self, group: RolloutGroup) -> dict[int, str]:
+        """Mask the rollouts of a group that cannot be trained; return their reasons."""
+        masked: dict[int, str] = {}
         ends = np.cumsum(group.lengths)
         for index, reason in self._untrainable(group):
             tokens = slice(int(ends[index] - group.lengths[index]), int(ends[index]))
             group.mask = _cleared(group.mask, tokens)
-            counts[reason] += 1
+            masked[index] = reason
             log.warning("rollout %s not trained: %s", index, reason, extra={"gid": group.gid})
-        return counts
+        return masked
 
     def _untrainable(self, group: RolloutGroup) -> Iterator[tuple[int, str]]:
         """Yield the rollouts of a group that are not trained, and why."""

@@ -190,7 +190,7 @@ def _gae(group: GroupRewards, gamma: float, lam: float) -> NDArray[np.float32]:
     value = column[tokens.place].astype(np.float64)
     has_next = tokens.session[:-1] == tokens.session[1:]
     is_last = np.append(~has_next, True)[: len(value)]
-    scores = tokens.outcomes()[group.firsts][tokens.session]
+    scores = SampledTokens.of(group).outcomes()[group.firsts][tokens.session]
     delta = tokens.rewards + np.where(is_last, scores, 0.0) - value
     delta[:-1] += gamma * np.where(has_next, value[1:], 0.0)
     return tokens.column(_discounted_sums(delta, tokens.session, gamma * lam))

@@ -16,12 +16,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from buffer.control.length_counts import FINISHED
 from buffer.errors import ConfigError
 from buffer.imports import is_dotted_path
 from buffer.wire.group import RolloutGroup
@@ -35,7 +37,7 @@ from consumer.grpo.learner.advantages import (
     load_estimator,
     per_token,
 )
-from consumer.grpo.learner.batch_filter import BatchFilter
+from consumer.grpo.learner.batch_filter import BatchFilter, Filtered
 from consumer.grpo.learner.critic import Critic, gae_advantages
 from consumer.grpo.learner.group_rewards import GroupRewards
 from consumer.grpo.learner.learner import Learner
@@ -83,6 +85,8 @@ class TrainController:
         self._filter = batch_filter or BatchFilter(recorded=learner.recorded, masks=learner.masks)
         # Of the newest batch, as computed: per rollout, or per trained token (by GAE, unscaled).
         self.advantages: NDArray[np.float32] = np.zeros(0, np.float32)
+        # Of each rollout of the newest batch: what kept it from a gradient, or FINISHED.
+        self.fates: list[str] = []
 
     @classmethod
     def of(cls, config: TrainingConfig, learner: Learner, model_dir: Path) -> TrainController:
@@ -127,7 +131,33 @@ class TrainController:
         batch = self.compute_ref_logprobs(batch)
         batch = self.compute_values(batch)
         batch = self.compute_advantages(batch)
+        self.fates = self._fates(groups, filtered, batch)
         return self.train(batch) | filtered.metrics()
+
+    def _fates(
+        self, groups: Sequence[RolloutGroup], filtered: Filtered, batch: TrainBatch
+    ) -> list[str]:
+        """Return for each rollout why it has no gradient, or FINISHED; "" for untrained roles.
+
+        Beside the reasons of the filter: `stale` if all its tokens are too old, `no_advantage` if
+        its score is as good as the others.
+        """
+        advantages = batch.outcome
+        kept = None if advantages is None else self._with_gradient(filtered.groups, advantages)
+        has_gradient = iter(() if kept is None else kept.tolist())
+        reasons, included = iter(filtered.reasons), {id(group) for group in filtered.groups}
+        fates: list[str] = []
+        for group in groups:
+            own = [*islice(reasons, len(group))]
+            if id(group) in included:
+                rollout = np.repeat(np.arange(len(group)), group.lengths)
+                is_trained = np.bincount(rollout, group.mask, len(group)) > 0
+                for n, reason in enumerate(own):
+                    advantage = FINISHED if next(has_gradient, True) else "no_advantage"
+                    found = reason or (advantage if is_trained[n] else "stale")
+                    own[n] = found if group.in_training[n] else ""
+            fates += own
+        return fates
 
     def pack_pad_dispatch(self, groups: Sequence[RolloutGroup]) -> TrainBatch:
         """Pack this rank's groups, without the rollouts that have no policy gradient.
@@ -139,12 +169,18 @@ class TrainController:
             kept = [np.zeros(0, np.bool_), *map(self._filter.computable, groups)]
             return self.learner.pack(groups, keep=np.concatenate(kept))
         advantages = self.outcome_advantages(groups)
+        keep = self._with_gradient(groups, advantages)
+        return replace(self.learner.pack(groups, keep=keep), outcome=advantages)
+
+    def _with_gradient(
+        self, groups: Sequence[RolloutGroup], advantages: Sequence[NDArray[np.float32]]
+    ) -> NDArray[np.bool_] | None:
+        """Return which rollouts have a gradient, bool[sum k]; None: all."""
         largest = [
             _largest(per_token(own, group.lengths) * group.mask, group.lengths)
             for own, group in zip(advantages, groups, strict=True)
         ]
-        keep = self.learner.keep(np.concatenate([np.zeros(0, np.float32), *largest]))
-        return replace(self.learner.pack(groups, keep=keep), outcome=advantages)
+        return self.learner.keep(np.concatenate([np.zeros(0, np.float32), *largest]))
 
     def compute_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
         """Compute the logprobs under the weights before the batch, if the loss reads them."""

@@ -53,9 +53,15 @@ class BatchColumns:
     means: list[float]  # mean score of each group; a missing score counts as 0
     truncated: list[int]  # responses of each group that reached their token limit
     contexts: list[dict[str, int]]  # that agents of each group began anew, by reason
+    fates: list[str]  # of each rollout, see `TrainController.fates`; [] where nobody knows them
 
     @classmethod
-    def of(cls, groups: Sequence[RolloutGroup], advantages: NDArray[np.float32]) -> BatchColumns:
+    def of(
+        cls,
+        groups: Sequence[RolloutGroup],
+        advantages: NDArray[np.float32],
+        fates: Sequence[str] = (),
+    ) -> BatchColumns:
         trained = [group.scores[group.in_training] for group in groups]
         scored = [
             (group.task, score)
@@ -83,6 +89,7 @@ class BatchColumns:
             means=[float(np.nan_to_num(scores).mean()) for scores in trained],
             truncated=[int(group.truncated.sum()) for group in groups],
             contexts=[new_contexts(group.shared.extra) for group in groups],
+            fates=[*fates],
         )
 
     def lists(self) -> dict[str, list[Any]]:
@@ -93,11 +100,15 @@ class BatchColumns:
         """Return the columns of all ranks, from their `lists`."""
         return cls(**{name: [v for part in parts for v in part[name]] for name in parts[0]})
 
-    def lengths_by_task(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield the task of each group and the lengths of its responses."""
-        lengths = iter(self.lengths)
+    def lengths_by_fate(self) -> Mapping[tuple[str, str], list[int]]:
+        """Return the lengths of responses by task and fate."""
+        found: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+        responses = zip(self.lengths, self.fates, strict=True)
         for gid, size in zip(self.gids, self.sizes, strict=True):
-            yield split_group_id(gid)[0], list(islice(lengths, size))
+            for length, fate in islice(responses, size):
+                if fate:
+                    found[split_group_id(gid)[0], fate].append(length)
+        return found
 
     def missing_roles(self, trained: Mapping[str, Collection[str]]) -> Iterator[str]:
         """Yield which names of `trained`, the roles of each task, no rollout of the batch has."""

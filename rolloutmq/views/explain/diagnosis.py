@@ -252,8 +252,8 @@ def _task(task: TaskView, snap: RunView) -> Iterator[Symptom]:
             level, f"task {name}: {failures} failed, {scope}: {task.error}", fix_cause, since_ms
         )
     metrics = snap.report.training.metrics if snap.report.training else {}
-    if metrics.get(f"length_bias/mean/{name}", 1.0) < 1 - MOST_BIAS:
-        yield _length_bias(name, metrics)
+    if bias := _length_bias(name, metrics):
+        yield bias
     for teacher in task.absent_teachers:
         waiting = task.backlog[TEACH + teacher]
         what = f"task {name}: no worker of teacher {teacher} is alive; "
@@ -288,17 +288,40 @@ def _supply(snap: RunView) -> Iterator[Symptom]:
             yield _dry(task, quiet_ms)
 
 
-def _length_bias(task: str, metrics: Mapping[str, float]) -> Symptom:
-    mean, expired = metrics[f"length_bias/mean/{task}"], metrics.get(f"expired/{task}", 0.0)
+LOSSES = {
+    "expired": (
+        "groups that expired while they ran",
+        "`rolloutmq set tasks.TASK.on_straggler=wait`, or a larger `tasks.TASK.max_staleness`",
+    ),
+    "failed": ("failed tries", "`rolloutmq dead` has the causes; a time limit ends long ones"),
+    "interrupted": ("weight updates", "set [policy] pause_mode = keep, or enable_partial_rollout"),
+    "filtered": ("is_valid_sample_fn", "filter by what does not grow with the length"),
+    "dropped": ("groups that were abandoned", "raise [gateway] session_ttl_s"),
+    "pool": ("groups that expired in their pool", "set [policy] order = staleness"),
+    "overlong": ("max_sequence_tokens", "raise it, or lower the max_tokens of the task"),
+    "truncated": ("mask_truncated", "set mask_truncated = false, or raise max_tokens"),
+    "stale": ("max_token_staleness", "raise it"),
+}
+"""What takes long responses away (buffer/control/length_counts.py), and what can be done."""
+
+
+def _length_bias(task: str, metrics: Mapping[str, float]) -> Symptom | None:
+    """Report a bias but for that of equal rewards, which have no gradient by their nature."""
+
+    def ratio(name: str) -> float:
+        return metrics.get(f"length_bias/{name}/{task}", 1.0)
+
+    mean = ratio("mean") / max(1e-9, ratio("no_advantage"))
+    if mean >= 1 - MOST_BIAS:
+        return None
+    worst = min(LOSSES, key=ratio)
+    loss, fix = LOSSES[worst] if ratio(worst) < 1 else ("nothing that is counted", "")
     what = (
-        f"task {task} learns to be short: the responses that are trained have {mean:.0%} of the "
-        f"mean length of those that were started; {expired:.0%} of its groups expired"
+        f"task {task} learns to be short: responses with a gradient have {mean:.0%} of the mean "
+        f"length of those that were started, and {ratio('tail'):.0%} of the longest twentieth are "
+        f"left; most of it was lost to {loss}"
     )
-    fix = (
-        f"`rolloutmq set tasks.{task}.max_staleness=N` with a larger N trains long responses when "
-        f"they come; `tasks.{task}.on_straggler=wait` waits for them"
-    )
-    return Symptom("warning", what, fix)
+    return Symptom("warning", what, fix.replace("TASK", task))
 
 
 def _dry(task: TaskView, quiet_ms: int | None) -> Symptom:

@@ -109,7 +109,8 @@ def _source_shares(prompts: Sequence[RolloutGroup]) -> dict[str, float]:
 
 FEW = 20_000  # groups and keys up to which all of a run is checked, within a second or two
 FEW_LETTERS = 500  # newest dead letters whose causes are counted
-MEANT = ("conversation", "again", "branch")  # new contexts that agents ask for
+# new contexts that agents ask for
+MEANT = ("conversation", "again", "branch", "other_system", "other_tools")
 SHOWN = 5  # faults, or causes, that are shown one by one
 
 

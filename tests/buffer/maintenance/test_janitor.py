@@ -80,13 +80,6 @@ def test_sweep_is_bounded_and_says_that_there_is_more(
     ]
 
 
-def test_sweep_frees_nothing_while_a_snapshot_holds(scene: Scene) -> None:
-    neglect(scene).raw.set(scene.keys.snapshot_lock, "me")
-    assert scene.run.janitor.sweep().freed == 0
-    scene.raw.delete(scene.keys.snapshot_lock)
-    assert scene.run.janitor.sweep().freed == 6
-
-
 def test_sweep_spares_leases_after_an_outage_and_says_how_long(scene: Scene) -> None:
     neglect(scene).raw.hset(scene.keys.clock, "seen_ms", 1)
     swept = scene.run.janitor.sweep()

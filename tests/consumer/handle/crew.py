@@ -13,7 +13,7 @@ from itertools import count
 import numpy as np
 
 from buffer.control.control import ControlState, Mode
-from buffer.control.length_counts import LengthCounts
+from buffer.control.length_counts import FINISHED, LengthCounts
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.ids import group_id, new_nonce, split_group_id
 from buffer.job import Job
@@ -114,7 +114,7 @@ class Crew:
                 self.claimed.append((job.lane, state.mode))
                 group = answer(self._run.buffer.read(job.payload), self._weights(job, state))
                 self._run.buffer.submit(self.worker, job, group, 1)
-                self._lengths.add(job.task, group.lengths)
+                self._lengths.add(job.task, FINISHED, group.lengths)
         if not self.silent:
             # before the heartbeat, which is the receipt that a test may wait for
             self.epochs.append((state.epoch, state.mode))

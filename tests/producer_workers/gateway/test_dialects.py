@@ -44,11 +44,12 @@ Change = Callable[[list[Any]], list[Any]]
 
 
 def conversation(
-    chat: Any, agent: Any, lines: list[str] | None = None
+    chat: Any, agent: Any, lines: list[str] | None = None, train: str = "task"
 ) -> tuple[Recorder, list[RolloutState]]:
     """Run an agent against a model with a script, and check the record token by token."""
     engine = Recorder(chat, lines or LINES)
-    states = run(loop_of(chat, agent=agent), engine, questions("2 + 3?", max_tokens=10_000))
+    loop = loop_of(chat, agent=agent, train=train)
+    states = run(loop, engine, questions("2 + 3?", max_tokens=10_000))
     assert [(state.status, state.error) for state in states] == [(Status.COMPLETED, None)] * len(
         states
     )
@@ -214,6 +215,24 @@ def test_what_anthropics_client_sends_back_continues_the_tokens_that_were_sample
     assert contexts(states) == {}
 
 
+def test_a_conversation_that_ends_with_the_models_turn_is_counted_and_refused_if_asked(
+    chat: Any,
+) -> None:
+    """Anthropic's clients count their history after each answer."""
+    messages: Any = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y" * 90}]
+
+    async def solve(task: AgentTask) -> None:
+        url = task.anthropic_url
+        async with anthropic.AsyncAnthropic(base_url=url, api_key=task.api_key) as client:
+            counted = await client.messages.count_tokens(model="m", messages=messages)
+            assert counted.input_tokens > 90
+            with pytest.raises(anthropic.BadRequestError, match="ends with a message"):
+                await client.messages.create(**CLAUDE, messages=messages)
+            await client.messages.create(**CLAUDE, messages=messages[:1])
+
+    conversation(chat, solve)
+
+
 def test_anthropics_streams_say_what_its_messages_say(chat: Any) -> None:
     _, states = conversation(chat, claude(stream=True))
     assert len(states) == 1
@@ -264,7 +283,7 @@ def test_each_new_context_is_counted_with_its_reason(chat: Any) -> None:
                 *(ask([{"role": "user", "content": f"part {n}"}], "sub") for n in range(2))
             )
 
-    _, states = conversation(chat, solve, [f"line {n}" for n in range(10)])
+    _, states = conversation(chat, solve, [f"line {n}" for n in range(10)], "all")
     assert contexts(states) == {
         "system": 1,
         "history": 1,
@@ -273,6 +292,7 @@ def test_each_new_context_is_counted_with_its_reason(chat: Any) -> None:
         "again": 1,
         "branch": 1,
         "conversation": 2,
+        "other_system": 3,
     }
     assert len(states) == 1 + 8
 

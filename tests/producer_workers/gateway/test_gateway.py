@@ -38,9 +38,8 @@ def test_whatever_agents_do_each_sampled_token_is_trained_once_in_the_context_it
     chat: Any,
 ) -> None:
     engine = Recorder(chat)
-    states = run(
-        loop_of(chat), engine, questions(*(f"question {n}" for n in range(24)), max_tokens=10_000)
-    )
+    given = questions(*(f"question {n}" for n in range(24)), max_tokens=10_000)
+    states = run(loop_of(chat, train="all"), engine, given)
     assert len(engine.said) > 60
     assert len(states) > 24 + 10, "they cut, edited and asked twice"
     engine.check(states)
@@ -110,11 +109,10 @@ def test_tool_calls_of_an_agent_stay_in_one_segment(chat: Any) -> None:
     assert text == f"\ufffdlet me see {CALL}{CALL}{between}\ufffdit is 5<|im_end|>"
 
 
-@pytest.mark.parametrize(
-    ("turns", "writer", "judged"), [(1, False, "main"), (2, False, "main"), (2, True, "report")]
-)
-def test_the_judge_sees_the_turn_that_was_asked_last_and_no_title_that_was_late(
-    chat: Any, turns: int, writer: bool, judged: str
+@pytest.mark.parametrize("train", ["task", "all"])
+@pytest.mark.parametrize(("turns", "writer"), [(1, False), (2, False), (2, True)])
+def test_the_judge_sees_the_last_turn_of_the_conversation_with_tools_and_no_title_that_was_late(
+    chat: Any, turns: int, writer: bool, train: str
 ) -> None:
     asked: list[str] = []
 
@@ -144,11 +142,13 @@ def test_the_judge_sees_the_turn_that_was_asked_last_and_no_title_that_was_late(
             await said([{"role": "user", "content": "report"}])
         await title
 
-    judge = FunctionJudge("j", lambda *, response, **_: float(response.endswith(judged)))
+    judge = FunctionJudge("j", lambda *, response, **_: float(response.endswith("main")))
     engine = Late(chat)
-    states = run(loop_of(chat, agent=solve, judge=judge), engine, questions("x", max_tokens=1000))
-    engine.check(states)
+    loop = loop_of(chat, agent=solve, judge=judge, train=train)
+    states = run(loop, engine, questions("x", max_tokens=1000))
+    engine.check(states, range(turns, turns + 1 + writer) if train == "task" else ())
     assert [state.reward for state in states] == [{"score": 1.0}] * (2 + writer)
+    assert states[0].extra["new_contexts"]["other_tools"] == 1 + writer
 
 
 @pytest.mark.parametrize("sees_group", [False, True])
@@ -253,7 +253,9 @@ def test_interrupted_sessions_start_anew_elsewhere_and_ended_ones_are_kept(chat:
     second = Recorder(chat)
     first.cut = {1, 4, 5}
     states = run(
-        loop_of(chat, partial_rollout=True), first, questions(*"abcdefgh", max_tokens=10_000)
+        loop_of(chat, partial_rollout=True, train="all"),
+        first,
+        questions(*"abcdefgh", max_tokens=10_000),
     )
     assert {state.index for state in states if state.status is Status.ABORTED} == first.cut
     assert {state.index for state in states if state.status is Status.COMPLETED} == set(
@@ -267,7 +269,7 @@ def test_interrupted_sessions_start_anew_elsewhere_and_ended_ones_are_kept(chat:
         for state in states
         if state.status is Status.COMPLETED
     }
-    states = run(loop_of(chat, partial_rollout=True), second, states)
+    states = run(loop_of(chat, partial_rollout=True, train="all"), second, states)
     assert {state.status for state in states} == {Status.COMPLETED}
     assert {state.index for state in states} == set(range(8))
     assert all(_texts(states, index) == texts for index, texts in kept.items())

@@ -74,6 +74,7 @@ class Killed:
         self.base = group_bytes.encode(RolloutGroup("math-0000000001", "math", base))
         self.turns: list[bytes] = []
         self.last = last
+        self.trains_all = True
         self.died = asyncio.Event()
 
     def keep(self, turn: RolloutState) -> None:
@@ -89,7 +90,8 @@ class Killed:
 
     def found(self) -> list[RolloutState]:
         turns = [group_bytes.decode(turn).states[0] for turn in self.turns]
-        return with_turns(group_bytes.decode(self.base).states, turns, "math-0000000001")
+        states = group_bytes.decode(self.base).states
+        return with_turns(states, turns, "math-0000000001", trains_all=self.trains_all)
 
 
 def check(engine: Recorder, states: list[RolloutState]) -> set[int]:
@@ -176,6 +178,8 @@ async def play(task: AgentTask, steps: Any, answers: list[str]) -> None:
 
         for edit, at, tools, many, hang_up in steps:
             messages = edited(messages, edit, at)
+            if edit == "again" and messages and messages[-1]["role"] == "assistant":
+                messages.pop()  # the request for it
             if edit != "again" or not messages:
                 results = [
                     {"role": "tool", "tool_call_id": call["id"], "content": "5"}
@@ -214,7 +218,7 @@ def test_the_record_is_what_was_read_and_sampled_whatever_clients_do_and_where_t
     kept: set[int] = set()
     deaths = iter(kills)
     for _ in range(len(aborts) + len(kills) + 2):
-        loop = loop_of(chat, agent, partial_rollout=True, resumable=True)
+        loop = loop_of(chat, agent, partial_rollout=True, resumable=True, train="all")
         keeper = Killed(states, next(deaths, None))
         made = run(loop, engine, states, keeper)
         group = RolloutGroup("math-0000000001", "math", made or keeper.found())

@@ -1,4 +1,8 @@
-"""Answers are found and compared in the forms that models write; `answer_forms.jsonl` has many."""
+"""Answers are found and compared in the forms that models write.
+
+`answer_forms.jsonl` has those for which the grammar was made; `unseen_forms.jsonl` has others, which
+were written without the code at hand when the grammar stood.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from producer_workers.judges.answers import spans
-from producer_workers.judges.built_in import final_number, gsm8k, math_verify
-from producer_workers.judges.expressions import expression_of
+from producer_workers.judges import answer_words
+from producer_workers.judges.built_in import gsm8k, math_verify
+from producer_workers.judges.truths import Truth, read_answer
 from tests.thoroughness import examples
 
 FORMS = [
     orjson.loads(line)
-    for line in Path(__file__).with_name("answer_forms.jsonl").read_bytes().splitlines()
+    for name in ("answer_forms.jsonl", "unseen_forms.jsonl")
+    for line in Path(__file__).with_name(name).read_bytes().splitlines()
 ]
 ALGEBRA = {"expression", "words"}
 """Kinds of forms that `gsm8k` does not score: their answers are no numbers."""
@@ -155,13 +160,119 @@ def test_two_numbers_are_no_answer(one: int, other: int, sentence: str) -> None:
             assert score(judge, text, str(truth)) == 0.0
 
 
+# -- what stands beside an answer ------------------------------------------------------------------
+
+ANSWERS = [
+    "The answer is {left}{value}{right}.",
+    "#### {left}{value}{right}",
+    "{left}{value}{right}",
+    r"\boxed{{{left}{value}{right}}}",
+    r"{left}\boxed{{{value}}}{right}",
+    r"The answer is ${left}\boxed{{{value}}}{right}$.",
+    "<answer>{left}{value}{right}</answer>",
+    "{left}<answer>{value}</answer>{right}",
+    "She has {left}**{value}**{right}.",
+    "It is {left}`{value}`{right}.",
+]
+LEFT = [
+    *(
+        "-",
+        "half of ",
+        "at least ",
+        "twice ",
+        "not ",
+        "more than ",
+        "anything but ",
+        "up to ",
+        "2 ",
+        "2 * ",
+    ),
+    *(
+        "3 - ",
+        "1/",
+        "0.",
+        "7",
+        "2^",
+        ">= ",
+        "between 1 and ",
+        "a multiple of ",
+        "without ",
+        "1, ",
+        "one or ",
+    ),
+]
+RIGHT = [
+    *(
+        " million",
+        " dozen",
+        " or so, or 5",
+        "/7",
+        " - 1",
+        " + 1",
+        "^2",
+        "!",
+        "x",
+        " less than 3",
+        " more than 3",
+    ),
+    *(
+        " of 60",
+        " to 90",
+        ", 5",
+        ".5",
+        "0",
+        " times 2",
+        " squared",
+        " is wrong",
+        "?",
+        " percent of 5",
+        ":30",
+        "_5",
+    ),
+]
+KNOWN = {*answer_words.KINDS, *answer_words.SCALES, *answer_words.PARTS, *answer_words.VALUES}
+NAMES = st.text("abcdefghijklmnopqrstuvwxyz", min_size=3, max_size=9).filter(
+    lambda word: word not in KNOWN and not word.endswith(("s", "ed"))
+)
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(
+    st.integers(3, 10**5),
+    st.sampled_from(ANSWERS),
+    st.sampled_from(LEFT),
+    st.sampled_from(RIGHT),
+    st.booleans(),
+)
+def test_what_makes_another_amount_of_a_number_is_never_right(
+    value: int, answer: str, left: str, right: str, is_left: bool
+) -> None:
+    text = answer.format(value=value, left=left if is_left else "", right="" if is_left else right)
+    assume("!" not in text or "!}" in text or "!$" in text)  # or it is an exclamation
+    for judge in (gsm8k, math_verify):
+        assert score(judge, text, str(value)) == 0.0
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.integers(2, 10**5), st.sampled_from(ANSWERS), NAMES)
+def test_a_name_may_stand_behind_a_number_as_its_unit_but_never_before_it(
+    value: int, answer: str, name: str
+) -> None:
+    before = answer.format(value=value, left=f"{name} ", right="")
+    behind = answer.format(value=value, left="", right=f" {name}")
+    for judge in (gsm8k, math_verify):
+        assert judge(response=before, ground_truth=str(value)) == {"score": 0.0, "unparsed": 1.0}
+        assert judge(response=behind, ground_truth=str(value)) == {"score": 1.0, "unparsed": 0.0}
+
+
 # -- hostile texts ---------------------------------------------------------------------------------
 
 UNITS = [
     *("answer ", "the answer is not ", "\\boxed{", "{", "}", "\\boxed{1} or ", "####", "#### 1\n"),
     *("$", "$1", "*", "**1", "`", "1", "1 ", "1,", "1,000 ", "1/", "-", "1+1=", "\\frac{1}{"),
     *("\\text{", "not 1 ", "1 or ", "a. ", "\n", "| ", "<think>", "</think>", "<a", "~~1", "\\"),
-    *("\\(", "((", ")", "1^", "1e9", "½", "√2", "1_000", "because ", "wait ", "answer (", "\\left"),
+    *("1(", "[1,", "|1", "sin ", "one and ", "\\sqrt[", "°", "\\{", "\\(", "((", ")", "1^", "1e9"),
+    *("½", "√2", "1_000", "because ", "wait ", "answer (", "\\left", "the = ", "x = 1 ", "not = "),
 ]
 
 
@@ -170,17 +281,16 @@ def test_a_long_hostile_text_is_read_in_linear_time(unit: str) -> None:
     """Quadratic time would take minutes for one of these texts."""
     text = unit * (100_000 // len(unit))
     for response in (text, f"The answer is 18. {text}", f"{text} The answer is 18."):
-        final_number(response)
-        for span in spans(response):
-            expression_of(span)
+        read_answer(response)
+        Truth.of("Monday").compare(response)
 
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.lists(st.one_of(st.sampled_from(UNITS), st.text(max_size=3)), max_size=40).map("".join))
 def test_any_text_is_read_without_an_exception(text: str) -> None:
-    final_number(text)
-    for span in spans(text):
-        expression_of(span)
+    read_answer(text)
+    Truth.of("Monday").compare(text)
+    Truth.of(text)
 
 
 # -- what was not found ----------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from producer_workers.judges import built_in as unsafe
 from producer_workers.judges.built_in import math_verify
 from producer_workers.judges.judge import FunctionJudge, Judge
 from producer_workers.judges.load import HttpJudge, load_judge, make_judge
+from producer_workers.judges.programs import program_of
 from tests.producer_workers.http_service import http_service
 from tests.producer_workers.letter_engine import ANSWER, LetterEngine
 from tests.producer_workers.user_code.cage import needs_bubblewrap
@@ -236,26 +237,112 @@ def test_mathematics_is_never_evaluated_as_python(
 
 def test_a_truth_without_mathematics_is_the_data_sets_fault() -> None:
     with pytest.raises(ValueError, match="holds no mathematics"):
-        math_verify(response="1", ground_truth="")
+        math_verify(response="1", ground_truth=r"\frac{1")
 
 
 # -- programs ----------------------------------------------------------------
 
 
+DOUBLE = "def double(x):\n    return 2 * x"
+DOCUMENTED = DOUBLE.replace(
+    "\n", '\n    """Double.\n\n    ```\n    >>> double(2)\n    ```\n    """\n'
+)
+INDENTED = "\n".join(f"    {line}" for line in f"```python\n{DOUBLE}\n```".splitlines())
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        f"Here:\n```python\n{DOUBLE}\n```\nDone.",
+        f"```python3\n{DOUBLE}\n```",
+        f"```Python\n{DOUBLE}\n```",
+        f"```py\n{DOUBLE}\n```",
+        f"```python3.11\n{DOUBLE}\n```",
+        f"``` python title=a.py\n{DOUBLE}\n```",
+        f"```\n{DOUBLE}\n```",
+        f"~~~python\n{DOUBLE}\n~~~",
+        f"````python\n{DOUBLE}\n````",
+        f"1. First:\n\n{INDENTED}\n",
+        "> ```python\n> def double(x):\n>     return 2 * x\n> ```",
+        f"```python\n{DOUBLE}",  # cut off, or never closed
+        f"```python\n{DOCUMENTED}\n```",
+        f"````markdown\n```python\nx\n```\n````\n\n```python\n{DOUBLE}\n```",
+        f"```python\n{DOUBLE}\n```\nIt prints\n```\n4\n```\nand\n```text\n6\n```",
+        f"```python\nx = (\n```\nNo:\n```python\n{DOUBLE}\n```",
+        f"```bash\npip install x\n```\n```python\r\n{DOUBLE}\r\n```\r\n",
+        f"<think>\n```python\ndef double(x):\n    return x\n```\n</think>\n{DOUBLE}",
+        DOUBLE,
+        f"{DOUBLE}<|im_end|>",
+    ],
+)
+def test_a_program_is_found_in_any_fence(response: str) -> None:
+    program = program_of(response)
+    assert program is not None
+    found: dict[str, Any] = {}
+    exec(program, found)
+    assert found["double"](4) == 8
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        *("", "I cannot do this.", f"<think>\n```python\n{DOUBLE}\n```", "```text\nx\n```"),
+        f"<think>\n```python\n{DOUBLE}\n```\n</think>\nI am done.",
+    ],
+)
+def test_a_response_without_a_program_is_counted(response: str) -> None:
+    reward = unsafe.python_tests(response=response, ground_truth="assert double(2) == 4")
+    assert reward == {"score": 0.0, "passed_all": 0.0, "unparsed": 1.0}
+
+
+@pytest.mark.parametrize(
+    "unit", ["```\n", "```python\n", "~~~\n", "(", 'x = """\n```\n', "> ```py\n", "-" * 99]
+)
+def test_many_fences_are_read_in_linear_time(unit: str) -> None:
+    """Quadratic time would take minutes for one of these texts."""
+    program_of(unit * (200_000 // len(unit)))
+
+
 @pytest.mark.parametrize("sandbox", ["weak", pytest.param("bubblewrap", marks=needs_bubblewrap)])
 def test_programs_are_scored_by_the_tests_they_pass(sandbox: str) -> None:
     python_tests = partial(unsafe.python_tests, sandbox=sandbox)
-    good = "Here:\n```python\ndef double(x):\n    return 2 * x\n```\nDone."
+    good = f"Here:\n```python\n{DOUBLE}\n```\nDone."
     tests = ["assert double(2) == 4", "assert double('a') == 'b'"]
-    assert python_tests(response=good, ground_truth=tests) == {"score": 0.5, "passed_all": 0.0}
+    half = {"score": 0.5, "passed_all": 0.0, "unparsed": 0.0}
+    assert python_tests(response=good, ground_truth=tests) == half
     echo = "print(input())\nprint()"
-    assert (
-        python_tests(response=echo, ground_truth=[{"input": "x y", "output": "x y\n"}])["score"]
-        == 1.0
-    )
+    for truth in (
+        [{"input": "x y", "output": "x y\n"}, {"input": "z", "output": "y"}],
+        {"input": ["x y", "z"], "output": ["x y", "y"]},  # as APPS has them
+        '{"inputs": ["x y", "z"], "outputs": ["x y", "y"]}',
+    ):
+        assert python_tests(response=echo, ground_truth=truth) == half
     # it ends, with exit code 0, before it is tested
-    assert (
-        python_tests(response="import sys\nsys.exit()", ground_truth="assert False")["score"] == 0.0
-    )
-    with pytest.raises(ValueError, match="holds no tests"):
-        python_tests(response=good, ground_truth=4)
+    ends = python_tests(response="import sys\nsys.exit()", ground_truth="assert False")
+    assert ends["score"] == 0.0
+
+
+def test_a_program_may_print_more_than_a_tool_would_keep() -> None:
+    lines = "\n".join(str(n) for n in range(20_000))  # 109 kB
+    program = "for n in range(20_000):\n    print(n)"
+    python_tests = partial(unsafe.python_tests, sandbox="weak")
+    expected = [{"input": "", "output": lines}]
+    assert python_tests(response=program, ground_truth=expected)["score"] == 1.0
+    other = [{"input": "", "output": f"{lines[:-1]}8"}]
+    assert python_tests(response=program, ground_truth=other)["score"] == 0.0
+    assert python_tests(response=program, ground_truth="assert n == 19_999")["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        *(4, None, b"assert True", [], "", "18", "no python", [["assert 1"]], {"input": "1"}),
+        {"input": ["1", "2"], "output": ["1"]},
+        {"input": [[1, 2]], "output": [3]},
+        '{"inputs": [[1]], "outputs": [[1]], "fn_name": "f"}',
+        '{"inputs": ["1"], "outputs": ["1"]',
+    ],
+)
+def test_a_ground_truth_that_is_no_test_is_the_data_sets_fault(truth: Any) -> None:
+    with pytest.raises(ValueError, match=r"the (ground truth|test) .*(test|run|Python|asserts)"):
+        unsafe.python_tests(response=DOUBLE, ground_truth=truth)

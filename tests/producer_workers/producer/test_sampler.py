@@ -15,6 +15,7 @@ from buffer.wire.rollout import RolloutState, Status
 from buffer.wire.sampling import SampleParams, StructuredOutput
 from producer_workers.agent_loops.tokenizer import TaskTokenizer
 from producer_workers.datasets.files import JsonlDataset
+from producer_workers.datasets.records import RecordsDataset, load_to_problem
 from producer_workers.producer.sampler import Sampler, TooLong
 
 
@@ -28,7 +29,7 @@ def rows(tmp_path: Path) -> JsonlDataset:
 
 
 def make(
-    rows: JsonlDataset, tokenizer: Any, sample: SampleParams | None = None, **options: Any
+    rows: RecordsDataset, tokenizer: Any, sample: SampleParams | None = None, **options: Any
 ) -> Sampler:
     options = {"prompt_repeat_k": 4, "seed": 3} | options
     return Sampler("math", rows, tokenizer, sample or SampleParams(), **options)
@@ -48,12 +49,53 @@ def test_a_row_whose_source_has_no_judge_is_refused(tmp_path: Path, tokenizer: A
     path = tmp_path / "sources.jsonl"
     path.write_text('{"prompt": "1?", "data_source": "code/py"}\n{"prompt": "2?"}\n')
     rows = JsonlDataset(path)
-    sampler = make(rows, tokenizer, shuffle=False, sources=["code/*"])
+    sampler = make(rows, tokenizer, shuffle=False, judge={"code/*": "none"})
     assert drawn(sampler, 0)[0].data_source == "code/py"
     with pytest.raises(DatasetError, match="row 1: no judge for the data source ''"):
         sampler.draw(1)
-    assert drawn(make(rows, tokenizer, shuffle=False, sources=["code/*", "*"]), 1)
+    assert drawn(make(rows, tokenizer, shuffle=False, judge={"code/*": "none", "*": "none"}), 1)
     assert drawn(make(rows, tokenizer, shuffle=False), 1), "one judge for all sources"
+
+
+GAP = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("judge", "taken", "refused"),
+    [
+        (
+            "exact_match",
+            ["18", 18, 18.0, ["18"], "None"],
+            [None, GAP, "", b"18", [], ["1", "2"], {}],
+        ),
+        (
+            "gsm8k",
+            ["18", 18.0, ["18"], "2+2=4\n#### 4"],
+            [None, GAP, b"18", "3-2", "unknown", [1, 2]],
+        ),
+        ("math_verify", ["x^2", 0.5, "3-2", "Monday"], [None, GAP, float("-inf"), b"18", " "]),
+        (
+            "python_tests",
+            ["assert f(1) == 1", ["f()"], [{"input": 1, "output": "1"}]],
+            [None, "18", [1], {}],
+        ),
+        ("reasoning_gym", [None, GAP, {"a": 1}], []),
+        ("my_module:score", [None, GAP, b"18"], []),
+        ({"a": "exact_match", "*": {"gsm8k": 1.0, "none": 0.5}}, ["18"], ["B", None]),
+    ],
+)
+def test_a_row_whose_ground_truth_no_answer_fits_is_refused(
+    tokenizer: Any, judge: Any, taken: list[Any], refused: list[Any]
+) -> None:
+    """NaN is a gap in a column of floats."""
+    records = [{"prompt": "1?", "ground_truth": truth} for truth in (*taken, *refused)]
+    rows = RecordsDataset(records, "rows", load_to_problem(None))
+    sampler = make(rows, tokenizer, shuffle=False, judge=judge)
+    for draw in range(len(taken)):
+        assert drawn(sampler, draw)
+    for draw in range(len(taken), len(records)):
+        with pytest.raises(DatasetError, match=rf"row {draw}: judge \w+: the (ground truth|test) "):
+            sampler.draw(draw)
 
 
 def test_a_row_that_ends_with_an_answer_is_refused(tmp_path: Path, tokenizer: Any) -> None:
@@ -79,7 +121,7 @@ def test_draw_makes_k_rollouts_of_one_prompt(rows: JsonlDataset, tokenizer: Any)
 
 
 def test_draw_has_the_system_prompt_of_the_task_and_its_template_arguments(
-    rows: JsonlDataset, tokenizer: Any
+    rows: RecordsDataset, tokenizer: Any
 ) -> None:
     told = TaskTokenizer(tokenizer, {"add_special_tokens": False}, "be brief")
     state = drawn(make(rows, told, system_prompt="be brief"), 0)[0]
@@ -90,7 +132,7 @@ def test_draw_has_the_system_prompt_of_the_task_and_its_template_arguments(
 
 
 def test_draws_of_an_epoch_visit_every_row_and_the_next_epoch_follows(
-    rows: JsonlDataset, tokenizer: Any
+    rows: RecordsDataset, tokenizer: Any
 ) -> None:
     extras = [drawn(make(rows, tokenizer), number)[0].extra for number in range(12)]
     assert [extra["epoch"] for extra in extras] == [0] * 6 + [1] * 6
@@ -110,7 +152,7 @@ def test_draw_is_the_same_when_made_by_another_sampler(rows: JsonlDataset, token
 
 
 def test_every_rollout_has_a_seed_of_its_own_when_the_task_has_one(
-    rows: JsonlDataset, tokenizer: Any
+    rows: RecordsDataset, tokenizer: Any
 ) -> None:
     def seeds(sampler: Sampler) -> list[int | None]:
         return [

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import aiohttp
 import pytest
 
 from producer_workers.gateway.agents import AgentTask
-from tests.producer_workers.real_agents.recording import RECORDED
+from tests.producer_workers.real_agents.recording import recorded
 from tests.producer_workers.real_agents.scripted import (
     AGENTS,
     QUESTION,
@@ -22,7 +21,7 @@ from tests.producer_workers.recorder import loop_of, questions, run
 
 @pytest.mark.parametrize("name", sorted(AGENTS))
 def test_requests_of_an_agent_are_recorded_token_by_token(name: str, tokenizer: Any) -> None:
-    requests = json.loads((RECORDED / f"{name}.json").read_text(encoding="utf-8"))
+    requests = recorded(name)
 
     async def solve(task: AgentTask) -> None:
         headers = {"Authorization": f"Bearer {task.api_key}"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import numpy as np
@@ -104,22 +104,32 @@ def segment(index: int, version: int, status: Status = Status.COMPLETED) -> Roll
     )
 
 
+def copy(states: Sequence[RolloutState]) -> list[RolloutState]:
+    return [state.model_copy() for state in states]
+
+
+def ignore(_: Sequence[RolloutState]) -> None:
+    pass
+
+
 def test_a_session_with_a_segment_that_is_too_old_starts_again_as_one_member() -> None:
     states = [segment(0, 5), segment(0, 2), segment(1, 5), segment(1, 4)]
-    left = restart_too_old(states, AgeLimit(3, "", []))
+    lost: list[RolloutState] = []
+    left = restart_too_old(states, AgeLimit(3, "", []), lambda each: lost.extend(copy(each)))
+    assert [len(state.response_ids) for state in lost] == [1, 1]
     assert [(state.index, len(state.response_ids)) for state in left] == [(0, 0), (1, 1), (1, 1)]
     assert (left[0].status, left[0].session_id) == (Status.INIT, "s0")
 
 
 def test_a_member_that_was_put_as_expired_starts_again() -> None:
     states = [segment(0, 5, Status.EXPIRED), segment(1, 5)]
-    left = restart_too_old(states, AgeLimit(3, "", []))
+    left = restart_too_old(states, AgeLimit(3, "", []), ignore)
     assert [state.status for state in left] == [Status.INIT, Status.COMPLETED]
 
 
 def test_a_member_of_weights_that_were_rolled_back_counts_as_the_fork() -> None:
     states = [segment(0, 9), segment(1, 4)]
-    left = restart_too_old(states, AgeLimit(4, "", [("l1", 0), ("l2", 3)]))
+    left = restart_too_old(states, AgeLimit(4, "", [("l1", 0), ("l2", 3)]), ignore)
     assert [len(state.response_ids) for state in left] == [0, 0]
-    left = restart_too_old([segment(0, 9)], AgeLimit(3, "", [("l1", 0), ("l2", 3)]))
+    left = restart_too_old([segment(0, 9)], AgeLimit(3, "", [("l1", 0), ("l2", 3)]), ignore)
     assert len(left[0].response_ids) == 1

@@ -218,6 +218,26 @@ def test_a_teacher_with_another_tokenizer_is_refused_by_its_first_other_token(
     assert f"is {second!r} in {teacher}" in error.what
 
 
+@pytest.mark.parametrize(
+    ("judge", "truth", "said"),
+    [
+        ("gsm8k", None, "row 150: judge gsm8k: the ground truth None is no text"),
+        ("gsm8k", "3-2", "row 150: judge gsm8k: the ground truth '3-2' holds no number"),
+        ("exact_match", ["1", "2"], "judge exact_match: the ground truth ['1', '2'] is no text"),
+        ("python_tests", {"input": ["1"], "output": []}, "judge python_tests: the test {"),
+    ],
+)
+def test_a_ground_truth_that_no_answer_fits_is_found_behind_the_first_prompts(
+    project: Path, judge: str, truth: Any, said: str
+) -> None:
+    right = "assert True" if judge == "python_tests" else "1"
+    rows = [orjson.dumps({"question": "1?", "answer": right})] * 200
+    rows[150] = orjson.dumps({"question": "1?", "answer": truth})
+    (project / "sums.jsonl").write_bytes(b"\n".join(rows))
+    (error,) = errors(f"tasks.sums.judge={judge}", section="data")
+    assert said in error.what
+
+
 def test_a_data_source_without_a_judge_is_found_behind_the_first_prompts(project: Path) -> None:
     rows = [orjson.dumps({"question": "1?", "answer": 1, "data_source": "a"})] * 200
     rows[150] = orjson.dumps({"question": "1?", "answer": 1, "data_source": "b"})
@@ -290,7 +310,16 @@ def test_the_formula_of_memory_md_is_the_one_that_is_computed(project: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("eos", "level"), [(None, "warning"), (128, "error"), ([3, 500], "error"), (3, "ok")]
+    ("eos", "level"),
+    [
+        (None, "warning"),
+        (128, "error"),
+        ([3, 500], "error"),
+        (1, "ok"),
+        ([50, 1], "ok"),
+        (3, "warning"),  # a token of control, but not the one that ends a turn
+        (50, "error"),  # an ordinary character
+    ],
 )
 def test_a_model_whose_responses_cannot_end_is_found(
     project: Path, changed: Callable[..., Path], eos: Any, level: str
@@ -300,6 +329,45 @@ def test_a_model_whose_responses_cannot_end_is_found(
     units = {unit.what: unit for unit in units_of("model", config_of(f"policy.model={folder}"))}
     wrong = list(units[f"{folder}, its tokenizer"].findings())
     assert [each.level for each in wrong] == ([] if level == "ok" else [level])
+
+
+ROLES = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+OPENS = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+THINKS = "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
+BARE = "{% for m in messages %}[{{ m.content }}]<|end|>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (ROLES + OPENS, None),
+        (ROLES + THINKS, None),
+        ("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}", None),
+        (ROLES, r"opens no turn of the assistant: prompts end without '<|assistant|>'"),
+        (BARE, r"prompts end without '['"),
+        ((ROLES + OPENS).replace("<|end|>", "<|unk|>"), "ends a turn of the assistant with"),
+        ((ROLES + OPENS).replace("<|end|>", ""), None),  # nothing ends a turn: nothing to compare
+        ("{{ raise_exception('no') }}", None),
+    ],
+)
+def test_a_template_whose_turns_are_not_those_of_the_prompts_is_found(
+    project: Path, changed: Callable[..., Path], template: str, said: str | None
+) -> None:
+    folder = changed("tokenizer_config.json", chat_template=template)
+    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    units = {unit.what: unit for unit in units_of("model", config_of(f"policy.model={folder}"))}
+    wrong = [each for each in units[f"{folder}, its tokenizer"].findings() if each.level != "ok"]
+    assert len(wrong) == (said is not None), wrong
+    assert said is None or said in wrong[0].what
+
+
+def test_a_stop_of_the_tasks_may_end_a_turn(project: Path, changed: Callable[..., Path]) -> None:
+    folder = changed("generation_config.json", eos_token_id=3)
+    changed("config.json", eos_token_id=3)
+    for stop in ("sample.stop_token_ids=[1]", "sample.stops=['<|end|>']"):
+        config = config_of(f"policy.model={folder}", f"tasks.sums.{stop}")
+        units = {unit.what: unit for unit in units_of("model", config)}
+        assert not [*units[f"{folder}, its tokenizer"].findings()]
 
 
 def config_of(*overrides: str) -> Config:

@@ -25,6 +25,12 @@ GOOD = "It is **five**, since $2 + 3 = 5$."
 
 ALL = "return document.querySelector('main').textContent"
 
+ORDINARY = (
+    "**Step 1: think**\n\nWe know that $x^2 = 4$, so `x` is 2.\n\n- first *item* of it\n- second, with **bold**\n"
+    "  - inner one\n\n1. one\n2. two\n\nMore words follow, in a paragraph of ordinary length.\n\n```python\nx = 1\n```\n\n"
+) * 80
+"""As long as Markdown is rendered."""
+
 Sampled = Callable[..., None]
 
 
@@ -83,7 +89,7 @@ TOO_DEEP_OR_LONG = [
 def test_no_text_of_a_rollout_keeps_a_reader_from_the_others(
     chromium: Chrome, address: str, sampled: Sampled, server: EmbeddedServer, tmp_path: Path
 ) -> None:
-    texts = [GOOD, *(text + "END" for text in TOO_DEEP_OR_LONG), GOOD]
+    texts = [ORDINARY, *(text + "END" for text in TOO_DEEP_OR_LONG), GOOD]
     sampled(*texts, prompt=TOO_DEEP_OR_LONG[0] + "ASKED")
     assert write_report(server.folder, tmp_path / "report.html")
     go(chromium, address, f"groups/{GID}?step=1")

@@ -10,7 +10,6 @@ check_sandbox(SANDBOX)  # a run does not start without it
 
 
 def score(response, ground_truth, state):
-    """Return the share of passed tests, and 0.1 less for an answer without a code block."""
+    """Return the share of passed tests, and 0.1 less for an answer without a program."""
     reward = python_tests(response=response, ground_truth=ground_truth, sandbox=SANDBOX)
-    has_block = "```" in response
-    return {"score": reward["score"] - 0.1 * (not has_block), "passed": reward["score"]}
+    return {**reward, "score": reward["score"] - 0.1 * reward["unparsed"]}

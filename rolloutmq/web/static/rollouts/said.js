@@ -7,7 +7,7 @@ import { el, number } from "../frame/draw.js";
 const LONGEST_MARKDOWN = 20000, LONGEST_TEXT = 50000, LONGEST_TEX = 2000;
 const FORBIDDEN = { FORBID_TAGS: ["a", "img", "style", "form", "input", "button", "select", "textarea", "video", "audio", "picture", "source", "dialog", "details"], FORBID_ATTR: ["style", "id", "name", "href", "src", "srcset", "action", "xlink:href"] };
 // Of one rollout: characters that the parser looks at, some 10 ns each. Ordinary texts take a tenth.
-const WORK = 20_000_000, FORMULA = 8_000, DEEPEST = 24, MOST_PARTS = 400;
+const WORK = 40_000_000, FORMULA = 8_000, DEEPEST = 24, MOST_PARTS = 400;
 let markdown = null, loading = null, left = WORK, depth = 0;
 
 function spend(work) {
@@ -49,7 +49,11 @@ function bounded(own) {
     depth += 1;
     try { return own[name].apply(this, given); } finally { depth -= 1; }
   };
-  const items = (source) => (source.match(/^ *(?:[-+*]|\d{1,9}[.)])(?= |$)/gm) ?? []).length;
+  const listWork = (source) => {
+    if (!/^ {0,3}(?:[-+*]|\d{1,9}[.)])(?:\s|$)/.test(source)) return 0;
+    const list = source.split(/\n\n(?![ \t\n*+\d-])/, 1)[0];
+    return list.length * (list.match(/^[ \t]*(?:[-+*]|\d{1,9}[.)])(?=\s|$)/gm) ?? []).length;
+  };
   return {
     space(source) { spend(source.length); return false; }, // is asked first for each block, and escape for each inline part
     escape(source) { spend(source.length); return false; },
@@ -60,14 +64,14 @@ function bounded(own) {
       this.lexer.inlineQueue.length = queued; // cells that the head does not have would be hidden
       return undefined;
     },
-    list: nested("list", (source) => (/^ {0,3}[-+*\d]/.test(source) ? items(source) * source.length : 0)),
+    list: nested("list", listWork),
     emStrong: nested("emStrong", (source) => (/^[*_]/.test(source) ? 4 * source.length : 0)),
     ...Object.fromEntries(["blockquote", "link", "reflink", "del"].map((name) => [name, nested(name)])),
   };
 }
 
 // Commands and comments of TeX that hide text, or that put it where it is not seen.
-const TEX_HIDES = /(?:^|[^\\])%|\\(?:[hv]?phantom|smash|[gex]?def|let|newcommand|renewcommand|providecommand|label|tag|(?:text|page)?color|f?colorbox|(?:math)?[rlc]lap|m?kern|[hm]skip|[hm]space|tiny|char|unicode|class|id|data|href|url|includegraphics)(?![a-zA-Z])/;
+const TEX_HIDES = /(?:^|[^\\])(?:\\\\)*%|\\(?:[hv]?phantom|smash|[gex]?def|let|newcommand|renewcommand|providecommand|label|(?:text|page)?color|f?colorbox|(?:math)?[rlc]lap|m?kern|[hm]skip|[hm]space|tiny|char|unicode|class|id|data|href|url|includegraphics)(?![a-zA-Z])/;
 
 const TEX = {
   display: /^(?:\$\$([^]+?)\$\$|\\\[([^]+?)\\\])/,
@@ -79,6 +83,8 @@ function mathematics(kind, level) {
     name: kind, level,
     start: (source) => { const at = source.search(kind === "display" ? /\$\$|\\\[/ : /\$|\\\(|\\boxed/); return at < 0 ? undefined : at; },
     tokenizer(source) {
+      if (!/^[$\\]/.test(source)) return undefined;
+      spend(2 * source.length);
       const found = TEX[kind].exec(source);
       return found ? { type: kind, raw: found[0], tex: found.slice(1).find((part) => part !== undefined) } : undefined;
     },
@@ -133,7 +139,7 @@ export function rendered(text) {
 export function readable(what, show) {
   left = WORK;
   try { return show(what); } catch (error) {
-    return el("section", { class: "panel member" }, el("p", { class: "near" }, `shown as data: ${error.message}`), plain(asText(what)));
+    return el("section", { class: "panel" }, el("p", { class: "near" }, `shown as data: ${error.message}`), plain(asText(what)));
   }
 }
 

@@ -284,6 +284,22 @@ def test_an_episode_whose_score_is_the_sum_of_its_steps_is_worth_its_score() -> 
     assert [found[0, 0, 2], found[0, 1, 0], found[0, 1, 2]] == pytest.approx([1.0, 0.5, 0.0])
 
 
+def test_a_segment_without_values_changes_no_advantage_of_other_sessions() -> None:
+    """It was too long for the model. The scores are sums, which count once."""
+    sessions = [of_steps(0.5, 1, score=1.5), of_steps(0.5, 0, score=0.5)]
+    group, _ = make_group(sessions, random.Random(3), is_cut=True)
+    found = []
+    for is_known in (True, False):
+        rewards = GroupRewards.of(group)
+        values = np.zeros(len(group.mask))
+        values[: group.lengths[0]] = 0.0 if is_known else np.nan
+        rewards.tokens["values"] = values
+        found.append(gae_advantages([rewards])[0])
+    others = np.repeat(np.array(group.sessions) != group.sessions[0], group.lengths)
+    assert found[0][others].any()
+    assert found[1][others].tolist() == found[0][others].tolist()
+
+
 # -- with a model ---------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from buffer.control.length_counts import FINISHED
 from buffer.errors import ConfigError
 from buffer.wire.group import RolloutGroup
 from consumer.config.learner import CriticConfig, LearnerConfig, LossConfig
@@ -294,3 +295,44 @@ def test_a_column_that_nothing_reads_is_refused(
 def test_gae_without_a_critic_is_refused(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="needs a critic"):
         TrainController(make_controller(model_dir).learner, "gae")
+
+
+def test_each_rollout_has_the_reason_that_kept_it_from_a_gradient(model_dir: Path) -> None:
+    def batch() -> list[RolloutGroup]:
+        overlong = make_group(0, prompt=4, lengths=(3, 9, 2, 4))
+        truncated, equal, roles, unscored = (make_group(n).states for n in range(1, 5))
+        truncated[1].finish_reason = "length"
+        for state in equal:
+            state.reward = {"score": 1.0}
+        roles[3].role, roles[3].response_mask = "other", np.zeros(4, "u1")
+        unscored[2].reward = None
+        stale = make_group(5)
+        stale.mask = np.where(np.arange(13) < 3, 0, 1).astype(
+            "u1"
+        )  # as for tokens that are too old
+        made = [
+            RolloutGroup(f"t-{n:010d}", "t", s)
+            for n, s in enumerate((truncated, equal, roles, unscored))
+        ]
+        return [overlong, *made, stale]
+
+    learner = make_controller(model_dir).learner
+    controller = TrainController(learner, batch_filter=BatchFilter(12, mask_truncated=True))
+    controller.fit(batch())
+    yes = FINISHED
+    assert controller.fates == [
+        *(yes, "overlong", yes, yes),
+        *(yes, "truncated", yes, yes),
+        *["no_advantage"] * 4,
+        *(yes, yes, yes, ""),
+        *["missing_reward"] * 4,
+        *("stale", yes, yes, yes),
+    ]
+    columns = BatchColumns.of(batch(), controller.advantages, controller.fates)
+    assert columns.lengths_by_fate()["task", "overlong"] == [9]
+    assert columns.lengths_by_fate()["t", "truncated"] == [5]
+    # the KL to a reference has a gradient where the advantage has none
+    learner = make_controller(model_dir, loss={"kl_coef": 0.1}).learner
+    with_kl = TrainController(learner, batch_filter=BatchFilter(12, mask_truncated=True))
+    with_kl.fit(batch())
+    assert "no_advantage" not in with_kl.fates

@@ -15,11 +15,13 @@ def test_save_and_restore_under_another_name(
     scene: Scene, store: Store, command: Command, tmp_path: Path
 ) -> None:
     done = command("save", str(tmp_path / "s"))
-    assert done.returncode == 0, done.stderr
-    assert "run demo: 9 groups" in done.stdout
-    assert "1 running group saved as waiting" in done.stdout
+    assert "add --pause" in done.stderr
+    for worker in scene.workers:
+        scene.run.fleet.fence(worker)
+    done = command("save", str(tmp_path / "s"))
+    assert done.stdout.startswith("run demo: "), done.stderr
     done = command("restore", str(tmp_path / "s"), "--run", "again")
-    assert done.stdout.startswith("run again: 9 groups restored")
+    assert done.stdout.startswith("run again: "), done.stderr
     assert json_of(command("fsck", "--run", "again", "--json"))["clean"]
 
 
@@ -31,14 +33,16 @@ def test_pause_ends_with_the_command_and_comes_back_with_the_run(
     assert command("save", str(tmp_path / "s"), "--pause").returncode == 0
     assert scene.run.control.state().mode is Mode.RUN
     done = command("restore", str(tmp_path / "s"), "--run", "again")
-    assert "paused (keep)" in done.stdout
-    assert Run.open(store, "again").control.state().mode is Mode.KEEP
+    assert "paused (drain)" in done.stdout
+    assert Run.open(store, "again").control.state().mode is Mode.DRAIN
 
 
 def test_pause_of_somebody_else_is_left_alone(
     scene: Scene, command: Command, tmp_path: Path
 ) -> None:
     scene.run.control.set_mode("operator", Mode.DRAIN)
+    for worker in scene.workers:
+        scene.run.fleet.fence(worker)
     assert command("save", str(tmp_path / "s"), "--pause").returncode == 0
     assert scene.run.control.state().mode is Mode.DRAIN
 
@@ -51,7 +55,9 @@ def test_refusals_are_one_clear_error(scene: Scene, command: Command, tmp_path: 
     done = command("restore", str(tmp_path))
     assert (done.returncode, done.stdout) == (1, "")
     assert "is not a snapshot" in done.stderr
+    for worker in scene.workers:
+        scene.run.fleet.fence(worker)
     command("save", str(tmp_path / "s"))
     done = command("restore", str(tmp_path / "s"))
     assert (done.returncode, done.stdout) == (5, "")
-    assert "there is a run 'demo'" in done.stderr
+    assert "the server has a run 'demo'" in done.stderr
