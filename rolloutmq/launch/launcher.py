@@ -49,7 +49,7 @@ from rolloutmq.views.setting_view import override_lines
 POLL_S = 0.5  # between two checks of the processes
 POLLS_PER_LINE = 10  # checks per line of output, where the output is not a terminal
 NEWS = 4  # reports that stay on the screen
-SUBMITS = frozenset({"completed", "filtered", "aborted", "taught"})
+SUBMITS = frozenset({"completed", "filtered", "aborted"})
 MOST_EVENTS = 5000  # newest ones, among which the last submit of a worker is found
 
 SERVER_S = 300.0  # in which a server that ends STOPPED times is not started again

@@ -21,7 +21,7 @@ _COUNTERS = (
 )  # fmt: skip
 _SHARE = ("share", "number", "total", "level")
 _WORKER = (
-    "id", "engine", "teaches", "state", "weights", "holds", "judging", "tokens_per_s",
+    "id", "engine", "state", "weights", "holds", "judging", "tokens_per_s",
     "done", "failed", "quarantined", "concurrency", "requests", "judged", "judge_failures",
     "judge_buckets", "replaced", "refusal", "bad_groups", "barred_for_ms",
 )  # fmt: skip

@@ -10,7 +10,6 @@ from typing import Literal
 from buffer.control.control import RoleHolder
 from buffer.control.task_status import TaskStop
 from buffer.control.worker_record import WorkerRecord
-from buffer.ids import TEACH
 from rolloutmq.output import age, plural
 from rolloutmq.views.explain.shares import shares_of
 from rolloutmq.views.run_view import RunView, TaskView
@@ -182,7 +181,7 @@ def _unclaimed(snap: RunView) -> Iterator[Symptom]:
     """Report waiting groups whose live workers hang, or serve other tasks or lanes."""
     quiet_ms = last_event_ms(snap)
     claimable = [task for task in snap.tasks if not task.is_gone and not task.stop_reason]
-    waiting = sum(task.account.waiting - task.account.teaching for task in claimable)
+    waiting = sum(task.account.waiting for task in claimable)
     can_claim = [worker for worker in snap.live_workers if worker.weights == str(snap.weights)]
     is_quiet = (quiet_ms or 0) > PATIENCE_MS and not snap.leases
     if waiting and can_claim and is_quiet and snap.mode == "run":
@@ -254,12 +253,6 @@ def _task(task: TaskView, snap: RunView) -> Iterator[Symptom]:
     metrics = snap.report.training.metrics if snap.report.training else {}
     if bias := _length_bias(name, metrics):
         yield bias
-    for teacher in task.absent_teachers:
-        waiting = task.backlog[TEACH + teacher]
-        what = f"task {name}: no worker of teacher {teacher} is alive; "
-        what += f"{plural(waiting, 'group')} waiting for one"
-        fix = f"`rolloutmq worker CONFIG --teacher {teacher}`; one that was started joins once its "
-        yield Symptom("stuck" if waiting else "note", what, f"{fix}engine is loaded")
     kept = account.waiting + account.completed + account.aborted + account.expired
     if task.is_gone and kept:
         fix = (
