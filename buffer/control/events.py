@@ -68,6 +68,8 @@ REPORTED = frozenset(
         "policy/clip_fraction", "optim/grad_norm", "response_len/mean", "response_len/tokens",
         "staleness/mean", "staleness/max", "time/step_s", "time/wait_s", "time/train_s",
         "time/pause_s", "time/publish_s", "eval/accuracy", "eval/score",
+        "eval/groups", "eval/failed", "eval/oldest_version", "eval/newest_version",
+        "eval/temperature",
     }
 )  # fmt: skip
 """Names of reported metrics: a fixed set bounds a report's size."""

@@ -25,7 +25,7 @@ NO_SUMS = (
     "failures_in_row",
     "filtered_in_row",
     "tail_step",
-    "draws_to",
+    "begins",
     "awaited",
     "awaited_step",
     "stopped",
@@ -37,7 +37,9 @@ class TaskProgress:
     """Counts of one task since the run began, in groups unless stated otherwise."""
 
     target: int = 0
-    """groups in all that may be started or used, as the producer or an evaluation last set it"""
+    """groups in all that may be started or used, as the producer last set it; of an evaluation, the
+    draw behind its last problem
+    """
     enqueued: int = 0
     consumed: int = 0
     raw_rewards_sum: float = 0.0  # scores of completed groups, before any is filtered
@@ -62,7 +64,7 @@ class TaskProgress:
     failures_in_row: int = 0
     filtered_in_row: int = 0
     tail_step: int = 0  # last train step of the newest tail batch
-    draws_to: int = 0  # draw at which an evaluation ends, also if groups failed; 0: none requested
+    begins: int = 0  # first draw of the newest evaluation
     awaited: int = 0  # groups that batch `awaited_step` lacked when the trainer last waited
     awaited_step: int = 0
     stopped: str = ""  # why the scripts start nothing more of the task; empty while they do

@@ -249,12 +249,15 @@ class BatchLedger:
             raise LedgerError(f"the manifest of step {step} is gone")
         return manifest
 
-    def set_target(self, nonce: str, task: str, target: int) -> None:
-        """Request groups of an evaluation task, `target` in total since the run began."""
+    def set_target(self, nonce: str, task: str, begins: int, target: int) -> None:
+        """Request the draws `begins` to `target` - 1 of an evaluation task, each once.
+
+        Earlier draws are requested with them, if they were not. Raises Fenced.
+        """
         reply = self._store.call(
             "set_target",
             self._keys.slots(task=task),
-            {"nonce": nonce, "task": task, "target": target},
+            {"nonce": nonce, "begins": begins, "target": target},
         )
         unfenced(reply, "trainer")
 

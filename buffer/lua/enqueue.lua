@@ -25,7 +25,7 @@
 -- ARGV task      name
 -- ARGV lane      fresh|eval
 -- ARGV cursor    0..33_554_432  that the caller expects
--- ARGV target    ''|0..         total of groups that the task may have started or used; '' = the one in progress
+-- ARGV target    ''|0..         total of groups that the task may have started or used, of an evaluation its last draw + 1; '' = the one in progress
 -- ARGV threshold ''|0..         stale threshold in steps; '' = groups of this task do not age
 -- ARGV byte_limit 0..            payload bytes of the run from which no group is started; 0 = no bound
 -- ARGV max_in_flight ''|1..         largest number of groups of the task in flight; '' = no bound
@@ -46,7 +46,8 @@ if is_full(bytes, byte_limit) and (waiting > 0 or is_refused(bytes, byte_limit, 
 end
 if redis.call('HEXISTS', progress, 'stopped') == 1 then return {'STOPPED'} end
 target = target or num(done[3])
-local free = room(progress, {jobs_eval, jobs_resume, jobs_fresh}, completed, age_index, ledger, target, threshold, max_in_flight)
+local free = room(progress, {jobs_eval, jobs_resume, jobs_fresh}, completed, age_index, ledger, target, threshold, max_in_flight,
+  lane == 'eval' and start)
 local gids, records, sizes = {}, {}, {}
 for n, rollouts in ipairs(samples) do
   gids[n] = string.format('%s-%010d', task, start + n - 1)

@@ -34,7 +34,9 @@ if held == 0 or held < at_least then return {'OK', 0, held} end
 if not lane_is_open(control, lane) then return {'CLOSED', redis.call('HGET', control, 'mode')} end
 if is_refused(bytes, byte_limit, leases, ledger) then return {'FULL', int(held_bytes(bytes)), int(byte_limit)} end
 if redis.call('HEXISTS', progress, 'stopped') == 1 then return {'STOPPED'} end
-local free = room(progress, {jobs_eval, jobs_resume, jobs_fresh}, completed, age_index, ledger, target, threshold, max_in_flight)
+-- what an evaluation has drawn needs no room, but for `max_in_flight`
+local free = room(progress, {jobs_eval, jobs_resume, jobs_fresh}, completed, age_index, ledger, target, threshold, max_in_flight,
+  lane == 'eval' and target - held)
 local count = math.min(free, limit, held)
 if count <= 0 then return {'OK', 0, held} end
 

@@ -1,23 +1,19 @@
 #!lua flags=allow-oom
 -- resume_task: let a stopped task start groups again, after its cause was fixed.
--- include: cursors, events, numbers, wake_ups
+-- include: events, numbers, wake_ups
 -- KEYS progress      HASH*    of the task
 -- KEYS bell_producer LIST*    of the producer
 -- KEYS events        STREAM*
--- KEYS cursors       HASH*
 -- ARGV task name
 -- replies OK
 -- keeps I13 (a repeated call finds none)
 
-local counts = redis.call('HMGET', progress, 'failures_in_row', 'filtered_in_row', 'halt', 'stopped', 'draws_to', 'target', 'consumed')
+local counts = redis.call('HMGET', progress, 'failures_in_row', 'filtered_in_row', 'halt', 'stopped')
 local failures = num(counts[1]) + num(counts[2])
 if failures > 0 or counts[3] == 'broken' or counts[4] then
   redis.call('HSET', progress, 'failures_in_row', 0, 'filtered_in_row', 0)
   redis.call('HDEL', progress, 'stopped', 'error', 'error_ms')
   if counts[3] == 'broken' then redis.call('HSET', progress, 'halt', '') end
-  if counts[5] then
-    redis.call('HSET', progress, 'draws_to', int(next_draw(cursors, task) + 2 * (num(counts[6]) - num(counts[7]))))
-  end
   wake(bell_producer, 1)
   log_event(events, 'task_resumed', 'task', task, 'failures', int(failures))
 end

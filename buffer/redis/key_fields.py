@@ -85,7 +85,7 @@ OPTIONAL: Mapping[str, Forms] = {
                 *("produced_groups", "produced_ms", "produced_samples", "produced_tokens"),
                 *("raw_rewards_count", "failed", "expirations", "ended_early", "unmade_tokens"),
                 *("discarded_tokens", "failures_in_row", "filtered_in_row", "tail_step"),
-                *("unparsed", "draws_to", "error_ms", "leases_lost", "quarantined", "halt_step"),
+                *("unparsed", "begins", "error_ms", "leases_lost", "quarantined", "halt_step"),
                 *("awaited", "awaited_step", "truncated"),
             ),
             r"-?\d{1,16}",

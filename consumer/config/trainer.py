@@ -216,6 +216,10 @@ class TrainingConfig(Protocol):
         """Return the number of problems of one evaluation. Raises ConfigError."""
         ...
 
+    def leaves_out_failed(self, task: str) -> bool:
+        """Return whether problems that failed are no part of an evaluation's means."""
+        ...
+
     def public(self) -> dict[str, Any]:
         """Return all values as JSON, without secrets."""
         ...

@@ -9,8 +9,8 @@ background           continues               continue, behind those of the evalu
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import comb
 
 import numpy as np
@@ -22,37 +22,67 @@ from consumer.config.trainer import TrainingConfig
 from consumer.grpo.learner.group_rewards import FULL_SCORE
 from consumer.grpo.reporting.reporter import Reporter
 from consumer.grpo.reporting.step_log import read_evaluations
-from consumer.handle.evaluation_round import EvaluationRound
+from consumer.handle.evaluation_round import Evaluated, EvaluationRound
 from consumer.handle.rollout_consumer import RolloutConsumer
 
 log = logging.getLogger("rolloutmq.trainer")
 
 
-def measure(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+def outcome(found: Evaluated, *, leaves_out_failed: bool = False) -> dict[str, float]:
+    """Return the metrics of an evaluation, and what they are of.
+
+    `eval/failed`: problems of which every try failed, wrong in all means but with
+    `leaves_out_failed`. `eval/oldest_version`, `/newest_version`: of the weights that answered.
+    `eval/temperature`: the highest that was sampled with.
+    """
+    metrics = measure(found, {} if leaves_out_failed else found.failed)
+    metrics["eval/failed"] = float(len(found.failed))
+    columns = [group.columns.get("spans") for group in found]
+    spans = [each[:, 3] for each in columns if each is not None and len(each)]
+    if spans:
+        versions = np.concatenate(spans)
+        metrics["eval/oldest_version"] = float(versions.min())
+        metrics["eval/newest_version"] = float(versions.max())
+    if found:
+        used = [state.sample_params.temperature for group in found for state in group.states]
+        metrics["eval/temperature"] = max(used)
+    return metrics
+
+
+def measure(
+    groups: Sequence[RolloutGroup], failed: Mapping[str, str] | None = None
+) -> dict[str, float]:
     """Return the metrics of the groups, in total and by data source if there are several.
 
+    `failed`: problems without a group, and their data sources: each counts as one that is wrong.
     `eval/accuracy`: share of rollouts with a full score. `eval/score`: mean score; a missing one
     counts as 0. `eval/pass@1`, `@2`, `@4` … up to the size of the smallest group, where it has
     several rollouts: the probability that at least one of k is right (unbiased, Chen et al. 2021,
     arXiv:2107.03374, equation 1). `eval/avg_pass@k`: the mean of these.
     """
-    metrics = _measure(groups)
+    lost = failed or {}
+    metrics = _measure(groups, len(lost))
     metrics["rollouts"] = float(sum(len(group) for group in groups))
     metrics["groups"] = float(len(groups))
     by_source: dict[str, list[RolloutGroup]] = defaultdict(list)
     for group in groups:
         by_source[group.shared.data_source or "all"].append(group)
-    if len(by_source) > 1:
-        for source, part in by_source.items():
-            metrics |= {f"{name}/{source}": value for name, value in _measure(part).items()}
+    lost_of = Counter(source for source in lost.values() if source)
+    if len(sources := {*by_source, *lost_of}) > 1:
+        for source in sources:
+            part = _measure(by_source.get(source, []), lost_of[source])
+            metrics |= {f"{name}/{source}": value for name, value in part.items()}
     return {f"eval/{name}": value for name, value in metrics.items()}
 
 
-def _measure(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+def _measure(groups: Sequence[RolloutGroup], failed: int) -> dict[str, float]:
+    if not groups:
+        return {"accuracy": 0.0, "score": 0.0} if failed else {}
     scores = [np.nan_to_num(group.scores[group.in_training], nan=0.0) for group in groups]
     column = np.concatenate(scores)
     metrics = {"accuracy": float((column >= FULL_SCORE).mean()), "score": float(column.mean())}
-    return metrics | _pass_at(scores)
+    answered = len(groups) / (len(groups) + failed)
+    return {name: value * answered for name, value in (metrics | _pass_at(scores)).items()}
 
 
 def _pass_at(scores: Sequence[NDArray[np.float32]]) -> dict[str, float]:
@@ -147,13 +177,16 @@ class EvaluationPlan:
             )
             self._record(step, task, groups)
 
-    def _record(self, step: int, task: str, groups: list[RolloutGroup]) -> None:
-        columns = [group.columns.get("spans") for group in groups]
-        newest = max((spans[:, 3].max() for spans in columns if spans is not None), default=step)
-        metrics = measure(groups)
-        metrics["eval/newest_version"] = float(newest)
-        for group in groups:
+    def _record(self, step: int, task: str, found: Evaluated) -> None:
+        leaves_out = self._config.leaves_out_failed(task)
+        metrics = outcome(found, leaves_out_failed=leaves_out)
+        for group in found:
             group.check_unchanged()
+        if found.failed:
+            count = f"{len(found.failed)} of {len(found) + len(found.failed)} problems"
+            how = "are left out" if leaves_out else "count as wrong"
+            log.warning("task %s: %s failed in every try, and %s: %s", task, count, how,
+                        ", ".join(sorted(found.failed)))  # fmt: skip
         self._consumer.report(step, metrics, task=task)
         self._reporter.add_evaluation(step, task, metrics)
         log.info("evaluation finished", extra={"task": task, "step": step, **metrics})

@@ -38,10 +38,9 @@ from buffer.ledger.trainer_opening import Opening
 from buffer.run import Run
 from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import PublishedWeights
-from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion
 from consumer.handle.batch import Batch, DeliveredGroups, Stopped, check_not_abandoned
-from consumer.handle.evaluation_round import EvaluationRound
+from consumer.handle.evaluation_round import Evaluated, EvaluationRound
 from consumer.handle.prefetch import Prefetcher
 from consumer.handle.reader import BatchReader
 from consumer.handle.taker import BatchTaker, Checkpoint, WaitClock, Waiting, WaitOptions
@@ -325,11 +324,12 @@ class RolloutConsumer:
         *,
         waiting: Waiting | None = None,
         checkpoint: Checkpoint | None = None,
-    ) -> list[RolloutGroup]:
-        """Wait for `count` groups of an evaluation task, generated with the newest weights.
+    ) -> Evaluated:
+        """Wait for `count` problems of an evaluation task, answered by the newest weights.
 
-        Groups that an interrupted evaluation left are used if they are of these weights, else
-        discarded. `waiting` and `checkpoint` as in `take_batch`.
+        Each is drawn once; those of which every try failed are in `failed` of the result. What an
+        interrupted evaluation left is used if it is of these weights, else discarded. `waiting` and
+        `checkpoint` as in `take_batch`.
         """
         options = WaitOptions(None, self.producer_timeout_s, waiting, checkpoint)
         return self.begin_evaluation(task, count).finish(options, allows_newer=False)
@@ -344,7 +344,7 @@ class RolloutConsumer:
         *,
         waiting: Waiting | None = None,
         checkpoint: Checkpoint | None = None,
-    ) -> list[RolloutGroup]:
+    ) -> Evaluated:
         options = WaitOptions(None, self.producer_timeout_s, waiting, checkpoint)
         return pending.finish(options, allows_newer=True)
 

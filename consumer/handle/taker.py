@@ -106,7 +106,7 @@ class BatchTaker:
         Raises as `RolloutConsumer.take_batch`.
         """
         ask = partial(ledger.take, self._nonce, step, strict=strict)
-        return self._wait(ledger, ask, step, counts, options)
+        return self.wait(ledger, ask, step, counts, options)
 
     def refill(self, ledger: BatchLedger, manifest: Manifest, options: WaitOptions) -> Manifest:
         """Wait until every slot of the batch has a group, or no more will come.
@@ -119,7 +119,7 @@ class BatchTaker:
                 f"the batch of step {step} is empty", hint="commit the step to continue without it"
             )
         try:
-            return self._wait(
+            return self.wait(
                 ledger, lambda _: ledger.refill(self._nonce, step), step, manifest.open_places,
                 options, stops_are_final=bool(manifest.entries),
             )  # fmt: skip
@@ -129,7 +129,7 @@ class BatchTaker:
             log.warning("the batch of step %s stays smaller: %s", step, error)
             return ledger.manifest(step) or manifest
 
-    def _wait(
+    def wait(
         self,
         ledger: BatchLedger,
         ask: Callable[[Mapping[str, int]], Manifest | NotReady],

@@ -214,6 +214,10 @@ class TaskSection(Attaching):
     """makes this an evaluation task: the training task whose held-out problems are answered once
     each, greedily; keys that are left out are taken from that task
     """
+    failed_problems: Literal["wrong", "left_out"] = "wrong"
+    """how an evaluation counts a problem of which every try failed: as wrong, or not at all; their
+    number is shown beside the accuracy
+    """
     shuffle: bool = True
     """shuffle the prompts anew in every epoch"""
     system_prompt: str | None = None

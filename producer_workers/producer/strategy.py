@@ -8,7 +8,6 @@ count. A change of limits by `rolloutmq set` holds from the next round on.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
@@ -41,16 +40,15 @@ class ProduceContext:
         """Return how many groups were consumed or are ready, since the run began."""
         return self.progress.consumed + self.leftovers.completed
 
-    def room(self, target: int | None) -> int:
-        """Return about how many groups may be started; `target` None: the trainer's own."""
-        begun = self.leftovers.waiting + self.progress.running - self.leftovers.expiring
-        return (self.progress.target if target is None else target) - self.available - begun
+    def room(self, target: int | None, started: int = 0) -> int:
+        """Return about how many groups may be started, with `started` others in this round.
 
-    @property
-    def draws_left(self) -> int:
-        """Return how many prompts may still be drawn; an evaluation may draw twice its groups."""
-        progress = self.progress
-        return progress.draws_to - progress.cursor if progress.draws_to else sys.maxsize
+        `target` None: of an evaluation, which draws each problem once.
+        """
+        if target is None:
+            return self.progress.target - self.progress.cursor
+        begun = self.leftovers.waiting + self.progress.running - self.leftovers.expiring + started
+        return target - self.available - begun
 
     @property
     def shortfall(self) -> int:
@@ -191,7 +189,7 @@ class AsyncProduceStrategy:
 
 
 class EvaluationStrategy:
-    """Produces as many groups as the trainer asked for (`BatchLedger.set_target`)."""
+    """Produces the draws that the trainer asked for (`BatchLedger.set_target`)."""
 
     def plan(self, context: ProduceContext) -> ProducePlan:
         return ProducePlan(None, (("expired", 1), ("aborted", 1)))

@@ -61,25 +61,8 @@ class TaskProducer:
                     at_least=at_least,
                     tail_step=plan.tail_step if status == "expired" else None,
                 )
-        room = context.room(plan.target) - started
-        if context.draws_left <= 0 < room:
-            self._raise_if_short()
-        room = min(room, context.draws_left)
+        room = context.room(plan.target, started)
         return started + self._start_new(nonce, plan.target, room, context.progress, memory)
-
-    def _raise_if_short(self) -> None:
-        """Raise ConfigError for an evaluation in which too many groups failed."""
-        totals = self._run.account.totals()
-        (task,) = [task for task in totals.tasks if task.task == self.task]
-        begun = task.waiting + task.running + task.completed + task.aborted + task.expired
-        missing = task.target - task.consumed - begun
-        if missing > 0:
-            error = self._run.progress(self.task).get("error", "")
-            raise ConfigError(
-                f"the evaluation has drawn twice the problems that it needs, and still lacks "
-                f"{missing} groups: {task.dead} are dead letters, {task.filtered} were filtered; "
-                f"the newest error: {error or 'none'}"
-            )
 
     def _start_new(
         self, nonce: str, target: int | None, room: int, progress: TaskProgress, memory: MemoryUse

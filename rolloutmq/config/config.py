@@ -255,6 +255,9 @@ class Config(Section):
             raise ConfigError(too_many_problems(task, size))
         return size
 
+    def leaves_out_failed(self, task: str) -> bool:
+        return self.tasks[task].failed_problems == "left_out"
+
     def strategy_of(self, task: str) -> StrategySection:
         """Return [strategy] with the values that a task sets itself.
 

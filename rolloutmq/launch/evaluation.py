@@ -20,7 +20,7 @@ from buffer.ledger.position import Position
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
 from consumer.grpo.checkpoint import CheckpointFolder
-from consumer.grpo.evaluation import log_wait_reason, measure
+from consumer.grpo.evaluation import log_wait_reason, outcome
 from consumer.grpo.reporting.step_log import StepWriter, read_evaluations
 from consumer.handle.publication import open_sender, publish
 from consumer.handle.rollout_consumer import RolloutConsumer
@@ -127,8 +127,9 @@ def evaluate(run: Run, config: Config, model_dir: Path, *, take_over: bool = Fal
     consumer.pause("abort", lanes="eval")
     log = StepWriter(config.run.folder)
     for task in _held_out(config):
-        groups = consumer.evaluate(task, config.evaluation_size(task), waiting=log_wait_reason)
-        log.add_evaluation(0, task, measure(groups))
+        found = consumer.evaluate(task, config.evaluation_size(task), waiting=log_wait_reason)
+        metrics = outcome(found, leaves_out_failed=config.leaves_out_failed(task))
+        log.add_evaluation(0, task, metrics)
     consumer.finish()
     consumer.close()
 

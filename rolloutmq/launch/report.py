@@ -51,17 +51,23 @@ def account_line(audit: FsckReport) -> str:
 
 
 def accuracy_table(evaluations: Evaluations) -> Table:
-    """Return the accuracy before the first step and at the newest evaluation."""
-    numbers = ("before", "after", "step", "change", "problems")
-    grid = table("held-out accuracy (greedy)", *numbers, right=numbers)
+    """Return the accuracy before the first step and at the newest evaluation, and what it is of."""
+    names = ("before", "after", "step", "change", "problems", "failed", "weights", "temperature")
+    grid = table("held-out accuracy", *names, right=names)
     for task in sorted({task for task, _ in evaluations}):
         step = max(step for name, step in evaluations if name == task)
-        before = evaluations.get((task, 0), {}).get("eval/accuracy")
-        then = evaluations[task, step]
-        after = then["eval/accuracy"]
-        old, change = ("-", "-") if before is None else (f"{before:.3f}", f"{after - before:+.3f}")
-        count = f"{then['eval/rollouts']:.0f}"
-        grid.add_row(task, old, f"{after:.3f}", str(step), change, count)
+        first, then = evaluations.get((task, 0), {}), evaluations[task, step]
+        before, after = (each.get("eval/accuracy") for each in (first, then))
+        old, new = ("-" if value is None else f"{value:.3f}" for value in (before, after))
+        change = "-" if before is None or after is None else f"{after - before:+.3f}"
+        failed = then.get("eval/failed", 0.0)
+        # those of a background evaluation may be of several versions
+        ends = [then.get(f"eval/{end}_version", step) for end in ("oldest", "newest")]
+        weights = " to ".join(f"{version:.0f}" for version in dict.fromkeys(ends))
+        temperature = then.get("eval/temperature")
+        how = "-" if temperature is None else f"{temperature:g}" if temperature else "0, greedy"
+        problems = f"{then.get('eval/groups', 0.0) + failed:.0f}"
+        grid.add_row(task, old, new, str(step), change, problems, f"{failed:.0f}", weights, how)
     return grid
 
 

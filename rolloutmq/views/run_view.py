@@ -75,7 +75,10 @@ class TaskView:
 
     @property
     def in_flight_limit(self) -> int:
-        return max(0, self.account.target - self.account.consumed)
+        account = self.account
+        if self.is_eval:  # each problem is drawn once
+            return self.in_flight + max(0, account.target - account.cursor)
+        return max(0, account.target - account.consumed)
 
     @property
     def failures_by_cause(self) -> dict[str, int]:

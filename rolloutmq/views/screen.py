@@ -253,6 +253,8 @@ def _task(task: TaskView) -> Iterator[Text]:
         ("produced     ", "dim"), f"{count(task.number('produced_tokens'))} tokens",
         f" · {task.number('produced_ms') / 1000 / groups:.1f} s a group" if groups else "",
         (" · mean reward ", "dim"), reward,
+        (f" without {plural(task.account.dead, 'group')} that failed" if task.account.dead else "",
+         "yellow"),
     ))  # fmt: skip
     if shares := list(shares_of(task)):
         parts = [(f"{each.name} {each.share:.0%}   ", _LEVELS[each.level]) for each in shares]

@@ -58,7 +58,7 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     run.jobs.reissue(scene.producer, "math", "expired", 1000)
     end_what_is_too_old(scene)
     be_taught(scene)
-    run.ledger.set_target(scene.trainer, "quiz", 3)
+    run.ledger.set_target(scene.trainer, "quiz", 0, 3)
     run.control.set_mode("trainer", Mode.ABORT, nonce=scene.trainer)
     run.control.publish_weights(scene.trainer, PolicyVersion("l1", 2), "/w/2", "sum")
     run.control.set_mode("trainer", Mode.RUN, nonce=scene.trainer)

@@ -272,7 +272,7 @@ def refill(run: Run, nonce: str, step: int) -> Manifest | NotReady:
 
 
 def set_target(run: Run, nonce: str, target: int) -> None:
-    run.ledger.set_target(nonce, TASK, target)
+    run.ledger.set_target(nonce, TASK, 0, target)
 
 
 def hold(run: Run, nonce: str, operation: str, mode: str) -> None:

@@ -41,6 +41,7 @@ class BatchColumns:
     """What the metrics of a batch need of its groups: of one rank, or of all."""
 
     scores: list[float]  # of the rollouts that have one, of trained roles
+    unscored: list[int]  # rollouts of each group that have none, of trained roles
     tasks: list[str]  # the task of each score
     roles: list[tuple[str, float | None]]  # task/role and score of the rollouts that have a role
     lengths: list[int]  # response tokens of each rollout
@@ -72,6 +73,7 @@ class BatchColumns:
         times = [group.shared.extra.get(GROUP_TIME) for group in groups]
         return cls(
             scores=[score for _, score in scored],
+            unscored=[int((~np.isfinite(scores)).sum()) for scores in trained],
             tasks=[task for task, _ in scored],
             roles=[
                 (f"{group.task}/{role}", score if math.isfinite(score) else None)
@@ -149,6 +151,7 @@ class BatchColumns:
         }
         if self.lengths:
             metrics |= {
+                "rewards/unscored": float(sum(self.unscored)),
                 "rewards/solved": float(np.mean(self.solved)),
                 "prompt_len/mean": float(np.mean(self.prompts)),
             }

@@ -155,7 +155,7 @@ def _step_tokens_per_s(snap: RunView) -> Cells:
 
 def _evaluations(snap: RunView) -> Cells:
     for task, evaluation in snap.report.evaluations.items():
-        for name in ("accuracy", "score"):
+        for name in ("accuracy", "score", "groups", "failed"):
             if f"eval/{name}" in evaluation.metrics:
                 yield (task, name), evaluation.metrics[f"eval/{name}"]
 

@@ -143,7 +143,7 @@ def test_many_that_run_do_not_hide_those_that_wait(trained: Scene) -> None:
 
 def test_groups_of_evaluations_do_not_age(trained: Scene) -> None:
     scene = trained
-    scene.run.ledger.set_target(scene.trainer, "quiz", 1)
+    scene.run.ledger.set_target(scene.trainer, "quiz", 0, 1)
     scene.enqueue(1, task="quiz", target=None)
     (job,) = scene.claim()
     train(scene, 1, 2)

@@ -157,22 +157,24 @@ def test_a_worker_that_alone_is_broken_counts_for_its_share_of_the_fleet(
     assert failures(scene) == (3, True)
 
 
-def test_an_evaluation_draws_its_problems_twice_at_most(make_scene: MakeScene) -> None:
+def test_an_evaluation_draws_each_problem_once_whatever_becomes_of_it(
+    make_scene: MakeScene,
+) -> None:
     """The bound is absolute: it outlives the trainer that asks again, and each producer."""
     scene = bounded(make_scene)
     scene.open_trainer()
     ledger = scene.run.evaluations
-    scene.enqueue(5, task="quiz", target=5)
-    ledger.set_target(scene.trainer, "quiz", 6)
-    ledger.set_target(scene.trainer, "quiz", 6)
-    assert int(scene.run.progress("quiz")["draws_to"]) == 5 + 12
-    scene.open_trainer(take_over=True)
-    ledger.set_target(scene.trainer, "quiz", 6)
-    assert int(scene.run.progress("quiz")["draws_to"]) == 5 + 12
-    scene.enqueue(1, task="quiz", target=6)
-    for job in scene.claim(6):
-        scene.submit(job)
-    assert scene.run.evaluations.take(scene.trainer, 1, {"quiz": 6})
-    ledger.set_target(scene.trainer, "quiz", 12)
-    assert int(scene.run.progress("quiz")["draws_to"]) == 6 + 12
+    for _ in range(2):
+        ledger.set_target(scene.trainer, "quiz", 0, 6)
+        scene.open_trainer(take_over=True)
+    assert scene.enqueue(9, task="quiz", target=None).cursor == 6
+    for _ in range(scene.run.limits.max_tries):
+        for n, job in enumerate(scene.claim(6)):
+            scene.submit(job) if n else fail(scene, job)
+    assert (scene.counters("quiz")["dead"], scene.run.buffer.count("quiz")) == ("1", 5)
+    assert scene.enqueue(9, task="quiz", target=None).count == 0
+    ledger.set_target(scene.trainer, "quiz", 6, 12)
+    ledger.set_target(scene.trainer, "quiz", 0, 6)  # of a call that came late
+    assert (scene.counters("quiz")["begins"], scene.counters("quiz")["target"]) == ("6", "12")
+    assert scene.enqueue(9, task="quiz", target=None).cursor == 12
     scene.check()

@@ -149,7 +149,7 @@ def who_was_replaced_changes_nothing(scene: Scene) -> None:
         lambda: run.ledger.take(old, 2, {"math": 1}),
         lambda: run.ledger.commit(old, 1, 1),
         lambda: run.ledger.quarantine(old, 1, entry, "bad"),
-        lambda: run.ledger.set_target(old, "quiz", 5),
+        lambda: run.ledger.set_target(old, "quiz", 0, 5),
         lambda: run.control.set_mode("trainer", Mode.ABORT, nonce=old),
         lambda: run.control.publish_weights(old, PolicyVersion("zombie", 1), "/w", ""),
         lambda: run.control.renew_role("trainer", old),

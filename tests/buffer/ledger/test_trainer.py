@@ -28,7 +28,7 @@ def test_trainer_gets_the_same_batches_again_when_it_restarts_from_a_checkpoint(
     for call in (
         lambda: scene.run.ledger.take(old, 3, {"math": 1}),
         lambda: scene.run.ledger.commit(old, 2, 2),
-        lambda: scene.run.ledger.set_target(old, "quiz", 5),
+        lambda: scene.run.ledger.set_target(old, "quiz", 0, 5),
         lambda: scene.run.control.publish_weights(old, PolicyVersion("l1", 2), "/w", ""),
         lambda: scene.run.control.renew_role("trainer", old),
         lambda: scene.run.trainers.rescore(old, 1),
@@ -86,8 +86,8 @@ def test_evaluation_has_batches_of_its_own_and_touches_no_training_counter(scene
     scene.open_trainer()
     scene.ready(0)
     before = scene.counters()
-    scene.run.ledger.set_target(scene.trainer, "quiz", 2)
-    scene.run.ledger.set_target(scene.trainer, "quiz", 1)
+    scene.run.ledger.set_target(scene.trainer, "quiz", 0, 2)
+    scene.run.ledger.set_target(scene.trainer, "quiz", 0, 1)
     assert scene.counters("quiz")["target"] == "2"
     assert scene.enqueue(3, task="quiz", target=None).count == 2
     for job in scene.claim(2):

@@ -6,7 +6,7 @@ They depend on the draw alone, so that two runs get the same groups whatever hap
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from itertools import count
 
@@ -61,6 +61,9 @@ class Crew:
     receipts. `stamp`: the version of the weights of all tokens; default: the newest.
     """
 
+    fails: Container[str] = ()
+    """Groups of which every try fails."""
+
     def __init__(
         self, run: Run, targets: dict[str, int], *, silent: bool = False, stamp: int | None = None
     ) -> None:
@@ -112,6 +115,9 @@ class Crew:
         if state.lanes:
             for job in self._claim(state):
                 self.claimed.append((job.lane, state.mode))
+                if job.gid in self.fails:
+                    self._run.jobs.release(self.worker, job, "failed", "ValueError: no")
+                    continue
                 group = answer(self._run.buffer.read(job.payload), self._weights(job, state))
                 self._run.buffer.submit(self.worker, job, group, 1)
                 self._lengths.add(job.task, FINISHED, group.lengths)
@@ -151,10 +157,16 @@ class Crew:
 
 @contextmanager
 def at_work(
-    run: Run, *, silent: bool = False, stamp: int | None = None, **targets: int
+    run: Run,
+    *,
+    silent: bool = False,
+    stamp: int | None = None,
+    fails: Container[str] = (),
+    **targets: int,
 ) -> Iterator[Crew]:
     """Run a crew during the test, and raise its failure in the test."""
     crew = Crew(run, targets, silent=silent, stamp=stamp)
+    crew.fails = fails
     crew.start()
     try:
         yield crew

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 from buffer.control.control import Mode
 from buffer.errors import (
     CheckpointNow,
+    ConfigError,
     Fenced,
     LostRun,
     ModelError,
@@ -22,7 +23,7 @@ from buffer.errors import (
     RoleHeld,
     StoreError,
 )
-from buffer.ids import new_nonce
+from buffer.ids import group_id, new_nonce
 from buffer.ledger.ledger import BAD_GROUPS
 from buffer.manifest import NotReady
 from buffer.redis.store import Store
@@ -407,12 +408,74 @@ def test_a_background_evaluation_continues_although_another_one_took_its_groups(
     assert (len(first), len(second), len(first | second)) == (3, 3, 6)
 
 
+def quiz(*draws: int) -> list[str]:
+    return [group_id("quiz", draw) for draw in draws]
+
+
+@on_both
+def test_a_problem_that_fails_for_good_is_part_of_the_result_and_not_replaced(
+    run: Run, trainer: Trainers
+) -> None:
+    consumer = trainer(run)
+    with at_work(run, math=0, fails=quiz(2, 5)):
+        first = consumer.evaluate("quiz", 4)
+        pending = consumer.begin_evaluation("quiz", 4)
+        second = consumer.finish_evaluation(pending)
+        third = consumer.evaluate("quiz", 4)
+    assert ([group.gid for group in first], first.failed) == (quiz(0, 1, 3), {quiz(2)[0]: ""})
+    assert ([group.gid for group in second], second.failed) == (quiz(4, 6, 7), {quiz(5)[0]: ""})
+    assert ([group.gid for group in third], third.failed) == (quiz(8, 9, 10, 11), {})
+    assert run.account.fsck().clean
+
+
+def test_an_evaluation_of_which_all_fails_ends(run: Run, trainer: Trainers) -> None:
+    consumer = trainer(run)
+    with at_work(run, math=0, fails=quiz(0, 1)):
+        pending = consumer.begin_evaluation("quiz", 2)
+        until(lambda: len(run.dead_letters) == 2, "both are dead")
+        found = pending.poll()
+        assert found is not None
+        assert (list(found), sorted(found.failed)) == ([], quiz(0, 1))
+        assert [group.gid for group in consumer.evaluate("quiz", 2)] == quiz(2, 3)
+
+
+def test_what_a_person_requeues_later_is_no_part_of_another_evaluation(
+    run: Run, trainer: Trainers
+) -> None:
+    consumer = trainer(run)
+    with at_work(run, math=0, fails=quiz(1)) as crew:
+        assert consumer.evaluate("quiz", 3).failed
+        crew.fails = ()
+        run.jobs.requeue(quiz(1)[0])
+        for draws in ((3, 4, 5), (6, 7, 8)):
+            found = consumer.evaluate("quiz", 3)
+            assert ([group.gid for group in found], found.failed) == (quiz(*draws), {})
+    assert run.account.fsck().clean
+
+
+def test_a_trainer_that_dies_in_an_evaluation_loses_and_doubles_no_problem(
+    run: Run, trainer: Trainers
+) -> None:
+    first = trainer(run)
+    with at_work(run, math=0, fails=quiz(1)):
+        first.begin_evaluation("quiz", 4)
+        until(lambda: len(run.dead_letters) + run.buffer.count("quiz") == 4, "all have ended")
+        die(first)
+        found = trainer(run, take_over=True).evaluate("quiz", 4)
+    assert ([group.gid for group in found], found.failed) == (quiz(0, 2, 3), {quiz(1)[0]: ""})
+
+
+def test_a_training_task_cannot_be_evaluated(run: Run, trainer: Trainers) -> None:
+    with pytest.raises(ConfigError, match="'math' is not for evaluation"):
+        trainer(run).begin_evaluation("math", 3)
+
+
 def test_evaluate_uses_what_an_interrupted_one_left_when_the_weights_are_the_same(
     run: Run, trainer: Trainers
 ) -> None:
     first = trainer(run)
     with at_work(run, math=0):
-        run.evaluations.set_target(first.nonce, "quiz", 4)
+        run.evaluations.set_target(first.nonce, "quiz", 0, 4)
         until(lambda: run.buffer.count("quiz") == 4, "the groups of an evaluation")
         left = run.evaluations.take(first.nonce, 1, {"quiz": 4})
         die(first)
@@ -426,8 +489,8 @@ def test_evaluate_discards_what_older_weights_or_another_task_left(
 ) -> None:
     consumer = trainer(run)
     with at_work(run, math=0):
-        run.evaluations.set_target(consumer.nonce, "exam", 2)
-        run.evaluations.set_target(consumer.nonce, "quiz", 3)
+        run.evaluations.set_target(consumer.nonce, "exam", 0, 2)
+        run.evaluations.set_target(consumer.nonce, "quiz", 0, 3)
         until(lambda: run.buffer.count("quiz") + run.buffer.count("exam") == 5, "all groups")
         run.evaluations.take(consumer.nonce, 1, {"exam": 2})
         with consumer.paused("keep"):

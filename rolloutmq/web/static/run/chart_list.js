@@ -12,12 +12,17 @@ const spread = (prefix, label) => line(`${prefix}/mean`, label, {
 const named = (columns, prefix) => Object.keys(columns).filter((name) => name.startsWith(prefix)).sort()
   .map((name) => line(name, name.slice(prefix.length)));
 
+const withFailed = (task, columns) => {
+  const failed = columns[`eval/failed/${task}`]?.at(-1);
+  return failed ? `${task} (${failed} failed)` : task;
+};
+
 // {key, title, unit, lines: array or function of the columns, stacked, table: "evaluations"}
 export const BY_STEP = [
   { key: "reward", title: "Reward", unit: "score of the batch", lines: [spread("rewards", "mean")] },
   { key: "solved", title: "Solved", unit: "share of groups with a full score (1 or more)", lines: [line("rewards/solved", "solved")] },
   { key: "evaluation", title: "Evaluations", unit: "accuracy on held-out tasks", table: "evaluations",
-    lines: (columns) => named(columns, "eval/accuracy/") },
+    lines: (columns) => named(columns, "eval/accuracy/").map(({ name, label }) => line(name, withFailed(label, columns))) },
   { key: "task-reward", title: "Reward by task", unit: "mean score", lines: (columns) => named(columns, "rewards/mean/") },
   { key: "loss", title: "Loss", unit: "policy loss", lines: [line("loss/policy", "policy")] },
   { key: "kl", title: "KL divergence", unit: "nats per token", lines: [

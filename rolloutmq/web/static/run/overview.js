@@ -209,7 +209,8 @@ function drawTasks({ status }) {
 
 function task([name, task]) {
   const found = Object.entries(task.staleness), ages = found.some(([, n]) => n) ? found : [], most = Math.max(1, ...ages.map(([, n]) => n));
-  return panel(name, `mean score ${number(task.mean_reward, 3)}`,
+  const failed = task.places.dead ? `, without ${task.places.dead} that failed` : "";
+  return panel(name, `mean score ${number(task.mean_reward, 3)}${failed}`,
     bars(bar("ahead", task.in_flight, task.in_flight_limit || task.in_flight, `${task.in_flight} / ${task.in_flight_limit}`, task.in_flight_limit && task.in_flight >= task.in_flight_limit ? "near" : ""),
       ages.map(([staleness, n]) => bar(`staleness ${staleness}`, n, most, number(n))),
       Object.entries(task.shares).map(([name, { share, level }]) => bar(name, share, 1, `${number(100 * share)} %`, LEVELS[level]))),

@@ -215,7 +215,7 @@ def test_a_task_that_owes_the_next_batch_nothing_is_not_dry(
         scene.run.ledger.take(scene.trainer, step, {"math": 1})
         dry.append([each["what"] for each in symptoms(command) if "are ready" in each["what"]])
     assert dry == [[], [], []]
-    scene.run.ledger.set_target(scene.trainer, "math", 4)  # the next batch has a group of it
+    scene.run.ledger.set_target(scene.trainer, "math", 0, 4)  # the next batch has a group of it
     assert any("0 of 1 groups are ready" in each["what"] for each in symptoms(command))
 
 
