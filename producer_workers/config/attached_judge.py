@@ -31,7 +31,8 @@ class ColumnJudge(Protocol):
     async def ask(self, states: Sequence[RolloutState]) -> Sequence[Mapping[str, Any]]:
         """Return the columns of each rollout of a group, by name, as a judge's answer has them.
 
-        Numbers in an answer stand beside the rollout's reward. Raises JudgeError.
+        Numbers in an answer stand beside the rollout's reward. Raises JudgeError, which fails the
+        group, and EngineDeadError, which ends the worker and costs the group no try.
         """
 
     async def close(self) -> None:

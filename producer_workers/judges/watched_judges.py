@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from buffer.control.worker_record import JUDGE_BOUNDS_S, Histogram
-from buffer.errors import JudgeError, JudgeInterrupted, RolloutMQError, describe
+from buffer.errors import JudgeError, JudgeInterrupted, ModelError, RolloutMQError, describe
 from buffer.observers import Observer, all_of
 from buffer.wire.own_copy import readers_copy
 from buffer.wire.rollout import RolloutState
@@ -88,7 +88,10 @@ class WatchedJudges:
             return await self.run(grace_s, what, call)
 
     async def run(self, grace_s: float, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Return what `call` returns. Raises JudgeError and JudgeInterrupted only."""
+        """Return what `call` returns.
+
+        Raises JudgeError, JudgeInterrupted, and the ModelError of a judge whose model is gone.
+        """
         if self._is_ending:
             raise JudgeInterrupted(f"the worker leaves: {what} is not called")
         running = _Call(what, grace_s)
@@ -129,8 +132,8 @@ class WatchedJudges:
             judge.close()
 
 
-def _judge_error(what: str, error: BaseException) -> JudgeError:
-    if isinstance(error, JudgeError):
+def _judge_error(what: str, error: BaseException) -> RolloutMQError:
+    if isinstance(error, JudgeError | ModelError):
         return error
     if isinstance(error, RolloutMQError):
         return JudgeError(error.message, hint=error.hint)
@@ -159,7 +162,7 @@ class WatchedColumns:
         self.close = judge.close
 
     async def add_to(self, states: Sequence[RolloutState]) -> None:
-        """Add its columns to the rollouts of a group. Raises JudgeError, JudgeInterrupted."""
+        """Add its columns to the rollouts of a group. Raises as `WatchedJudges.run`."""
         answers = await self._run(lambda: self._judge.ask(readers_copy(list(states))))
         add_columns(self._judge.name, states, answers)
 

@@ -80,7 +80,10 @@ class Model(ABC):
     async def score(
         self, ids: NDArray[np.int32], start: int, top_k: int, judging: JudgingSection
     ) -> Scores:
-        """Return the scores of `ids[start:]` at temperature 1. Raises JudgeError."""
+        """Return the scores of `ids[start:]` at temperature 1.
+
+        Raises JudgeError, and EngineDeadError where no engine will be started again.
+        """
         async with self._turns:
             failed = 0
             for attempt in itertools.count():
@@ -97,7 +100,7 @@ class Model(ABC):
                         hint = "see [tasks.<name>.judging] timeout_s and retries"
                         raise JudgeError(f"teacher {self.name}: {error}", hint=hint) from error
                     await asyncio.sleep(PAUSES.pause_s(failed - 1))
-                except JudgeError:
+                except (JudgeError, EngineDeadError):
                     raise
                 except RolloutMQError as error:
                     what = f"teacher {self.name}: {error.message}"
@@ -159,7 +162,7 @@ class Loaded(Model):
         await self._ready.wait()
         engine = self._engine
         if engine is None or self._end:
-            raise JudgeError(f"teacher {self.name} has no engine: {self._end}")
+            raise EngineDeadError(f"teacher {self.name} has no engine: {self._end}")
         try:
             async with asyncio.timeout(limit_s):
                 request = f"{self.name}/{next(self._ids)}"

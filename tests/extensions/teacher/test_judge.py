@@ -14,7 +14,7 @@ from buffer.control.control import Mode
 from buffer.errors import ConfigError, ModelError
 from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
-from producer_workers.engines.base import Engine
+from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.worker.worker import Worker
 from rolloutmq.extensions.teacher.section import Teachers
@@ -152,19 +152,24 @@ def test_an_engine_that_dies_is_replaced_and_no_group_is_sampled_again(
     yard.check()
 
 
-def test_engines_that_always_die_fail_their_groups_and_not_the_worker(
+def test_an_engine_that_always_dies_ends_its_worker_and_costs_no_group_a_try(
     yard: Yard, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Scorer, "deaths", 9)
     taught = Taught(yard, tiny_model, {"big": BIG}, retries=5)
 
     async def scenario() -> None:
-        (gid,) = yard.enqueue(1)
-        async with yard.working(taught.worker()):
-            await yard.until_places(dead=1)
-        assert "giving up after 1 restarts" in yard.run.dead_letters.reason(gid)["reason"]
+        yard.enqueue(1)
+        worker: Any = taught.worker()
+        await worker.engine.start()
+        await worker.run()
 
-    asyncio.run(scenario())
+    with pytest.raises(EngineDeadError, match="giving up after 1 restarts"):
+        asyncio.run(scenario())
+    (record,) = yard.records()
+    # it may be claimed once more before the worker ends, and then keeps its tokens
+    assert record["stage"] in ("waiting", "pool")
+    assert record["tries"] == "0"
     yard.check()
 
 
