@@ -115,6 +115,10 @@ class Config(Section):
         return list(training(self.tasks))
 
     @property
+    def held_out_tasks(self) -> list[str]:
+        return [name for name, task in self.tasks.items() if task.eval_of is not None]
+
+    @property
     def model_folder(self) -> Path:
         """Return the folder of the model that the run starts with.
 

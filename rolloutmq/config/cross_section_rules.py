@@ -373,7 +373,7 @@ def _optimizer_fits_the_ranks(config: Config) -> Iterator[str]:
 
 def _evaluations_are_asked_for(config: Config) -> Iterator[str]:
     default = EvaluationSection()
-    if not any(task.eval_of for task in config.tasks.values()):
+    if not config.held_out_tasks:
         for key, value in config.evaluation:
             if value != getattr(default, key):
                 yield f"[evaluation] {key} cannot act: no task has eval_of, so nothing is evaluated"

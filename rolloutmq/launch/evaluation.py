@@ -52,7 +52,7 @@ def evaluate_model(
 
     `path` and `overrides` gave `config`. Raises ConfigError and ModelError.
     """
-    if not _held_out(config):
+    if not config.held_out_tasks:
         raise ConfigError(
             f"{path} has no task for evaluation", hint='add [tasks.NAME] with eval_of = "TASK"'
         )
@@ -113,10 +113,6 @@ def _find(config: Config, what: str) -> int:
     )
 
 
-def _held_out(config: Config) -> list[str]:
-    return [name for name, task in config.tasks.items() if task.eval_of is not None]
-
-
 def evaluate(run: Run, config: Config, model_dir: Path, *, take_over: bool = False) -> None:
     """Evaluate all held-out tasks in place of the trainer, with training jobs paused."""
     consumer = RolloutConsumer(run)
@@ -126,7 +122,7 @@ def evaluate(run: Run, config: Config, model_dir: Path, *, take_over: bool = Fal
         publish(consumer, open_sender(config, run), 0, partial(_copy, adapter), pause="abort")
     consumer.pause("abort", lanes="eval")
     log = StepWriter(config.run.folder)
-    for task in _held_out(config):
+    for task in config.held_out_tasks:
         found = consumer.evaluate(task, config.evaluation_size(task), waiting=log_wait_reason)
         metrics = outcome(found, leaves_out_failed=config.leaves_out_failed(task))
         log.add_evaluation(0, task, metrics)

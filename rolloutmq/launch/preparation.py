@@ -119,9 +119,9 @@ def last_step(config: Config) -> int:
 def is_done(config: Config, last: int) -> bool:
     """Return whether the last step is in a checkpoint, and its weights are evaluated."""
     evaluations = read_evaluations(config.run.folder)
-    tasks = [name for name, task in config.tasks.items() if task.eval_of is not None]
     newest = max(CheckpointFolder(config.run.folder / "checkpoints").steps(), default=0)
-    return newest > last or (newest == last and all((task, last) in evaluations for task in tasks))
+    evaluated = all((task, last) in evaluations for task in config.held_out_tasks)
+    return newest > last or (newest == last and evaluated)
 
 
 def run_command(args: list[str], *, quiet: bool = True) -> None:

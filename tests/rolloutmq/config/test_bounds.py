@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
@@ -159,7 +159,13 @@ def test_sampling_may_be_cut_where_the_engine_records_what_that_leaves(
             ],
             "replaces every group of one rollout",
         ),
-        (["tasks.sums_eval={}", "evaluation.every_steps=4"], "every_steps cannot act"),
+        (
+            [
+                "tasks.sums_eval={judge='none', dataset={kind='reasoning_gym', name='chain_sum'}}",
+                "evaluation.every_steps=4",
+            ],
+            "every_steps cannot act",
+        ),
         (["launch.trainer_gpus=[0, 1]", "launch.trainer_ranks=1"], "would be idle"),
         (["launch.trainer_gpus=[0, 0]"], "is not one GPU for each of 2"),
         (["launch.trainer_gpus=[0, 1, 2]", "launch.trainer_ranks=2"], "is not one GPU for each"),
@@ -220,6 +226,7 @@ MISTAKES = {
 
 @given(st.sets(st.sampled_from(sorted(MISTAKES)), min_size=2, max_size=4))
 @settings(max_examples=examples(25), deadline=None)
+@example({"evaluation.flow=exclusive", "tasks.sums.judge=nobody"})  # no task is left to evaluate
 def test_all_mistakes_are_reported_at_once(mistakes: set[str]) -> None:
     tree = tomllib.loads(WHOLE)
     for mistake in mistakes:
