@@ -195,7 +195,7 @@ def make_worker(
         "engine_restarts": str(restarts),
     }
     gateway = functools.cache(functools.partial(_make_gateway, config, run, is_live, names, facts))
-    columns = _column_judges(config, names, judges)
+    columns = column_judges(config, names, judges)
     runners = {
         name: _make_runner(config, run, name, tokenizer, ends, judges, gateway, columns[name])
         for name in names
@@ -309,7 +309,7 @@ def _make_runner(
     )
 
 
-def _column_judges(
+def column_judges(
     config: ProducingConfig, names: Sequence[str], judges: WatchedJudges
 ) -> dict[str, list[WatchedColumns]]:
     """Return the attached judges of each task, watched."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.engine import EngineConfig
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     from producer_workers.config.producing import ProducingConfig
 
 
-class ColumnJudge(Protocol):
-    """Judges whole groups of one task, many at once."""
+class ColumnJudge(ABC):
+    """Judges whole groups of one task, many at once. `name`: in messages."""
 
     name: str
 
-    async def open(self) -> None:
+    async def open(self) -> None:  # noqa: B027
         """Load what it needs, before its worker joins the run. Raises ConfigError, ModelError."""
 
+    @abstractmethod
     async def ask(self, states: Sequence[RolloutState]) -> Sequence[Mapping[str, Any]]:
         """Return the columns of each rollout of a group, by name, as a judge's answer has them.
 
@@ -35,7 +36,7 @@ class ColumnJudge(Protocol):
         group, and EngineDeadError, which ends the worker and costs the group no try.
         """
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027
         """End what `open` has started."""
 
 
@@ -51,9 +52,9 @@ class AttachedJudge(ABC):
     """What [tasks.<name>.<key>] has: pydantic makes it of the values."""
 
     @property
-    @abstractmethod
     def weights(self) -> Mapping[str, float]:
         """Return the weights of its columns in the loss, by what names them beside their kind."""
+        return {}
 
     def made_up(self, tokens: int, words: Sequence[int]) -> Mapping[str, Any]:
         """Return an answer for `tokens` tokens, each one of `words`, to test the trainer with."""

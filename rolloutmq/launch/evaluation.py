@@ -64,7 +64,7 @@ def evaluate_model(
     given = [*overrides, f"run.name={config.run.name}-eval", f"run.dir={folder}"]
     given += [f"trainer.loop={_LOOP}"]
     # the judges of training tasks may load models
-    given += [f"worker.tasks={orjson.dumps(_held_out(config)).decode()}"]
+    given += [f"worker.tasks={orjson.dumps(config.held_out_tasks).decode()}"]
     if not is_adapter:
         given += [f"policy.model={(target if step else Path(what)).resolve()}"]
     settings = load_config(find_config(path), given)

@@ -10,6 +10,7 @@ import numpy as np
 
 from buffer.errors import JudgeError
 from buffer.wire.rollout import RolloutState
+from producer_workers.config.attached_judge import ColumnJudge
 from producer_workers.config.engine import HttpConfig
 from producer_workers.config.producing import ProducingConfig
 from producer_workers.config.task import JudgingSection
@@ -35,7 +36,7 @@ def make_judges(
     }
 
 
-class TeacherJudge:
+class TeacherJudge(ColumnJudge):
     """Returns the columns of one task's teachers. `models` may have those of other tasks, too."""
 
     name = "teachers"
