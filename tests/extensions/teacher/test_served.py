@@ -16,14 +16,15 @@ from aiohttp import web
 from transformers import AutoTokenizer
 
 from buffer.errors import JudgeError, ModelError, RolloutMQError
+from buffer.redis.connection.retry import Backoff
 from producer_workers.config.task import JudgingSection
 from producer_workers.engines.base import Scores
 from rolloutmq.extensions.teacher import model as models
 from rolloutmq.extensions.teacher.model import Served
 from rolloutmq.extensions.teacher.section import all_teachers
 from tests.extensions.teacher.scorer import TASK, config_of
-from tests.producer_workers.engines.conformance import TOLERANCE, reference_distribution
-from tests.producer_workers.engines.tiny_model import write_tiny_model
+from tests.producer_workers.engines.conformance import TOLERANCE
+from tests.producer_workers.engines.tiny_model import reference_distribution, write_tiny_model
 from tests.producer_workers.engines.vllm_server import vllm_server
 
 TEXT = np.array([5, 6, 7, 8], "<i4")
@@ -33,7 +34,7 @@ QUICK = JudgingSection(timeout_s=60.0, retries=1)
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PAUSES", "AWAY_PAUSES"):
-        monkeypatch.setattr(models, name, models.Backoff(0.01, 0.01))
+        monkeypatch.setattr(models, name, Backoff(0.01, 0.01))
 
 
 @dataclass
