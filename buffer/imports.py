@@ -142,6 +142,7 @@ EXTRAS = {
     "safetensors": "train",
     "starlette": "web",
     "tensorboardX": "tensorboard",
+    "tokenizers": "train",
     "torch": "train",
     "transformers": "train",
     "trl": "trl",

@@ -282,15 +282,23 @@ class RunLimits(LiveLimits):
 
     def horizon(self, task: str) -> int:
         """Return for how many train steps of a task one version of the weights starts groups."""
+        return self._ahead(task)[0]
+
+    def _ahead(self, task: str) -> tuple[int, str]:
         own = self.tasks[task].ahead_threshold
         ahead = self.ahead_threshold if own is None else own
         # a group of one version expires with its tokens
-        most = self.token_threshold or self._threshold(task)
-        return most if ahead is None else min(most, ahead)
+        tokens, groups = self.token_threshold, self._threshold(task)
+        most = (tokens, "max_token_staleness") if tokens else (groups, "max_staleness")
+        return most if ahead is None or ahead > most[0] else (ahead, "max_ahead")
 
     def horizon_of(self, step: int) -> int:
         """Return the least `horizon` of the tasks in the batch of `step`."""
-        return min(self.horizon(task) for task, share in self.mix().shares(step).items() if share)
+        return self.limit_of(step)[0]
+
+    def limit_of(self, step: int) -> tuple[int, str]:
+        """Return `horizon_of` a step, and the setting that limits it."""
+        return min(self._ahead(task) for task, share in self.mix().shares(step).items() if share)
 
     def largest_horizon(self) -> int:
         return max(self.horizon(task) for task in self.training_tasks)

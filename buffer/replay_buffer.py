@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from buffer.errors import GroupHeld, PayloadMissing, WireError
+from buffer.errors import ConfigError, GroupHeld, PayloadMissing, WireError
 from buffer.groups.claim import has_ended, never_started
 from buffer.groups.job_queue import JobQueue
 from buffer.groups.kept_turns import KeptTurns
@@ -212,15 +212,21 @@ class ReplayBuffer(Pools):
 
     # -- for all processes ---------------------------------------------------
 
-    def refresh_staleness(self, *tasks: str) -> dict[str, int]:
+    def refresh_staleness(self, *tasks: str, statuses: Collection[str] = AGING) -> dict[str, int]:
         """Expire the groups of these tasks (default: all that train) that became too stale.
 
-        Returns how many groups of each task were moved; O(log N + moved). Takes check staleness
-        themselves (I8). Raises ConfigError for an unknown task.
+        `statuses`: completed and aborted, or one of them. Returns how many groups of each task were
+        moved; O(log N + moved). Takes check staleness themselves (I8). Raises ConfigError for an
+        unknown task or another status.
         """
         names = [self._known(task) for task in (tasks or self._limits.training_tasks)]
+        if unknown := sorted({*map(str, statuses)}.difference(AGING)):
+            raise ConfigError(
+                f"groups that are {' or '.join(unknown)} do not become too stale",
+                hint=f"statuses: {', '.join(AGING)}",
+            )
         return {
-            task: sum(expire_all(self._context, task, status) for status in AGING)
+            task: sum(expire_all(self._context, task, status) for status in statuses)
             for task in names
             if self._limits.threshold(task) != ""
         }

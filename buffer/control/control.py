@@ -18,8 +18,9 @@ from typing import Any, Literal, NamedTuple
 
 from buffer.control.events import ReportedStep
 from buffer.control.worker_record import Histogram, join_counts
-from buffer.errors import Fenced, LostRun, RunDamaged, RunError, RunNotFound
+from buffer.errors import Fenced, RunDamaged, RunError, RunNotFound
 from buffer.ids import LANES, new_nonce
+from buffer.redis.connection_errors import lost_run
 from buffer.redis.eviction import EvictionWatch
 from buffer.redis.key_fields import HINT, key_gone
 from buffer.redis.scripts import opened, unfenced
@@ -232,7 +233,7 @@ class RunControl:
         """Change the mode that the trainer or the operator wants; return the new control state.
 
         `lanes` stay open: none by default, all in run mode. `orphan`: the operator's RUN also ends
-        the pause of a trainer that left or fell silent. Raises Fenced, RunNotFound.
+        the pause of a trainer that left or fell silent. Raises Fenced, LostRun, RunDamaged.
         """
         reply = self._store.call(
             "control",
@@ -248,7 +249,7 @@ class RunControl:
         )
         match unfenced(reply, "trainer"):
             case ["NO_RUN"]:
-                raise self._no_run()
+                raise key_gone(self._keys.control)
             case [_, *state]:
                 return ControlState.parse(state)
             case _:
@@ -345,13 +346,7 @@ class RunControl:
                 raise
             if self._is_damaged():
                 raise key_gone(self._keys.control) from error
-            raise LostRun(
-                f"the server no longer holds the run {self._keys.run!r}: its data was lost",
-                hint="create it again (Run.create), open a trainer with regenerate=True and the "
-                "position of the newest checkpoint, then start the other processes again",
-                command_hint="`rolloutmq train CONFIG --regenerate` continues from the newest "
-                "checkpoint; then start the other processes again",
-            ) from error
+            raise lost_run(f"it knows no {role} of {self._keys.run!r}") from error
 
     def holder(self, role: Role) -> RoleHolder:
         names = (role, *(f"{role}_{name}" for name in OF_A_HOLDER))

@@ -2,14 +2,15 @@
 
     meta gets the schema REMOVING ─▶ control is removed ─▶ all other keys ─▶ meta
 
-From the first step on, no process can open the run, and scripts refuse to claim, take or begin. The
-run is listed until its `meta` is removed, so that an interrupted removal can be repeated.
+From the first step on, no process can open the run, and no script writes a key of it
+(`lua/include/missing_run.lua`). The run is listed until its `meta` is removed, so that an
+interrupted removal can be repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from itertools import islice
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any
 
 from buffer.limits import REMOVING
@@ -24,13 +25,16 @@ Advance = Callable[[int], object]
 
 
 def remove_run(store: Store, keys: Keys, advance: Advance = lambda count: None) -> int:
-    """Remove every key of a run; return how many. Raises StoreError.
+    """Remove every key of a run, and of its judges on this server; return how many.
+
+    Raises StoreError.
 
     `advance` gets the number of keys removed in each slice. O(keys of the server), without a stall.
     """
     store.ask("remove", "HSET", keys.meta, "schema", REMOVING)
     removed: int = store.ask("remove", "UNLINK", keys.control)
-    removed += clear_keys(store, keys, (keys.meta,), advance)
+    patterns = (f"{keys.prefix}*", *keys.judge_patterns)
+    removed += _clear(store, patterns, {keys.meta.encode()}, advance)
     return removed + int(store.ask("remove", "UNLINK", keys.meta))
 
 
@@ -42,12 +46,14 @@ def clear_keys(
     The next walk finds a key that a process wrote behind this one; without records, none can write
     a group.
     """
-    kept = {name.encode() for name in but}
+    return _clear(store, (f"{keys.prefix}*",), {name.encode() for name in but}, advance)
 
+
+def _clear(store: Store, patterns: Sequence[str], kept: Collection[bytes], advance: Advance) -> int:
     def walk() -> int:
         removed = 0
         for _, client in store.servers.masters():
-            for names in _slices(client, keys, kept):
+            for names in _slices(client, patterns, kept):
                 count = _remove(client, names)
                 removed += count
                 advance(count)
@@ -62,8 +68,9 @@ def clear_keys(
     return total
 
 
-def _slices(client: Any, keys: Keys, kept: Collection[bytes]) -> Iterator[list[bytes]]:
-    found = (key for key in client.scan_iter(f"{keys.prefix}*", count=SLICE) if key not in kept)
+def _slices(client: Any, patterns: Sequence[str], kept: Collection[bytes]) -> Iterator[list[bytes]]:
+    walks = (client.scan_iter(pattern, count=SLICE) for pattern in patterns)
+    found = (key for key in chain.from_iterable(walks) if key not in kept)
     while names := list(islice(found, SLICE)):
         yield names
 

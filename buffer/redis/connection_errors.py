@@ -8,6 +8,7 @@ import redis
 from redis.exceptions import NoPermissionError, OutOfMemoryError, ResponseError
 
 from buffer.errors import (
+    LostRun,
     RolloutMQError,
     RunDamaged,
     ScriptError,
@@ -102,11 +103,24 @@ def describe_connection_error(url: str, error: Exception) -> StoreError:
     return StoreUnavailable(f"{where}: {type(error).__name__}: {mask_url(str(error))}")
 
 
+def lost_run(why: str) -> LostRun:
+    """Return what to raise for a call for a run that was there; it changed nothing."""
+    return LostRun(
+        f"the server no longer holds this run: it was removed, or its data was lost ({why})",
+        hint="if it was lost, create it again (Run.create), open a trainer with regenerate=True "
+        "and the position of the newest checkpoint, then start the other processes again",
+        command_hint="if it was lost, `rolloutmq train CONFIG --regenerate` continues from the "
+        "newest checkpoint; then start the other processes again",
+    )
+
+
 def refusal(url: str, what: str, error: redis.RedisError) -> RolloutMQError:
     """Return what to raise for an operation that no further attempt would help."""
     text = str(error)
     if text.startswith("RMQ_ARG "):
         return ScriptError(f"{text.removeprefix('RMQ_ARG ')}; nothing was changed")
+    if text.startswith("RMQ_GONE "):
+        return lost_run(text.partition(" ")[2])
     if "WRONGTYPE" in text:
         return RunDamaged(f"{what}: a key of the run is of another type", hint=HINT)
     if is_missing_command(text):

@@ -132,6 +132,10 @@ def run_of_key(key: str) -> str:
     return key.removeprefix("rmq:{").partition("}:")[0]
 
 
+def control_beside(key: str) -> str:
+    return key.partition("}:")[0] + "}:control"
+
+
 def clock_beside(key: str) -> str:
     return key.partition("}:")[0] + "}:clock"
 
@@ -172,6 +176,12 @@ class Keys:
         # run's prefix begins that of another
         self.judge_jobs = f"rmq-judge-{run.replace('_', '_u').replace('.', '_d')}_-"
         """the beginning of rq's ids of these jobs"""
+        self.judge_patterns = (
+            f"rq:*:{self.judge_queue}",
+            f"rq:*:{self.judge_queue}:*",
+            f"rq:*:{self.judge_jobs}*",
+        )
+        """rq's keys of this queue and its jobs"""
 
     def slots(self, **facts: str | int) -> SlotKeys:
         """Return the keys that scripts name in their headers, by name; `facts`: see `SlotKeys`."""
@@ -235,7 +245,8 @@ class SlotKeys(dict[str, str]):
     """Finds the keys of a script by the names in its header, each once.
 
     Keys of the run, and prefixes, are attributes of `Keys`. SLOTS builds the others from facts
-    (task, lane, status, worker, gid, ledger, step); the default ledger is the trainer's.
+    (task, lane, status, worker, gid, ledger, step, lineage, version); by default, the ledger is the
+    trainer's.
     """
 
     __slots__ = ("_facts", "_keys")
@@ -278,6 +289,14 @@ SLOTS: Mapping[str, str] = {
     "ledger_train": "ledger:train",
     "batch": "batch:{ledger}:{step}",
     "batches": "batch:{ledger}:",
+<<<<<<< HEAD
     **{f"bell_{who}": f"bell:{who}" for who in ("workers", "producer", "trainer", "receipts")},
+=======
+    "weights_manifest": "weights:{lineage}:{version}",
+    **{
+        f"bell_{who}": f"bell:{who}"
+        for who in ("workers", "teachers", "producer", "trainer", "receipts")
+    },
+>>>>>>> main
 }
 """Keys that depend on facts, by their names in script headers."""

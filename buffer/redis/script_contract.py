@@ -31,6 +31,10 @@ Lines of ARGV with the same number are one tail; its units are tables in the lis
 
     for n, one in ipairs(units) do … one.gid … one.size
 
+The prologue of a script that writes refuses a run that was removed, which it finds by the key
+`meta` beside its first one (`lua/include/missing_run.lua`). A script that names `meta` says itself
+what holds where there is none.
+
 The prologue reads the length of a key (0.5 microseconds) to find a wrong type before anything is
 written. `HASH*` leaves that to Redis, for scripts that run for every group: the body reads this key
 before it writes anything, or the key only carries a hint and is written last. A script reads keys
@@ -211,13 +215,21 @@ class ScriptHeader:
 
     def prologue(self) -> str:
         """Return Lua that refuses the first wrong key or argument, and declares the locals."""
-        lines = [*self._counts("KEYS"), *self._counts("ARGV")]
+        lines = [*self._counts("KEYS"), *self._counts("ARGV"), *self._run()]
         # arguments first: their checks need no command
         for slot in sorted(self.slots, key=lambda slot: slot.array):
             if slot.array == "KEYS" and not self.writes:
                 continue  # a read-only script may find a wrong type while it reads
             lines += slot.lines()
         return "\n".join([*lines, *self._locals()])
+
+    def _run(self) -> Iterator[str]:
+        """Yield Lua that refuses a run that is gone."""
+        meta = next((slot for slot in self.slots if slot.names == ("meta",)), None)
+        # `HASH*`: whatever is there, the script makes a run of it
+        if self.writes and self.fixed("KEYS") and not (meta and meta.types == ("HASH*",)):
+            yield f"local missing = missing_run(KEYS[1], {'true' if meta else 'false'})"
+            yield "if missing then return missing end"
 
     def _locals(self) -> Iterator[str]:
         if names := self.fixed("KEYS"):
@@ -237,7 +249,8 @@ class ScriptHeader:
 
     def checks(self) -> list[str]:
         """Return the files under `lua/include` that the prologue needs, one for each check."""
-        return ["refuse", *sorted(set(_CHECK.findall(self.prologue())))]
+        guard = ["missing_run"] if any(self._run()) else []
+        return ["refuse", *guard, *sorted(set(_CHECK.findall(self.prologue())))]
 
     def _counts(self, array: str) -> Iterator[str]:
         fixed = len(self.fixed(array))

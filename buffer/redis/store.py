@@ -17,6 +17,7 @@ import redis
 from redis.exceptions import NoScriptError, OutOfMemoryError
 
 from buffer.errors import (
+    LostRun,
     RunDamaged,
 )
 from buffer.limits import RunLimits
@@ -27,7 +28,7 @@ from buffer.redis.connection.url import SOCKET_TIMEOUT_S
 from buffer.redis.connection_errors import describe_connection_error, given_up, refusal
 from buffer.redis.eviction import Eviction
 from buffer.redis.key_fields import HINT
-from buffer.redis.keys import Keys, SlotKeys
+from buffer.redis.keys import Keys, SlotKeys, control_beside
 from buffer.redis.scripts import (
     Arg,
     KeysByName,
@@ -221,7 +222,11 @@ class Store:
                 load_missing(client, self.scripts.values(), error)
                 return attempt(client)
 
-        return self.retrying(script.name, run, starts_work=script.starts_work)
+        try:
+            return self.retrying(script.name, run, starts_work=script.starts_work)
+        except LostRun:
+            self._explain_loss(control_beside(key))
+            raise
 
     def each(self, what: str, commands: Sequence[Command], role: Role = "bulk") -> list[Any]:
         """Run commands on keys of one run in one round trip; return their answers in order."""

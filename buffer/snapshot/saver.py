@@ -9,14 +9,14 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from buffer.errors import SnapshotError
 from buffer.ledger.account import Account
 from buffer.redis.connection.bulk_io import Command
-from buffer.redis.keys import row_of
+from buffer.redis.keys import Keys, row_of
 from buffer.redis.media_folder import OWNER
 from buffer.redis.scripts import Advance
 from buffer.redis.store import RunContext, Store
@@ -55,7 +55,7 @@ def save(context: RunContext, files: Path | None, folder: Path, advance: Advance
     with new_snapshot(folder) as hidden:
         _check(context)
         with (hidden / KEYS).open("wb") as stream:
-            for item in _items(store, keys.prefix):
+            for item in _items(store, keys):
                 write_item(stream, item)
                 saved += 1
                 advance("keys", saved)
@@ -89,8 +89,11 @@ def _check(context: RunContext) -> None:
         )
 
 
-def _items(store: Store, prefix: str) -> Iterator[Item]:
-    names = store.bulk.scan_iter(f"{prefix}*", count=1000)
+def _items(store: Store, keys: Keys) -> Iterator[Item]:
+    # first the list of what may be deleted, since a janitor deletes it and then its entry
+    garbage = keys.garbage.encode()
+    others = (n for n in store.bulk.scan_iter(f"{keys.prefix}*", count=1000) if n != garbage)
+    names = chain([garbage], others)
     wanted = (name for name in names if (row := row_of(name.decode())) and row.saved)
     while some := list(islice(wanted, KEYS_AT_ONCE)):
         facts = store.each("save", [(ask, name) for name in some for ask in ("TYPE", "PTTL")])
@@ -102,7 +105,7 @@ def _items(store: Store, prefix: str) -> Iterator[Item]:
         ]
         reads: list[Command] = [(_READ[kind][0], name, *_READ[kind][1:]) for name, kind in there]
         for (name, kind), found in zip(there, store.each("save", reads), strict=True):
-            key = name.decode().removeprefix(prefix)
+            key = name.decode().removeprefix(keys.prefix)
             if key == "control":
                 found = {field: value for field, value in found.items() if field not in _ROLES}
             yield Item(kind, key, found if kind == "string" else list(_parts(found)))

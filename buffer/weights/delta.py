@@ -202,8 +202,8 @@ def _inflate(data: bytes) -> bytes:
 class DeltaSender:
     """Publishes versions as changes where these are smaller, over a transport of folders.
 
-    The first version after a start and every `delta_base_every`-th one are whole; `folder` keeps
-    the last version whole.
+    The first version after a start and every `delta_base_every`-th one are whole, and one that is
+    written again, since it may not be made of itself; `folder` keeps the last version whole.
     """
 
     def __init__(self, transport: WeightsSender, folder: Path, delta_base_every: int) -> None:
@@ -211,7 +211,7 @@ class DeltaSender:
         self._folder = folder
         self._delta_base_every = delta_base_every
         self._base: tuple[Path, PublishedWeights] | None = None
-        self._chain = 0  # versions since the newest whole one
+        self._chain: list[PolicyVersion] = []  # since the newest whole one, with that
 
     def write(self, weights: PolicyVersion, save: Save) -> PublishedWeights:
         label = str(weights)
@@ -219,23 +219,25 @@ class DeltaSender:
         shutil.rmtree(whole, ignore_errors=True)
         whole.mkdir(parents=True)
         manifest.write(whole, label, saved=save(whole))
+        if weights in self._chain:
+            self._chain.clear()
         published = self._transport.write(weights, lambda folder: self._fill(folder, whole))
-        if self._base:
+        self._chain.append(weights)
+        if self._base and self._base[0] != whole:
             shutil.rmtree(self._base[0], ignore_errors=True)
         self._base = (whole, published)
         return published
 
     def _fill(self, folder: Path, whole: Path) -> WrittenFiles:
         size = sum(file.stat().st_size for file in whole.iterdir())
-        if self._base and self._chain + 1 < self._delta_base_every:
+        if self._base and 0 < len(self._chain) < self._delta_base_every:
             written = write(folder, whole, *self._base)
             log.info("weights as changes", extra={"bytes": written, "whole_bytes": size})
             if written <= LARGEST_SHARE * size:
-                self._chain += 1
                 return WrittenFiles()
             for file in folder.iterdir():
                 file.unlink()
-        self._chain = 0
+        self._chain.clear()
         known = manifest.files_of((whole / manifest.NAME).read_bytes())
         for name in known:
             _link(whole / name, folder / name)

@@ -12,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import IO, Any
 
-from buffer.errors import WireError
+from buffer.errors import LostRun, WireError
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import CHUNK_BYTES, ROUND_BYTES
 from buffer.redis.store import Store
@@ -38,15 +38,6 @@ class VersionStore:
         listed = self._call("LRANGE", self._keys.weights, 0, -1)
         return list(dict.fromkeys(label.decode() for label in listed))
 
-    def begin(self, label: str) -> None:
-        """List a version before it is written, to be found and deleted; delete an older attempt."""
-        self.drop(label)
-        self._call("RPUSH", self._keys.weights, label)
-
-    def finish(self, label: str, record: bytes) -> None:
-        """Write the record of a version that was begun: from now on it exists."""
-        self._call("SET", self._keys.weights_part(label), record)
-
     def record(self, label: str, checksum: str) -> bytes:
         """Return a version's record. Raises WireError if it is missing or not the published one."""
         record = self.find(label)
@@ -61,8 +52,9 @@ class VersionStore:
         return record
 
     def write(self, label: str, folder: Path) -> None:
-        """Store the files of a folder that has a manifest."""
-        self.begin(label)
+        """Store the files of a folder that has a manifest. Raises LostRun."""
+        self.drop(label)  # an older attempt
+        self._list(label, b"")
         record = (folder / manifest.NAME).read_bytes()
         number = 0
         for file, _ in _files(record):
@@ -72,7 +64,11 @@ class VersionStore:
                     sets = [("SET", name, chunk) for name, chunk in zip(names, chunks, strict=True)]
                     self._store.write("weights", sets)
                     number += len(chunks)
-        self.finish(label, record)
+        try:
+            self._list(label, record)
+        except LostRun:  # removed meanwhile: nothing else deletes the chunks
+            self.drop(label)
+            raise
 
     def read(self, label: str, checksum: str, folder: Path) -> None:
         """Write a version into an empty folder. Raises WireError unless it is the published one."""
@@ -103,6 +99,11 @@ class VersionStore:
     def prune(self, keep: int) -> None:
         for label in self.labels()[:-keep]:
             self.drop(label)
+
+    def _list(self, label: str, record: bytes) -> None:
+        lineage, version = PolicyVersion.parse(label)
+        keys = self._keys.slots(lineage=lineage, version=version)
+        self._store.call("list_weights", keys, {"label": label, "manifest": record})
 
     def _chunk_names(self, label: str, before: int, count: int) -> list[str]:
         """Return the keys of `count` chunks that follow `before` others."""

@@ -251,8 +251,8 @@ class BatchOutlook:
 
     def _raise_if_expired(self, state: ControlState, answer: NotReady) -> None:
         if batch_status(state, self._step, self._run.limits) is ProduceBatchStatus.EXPIRED_BATCH:
-            limit = self._run.limits.horizon_of(self._step)
-            reason = f"their groups are too old for it: the limit is {limit} steps"
+            limit, setting = self._run.limits.limit_of(self._step)
+            reason = f"{setting} lets one version start groups for {limit} steps only"
             raise self._expired(state, reason, answer)
 
     def _raise_if_exhausted(

@@ -27,6 +27,8 @@ PLACEHOLDERS = {
     "worker": "<id>",
     "ledger": "<name>",
     "step": "<step>",
+    "lineage": "<lineage>",
+    "version": "<version>",
 }
 """The facts from which the keys of a script are built, as `TABLE` writes them."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +19,7 @@ from buffer.errors import ConfigError, HubError, ModelError
 from buffer.limits import Bytes
 from buffer.readable import format_size
 from rolloutmq.check.contained import STAGES, run_units
-from rolloutmq.check.finding import SECTIONS, Finding, Level, failure
+from rolloutmq.check.finding import SECTIONS, Finding, failure, findings_of
 from rolloutmq.check.machine import count_gpus, gpu_bytes, machine_errors
 from rolloutmq.check.memory import memory_findings
 from rolloutmq.check.shape import Shape, context_tokens, shape_of
@@ -38,9 +38,7 @@ GpuMemory = Annotated[
     ),
 ]
 
-
 MARKS = {"ok": ("ok", "green"), "warning": ("warn", "yellow"), "error": ("BAD", "bold red")}
-
 PROMPT_LINES = 10
 PROMPT_CHARACTERS = 800  # of a prompt in the report
 
@@ -58,7 +56,11 @@ def check(
     tests the model's architecture, trains a small model on made-up rollouts, and estimates memory.
     Starts no server and no engine. Exits with 1 if the run would fail.
     """
-    size = _parse_size(gpu_memory)
+    try:
+        size = TypeAdapter[int](Bytes).validate_python(gpu_memory) if gpu_memory else None
+    except ValidationError as error:
+        what = f"--gpu-memory {gpu_memory}: expected a number of bytes, or text like 80GB"
+        raise ConfigError(what) from error
     screen = open_console()
     with screen.status("checking…") if screen.is_terminal and not as_json else nullcontext():
         findings = check_config(config, overrides or [], size)
@@ -80,130 +82,81 @@ def check_config(path: Path, overrides: Sequence[str], size: int | None = None) 
         config, problems = inspect_config(path, overrides)
     except ConfigError as error:
         return [failure("config", error)]
-    size = size or gpu_bytes()
-    found = [*config_findings(config, problems), *machine_findings(config, size)]
+    found = list(settings_findings(config, problems, size or gpu_bytes()))
     if config.training_tasks:
         command = [str(path), *overrides]
         with ThreadPoolExecutor(len(STAGES)) as pool:
             for stage in pool.map(lambda stage: list(run_units([stage], command)), STAGES):
                 found += stage
-        found += _estimates(config, size)
     return sorted(found, key=lambda finding: SECTIONS.index(finding.section))
 
 
-def _estimates(config: Config, size: int | None) -> Iterator[Finding]:
-    try:
-        shape = shape_of(config)
-    except (ModelError, HubError):
-        return  # the stage of the model reports it
-    yield from context_findings(config, shape)
-    yield from memory_findings(config, shape, size)
-
-
-def _parse_size(text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        return TypeAdapter[int](Bytes).validate_python(text)
-    except ValidationError as error:
-        raise ConfigError(
-            f"--gpu-memory {text}: expected a number of bytes, or text like 80GB"
-        ) from error
-
-
-# -- the config and this machine ------------------------------------------------------------------
-
-
-def config_findings(config: Config, problems: Sequence[str]) -> Iterator[Finding]:
-    """Yield the mistakes of the file, and settings that are allowed but hardly meant."""
-    for problem in problems:
-        yield Finding("config", "error", problem)
-    for warning in config.warnings():
-        yield Finding("config", "warning", warning)
+def settings_findings(
+    config: Config, problems: Sequence[str], gpu_bytes: int | None
+) -> Iterator[Finding]:
+    """Yield what the settings alone tell: of the config, this machine, the model and memory."""
+    ok, warning, mistake = findings_of("config")
+    yield from map(mistake, problems)
+    yield from map(warning, config.warnings())
     if not problems:
         tasks = plural(len(config.training_tasks), "training task")
-        groups = plural(config.plan.batch_size, "group")
-        steps = plural(config.plan.steps, "step")
-        what = f"run {config.run.name}: {tasks}, {steps} of {groups}, engine {config.engine.kind}"
-        yield Finding("config", "ok", what)
-
-
-def machine_findings(config: Config, gpu_bytes: int | None) -> Iterator[Finding]:
-    """Yield what this machine lacks; only warn if it has no GPU, as the run may be elsewhere."""
+        steps = f"{plural(config.plan.steps, 'step')} of {plural(config.plan.batch_size, 'group')}"
+        what = f"run {config.run.name}: {tasks}, {steps}, engine {config.engine.kind}"
+        yield ok(what)
     gpus = count_gpus()
-    found = plural(gpus, "GPU") if gpus else "no GPU"
     size = f"; memory is compared with {format_size(gpu_bytes)}" if gpu_bytes else ""
-    yield Finding("machine", "ok", f"{found}{size}")
+    yield Finding("machine", "ok", f"{plural(gpus, 'GPU') if gpus else 'no GPU'}{size}")
     for error in machine_errors(config):
-        level: Level = "error" if gpus else "warning"
-        yield Finding("machine", level, f"{error.message}, so a run cannot start here", error.hint)
+        # without a GPU here, the run is meant for another machine
+        what = f"{error.message}, so a run cannot start here"
+        yield Finding("machine", "error" if gpus else "warning", what, error.hint)
+    if config.training_tasks:
+        with suppress(ModelError, HubError):  # the stage of the model reports it
+            shape = shape_of(config)
+            yield from _context_findings(config, shape)
+            yield from memory_findings(config, shape, gpu_bytes)
 
 
-def context_findings(config: Config, shape: Shape) -> Iterator[Finding]:
-    """Yield why prompts and responses do not fit into the context of the model."""
+def _context_findings(config: Config, shape: Shape) -> Iterator[Finding]:
+    """Yield why an engine cannot start with this model, or a trainer refuses its tokens."""
+    _, _, mistake = findings_of("model")
     asked = getattr(config.engine, "max_model_len", None)
     if config.engine.loads_model and asked and shape.positions and asked > shape.positions:
-        yield Finding(
-            "model",
-            "error",
+        yield mistake(
             f"[engine] max_model_len = {asked:,} exceeds what the model reads, "
             f"{shape.positions:,} tokens: the engine refuses to start",
             f"lower it to {shape.positions}, or use a model with a longer context",
         )
-    if asked is None and config.engine.loads_model:
-        # where the config names the limit, it was compared when the file was read
-        problem = config.context_problem(context_tokens(config), config.tasks)
-        if problem:
-            yield Finding("model", "error", problem)
-    yield from _vocabulary_findings(config, shape)
-
-
-def _vocabulary_findings(config: Config, shape: Shape) -> Iterator[Finding]:
-    """Yield why a trainer would refuse the tokens of an engine."""
+    # where the config names the limit, it was compared when the file was read
+    context = None if asked or not config.engine.loads_model else context_tokens(config)
+    if problem := config.context_problem(context, config.tasks):
+        yield mistake(problem)
     for key, ids in config.engine.token_ids.items():
         if ids > shape.vocabulary:
-            has = f"the model has {shape.vocabulary:,} token ids"
-            yield Finding(
-                "model",
-                "error",
-                f"[engine] {key} = {getattr(config.engine, key):,}, and {has}: "
-                "the trainer would refuse every group",
+            yield mistake(
+                f"[engine] {key} = {getattr(config.engine, key):,}, and the model has "
+                f"{shape.vocabulary:,} token ids: the trainer would refuse every group",
                 f"leave {key} out: the default is the model's",
             )
-
-
-# -- the report -----------------------------------------------------------------------------------
 
 
 def _show(screen: Console, findings: Sequence[Finding]) -> None:
     """Print a line for each finding, the prompts, and the verdict."""
     grid = table("", "", "")
+    grid.show_header = False
     shown = ""
     for found in (each for each in findings if not each.text):
-        mark, style = MARKS[found.level]
         fix = Text(f"\n{found.fix}", style="dim") if found.fix else Text()
         title = "" if found.section == shown else found.section
-        grid.add_row(title, Text(mark, style=style), Text(found.what) + fix)
+        grid.add_row(title, Text(*MARKS[found.level]), Text(found.what) + fix)
         shown = found.section
-    grid.show_header = False
     screen.print(grid)
     for found in findings:
-        if found.text:
-            screen.print(Panel.fit(Text(_cut(found.text)), title=found.what, title_align="left"))
-    screen.print(_verdict(findings))
-
-
-def _cut(text: str) -> str:
-    lines = text[:PROMPT_CHARACTERS].splitlines()[:PROMPT_LINES]
-    shown = "\n".join(lines)
-    return shown if len(shown) == len(text) else f"{shown}…"
-
-
-def _verdict(findings: Sequence[Finding]) -> Text:
-    errors = sum(found.level == "error" for found in findings)
-    warnings = sum(found.level == "warning" for found in findings)
-    if errors:
-        return Text(f"{plural(errors, 'error')}, {plural(warnings, 'warning')}", style="bold red")
-    if warnings:
-        return Text(f"no errors, {plural(warnings, 'warning')}", style="yellow")
-    return Text("nothing is wrong", style="green")
+        if text := found.text:
+            lines = "\n".join(text[:PROMPT_CHARACTERS].splitlines()[:PROMPT_LINES])
+            cut = lines if len(lines) == len(text) else f"{lines}…"
+            screen.print(Panel.fit(Text(cut), title=found.what, title_align="left"))
+    errors, warnings = (sum(f.level == level for f in findings) for level in ("error", "warning"))
+    said = f"{plural(errors, 'error') if errors else 'no errors'}, {plural(warnings, 'warning')}"
+    style = "bold red" if errors else "yellow" if warnings else "green"
+    screen.print(Text(said if errors or warnings else "nothing is wrong", style=style))

@@ -18,7 +18,7 @@ from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.open import open_dataset
 from producer_workers.judges.load import check_truth
 from producer_workers.producer.sampler import JUDGED, Sampler, TooLong
-from rolloutmq.check.finding import Finding, Unit, absent, failure
+from rolloutmq.check.finding import Finding, Unit, absent, failure, findings_of
 from rolloutmq.check.judge import judge_findings
 from rolloutmq.check.shape import context_tokens
 from rolloutmq.config.config import Config
@@ -27,26 +27,26 @@ ROWS = 64  # rows of a data set that are made into prompts and encoded
 SHOWN = 3  # unusable rows in the report
 OPEN_S = 3600.0  # to open a large data set, or to generate one
 SCANNED = 4096  # rows of a data set whose ground truths are shown to the judges
-
 COMPARED = 200_000  # rows of a data set whose texts are compared with those of an evaluation
+
+ok, warning, mistake = findings_of("data")
 
 
 def units(config: Config, *, quick: bool) -> list[Unit]:
     found = []
     for name, task in config.tasks.items():
-        what = f"task {name}"
-        check_data = _open_for_run if quick else _check_data
-        found.append(Unit("data", what, partial(check_data, config, name), OPEN_S))
+        check = _open_for_run if quick else _check_data
+        found.append(Unit("data", f"task {name}", partial(check, config, name), OPEN_S))
         if not quick and task.judge != NO_JUDGE and task.eval_of is None:
-            check = partial(_check_judge, config, name)
-            found.append(Unit("judge", f"{what}: its judge", check, task.judging.timeout_s))
+            judge = partial(_check_judge, config, name)
+            found.append(Unit("judge", f"task {name}: its judge", judge, task.judging.timeout_s))
     return found
 
 
 def _open_for_run(config: Config, name: str) -> Iterator[Finding]:
     """Open a data set; write generated problems into the folder of the run."""
     rows = len(_open(config, name, problems_dir(config, name)))
-    yield Finding("data", "ok", f"task {name}: {rows:,} rows")
+    yield ok(f"task {name}: {rows:,} rows")
 
 
 def _check_data(config: Config, name: str) -> Iterator[Finding]:
@@ -59,7 +59,7 @@ def _check_data(config: Config, name: str) -> Iterator[Finding]:
     if task.images:
         for row in range(min(ROWS, len(dataset))):
             dataset.row(row)
-        yield Finding("data", "ok", f"task {name}: {len(dataset):,} rows, with images")
+        yield ok(f"task {name}: {len(dataset):,} rows, with images")
         return
     if unjudged := list(_unjudged(task, dataset)):
         yield from _refused(name, unjudged)
@@ -67,17 +67,27 @@ def _check_data(config: Config, name: str) -> Iterator[Finding]:
     tokenizer, note = _tokenizer(config)
     sampler = task_sampler(config, name, dataset, tokenizer)
     draws = list(_draws(sampler, min(ROWS, len(dataset))))
-    first = [states[0] for states in draws if isinstance(states, list)]
+    first = [each[0] for each in draws if isinstance(each, list)]
+    lengths = [len(_ids(state)) for state in first]
     yield from _refused(name, [each for each in draws if isinstance(each, DatasetError)])
-    yield _summary(name, len(dataset), first, note)
+    sizes = f"{min(lengths):,} to {max(lengths):,}" if lengths else "no"
+    yield ok(f"task {name}: {len(dataset):,} rows, prompts of {sizes} {note or 'tokens'}")
     if first and task.eval_of is None:
-        shown = str(tokenizer.decode(_ids(first[0])))
-        yield Finding("data", "ok", f"task {name}: its first prompt", text=shown)
-    yield from _skipped(config, name, sum(isinstance(each, TooLong) for each in draws), len(draws))
+        yield ok(f"task {name}: its first prompt", text=str(tokenizer.decode(_ids(first[0]))))
+    if skipped := sum(isinstance(each, TooLong) for each in draws):
+        tokens = config.producer.max_prompt_tokens
+        limit = f"[producer] max_prompt_tokens = {tokens}" if tokens else "2 MiB of text"
+        yield (mistake if skipped == len(draws) else warning)(
+            f"task {name}: {skipped} of {len(draws)} prompts exceed {limit} and are skipped",
+            "raise it, with [engine] max_model_len, or leave the long rows out",
+        )
     if not note:
-        yield from _cut_off(config, name, first)
-        yield from _never_trained(config, name, first)
-    yield from _without_text(name, task_tokenizer(tokenizer, task), first)
+        yield from _too_long(config, name, lengths)
+    if first and _drops_text(task_tokenizer(tokenizer, task), first[0]):
+        yield mistake(
+            f"task {name}: the chat template drops the text of the user: all prompts are alike",
+            "see chat_template of the model's tokenizer, and [tasks.<name>] chat_template_kwargs",
+        )
     if task.eval_of is not None:
         config.evaluation_size(name)  # raises ConfigError
         yield from _seen_in_training(config, name, dataset)
@@ -121,115 +131,65 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="rolloutmq-check-")
 
 
-@cache
-def _tokenizer_of(folder: Path) -> Tokenizer:
-    return load_tokenizer(str(folder))
-
-
 def _tokenizer(config: Config) -> tuple[Tokenizer, str]:
     """Return the tokenizer of the model, and a note if another one stands in for it."""
     with suppress(HubError):
         if config.model_folder.is_dir():
-            return _tokenizer_of(config.model_folder), ""
+            return _load(str(config.model_folder)), ""
     from consumer.grpo.models.tiny_model import build_tokenizer
 
     tokenizer = build_tokenizer(config.tiny_model)
     return tokenizer, "" if config.policy.model is None else "characters, without the model"
 
 
-# -- what is found --------------------------------------------------------------------------------
-
-
-def _summary(name: str, rows: int, first: Sequence[RolloutState], note: str) -> Finding:
-    lengths = [_tokens(state) for state in first]
-    sizes = f"{min(lengths):,} to {max(lengths):,}" if lengths else "no"
-    what = f"task {name}: {rows:,} rows, prompts of {sizes} {note or 'tokens'}"
-    return Finding("data", "ok", what)
+_load = cache(load_tokenizer)
 
 
 def _ids(state: RolloutState) -> list[int]:
     return [] if state.prompt_ids is None else state.prompt_ids.tolist()
 
 
-def _tokens(state: RolloutState) -> int:
-    return len(_ids(state))
-
-
 def _refused(name: str, errors: Sequence[DatasetError]) -> Iterator[Finding]:
     yield from (failure("data", error, f"task {name}") for error in errors[:SHOWN])
     if len(errors) > SHOWN:
         what = f"task {name}: {len(errors)} of the rows that were tried cannot be used"
-        yield Finding("data", "error", what, "the first such row stops the task")
+        yield mistake(what, "the first such row stops the task")
 
 
-def _skipped(config: Config, name: str, skipped: int, of: int) -> Iterator[Finding]:
-    if skipped:
-        tokens = config.producer.max_prompt_tokens
-        limit = f"[producer] max_prompt_tokens = {tokens}" if tokens else "2 MiB of text"
-        yield Finding(
-            "data",
-            "error" if skipped == of else "warning",
-            f"task {name}: {skipped} of {of} prompts exceed {limit} and are skipped",
-            "raise it, with [engine] max_model_len, or leave the long rows out",
-        )
-
-
-def _cut_off(config: Config, name: str, first: Sequence[RolloutState]) -> Iterator[Finding]:
-    context = context_tokens(config)
-    longest = max(map(_tokens, first), default=0)
-    sample = config.tasks[name].sample
-    is_asked = "max_tokens" in sample.model_fields_set
+def _too_long(config: Config, name: str, lengths: Sequence[int]) -> Iterator[Finding]:
+    """Yield what happens to prompts that leave no room for a response."""
+    task, context, longest = config.tasks[name], context_tokens(config), max(lengths, default=0)
+    asked = task.sample.max_tokens
     if context and longest >= context:
-        yield Finding(
-            "data",
-            "error",
-            f"task {name}: a prompt of {longest:,} tokens fills the engine's context of "
-            f"{context:,} tokens",
+        yield mistake(
+            f"task {name}: a prompt of {longest:,} tokens fills the engine's {context:,} tokens",
             "raise [engine] max_model_len, or set [producer] max_prompt_tokens",
         )
-    elif context and is_asked and longest + sample.max_tokens > context:
-        yield Finding(
-            "data",
-            "warning",
-            f"task {name}: behind a prompt of {longest:,} tokens, a response ends after "
-            f"{context - longest:,} tokens at the end of the engine's context, before "
-            f"sample.max_tokens = {sample.max_tokens:,}",
+    elif context and "max_tokens" in task.sample.model_fields_set and longest + asked > context:
+        yield warning(
+            f"task {name}: behind a prompt of {longest:,} tokens, the engine's context has room "
+            f"for {context - longest:,}, fewer than sample.max_tokens = {asked:,}",
             "lower sample.max_tokens, or raise [engine] max_model_len",
         )
-
-
-def _never_trained(config: Config, name: str, first: Sequence[RolloutState]) -> Iterator[Finding]:
     limit = config.trainer.max_sequence_tokens
-    if limit is None or config.trainer.loop or config.tasks[name].eval_of:
+    if limit is None or config.trainer.loop or task.eval_of:
         return
-    if too_long := sum(_tokens(state) >= limit for state in first):
-        yield Finding(
-            "data",
-            "error" if too_long == len(first) else "warning",
-            f"task {name}: {too_long} of {len(first)} prompts fill [trainer] max_sequence_tokens = "
-            f"{limit:,}, so their rollouts are never trained",
+    if too_long := sum(length >= limit for length in lengths):
+        yield (mistake if too_long == len(lengths) else warning)(
+            f"task {name}: {too_long} of {len(lengths)} prompts fill [trainer] max_sequence_tokens "
+            f"= {limit:,}, so their rollouts are never trained",
             "raise it, or set [producer] max_prompt_tokens, which skips them",
         )
 
 
-def _without_text(
-    name: str, tokenizer: Tokenizer, first: Sequence[RolloutState]
-) -> Iterator[Finding]:
-    """Yield an error if the chat template drops the text of the user."""
-    for state in first[:1]:
-        messages = state.messages or []
-        other = [
-            each | {"content": f"1 {each['content']} 1"} if _is_asked(each) else each
-            for each in messages
-        ]
-        if other != messages and encode_chat(tokenizer, other, state.tools) == _ids(state):
-            yield Finding(
-                "data",
-                "error",
-                f"task {name}: the chat template drops the text of the user: all prompts are alike",
-                "see chat_template of the model's tokenizer, and [tasks.<name>] "
-                "chat_template_kwargs",
-            )
+def _drops_text(tokenizer: Tokenizer, state: RolloutState) -> bool:
+    """Return whether another text of the user is the same prompt."""
+    messages = state.messages or []
+    other = [
+        each | {"content": f"1 {each['content']} 1"} if _is_asked(each) else each
+        for each in messages
+    ]
+    return other != messages and encode_chat(tokenizer, other, state.tools) == _ids(state)
 
 
 def _is_asked(message: dict[str, Any]) -> bool:
@@ -238,19 +198,13 @@ def _is_asked(message: dict[str, Any]) -> bool:
 
 def _seen_in_training(config: Config, name: str, dataset: Dataset) -> Iterator[Finding]:
     """Yield a warning for each training task that has problems of this evaluation."""
-    asked = {_text_of(dataset, row): row for row in range(min(COMPARED, len(dataset)))}
+    asked = {text: row for row, text in _texts(dataset)}
     for other in config.training_tasks:
         with suppress(HubError):
-            trained = _open(config, other)
-            rows = range(min(COMPARED, len(trained)))
-            found = sorted(
-                {asked[t] for t in (_text_of(trained, r) for r in rows) if t and t in asked}
-            )
-            if found:
+            trained = _texts(_open(config, other))
+            if found := sorted({asked[text] for _, text in trained if text in asked}):
                 shown = ", ".join(map(str, found[:SHOWN])) + ", …" * (len(found) > SHOWN)
-                yield Finding(
-                    "data",
-                    "warning",
+                yield warning(
                     f"task {name}: {len(found):,} of its {len(asked):,} problems are in the "
                     f"training set of task {other}, too (rows {shown}): its accuracy is that of "
                     "answers that were trained",
@@ -258,15 +212,13 @@ def _seen_in_training(config: Config, name: str, dataset: Dataset) -> Iterator[F
                 )
 
 
-def _text_of(dataset: Dataset, row: int) -> str | None:
-    """Return the text that a user asks in a row, without spacing; None for an unusable row."""
-    try:
-        messages = dataset.row(row).messages
-    except DatasetError:
-        return None
-    return " ".join(
-        word for each in messages if _is_asked(each) for word in each["content"].split()
-    )
+def _texts(dataset: Dataset) -> Iterator[tuple[int, str]]:
+    """Yield the text that a user asks in each usable row, without spacing."""
+    for row in range(min(COMPARED, len(dataset))):
+        with suppress(DatasetError):
+            asked = [each["content"] for each in dataset.row(row).messages if _is_asked(each)]
+            if text := " ".join(" ".join(asked).split()):
+                yield row, text
 
 
 def _unjudged(task: TaskSection, dataset: Dataset) -> Iterator[DatasetError]:

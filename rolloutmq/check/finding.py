@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from buffer.errors import RolloutMQError
@@ -32,6 +33,11 @@ class Finding:
         return made
 
 
+def findings_of(section: str) -> list[Callable[..., Finding]]:
+    """Return what makes a finding of a section that is right, a warning, or an error."""
+    return [partial(Finding, section, level) for level in ("ok", "warning", "error")]
+
+
 @dataclass(frozen=True, slots=True)
 class Unit:
     """A part of the check; `what` is the part of the config that it checks."""
@@ -51,13 +57,9 @@ class Unit:
 def absent(section: str, repository: Repository | None) -> Finding:
     """Return the finding for a repository of the Hub whose files are not on this machine."""
     assert repository is not None
-    return Finding(
-        section,
-        "warning",
-        f"the {repository.kind} {repository.id} of the Hub is not on this machine, and is not "
-        "checked",
-        f"a run downloads it; to check it first, run `{repository.command}`",
-    )
+    what = f"the {repository.kind} {repository.id} of the Hub is not on this machine: not checked"
+    fix = f"a run downloads it; to check it first, run `{repository.command}`"
+    return Finding(section, "warning", what, fix)
 
 
 def failure(section: str, error: BaseException, what: str = "") -> Finding:

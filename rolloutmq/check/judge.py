@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import pdb
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,65 +18,53 @@ import numpy as np
 from buffer.errors import ConfigError, JudgeError
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState, Status, ToolCall
 from consumer.grpo.reporting.sample_log import Sample, TokenTexts
-from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.config.task import NO_JUDGE, RUNS_PROGRAMS, TaskSection
 from producer_workers.datasets.records import raised_at
-from producer_workers.judges.judge import Judge
 from producer_workers.judges.load import load_bare_judge, load_worker_judge, make_judge
 from producer_workers.judges.truths import text_of
 from producer_workers.judges.watched_judges import JudgeTimes, WatchedJudges
 from producer_workers.user_code.failure import failure_text, is_of_user
-from rolloutmq.check.finding import Finding
+from rolloutmq.check.finding import Finding, findings_of
 from rolloutmq.views.found_group import FoundGroup
 
 WRONG = "This answer is wrong on purpose."
 
-
-Scores = dict[str, dict[str, float] | BaseException]  # by kind of answer: its reward, or the error
+ok, warning, mistake = findings_of("judge")
 
 
 def judge_findings(
-    name: str, task: TaskSection, prompt: RolloutState, tokenizer: Tokenizer
+    name: str, task: TaskSection, prompt: RolloutState, tokenizer: Any
 ) -> Iterator[Finding]:
-    """Yield what the judge of a task returns for answers to `prompt`."""
+    """Yield what the judge of a task returns for its ground truth, and for a wrong answer."""
     answers = {"a wrong answer": WRONG}
-    truth = _right_answer(task, prompt.ground_truth)
-    if truth is not None:
-        answers = {"its ground truth": truth, **answers}
-    rollouts = {kind: _answered(prompt, text, tokenizer) for kind, text in answers.items()}
-    scores = asyncio.run(_score(task, rollouts))
-    errors = {kind: each for kind, each in scores.items() if isinstance(each, BaseException)}
-    for kind, error in list(errors.items())[:1]:
-        what = f"task {name}, asked to score {kind}: {getattr(error, 'message', error)}"
-        limits = "[tasks.<name>.judging] has the limits of a judge"
-        fix = raised_at(error) or getattr(error, "hint", "") or limits
-        yield Finding("judge", "error", what, fix)
-    if not errors:
-        yield from _compared(name, scores)
+    if RUNS_PROGRAMS not in task.judges:
+        with suppress(ValueError):  # the ground truth is not an answer
+            answers = {"its ground truth": text_of(prompt.ground_truth)} | answers
+    scores = {}
+    rewards = asyncio.run(_score(task, prompt, answers, tokenizer))
+    for kind, reward in zip(answers, rewards, strict=True):
+        if isinstance(reward, BaseException):
+            limits = "[tasks.<name>.judging] has the limits of a judge"
+            fix = raised_at(reward) or getattr(reward, "hint", "") or limits
+            said = getattr(reward, "message", reward)
+            yield mistake(f"task {name}, asked to score {kind}: {said}", fix)
+            return
+        scores[kind] = reward["score"]
+    what = f"task {name}: " + ", ".join(f"{score:g} for {kind}" for kind, score in scores.items())
+    if scores.get("its ground truth", np.inf) > scores["a wrong answer"]:
+        yield ok(what)
+    else:
+        yield warning(
+            what,
+            "unless an answer needs a form that the ground truth has not (such as \\boxed{…}), "
+            "no answer can be right: check the judge, and the field that holds the ground truth",
+        )
 
 
-def _right_answer(task: TaskSection, truth: Any) -> str | None:
-    """Return a right answer as text; None if the ground truth is not an answer."""
-    if RUNS_PROGRAMS in task.judges:
-        return None
-    try:
-        return text_of(truth)
-    except ValueError:
-        return None
-
-
-def _answered(prompt: RolloutState, text: str, tokenizer: Any) -> RolloutState:
-    ids = np.array(tokenizer.encode(text, add_special_tokens=False), "<i4")
-    state = prompt.model_copy(deep=True)
-    state.append(ids, np.zeros(len(ids), "<f4"), ())
-    state.stamp(FIRST_WEIGHTS)
-    state.response = text
-    state.finish_reason = "stop"
-    state.status = Status.COMPLETED
-    return state
-
-
-async def _score(task: TaskSection, rollouts: Mapping[str, RolloutState]) -> Scores:
+async def _score(
+    task: TaskSection, prompt: RolloutState, answers: Mapping[str, str], tokenizer: Any
+) -> list[dict[str, float] | BaseException]:
+    """Return the rewards of answers, or the errors of the judge."""
     judging = task.judging
     if judging.kind == "rq":
         judging = judging.model_copy(update={"kind": "process"})
@@ -83,35 +72,23 @@ async def _score(task: TaskSection, rollouts: Mapping[str, RolloutState]) -> Sco
     judge = make_judge(
         task.judge, lambda each: judges.watch(load_worker_judge(each, judging), judging.grace_s)
     )
+
+    async def ask(text: str) -> dict[str, float] | BaseException:
+        ids = np.array(tokenizer.encode(text, add_special_tokens=False), "<i4")
+        state = prompt.model_copy(deep=True)
+        state.append(ids, np.zeros(len(ids), "<f4"), ())
+        state.stamp(FIRST_WEIGHTS)
+        state.response, state.finish_reason, state.status = text, "stop", Status.COMPLETED
+        try:
+            return await judge.judge(state)
+        except JudgeError as error:
+            return error
+
     try:
-        asked = [_ask(judge, state) for state in rollouts.values()]
-        return dict(zip(rollouts, await asyncio.gather(*asked), strict=True))
+        return await asyncio.gather(*map(ask, answers.values()))
     finally:
         judges.close()
         await asyncio.sleep(0)  # the connections of its processes are closed in the next round
-
-
-async def _ask(judge: Judge, state: RolloutState) -> dict[str, float] | BaseException:
-    try:
-        return await judge.judge(state)
-    except JudgeError as error:
-        return error
-
-
-def _compared(name: str, scores: Scores) -> Iterator[Finding]:
-    given = {kind: reward["score"] for kind, reward in scores.items() if isinstance(reward, dict)}
-    what = f"task {name}: " + ", ".join(f"{score:g} for {kind}" for kind, score in given.items())
-    right = given.get("its ground truth")
-    if right is not None and right <= given["a wrong answer"]:
-        yield Finding(
-            "judge",
-            "warning",
-            what,
-            "unless an answer needs a form that the ground truth has not (such as \\boxed{…}), "
-            "no answer can be right: check the judge, and the field that holds the ground truth",
-        )
-    else:
-        yield Finding("judge", "ok", what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,20 +148,13 @@ def judge_again(
     calls = [list(states)] if judge.sees_group else [[state] for state in wanted]
     with asyncio.Runner() as runner:  # one loop, to which clients of an async judge belong
         for asked in calls:
-            yield from (
-                each
-                for each in _verdicts(runner, judge, asked)
-                if member in (None, each.state.index)
-            )
-
-
-def _verdicts(runner: asyncio.Runner, judge: Judge, states: list[RolloutState]) -> list[Verdict]:
-    given = [state.model_copy(deep=True) for state in states]
-    try:
-        rewards = runner.run(judge.judge_group(given))
-    except (Exception, SystemExit) as error:  # a judge may raise anything; Ctrl-C ends this command
-        return [Verdict(state, error=error) for state in states]
-    return [Verdict(state, reward) for state, reward in zip(states, rewards, strict=True)]
+            given = [state.model_copy(deep=True) for state in asked]
+            try:
+                rewards = runner.run(judge.judge_group(given))
+                verdicts = [Verdict(*each) for each in zip(asked, rewards, strict=True)]
+            except (Exception, SystemExit) as error:  # a judge may raise anything but Ctrl-C
+                verdicts = [Verdict(state, error=error) for state in asked]
+            yield from (each for each in verdicts if member in (None, each.state.index))
 
 
 def debug(error: BaseException) -> None:

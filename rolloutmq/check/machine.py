@@ -108,7 +108,7 @@ def _check(
             hint="each worker needs GPUs of its own",
         )
     needed = launch.workers * per_worker
-    enough = per_worker if launch.colocated else needed
+    enough = min(per_worker, needed) if launch.colocated else needed
     if len(pool) < enough:
         raise ConfigError(
             f"[launch] workers = {launch.workers} of {per_worker} GPUs need {needed}, but "

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 
 from buffer.config.memory_budget import PROMPT_TOKENS
 from buffer.errors import HubError, ModelError
 from buffer.readable import format_size
-from consumer.config.learner import LearnerConfig
 from producer_workers.config.engine import GpuMemory
 from rolloutmq.check.finding import Finding, Level
 from rolloutmq.check.machine import engines_of_judges
@@ -25,24 +23,13 @@ UTILIZATION = 0.9  # share of a GPU's memory that vLLM takes by default
 ENGINE_ROOM = 2 * GIB  # activations and CUDA graphs of an engine, about
 
 
-@dataclass(frozen=True, slots=True)
-class Parts:
-    """Bytes on one GPU of the trainer."""
-
-    states: int
-    copy: int
-    projection: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        return self.states + self.copy + self.projection + self.activations
-
-
 def memory_findings(config: Config, shape: Shape, gpu_bytes: int | None) -> Iterator[Finding]:
-    """Yield the memory of trainer and engine, and whether it fits into GPUs of `gpu_bytes`."""
-    trainer = engine = 0
+    """Yield one sentence on the memory of trainer and engines, and what to do where it is short."""
+    said: list[str] = []
+    short: dict[str, Level] = {}
+    together = 0
     if config.trainer.loop is None:
+<<<<<<< HEAD
         parts = trainer_parts(config, shape)
         trainer = parts.total
         yield _trainer(config, parts, gpu_bytes)
@@ -68,36 +55,100 @@ def memory_findings(config: Config, shape: Shape, gpu_bytes: int | None) -> Iter
             f"{format_size(gpu_bytes)} where neither sleeps",
             "set [trainer] flow = colocated and [worker] sleep_when_paused, or use smaller sizes",
         )
+=======
+        kept, activations = trainer_bytes(config, shape)
+        together = kept + activations
+        said.append(
+            f"trainer {format_size(together)} on each device ({format_size(activations)} of it for "
+            f"activations of {_tokens_of_a_pass(config):,} tokens)"
+        )
+        if gpu_bytes and together > FULL * gpu_bytes:
+            short[_less(config)] = "error" if kept > gpu_bytes else "warning"
+    for who, memory, size in _engines(config, shape):
+        what, held, is_short = _engine(memory, size, longest_sample(config), gpu_bytes)
+        said.append(f"{who} {what}")
+        together += held if who == "engine" else 0
+        if is_short:
+            fix = "set [engine] tensor_parallel_size, gpu_memory_utilization or "
+            short[f"{fix}kv_cache_memory_bytes, or a smaller max_model_len"] = "error"
+    if gpu_bytes:
+        said.append(f"a GPU has {format_size(gpu_bytes)}")
+        if config.launch.colocated and together > FULL * gpu_bytes:
+            said.append(
+                f"trainer and engine share it and need {format_size(together)} where neither sleeps"
+            )
+            short["set [trainer] flow = colocated and [worker] sleep_when_paused"] = "warning"
+    level: Level = min(short.values(), default="ok")  # by the alphabet, an error is first
+    if said:
+        yield Finding("memory", level, "; ".join(said), "; ".join(short))
 
 
-# -- the trainer ----------------------------------------------------------------------------------
+def _engines(config: Config, shape: Shape) -> Iterator[tuple[str, GpuMemory, Shape]]:
+    """Yield the engines whose memory is known, with the sizes of their models."""
+    if memory := config.engine.gpu_memory:
+        yield "engine", memory, shape
+    for name in config.teachers:
+        if memory := config.teacher_engine(name).gpu_memory:
+            with suppress(ModelError, HubError):  # the stage of the model reports it
+                folder = config.teacher_folder(name)
+                size = shape if folder == config.model_folder else read_shape(folder)
+                yield f"teacher {name}", memory, size
+>>>>>>> main
 
 
-def trainer_parts(config: Config, shape: Shape) -> Parts:
-    """Return the bytes that one rank of the reference trainer holds on its GPU."""
+def _engine(
+    memory: GpuMemory, shape: Shape, tokens: int, gpu_bytes: int | None
+) -> tuple[str, int, bool]:
+    """Return what an engine needs as text and in bytes, and whether that is too much."""
+    weights = memory.value_bytes * shape.parameters // memory.parts
+    sequence = tokens * (memory.value_bytes * shape.kv_values // memory.parts)
+    what = f"{format_size(weights)} on each device, {format_size(sequence)} for each sequence of "
+    what += f"{tokens:,} tokens"
+    cache = memory.cache_bytes
+    if cache is None and gpu_bytes:
+        cache = int((memory.share or UTILIZATION) * gpu_bytes) - weights - ENGINE_ROOM
+    if cache is None:
+        return what, weights + ENGINE_ROOM, False
+    is_short = cache < sequence or (gpu_bytes is not None and weights + cache > gpu_bytes)
+    what += f", and a KV cache for {max(0, cache) // sequence:,} of them"
+    return what, weights + max(0, cache) + ENGINE_ROOM, is_short
+
+
+def trainer_bytes(config: Config, shape: Shape) -> tuple[int, int]:
+    """Return the bytes that stay on each GPU of the reference trainer, and of activations."""
     learner = config.learner
     ranks = config.launch.ranks(has_own_loop=False)
     layer = (shape.parameters - shape.embedding) // shape.layers
     width = 2 if learner.bf16 else 4
-    if learner.lora:
-        adapter = _adapter(learner, shape)
+    copy = 0
+    if lora := learner.lora:
+        outer = {"gate_proj": shape.intermediate, "up_proj": shape.intermediate}
+        inner = {"down_proj": shape.intermediate}
+        sizes = (
+            inner.get(name, shape.width) + outer.get(name, shape.width)
+            for name in lora.target_modules
+        )
+        adapter = shape.layers * lora.rank * sum(sizes)
         states = width * shape.parameters // ranks + 16 * adapter
-        copy = 0
     else:
         each = 10 if learner.optimizer == "adamw_8bit" else 16
         states = each * shape.parameters // ranks
         # several ranks gather a layer at a time, with its gradient
         gathered = shape.parameters if ranks == 1 else 3 * (shape.embedding + layer)
         copy = 2 * gathered if learner.bf16 else 0
-    if learner.loss.has_own_reference and not learner.lora:
-        states += 4 * shape.parameters // ranks
+        if learner.loss.has_own_reference:
+            states += 4 * shape.parameters // ranks
     if config.trainer.is_gae:
         states *= 2
     if learner.sharding.cpu_offload:
         states = 0
-    logits = LOGIT_BYTES * _tokens_of_a_pass(config) * shape.embedding // shape.width
+    tokens = _tokens_of_a_pass(config)
+    logits = LOGIT_BYTES * tokens * shape.embedding // shape.width
     projection = (width + 4) * shape.embedding + min(LOGITS, logits)
-    return Parts(states, copy, projection, _activations(config, shape, width))
+    inside = 40 * shape.width + 16 * shape.intermediate
+    layers = shape.layers if not learner.gradient_checkpointing else 1
+    activations = tokens * (4 * shape.layers * shape.width + layers * inside) * width // 2
+    return states + copy + projection, activations
 
 
 def longest_sample(config: Config) -> int:
@@ -113,43 +164,6 @@ def _tokens_of_a_pass(config: Config) -> int:
     return max(config.learner.token_budget, longest_sample(config))
 
 
-def _adapter(learner: LearnerConfig, shape: Shape) -> int:
-    assert learner.lora is not None
-    outputs = {"gate_proj": shape.intermediate, "up_proj": shape.intermediate}
-    inputs = {"down_proj": shape.intermediate}
-    sizes = (
-        inputs.get(name, shape.width) + outputs.get(name, shape.width)
-        for name in learner.lora.target_modules
-    )
-    return shape.layers * learner.lora.rank * sum(sizes)
-
-
-def _activations(config: Config, shape: Shape, width: int) -> int:
-    inside = 40 * shape.width + 16 * shape.intermediate
-    layers = shape.layers if not config.learner.gradient_checkpointing else 1
-    kept = 4 * shape.layers * shape.width
-    return _tokens_of_a_pass(config) * (kept + layers * inside) * width // 2
-
-
-def _trainer(config: Config, parts: Parts, gpu_bytes: int | None) -> Finding:
-    ranks = config.launch.ranks(has_own_loop=False)
-    tokens = _tokens_of_a_pass(config)
-    what = (
-        f"trainer: {format_size(parts.total)} {_devices(ranks)} (weights, "
-        f"gradients and optimizer {format_size(parts.states + parts.copy)}, vocabulary "
-        f"{format_size(parts.projection)}, activations of {tokens:,} tokens "
-        f"{format_size(parts.activations)})"
-    )
-    if gpu_bytes is None or parts.total <= FULL * gpu_bytes:
-        return Finding("memory", "ok", what)
-    level: Level = "error" if parts.states + parts.copy > gpu_bytes else "warning"
-    return Finding("memory", level, f"{what}; a GPU has {format_size(gpu_bytes)}", _less(config))
-
-
-def _devices(ranks: int) -> str:
-    return "on one device" if ranks == 1 else f"on each of {ranks} devices"
-
-
 def _less(config: Config) -> str:
     """Return how to reduce the trainer's memory: the next step of docs/pages/many_gpus.md."""
     learner = config.learner
@@ -161,6 +175,7 @@ def _less(config: Config) -> str:
         "use more trainer_gpus, [learner.sharding] cpu_offload = true, or [learner.lora]; "
         "see docs/pages/many_gpus.md"
     )
+<<<<<<< HEAD
 
 
 def _judges(config: Config, shape: Shape, gpu_bytes: int | None) -> Generator[Finding, None, int]:
@@ -206,3 +221,5 @@ def _engine(
         room = f"room for {cache // sequence:,} sequences of {tokens:,} tokens"
         yield Finding("memory", "ok", f"{what}, KV cache {format_size(cache)}, {room}")
     return weights + max(0, cache) + ENGINE_ROOM
+=======
+>>>>>>> main

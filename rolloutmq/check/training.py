@@ -53,28 +53,26 @@ def _check(config: Config, task: str) -> Iterator[Finding]:
 
     defaults = {key: config.learner.default_of(key) for key in OF_THE_MACHINE}
     config = config.model_copy(update={"learner": config.learner.model_copy(update=defaults)})
+    what = f"task {task}: of made-up rollouts, every second of them right, "
     with TemporaryDirectory(prefix="rolloutmq-check-") as folder:
         model = Path(folder) / "model"
         build_tiny_model(model, SMALL, seed=0)
         try:
-            is_trained = _gradient(config, task, model) > 0
+            if _gradient(config, task, model) > 0:
+                yield Finding("training", "ok", f"{what}some are trained")
+                return
         except Exception as error:
             spec = (config.trainer.advantages, config.learner.loss.objective)
             if not any(map(is_dotted_path, spec)):
                 raise
-            what = f"task {task}: your function fails with made-up rollouts ({error!r:.200})"
-            yield Finding("training", "warning", what, "see that it can read those of the task")
+            failed = f"task {task}: your function fails with made-up rollouts ({error!r:.200})"
+            yield Finding("training", "warning", failed, "see that it can read those of the task")
             return
-        responsible = [] if is_trained else list(_responsible(config, task, model))
-    if is_trained:
-        what = f"task {task}: made-up rollouts, every second of them right, are trained"
-        yield Finding("training", "ok", what)
-        return
+        responsible = " or ".join(_responsible(config, task, model))
     yield Finding(
         "training",
         "error",
-        f"task {task}: of made-up rollouts, every second of them right, nothing is trained with "
-        + (" or ".join(responsible) or "this combination of settings"),
+        f"{what}nothing is trained with {responsible or 'this combination of settings'}",
         f"the prompt has {PROMPT} tokens, each response {SHORTEST} to {2 * SHORTEST}: "
         "docs/pages/loss.md",
     )
@@ -82,20 +80,17 @@ def _check(config: Config, task: str) -> Iterator[Finding]:
 
 def _responsible(config: Config, task: str, model: Path) -> Iterator[str]:
     """Yield the settings without which something is trained."""
-    learner, loss = config.learner, config.learner.loss
-    for key in _changed(config.trainer):
-        one = config.trainer.model_copy(update={key: config.trainer.default_of(key)})
-        if _gradient(config.model_copy(update={"trainer": one}), task, model) > 0:
-            yield f"[trainer] {key} = {getattr(config.trainer, key)}"
-    for key in _changed(loss):
-        other = loss.model_copy(update={key: loss.default_of(key)})
-        two = config.model_copy(update={"learner": learner.model_copy(update={"loss": other})})
-        if _gradient(two, task, model) > 0:
-            yield f"[learner.loss] {key} = {getattr(loss, key)}"
-
-
-def _changed(section: Section) -> list[str]:
-    return [key for key, value in section if value != section.default_of(key)]
+    learner = config.learner
+    for name, section in (("[trainer]", config.trainer), ("[learner.loss]", learner.loss)):
+        for key, value in section:
+            if value == section.default_of(key):
+                continue
+            one: Section = section.model_copy(update={key: section.default_of(key)})
+            update = {"trainer": one}
+            if section is learner.loss:
+                update = {"learner": learner.model_copy(update={"loss": one})}
+            if _gradient(config.model_copy(update=update), task, model) > 0:
+                yield f"{name} {key} = {value}"
 
 
 def _gradient(config: Config, task: str, model: Path) -> float:

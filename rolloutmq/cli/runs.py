@@ -33,6 +33,7 @@ from rolloutmq.options import (
 )
 from rolloutmq.output import age, console, count, known, state, table
 from rolloutmq.run_owner import choose_folder, known_folders, last_change
+from rolloutmq.views.explain.inspection import count_judges
 from rolloutmq.views.run_folder import RunFolder
 from rolloutmq.views.run_view import RunView, read_run_view
 from rolloutmq.web.report import write_report
@@ -129,8 +130,9 @@ def _line_of(store: Store, name: str) -> RunLine:
 
 def _delete(store: Store, name: str, yes: bool) -> Output:
     line = _line_of(store, name)
-    if line.lives:
-        raise RoleHeld(f"run {name!r} is in use: {', '.join(line.lives)}", hint="stop them first")
+    _, judges = count_judges(store, Keys(name))
+    if lives := [*line.lives, *(["judge"] if judges else [])]:
+        raise RoleHeld(f"run {name!r} is in use: {', '.join(lives)}", hint="stop them first")
     if not yes:
         groups = sum(line.view.stages.values()) if line.view else 0
         raise ConfigError(

@@ -51,8 +51,10 @@ Gpu = Annotated[int, Field(ge=0, le=1023)]
 class LaunchSection(Section):
     """[launch]: what `rolloutmq run` starts on this machine."""
 
-    workers: int = Field(2, ge=1, le=1024)
-    """rollout workers, one process each"""
+    workers: int = Field(2, ge=0, le=1024)
+    """rollout workers, one process each; gateways where all tasks are live. 0: they are started by
+    hand, or elsewhere
+    """
     colocated: bool = False
     """trainer and workers share the same GPUs and must fit in their memory together; otherwise a
     GPU that both use is an error

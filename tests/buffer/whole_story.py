@@ -16,6 +16,7 @@ from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration
 from buffer.manifest import Manifest
 from buffer.run import Run
+from buffer.weights.redis_chunks import RedisSender
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import FIRST, Scene, rollout, turn
 from tests.buffer.time_machine import put_back, remember
@@ -24,6 +25,7 @@ from tests.buffer.time_machine import put_back, remember
 def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     """Every script, in every branch that changes something."""
     run = scene.run
+    RedisSender(run.store, scene.keys, folder).write(FIRST, save_weights)
     scene.open_producer()
     scene.open_trainer()
     scene.enqueue(9, samples=[2, 2, 0, 2, 2, 2, 2, 2, 2])
@@ -165,6 +167,40 @@ def end_what_is_too_old(scene: Scene) -> None:
     assert jobs.drop(younger.gid) == "aborted"
 
 
+<<<<<<< HEAD
+=======
+def save_weights(folder: Path) -> None:
+    (folder / "model").write_bytes(b"weights")
+
+
+def be_taught(scene: Scene) -> None:
+    """Two groups that pass teachers: one is handed back and ready, one dies and is dropped."""
+    jobs = scene.run.jobs
+    scene.enqueue(2)
+    for job in scene.claim(2):
+        scene.submit(job, PolicyVersion("l1", 1), teachers=["big", "small"])
+    taught, lost = scene.claim_as("big", 2)
+    scene.run.fleet.fence("t0")
+    scene.nonces.pop("t0")
+    taught, lost = scene.claim_as("big", 2)
+    scene.beat([taught, lost], "t0", oldest=PolicyVersion("l1", 1))
+    jobs.release("t0", lost, "failed", "KeyError: 'x'")
+    assert not scene.run.dead_letters.keep_responses(lost, scene.failed(lost))
+    scene.teach(taught)
+    assert jobs.requeue(lost.gid) == "dead"
+    (last,) = scene.claim_as("small", worker="t1")
+    jobs.release("t1", last, "handback")
+    (last,) = scene.claim_as("small", worker="t1")
+    scene.teach(last, "t1")
+    assert [jobs.drop(job.gid) for job in (last, lost)] == ["completed", "waiting"]
+    scene.enqueue(2)
+    for job, teachers in zip(scene.claim(2), (["old"], ["old", "big"]), strict=True):
+        scene.submit(job, PolicyVersion("l1", 1), teachers=teachers)
+    assert jobs.skip_former_teachers("math") == 2
+    assert [jobs.drop(scene.stream("teach.big")[0])] == ["waiting"]
+
+
+>>>>>>> main
 def put_right_by_hand(scene: Scene) -> None:
     """Batch 1, and groups that are no good."""
     scene.ready(0, 0, 0)

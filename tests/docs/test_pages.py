@@ -16,7 +16,9 @@ import tomlkit
 
 from buffer.redis.server.embedded import EmbeddedServer
 from consumer.grpo.reporting.step_log import StepLog
+from rolloutmq.config.load import load_config
 from tests.consumer.grpo.models.tiny import build_model
+from tests.programs import files_of_git
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "pages"
@@ -83,6 +85,29 @@ class Reader:
         )
         assert done.returncode == 0, done.stdout + done.stderr + logs
         return done.stdout
+
+
+def toml_blocks() -> Iterator[Any]:
+    for page in files_of_git():
+        if page.suffix == ".md":
+            found = re.findall(r"^```toml[^\n]*\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
+            for number, code in enumerate(found, 1):
+                yield pytest.param(code, id=f"{page.relative_to(ROOT)}-{number}")
+
+
+@pytest.mark.parametrize("code", [*toml_blocks()])
+def test_a_block_of_toml_is_a_config_beside_what_every_config_needs(
+    code: str, tmp_path: Path
+) -> None:
+    config: dict[str, Any] = {"run": {"name": "page"}, "engine": {"kind": "vllm"}, "tasks": {}}
+    merge(config, tomllib.loads(code))
+    for task in config["tasks"].values() or [config["tasks"].setdefault("page", {})]:
+        if "eval_of" not in task:
+            task.setdefault("dataset", {"kind": "jsonl", "path": "rows.jsonl"})
+            task.setdefault("judge", "math_verify")
+    file = tmp_path / "page.toml"
+    file.write_text(tomlkit.dumps(config), encoding="utf-8")
+    load_config(file, [])
 
 
 @pytest.mark.slow

@@ -78,16 +78,28 @@ def take(consumer: RolloutConsumer, step: int, count: int = SHARE) -> Batch:
     return consumer.take_batch(step, {TASK: count}, deadline_s=400.0)
 
 
+@pytest.mark.parametrize(
+    ("setting", "changes"),
+    [
+        ("max_staleness", {}),
+        ("max_ahead", {"stale_threshold": 2, "ahead_threshold": 1}),
+        ("max_token_staleness", {"stale_threshold": 2, "token_threshold": 1}),
+    ],
+)
 def test_weights_that_are_too_old_are_reported_and_newer_ones_serve_the_same_step(
-    yard: Yard, dataset: Path
+    make_yard: Callable[..., Yard], dataset: Path, setting: str, changes: dict[str, int]
 ) -> None:
+    yard = make_yard(**changes)
     consumer = consumer_of(yard)
 
     def trainer() -> None:
         for step in (1, 2, 3):
             if step > 1:
-                with pytest.raises(ExpiredBatch, match=f"publish the weights of step {step - 1}"):
+                with pytest.raises(
+                    ExpiredBatch, match=f"publish the weights of step {step - 1}"
+                ) as caught:
                     take(consumer, step)
+                assert f"{setting} lets one version" in caught.value.message
                 yard.publish(step - 1)
             batch = take(consumer, step)
             assert (

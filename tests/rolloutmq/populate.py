@@ -30,8 +30,9 @@ ESCAPE = "\x1b[31mred\x1b[0m"
 class Scene:
     """A run and the nonces of everybody in it."""
 
-    def __init__(self, store: Store, name: str, **limits: object) -> None:
-        tasks = {"math": TaskLimits(), "exam": TaskLimits(eval_of="math")}
+    def __init__(self, store: Store, name: str, task: str = "math", **limits: object) -> None:
+        self.task = task
+        tasks = {task: TaskLimits(), "exam": TaskLimits(eval_of=task)}
         settings = {
             "stale_threshold": 2,
             "max_tries": 1,
@@ -59,7 +60,7 @@ class Scene:
 
     def _enqueue(self, groups: int, prompt: int, source: str | None) -> None:
         run = self.run
-        start = self.run.jobs.cursor("math")
+        start = self.run.jobs.cursor(self.task)
         states = [
             RolloutState(
                 index=i,
@@ -69,12 +70,12 @@ class Scene:
             )
             for i in range(2)
         ]
-        gids = [group_id("math", start + i) for i in range(groups)]
+        gids = [group_id(self.task, start + i) for i in range(groups)]
         run.payloads.write_prompts(
-            {gid: group_bytes.encode(RolloutGroup(gid, "math", states)) for gid in gids}
+            {gid: group_bytes.encode(RolloutGroup(gid, self.task, states)) for gid in gids}
         )
         run.control.open_producer(self.producer)
-        run.jobs.enqueue(self.producer, new_nonce(), "math", start, [2] * groups, start + groups)
+        run.jobs.enqueue(self.producer, new_nonce(), self.task, start, [2] * groups, start + groups)
 
     def join(self, worker: str) -> None:
         self.workers[worker] = new_nonce()
@@ -148,6 +149,21 @@ def populate(store: Store, name: str = "demo") -> Scene:
         assert isinstance(manifest, Manifest)
         scene.taken = manifest.entries[0].payload
     scene.run.ledger.commit(scene.trainer, 1, 1)
+    return scene
+
+
+def populate_as_documented(store: Store) -> Scene:
+    """The run of docs/pages/commands.md: 60 groups, 7 steps of 6 taken, one dead, some running."""
+    scene = Scene(store, "demo", task="chain_sum", stale_threshold=20)
+    scene.enqueue(60)
+    scene.join("worker-0")
+    jobs = scene.claim("worker-0", 52)
+    for job in jobs[:48]:
+        scene.submit("worker-0", job)
+    scene.run.jobs.release("worker-0", jobs[48], "failed", "ValueError: the judge said no")
+    scene.open_trainer()
+    for step in range(1, 8):
+        assert isinstance(scene.run.ledger.take(scene.trainer, step, {"chain_sum": 6}), Manifest)
     return scene
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 import tomllib
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from importlib import metadata
+from pathlib import Path
 
 import orjson
 import pytest
@@ -28,6 +33,7 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 """
 """As if only the packages of a base install were there."""
+PACKAGES = ("buffer", "consumer", "producer_workers", "rolloutmq")
 DEMO = str(ROOT / "configs" / "demo.toml")
 FRESH = ["--set", "run.name=fresh"]
 
@@ -82,6 +88,45 @@ def test_every_extra_is_one_of_the_distribution() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert set(EXTRAS.values()) <= project["optional-dependencies"].keys()
     assert all("'" in install_command(extra) for extra in EXTRAS.values()), "names no package"
+
+
+def roots_of(file: Path) -> Iterator[str]:
+    """Yield the packages that a file imports, wherever in it."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (each.name.partition(".")[0] for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module.partition(".")[0]
+
+
+def needed_by(distribution: str) -> set[str]:
+    """Return a distribution and all that it needs without extras."""
+    names = {distribution}
+    for line in metadata.requires(distribution) or ():
+        if "extra ==" not in line:
+            name = re.split(r"[^\w.-]", line)[0].lower().replace("_", "-")
+            with suppress(metadata.PackageNotFoundError):  # for another platform
+                names |= needed_by(name)
+    return names
+
+
+def test_every_package_that_is_imported_is_of_the_base_install_or_of_a_named_extra() -> None:
+    base = needed_by("rolloutmq")
+    known = {
+        module
+        for module, owners in metadata.packages_distributions().items()
+        if base.intersection(owner.lower().replace("_", "-") for owner in owners)
+    }
+    known |= {*sys.stdlib_module_names, *PACKAGES, *EXTRAS}
+    foreign = ("rolloutmq/integrations/", "rolloutmq/init/templates/")
+    files = [
+        file
+        for package in PACKAGES
+        for file in sorted((ROOT / package).rglob("*.py"))
+        if not str(file.relative_to(ROOT)).startswith(foreign)
+    ]
+    unknown = {(str(file), root) for file in files for root in roots_of(file) if root not in known}
+    assert unknown == set(), "its absence would be told as that of a module"
 
 
 @pytest.mark.parametrize("name", ABSENT_FOR)

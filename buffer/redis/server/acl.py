@@ -69,6 +69,7 @@ class Role:
     sees: bool = True  # whether the user may read the run
     asks_judges: bool = False  # may use the run's judge queue
     judges: bool = False  # may do the work of rq's workers on that queue
+    clears_judges: bool = False  # may remove the keys of that queue, with the run
 
 
 ROLES = {
@@ -84,6 +85,7 @@ ROLES = {
     "operator": Role(
         ("*",),
         (_FIND_RUNS, _LOAD_SCRIPTS, "+publish", _TRANSACTION, "+memory|usage"),
+        clears_judges=True,
     ),
 }
 
@@ -144,10 +146,12 @@ def _rules_of_run(keys: Keys, role: Role) -> list[str]:
 
 
 def _rules_of_rq(keys: Keys, role: Role) -> list[str]:
-    if not role.asks_judges:
+    if not (role.asks_judges or role.clears_judges):
         return []
     names = {"queue": keys.judge_queue, "job": keys.judge_jobs}
     found = " ".join(f"~{key.format(**names)}" for key in _JUDGE_KEYS)
+    if not role.asks_judges:
+        return [f"({found} +unlink)"]
     rules = [f"({found} {_RQ})", _TRANSACTION]
     if role.judges:
         rules.append(f"&rq:pubsub:{keys.judge_queue}:* {_SUBSCRIBE}")

@@ -26,6 +26,7 @@ from buffer.failure_text import headline, trace_of
 from buffer.groups.dead_letters import by_cause
 from buffer.ids import split_group_id
 from buffer.job import PayloadRef
+from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.weights import folder_manifest as weights_manifest
@@ -156,16 +157,21 @@ def _damage(run: Run, snap: RunView) -> Iterator[Symptom]:
         yield Symptom("note", what, "`rolloutmq fsck` checks them all")
 
 
+def count_judges(store: Store, keys: Keys) -> tuple[int, int]:
+    """Return how many rollouts wait for judges on this server, and how many of these live."""
+    raw: Any = store.control
+    try:
+        waiting = raw.llen(f"rq:queue:{keys.judge_queue}")
+        # a judge that was killed stays in the set, but its own key expires
+        workers = raw.smembers(f"rq:workers:{keys.judge_queue}")
+        return waiting, sum(raw.exists(worker) for worker in workers)
+    except ResponseError:  # a user who may not read them, or a cluster, where they have other nodes
+        return 0, 0
+
+
 def _judges(run: Run) -> Iterator[Symptom]:
     """Report rollouts that wait for judges while none lives, from rq's keys on its server."""
-    queue = run.keys.judge_queue
-    raw = run.store.control
-    try:
-        waiting = raw.llen(f"rq:queue:{queue}")
-        # a judge that was killed stays in the set, but its own key expires
-        alive = sum(raw.exists(worker) for worker in raw.smembers(f"rq:workers:{queue}"))
-    except ResponseError:  # a user who may not read them, or a cluster, where they have other nodes
-        return
+    waiting, alive = count_judges(run.store, run.keys)
     if waiting and not alive:
         what = f"{plural(waiting, 'rollout')} waiting to be judged, and no judge is alive"
         yield Symptom("stuck", what, "`rolloutmq judge CONFIG`")

@@ -16,7 +16,7 @@ from buffer.control.continuation import Start
 from buffer.control.control import Mode, Role
 from buffer.control.control_line import ControlConnection
 from buffer.control.live_settings import LiveSettings
-from buffer.errors import RoleHeld, RunExists, RunNotFound, SchemaVersionError
+from buffer.errors import LostRun, RoleHeld, RunExists, RunNotFound, SchemaVersionError
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits
 from buffer.redis.store import Store
@@ -230,7 +230,7 @@ def test_run_that_is_missing_or_of_another_schema_is_not_opened(scene: Scene) ->
 
 def test_control_is_never_made_on_a_server_without_the_run(scene: Scene) -> None:
     scene.raw.unlink(scene.keys.meta, scene.keys.control)
-    with pytest.raises(RunNotFound):
+    with pytest.raises(LostRun):
         scene.run.control.set_mode("operator", Mode.DRAIN)
     with pytest.raises(RunNotFound):
         scene.run.control.state()

@@ -75,6 +75,6 @@ def test_every_invariant_of_the_scripts_has_a_story() -> None:
 def test_reading_a_payload_is_noticed(read: str) -> None:
     texts = sources()
     assert not reads_of_payloads(assemble(texts)["submit"].source)
-    line = "local found = seen_bytes(payloads, first, one.chunks, one.size)\n"
+    line = "local found = seen_bytes(payloads, first, one.chunks)\n"
     texts["submit"] = texts["submit"].replace(line, f"{line}local bytes_read = {read}\n")
     assert reads_of_payloads(assemble(texts)["submit"].source)

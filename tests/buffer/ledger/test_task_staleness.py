@@ -12,7 +12,7 @@ from buffer.errors import ConfigError
 from buffer.limits import TaskLimits
 from buffer.manifest import NotReady
 from buffer.run import Run
-from buffer.wire.rollout import PolicyVersion
+from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.invariants.batches import swap_out_and_forget_it
 from tests.buffer.scene import Scene
@@ -90,3 +90,17 @@ def test_a_dissolved_batch_returns_to_the_ages_of_its_task(make_scene: Make) -> 
     swap_out_and_forget_it(scene, trainer)
     assert scene.pool("completed") == [(bad, -3)]
     scene.check()
+
+
+def test_a_refresh_expires_the_statuses_that_it_is_asked_for(make_scene: Make) -> None:
+    scene = make_scene(stale_threshold=1, tasks=TASKS, tail_batch_trigger_size=0)
+    scene.open_trainer()
+    scene.ready(0, 1, lineage="l1")
+    scene.raw.hset(scene.keys.ledger("train"), "taken", 1)
+    refresh = scene.run.buffer.refresh_staleness
+    assert refresh(statuses=[Status.ABORTED]) == {"math": 0, "code": 0}
+    assert refresh("code", statuses=["completed"]) == {"code": 0}
+    assert refresh("math", statuses=[Status.COMPLETED]) == {"math": 1}
+    for wrong in ([Status.EXPIRED], "completed"):
+        with pytest.raises(ConfigError, match="statuses: completed, aborted"):
+            refresh(statuses=wrong)

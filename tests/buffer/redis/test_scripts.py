@@ -45,8 +45,9 @@ def slots(name: str, array: str) -> list[Slot]:
 
 def table() -> dict[str, str]:
     """Key name to type, from the table in buffer/redis/keys.py."""
+    apart = ("dead:<gid>", "weights:<lineage>:<version>")  # beside a key of the same name
     return {
-        re.sub(r"<.*", "", key).rstrip(":") + (":" if key == "dead:<gid>" else ""): row.type
+        re.sub(r"<.*", "", key).rstrip(":") + (":" if key in apart else ""): row.type
         for key, row in TABLE.items()
     }
 
@@ -125,6 +126,8 @@ FACTS: dict[str, str | int] = {
     "status": "completed",
     "worker": "w",
     "gid": "t-0000000001",
+    "lineage": "l0",
+    "version": 1,
 }
 LISTS = {"payloads": "payload", "prompts": "payload"}
 
@@ -134,7 +137,8 @@ def kind_of_key(slot: str) -> str:
     if slot in LISTS:
         return LISTS[slot]
     key = Keys("demo").slots(**FACTS, step=1)[slot].removeprefix("rmq:{demo}:")
-    return "dead:" if key == "dead:" else key.partition(":")[0]
+    kind, _, rest = key.partition(":")
+    return f"{kind}:" if key == "dead:" or (kind == "weights" and rest) else kind
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -267,7 +271,7 @@ def test_header_is_read_with_types_and_bounds() -> None:
     assert header.tail("KEYS") == Slot("KEYS", 3, True, ("c", "d"), ("LIST", "ZSET"), 1, 9)
     assert header.fixed("ARGV") == ("e", "f")
     assert header.tail("ARGV") == Slot("ARGV", 3, True, ("g", "h"), ("name", "1..9"), 0, None)
-    assert header.checks() == ["refuse", "as_int", "is_count"]
+    assert header.checks() == ["refuse", "missing_run", "as_int", "is_count"]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,8 @@ class Publisher:
         self.published: list[PublishedWeights] = []
         self.contents: list[NDArray[np.uint16]] = []
 
-    def publish(self) -> PublishedWeights:
+    def publish(self, number: int | None = None) -> PublishedWeights:
+        """Publish the next version, or an earlier one again, with other contents."""
         places = self._draw.choice(WORDS, WORDS // 50, replace=False)
         self.words[places] += self._draw.choice(np.array([1, 2, 65_535], np.uint16), len(places))
         self.words[-1] += 1  # of the block that is not full
@@ -48,7 +49,7 @@ class Publisher:
             file = folder / "model.safetensors"
             return WrittenFiles({file.name: write_tensors(file, tensors, {})})
 
-        version = PolicyVersion("l1", len(self.published))
+        version = PolicyVersion("l1", len(self.published) if number is None else number)
         self.published.append(self._sender.write(version, save))
         self.contents.append(self.words.copy())
         self._sender.prune()
@@ -92,6 +93,20 @@ def test_every_receiver_gets_the_bytes_of_each_version_whatever_it_has_missed(
     assert kinds == [number % EVERY != 0 for number in range(2 * EVERY + 2)]
     steady.close()
     rare.close()
+
+
+@pytest.mark.parametrize("again", [1, 2])
+def test_a_version_that_is_written_again_is_whole_and_others_are_made_of_it(
+    publisher: Publisher, again: int
+) -> None:
+    for _ in range(3):
+        publisher.publish()
+    for number in (again, None, None):
+        published = publisher.publish(number)
+        assert delta.is_delta(Path(published.address)) == (number is None)
+        receiver = of_folders()
+        assert np.array_equal(words_of(receiver.fetch(published)), publisher.contents[-1])
+        receiver.close()
 
 
 def test_changes_of_a_step_are_small_and_large_ones_are_published_whole(

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
-from buffer.errors import HubError, ModelError
 from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.models.tiny_model import build_tiny_model
-from rolloutmq.check.command import config_findings, context_findings, machine_findings
+from rolloutmq.check.command import settings_findings
 from rolloutmq.check.contained import STAGES, run_units, units_of
 from rolloutmq.check.finding import Finding
-from rolloutmq.check.memory import trainer_parts
+from rolloutmq.check.memory import memory_findings, trainer_bytes
 from rolloutmq.check.shape import shape_of
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import inspect_config
@@ -80,10 +78,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def found(*overrides: str, stages: Sequence[str] = STAGES, section: str = "") -> Iterator[Finding]:
     """Findings about the project, from this process; `section`: only of its units in the stages."""
     config, problems = inspect_config(Path("mine.toml"), overrides)
-    yield from config_findings(config, problems)
-    yield from machine_findings(config, gpu_bytes=None)
-    with suppress(ModelError, HubError):
-        yield from context_findings(config, shape_of(config))
+    yield from settings_findings(config, problems, gpu_bytes=None)
     for stage in stages:
         for unit in units_of(stage, config):
             if section in ("", unit.section):
@@ -305,8 +300,32 @@ def test_a_module_that_ends_the_process_or_hangs_is_named(
 def test_the_formula_of_memory_md_is_the_one_that_is_computed(project: Path) -> None:
     """Qwen3-0.6B's row of docs/pages/many_gpus.md, without the activations: 12 GiB on one GPU."""
     config, _ = inspect_config(ROOT / "configs" / "gpu_check.toml")
-    parts = trainer_parts(config, shape_of(config))
-    assert (parts.total - parts.activations) / 2**30 == pytest.approx(12, abs=0.5)
+    kept, _ = trainer_bytes(config, shape_of(config))
+    assert kept / 2**30 == pytest.approx(12, abs=0.5)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "overrides", "level"),
+    [
+        (80, [], "ok"),
+        (None, ["engine.gpu_memory_utilization=0.1"], "ok"),
+        (80, ["learner.token_budget=400000"], "warning"),  # its weights alone fit
+        (10, [], "error"),
+        (80, ["engine.gpu_memory_utilization=0.04"], "error"),  # the weights and nothing else
+        (80, ["engine.kv_cache_memory_bytes=100000000000"], "error"),
+        (80, ["launch.colocated=true"], "warning"),
+        (80, ["launch.colocated=true", "engine.gpu_memory_utilization=0.5"], "ok"),
+    ],
+)
+def test_memory_that_is_short_is_found(
+    project: Path, gigabytes: int | None, overrides: list[str], level: str
+) -> None:
+    given = ["engine={kind='vllm'}", "launch.colocated=false", *overrides]
+    config, _ = inspect_config(ROOT / "configs" / "gpu_check.toml", given)
+    size = gigabytes and gigabytes * 10**9
+    [finding] = memory_findings(config, shape_of(config), size)
+    assert finding.level == level, finding
+    assert bool(finding.fix) == (level != "ok")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every `redis-cli` line of docs/pages/commands.md, as it stands, is answered by a run."""
+"""Every line of the table of docs/pages/commands.md, as it stands, is answered by a run."""
 
 from __future__ import annotations
 
@@ -7,33 +7,61 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from buffer.redis.server.embedded import EmbeddedServer
-from tests.rolloutmq.conftest import ROOT
-from tests.rolloutmq.populate import Scene
+from buffer.redis.store import Store
+from rolloutmq.config.load import load_config
+from tests.rolloutmq.conftest import ROOT, Command
+from tests.rolloutmq.populate import populate_as_documented
 
 _TABLE = re.compile(
     r"^\| (?P<question>[^|]+) \|[^|]*(?:\|[^|`]*)*\| `(?P<line>(?:[A-Z]|--)[^`]+)` \|$",
     re.MULTILINE,
 )
-RECIPES = {
-    found["question"]: found["line"]
-    for found in _TABLE.finditer((ROOT / "docs" / "pages" / "commands.md").read_text("utf-8"))
-}
+_PAGE = (ROOT / "docs" / "pages" / "commands.md").read_text("utf-8")
+RECIPES = {found["question"]: found["line"] for found in _TABLE.finditer(_PAGE)}
+
+
+COMMANDS = [
+    line
+    for line in re.findall(r"`rolloutmq ([^`]+)`", _PAGE.partition("\n\n## ")[0])
+    if line.split()[0]
+    in ("status", "ls", "workers", "show", "batch", "dead", "fsck", "doctor", "runs")
+]
+"""Those that only read, and that end."""
+
+
+@pytest.fixture(scope="module")
+def documented(server: EmbeddedServer) -> Iterator[EmbeddedServer]:
+    store = Store(server.url, deadline_s=400.0)
+    store.control.flushall()
+    populate_as_documented(store)
+    yield server
+    store.close()
 
 
 @pytest.mark.parametrize("question", RECIPES)
-def test_recipe_is_answered(question: str, scene: Scene, server: EmbeddedServer) -> None:
+def test_a_line_of_redis_cli_is_answered(question: str, documented: EmbeddedServer) -> None:
     line = RECIPES[question]
-    for theirs, ours in (("chain_sum-0000000042", "math-0000000002"), ("chain_sum", "math"),
-                         ("train:7", "train:2")):  # fmt: skip
-        line = line.replace(theirs, ours)
-    answer = ask(server, line)
+    answer = ask(documented, line)
     assert answer, line
     assert not answer[0].startswith(("(error)", "ERR ", "WRONGTYPE ")), (line, answer)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_is_answered(line: str, documented: EmbeddedServer, command: Command) -> None:
+    done = command(*shlex.split(line))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_the_names_of_the_page_are_those_of_the_demo() -> None:
+    config = load_config(ROOT / "configs" / "demo.toml", [])
+    assert (config.run.name, next(iter(config.tasks))) == ("demo", "chain_sum")
 
 
 def ask(server: EmbeddedServer, line: str) -> list[str]:

@@ -45,6 +45,7 @@ def test_each_command_is_denied_nothing(
     raw.acl_log_reset()
     for line in lines:
         if line == "REMOVE":
+            raw.sadd("rq:queues:rmq-judge:demo", "rq:queue:rmq-judge:demo")
             store = Store(url, deadline_s=400.0)
             remove_run(store, Keys("demo"))
             store.close()

@@ -11,6 +11,10 @@ from rolloutmq.config.config import LaunchSection
 CASES = [
     # machine without GPUs: nobody gets any
     ({"workers": 2}, 0, 1, [], [[], []]),
+    # workers elsewhere
+    ({"workers": 0}, 0, 1, [], []),
+    ({"workers": 0}, 1, 1, [0], []),
+    ({"workers": 0, "colocated": True}, 1, 2, [0], []),
     # one GPU: only side by side
     ({"workers": 1, "colocated": True}, 1, 1, [0], [[0]]),
     ({"workers": 2, "colocated": True}, 1, 1, [0], [[0], [0]]),

@@ -57,7 +57,7 @@ CHANGES = {
          "mark_trained", "refill", "regenerate", "rescore", "reset_ledger", "restore_batch", "set_limits", "take_batch"), TIDY
     ),
     **dict.fromkeys(
-        ("unbar_worker", "control", "publish_weights", "quarantine", "report", "trainer_open"), STEER
+        ("unbar_worker", "control", "publish_weights", "quarantine", "report", "trainer_open", "list_weights"), STEER
     ),
 }  # fmt: skip
 """Roles that can change a run with a script: because it is their work, or because they may write

@@ -13,6 +13,7 @@ from buffer.redis.keys import Keys
 from buffer.redis.server.embedded import EmbeddedServer, valkey_binary
 from buffer.redis.store import Store
 from buffer.run import Run
+from producer_workers.judges.rq_worker import FUNCTION, JudgeJob, JudgeWorker, open_queue
 from rolloutmq.run_owner import own
 from tests.cluster import Cluster, start_cluster
 from tests.rolloutmq.conftest import Command, in_process, json_of
@@ -54,6 +55,29 @@ def test_runs_lists_every_run_and_removes_only_the_one_that_is_named(
     assert [key for key in store.control.scan_iter("rmq:{demo}:*")] == []
     assert other.run.account.totals() == before
     assert Run.names(store) == ["demo2"]
+
+
+def test_a_removed_run_takes_the_keys_of_its_judges_along_unless_one_lives(
+    scene: Scene, store: Store, command: Command
+) -> None:
+    raw = store.control
+    queues = {run: open_queue(raw, run, job_class=JudgeJob) for run in ("demo", "demo2")}
+    for run, queue in queues.items():
+        queue.enqueue(FUNCTION, job_id=f"{Keys(run).judge_jobs}a", args=("j", [], 1.0, 0))
+    leave(scene)
+    queue = queues["demo"]
+    worker = JudgeWorker([queue], name=f"{queue.name}:w", connection=raw, job_class=JudgeJob)
+    worker.register_birth()  # type: ignore[no-untyped-call]
+    refused = command("runs", "--delete", "demo", "--yes")
+    assert (refused.returncode, "in use: judge" in refused.stderr) == (5, True)
+    worker.register_death()  # type: ignore[no-untyped-call]
+    assert command("runs", "--delete", "demo", "--yes").returncode == 0
+    left = sorted(key.decode() for key in raw.scan_iter("*"))
+    assert left == [
+        "rq:job:rmq-judge-demo2_-a",
+        "rq:queue:rmq-judge:demo2",
+        "rq:queues:rmq-judge:demo2",
+    ]
 
 
 def leave(scene: Scene) -> None:
