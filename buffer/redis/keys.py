@@ -289,14 +289,7 @@ SLOTS: Mapping[str, str] = {
     "ledger_train": "ledger:train",
     "batch": "batch:{ledger}:{step}",
     "batches": "batch:{ledger}:",
-<<<<<<< HEAD
-    **{f"bell_{who}": f"bell:{who}" for who in ("workers", "producer", "trainer", "receipts")},
-=======
     "weights_manifest": "weights:{lineage}:{version}",
-    **{
-        f"bell_{who}": f"bell:{who}"
-        for who in ("workers", "teachers", "producer", "trainer", "receipts")
-    },
->>>>>>> main
+    **{f"bell_{who}": f"bell:{who}" for who in ("workers", "producer", "trainer", "receipts")},
 }
 """Keys that depend on facts, by their names in script headers."""

@@ -29,33 +29,6 @@ def memory_findings(config: Config, shape: Shape, gpu_bytes: int | None) -> Iter
     short: dict[str, Level] = {}
     together = 0
     if config.trainer.loop is None:
-<<<<<<< HEAD
-        parts = trainer_parts(config, shape)
-        trainer = parts.total
-        yield _trainer(config, parts, gpu_bytes)
-    if kept := config.engine.gpu_memory:
-        engine = yield from _engine(config, kept, shape, gpu_bytes)
-    judges = yield from _judges(config, shape, gpu_bytes)
-    if judges and gpu_bytes and engine + judges > gpu_bytes:
-        yield Finding(
-            "memory",
-            "error",
-            "the engines of a worker share its GPUs, and need "
-            f"{format_size(engine + judges)} of {format_size(gpu_bytes)}",
-            "set gpu_memory_utilization of [engine] and of each other engine, so that they sum to "
-            f"{UTILIZATION:g} at most, or use a server (kind http)",
-        )
-    engine += judges
-    together = trainer + engine
-    if config.launch.colocated and gpu_bytes and together > FULL * gpu_bytes:
-        yield Finding(
-            "memory",
-            "warning",
-            f"trainer and engine share a GPU and need {format_size(together)} of "
-            f"{format_size(gpu_bytes)} where neither sleeps",
-            "set [trainer] flow = colocated and [worker] sleep_when_paused, or use smaller sizes",
-        )
-=======
         kept, activations = trainer_bytes(config, shape)
         together = kept + activations
         said.append(
@@ -64,15 +37,23 @@ def memory_findings(config: Config, shape: Shape, gpu_bytes: int | None) -> Iter
         )
         if gpu_bytes and together > FULL * gpu_bytes:
             short[_less(config)] = "error" if kept > gpu_bytes else "warning"
+    on_worker = []
     for who, memory, size in _engines(config, shape):
         what, held, is_short = _engine(memory, size, longest_sample(config), gpu_bytes)
         said.append(f"{who} {what}")
-        together += held if who == "engine" else 0
+        on_worker.append(held)
         if is_short:
             fix = "set [engine] tensor_parallel_size, gpu_memory_utilization or "
             short[f"{fix}kv_cache_memory_bytes, or a smaller max_model_len"] = "error"
+    together += sum(on_worker)
     if gpu_bytes:
         said.append(f"a GPU has {format_size(gpu_bytes)}")
+        if len(on_worker) > 1 and sum(on_worker) > gpu_bytes:
+            said.append(f"the engines of a worker share it and need {format_size(sum(on_worker))}")
+            short[
+                "let gpu_memory_utilization of [engine] and of each other engine sum to "
+                f"{UTILIZATION:g} at most, or use a server (kind http)"
+            ] = "error"
         if config.launch.colocated and together > FULL * gpu_bytes:
             said.append(
                 f"trainer and engine share it and need {format_size(together)} where neither sleeps"
@@ -87,13 +68,11 @@ def _engines(config: Config, shape: Shape) -> Iterator[tuple[str, GpuMemory, Sha
     """Yield the engines whose memory is known, with the sizes of their models."""
     if memory := config.engine.gpu_memory:
         yield "engine", memory, shape
-    for name in config.teachers:
-        if memory := config.teacher_engine(name).gpu_memory:
+    for name, own in engines_of_judges(config).items():
+        if memory := own.settings.gpu_memory:
             with suppress(ModelError, HubError):  # the stage of the model reports it
-                folder = config.teacher_folder(name)
-                size = shape if folder == config.model_folder else read_shape(folder)
-                yield f"teacher {name}", memory, size
->>>>>>> main
+                folder = own.folder()
+                yield name, memory, shape if folder == config.model_folder else read_shape(folder)
 
 
 def _engine(
@@ -175,51 +154,3 @@ def _less(config: Config) -> str:
         "use more trainer_gpus, [learner.sharding] cpu_offload = true, or [learner.lora]; "
         "see docs/pages/many_gpus.md"
     )
-<<<<<<< HEAD
-
-
-def _judges(config: Config, shape: Shape, gpu_bytes: int | None) -> Generator[Finding, None, int]:
-    """Yield the memory of the engines of attached judges; return the bytes on one GPU."""
-    total = 0
-    for name, own in engines_of_judges(config).items():
-        if kept := own.settings.gpu_memory:
-            with suppress(ModelError, HubError):  # the stage of the model reports it
-                folder = own.folder()
-                size = shape if folder == config.model_folder else read_shape(folder)
-                total += yield from _engine(config, kept, size, gpu_bytes, name)
-    return total
-
-
-# -- the engine -----------------------------------------------------------------------------------
-
-
-def _engine(
-    config: Config, kept: GpuMemory, shape: Shape, gpu_bytes: int | None, who: str = "engine"
-) -> Generator[Finding, None, int]:
-    """Yield the memory of an engine; return the bytes on one of its GPUs."""
-    weights = kept.value_bytes * shape.parameters // kept.parts
-    tokens = longest_sample(config)
-    sequence = tokens * (kept.value_bytes * shape.kv_values // kept.parts)
-    what = f"{who}: weights {format_size(weights)} on each device"
-    one = f"{format_size(sequence)} for a sequence of {tokens:,} tokens"
-    cache = kept.cache_bytes
-    if cache is None and gpu_bytes:
-        cache = int((kept.share or UTILIZATION) * gpu_bytes) - weights - ENGINE_ROOM
-    if cache is None:
-        yield Finding("memory", "ok", f"{what}, KV cache {one}")
-        return weights + ENGINE_ROOM
-    if cache < sequence or (gpu_bytes and weights + cache > gpu_bytes):
-        has = f"; a GPU has {format_size(gpu_bytes)}" if gpu_bytes else ""
-        yield Finding(
-            "memory",
-            "error",
-            f"{what}, KV cache {format_size(max(0, cache))}, which must hold {one}{has}",
-            "set [engine] tensor_parallel_size, gpu_memory_utilization or kv_cache_memory_bytes, "
-            "or a smaller max_model_len",
-        )
-    else:
-        room = f"room for {cache // sequence:,} sequences of {tokens:,} tokens"
-        yield Finding("memory", "ok", f"{what}, KV cache {format_size(cache)}, {room}")
-    return weights + max(0, cache) + ENGINE_ROOM
-=======
->>>>>>> main

@@ -56,16 +56,7 @@ def _student_units(config: Config, *, quick: bool) -> list[Unit]:
     ]
 
 
-<<<<<<< HEAD
-def _report_absent(repository: Repository | None) -> Iterator[Finding]:
-    yield absent("model", repository)
-
-
 def _check_judge(check: Callable[[], str]) -> Iterator[Finding]:
-=======
-def _check_teacher(config: Config, name: str) -> Iterator[Finding]:
-    """Compare a teacher with the student, as far as their folders are here."""
->>>>>>> main
     try:
         yield Finding("model", "ok", check())
     except HubError as error:

@@ -63,13 +63,9 @@ def evaluate_model(
     target = folder / (ADAPTER if is_adapter else "exported")
     given = [*overrides, f"run.name={config.run.name}-eval", f"run.dir={folder}"]
     given += [f"trainer.loop={_LOOP}"]
-<<<<<<< HEAD
     # the judges of training tasks may load models
     given += [f"worker.tasks={orjson.dumps(config.held_out_tasks).decode()}"]
-=======
-    given += [f"tasks.{name}.teachers={{}}" for name, task in config.tasks.items() if task.teachers]
     given += [] if config.launch.workers else ["launch.workers=1"]
->>>>>>> main
     if not is_adapter:
         given += [f"policy.model={(target if step else Path(what)).resolve()}"]
     settings = load_config(find_config(path), given)

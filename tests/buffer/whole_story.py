@@ -167,40 +167,10 @@ def end_what_is_too_old(scene: Scene) -> None:
     assert jobs.drop(younger.gid) == "aborted"
 
 
-<<<<<<< HEAD
-=======
 def save_weights(folder: Path) -> None:
     (folder / "model").write_bytes(b"weights")
 
 
-def be_taught(scene: Scene) -> None:
-    """Two groups that pass teachers: one is handed back and ready, one dies and is dropped."""
-    jobs = scene.run.jobs
-    scene.enqueue(2)
-    for job in scene.claim(2):
-        scene.submit(job, PolicyVersion("l1", 1), teachers=["big", "small"])
-    taught, lost = scene.claim_as("big", 2)
-    scene.run.fleet.fence("t0")
-    scene.nonces.pop("t0")
-    taught, lost = scene.claim_as("big", 2)
-    scene.beat([taught, lost], "t0", oldest=PolicyVersion("l1", 1))
-    jobs.release("t0", lost, "failed", "KeyError: 'x'")
-    assert not scene.run.dead_letters.keep_responses(lost, scene.failed(lost))
-    scene.teach(taught)
-    assert jobs.requeue(lost.gid) == "dead"
-    (last,) = scene.claim_as("small", worker="t1")
-    jobs.release("t1", last, "handback")
-    (last,) = scene.claim_as("small", worker="t1")
-    scene.teach(last, "t1")
-    assert [jobs.drop(job.gid) for job in (last, lost)] == ["completed", "waiting"]
-    scene.enqueue(2)
-    for job, teachers in zip(scene.claim(2), (["old"], ["old", "big"]), strict=True):
-        scene.submit(job, PolicyVersion("l1", 1), teachers=teachers)
-    assert jobs.skip_former_teachers("math") == 2
-    assert [jobs.drop(scene.stream("teach.big")[0])] == ["waiting"]
-
-
->>>>>>> main
 def put_right_by_hand(scene: Scene) -> None:
     """Batch 1, and groups that are no good."""
     scene.ready(0, 0, 0)
