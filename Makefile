@@ -82,7 +82,7 @@ test-environments: setup ## environments of verifiers and OpenEnv against the ga
 			$(PY) -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' > $$venv/rolloutmq.pth && \
 			mv $$venv/rolloutmq.pth "$$($$venv/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')" && \
 			touch $$venv/done; } || exit; \
-		$$venv/bin/python -m pytest tests/producer_workers/environments/test_$${package%%=*}_environment.py || exit; \
+		$$venv/bin/python -m pytest tests/extensions/environments/test_$${package%%=*}_environment.py || exit; \
 	done
 
 # Harbor needs a newer Python than the project: it runs in an environment of its own.
@@ -95,7 +95,7 @@ build/harbor/.done: requirements/harbor.txt
 
 .PHONY: test-harbor
 test-harbor: setup build/harbor/.done ## real trials of Harbor (in build/harbor) without a container engine; 3 minutes
-	@$(PYTEST) tests/producer_workers/environments/test_harbor_trials.py
+	@$(PYTEST) tests/extensions/environments/test_harbor_trials.py
 
 TRAINERS ?= $(basename $(notdir $(wildcard requirements/trainers/*.txt)))
 .PHONY: test-trainers
@@ -106,10 +106,10 @@ test-trainers: setup ## the adapters for trainers of others, with those trainers
 			$(PY) -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' > $$venv/rolloutmq.pth && \
 			mv $$venv/rolloutmq.pth "$$($$venv/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')" && \
 			touch $$venv/done; } || exit; \
-		$$venv/bin/python -m pytest tests/trainers/test_$$trainer*.py || exit; \
+		$$venv/bin/python -m pytest tests/extensions/trainers/test_$$trainer*.py || exit; \
 	done
 
-AGENTS := tests/producer_workers/real_agents
+AGENTS := tests/extensions/real_agents
 .PHONY: test-agents
 test-agents: setup ## Codex, opencode, qwen-code, mini-swe-agent and others, as users start them; installs 1.8 GB into build/agents
 	@mkdir -p build/agents && cp $(AGENTS)/package.json build/agents/

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from hashlib import blake2b
 
 from buffer.errors import ConfigError
 
@@ -46,3 +47,8 @@ def split_group_id(gid: str) -> tuple[str, int]:
             f"{gid[:80]!r} is not a group id", hint="group ids have the form math-0000001042"
         )
     return match["task"], int(match["draw"])
+
+
+def trace_id(run_nonce: str, gid: str) -> str:
+    """Return the id of a group's trace: 16 bytes in hexadecimal (W3C Trace Context)."""
+    return blake2b(f"{run_nonce}/{gid}".encode(), digest_size=16).hexdigest()

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -81,6 +82,26 @@ def load_object(spec: str, *, kind: str, built_in: Iterable[str] = ()) -> Any:
             hint=_hidden(module_name) or f"the module is {_origin(module)}",
         )
     return getattr(module, name)
+
+
+@cache
+def attached(group: str) -> Mapping[str, str]:
+    """Return what installed packages attach by the entry points of a group: name to module:name.
+
+    Raises ConfigError where two packages attach a name.
+    """
+    # here: it takes 20 ms, and reading the files of all packages 50 ms
+    from importlib import metadata
+
+    found: dict[str, str] = {}
+    for point in metadata.entry_points(group=group):
+        if found.setdefault(point.name, point.value) != point.value:
+            raise ConfigError(
+                f"two packages attach {point.name!r} to {group}: {found[point.name]} and "
+                f"{point.value}",
+                hint="uninstall one of them",
+            )
+    return MappingProxyType(found)
 
 
 def _origin(module: ModuleType) -> str:

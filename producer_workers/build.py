@@ -12,11 +12,11 @@ from typing import Any
 
 from buffer.control.origin import Origin
 from buffer.errors import ConfigError
-from buffer.imports import load_function
+from buffer.imports import load_function, load_object
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState
-from producer_workers.agent_loops.agent_loop import load_agent_loop
+from producer_workers.agent_loops.agent_loop import load_agent_loop, named_loops
 from producer_workers.agent_loops.tokenizer import (
     TaskTokenizer,
     Tokenizer,
@@ -27,6 +27,7 @@ from producer_workers.config.dataset import ImagesSection
 from producer_workers.config.producing import ProducingConfig
 from producer_workers.config.strategy import FILTERS
 from producer_workers.config.task import (
+    LIVE,
     NO_JUDGE,
     JudgingSection,
     TaskSection,
@@ -194,13 +195,19 @@ def make_worker(
         "pid": str(os.getpid()),
         "engine_restarts": str(restarts),
     }
-    gateway = functools.cache(functools.partial(_make_gateway, config, run, is_live, names, facts))
     columns = column_judges(config, names, judges)
+
+    @functools.cache
+    def gateway(open_gateway: Callable[..., Any]) -> Any:
+        return open_gateway(config, run, names, facts)
+
     runners = {
         name: _make_runner(config, run, name, tokenizer, ends, judges, gateway, columns[name])
         for name in names
     }
-    room = gateway().room if is_live else None
+    room = None
+    if is_live:
+        room = gateway(load_object(named_loops()[LIVE], kind="agent loop").open_gateway).room
     worker = Worker(
         run,
         engine,
@@ -220,25 +227,6 @@ def make_worker(
     return worker
 
 
-def _make_gateway(
-    config: ProducingConfig, run: Run, is_live: bool, names: Sequence[str], facts: dict[str, str]
-) -> Any:
-    from producer_workers.gateway.server import Gateway  # needs aiohttp
-
-    section = config.gateway
-    if not is_live:
-        return Gateway(section)
-    from producer_workers.live.room import LiveRoom
-    from producer_workers.live.secret import Secret
-    from producer_workers.live.server import LiveGateway
-
-    if section.key_file is None:
-        hint = 'set [gateway] key_file = "sessions.key": the file is made if it is missing'
-        raise ConfigError("live sessions need a key that opens them", hint=hint)
-    room = LiveRoom(Secret.read(section.key_file, run.nonce), section.session_ttl_s)
-    return LiveGateway(section, room, run, tuple(names), facts)
-
-
 def task_names(config: ProducingConfig, is_live: bool) -> list[str]:
     """Return the tasks of a gateway of live sessions, or of a worker. Raises ConfigError."""
     live = live_tasks(config.tasks, config.worker.agent_loop)
@@ -251,6 +239,9 @@ def task_names(config: ProducingConfig, is_live: bool) -> list[str]:
         known = ", ".join(config.tasks)
         message = f"[worker] tasks: there is no task {', '.join(unknown)}"
         raise ConfigError(message, hint=f"known: {known}")
+    if not is_live and (served := sorted(set(names) & set(live))):
+        message = f"[worker] tasks: the live sessions of {', '.join(served)} are served by"
+        raise ConfigError(f"{message} `rolloutmq gateway`", hint="leave them out")
     return names
 
 
@@ -280,7 +271,7 @@ def _make_runner(
     tokenizer: Tokenizer,
     eos_ids: set[int],
     judges: WatchedJudges,
-    gateway: Callable[[], Any],
+    gateway: Callable[[Callable[..., Any]], Any],
     column_judges: Sequence[WatchedColumns],
 ) -> TaskRunner:
     task = config.tasks[name]

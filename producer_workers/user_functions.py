@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from buffer.errors import ConfigError, raise_together
 from buffer.imports import is_dotted_path, load_function, load_object
-from producer_workers.agent_loops.agent_loop import BUILT_IN
+from producer_workers.agent_loops.agent_loop import named_loops
 from producer_workers.config.producing import ProducingConfig
 from producer_workers.config.sandbox import BUBBLEWRAP, is_url
 from producer_workers.config.task import TaskSection
@@ -72,7 +72,8 @@ def _of_a_task(
 
 
 def _load_loop(loop: str) -> Any:
-    return load_object(BUILT_IN.get(loop, loop), kind="agent loop", built_in=BUILT_IN)
+    known = named_loops()
+    return load_object(known.get(loop, loop), kind="agent loop", built_in=known)
 
 
 def _check_options(loop: str, options: Mapping[str, Any]) -> None:

@@ -19,32 +19,14 @@ from pydantic_core import CoreSchema, PydanticKnownError
 
 from buffer.config.assignments import to_strict_json
 from buffer.config.section import Section
-from buffer.errors import ConfigError
-from buffer.imports import load_object
-
-
-@cache
-def _objects(group: str) -> Mapping[str, str]:
-    """Return the objects of a group by key, as module:name. Raises ConfigError for a key twice."""
-    # here: reading the files of all packages takes 50 ms, and few configs have such keys
-    from importlib import metadata
-
-    found: dict[str, str] = {}
-    for point in metadata.entry_points(group=group):
-        if found.setdefault(point.name, point.value) != point.value:
-            raise ConfigError(
-                f"two packages attach {point.name!r} to {group}: {found[point.name]} and "
-                f"{point.value}",
-                hint="uninstall one of them",
-            )
-    return found
+from buffer.imports import attached, load_object
 
 
 @cache
 def attached_types(group: str) -> Mapping[str, TypeAdapter[Any]]:
     """Return the types of all keys of a group. Raises ConfigError where one cannot be imported."""
     return {
-        key: TypeAdapter(load_object(value, kind=group)) for key, value in _objects(group).items()
+        key: TypeAdapter(load_object(value, kind=group)) for key, value in attached(group).items()
     }
 
 
@@ -58,7 +40,7 @@ class _Further(NamedTuple):
 
 def _check(further: Any) -> Any:
     group, key, value = further
-    if key not in _objects(group):
+    if key not in attached(group):
         raise PydanticKnownError("extra_forbidden")
     # through JSON, as the rest of a config
     return attached_types(group)[key].validate_json(to_strict_json(value), strict=True)

@@ -13,7 +13,7 @@ from buffer.config.meanings import meanings
 from buffer.config.section import Section
 from buffer.control.live_settings import LiveSettings
 from docs.reference.markdown import table
-from producer_workers.config.task import JUDGES
+from producer_workers.config.task import named_judges
 from rolloutmq.config.config import Config
 
 Schema = Mapping[str, Any]
@@ -41,7 +41,7 @@ def config_reference() -> str:
     for name, field in schema["properties"].items():
         texts = [_section(*found, schema) for found in _sections(name, field, schema)]
         parts += dict.fromkeys(texts)  # kinds of data sets share their subsection
-    judges = [(f'`"{name}"`', judge.meaning) for name, judge in JUDGES.items()]
+    judges = [(f'`"{name}"`', judge.meaning) for name, judge in named_judges().items()]
     parts.append("## Judges with a name\n\n" + table(("judge", "scores"), judges))
     live = LiveSettings.model_json_schema()
     parts.append(LIVE_INTRODUCTION + "\n" + _keys(live, live, has_defaults=False))

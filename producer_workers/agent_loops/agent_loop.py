@@ -7,10 +7,9 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
 from buffer.errors import ConfigError
-from buffer.imports import load_object
+from buffer.imports import attached, load_object
 from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.tokenizer import Tokenizer
-from producer_workers.config.task import LIVE
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import Judge
 
@@ -19,7 +18,8 @@ class AgentLoop(Protocol):
     """Generates and judges groups. One instance of a task serves many groups at once.
 
     It may have coroutines `open()` and `close()`, which a worker calls when it starts and leaves.
-    A class with `uses_gateway = True` gets the gateway of its worker as `gateway`.
+    A class may have a static method `open_gateway(config, run, tasks, facts)`: the loops of a
+    worker that have the same one share what it returns, and get it as `gateway`.
     """
 
     async def generate_group(
@@ -44,18 +44,23 @@ BUILT_IN = {
     "single_turn": "producer_workers.agent_loops.single_turn:SingleTurnAgentLoop",
     "multi_turn": "producer_workers.agent_loops.multi_turn:MultiTurnAgentLoop",
     "tools": "producer_workers.agent_loops.multi_turn:ToolAgentLoop",
-    "gateway": "producer_workers.gateway.loop:GatewayAgentLoop",
-    LIVE: "producer_workers.live.loop:LiveAgentLoop",
-    "harbor": "producer_workers.environments.loops:HarborAgentLoop",
-    "verifiers": "producer_workers.environments.loops:VerifiersAgentLoop",
-    "openenv": "producer_workers.environments.loops:OpenEnvAgentLoop",
-    "nemo_gym": "producer_workers.environments.loops:NemoGymAgentLoop",
 }
+
+LOOPS = "rolloutmq.agent_loops"
+"""The group of entry points whose classes are loops, by the name that a config gives."""
+
+AGENTS = "rolloutmq.agents"
+"""The same, for loops of agents, which ask over HTTP with prompts of their own."""
+
+
+def named_loops() -> dict[str, str]:
+    """Return the loops that have a name, as package.module:Class. Raises ConfigError."""
+    return {**attached(LOOPS), **attached(AGENTS), **BUILT_IN}
 
 
 def has_agents(loop: str) -> bool:
-    """Return whether a built-in loop runs agents, which ask over HTTP with their own prompts."""
-    return loop in BUILT_IN and "agent_loops" not in BUILT_IN[loop]
+    """Return whether a loop with a name runs agents."""
+    return loop in attached(AGENTS)
 
 
 def load_agent_loop(
@@ -66,16 +71,17 @@ def load_agent_loop(
     eos_ids: Collection[int],
     partial_rollout: bool = False,
     options: Mapping[str, Any] | None = None,
-    gateway: Callable[[], Any] | None = None,
+    gateway: Callable[[Callable[..., Any]], Any] | None = None,
 ) -> AgentLoop:
-    """Make a loop from a name in BUILT_IN, a class, or "module:Class". Raises ConfigError.
+    """Make a loop from one of `named_loops`, a class, or "module:Class". Raises ConfigError.
 
-    `gateway` returns the one of the worker; default: a loop that uses one has its own.
+    `gateway` returns what `open_gateway` opens; default: a loop that uses a gateway has its own.
     """
     name = spec if isinstance(spec, str) else getattr(spec, "__name__", "agent loop")
     factory: Any = spec
     if isinstance(spec, str):
-        factory = load_object(BUILT_IN.get(spec, spec), kind="agent loop", built_in=BUILT_IN)
+        known = named_loops()
+        factory = load_object(known.get(spec, spec), kind="agent loop", built_in=known)
     if not callable(factory):
         raise ConfigError(f"agent loop {name!r} is not a class", hint='give "module:Class"')
     given: dict[str, Any] = {
@@ -84,8 +90,8 @@ def load_agent_loop(
         "eos_ids": eos_ids,
         "partial_rollout": partial_rollout,
     }
-    if gateway and getattr(factory, "uses_gateway", False):
-        given["gateway"] = gateway()
+    if gateway and hasattr(factory, "open_gateway"):
+        given["gateway"] = gateway(factory.open_gateway)
     try:
         loop: AgentLoop = factory(**{**(options or {}), **given})
     except TypeError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
@@ -11,7 +12,7 @@ from buffer.config.attached import Attaching
 from buffer.config.memory_budget import estimate_group_bytes
 from buffer.config.run_settings import Name
 from buffer.config.section import YEAR_S, Count, Section
-from buffer.imports import is_dotted_path
+from buffer.imports import attached, is_dotted_path, load_object
 from buffer.readable import format_size
 from buffer.wire.document import MAX_MEMBERS
 from buffer.wire.framing import MAX_BYTES
@@ -25,7 +26,7 @@ HELD_OUT = "held_out"
 """The split of a training task's data set that its `eval_of` task reads."""
 
 
-class BuiltInJudge(NamedTuple):
+class NamedJudge(NamedTuple):
     """A judge that a config calls by a name of its own."""
 
     path: str
@@ -44,32 +45,34 @@ OWNED_BY_PROMPTS = frozenset(
 """Arguments of a chat template that decide what a prompt is."""
 
 _FUNCTIONS = "producer_workers.judges.built_in"
-_TRUTHS = "producer_workers.judges.truths"
 
 RUNS_PROGRAMS = "python_tests"
 """The judge that runs what a model wrote, and whose ground truth is no answer: tests."""
 
-JUDGES = {
-    "reasoning_gym": BuiltInJudge(
-        f"{_FUNCTIONS}:reasoning_gym_score", "the package's own verifier"
+_BUILT_IN = {
+    "reasoning_gym": NamedJudge(f"{_FUNCTIONS}:reasoning_gym_score", "the package's own verifier"),
+    "none": NamedJudge(f"{_FUNCTIONS}:no_score", "always 0, where teachers alone count"),
+    "exact_match": NamedJudge(
+        f"{_FUNCTIONS}:exact_match", "equal text", "producer_workers.judges.response_text:text_of"
     ),
-    "none": BuiltInJudge(f"{_FUNCTIONS}:no_score", "always 0, where teachers alone count"),
-    "exact_match": BuiltInJudge(f"{_FUNCTIONS}:exact_match", "equal text", f"{_TRUTHS}:text_of"),
-    "gsm8k": BuiltInJudge(f"{_FUNCTIONS}:gsm8k", "equal final number", f"{_TRUTHS}:number_of"),
-    "math_verify": BuiltInJudge(
-        f"{_FUNCTIONS}:math_verify",
-        "mathematical equality (extra `math`)",
-        f"{_TRUTHS}:truth_of",
-        is_unsafe=True,
-    ),
-    RUNS_PROGRAMS: BuiltInJudge(
+    RUNS_PROGRAMS: NamedJudge(
         f"{_FUNCTIONS}:python_tests",
         "the tests that a program passes, in `judging.sandbox`",
         "producer_workers.judges.programs:tests_of",
         is_unsafe=True,
     ),
 }
-"""The judges with a name. To add one, write its function and add it here."""
+
+NAMED_JUDGES = "rolloutmq.named_judges"
+"""The group of entry points whose objects are a NamedJudge, by the name that a config gives."""
+
+
+@cache
+def named_judges() -> Mapping[str, NamedJudge]:
+    """Return the judges that have a name. Raises ConfigError if one cannot be imported."""
+    others = attached(NAMED_JUDGES)
+    return _BUILT_IN | {name: load_object(spec, kind="judge") for name, spec in others.items()}
+
 
 NO_JUDGE = "environment"
 """The name for no judge: the environment of a loop, or the agent of a gateway, gives the reward."""
@@ -260,15 +263,16 @@ class TaskSection(Attaching):
                         f"data source {source!r} has no judge with a weight other than 0"
                     )
         for name in judge_names(judge):
-            if name not in JUDGES and not is_dotted_path(name) and not is_url(name):
-                known = ", ".join((*JUDGES, NO_JUDGE))
+            if name not in named_judges() and not is_dotted_path(name) and not is_url(name):
+                known = ", ".join((*named_judges(), NO_JUDGE))
                 raise ValueError(
                     f"expected {known}, package.module:function or a URL, not {name!r}"
                 )
         return judge
 
     def problems(self) -> Iterator[str]:
-        unsafe = [name for name in self.judges if name in JUDGES and JUDGES[name].is_unsafe]
+        named = named_judges()
+        unsafe = [name for name in self.judges if name in named and named[name].is_unsafe]
         if unsafe and self.judging.kind == "inline":
             yield (
                 f"judge {', '.join(unsafe)} needs a process of its own: "

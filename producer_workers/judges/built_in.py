@@ -1,7 +1,7 @@
 """Score responses with the built-in judges, which compare the text with the `ground_truth`.
 
-`math_verify`, `python_tests` and some verifiers of `reasoning_gym` need processes (judging of kind
-rq): simplifying may never end, and programs come from a model.
+`python_tests` and some verifiers of `reasoning_gym` need processes (judging of kind rq): programs
+come from a model.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from buffer.errors import ConfigError
 from buffer.wire.group import UNPARSED
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.sandbox import BUBBLEWRAP
-from producer_workers.judges.answers import answer_text
 from producer_workers.judges.programs import Test, program_of, tests_of
-from producer_workers.judges.truths import Verdict, compare_number, number_of, text_of, truth_of
+from producer_workers.judges.response_text import answer_text, text_of
 from producer_workers.user_code.sandbox import Limits, run_program
 
 SOURCE_PREFIX = "reasoning_gym/"
@@ -50,31 +49,6 @@ def no_score(*, response: str, ground_truth: Any = None, state: object = None) -
 def exact_match(*, response: str, ground_truth: Any, state: object = None) -> float:
     """Return 1.0 for the same text, apart from white space around it. Raises ValueError."""
     return float(answer_text(response) == text_of(ground_truth))
-
-
-def gsm8k(*, response: str, ground_truth: Any, state: object = None) -> dict[str, float]:
-    """Return a score of 1.0 for the right final number, else 0.0, and "unparsed" (0 or 1).
-
-    Numbers compare by value: 1,200 is 1200.0. The number follows the last "####", box or "The
-    answer is"; else it is the last one, so that a model that has not learned a format is scored for
-    its arithmetic. Raises ValueError for a ground truth without one.
-    """
-    return _scored(compare_number(response, number_of(ground_truth)))
-
-
-def _scored(verdict: Verdict) -> dict[str, float]:
-    is_parsed = verdict is not Verdict.UNPARSED
-    return {"score": float(verdict is Verdict.RIGHT), UNPARSED: float(not is_parsed)}
-
-
-def math_verify(*, response: str, ground_truth: Any, state: object = None) -> dict[str, float]:
-    r"""Return a score of 1.0 for an answer that equals the ground truth, and "unparsed" (0 or 1).
-
-    Numbers compare as in `gsm8k`, names as text, other answers by the package math-verify: x(x+1)
-    is x^2+x. Only its LaTeX grammar is used, because its other parser runs eval on what a model
-    wrote. Simplifying may never end. Raises ValueError if the ground truth holds no mathematics.
-    """
-    return _scored(truth_of(ground_truth).compare(response))
 
 
 def python_tests(

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from buffer.errors import JudgeError, WireError
 from buffer.wire.rollout import TEACHERS, RolloutState
-from producer_workers.config.task import JUDGES, RUNS_PROGRAMS, JudgingSection
+from producer_workers.config.task import RUNS_PROGRAMS, JudgingSection, named_judges
 from producer_workers.user_code.border import (
     BORDERS,
     TOKEN_COLUMNS,
@@ -113,7 +113,7 @@ def process_judge(
     """Return a judge with the function at `path`, in processes of its own."""
     is_coroutine = inspect.iscoroutinefunction(function)
     rules = function_rules(f"judge {name!r}", name, judging, is_coroutine=is_coroutine)
-    options = {"sandbox": judging.sandbox} if path == JUDGES[RUNS_PROGRAMS].path else {}
+    options = {"sandbox": judging.sandbox} if path == named_judges()[RUNS_PROGRAMS].path else {}
     border = BORDERS["group" if _sees_group(function) else "rollout"]
     return FunctionJudge(name, function, call=ProcessFunction(path, border, rules, options))
 

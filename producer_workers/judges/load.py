@@ -13,7 +13,7 @@ from buffer.imports import import_extra, load_object
 from buffer.wire.group import UNPARSED
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.sandbox import is_url
-from producer_workers.config.task import JUDGES, RUNS_PROGRAMS, JudgeSpec, JudgingSection
+from producer_workers.config.task import RUNS_PROGRAMS, JudgeSpec, JudgingSection, named_judges
 from producer_workers.judges.judge import (
     BareJudge,
     FunctionJudge,
@@ -43,7 +43,7 @@ def load_worker_judge(spec: str, judging: JudgingSection) -> Judge:
     if is_url(spec):
         return HttpJudge(spec, judging)
     function = _function(spec, judging)
-    is_safe = spec in JUDGES and not JUDGES[spec].is_unsafe
+    is_safe = spec in named_judges() and not named_judges()[spec].is_unsafe
     if is_called_inline(function, judging, is_safe=is_safe):
         return FunctionJudge(spec, function, judging.timeout_s)
     return process_judge(spec, function, _path(spec), judging)
@@ -64,11 +64,11 @@ def is_called_inline(
 
 
 def _path(spec: str) -> str:
-    return JUDGES[spec].path if spec in JUDGES else spec
+    return named_judges()[spec].path if spec in named_judges() else spec
 
 
 def _function(spec: str, judging: JudgingSection) -> Callable[..., Any]:
-    function = load_object(_path(spec), kind="judge", built_in=JUDGES)
+    function = load_object(_path(spec), kind="judge", built_in=named_judges())
     if not callable(function):
         raise ConfigError(f"judge {spec!r} is not a function", hint='give "module:function"')
     chosen: Callable[..., Any] = function
@@ -101,9 +101,9 @@ def check_truth(spec: JudgeSpec, source: str | None, truth: Any) -> None:
             known = ", ".join(spec)
             raise ValueError(f"no judge for the data source {source or ''!r} (known: {known})")
     for name in [chosen] if isinstance(chosen, str) else chosen:
-        if name in JUDGES and JUDGES[name].takes:
+        if name in named_judges() and named_judges()[name].takes:
             try:
-                load_object(JUDGES[name].takes, kind="judge")(truth)
+                load_object(named_judges()[name].takes, kind="judge")(truth)
             except ValueError as error:
                 raise ValueError(f"judge {name}: {error}") from error
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from producer_workers.judges.answers import answer_text, without_thoughts
+from producer_workers.judges.response_text import answer_text, without_thoughts
 
 # A fence of Markdown, in a list or a quotation, too. The one that closes is bare, and as long.
 _FENCE = re.compile(

@@ -21,7 +21,7 @@ from consumer.grpo.reporting.sample_log import Sample, TokenTexts
 from producer_workers.config.task import NO_JUDGE, RUNS_PROGRAMS, TaskSection
 from producer_workers.datasets.records import raised_at
 from producer_workers.judges.load import load_bare_judge, load_worker_judge, make_judge
-from producer_workers.judges.truths import text_of
+from producer_workers.judges.response_text import text_of
 from producer_workers.judges.watched_judges import JudgeTimes, WatchedJudges
 from producer_workers.user_code.failure import failure_text, is_of_user
 from rolloutmq.check.finding import Finding, findings_of

@@ -118,10 +118,10 @@ def producer(
     follow_owner()
     from producer_workers.build import make_producer
     from rolloutmq.config.fingerprint import origin_of
-    from rolloutmq.tracing import trace_run
+    from rolloutmq.observers import observe
 
     run, settings = _open(settings, redis_url, "producer", metrics)
-    trace_run(run, "producer")
+    observe(run, "producer")
     member = make_producer(settings, run, origin_of(settings, settings.model_folder))
     # Not earlier: while it waits for its run, it has nothing to clean up, and a signal may end it.
     stop = stop_at_signals()
@@ -219,7 +219,7 @@ async def _work(
     from producer_workers.build import make_worker, start_engine
     from producer_workers.engines import engine_restarts
     from producer_workers.user_functions import check_functions, named_functions
-    from rolloutmq.tracing import trace_run
+    from rolloutmq.observers import observe
 
     stopped = threading.Event()
     # before the engine, which takes long to load
@@ -240,7 +240,7 @@ async def _work(
     run, settings = await asyncio.to_thread(_open, settings, redis_url, name, metrics)
     if not take_over:
         await asyncio.to_thread(_await_silence, run, name)
-    trace_run(run, name)
+    observe(run, name)
     await engine_restarts.serve(start, work, settings.engine.restarts)
     return stopped.is_set()
 

@@ -176,41 +176,31 @@ class Config(Section):
         return found
 
     def _task_warnings(self, name: str) -> Iterator[str]:
-        task = self.tasks[name]
-        strategy = self.strategy_of(name)
+        task, strategy = self.tasks[name], self.strategy_of(name)
         aborts = self.policy.pause_mode == "abort"
         oldest = staleness(self.policy, task)
         ahead = self.policy.max_ahead if task.max_ahead is None else task.max_ahead
         has = f"task {name} has max_staleness = {oldest}"
-        if strategy.kind == "sync":
-            if oldest and self._is_set(task, "max_staleness"):
-                yield (
-                    f"{has}, which cannot act: [strategy] kind = sync makes only the batches that "
-                    "the newest weights serve; set kind = async, or max_staleness = 0"
-                )
-        elif oldest and aborts and not strategy.enable_partial_rollout:
+        if oldest and strategy.kind == "sync" and self._is_set(task, "max_staleness"):
+            yield f"{has}, which cannot act with [strategy] kind = sync: set kind = async, or 0"
+        elif oldest and aborts and not (strategy.kind == "sync" or strategy.enable_partial_rollout):
             yield (
-                f"{has}, but [policy] pause_mode = abort without [strategy] enable_partial_rollout "
-                "throws the tokens of unfinished rollouts away at every weight update; set "
-                "enable_partial_rollout = true, or pause_mode = keep"
+                f"{has}, but [policy] pause_mode = abort throws the tokens of unfinished rollouts "
+                "away: set [strategy] enable_partial_rollout = true, or pause_mode = keep"
             )
         if ahead > oldest and self._is_set(task, "max_ahead"):
-            yield (
-                f"task {name} has max_ahead = {ahead}, more than max_staleness = {oldest}, which "
-                "holds: what starts further ahead is too old"
-            )
+            yield f"task {name} has max_ahead = {ahead}, more than max_staleness = {oldest}"
         if strategy.over_sample_threshold and not oldest and strategy.on_straggler == "wait":
             yield (
                 f"task {name} has over_sample_threshold = {strategy.over_sample_threshold:g}, "
                 "which saves no time at max_staleness = 0: the trainer waits for every group that "
                 'runs; set on_straggler = "drop", which favours short responses'
             )
-        waits = "on_straggler" in strategy.model_fields_set and strategy.on_straggler == "wait"
-        if aborts and waits:
+        is_set = "on_straggler" in strategy.model_fields_set
+        if aborts and is_set and strategy.on_straggler == "wait":
             yield (
                 f'task {name} has on_straggler = "wait", but [policy] pause_mode = abort '
-                "interrupts stragglers at every weight update, and those that do not run then are "
-                "not waited for; set pause_mode = keep"
+                "interrupts stragglers at every weight update: set pause_mode = keep"
             )
 
     def _is_set(self, task: TaskSection, field: str) -> bool:

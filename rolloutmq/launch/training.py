@@ -18,7 +18,7 @@ from buffer.open_run import open_store, own_run, server_url, wait_for_run
 from buffer.redis.scripts import role_held
 from producer_workers.follow_owner import OWNER
 from rolloutmq.launch.create_run import make_again, make_run
-from rolloutmq.tracing import trace_run
+from rolloutmq.observers import observe
 from rolloutmq.views.setting_view import override_lines
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def open_run(
         log.warning("continued with another config: %s", change)
     for line in override_lines(run.settings):
         log.info("set: %s", line)
-    trace_run(run, "trainer")
+    observe(run, "trainer")
     for warning in [] if OWNER in os.environ else settings.warnings():  # `run` has printed them
         log.warning(warning)
     return run, model_dir

@@ -12,14 +12,13 @@ from rich.text import Text
 from buffer.errors import AccountError, ConfigError
 from buffer.failure_text import headline
 from buffer.groups.record_walk import payload_of
-from buffer.ids import ENDS, IMPORTED_FROM, split_group_id
+from buffer.ids import ENDS, IMPORTED_FROM, split_group_id, trace_id
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_json import group_json
 from buffer.wire.rollout import VersionSpan
 from consumer.grpo.reporting.sample_log import Sample, SampleLog
 from rolloutmq.output import count, facts, known, state, version_style
-from rolloutmq.tracing import trace_id
 
 _WHY_GONE = {
     "archived": "trained and committed",

@@ -245,9 +245,9 @@ class Scene:
     def rest(self) -> list[str]:
         """Let all workers hand back what they hold, as a drain does; return the gids."""
         held = []
-        for name in self.raw.zrange(self.keys.leases, 0, -1):
-            worker = name.decode()
-            for gid, token in self.raw.hgetall(self.keys.leased(worker)).items():
+        for key in [*self.raw.scan_iter(self.keys.leased("*"))]:
+            worker = key.decode().rpartition(":")[2]
+            for gid, token in self.raw.hgetall(key).items():
                 if gid != b"digest":
                     ref = PayloadRef(gid.decode(), "init", 1, 0, "")
                     job = Job(gid.decode(), token.decode(), "", 1, ref)

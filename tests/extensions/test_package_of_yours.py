@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from buffer.config import attached
+from buffer.config.attached import attached_types
 from buffer.errors import ConfigError
+from buffer.imports import attached
 from producer_workers.build import column_judges
 from producer_workers.judges.watched_judges import WatchedJudges
 from rolloutmq.config.config import Config
@@ -39,11 +40,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def looked_up_again() -> Iterator[None]:
-    caches = (attached._objects, attached.attached_types)
-    for cache in caches:
-        cache.cache_clear()
+    forget()
     yield
-    for cache in caches:
+    forget()
+
+
+def forget() -> None:
+    for cache in (attached, attached_types):
         cache.cache_clear()
 
 
@@ -81,8 +84,7 @@ def test_its_key_is_checked_as_others_and_unknown_without_it(
     with pytest.raises(ConfigError, match=r"tasks\.sums\.brevity: unknown"):
         config_of(brevity={})
     monkeypatch.syspath_prepend(wheel)
-    attached._objects.cache_clear()
-    attached.attached_types.cache_clear()
+    forget()
     with pytest.raises(ConfigError, match=r'tasks\.sums\.brevity\.per_token = "much"'):
         config_of(brevity={"per_token": "much"})
     with pytest.raises(ConfigError, match=r"tasks\.sums\.brevity\.per_word: unknown"):

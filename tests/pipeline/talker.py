@@ -24,10 +24,10 @@ from producer_workers.config.distribution import Fixed
 from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.base import Generation
 from producer_workers.engines.simulated import SimulatedEngine
-from producer_workers.gateway.agents import AgentTask
-from producer_workers.gateway.loop import GatewayAgentLoop
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
+from rolloutmq.extensions.gateway.agents import AgentTask
+from rolloutmq.extensions.gateway.loop import GatewayAgentLoop
 from rolloutmq.testing import END, Characters
 from tests.pipeline.yard import FIRST, TASK
 

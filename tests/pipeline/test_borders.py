@@ -30,11 +30,11 @@ from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.distribution import Fixed
 from producer_workers.config.engine import SimulatedConfig
 from producer_workers.engines.base import Generation
-from producer_workers.gateway.loop import GatewayAgentLoop
 from producer_workers.judges.judge import FunctionJudge, call_here
 from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
+from rolloutmq.extensions.gateway.loop import GatewayAgentLoop
 from rolloutmq.testing import END, Characters
 from tests.pipeline.yard import FIRST, SOME, TASK, WatchedEngine, Yard
 

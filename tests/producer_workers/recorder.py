@@ -14,7 +14,7 @@ from buffer.wire.rollout import RolloutState, VersionSpan
 from buffer.wire.sampling import SampleParams
 from buffer.wire.sampling_mask import SamplingMask
 from producer_workers.engines.base import EngineDeadError, FinishReason, Generation
-from producer_workers.gateway.loop import GatewayAgentLoop
+from rolloutmq.extensions.gateway.loop import GatewayAgentLoop
 from tests.producer_workers.letter_engine import LetterEngine
 
 MINE = "tests.producer_workers.agents:"

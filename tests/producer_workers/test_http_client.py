@@ -17,11 +17,11 @@ from buffer.errors import NoAnswer, RolloutMQError
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JudgingSection
 from producer_workers.engines.http.server import CompletionServer
-from producer_workers.environments import nemo_gym
-from producer_workers.gateway.agents import AgentTask
 from producer_workers.http_client import LONGEST_ANSWER, ask
 from producer_workers.judges.load import HttpJudge
 from producer_workers.user_code.sandbox import Limits, run_at
+from rolloutmq.extensions.environments import nemo_gym
+from rolloutmq.extensions.gateway.agents import AgentTask
 
 ENDLESS = 256 << 20  # bytes; nobody reads on for as many
 KEY = "rmq-a-secret-key"

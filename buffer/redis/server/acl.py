@@ -45,8 +45,8 @@ _READ = _allow(
     "zrevrangebyscore dump"
 )
 _WRITE = _allow(
-    "del unlink expire pexpire persist rename copy set setrange setbit getdel hset hincrby hdel "
-    "rpush lset ltrim lrem blpop sadd srem xadd xdel zadd zrem"
+    "del unlink expire pexpire persist rename copy set setrange setbit getdel hset hsetnx hincrby "
+    "hdel rpush lset ltrim lrem blpop sadd srem xadd xdel zadd zrem"
 )
 _SUBSCRIBE = _allow("subscribe unsubscribe")
 _FIND_RUNS = _allow("scan")

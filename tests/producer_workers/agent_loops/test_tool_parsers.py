@@ -14,7 +14,7 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.group_bytes import encode
 from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.tool_parsers import HermesParser
-from producer_workers.gateway.turn import as_openai
+from rolloutmq.extensions.gateway.turn import as_openai
 from tests.thoroughness import examples
 
 PARSER = HermesParser()

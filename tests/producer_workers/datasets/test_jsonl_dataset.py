@@ -9,7 +9,7 @@ import pytest
 
 from buffer.errors import DatasetError
 from producer_workers.datasets.files import JsonlDataset
-from producer_workers.judges.built_in import gsm8k
+from rolloutmq.extensions.answers.judges import gsm8k
 
 GOOD = b'{"question": "1+1?", "answer": "2"}'
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,10 +18,10 @@ from buffer.wire.rollout import RolloutState, Status
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.task import JudgingSection, TaskSection
 from producer_workers.judges import built_in as unsafe
-from producer_workers.judges.built_in import math_verify
 from producer_workers.judges.judge import FunctionJudge, Judge
 from producer_workers.judges.load import HttpJudge, load_judge, make_judge
 from producer_workers.judges.programs import program_of
+from rolloutmq.extensions.answers.judges import math_verify
 from tests.producer_workers.http_service import http_service
 from tests.producer_workers.letter_engine import ANSWER, LetterEngine
 from tests.producer_workers.user_code.cage import needs_bubblewrap
@@ -215,12 +214,12 @@ def test_a_judge_that_cannot_be_is_refused_with_the_config(judge: Any, said: str
 def test_mathematics_is_never_evaluated_as_python(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import math_verify.parser
+    from math_verify import parser
 
     def refused(*_: Any, **__: Any) -> None:
         raise AssertionError("text of a model came to an eval")
 
-    monkeypatch.setattr(math_verify.parser, "parse_expr", refused)
+    monkeypatch.setattr(parser, "parse_expr", refused)
     attack = f"__import__('pathlib').Path('{tmp_path}/pwned').touch()"
     for text in (
         attack,
@@ -229,9 +228,7 @@ def test_mathematics_is_never_evaluated_as_python(
         f"\\boxed{{{attack}}}",
         "12 * (3 + 4)",
     ):
-        sys.modules["producer_workers.judges.built_in"].math_verify(
-            response=text, ground_truth="84"
-        )
+        math_verify(response=text, ground_truth="84")
     assert not list(tmp_path.iterdir())
 
 

@@ -15,12 +15,12 @@ from buffer.wire.rollout import RolloutState
 from producer_workers.judges.built_in import (
     UNSAFE_TASKS,
     exact_match,
-    gsm8k,
     score_entry,
     task_datasets,
 )
 from producer_workers.judges.judge import FunctionJudge, take_columns
 from producer_workers.judges.load import load_judge
+from rolloutmq.extensions.answers.judges import gsm8k
 
 
 def judged(function: Callable[..., Any], response: str = "4", truth: Any = "4") -> dict[str, float]:

@@ -20,11 +20,11 @@ from producer_workers.build import _make_filter
 from producer_workers.config.dataset import PythonSection
 from producer_workers.config.task import JudgingSection
 from producer_workers.datasets.open import open_dataset
-from producer_workers.gateway.agents import AgentTask, FunctionAgent
 from producer_workers.judges.load import load_worker_judge
 from producer_workers.judges.watched_judges import WatchedJudges
 from producer_workers.user_code.decisions import continue_call
 from producer_workers.user_code.user_process import REPLACED
+from rolloutmq.extensions.gateway.agents import AgentTask, FunctionAgent
 from tests.producer_workers.user_code import deeds
 
 MINE = deeds.__name__

@@ -22,7 +22,7 @@ VIEWS = (
 )  # fmt: skip
 STEERS = (
     *VIEWS, "doctor", "fsck", "pause", "resume", "set max_tries=5", "janitor --once", "requeue math-0000000005 --yes",
-    "drop math-0000000005 --yes", "fence w1 --yes", "import {folder}/groups.jsonl --task math", "pause", "save {folder}/saved",
+    "drop math-0000000005 --yes", "fence w1 --yes", "fence w0 --yes", "import {folder}/groups.jsonl --task math", "pause", "save {folder}/saved",
     "REMOVE", "restore {folder}/saved", "status", "resume",
 )  # fmt: skip
 """In this order; REMOVE removes the run, which nobody uses any more."""

@@ -13,7 +13,7 @@ import pytest
 from buffer.errors import ConfigError
 from buffer.imports import load_object
 from producer_workers.config.engine import VllmConfig
-from producer_workers.config.task import JUDGES
+from producer_workers.config.task import named_judges
 from producer_workers.hub import model_repository
 from producer_workers.judges.load import load_judge, make_judge
 from rolloutmq.config.load import load_config
@@ -106,4 +106,4 @@ def test_evaluation_asks_every_line_of_a_jsonl_file(tmp_path: Path) -> None:
 
 
 def test_judges_that_a_config_may_name_are_those_that_exist() -> None:
-    assert all(callable(load_object(judge.path, kind="judge")) for judge in JUDGES.values())
+    assert all(callable(load_object(judge.path, kind="judge")) for judge in named_judges().values())

@@ -44,8 +44,8 @@ COMMANDS = {
     "script|load script|exists": LOADS,
     # writing
     "rename copy setrange setbit getdel lset ltrim xdel": WRITES,
-    "del unlink expire pexpire persist set hset hincrby hdel rpush lrem blpop sadd srem xadd zadd zrem": f"{WRITES} judge",
-    "hsetnx hincrbyfloat lpush lpop rpop lmove blmove zremrangebyscore xtrim": QUEUE,
+    "del unlink expire pexpire persist set hset hsetnx hincrby hdel rpush lrem blpop sadd srem xadd zadd zrem": f"{WRITES} judge",
+    "hincrbyfloat lpush lpop rpop lmove blmove zremrangebyscore xtrim": QUEUE,
     "multi exec discard watch unwatch": f"{QUEUE} operator",
     "publish": "trainer operator",
     "memory|usage": "operator",

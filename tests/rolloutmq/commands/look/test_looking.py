@@ -14,11 +14,10 @@ from pathlib import Path
 import orjson
 import pytest
 
-from buffer.ids import group_id, new_nonce
+from buffer.ids import group_id, new_nonce, trace_id
 from buffer.ledger.position import Position
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from rolloutmq.tracing import trace_id
 from tests.rolloutmq.conftest import ROOT, Command, json_of
 from tests.rolloutmq.populate import Scene, write_samples
 

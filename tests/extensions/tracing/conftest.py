@@ -1,0 +1,3 @@
+"""The sites of whole runs."""
+
+from tests.pipeline.conftest import *  # noqa: F403
