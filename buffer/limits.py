@@ -177,9 +177,9 @@ class RunLimits(LiveLimits):
     """archived batches whose payloads and manifests are kept"""
     retain_until_exported: bool = False
     """no archived batch is freed before an exporter has confirmed its copy"""
-    media: str = ""
-    """absolute path of the folder of files that payloads refer to as run://…; "" = none
-    (buffer/redis/media_folder.py)
+    columns: str = ""
+    """absolute path of the folder for files of large columns (buffer/maintenance/column_files.py);
+    "" = none
     """
     wait_replicas: int = Field(0, ge=0, le=64)
     """replicas that must have a submit, take or commit before it is acknowledged"""

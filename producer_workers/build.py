@@ -46,7 +46,7 @@ from producer_workers.engines.base import (
     structures,
 )
 from producer_workers.engines.model_folder import eos_ids
-from producer_workers.images import ImageReader
+from producer_workers.images import ImageFolder
 from producer_workers.judges.judge import Judge, call_here, function_rules
 from producer_workers.judges.load import (
     HttpJudge,
@@ -88,7 +88,7 @@ def make_producer(config: ProducingConfig, run: Run, origin: Origin) -> Producer
         seed = config.run.seed
         section = config.tasks[name]
         rows = open_dataset(section.dataset, problems_dir(config, name), section.split, seed=seed)
-        images = _image_prompts(config, run, name)
+        images = _image_prompts(config, name)
         samplers[name] = task_sampler(config, name, rows, tokenizer, images)
     return Producer(
         run,
@@ -131,16 +131,13 @@ def task_tokenizer(tokenizer: Tokenizer, task: TaskSection) -> Tokenizer:
     return TaskTokenizer(tokenizer, task.chat_template_kwargs, task.system_prompt)
 
 
-def _image_prompts(config: ProducingConfig, run: Run, name: str) -> ImagePrompts | None:
+def _image_prompts(config: ProducingConfig, name: str) -> ImagePrompts | None:
     limits = config.tasks[name].images
     if limits is None:
         return None
-    if run.media is None:
-        raise ConfigError(
-            "the run has no folder for images", hint="it was started without [run] media"
-        )
+    folder = ImageFolder(config.run.folder, limits)
     kwargs = config.tasks[name].chat_template_kwargs
-    return ImagePrompts(str(config.model_folder), limits, run.media, kwargs)
+    return ImagePrompts(str(config.model_folder), limits, folder, kwargs)
 
 
 async def start_engine(config: ProducingConfig, run: Run) -> Engine:
@@ -155,8 +152,7 @@ async def start_engine(config: ProducingConfig, run: Run) -> Engine:
         section = section.recording_masks()
     engine = build_engine(section, config.model_folder, FIRST_WEIGHTS)
     if isinstance(engine, ShowsImages):
-        limits = _widest([task.images for task in config.tasks.values()])
-        engine.images.read_with(ImageReader(run.media, limits))
+        engine.images.read_from(image_folder(config))
     return await started(engine, config.worker.start_timeout_s)
 
 
@@ -255,13 +251,14 @@ def check_images(config: ProducingConfig, names: Sequence[str], engine: Engine) 
             )
 
 
-def _widest(sections: Sequence[ImagesSection | None]) -> ImagesSection:
-    """Return limits that permit every image permitted by one of `sections`."""
-    given = [section for section in sections if section] or [ImagesSection()]
-    return ImagesSection(
+def image_folder(config: ProducingConfig) -> ImageFolder:
+    """Return the images of the run; it reads every image that one of the tasks permits."""
+    given = [task.images for task in config.tasks.values() if task.images] or [ImagesSection()]
+    limits = ImagesSection(
         max_bytes=max(section.max_bytes for section in given),
         max_pixels=max(section.max_pixels for section in given),
     )
+    return ImageFolder(config.run.folder, limits)
 
 
 def _make_runner(

@@ -19,6 +19,9 @@ SETTINGS: Mapping[str, str] = {
     'policy.weights_transport = "nccl"': (
         'removed; use "folder" (on /dev/shm or a network file system), or "redis"'
     ),
+    "run.media": (
+        "removed; images lie in the run's folder, and [run] columns is a folder for large columns"
+    ),
     "audit": "audits were removed; SECURITY.md says how to recompute logprobs",
     "trainer.keys_file": _NO_SIGNATURES,
     "worker.key_file": _NO_SIGNATURES,

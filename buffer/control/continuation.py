@@ -205,9 +205,9 @@ def _limit_contradictions(before: RunLimits, after: RunLimits) -> Iterator[str]:
             "the difference of [policy] max_staleness and max_token_staleness is another one: the "
             "pools are ordered by it"
         )
-    if before.media and before.media != after.media:
-        now = after.media or "left out"
-        yield f"[run] media is {now}, but groups refer to files in {before.media}"
+    if before.columns and before.columns != after.columns:
+        now = after.columns or "left out"
+        yield f"[run] columns is {now}, but groups refer to files in {before.columns}"
 
 
 def _changes(before: RunLimits, after: RunLimits) -> Iterator[str]:

@@ -271,7 +271,7 @@ class RolloutGroup:
 
     @property
     def multimodal(self) -> list[MediaRef]:
-        """Return the prompt's images in token order; read them with `run.media.read(uri, …)`."""
+        """Return the prompt's images in token order."""
         return own_copy(self.shared.multimodal)
 
     @property

@@ -105,7 +105,7 @@ class TrainerRank:
             device=self.device,
             seed=config.run.seed,
             ranks=self.ranks,
-            media=self._run.media,
+            columns=self._run.columns,
             teacher_weights=config.column_weights,
         )
         self.reader.vocabulary = learner.vocabulary

@@ -15,7 +15,7 @@ from buffer.errors import ModelError, RolloutMQError
 from buffer.wire.rollout import MediaRef, PolicyVersion, VersionSpan
 from buffer.wire.sampling import SampleParams
 from buffer.wire.sampling_mask import RecordedMask
-from producer_workers.images import ImageReader
+from producer_workers.images import ImageFolder
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "keep"]
@@ -188,7 +188,7 @@ class AbortsGroups(Protocol):
 class GroupImages:
     """Images of groups; an engine without a model ignores them."""
 
-    def read_with(self, reader: ImageReader) -> None: ...
+    def read_from(self, folder: ImageFolder) -> None: ...
 
     def show(self, gid: str, media: Sequence[MediaRef]) -> None:
         """Show these images to requests of the group from now on, in the order of its prompt.

@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
-import numpy as np
-
 from buffer.control.length_counts import CUT, FINISHED, LengthCounts
 from buffer.errors import (
     Fenced,
@@ -37,11 +35,9 @@ from buffer.failure_text import cause_of, headline, message_of
 from buffer.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.observers import all_of
 from buffer.redis.connection.retry import LogOnce
-from buffer.redis.media_folder import MediaFolder
 from buffer.run import Run
 from buffer.wire.group import GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import UNJUDGED, RolloutState, Status, has_ended
-from buffer.wire.sampling_mask import SamplingMask
 from producer_workers.engines.base import Engine, EngineDeadError, shown
 from producer_workers.user_code.failure import log_failure
 from producer_workers.user_code.user_function import outcome_of
@@ -55,9 +51,6 @@ from producer_workers.worker.turn_keeper import TurnKeeper
 
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
-
-# Smaller columns stay in the payload: a file costs more than it saves.
-INLINE_BYTES = 64 << 10
 
 # Dead letters of one cause, and of all, whose responses a worker keeps: a judge that always raises
 # must not fill the server.
@@ -248,8 +241,7 @@ class GroupRunner:
             except JudgeInterrupted:  # judged and filtered again at its next claim
                 for state in made:
                     state.status = Status.ABORTED
-        if media := self._run.media:
-            await asyncio.to_thread(put_columns_into_files, made, media, job.gid, job.token)
+        await asyncio.to_thread(self._run.columns.put_large, made, job.gid, job.token)
         result = group.continued(made)
         total_s = round(spent_s + time.monotonic() - began, 6)
         result.shared.extra = {**result.shared.extra, GROUP_TIME: total_s}
@@ -380,23 +372,3 @@ def _is_cancellation(error: BaseException) -> bool:
     """Return whether the current task was cancelled from outside, not by what runs in it."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and bool(task and task.cancelling())
-
-
-def put_columns_into_files(
-    states: Sequence[RolloutState], media: MediaFolder, gid: str, token: str
-) -> None:
-    """Move columns of completed rollouts with megabytes each into the run's media folder.
-
-    `token`: of the claim, so that a slow worker cannot overwrite the files of a later claim.
-    """
-    for position, state in enumerate(states):
-        # an interrupted rollout keeps its columns: the next worker needs them
-        if state.status is not Status.COMPLETED:
-            continue
-        experts, mask = state.routed_experts, state.sampling_mask
-        if isinstance(experts, np.ndarray) and experts.nbytes > INLINE_BYTES:
-            name = f"experts-{token}-{position}.npy"
-            state.routed_experts = media.put_column(gid, name, experts)
-        if isinstance(mask, SamplingMask) and mask.ids.nbytes > INLINE_BYTES:
-            name = f"sampling-{token}-{position}.npy"
-            state.sampling_mask = media.put_column(gid, name, mask.packed())

@@ -53,7 +53,7 @@ def status(
     """Show the state of a run: groups, weights, workers, staleness.
 
     Also shows whether it is paused, by whom and since when, and whether every group is accounted
-    for. It ends with what stops the run, as `rolloutmq doctor` has it, and with who waited for
+    for. It ends with what the run waits for, as `rolloutmq doctor` has it, and with who waited for
     whom in the last steps. With --follow, it adds curves, events and workers; if the output is not
     a terminal, it prints one line every few seconds. Of a run whose server is lost, it shows what
     the run's folder has.
@@ -63,7 +63,7 @@ def status(
         return None
     view = read_run_view(target.run)
     waits = read_waits(target.run, view, read_steps(target.run_dir))
-    found = [symptom for symptom in diagnose(view) if symptom.level != "note"]
+    found = diagnose(view)
     shown = [status_screen(view), *(symptom.text() for symptom in found)]
     shown += [Text(f"\n{waits}")] if waits else []
     findings = [asdict(symptom) for symptom in found]

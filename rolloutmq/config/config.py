@@ -280,7 +280,7 @@ class Config(Section):
             order=self.policy.order,
             retain_batches=self.retention.batches,
             retain_until_exported=self.retention.policy == "export",
-            media=str(self.run.media.resolve()) if self.run.media else "",
+            columns=str(self.run.columns.resolve()) if self.run.columns else "",
             wait_replicas=self.redis.wait_replicas,
             compression=self.memory.compression,
             low_bytes=int(budget * self.memory.low_water),

@@ -51,11 +51,11 @@ class Sections:
 
 def rule_violations(config: Any) -> Iterator[str]:
     """Yield violations of the rules between the sections of a Config, or of Sections."""
-    for is_broken, what, hint in _RULES:
+    for is_broken, what, hint in RULES:
         with suppress(SectionMissing):
             if is_broken(config):
                 yield f"{what}: {hint}".format(c=config)
-    for rules, of in ((_OF_TASKS, dict), (_OF_TRAINING_TASKS, training)):
+    for rules, of in ((RULES_OF_TASKS, dict), (RULES_OF_TRAINING, training)):
         for is_broken, what, hint in rules:
             with suppress(SectionMissing):
                 known = ", ".join(training(config.tasks))
@@ -147,7 +147,7 @@ class Rule(NamedTuple):
     hint: str
 
 
-_RULES = (
+RULES = (
     Rule(lambda c: c.policy.revision and not (c.policy.model and is_id(c.policy.model)),
         "[policy] revision = {c.policy.revision} is for a model on the Hub",
         "{c.policy.model} is none"),
@@ -193,18 +193,16 @@ _RULES = (
         "set ports = {c.launch.workers} or more, or port = 0"),
 )  # fmt: skip
 
-_OF_TASKS = (
+RULES_OF_TASKS = (
     Rule(lambda c, t, name: t.eval_of is not None and t.eval_of not in training(c.tasks),
         'eval_of = "{t.eval_of}" of task {name} is not a training task',
         "known: {known}"),
-    Rule(lambda c, t, name: t.images and c.run.media is None,
-        "the images of task {name} need a folder", "set media in [run]"),
     Rule(lambda c, t, name: set(t.train_roles or ()) - {""} and not _has_roles(c, t),
         "train_roles = {t.train_roles} of task {name}, whose agent_loop gives no rollout a role",
         "leave train_roles out"),
 )  # fmt: skip
 
-_OF_TRAINING_TASKS = (
+RULES_OF_TRAINING = (
     Rule(lambda c, t, name: t.images and c.trainer.loop is None,
         "task {name} shows images, which the reference trainer cannot train on",
         "set [trainer] loop to a trainer of your own"),

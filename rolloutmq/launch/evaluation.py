@@ -27,7 +27,7 @@ from consumer.handle.rollout_consumer import RolloutConsumer
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config
 from rolloutmq.launch.launcher import Launcher
-from rolloutmq.launch.preparation import run_command
+from rolloutmq.launch.prepare import run_command
 from rolloutmq.options import set_flags
 from rolloutmq.presets import find_config
 from rolloutmq.run_owner import LOCK_FILE, is_owned

@@ -26,13 +26,12 @@ from rolloutmq.check.machine import placement_of
 from rolloutmq.config.config import Config
 from rolloutmq.hang_up import is_lost_terminal
 from rolloutmq.launch.child import STOPPED, Child
-from rolloutmq.launch.create_run import make_run
-from rolloutmq.launch.preparation import (
+from rolloutmq.launch.create import create_run, make_again
+from rolloutmq.launch.prepare import (
     await_roles,
     check_start,
     is_done,
     last_step,
-    make_again_patiently,
     prepare_model,
     start_server,
 )
@@ -149,12 +148,15 @@ class Launcher:
         say(f"server   {self._server.cli if self._server else 'from the config or REDIS_URL'}")
         model = prepare_model(config, self._command)
         if self._regenerate and not is_done(config, last_step(config)):
-            run = make_again_patiently(store, config, model, say)
+            wait_s = 2 * config.limits(0).role_timeout_ms / 1000
+            run = make_again(
+                store, config, model, lambda what: say(f"clears   {what}"), wait_s=wait_s
+            )
         else:
             if earlier := own_run(store, config):
                 # this config must not change the settings of a run that another start still trains
                 await_roles(earlier, say)
-            run = make_run(store, config, model, is_done=partial(is_done, config))
+            run = create_run(store, config, model, is_done=partial(is_done, config))
         for warning in config.warnings():
             say(f"warning  {warning}")
         for change in run.changes:

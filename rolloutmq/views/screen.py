@@ -80,7 +80,9 @@ def live_screen(view: RunView, history: History, notes: LiveNotes) -> Renderable
     parts: list[RenderableType] = [_title(view)]
     parts += [Text(line, style="cyan") for line in notes.lines]
     parts += [Text(notes.trouble, style="bold red")] if notes.trouble else []
-    parts += ["", *_curves(history), "", *_groups(view), "", _waits(history), _facts(view)]
+    parts += ["", *_curves(history), "", *_groups(view)]
+    parts += [_fit(Text(trouble, style="red")) for trouble in view.troubles]
+    parts += ["", _waits(history), _facts(view)]
     parts += [_fit(Text(line, style="yellow")) for line in starting_lines(view, notes.started_s)]
     parts += [*_workers(view), ""]
     parts += [_fit(event_text(event)) for event in view.events[-MOST_EVENTS:]]
@@ -207,8 +209,6 @@ def _groups(view: RunView) -> Iterator[RenderableType]:
         yield Text(text, style="bold red")
     else:
         yield Text("the account adds up: enqueued = sum of all stages", style="green")
-    for trouble in view.troubles:
-        yield _fit(Text(trouble, style="red"))
     for task in view.training:
         yield from _task(task)
 

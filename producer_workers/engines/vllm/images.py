@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from buffer.wire.rollout import MediaRef
 from producer_workers.engines.base import GenerationError, GroupImages
 from producer_workers.engines.model_folder import read_config
-from producer_workers.images import ImageReader, collapse, find_runs
+from producer_workers.images import ImageFolder, collapse, find_runs
 
 TOKEN_NAMES = ("image_token_id", "image_token_index")  # of the placeholder, in config.json
 
@@ -28,7 +28,7 @@ TOKEN_NAMES = ("image_token_id", "image_token_index")  # of the placeholder, in 
 class VllmImages(GroupImages):
     def __init__(self, model_dir: Path) -> None:
         self._model_dir = model_dir
-        self._reader: ImageReader | None = None
+        self._folder: ImageFolder | None = None
         self._shown: dict[str, Sequence[MediaRef]] = {}
         self._heads: dict[tuple[str, bytes], asyncio.Task[dict[str, Any]]] = {}
 
@@ -36,8 +36,8 @@ class VllmImages(GroupImages):
     def _token(self) -> int | None:
         return image_token(self._model_dir)
 
-    def read_with(self, reader: ImageReader) -> None:
-        self._reader = reader
+    def read_from(self, folder: ImageFolder) -> None:
+        self._folder = folder
 
     def show(self, gid: str, media: Sequence[MediaRef]) -> None:
         self.forget(gid)
@@ -51,7 +51,7 @@ class VllmImages(GroupImages):
     async def prompt(
         self, llm: Any, request_id: str, prompt_ids: NDArray[np.int32]
     ) -> dict[str, Any] | None:
-        """Return vLLM's input of a request with images, or None. May raise MediaError."""
+        """Return vLLM's input of a request with images, or None. May raise ImageError."""
         gid = request_id.partition("/")[0]
         media = self._shown.get(gid)
         if not media:
@@ -86,8 +86,8 @@ class VllmImages(GroupImages):
         media: Sequence[MediaRef],
     ) -> dict[str, Any]:
         """Return vLLM's input up to the last image: ids, pixels and their positions."""
-        assert self._reader is not None
-        images = [await asyncio.to_thread(self._reader.read, ref) for ref in media]
+        assert self._folder is not None
+        images = [await asyncio.to_thread(self._folder.read, ref) for ref in media]
         prompt = {
             "prompt_token_ids": collapse(ids, runs),
             "multi_modal_data": {"image": [image.pixels for image in images]},

@@ -6,17 +6,15 @@ Each may be inaccessible (missing rights, another machine's folder), and is then
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from statistics import quantiles
 from typing import Any
 
 from redis.exceptions import ResponseError
 
 from buffer.errors import (
-    PayloadMissing,
     RunError,
     SchemaVersionError,
     StoreError,
@@ -26,25 +24,17 @@ from buffer.errors import (
 from buffer.failure_text import headline, trace_of
 from buffer.groups.dead_letters import by_cause
 from buffer.ids import split_group_id
-from buffer.job import PayloadRef
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.weights import folder_manifest as weights_manifest
-from buffer.wire.group import RolloutGroup
 from consumer.grpo.reporting.step_log import TrainedStep, read_steps
 from rolloutmq.output import plural
 from rolloutmq.views.explain.diagnosis import Symptom, diagnose, fault, note, stuck, worst_first
-from rolloutmq.views.explain.shares import STEPS, shares_of
+from rolloutmq.views.explain.shares import STEPS
 from rolloutmq.views.explain.who_waited import read_waits
 from rolloutmq.views.run_view import RunView, read_run_view
 
-MOST = 32  # prompts that are read of each kind
-FEWEST = 8  # below this, their quartiles say nothing
-MOST_LETTERS = 1000  # dead letters of all tasks that are looked through
-# from which the model's data is biased: a ratio of medians, a difference of a source's shares
-LENGTH_RATIO = 1.5
-SOURCE_DIFFERENCE = 0.3
 FEW = 20_000  # groups and keys up to which all of a run is checked, within a second or two
 FEW_LETTERS = 500  # newest dead letters whose causes are counted
 # new contexts that agents ask for
@@ -71,7 +61,7 @@ def diagnose_run(
 def inspect(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> list[Symptom]:
     """Return the symptoms of a run that its snapshot does not show; `steps`: the trained ones."""
     found = [*_damage(run, snap), *_contexts(steps)]
-    for part in (_judges, _weights, _dead_letters, _stragglers, _failed_rows):
+    for part in (_judges, _weights, _dead_letters, _stragglers):
         with suppress(StoreError):  # a user who may not read it
             found += part(run, snap)
     with suppress(StoreError):
@@ -186,56 +176,3 @@ def _contexts(steps: Sequence[TrainedStep]) -> Iterator[Symptom]:
             f"{plural(reasons.total(), 'time')}, and the model read all again ({said})",
             "the page of tools and agents has the reasons",
         )
-
-
-def _failed_rows(run: Run, snap: RunView) -> Iterator[Symptom]:
-    """Report which rows a task fails for, where their share is a finding."""
-    for task in snap.tasks:
-        is_failing = any(s.name == "failed" and s.level != "note" for s in shares_of(task))
-        if is_failing and (rows := failed_rows(run, task.account.task)):
-            said, is_biased = rows
-            fix = "until they are fixed, the model is trained on the others alone"
-            what = f"task {task.account.task}: {said}"
-            yield Symptom("warning", what, fix) if is_biased else note(what)
-
-
-def failed_rows(run: Run, task: str) -> tuple[str, bool] | None:
-    """Return how the prompts differ, and whether the model's data is biased by that.
-
-    None with too few groups of either kind. Raises StoreError.
-    """
-
-    def read(gids: Iterable[str]) -> Iterator[RolloutGroup]:
-        for gid in islice(gids, MOST):
-            try:
-                yield run.buffer.read(PayloadRef(gid, "init", 1, 0, ""))
-            except (PayloadMissing, WireError):  # ended since, or put without a prompt
-                continue
-
-    letters = islice(run.dead_letters.newest(), MOST_LETTERS)
-    alive = run.groups.find({"task": task, "stage": {"$ne": "dead"}}, limit=MOST)
-    failed = [*read(letter.gid for letter in letters if letter.task == task)]
-    others = [*read(record.gid for record in alive)]
-    if min(len(failed), len(others)) < FEWEST:
-        return None
-    unit = "tokens" if all(len(each.prompt_ids) for each in failed + others) else "characters"
-    lengths = [quantiles([_length(each, unit) for each in prompts]) for prompts in (failed, others)]
-    words = [" / ".join(f"{quartile:.0f}" for quartile in each) for each in lengths]
-    low, high = sorted(max(1.0, median) for _, median, _ in lengths)
-    said = f"its failed prompts have {words[0]} {unit} (quartiles), others {words[1]}"
-    # the data source that is most typical of the failed prompts
-    counts = [Counter(each.shared.data_source or "" for each in kind) for kind in (failed, others)]
-    shares = {
-        source: (counts[0][source] / len(failed), counts[1][source] / len(others))
-        for source in counts[0] | counts[1]
-    }
-    source, (share, other) = max(shares.items(), key=lambda each: each[1][0] - each[1][1])
-    if len(shares) > 1:
-        said += f"; {share:.0%} of them are of {source or 'no source'!r}, of the others {other:.0%}"
-    return said, high / low > LENGTH_RATIO or share - other > SOURCE_DIFFERENCE
-
-
-def _length(prompt: RolloutGroup, unit: str) -> int:
-    if unit == "tokens":
-        return len(prompt.prompt_ids)
-    return sum(len(str(message.get("content", ""))) for message in prompt.shared.messages)

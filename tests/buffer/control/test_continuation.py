@@ -20,7 +20,7 @@ from buffer.run import Run
 from rolloutmq.config.config import Config
 from rolloutmq.config.fingerprint import origin_of
 from rolloutmq.config.load import load_config
-from rolloutmq.launch.create_run import create_run
+from rolloutmq.launch.create import create_run
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.scene import FIRST, Scene
 

@@ -22,7 +22,7 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config
-from rolloutmq.launch.create_run import create_run
+from rolloutmq.launch.create import create_run
 from tests.servers import on_both
 from tests.thoroughness import examples
 
@@ -233,10 +233,10 @@ def test_a_change_of_the_server_alone_gives_nothing_up(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.budget = None
-    monkeypatch.setattr("rolloutmq.launch.create_run.maxmemory_bytes", lambda store: 10 * BUDGET)
+    monkeypatch.setattr("rolloutmq.launch.create.maxmemory_bytes", lambda store: 10 * BUDGET)
     site.start()
     site.set("low_bytes=1234567")
-    monkeypatch.setattr("rolloutmq.launch.create_run.maxmemory_bytes", lambda store: 20 * BUDGET)
+    monkeypatch.setattr("rolloutmq.launch.create.maxmemory_bytes", lambda store: 20 * BUDGET)
     run = site.start()
     assert run.limits.low_bytes == 1234567
     assert run.settings.configured["low_bytes"] == int(15 * BUDGET * 0.1)

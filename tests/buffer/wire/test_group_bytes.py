@@ -27,7 +27,7 @@ from buffer.wire.document import LAYOUT, NEEDED, Own, pack, unpack
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import MediaRef, RolloutState, Status, ToolCall, VersionSpan
 from buffer.wire.sampling import SampleParams, StructuredOutput
-from tests.fuzz.promise import keep, plain
+from proofs.fuzz.promise import keep, plain
 from tests.thoroughness import examples
 
 ROOT = Path(__file__).parents[3]

@@ -17,13 +17,14 @@ from buffer.control.live_settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.limits import RunLimits, TaskLimits
 from rolloutmq.config.config import Config
+from rolloutmq.config.cross_section_rules import RULES, RULES_OF_TASKS, RULES_OF_TRAINING
 from rolloutmq.config.load import inspect_config, load_config, validate_config
 from tests.thoroughness import examples
 
 WHOLE = """
 [run]
 name = "demo"
-media = "media"
+columns = "columns"
 [redis]
 [lease]
 [policy]
@@ -207,6 +208,19 @@ def test_values_that_do_not_fit_together_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=expected):
         load(tmp_path, WHOLE, *overrides)
+
+
+def test_every_rule_can_be_asked_and_says_its_message(tmp_path: Path) -> None:
+    """Also where its condition does not hold: a message names keys that exist."""
+    config = load(tmp_path, WHOLE)
+    for rule in RULES:
+        assert not rule.is_broken(config)
+        assert (rule.what + rule.hint).format(c=config)
+    for rule in (*RULES_OF_TASKS, *RULES_OF_TRAINING):
+        for name in config.training_tasks:
+            task = config.tasks[name]
+            assert not rule.is_broken(config, task, name)
+            assert (rule.what + rule.hint).format(c=config, t=task, name=name, known="")
 
 
 MISTAKES = {
