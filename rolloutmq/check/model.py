@@ -58,9 +58,9 @@ def _student_units(config: Config, *, quick: bool) -> list[Unit]:
 
 def _check_judge(check: Callable[[], str]) -> Iterator[Finding]:
     try:
-        yield Finding("model", "ok", check())
+        yield ok(check())
     except HubError as error:
-        yield Finding("model", "warning", f"not checked: {error.message}", error.hint)
+        yield warning(f"not checked: {error.message}", error.hint)
 
 
 def _check_warm_start(config: Config) -> Iterator[Finding]:

@@ -153,12 +153,12 @@ def test_a_project_without_a_mistake(project: Path, model: Path) -> None:
         (
             [TEACHER, READ, "tasks.sums.teachers.big.model=models/of/none"],
             "model",
-            "no config.json",
+            "teacher big: no model folder",
         ),
         (
             [TEACHER, READ, "tasks.sums.teachers.big.model=Qwen/none"],
             "model",
-            "Qwen/none of the Hub",
+            "there is no folder Qwen/none here",
         ),
         ([TEACHER, READ, "tasks.sums.teachers.big.revision=main"], "config", "revision = main"),
         ([TEACHER, READ, *COLD], "config", "sampled with temperature, and"),
