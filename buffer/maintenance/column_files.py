@@ -57,7 +57,9 @@ class ColumnFolder:
     @classmethod
     def of_run(cls, columns: str, run: str, nonce: str) -> ColumnFolder:
         """Return the folder of a run in `columns`, which other runs may share; "": none."""
-        return cls(Path(columns) / f"{run}-{nonce}" if columns else None)
+        # the nonce may come from a snapshot that somebody else wrote
+        name = f"{run}-{nonce}".replace("/", "_")
+        return cls(Path(columns) / name if columns else None)
 
     def put_large(self, states: Sequence[RolloutState], gid: str, token: str) -> None:
         """Move the large columns of completed rollouts into files, and name these instead.

@@ -190,7 +190,7 @@ class GroupImages:
 
     def read_from(self, folder: ImageFolder) -> None: ...
 
-    def show(self, gid: str, media: Sequence[MediaRef]) -> None:
+    def show(self, gid: str, refs: Sequence[MediaRef]) -> None:
         """Show these images to requests of the group from now on, in the order of its prompt.
 
         The group of a request is its id up to the first "/".
@@ -207,9 +207,9 @@ class ShowsImages(Protocol):
 
 
 @contextmanager
-def shown(engine: Engine, gid: str, media: Sequence[MediaRef]) -> Iterator[None]:
-    """Show `media` to the requests of group `gid` within the block. Raises GenerationError."""
-    if not media:
+def shown(engine: Engine, gid: str, refs: Sequence[MediaRef]) -> Iterator[None]:
+    """Show `refs` to the requests of group `gid` within the block. Raises GenerationError."""
+    if not refs:
         yield
         return
     images: GroupImages | None = getattr(engine, "images", None)
@@ -218,7 +218,7 @@ def shown(engine: Engine, gid: str, media: Sequence[MediaRef]) -> Iterator[None]
         raise GenerationError(
             f"{gid} has images, which the engine {engine.name} cannot show", hint=hint
         )
-    images.show(gid, media)
+    images.show(gid, refs)
     try:
         yield
     finally:

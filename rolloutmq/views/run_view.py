@@ -16,10 +16,11 @@ from buffer.ids import LANES
 from buffer.ledger.account import TaskAccount
 from buffer.ledger.ledger import LedgerSteps
 from buffer.ledger.memory import MemoryUse
-from buffer.redis.key_fields import read_counts, require_fields, text_fields
+from buffer.redis.key_fields import OPTIONAL, read_counts, require_fields, text_fields
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 
+COUNTERS = (*OPTIONAL["progress"], "reasserted", "regenerated")
 BUCKETS = 16  # staleness is counted exactly up to here; older usable groups are counted together
 RECENT_MS = 60_000  # an error is shown for this time, and as long as every try fails
 
@@ -90,6 +91,15 @@ class TaskView:
     def number(self, name: str) -> float:
         """Return a counter of `progress:<task>`; 0 if it was never written."""
         return float(self.progress.get(name, 0))
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """The counters of `progress:<task>` by name; 0 for those that were never written."""
+        found = dict.fromkeys(COUNTERS, "0") | self.progress
+        whole = re.compile(r"-?\d{1,16}", re.ASCII)
+        # not the causes of failures (failed:CAUSE), and not a sum of rewards, which may be whole
+        names = [name for name in found if name.isidentifier() and name != "raw_rewards_sum"]
+        return {name: int(found[name]) for name in names if whole.fullmatch(found[name])}
 
     def recent(self, name: str) -> int:
         """Return what a counter counted over the newest groups; `lua/include/earlier_counts.lua`.

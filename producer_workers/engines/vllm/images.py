@@ -39,9 +39,9 @@ class VllmImages(GroupImages):
     def read_from(self, folder: ImageFolder) -> None:
         self._folder = folder
 
-    def show(self, gid: str, media: Sequence[MediaRef]) -> None:
+    def show(self, gid: str, refs: Sequence[MediaRef]) -> None:
         self.forget(gid)
-        self._shown[gid] = media
+        self._shown[gid] = refs
 
     def forget(self, gid: str) -> None:
         self._shown.pop(gid, None)
@@ -53,25 +53,25 @@ class VllmImages(GroupImages):
     ) -> dict[str, Any] | None:
         """Return vLLM's input of a request with images, or None. May raise ImageError."""
         gid = request_id.partition("/")[0]
-        media = self._shown.get(gid)
-        if not media:
+        refs = self._shown.get(gid)
+        if not refs:
             return None
-        runs = self._find_runs(gid, prompt_ids, media)
+        runs = self._find_runs(gid, prompt_ids, refs)
         ids = prompt_ids[: runs[-1].stop]
         key = gid, ids.tobytes()
         if key not in self._heads:
-            self._heads[key] = asyncio.create_task(self._head(llm, gid, ids, runs, media))
+            self._heads[key] = asyncio.create_task(self._head(llm, gid, ids, runs, refs))
         # Shielded, since one request of the group may be cancelled alone.
         head = await asyncio.shield(self._heads[key])
         return {**head, "prompt_token_ids": prompt_ids.tolist()}
 
     def _find_runs(
-        self, gid: str, prompt_ids: NDArray[np.int32], media: Sequence[MediaRef]
+        self, gid: str, prompt_ids: NDArray[np.int32], refs: Sequence[MediaRef]
     ) -> list[slice]:
         if self._token is None:
             raise GenerationError(f"{gid} shows images, but {self._model_dir} is a text model")
         try:
-            return find_runs(prompt_ids, self._token, [ref.tokens for ref in media])
+            return find_runs(prompt_ids, self._token, [ref.tokens for ref in refs])
         except ValueError as error:
             raise GenerationError(
                 f"the prompt of {gid} does not fit its images: {error}"
@@ -83,11 +83,11 @@ class VllmImages(GroupImages):
         gid: str,
         ids: NDArray[np.int32],
         runs: list[slice],
-        media: Sequence[MediaRef],
+        refs: Sequence[MediaRef],
     ) -> dict[str, Any]:
         """Return vLLM's input up to the last image: ids, pixels and their positions."""
         assert self._folder is not None
-        images = [await asyncio.to_thread(self._folder.read, ref) for ref in media]
+        images = [await asyncio.to_thread(self._folder.read, ref) for ref in refs]
         prompt = {
             "prompt_token_ids": collapse(ids, runs),
             "multi_modal_data": {"image": [image.pixels for image in images]},

@@ -209,6 +209,12 @@ def test_runs_that_share_a_folder_delete_nothing_of_each_other(
     assert (tmp_path / "columns" / GID).is_dir()
 
 
+def test_the_nonce_of_a_snapshot_leads_nowhere_else(tmp_path: Path) -> None:
+    root = ColumnFolder.of_run(str(tmp_path), "demo", "/../../etc").root
+    assert root
+    assert root.resolve().parent == tmp_path.resolve()
+
+
 def test_a_disk_that_fails_stops_nothing(
     filed_scene: Callable[..., Scene],
     monkeypatch: pytest.MonkeyPatch,
