@@ -11,7 +11,7 @@ from pydantic import ByteSize, TypeAdapter
 
 from buffer.config.meanings import meanings
 from buffer.config.section import Section
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from docs.reference.markdown import table
 from producer_workers.config.task import named_judges
 from rolloutmq.config.config import Config

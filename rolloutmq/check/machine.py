@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 
 from buffer.errors import ConfigError, RolloutMQError
-from buffer.imports import EXTRAS, install_command, is_there
+from buffer.imports import EXTRAS, attached, install_command, is_there, load_object
+from consumer.config.trainer import METRIC_WRITERS
 from producer_workers.agent_loops.agent_loop import has_agents
 from rolloutmq.config.config import Config, LaunchSection
 
@@ -184,8 +185,9 @@ def _packages(config: Config) -> Iterator[tuple[str, str]]:
         yield "[learner.lora]", "peft"
     if learner.optimizer == "adamw_8bit":
         yield "[learner] optimizer = adamw_8bit", "bitsandbytes"
-    for writer in config.trainer.writers:
-        yield "[trainer] writers", {"tensorboard": "tensorboardX", "wandb": "wandb"}[writer]
+    known = attached(METRIC_WRITERS)
+    for name in config.trainer.writers:
+        yield "[trainer] writers", load_object(known[name], kind="metric writer").package
 
 
 def _hint(package: str) -> str:

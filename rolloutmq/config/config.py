@@ -17,7 +17,7 @@ from buffer.config.run_settings import (
     RunSection,
 )
 from buffer.config.section import Count, Section
-from buffer.control.settings_record import THRESHOLDS
+from buffer.control.settings import THRESHOLDS
 from buffer.errors import ConfigError
 from buffer.limits import Bytes, RunLimits, TaskLimits, TaskSettings
 from buffer.wire.staleness import stale_threshold
@@ -319,7 +319,7 @@ class Config(Section):
         """Return what the file says, for settings that depend on more than one key or the server.
 
         As long as that is the same, a value of `rolloutmq set` holds
-        (`buffer/control/settings_record.py`).
+        (`buffer/control/settings.py`).
         """
         marks = {"low_bytes": self.memory.low_water, "high_bytes": self.memory.high_water}
         return {

@@ -14,7 +14,7 @@ from typing import Any
 from redis.exceptions import NoPermissionError
 
 from buffer.control.continuation import Start
-from buffer.control.live_settings import KeptSettings
+from buffer.control.settings import KeptSettings
 from buffer.errors import ConfigError, LostRun, RoleHeld, RunExists, raise_together
 from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration

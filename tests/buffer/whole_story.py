@@ -8,7 +8,7 @@ import orjson
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from buffer.control.task_status import TaskStop
 from buffer.ids import new_nonce
 from buffer.job import EndedEarly

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from buffer.config.assignments import parse_settings
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from buffer.errors import (
     ConfigError,
     RunExists,
