@@ -118,14 +118,10 @@ def test_a_project_without_a_mistake(project: Path, model: Path) -> None:
     [
         # named when all was accepted, or when the run stood still
         (["tasks.sums.prompt_repeat_k=100000"], "config", "prompt_repeat_k"),
-        (["tasks.sums.prompt_repeat_k=1"], "config", "every advantage would be 0"),
         (["tasks.sums.judge={}"], "config", "at least one data source"),
         (["tasks.sums.judge={'*'={}}"], "config", "no judge with a weight other than 0"),
         (["tasks.sums.judge={gsm8k='gsm8k'}"], "data", "no judge for the data source ''"),
         (["tasks.sums.judge=my_judges:inf"], "judge", "1e+39"),
-        (["tasks.sums.sample.top_p=0.9"], "config", "top_p"),
-        (["tasks.sums.sample.temperature=0.7"], "config", "both must be the same"),
-        (["learner={old_policy='current', loss={dual_clip=3.0}}"], "config", "cannot act"),
         (["launch={trainer_gpus=[0,1]}"], "machine", "names GPUs"),
         # a judge is a stranger's code
         (["tasks.sums.judge=my_judges:same"], "judge", "0.5 for its ground truth"),
