@@ -74,7 +74,7 @@ def resumed(scene: Scene, folder: Path, **options: Any) -> Scene:
     other.keys = other.run.keys
     other.producer = ""
     other.trainer = ""
-    other.nonces, other.teachers = {}, {}
+    other.nonces = {}
     return other
 
 
