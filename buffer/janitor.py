@@ -77,7 +77,6 @@ class Janitor:
             for status in ("completed", "aborted")
         ]
         expired += [self._jobs.expire_waiting(task, EXPIRE) for task in self._limits.training_tasks]
-        skipped = [self._jobs.skip_former_teachers(task) for task in self._limits.training_tasks]
         forgotten = [ledger.archive.forget_slice() for ledger in self._ledgers if archive]
         freed = self._free()
         columns, has_files = self._columns.sweep() if files else (0, False)
@@ -92,7 +91,6 @@ class Janitor:
             has_more=has_files
             or reaped.groups == REAP
             or EXPIRE in expired
-            or any(skipped)
             or any(left for _, _, left in forgotten)
             or freed == FREE * FREE_ROUNDS,
             grace_ms=reaped.grace_ms,

@@ -10,11 +10,10 @@ from buffer.control.continuation import BY_HAND, Start
 from buffer.control.control import RunControl
 from buffer.control.events import EventLog
 from buffer.control.fleet import STAMP_FIELDS, Fleet, LimitsStamp, parse_stamp
-from buffer.control.live_settings import LiveSettings, change_settings, write_settings
 from buffer.control.origin import Origin
 from buffer.control.progress import ProduceProgress, read_progress
 from buffer.control.receipts import Receipts
-from buffer.control.settings_record import SettingsRecord
+from buffer.control.settings import LiveSettings, SettingsRecord, change_settings, write_settings
 from buffer.control.task_status import TaskStops
 from buffer.errors import RunExists
 from buffer.groups.dead_letters import DeadLetters
@@ -306,7 +305,7 @@ class Run:
     ) -> dict[str, tuple[Any, Any]]:
         """Change settings while the run continues; return (before, after) of each by its name.
 
-        They belong to the run from then on (`buffer/control/settings_record.py`). `restored`:
+        They belong to the run from then on (`buffer/control/settings.py`). `restored`:
         settings that get the value of the config again. `by`: who makes the change. Raises
         ConfigError.
         """

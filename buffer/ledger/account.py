@@ -27,7 +27,7 @@ from buffer.redis.store import RunContext
 
 _COUNTERS = (
     *("cursor", "enqueued", "target", "consumed", "running", "taken", "archived", "dead"),
-    *("filtered", "dropped", "put", "imported", "reentered", "highest_draw", "teaching"),
+    *("filtered", "dropped", "put", "imported", "reentered", "highest_draw"),
 )
 STAGES = (
     *("waiting", "running", "completed", "aborted", "expired", "taken", "archived", "dead"),
@@ -59,7 +59,6 @@ class TaskAccount:
     cursor: int
     reentered: int  # groups that entered before the cursor, after the server lost data
     highest_draw: int
-    teaching: int  # of `waiting`, those that wait for a teacher
     target: int
     consumed: int
     ended_bits: tuple[int, int, int]  # in the bitmaps of ENDS
@@ -258,14 +257,12 @@ class Account:
             if manifest and step > steps.freed:
                 seen.update(manifest.gids)
                 unsure = groups.taken.lacks(manifest.gids)
-                yield from self._check_batch(f"batch {step} of {name}", unsure)
+                for gid, stages in zip(unsure, self.stages_of(unsure), strict=True):
+                    # archived between the two reads; a group never leaves a batch otherwise
+                    if stages not in (["taken"], ["archived"]):
+                        where = ", ".join(stages) or "nowhere"
+                        yield doubled(gid, f"batch {step} of {name}; {where}")
         yield from (doubled(gid, f"in {n} batches") for gid, n in seen.items() if n > 1)
-
-    def _check_batch(self, batch: str, gids: Sequence[str]) -> Iterator[Damage]:
-        for gid, stages in zip(gids, self.stages_of(gids), strict=True):
-            # a group may be archived between the two reads, but never leaves a batch otherwise
-            if stages not in (["taken"], ["archived"]):
-                yield doubled(gid, f"{batch}; {', '.join(stages) or 'nowhere'}")
 
     def _check_groups(
         self, groups: RecordCheck, advance: Callable[[int, int], object]
@@ -296,7 +293,7 @@ def _task(name: str, row: list[int]) -> TaskAccount:
     archived, filtered, dropped = numbers
     return TaskAccount(
         task=name,
-        waiting=waiting + counters["teaching"],
+        waiting=waiting,
         completed=completed,
         aborted=aborted,
         expired=expired,

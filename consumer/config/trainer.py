@@ -211,8 +211,8 @@ class TrainingConfig(Protocol):
         ...
 
     @property
-    def teacher_weights(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the weight of each teacher of each task."""
+    def column_weights(self) -> Mapping[str, Mapping[str, float]]:
+        """Return the weights of columns in the loss, by task."""
         ...
 
     @property

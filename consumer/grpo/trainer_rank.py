@@ -106,7 +106,7 @@ class TrainerRank:
             seed=config.run.seed,
             ranks=self.ranks,
             columns=self._run.columns,
-            teacher_weights=config.teacher_weights,
+            teacher_weights=config.column_weights,
         )
         self.reader.vocabulary = learner.vocabulary
         self._controller = TrainController.of(config, learner, self._model_dir)

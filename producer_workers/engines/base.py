@@ -165,7 +165,7 @@ def records_masks(engine: object) -> bool:
 
 @runtime_checkable
 class ScoresTexts(Protocol):
-    """An engine that can score given tokens, as a teacher does."""
+    """An engine that can score given tokens."""
 
     async def score(
         self, request_id: str, ids: NDArray[np.int32], start: int, top_k: int = 0

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from buffer.limits import TaskLimits
 from buffer.run import Run
 from proofs.model_check import operations
 from proofs.model_check.processes import (
@@ -19,8 +18,6 @@ from proofs.model_check.processes import (
     Worker,
 )
 from proofs.model_check.world import Budget
-
-TAUGHT = {"tasks": {operations.TASK: TaskLimits(teachers=["big", "small"])}}
 
 TAIL = {"on_straggler": "retry"}
 
@@ -266,42 +263,6 @@ HISTORIES = (
         ready=1,
     ),
     History("a worker gives a group back", (W0,), Budget(handbacks=1), waiting=1),
-    History(
-        "groups pass teachers",
-        (
-            W0._replace(beats=False, teachers=("big", "small")),
-            Worker("t0", beats=False, teacher="big"),
-            Worker("t1", beats=False, teacher="small"),
-            Janitor(("reap", "collect")),
-        ),
-        Budget(deaths=1, late_calls=1, ticks=3),
-        waiting=1,
-        limits=TAUGHT,
-    ),
-    History(
-        "groups at a teacher fail, are paused, and come again by hand",
-        (
-            W0._replace(beats=False, teachers=("big",)),
-            Worker("t0", beats=False, teacher="big"),
-            Operator(0),
-        ),
-        Budget(pauses=1, failures=2, handbacks=1, commands=1),
-        waiting=1,
-        limits=TAUGHT | {"max_tries": 1},
-    ),
-    History(
-        "groups at a teacher become too old",
-        (
-            TRAINER._replace(steps=3),
-            W0._replace(beats=False, teachers=("big",)),
-            Worker("t0", beats=False, teacher="big"),
-            ALL,
-        ),
-        Budget(),
-        waiting=1,
-        ready=3,
-        limits=TAUGHT | {"on_straggler": "retry"},
-    ),
     History(
         "turns of agents are kept",
         (W0._replace(beats=False), Janitor(("reap", "collect"))),

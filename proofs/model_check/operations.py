@@ -15,7 +15,6 @@ from buffer.control.control import ALL_LANES
 from buffer.control.task_status import TaskStop
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import Fenced, RolloutMQError
-from buffer.groups.job_queue import Serves
 from buffer.groups.submit import Stored
 from buffer.ids import group_id
 from buffer.job import Job, Result
@@ -134,13 +133,10 @@ def claim(
     worker: str,
     nonce: str,
     token: str,
-    weights: PolicyVersion | None,
+    weights: PolicyVersion,
     limit: int,
-    teacher: str = "",
 ) -> Any:
-    """`teacher`: the worker is one of it, and has no weights."""
-    serves = Serves(frozenset((TASK,)), teacher=teacher) if teacher else None
-    return run.jobs.claim(worker, nonce, token, weights, limit, serves)
+    return run.jobs.claim(worker, nonce, token, weights, limit)
 
 
 def heartbeat(
@@ -156,11 +152,10 @@ def submit(
     job: Job,
     made_by: tuple[PolicyVersion, ...],
     status: str,
-    teachers: tuple[str, ...] = (),
 ) -> None:
     filtered = status == "filtered"
     group = _group(job.gid, made_by, "completed" if filtered else status)
-    run.buffer.submit(worker, job, group, 1, filtered=filtered, teachers=teachers)
+    run.buffer.submit(worker, job, group, 1, filtered=filtered)
 
 
 def submit_together(

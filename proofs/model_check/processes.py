@@ -50,10 +50,6 @@ class Worker(NamedTuple):
     under_way: tuple[Pending | None, Pending | None] = (None, None)
     capacity: int = 1
     beats: bool = True
-    teachers: tuple[str, ...] = ()
-    """those to which it sends what it has completed"""
-    teacher: str = ""
-    """the one that it is: it claims what waits for it, and gives it back with nothing new"""
 
     def starts(self, new_name: NewName) -> Iterator[Start]:
         main, beat = self.under_way
@@ -67,16 +63,11 @@ class Worker(NamedTuple):
             yield Start(0, Pending("register", (self.name, self.nonce)))
             return
         if len(self.jobs) < self.capacity:
-            weights = None if self.teacher else self.weights
-            args = (self.name, self.nonce, new_name(), weights, self.capacity, self.teacher)
+            args = (self.name, self.nonce, new_name(), self.weights, self.capacity)
             yield Start(0, Pending("claim", args))
-        for job, history in self.jobs if self.teacher else ():
-            yield Start(0, Pending("submit", (self.name, job, history, "completed")))
-            yield Start(0, Pending("release", (self.name, job, "failed")), "failures")
-            yield Start(0, Pending("release", (self.name, job, "aborted")), "handbacks")
-        for job, history in self.jobs if not self.teacher else ():
+        for job, history in self.jobs:
             done = (*history, self.weights)
-            yield Start(0, Pending("submit", (self.name, job, done, "completed", self.teachers)))
+            yield Start(0, Pending("submit", (self.name, job, done, "completed")))
             yield Start(0, Pending("submit", (self.name, job, done, "aborted")), "aborts")
             yield Start(0, Pending("submit", (self.name, job, done, "filtered")), "filters")
             if job not in self.kept:
@@ -90,7 +81,7 @@ class Worker(NamedTuple):
 
     def _together(self) -> Iterator[Start]:
         """What it holds, in one call: completed, or the last one aborted."""
-        if len(self.jobs) < 2 or self.teacher:
+        if len(self.jobs) < 2:
             return
         made = [(job, (*history, self.weights)) for job, history in self.jobs]
         for last, costs in (("completed", ""), ("aborted", "aborts")):
@@ -125,7 +116,7 @@ class Worker(NamedTuple):
             case (("keep_turns" | "submit" | "release"), Finished(place, error)):
                 assert error is None or isinstance(error, Fenced), error
                 job = pending.args[1]
-                died = (job,) if place == "dead" and not self.teacher else ()
+                died = (job,) if place == "dead" else ()
                 return done.without((job,))._replace(dead=(*done.dead, *died))
             case (("keep_responses" | "submit_together"), Finished(_, None)):
                 (job, *_) = pending.args[1:]

@@ -16,7 +16,7 @@ from proofs.model_check.server_image import Image
 
 P = b"rmq:{run}:"
 T = TASK.encode()
-LANES = (b"eval", b"resume", b"fresh", b"teach.big", b"teach.small")
+LANES = (b"eval", b"resume", b"fresh")
 Places = dict[bytes, list[str]]
 
 
@@ -227,9 +227,6 @@ def _counters(image: Image, places: Places) -> None:
     for name in ("running", "taken", "archived", "dead", "filtered", "dropped"):
         noted = int(progress.get(name.encode(), b"0"))
         assert noted == count[name], f"I1: {count[name]} groups are {name}, {noted} are counted"
-    waiting = sum(len(stream(image, lane)) for lane in LANES if lane.startswith(b"teach."))
-    noted = int(progress.get(b"teaching", b"0"))
-    assert noted == waiting, f"I1: {waiting} groups wait for teachers, {noted} are counted"
     consumed = count["taken"] + count["archived"]
     assert int(progress.get(b"consumed", b"0")) == consumed, f"I4: {consumed} groups, {progress}"
     entered = sum(count.values())

@@ -17,7 +17,7 @@ from buffer.config.run_settings import (
     RunSection,
 )
 from buffer.config.section import Count, Section
-from buffer.control.settings_record import THRESHOLDS
+from buffer.control.settings import THRESHOLDS
 from buffer.errors import ConfigError
 from buffer.limits import Bytes, RunLimits, TaskLimits, TaskSettings
 from buffer.wire.staleness import stale_threshold
@@ -35,7 +35,6 @@ from producer_workers.config.gateway import GatewaySection
 from producer_workers.config.producing import JudgesSection, ProducerSection, WorkerSection
 from producer_workers.config.strategy import StrategySection
 from producer_workers.config.task import Tasks, TaskSection
-from producer_workers.config.teacher import TeacherSection
 from producer_workers.hub import model_repository
 from rolloutmq.config.cross_section_rules import (
     context_problems,
@@ -68,10 +67,6 @@ class LaunchSection(Section):
     """GPUs of the trainer; default: the first ones, as many as it has processes"""
     worker_gpus: list[Gpu] | None = None
     """GPUs of the workers; each worker gets as many as its engine has shards; default: all others
-    """
-    teacher_gpus: list[Gpu] | None = None
-    """GPUs of the teachers, in the order of the config; each of their processes gets as many as its
-    engine has shards; default: the last ones
     """
     judge_workers: int = Field(1, ge=1, le=1024)
     """processes that judge, if a task has judging of kind rq"""
@@ -136,38 +131,16 @@ class Config(Section):
         return self.policy.model or self.run.folder / "model"
 
     @property
-    def teachers(self) -> dict[str, TeacherSection]:
-        """Return the teachers of all tasks, with the largest `top_k` that a task asks for."""
-        found: dict[str, TeacherSection] = {}
-        for task in self.tasks.values():
-            for name, section in task.teachers.items():
-                top_k = max(section.top_k, found.get(name, section).top_k)
-                found[name] = section.model_copy(update={"top_k": top_k})
-        return found
-
-    @property
-    def teacher_weights(self) -> dict[str, dict[str, float]]:
+    def column_weights(self) -> dict[str, dict[str, float]]:
+        """Return the weights of attached judges' columns in the loss, by task."""
         return {
-            name: {teacher: section.weight for teacher, section in task.teachers.items()}
+            name: {
+                key: weight
+                for each in task.attached.values()
+                for key, weight in each.weights.items()
+            }
             for name, task in self.tasks.items()
         }
-
-    @property
-    def teacher_workers(self) -> list[str]:
-        """Return the teacher of each process that `rolloutmq run` starts for teachers."""
-        return [name for name, section in self.teachers.items() for _ in range(section.workers)]
-
-    def teacher_engine(self, name: str) -> EngineConfig:
-        """Return the engine of a teacher, which only scores."""
-        section = self.teachers[name]
-        return (section.engine or self.engine).for_teacher(section.top_k)
-
-    def teacher_folder(self, name: str) -> Path:
-        """Return the model folder of a teacher. Raises HubError, as `model_folder`."""
-        section = self.teachers[name]
-        if found := section.repository:
-            return found.folder()
-        return section.model or self.model_folder
 
     @property
     def untruncated_tasks(self) -> list[str]:
@@ -319,7 +292,7 @@ class Config(Section):
         """Return what the file says, for settings that depend on more than one key or the server.
 
         As long as that is the same, a value of `rolloutmq set` holds
-        (`buffer/control/settings_record.py`).
+        (`buffer/control/settings.py`).
         """
         marks = {"low_bytes": self.memory.low_water, "high_bytes": self.memory.high_water}
         return {
@@ -341,6 +314,5 @@ class Config(Section):
             weight=task.weight,
             eval_of=task.eval_of,
             strategy=strategy,
-            teachers=[*task.teachers],
             **own,
         )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from buffer.config.memory_budget import MemoryNeed
 from buffer.config.run_settings import PolicySection
+from buffer.imports import is_dotted_path
 from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig
 from consumer.config.trainer import (
@@ -23,13 +24,8 @@ from consumer.config.trainer import (
 )
 from producer_workers.agent_loops.agent_loop import BUILT_IN, has_agents
 from producer_workers.config.engine import EngineSettings, VllmConfig
-from producer_workers.config.task import TaskSection
+from producer_workers.config.task import TaskSection, attached_kinds
 from producer_workers.hub import is_id
-from rolloutmq.config.teacher_rules import (
-    teachers_are_read,
-    teachers_can_score,
-    teachers_replace_rewards,
-)
 
 if TYPE_CHECKING:
     from rolloutmq.config.config import Config
@@ -261,14 +257,39 @@ def _engine_loads_the_adapter(config: Config) -> Iterator[str]:
         yield problem
 
 
+def _attached_judges_fit(config: Config) -> Iterator[str]:
+    for kind in attached_kinds(config.tasks):
+        yield from kind.rules(config)
+    reference = config.learner.loss.kl_reference
+    attached = [each for task in config.tasks.values() for each in task.attached.values()]
+    if reference is not None and not any(reference in each.weights for each in attached):
+        yield f"[learner.loss] kl_reference = {reference} is no teacher of a task"
+
+
+def _columns_replace_rewards(config: Config) -> Iterator[str]:
+    """Yield what would train nothing without rewards."""
+    for name, task in config.tasks.items():
+        if "none" in task.judges and task.eval_of is None and not task.attached:
+            yield f"judge = none of task {name}: without a teacher, it teaches nothing"
+    if config.trainer.loop is not None or config.trainer.advantages != "none":
+        return
+    objective = config.learner.loss.objective
+    if config.learner.distillation is None and not is_dotted_path(objective):
+        yield (
+            "[trainer] advantages = none trains nothing without [learner.distillation], or an "
+            "objective of yours"
+        )
+    for name, task in config.tasks.items():
+        if task.eval_of is None and config.strategy_of(name).is_valid_sample_fn == "not_all_equal":
+            yield (
+                f"is_valid_sample_fn = not_all_equal of task {name} replaces groups by their "
+                "rewards, which advantages = none does not read: leave it out"
+            )
+
+
 def _responses_fit_the_context(config: Config) -> Iterator[str]:
     # workers check it again with what their engine reports
     yield from context_problems(config, getattr(config.engine, "max_model_len", None), config.tasks)
-    for name, task in config.tasks.items():
-        for teacher, section in task.teachers.items():
-            limit = getattr(section.engine, "max_model_len", None)
-            for problem in context_problems(config, limit, [name]):
-                yield f"teacher {teacher}: {problem}"
 
 
 def _distributions_are_whole(config: Config) -> Iterator[str]:
@@ -334,9 +355,8 @@ _FUNCTIONS: tuple[Callable[[Config], Iterator[str]], ...] = (
     _responses_fit_the_context,
     _distributions_are_whole,
     _masks_are_bounded,
-    teachers_can_score,
-    teachers_are_read,
-    teachers_replace_rewards,
+    _attached_judges_fit,
+    _columns_replace_rewards,
     _evaluations_are_asked_for,
     _evaluation_is_one_batch,
 )

@@ -14,7 +14,7 @@ from typing import Any
 from redis.exceptions import NoPermissionError
 
 from buffer.control.continuation import Start
-from buffer.control.live_settings import KeptSettings
+from buffer.control.settings import KeptSettings
 from buffer.errors import ConfigError, LostRun, RoleHeld, RunExists, raise_together
 from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration
@@ -68,7 +68,6 @@ def create(
         "set": {name: each.value for name, each in run.settings.overrides.items()},
     }
     given = shlex.join(command)
-    verbs = ["producer", "worker", *(f"worker --teacher {name}" for name in config.teachers)]
     where = "the run's own, only running while it is needed" if server else "shared"
     state = f"is at step {taken}" if taken else "is ready to start"
     return facts, [
@@ -82,7 +81,7 @@ def create(
         f"  rolloutmq run {given}",
         "or one by one:",
         *([f"  rolloutmq server --run-dir {folder}"] if server else []),
-        *(f"  rolloutmq {verb} {given}" for verb in [*verbs, "train"]),
+        *(f"  rolloutmq {verb} {given}" for verb in ("producer", "worker", "train")),
         "or, in place of the last one, a trainer of your own:",
         f'  RolloutConsumer(Run.open(Store("{mask_url(url)}"), "{run.name}"))',
     ]

@@ -48,7 +48,7 @@ from rolloutmq.views.setting_view import override_lines
 POLL_S = 0.5  # between two checks of the processes
 POLLS_PER_LINE = 10  # checks per line of output, where the output is not a terminal
 NEWS = 4  # reports that stay on the screen
-SUBMITS = frozenset({"completed", "filtered", "aborted", "taught"})
+SUBMITS = frozenset({"completed", "filtered", "aborted"})
 MOST_EVENTS = 5000  # newest ones, among which the last submit of a worker is found
 
 SERVER_S = 300.0  # in which a server that ends STOPPED times is not started again
@@ -182,7 +182,7 @@ class Launcher:
         ranks = config.launch.ranks(has_own_loop=config.trainer.loop is not None)
         placement = placement_of(config)
         # on a CPU every process gets a share: torch would use all cores in each of them
-        sharers = config.launch.workers + ranks + len(config.teacher_workers)
+        sharers = config.launch.workers + ranks
         threads = str(max(1, (os.cpu_count() or 1) // sharers))
         if not placement.trainer and "OMP_NUM_THREADS" not in os.environ:
             self._shared_env["OMP_NUM_THREADS"] = threads
@@ -219,13 +219,6 @@ class Launcher:
             )
             for i, gpus in enumerate(placement.workers)
         ]
-        for i, (name, gpus) in enumerate(
-            zip(config.teacher_workers, placement.teachers, strict=True)
-        ):
-            member = f"teacher-{name}-{i}"
-            args = ["worker", "--teacher", name, "--id", member, "--take-over"]
-            environment = placement.environment(gpus)
-            self._workers.append(self._child(member, args, environment, last_submit))
         if any(task.judging.kind == "rq" for task in config.tasks.values()):
             args = ["judge", "--workers", str(config.launch.judge_workers)]
             self._judges = [self._child("judge", args, no_gpu, count("raw_rewards_count"))]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from buffer.control.live_settings import KeptSettings
+from buffer.control.settings import KeptSettings
 from buffer.errors import ConfigError, RoleHeld, RolloutMQError, raise_together
 from buffer.open_run import embedded_server, run_nonce
 from buffer.redis.server.embedded import EmbeddedServer

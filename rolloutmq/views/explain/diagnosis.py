@@ -13,7 +13,6 @@ from typing import Literal
 from rich.text import Text
 
 from buffer.control.task_status import TaskStop
-from buffer.ids import TEACH
 from rolloutmq.output import age, plural
 from rolloutmq.views.explain.shares import shares_of
 from rolloutmq.views.run_view import RunView, TaskView
@@ -184,7 +183,7 @@ def _unclaimed(snap: RunView) -> Iterator[Symptom]:
     """Report waiting groups whose live workers hang, or serve other tasks or lanes."""
     quiet_ms = last_event_ms(snap)
     claimable = [task for task in snap.tasks if not task.is_gone and not task.stop_reason]
-    waiting = sum(task.account.waiting - task.account.teaching for task in claimable)
+    waiting = sum(task.account.waiting for task in claimable)
     can_claim = [worker for worker in snap.live_workers if worker.weights == str(snap.weights)]
     is_quiet = (quiet_ms or 0) > PATIENCE_MS and not snap.leases
     if waiting and can_claim and is_quiet and snap.mode == "run":
@@ -244,12 +243,6 @@ def _tasks(snap: RunView) -> Iterator[Symptom]:
             what = f"task {name} has enough groups up to {reason}"
             yield note(what, "the batch of that step is what is ready")
         yield from _length_bias(name, snap)
-        for teacher in task.absent_teachers:
-            waiting = task.backlog[TEACH + teacher]
-            what = f"task {name}: no worker of teacher {teacher} is alive; "
-            what += f"{plural(waiting, 'group')} waiting for one"
-            fix = f"`rolloutmq worker CONFIG --teacher {teacher}`"
-            yield Symptom("stuck" if waiting else "note", what, fix)
         kept = account.waiting + account.completed + account.aborted + account.expired
         if task.is_gone and kept:
             fix = f"`rolloutmq drop --task {name} --yes` drops them; with the task in the config "

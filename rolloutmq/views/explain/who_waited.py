@@ -24,7 +24,7 @@ MOST_EVENTS = 5000
 SHORTEST = 1 / 500  # of the window: shorter spans are not drawn
 MOST_WORKERS = 32  # that are drawn
 PARTS = ("wait", "read", "pause", "train", "publish")  # of a train step, in their order
-_ENDS = frozenset({"completed", "taught", "aborted", "filtered", "released", "reaped"})
+_ENDS = frozenset({"completed", "aborted", "filtered", "released", "reaped"})
 _GONE = frozenset({"worker_left", "worker_lost", "worker_fenced"})
 MUCH, LITTLE = 0.3, 0.1  # shares of the time from which, and below which, a wait has a remedy
 
@@ -119,10 +119,7 @@ def read_waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Waits |
     elif snap.mode == "finish":
         ended_s = events[-1][0] / 1000
     workers = {}
-    found = _lanes(events, snap)
-    for teacher in (worker.id for worker in snap.workers if worker.teaches):
-        found.pop(teacher, None)  # neither weights nor jobs of the data set are what it waits for
-    for worker, lane in found.items():
+    for worker, lane in _lanes(events, snap).items():
         cut = [LaneSpan(max(a, began_s), min(b, ended_s), what) for a, b, what in lane.spans]
         if spans := [span for span in cut if span.seconds > 0]:
             workers[worker] = spans

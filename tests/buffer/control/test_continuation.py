@@ -10,8 +10,8 @@ import orjson
 import pytest
 
 from buffer.control.continuation import check_origin, record_origin
-from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.control.origin import FIELD, Origin
+from buffer.control.settings import LiveSettings, LiveTaskSettings
 from buffer.errors import ConfigError, Fenced
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits, TaskLimits

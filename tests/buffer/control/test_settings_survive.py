@@ -13,8 +13,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from buffer.control.live_settings import FILE, KeptSettings, parse_change
-from buffer.control.settings_record import FIELD, SettingsRecord, setting_values
+from buffer.control.settings import (
+    FIELD,
+    FILE,
+    KeptSettings,
+    SettingsRecord,
+    parse_change,
+    setting_values,
+)
 from buffer.errors import ConfigError, RunDamaged
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits, TaskLimits

@@ -18,7 +18,7 @@ from buffer.limits import RunLimits
 from buffer.redis.scripts import assemble, sources
 from buffer.redis.store import Store
 from proofs.model_check.mutation import read_mutations
-from tests.buffer.invariants import batches, byte_count, kept_turns, one_place, running, teachers
+from tests.buffer.invariants import batches, byte_count, kept_turns, one_place, running
 from tests.buffer.redis.test_scripts import reads_of_payloads
 from tests.buffer.scene import LIMITS, Scene
 from tests.servers import start_server
@@ -48,7 +48,7 @@ def tell(story: str, limits: Mapping[str, Any], store: Store, raw: Any) -> None:
     """Let a story happen in a run of its own."""
     (found,) = {
         getattr(module, story)
-        for module in (batches, byte_count, kept_turns, one_place, running, teachers)
+        for module in (batches, byte_count, kept_turns, one_place, running)
         if hasattr(module, story)
     }
     made = RunLimits(**{**LIMITS.model_dump(), **limits})

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from buffer.errors import Fenced, GroupChanged, LedgerError, LostRun
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender

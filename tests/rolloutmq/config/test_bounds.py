@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.limits import RunLimits, TaskLimits
 from rolloutmq.config.config import Config

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from buffer.config.assignments import parse_settings
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.run import Run
 from tests.buffer.scene import Scene
