@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import AfterValidator, Field
 
-from buffer.config.run_settings import PolicySection, RunSection
+from buffer.config.run_settings import PolicySection, RunSection, WeightsSection
 from buffer.config.section import YEAR_S, Count, DottedPath, Section
 from buffer.imports import is_dotted_path
 from buffer.limits import Bytes
@@ -176,6 +176,8 @@ class TrainingConfig(Protocol):
     def run(self) -> RunSection: ...
     @property
     def policy(self) -> PolicySection: ...
+    @property
+    def weights(self) -> WeightsSection: ...
     @property
     def trainer(self) -> TrainerSection: ...
     @property
