@@ -22,28 +22,28 @@ demo: setup ## train a small model over Redis with two real vLLM workers; about 
 	@.venv/bin/rolloutmq run configs/demo.toml
 
 chaos: setup ## about 280 faults against whole runs, judged from what clients saw; 10 minutes; SEED=N, SERVER=sentinel or cluster
-	@$(PY) -m tests.chaos --standard --servers $(or $(SERVER),single) --seconds 400 --faults 240 $(if $(SEED),--seed $(SEED))
+	@$(PY) -m proofs.chaos --standard --servers $(or $(SERVER),single) --seconds 400 --faults 240 $(if $(SEED),--seed $(SEED))
 
 .PHONY: chaos-mutants
 chaos-mutants: setup ## the same against builds with one line of a script gone: each must be caught; 15 minutes
-	@$(PY) -m tests.chaos --mutants --seconds 50 --faults 120 --seed $(or $(SEED),4)
+	@$(PY) -m proofs.chaos --mutants --seconds 50 --faults 120 --seed $(or $(SEED),4)
 
 .PHONY: model-check
 model-check: setup ## every story fails without its line of a script; then every interleaving of small histories, with deaths, lost and late calls; MINUTES=10
-	@$(PY) -m tests.model_check --stories
-	@$(PY) -m tests.model_check --minutes $(or $(MINUTES),10)
+	@$(PY) -m proofs.model_check --stories
+	@$(PY) -m proofs.model_check --minutes $(or $(MINUTES),10)
 
 .PHONY: chaos-damage
 chaos-damage: setup ## every kind of key of a live run deleted, and given another type: made again, and continued; 25 minutes
-	@$(PY) -m tests.chaos --damage --faults 0 --seed $(or $(SEED),1)
+	@$(PY) -m proofs.chaos --damage --faults 0 --seed $(or $(SEED),1)
 
 soak: setup ## an hour with servers of every kind, then 10 minutes of `make truth`; SOAK_S=36000 for ten; the table: build/chaos/soak.md
-	@$(PY) -m tests.chaos --soak --seconds $(SOAK_S) --faults $$(($(SOAK_S) / 4)) $(if $(SEED),--seed $(SEED))
+	@$(PY) -m proofs.chaos --soak --seconds $(SOAK_S) --faults $$(($(SOAK_S) / 4)) $(if $(SEED),--seed $(SEED))
 	@$(MAKE) -s truth
 
 .PHONY: truth
 truth: setup ## is what is trained what was sampled? random cases, groups up to 20 MB, batches up to 600 MB; TRUTH_S=600, SEED=N
-	@$(PY) -m tests.truth --seconds $(TRUTH_S) $(if $(SEED),--seed $(SEED))
+	@$(PY) -m proofs.truth --seconds $(TRUTH_S) $(if $(SEED),--seed $(SEED))
 
 gpu-check: setup ## a few GRPO steps of a Qwen3-0.6B-shaped model on one CUDA GPU
 	@.venv/bin/rolloutmq gpu-check
@@ -60,6 +60,10 @@ test: lint type arch ## lint, types and all tests but the slow ones; 10 minutes 
 .PHONY: test-slow
 test-slow: setup ## longer runs with killed processes, more engines, all kinds of stores, and each property with 4 times as many examples; 15 minutes
 	@$(PYTEST) -m "(slow or hypothesis) and $(ON_CPUS)" --hypothesis-profile=thorough -n 4 --no-loadscope-reorder
+
+.PHONY: test-proofs
+test-proofs: setup ## short parts of the proofs: histories, truth, chaos and their own checkers; minutes
+	@$(PYTEST) -p tests.conftest -m "$(ON_CPUS)" -n 4 --no-loadscope-reorder proofs
 
 .PHONY: test-modes
 test-modes: setup ## vLLM in shards, as pipeline stages and as replicas, or on 2 and 4 GPUs where there are some; 2 minutes
@@ -141,7 +145,7 @@ bench-distill: setup ## a student that a teacher scores, and plain GRPO: share o
 fuzz: setup ## coverage-guided fuzz of the decoder, then of all other entrances, FUZZ_S seconds each (300); see build/fuzz
 	@mkdir -p build/fuzz
 	@for entrance in decoder entrances; do \
-		$(PY) -m tests.fuzz.$$entrance -max_total_time=$(FUZZ_S) -max_len=8192 -timeout=20 -rss_limit_mb=2048 \
+		$(PY) -m proofs.fuzz.$$entrance -max_total_time=$(FUZZ_S) -max_len=8192 -timeout=20 -rss_limit_mb=2048 \
 			$(if $(SEED),-seed=$(SEED)) -artifact_prefix=build/fuzz/ build/fuzz/corpus-$$entrance || exit; \
 	done
 

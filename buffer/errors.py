@@ -208,10 +208,6 @@ class PayloadMissing(RolloutMQError):
     """An index entry refers to bytes that are gone."""
 
 
-class MediaError(RolloutMQError):
-    """A file that a payload refers to cannot be used: missing, too large, a link, or no image."""
-
-
 class SnapshotError(RolloutMQError):
     """A folder is not a whole snapshot, or a run changed while its index was copied."""
 

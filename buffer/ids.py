@@ -17,12 +17,6 @@ GID = re.compile(r"(?P<task>[A-Za-z0-9_.-]+)-(?P<draw>\d{10})")
 
 LANES = ("eval", "resume", "fresh")  # priorities of jobs, highest first
 
-TEACH = "teach."
-"""Begins the name of a teacher's lane; completed groups wait there before they are ready."""
-
-TEACHER = r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}"
-"""Names of teachers, as a regular expression."""
-
 POOLS = ("completed", "aborted", "expired")  # statuses that have a pool
 
 ENDS = ("archived", "filtered", "dropped")  # a bit in a bitmap remains, no record

@@ -6,111 +6,16 @@ point: a repeated step finds nothing to do (I13).
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from buffer.errors import LostRun
 from buffer.groups.job_queue import JobQueue
 from buffer.groups.pools import expire
-from buffer.ids import ENDS, split_group_id
 from buffer.ledger.ledger import BatchLedger
-from buffer.redis.keys import Keys
-from buffer.redis.media_folder import MediaFolder
+from buffer.maintenance.column_files import ColumnFolder, ColumnSweep
 from buffer.redis.payloads import PayloadStore
-from buffer.redis.store import RunContext, Store
-
-log = logging.getLogger("rolloutmq.janitor")
-
-LOOK = 500  # folders that one sweep compares at most
-
-PASS_S = 10.0  # shortest time between the starts of two passes over all folders
-
-
-class MediaSweep:
-    """Compares the media folder of a run with its groups, a part at a time."""
-
-    def __init__(
-        self, store: Store, keys: Keys, media: MediaFolder, ledgers: Sequence[BatchLedger]
-    ) -> None:
-        self._store = store
-        self._keys = keys
-        self._media = media
-        self._ledgers = ledgers
-        self._retained: dict[tuple[str, int], frozenset[str]] = {}
-        self._pass: Iterator[str] | None = None
-        self._begun_s = float("-inf")
-
-    def sweep(self) -> tuple[int, bool]:
-        """Free the next folders; return (groups freed, whether folders are left)."""
-        try:
-            return self._sweep()
-        except OSError as error:
-            log.warning("cannot delete files of ended groups, trying again later: %s", error)
-            self._pass = None
-            return 0, False
-
-    def _sweep(self) -> tuple[int, bool]:
-        if self._pass is None:
-            if time.monotonic() - self._begun_s < PASS_S or not self._media.is_ours():
-                return 0, False
-            self._pass = self._media.gids()
-            self._begun_s = time.monotonic()
-        gids = list(islice(self._pass, LOOK))
-        if len(gids) < LOOK:
-            self._pass = None
-        ended = self._ended(gids)
-        for gid in ended:
-            self._media.free(gid)
-        return len(ended), self._pass is not None
-
-    def _ended(self, gids: Sequence[str]) -> list[str]:
-        """Return those of `gids` that have ended and can no longer be read."""
-        ends = self._ends(gids)
-        if "archived" not in ends.values():
-            return list(ends)
-        retained = self._retained_gids()
-        return [gid for gid, end in ends.items() if gid not in retained]
-
-    def _ends(self, gids: Sequence[str]) -> dict[str, str]:
-        keys = self._keys
-        commands: list[tuple[str | int, ...]] = []
-        for gid in gids:
-            task, draw = split_group_id(gid)
-            commands += [
-                ("EXISTS", keys.group(gid)),
-                *(("GETBIT", keys.ended(task, end), draw) for end in ENDS),
-            ]
-        replies = iter(self._store.each("media", commands, "control"))
-        found = {}
-        for gid in gids:
-            lives = next(replies)
-            bits = [next(replies) for _ in ENDS]
-            if not lives and any(bits):
-                found[gid] = ENDS[bits.index(1)]
-        return found
-
-    def _retained_gids(self) -> frozenset[str]:
-        """Return archived groups that can be read; call after `_ends`, to include the newest."""
-        kept: dict[tuple[str, int], frozenset[str]] = {}
-        halves = []
-        for ledger in self._ledgers:
-            archived = ledger.archive.steps()
-            for step in archived:
-                # an archived batch never changes
-                kept[ledger.name, step] = self._retained.get((ledger.name, step)) or self._gids(
-                    ledger, step
-                )
-            halves.append(self._gids(ledger, archived.stop))
-        self._retained = kept
-        return frozenset().union(*kept.values(), *halves)
-
-    def _gids(self, ledger: BatchLedger, step: int) -> frozenset[str]:
-        manifest = ledger.manifest(step)
-        return frozenset(manifest.gids if manifest else ())
-
+from buffer.redis.store import RunContext
 
 REAP = 200  # leases that one sweep takes back at most
 
@@ -133,7 +38,7 @@ class Swept:
     expired: int = 0  # groups that are too old for the next train step
     forgotten: int = 0  # archived batches that are no longer retained
     freed: int = 0  # payloads whose bytes are freed
-    media: int = 0  # ended groups whose files are deleted
+    columns: int = 0  # ended groups whose files are deleted
     has_more: bool = False  # a limit of this sweep was reached; sweep again at once
     grace_ms: int = 0  # how long leases are still spared after an outage (I11)
 
@@ -146,7 +51,7 @@ class Janitor:
         jobs: JobQueue,
         ledgers: Sequence[BatchLedger],
         payloads: PayloadStore,
-        media: MediaFolder | None,
+        columns: ColumnFolder,
     ) -> None:
         self._context = context
         self._store, self._keys, self._limits = context
@@ -154,7 +59,7 @@ class Janitor:
         self._jobs = jobs
         self._ledgers = ledgers
         self._payloads = payloads
-        self._media = MediaSweep(self._store, self._keys, media, ledgers) if media else None
+        self._columns = ColumnSweep(self._store, self._keys, columns, ledgers)
 
     def sweep(self, *, files: bool = True, archive: bool = True) -> Swept:
         """Do what is due, up to a limit for each kind of work; see `Swept.has_more`.
@@ -172,10 +77,9 @@ class Janitor:
             for status in ("completed", "aborted")
         ]
         expired += [self._jobs.expire_waiting(task, EXPIRE) for task in self._limits.training_tasks]
-        skipped = [self._jobs.skip_former_teachers(task) for task in self._limits.training_tasks]
         forgotten = [ledger.archive.forget_slice() for ledger in self._ledgers if archive]
         freed = self._free()
-        media, has_files = self._media.sweep() if self._media and files else (0, False)
+        columns, has_files = self._columns.sweep() if files else (0, False)
         return Swept(
             reaped.waiting,
             reaped.buried,
@@ -183,11 +87,10 @@ class Janitor:
             sum(expired),
             sum(batches for _, batches, _ in forgotten),
             freed,
-            media,
+            columns,
             has_more=has_files
             or reaped.groups == REAP
             or EXPIRE in expired
-            or any(skipped)
             or any(left for _, _, left in forgotten)
             or freed == FREE * FREE_ROUNDS,
             grace_ms=reaped.grace_ms,

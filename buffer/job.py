@@ -7,7 +7,7 @@ from hashlib import sha1
 from typing import Literal
 
 from buffer.errors import RunDamaged
-from buffer.ids import TEACH, split_group_id
+from buffer.ids import split_group_id
 from buffer.wire.group import RolloutGroup
 
 ReleaseKind = Literal["handback", "aborted", "expired", "failed", "lost"]
@@ -27,11 +27,6 @@ class Job:
     @property
     def task(self) -> str:
         return split_group_id(self.gid)[0]
-
-    @property
-    def teacher(self) -> str:
-        """Return the name of the teacher that scores the completed group; "" to generate one."""
-        return self.lane.removeprefix(TEACH) if self.lane.startswith(TEACH) else ""
 
     @property
     def prompt(self) -> PayloadRef:
@@ -78,17 +73,12 @@ class EndedEarly:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The group that a worker made of a job. `new_tokens`: generated since the claim.
-
-    `teachers`: the names of those that score it next, in order, if it is completed. A teacher
-    leaves them out.
-    """
+    """The group that a worker made of a job. `new_tokens`: generated since the claim."""
 
     job: Job
     group: RolloutGroup
     new_tokens: int
     filtered: bool = False
-    teachers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

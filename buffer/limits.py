@@ -22,7 +22,6 @@ from pydantic import (
 )
 from pydantic_core.core_schema import no_info_after_validator_function
 
-from buffer.ids import LANES, TEACH, TEACHER
 from buffer.task_mix import Reweighting, TaskMix
 from buffer.wire.framing import Compression
 
@@ -138,26 +137,11 @@ class TaskLimits(TaskSettings):
     """None: that of the run"""
     eval_of: str | None = None
     strategy: Literal["async", "sync"] = "async"
-    teachers: list[Annotated[str, Field(pattern=f"^{TEACHER}$")]] = []
-    """teachers that may score completed groups of the task, in this order"""
-    former_teachers: list[str] = []
-    """teachers that an earlier config named: groups that wait for them are passed on"""
 
     @property
     def lane(self) -> str:
         """Return the lane of new jobs of this task."""
         return "fresh" if self.eval_of is None else "eval"
-
-    @property
-    def lanes(self) -> list[str]:
-        """Return all lanes in which groups of the task may wait."""
-        return [*LANES, *(TEACH + name for name in (*self.teachers, *self.former_teachers))]
-
-    def after(self, before: TaskLimits) -> TaskLimits:
-        """Return these limits with the teachers that only those `before` name."""
-        known = (*before.teachers, *before.former_teachers)
-        former = [name for name in known if name not in self.teachers]
-        return self.model_copy(update={"former_teachers": former}) if former else self
 
     @model_serializer(mode="wrap")
     def _only_what_is_set(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -193,9 +177,9 @@ class RunLimits(LiveLimits):
     """archived batches whose payloads and manifests are kept"""
     retain_until_exported: bool = False
     """no archived batch is freed before an exporter has confirmed its copy"""
-    media: str = ""
-    """absolute path of the folder of files that payloads refer to as run://…; "" = none
-    (buffer/redis/media_folder.py)
+    columns: str = ""
+    """absolute path of the folder for files of large columns (buffer/maintenance/column_files.py);
+    "" = none
     """
     wait_replicas: int = Field(0, ge=0, le=64)
     """replicas that must have a submit, take or commit before it is acknowledged"""
@@ -252,17 +236,13 @@ class RunLimits(LiveLimits):
         return TaskMix(self.batch_size, [first, *self.reweighted])
 
     def keeping_tasks_of(self, before: RunLimits) -> RunLimits:
-        """Add the tasks and teachers that only `before` has, so that their groups are kept."""
+        """Add the tasks that only `before` has, so that their groups are kept."""
         gone = {
             name: task.model_copy(update={"is_gone": True, "weight": 0.0})
             for name, task in before.tasks.items()
             if name not in self.tasks
         }
-        kept = {
-            name: task.after(before.tasks[name]) if name in before.tasks else task
-            for name, task in self.tasks.items()
-        }
-        return self.model_copy(deep=True, update={"tasks": {**kept, **gone}})
+        return self.model_copy(deep=True, update={"tasks": {**self.tasks, **gone}})
 
     def newest_weights(self) -> dict[str, float]:
         """Return the weights of the training tasks as they were set last, used by a step or not."""

@@ -146,10 +146,9 @@ class ReplayBuffer(Pools):
         new_tokens: int,
         *,
         filtered: bool = False,
-        teachers: Sequence[str] = (),
     ) -> Stored:
         """Submit one group (see `Result`); raise its error."""
-        result = Result(job, group, new_tokens, filtered, tuple(teachers))
+        result = Result(job, group, new_tokens, filtered)
         (outcome,) = self.submit_many(worker, [result])
         if isinstance(outcome, Exception):
             raise outcome

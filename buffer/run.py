@@ -10,11 +10,10 @@ from buffer.control.continuation import BY_HAND, Start
 from buffer.control.control import RunControl
 from buffer.control.events import EventLog
 from buffer.control.fleet import STAMP_FIELDS, Fleet, LimitsStamp, parse_stamp
-from buffer.control.live_settings import LiveSettings, change_settings, write_settings
 from buffer.control.origin import Origin
 from buffer.control.progress import ProduceProgress, read_progress
 from buffer.control.receipts import Receipts
-from buffer.control.settings_record import SettingsRecord
+from buffer.control.settings import LiveSettings, SettingsRecord, change_settings, write_settings
 from buffer.control.task_status import TaskStops
 from buffer.errors import RunExists
 from buffer.groups.dead_letters import DeadLetters
@@ -26,11 +25,11 @@ from buffer.ledger.account import Account
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.trainer_opening import TrainerOpening
 from buffer.limits import REGENERATING, SCHEMA, RunLimits
+from buffer.maintenance.column_files import ColumnFolder
 from buffer.observers import Observer
 from buffer.query.language import TRUE, AllOf, parse
 from buffer.query.scan import GroupScan
 from buffer.redis.keys import EVERY_CONTROL, EVERY_META, Keys, run_of_key
-from buffer.redis.media_folder import MediaFolder
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import Advance, no_advance
 from buffer.redis.store import RunContext, Store
@@ -62,7 +61,7 @@ class Run:
     run.control, run.fleet         # modes and weights; workers
     run.account, run.memory        # counts by stage; payload bytes
     run.groups, run.events         # queries; the event stream
-    run.janitor, run.media         # sweeps; files that payloads refer to
+    run.janitor, run.columns       # sweeps; files of large columns
     """
 
     def __init__(self, store: Store, name: str, nonce: str, limits: RunLimits) -> None:
@@ -75,7 +74,7 @@ class Run:
         self.settings = SettingsRecord()  # of the config, and set since; of the version of `limits`
         self._limits_stamp = parse_stamp(None, None)
         self.changes: list[str] = []  # sentences: what `create` changed of an existing run
-        self.media = MediaFolder(Path(limits.media), name, nonce) if limits.media else None
+        self.columns = ColumnFolder.of_run(limits.columns, name, nonce)
         self.context = context = RunContext(store, self.keys, limits)
         self.payloads = PayloadStore(store, self.keys, limits.compression)
         self.observers: list[Observer] = []  # they hear what this process does: append to it
@@ -94,7 +93,7 @@ class Run:
         self.account = Account(context)
         self.memory = memory.Memory(context)
         ledgers = (self.ledger, self.evaluations)
-        self.janitor = Janitor(context, nonce, self.jobs, ledgers, self.payloads, self.media)
+        self.janitor = Janitor(context, nonce, self.jobs, ledgers, self.payloads, self.columns)
         self.groups = GroupScan(context, ledgers)
 
     @classmethod
@@ -159,8 +158,6 @@ class Run:
         run.settings = settings.record
         if not settings.version:
             run._limits_stamp = parse_stamp("0", facts["operation"])
-        if run.media:
-            run.media.claim()
         return run
 
     @classmethod
@@ -181,8 +178,7 @@ class Run:
         """
         from buffer.snapshot import saver
 
-        files = self.media.root if self.media else None
-        return saver.save(self.context, files, folder, advance)
+        return saver.save(self.context, self.columns.root, folder, advance)
 
     @classmethod
     def restore(
@@ -191,18 +187,17 @@ class Run:
         folder: Path,
         *,
         name: str | None = None,
-        media: Path | None = None,
+        columns: Path | None = None,
         advance: Advance = no_advance,
     ) -> Run:
         """Load a run that `save` wrote into a server that has no run of its name, and open it.
 
-        `name` and `media` (the folder for the files of its payloads) default to those that the run
-        had. Raises SnapshotError, SchemaVersionError or RunExists, and leaves nothing on the
-        server.
+        `name` and `columns` (as in [run]) default to those that the run had. Raises SnapshotError,
+        SchemaVersionError or RunExists, and leaves nothing on the server.
         """
         from buffer.snapshot.loader import SnapshotLoader
 
-        loader = SnapshotLoader(store, folder, name, media)
+        loader = SnapshotLoader(store, folder, name, columns)
         loader.load(advance)
         return cls.open(store, loader.keys.run)
 
@@ -310,7 +305,7 @@ class Run:
     ) -> dict[str, tuple[Any, Any]]:
         """Change settings while the run continues; return (before, after) of each by its name.
 
-        They belong to the run from then on (`buffer/control/settings_record.py`). `restored`:
+        They belong to the run from then on (`buffer/control/settings.py`). `restored`:
         settings that get the value of the config again. `by`: who makes the change. Raises
         ConfigError.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from buffer.control.continuation import Continuation, Start, begin_run, continue_run
 from buffer.control.origin import Origin
-from buffer.control.settings_record import SettingsRecord
+from buffer.control.settings import SettingsRecord
 from buffer.errors import RunDamaged, RunNotFound, SchemaVersionError
 from buffer.limits import LOADING, REGENERATING, REMOVING, SCHEMA, RunLimits
 from buffer.redis.key_fields import HINT, require_fields, text_fields

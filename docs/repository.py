@@ -19,7 +19,7 @@ PAGES = (
     "*.md",
     "[a-z]*/README.md",
     "producer_workers/PROTOCOL.md",
-    "tests/chaos/*.md",
+    "proofs/chaos/*.md",
     "docs/pages/*.md",
     "docs/pages/*/*.md",
 )
@@ -35,7 +35,7 @@ LINKED = (
 """What pages show or link to."""
 SEARCH = {
     "DECISIONS.md": {"exclude": True},
-    "tests/chaos/*": {"exclude": True},
+    "proofs/chaos/*": {"exclude": True},
     "CHANGELOG.md": {"boost": 0.1},
     "docs/pages/api_*": {"boost": 0.002},
     "docs/pages/config_reference.md": {"boost": 0.8},

@@ -2,7 +2,7 @@
 
 [trainer] loop = "examples.image_loop:train"; needs `pip install '.[images]'`.
 
-`group.multimodal` lists the images of a group's prompt, and the run's media folder has their files.
+`group.multimodal` lists the images of a group's prompt, which are files in the run's folder.
 The prompt's ids already contain the tokens of each image, as many as the model's processor creates
 for the same file.
 """
@@ -11,43 +11,38 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch.nn.functional import pad
 
-from buffer.errors import ConfigError
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.handle.batch import Batch
 from consumer.handle.torch_dataset import padded_tensors
 from examples.plain_loop import fit, grpo_loss
+from producer_workers.build import image_folder
+from producer_workers.images import ImageFolder
 from rolloutmq.config.config import Config
-
-MAX_BYTES = 100 << 20
-"""Largest accepted image file."""
 
 
 def train(run: Run, config: Config, model_dir: Path, *, take_over: bool = False) -> None:
     """Train from the newest checkpoint to the last step."""
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    if run.media is None:
-        raise ConfigError("the run has no media folder for images", hint="set media in [run]")
     model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32)
     processor = AutoProcessor.from_pretrained(model_dir)
-    fit(run, config, model_dir, model, partial(image_loss, processor=processor, run=run), take_over)
+    loss = partial(image_loss, processor=processor, folder=image_folder(config))
+    fit(run, config, model_dir, model, loss, take_over)
 
 
 def image_loss(
-    model: Any, batch: Batch, *, processor: Any, run: Run
+    model: Any, batch: Batch, *, processor: Any, folder: ImageFolder
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Return the GRPO loss of a batch of prompts with images, and its metrics."""
     rows = padded_tensors(batch)
-    logprobs = image_logprobs(model, batch, rows, processor, run)
+    logprobs = image_logprobs(model, batch, rows, processor, folder)
     sampled = rows["loss_mask"][:, 1:] > 0
     difference = (logprobs - rows["logprobs"][:, 1:])[sampled].abs()
     metrics = {
@@ -58,7 +53,7 @@ def image_loss(
 
 
 def image_logprobs(
-    model: Any, batch: Batch, rows: dict[str, torch.Tensor], processor: Any, run: Run
+    model: Any, batch: Batch, rows: dict[str, torch.Tensor], processor: Any, folder: ImageFolder
 ) -> torch.Tensor:
     """Return float32[S, L - 1], the log-probability of every token but the first of each row.
 
@@ -69,7 +64,7 @@ def image_logprobs(
     takes_types = "mm_token_type_ids" in inspect.signature(model.forward).parameters
     lines: list[torch.Tensor] = []
     for group in batch.groups:
-        pixels = read_pixels(group, processor, run)
+        pixels = read_pixels(group, processor, folder)
         for _ in range(len(group)):
             row = len(lines)
             length = int(rows["attention_mask"][row].sum())
@@ -86,9 +81,9 @@ def image_logprobs(
     return torch.stack(lines)
 
 
-def read_pixels(group: RolloutGroup, processor: Any, run: Run) -> dict[str, torch.Tensor]:
+def read_pixels(
+    group: RolloutGroup, processor: Any, folder: ImageFolder
+) -> dict[str, torch.Tensor]:
     """Return the model's inputs for the images of a group's prompt; empty where it has none."""
-    assert run.media
-    files = [run.media.read(ref.uri, MAX_BYTES) for ref in group.multimodal]
-    images = [Image.open(BytesIO(file)).convert("RGB") for file in files]
+    images = [folder.read(ref).pixels for ref in group.multimodal]
     return dict(processor.image_processor(images=images, return_tensors="pt")) if images else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 import os
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from buffer.control.origin import Origin
-from buffer.errors import ConfigError, ModelError
+from buffer.errors import ConfigError
 from buffer.imports import load_function, load_object
 from buffer.redis.store import Store
 from buffer.run import Run
@@ -21,18 +20,24 @@ from producer_workers.agent_loops.agent_loop import load_agent_loop, named_loops
 from producer_workers.agent_loops.tokenizer import (
     TaskTokenizer,
     Tokenizer,
-    check_same_tokens,
     load_tokenizer,
 )
 from producer_workers.agent_loops.toolbox import tool_schemas
 from producer_workers.config.dataset import ImagesSection
 from producer_workers.config.producing import ProducingConfig
 from producer_workers.config.strategy import FILTERS
-from producer_workers.config.task import LIVE, NO_JUDGE, JudgingSection, TaskSection, live_tasks
+from producer_workers.config.task import (
+    LIVE,
+    NO_JUDGE,
+    JudgingSection,
+    TaskSection,
+    attached_kinds,
+    live_tasks,
+)
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.image_records import ImagePrompts
 from producer_workers.datasets.open import open_dataset
-from producer_workers.engines import build_engine
+from producer_workers.engines import build_engine, started
 from producer_workers.engines.base import (
     Engine,
     ReportsLoad,
@@ -41,7 +46,7 @@ from producer_workers.engines.base import (
     structures,
 )
 from producer_workers.engines.model_folder import eos_ids
-from producer_workers.images import ImageReader
+from producer_workers.images import ImageFolder
 from producer_workers.judges.judge import Judge, call_here, function_rules
 from producer_workers.judges.load import (
     HttpJudge,
@@ -50,7 +55,7 @@ from producer_workers.judges.load import (
     load_worker_judge,
     make_judge,
 )
-from producer_workers.judges.watched_judges import JudgeTimes, WatchedJudges
+from producer_workers.judges.watched_judges import JudgeTimes, WatchedColumns, WatchedJudges
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import strategies_of
@@ -83,7 +88,7 @@ def make_producer(config: ProducingConfig, run: Run, origin: Origin) -> Producer
         seed = config.run.seed
         section = config.tasks[name]
         rows = open_dataset(section.dataset, problems_dir(config, name), section.split, seed=seed)
-        images = _image_prompts(config, run, name)
+        images = _image_prompts(config, name)
         samplers[name] = task_sampler(config, name, rows, tokenizer, images)
     return Producer(
         run,
@@ -126,54 +131,29 @@ def task_tokenizer(tokenizer: Tokenizer, task: TaskSection) -> Tokenizer:
     return TaskTokenizer(tokenizer, task.chat_template_kwargs, task.system_prompt)
 
 
-def _image_prompts(config: ProducingConfig, run: Run, name: str) -> ImagePrompts | None:
+def _image_prompts(config: ProducingConfig, name: str) -> ImagePrompts | None:
     limits = config.tasks[name].images
     if limits is None:
         return None
-    if run.media is None:
-        raise ConfigError(
-            "the run has no folder for images", hint="it was started without [run] media"
-        )
+    folder = ImageFolder(config.run.folder, limits)
     kwargs = config.tasks[name].chat_template_kwargs
-    return ImagePrompts(str(config.model_folder), limits, run.media, kwargs)
+    return ImagePrompts(str(config.model_folder), limits, folder, kwargs)
 
 
-async def start_engine(config: ProducingConfig, run: Run, teacher: str = "") -> Engine:
-    """Return the engine of a worker, or of a teacher's. Raises ConfigError, ModelError."""
-    section, folder = config.engine, config.model_folder
-    if teacher:
-        section, folder = config.teacher_engine(teacher), config.teacher_folder(teacher)
-        await asyncio.to_thread(check_same_tokens, config.model_folder, folder)
+async def start_engine(config: ProducingConfig, run: Run) -> Engine:
+    """Return the engine of a worker. Raises ConfigError, ModelError."""
+    section = config.engine
     if config.worker.concurrency == "auto":
         section = section.reporting_load()
     is_changed = (
         config.tasks[name].sample.to_params().changes() for name in config.untruncated_tasks
     )
-    if not teacher and any(is_changed):
+    if any(is_changed):
         section = section.recording_masks()
-    engine = build_engine(section, folder, FIRST_WEIGHTS)
+    engine = build_engine(section, config.model_folder, FIRST_WEIGHTS)
     if isinstance(engine, ShowsImages):
-        limits = _widest([task.images for task in config.tasks.values()])
-        engine.images.read_with(ImageReader(run.media, limits))
-    timeout_s = config.worker.start_timeout_s
-    try:
-        await asyncio.wait_for(engine.start(), timeout_s)
-    except TimeoutError as error:
-        await engine.shutdown()
-        message = f"the engine {engine.name} did not start within {timeout_s:g} s"
-        raise ModelError(message, hint="raise [worker] start_timeout_s") from error
-    return engine
-
-
-def check_teacher(config: ProducingConfig, name: str) -> None:
-    if name not in config.teachers:
-        known = ", ".join(config.teachers) or "none"
-        message = f"no task has a teacher {name}; known: {known}"
-        raise ConfigError(message, hint=f"add [tasks.<name>.teachers.{name}]")
-
-
-def worker_facts(restarts: int) -> dict[str, str]:
-    return {"host": socket.gethostname(), "pid": str(os.getpid()), "engine_restarts": str(restarts)}
+        engine.images.read_from(image_folder(config))
+    return await started(engine, config.worker.start_timeout_s)
 
 
 def make_worker(
@@ -206,14 +186,20 @@ def make_worker(
     tokenizer = load_tokenizer(str(config.model_folder))
     ends = eos_ids(config.model_folder)
     judges = WatchedJudges(JudgeTimes(run.observers))
-    facts = worker_facts(restarts)
+    facts = {
+        "host": socket.gethostname(),
+        "pid": str(os.getpid()),
+        "engine_restarts": str(restarts),
+    }
+    columns = column_judges(config, names, judges)
 
     @functools.cache
     def gateway(open_gateway: Callable[..., Any]) -> Any:
         return open_gateway(config, run, names, facts)
 
     runners = {
-        name: _make_runner(config, run, name, tokenizer, ends, judges, gateway) for name in names
+        name: _make_runner(config, run, name, tokenizer, ends, judges, gateway, columns[name])
+        for name in names
     }
     room = None
     if is_live:
@@ -265,13 +251,14 @@ def check_images(config: ProducingConfig, names: Sequence[str], engine: Engine) 
             )
 
 
-def _widest(sections: Sequence[ImagesSection | None]) -> ImagesSection:
-    """Return limits that permit every image permitted by one of `sections`."""
-    given = [section for section in sections if section] or [ImagesSection()]
-    return ImagesSection(
+def image_folder(config: ProducingConfig) -> ImageFolder:
+    """Return the images of the run; it reads every image that one of the tasks permits."""
+    given = [task.images for task in config.tasks.values() if task.images] or [ImagesSection()]
+    limits = ImagesSection(
         max_bytes=max(section.max_bytes for section in given),
         max_pixels=max(section.max_pixels for section in given),
     )
+    return ImageFolder(config.run.folder, limits)
 
 
 def _make_runner(
@@ -282,6 +269,7 @@ def _make_runner(
     eos_ids: set[int],
     judges: WatchedJudges,
     gateway: Callable[[Callable[..., Any]], Any],
+    column_judges: Sequence[WatchedColumns],
 ) -> TaskRunner:
     task = config.tasks[name]
     strategy = config.strategy_of(name)
@@ -305,8 +293,20 @@ def _make_runner(
         strategy.group_time_limit_s,
         "drop" if task.eval_of else strategy.on_failed_member,
         task.train_roles,
-        task.teachers,
+        column_judges,
     )
+
+
+def column_judges(
+    config: ProducingConfig, names: Sequence[str], judges: WatchedJudges
+) -> dict[str, list[WatchedColumns]]:
+    """Return the attached judges of each task, watched."""
+    found: dict[str, list[WatchedColumns]] = {name: [] for name in names}
+    for kind in attached_kinds(config.tasks):
+        for name, judge in kind.judges(config, names).items():
+            grace_s = config.tasks[name].judging.grace_s
+            found[name].append(judges.watch_columns(judge, grace_s))
+    return found
 
 
 def _make_filter(

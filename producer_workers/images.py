@@ -1,4 +1,4 @@
-"""Check and decode image bytes, read the images of a payload, and find their tokens in its prompt.
+"""Check and decode images, keep those of a run as files, and find their tokens in a prompt.
 
 Invariant: untrusted pixels are decoded only after format, bytes and size were checked. Every reader
 sees stored bytes alike: `Image.open(file).convert("RGB")`. An image is one run of the image token;
@@ -7,6 +7,9 @@ models that write more (rows, tiles) are refused.
 
 from __future__ import annotations
 
+import os
+import re
+import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +21,9 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.errors import MediaError
+from buffer.errors import RolloutMQError
 from buffer.imports import import_extra
 from buffer.readable import format_size
-from buffer.redis.media_folder import SCHEME, MediaFolder
 from buffer.wire.rollout import MediaRef
 from producer_workers.config.dataset import ImagesSection
 
@@ -31,6 +33,12 @@ if TYPE_CHECKING:
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others are rare, and some decoders start programs
 ORIENTATION = 0x0112  # Exif tag of a camera's orientation
+FOLDER = "images"  # in the run's folder
+URI = re.compile(rf"{FOLDER}/([0-9a-f]{{40}})\.[a-z]{{1,8}}")
+
+
+class ImageError(RolloutMQError):
+    """An image cannot be used: missing, too large, of another format or broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +49,13 @@ class ImageFile:
 
 
 def check_image(source: bytes | Path, limits: ImagesSection) -> None:
-    """Raise MediaError if the first bytes show no image, or one that is too large."""
+    """Raise ImageError if the first bytes show no image, or one that is too large."""
     with _opened(source, limits):
         pass
 
 
 def load_image(source: bytes | Path, limits: ImagesSection) -> ImageFile:
-    """Decode a file or its bytes; of several frames, the first. Raises MediaError."""
+    """Decode a file or its bytes; of several frames, the first. Raises ImageError."""
     with _file(source, limits) as file:
         data = file.read(limits.max_bytes + 1)
     with _opened(data, limits) as image:
@@ -76,18 +84,18 @@ def _opened(source: bytes | Path, limits: ImagesSection) -> Iterator[Any]:
         with _file(source, limits) as file, pil.open(file, formats=FORMATS) as image:
             width, height = image.size
             if width * height > limits.max_pixels:
-                raise MediaError(
+                raise ImageError(
                     f"it has {width} x {height} pixels, over max_pixels = {limits.max_pixels}"
                 )
             yield image
-    except MediaError:
+    except ImageError:
         raise
     except pil.DecompressionBombError as error:
-        raise MediaError(f"it would decode to far too many pixels: {error}") from error
+        raise ImageError(f"it would decode to far too many pixels: {error}") from error
     except pil.UnidentifiedImageError as error:
-        raise MediaError(f"its format is none of {', '.join(FORMATS)}") from error
+        raise ImageError(f"its format is none of {', '.join(FORMATS)}") from error
     except Exception as error:  # decoders raise anything: OSError, SyntaxError, struct.error …
-        raise MediaError(f"it is a broken image: {error}") from error
+        raise ImageError(f"it is a broken image: {error}") from error
 
 
 def _file(source: bytes | Path, limits: ImagesSection) -> IO[bytes]:
@@ -96,50 +104,87 @@ def _file(source: bytes | Path, limits: ImagesSection) -> IO[bytes]:
         return BytesIO(source)
     try:
         if not source.is_file():  # opening a pipe would block
-            raise MediaError("there is no such file")
+            raise ImageError("there is no such file")
         _check_bytes(source.stat().st_size, limits)
         return source.open("rb")
     except OSError as error:
-        raise MediaError(f"it cannot be read: {error.strerror}") from error
+        raise ImageError(f"it cannot be read: {error.strerror}") from error
 
 
 def _check_bytes(count: int, limits: ImagesSection) -> None:
     if count > limits.max_bytes:
-        raise MediaError(
+        raise ImageError(
             f"it has {format_size(count)}, over max_bytes = {format_size(limits.max_bytes)}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ReadImage:
-    """An image as RGB. `digest` differs between any two files."""
+    """An image as RGB, and the digest of its file."""
 
     pixels: Image
     digest: str
 
 
-class ImageReader:
-    """Reads images within the limits from `media`, the folder of a run, if it has one."""
+class ImageFolder:
+    """The images of a run, each once: `images/<BLAKE2b of its bytes>.<suffix>` in the run's folder.
 
-    def __init__(self, media: MediaFolder | None, limits: ImagesSection) -> None:
-        self._media = media
+    A file never changes and lives as long as the run's folder, so any number of processes may write
+    it. Whoever dies in between leaves a hidden file that nobody reads.
+    """
+
+    def __init__(self, run_folder: Path, limits: ImagesSection) -> None:
+        self._run_folder = run_folder
         self._limits = limits
 
+    def put(self, data: bytes, suffix: str) -> str:
+        """Write an image unless it is there, and return its path in the run's folder."""
+        uri = f"{FOLDER}/{digest_of(data)}.{suffix}"
+        path = self._run_folder / uri
+        if path.is_file():
+            return uri
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        with part.open("xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())  # a file with the name is never written again
+        part.rename(path)
+        return uri
+
     def read(self, ref: MediaRef) -> ReadImage:
-        """Return one image. Raises MediaError, also for a URI outside of `media`."""
+        """Return one image. Raises ImageError, also for a URI outside of the folder."""
         if ref.kind != "image":
-            raise MediaError(f"{ref.uri[:200]} is {ref.kind}; only images are supported")
-        if self._media is None or not ref.uri.startswith(SCHEME):
-            hint = "the producer puts images into [run] media"
-            raise MediaError(
-                f"{ref.uri[:200]!r} is not a file of the run, and nothing else is read", hint=hint
+            raise ImageError(f"{ref.uri[:200]} is {ref.kind}; only images are supported")
+        if not (named := URI.fullmatch(ref.uri)):
+            raise ImageError(
+                f"{ref.uri[:200]!r} is not an image of the run, and nothing else is read",
+                hint=f"the producer writes images into {FOLDER}/ of the run's folder",
             )
-        data = self._media.read(ref.uri, self._limits.max_bytes)
+        path = self._run_folder / ref.uri
         try:
-            pixels = load_image(data, self._limits).pixels
-        except MediaError as error:
-            raise MediaError(f"{ref.uri}: {error.message}") from error
-        return ReadImage(pixels, blake2b(data, digest_size=16).hexdigest())
+            # O_NONBLOCK: opening a named pipe would block
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+            with os.fdopen(os.open(path, flags), "rb") as file:
+                data = file.read(self._limits.max_bytes + 1)
+        except OSError as error:
+            raise ImageError(
+                f"{path} cannot be read: {error.strerror}",
+                hint="[run] dir of a run with images is a folder that all processes see",
+            ) from error
+        _check_bytes(len(data), self._limits)
+        if (digest := digest_of(data)) != named[1]:
+            raise ImageError(
+                f"{path} has changed", hint="delete it: it is written again when drawn"
+            )
+        try:
+            return ReadImage(load_image(data, self._limits).pixels, digest)
+        except ImageError as error:
+            raise ImageError(f"{path}: {error.message}") from error
+
+
+def digest_of(data: bytes) -> str:
+    return blake2b(data, digest_size=20).hexdigest()
 
 
 def find_runs(

@@ -73,8 +73,10 @@ class LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         self.commands: Any = command_places()  # the names that typer suggests for a wrong one
-        if args and (instead := COMMANDS.get(args[0])):
-            ctx.fail(f"the command {args[0]} was removed: {instead}")
+        options = (each.partition("=")[0] for each in args[1:])
+        for name in (*args[:1], *(f"{args[0]} {option}" for option in options)):
+            if instead := COMMANDS.get(name):
+                ctx.fail(f"{name} was removed: {instead}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

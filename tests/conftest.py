@@ -100,7 +100,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _place(item: pytest.Item) -> int:
-    path = item.path.relative_to(TESTS).as_posix()
+    path = item.path.as_posix().removeprefix(f"{TESTS.as_posix()}/")
     return path.startswith(SHORT) - path.startswith(LONG)
 
 

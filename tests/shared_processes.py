@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 SHARED = {
     "vLLM": ("tests/producer_workers/engines/", "tests/pipeline/test_engine_restarts.py"),
     "Chromium": ("tests/rolloutmq/web/",),
-    "forks": ("tests/truth/test_truth.py",),
+    "forks": ("proofs/truth/test_truth.py",),
 }
 """Files that share what each process would have to start again: engines, a browser, imports."""
 

@@ -1,9 +1,8 @@
 """`python -m benchmarks.learning.distill`: a student learns from a teacher, and by GRPO alone.
 
 The teacher is a small model that demonstrations have taught running sums of eight digits. The
-student has its size, and a warm start that ended early. Its groups pass the teacher's lane of the
-real queue before they are trained. A finished trial is one line of `distill.jsonl`, and is not run
-again.
+student has its size, and a warm start that ended early. The worker adds the teacher's values to the
+groups that it submits. A finished trial is one line of `distill.jsonl`, and is not run again.
 """
 
 from __future__ import annotations
@@ -20,13 +19,12 @@ import torch
 import typer
 
 from benchmarks.learning.__main__ import RESULTS, missing
-from benchmarks.learning.fleet import AT_ONCE, TASK, Fleet, serving
+from benchmarks.learning.fleet import TASK, Fleet, serving
 from benchmarks.learning.plot import smooth
 from benchmarks.learning.sampler import Sampler
 from benchmarks.learning.sums import LONG_SUMS, make_model
 from benchmarks.learning.trial import Point, Setting, train
-from buffer.control.worker_record import HeartbeatReport, WorkerState
-from buffer.groups.job_queue import Serves
+from buffer.control.control import ControlState
 from buffer.ids import group_id, new_nonce
 from buffer.job import Job
 from buffer.limits import RunLimits, TaskLimits
@@ -61,29 +59,16 @@ class Trial:
 
 
 class TaughtFleet(Fleet):
-    """Also is the worker of the teacher, in the same loop."""
+    """Adds the values of a teacher to what it samples."""
 
     def __init__(self, run: Run, sampler: Sampler, setting: Setting, teacher: Path) -> None:
         super().__init__(run, sampler, setting.k, setting.batch)
         self._teacher = load_model(teacher).eval()
-        self._own = new_nonce()
-        run.fleet.register("t0", self._own, {"engine": "benchmark", "teaches": TEACHER})
 
-    def turn(self) -> bool:
-        is_sampled = super().turn()
-        state = self._run.control.state()
-        pulse = HeartbeatReport(state.epoch, state.weights, WorkerState.IDLE)
-        self._run.fleet.heartbeat("t0", self._own, pulse, [])
-        serves = Serves(frozenset([TASK]), teacher=TEACHER)
-        claim = self._run.jobs.claim("t0", self._own, new_nonce(), None, AT_ONCE, serves)
-        groups = [self._run.buffer.read(job.payload) for job in claim.jobs]
-        for job, group in zip(claim.jobs, self._score(groups), strict=True):
-            self._run.buffer.submit("t0", job, group, 0)
-        return is_sampled or bool(claim.jobs)
-
-    def _submit(self, job: Job, group: RolloutGroup) -> None:
-        tokens = int(group.lengths.sum())
-        self._run.buffer.submit("w0", job, group, tokens, teachers=[TEACHER])
+    def _sample(self, state: ControlState) -> list[tuple[Job, RolloutGroup]]:
+        made = super()._sample(state)
+        jobs = [job for job, _ in made]
+        return list(zip(jobs, self._score([group for _, group in made]), strict=True))
 
     @torch.no_grad()
     def _score(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
@@ -120,7 +105,7 @@ def run_arm(url: str, trial: Trial, model: Path, teacher: Path | None, folder: P
         stale_threshold=1,
         steps=trial.steps,
         batch_size=setting.batch,
-        tasks={TASK: TaskLimits(teachers=[TEACHER] if teacher else [])},
+        tasks={TASK: TaskLimits()},
     )
     store = Store(url)
     initial = PolicyVersion("initial", 0)

@@ -47,9 +47,9 @@ class RunSection(Section):
     """name of the run: letters, digits, `_ . -`, at most 64; part of every Redis key"""
     dir: Path | None = None
     """folder of the run's server, checkpoints, weights and logs; default: `runs/<name>`"""
-    media: Path | None = None
-    """folder of this run alone, visible to all processes, for files that payloads refer to as
-    run://GID/NAME; the files are saved with the run and deleted with their groups; default: none
+    columns: Path | None = None
+    """folder that all processes see, for routed experts and sampling masks with more than 64 KiB
+    per rollout; runs may share it; default: such columns travel through the server, too
     """
     umask: str = Field("0077", pattern="^0?0[0-7]{2}$")
     """what others may not do with the files of the run, in octal: all by default; "0027" lets the

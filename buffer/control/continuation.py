@@ -17,22 +17,23 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from buffer.control.live_settings import LiveSettings, write_settings
 from buffer.control.origin import FIELD, Origin
-from buffer.control.settings_record import FIELD as RECORD
-from buffer.control.settings_record import (
+from buffer.control.settings import FIELD as RECORD
+from buffer.control.settings import (
     TASK,
     THRESHOLDS,
+    LiveSettings,
     SettingsRecord,
+    reweighting,
     setting_values,
     task_of,
+    write_settings,
 )
 from buffer.errors import ConfigError
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
-from buffer.task_mix import Reweighting
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,8 @@ def continue_run(
     changes = [f"{change}, from step {step} on" for change in _changes(before, after)]
     if origin and known:
         changes += [
-            f"{change}, once a producer starts with it" for change in _resized(known, origin)
+            f"{change}, once a producer starts with it"
+            for change in _resized(known, origin).values()
         ]
         origin = known.adopting(origin, draws=False)
     _refuse(name, refused)
@@ -115,11 +117,11 @@ def _settled(
     before: RunLimits | None, known: SettingsRecord, limits: RunLimits, start: Start, step: int
 ) -> tuple[RunLimits, SettingsRecord]:
     """Return the limits of a config, from train step `step`, with live values that still fit it."""
-    config = SettingsRecord.of(limits, start.written)
-    record = config.model_copy(update={"overrides": known.kept_by(config)})
-    for chosen in (record, *(record.without([name]) for name in record.overrides)):
+    config = SettingsRecord(configured=setting_values(limits), written=dict(start.written))
+    kept = config.model_copy(update={"overrides": known.kept_by(config)})
+    for record in (kept, *(kept.without([name]) for name in kept.overrides)):
         try:
-            return _with_overrides(before, chosen, limits, step), chosen
+            return _with_overrides(before, record, limits, step), record
         except ConfigError:
             continue
     return _with_overrides(before, config, limits, step), config
@@ -130,17 +132,12 @@ def _with_overrides(
 ) -> RunLimits:
     values = {name: override.value for name, override in record.overrides.items()}
     # a change of weights holds from a later step on, which was decided when it was made
-    weights = {name: values.pop(name) for name in list(values) if name.endswith(".weight")}
-    after = limits.model_copy(deep=True)
-    if values:
-        after = LiveSettings.of(values).applied(limits, step - 1)
-    now = {**after.newest_weights(), **{task_of(name): weight for name, weight in weights.items()}}
-    if before is not None and before.newest_weights() == now:
+    weights = {task_of(name): values.pop(name) for name in [*values] if name.endswith(".weight")}
+    after = LiveSettings.of(values).applied(limits, step - 1)
+    if before and before.newest_weights() == {**after.newest_weights(), **weights}:
         after.reweighted = before.reweighted
     elif weights:
-        if sum(now.values()) <= 0:
-            raise ConfigError("no training task would have a weight above 0")
-        after.reweighted = [Reweighting(from_step=step, weights=now)]
+        after.reweighted = [reweighting(after, weights, step)]
     return after
 
 
@@ -156,8 +153,9 @@ def read_origin(store: Store, keys: Keys) -> Origin | None:
 
 
 def record_origin(store: Store, keys: Keys, origin: Origin, producer: str) -> list[str]:
-    """Record what the active producer, with this nonce, draws from; return what changed.
+    """Record what the active producer, with this nonce, draws from; return the changed group sizes.
 
+    Each has the first draw that may have the new size.
     Raises ConfigError as `check_origin` does, Fenced, RunNotFound.
     """
     operation = new_nonce()
@@ -171,14 +169,9 @@ def record_origin(store: Store, keys: Keys, origin: Origin, producer: str) -> li
         version = int(meta.get("limits_version", 0))
         fields = [FIELD, updated.model_dump_json()]
         if write_settings(store, keys, operation, version, producer, fields):
-            return _resized_from(store, keys, known, origin)
-
-
-def _resized_from(store: Store, keys: Keys, known: Origin | None, origin: Origin) -> list[str]:
-    """Return the group sizes that differ, each with the first draw that may have the new one."""
+            break
     changes = []
-    for change in _resized(known, origin) if known else ():
-        task = change.split(".")[1]
+    for task, change in _resized(known, origin).items() if known else ():
         draw = _read(store, keys.progress(task)).get("cursor", "0")
         changes.append(f"{change}, from draw {draw} on")
     return changes
@@ -205,9 +198,9 @@ def _limit_contradictions(before: RunLimits, after: RunLimits) -> Iterator[str]:
             "the difference of [policy] max_staleness and max_token_staleness is another one: the "
             "pools are ordered by it"
         )
-    if before.media and before.media != after.media:
-        now = after.media or "left out"
-        yield f"[run] media is {now}, but groups refer to files in {before.media}"
+    if before.columns and before.columns != after.columns:
+        now = after.columns or "left out"
+        yield f"[run] columns is {now}, but groups refer to files in {before.columns}"
 
 
 def _changes(before: RunLimits, after: RunLimits) -> Iterator[str]:
@@ -244,8 +237,9 @@ def _word(name: str, value: object) -> str:
     return "the run's" if value is None and task_of(name) else str(value)
 
 
-def _resized(known: Origin, origin: Origin) -> list[str]:
-    return [
-        f"tasks.{task}.prompt_repeat_k: {old} → {new}"
+def _resized(known: Origin, origin: Origin) -> dict[str, str]:
+    """Return a sentence for each task whose group size differs."""
+    return {
+        task: f"tasks.{task}.prompt_repeat_k: {old} → {new}"
         for task, (old, new) in known.resized(origin).items()
-    ]
+    }

@@ -250,10 +250,8 @@ class Fleet:
         live = client.zrangebyscore(self._keys.workers, alive_since_ms, "+inf")
         with client.pipeline(transaction=False) as pipe:
             for worker in live:
-                pipe.hmget(self._keys.worker(worker.decode()), "refusal", "teaches")
-            found = zip(live, pipe.execute(), strict=True)
-            # a teacher loads no published weights
-            return {worker: text for worker, (text, teaches) in found if not teaches}
+                pipe.hget(self._keys.worker(worker.decode()), "refusal")
+            return dict(zip(live, pipe.execute(), strict=True))
 
     def response_lengths(self) -> dict[str, dict[str, Counts]]:
         """Return the response lengths that all workers counted, by task and fate.

@@ -39,8 +39,8 @@ class Origin(BaseModel):
     """fingerprint of the model's shape"""
     tasks: dict[str, TaskOrigin] = {}
     """every task that the run ever had"""
-    teachers: list[str] = []
-    """models of teachers on the Hub, as NAME@COMMIT; a config may name others at any time"""
+    models: list[str] = []
+    """models of judges on the Hub, as NAME@COMMIT; a config may name others at any time"""
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, str]) -> Origin | None:
@@ -54,7 +54,7 @@ class Origin(BaseModel):
     def commits(self) -> dict[str, str]:
         """Return the commit of every repository of the Hub."""
         tasks = (task.source for task in self.tasks.values())
-        sources = [*self.teachers, self.source, *tasks]
+        sources = [*self.models, self.source, *tasks]
         pairs = (source.partition("@") for source in sources if source)
         return {name: commit for name, _, commit in pairs}
 
@@ -105,7 +105,7 @@ class Origin(BaseModel):
             tokenizer=self.tokenizer or other.tokenizer,
             architecture=self.architecture or other.architecture,
             tasks=tasks,
-            teachers=sorted({*self.teachers, *other.teachers}),
+            models=sorted({*self.models, *other.models}),
         )
 
     def resized(self, other: Origin) -> dict[str, tuple[int, int]]:

@@ -158,7 +158,7 @@ def read_progress(store: Store, keys: Keys, thresholds: Mapping[str, int | str])
         leftovers={
             task: Leftovers(
                 **dict(zip(POOLS, part[2:pooled], strict=True)),
-                waiting=sum(part[pooled:]) + int(counters[task].get("teaching") or 0),
+                waiting=sum(part[pooled:]),
                 expiring=part[0],
             )
             for task, part in parts.items()

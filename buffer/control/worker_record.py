@@ -150,7 +150,6 @@ class WorkerRecord(HeartbeatNumbers):
     weights: str = ""  # "lineage:version", or any text of a foreign worker
     refusal: str = ""  # "lineage:version reason" of published weights that it could not load
     engine: str = ""
-    teaches: str = ""  # the teacher that it is: it scores completed groups, and samples none
     ack: int = 0
     quarantined: int = 0  # groups that a trainer could not use
     joined_ms: int = 0

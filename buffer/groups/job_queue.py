@@ -15,7 +15,7 @@ import orjson
 
 from buffer.failure_text import cause_of, cut_text, headline
 from buffer.groups.claim import Claim, Enqueued, Reaped, fenced, stage_before
-from buffer.ids import LANES, TEACH, group_id, new_nonce, split_group_id
+from buffer.ids import LANES, group_id, new_nonce, split_group_id
 from buffer.job import EndedEarly, Job, ReleaseKind
 from buffer.limits import RunLimits
 from buffer.observers import Observer
@@ -29,11 +29,10 @@ from buffer.wire.staleness import ages
 
 @dataclass(frozen=True, slots=True)
 class Serves:
-    """The tasks and lanes that a worker of a mixed fleet claims from; `teacher`: only from its."""
+    """The tasks and lanes that a worker of a mixed fleet claims from."""
 
     tasks: frozenset[str]
     lanes: frozenset[str] = frozenset(LANES)
-    teacher: str = ""
 
     def __contains__(self, queue: tuple[str, str]) -> bool:
         task, lane = queue
@@ -61,12 +60,6 @@ def serving_order(
         drawn = SYSTEM_RANDOM.random() ** (1.0 / weight)
         return held_groups.get(task, 0) / weight, -drawn
 
-    if serves and serves.teacher:
-        return [
-            (task, TEACH + serves.teacher)
-            for task in sorted(weights, key=sort_key)
-            if task in serves.tasks and serves.teacher in limits.tasks[task].teachers
-        ]
     queues = [(task, "eval") for task in limits.eval_tasks]
     for lane in ("resume", "fresh"):
         queues += [(task, lane) for task in sorted(weights, key=sort_key)]
@@ -199,16 +192,14 @@ class JobQueue:
         worker: str,
         nonce: str,
         token: str,
-        weights: PolicyVersion | None,
+        weights: PolicyVersion,
         limit: int,
         serves: Serves | None = None,
         held: Sequence[Job] = (),
     ) -> Claim:
         """Claim up to `limit` jobs (at most MAX_CLAIM) in `serving_order`, beside those `held`.
 
-        The same `token` repeats a claim whose reply was lost (I13). `weights`: what the engine has;
-        None for a teacher, which claims while weights are published, but not while the operator
-        pauses.
+        The same `token` repeats a claim whose reply was lost (I13). `weights`: what the engine has.
         """
         keys = self._keys
         limits = self._limits
@@ -223,14 +214,14 @@ class JobQueue:
                 "worker": worker,
                 "nonce": nonce,
                 "token": token,
-                "weights": str(weights or ""),
+                "weights": str(weights),
                 "lease_ms": limits.lease_ms,
                 "limit": min(limit, MAX_CLAIM),
                 "low_bytes": limits.low_bytes,
                 "high_bytes": limits.high_bytes,
             },
             [keys.slots(task=task, lane=lane) for task, lane in queues],
-            ["teach" if lane.startswith(TEACH) else lane for _, lane in queues],
+            [lane for _, lane in queues],
         )
         claim = Claim.parse(reply, token)
         for observer in self._observers:
@@ -251,7 +242,7 @@ class JobQueue:
         """
         began_ns = time.time_ns()
         task = job.task
-        text = cut_text(f"teacher {job.teacher}: {reason}" if job.teacher and reason else reason)
+        text = cut_text(reason)
         letter = orjson.dumps({"reason": text, "worker": worker, "try": job.tries}).decode()
         patience, first = self._limits.failures_in_row(task)
         reply = self._store.call(
@@ -294,9 +285,8 @@ class JobQueue:
         """Put a dead or pooled group back into a queue with all its tries; return where it was.
 
         "waiting": nothing had to be done. The group starts from its prompt; an aborted one keeps
-        its tokens, and one that died at a teacher waits for that teacher again. `operation` is the
-        same for a repeated call. Raises GroupHeld when the group runs, is in a batch, has ended, or
-        never was.
+        its tokens. `operation` is the same for a repeated call. Raises GroupHeld when the group
+        runs, is in a batch, has ended, or never was.
         """
         task, draw = split_group_id(gid)
         lane = "resume" if self._limits.tasks[task].eval_of is None else "eval"
@@ -352,15 +342,6 @@ class JobQueue:
             running += int(others)
             read = int(some) + int(others)
         return moved
-
-    def skip_former_teachers(self, task: str, limit: int = 250) -> int:
-        """Pass on groups that wait for teachers which the config lacks now; return how many."""
-        arguments = {"task": task, "token_lead": self._limits.token_lead(task), "limit": limit}
-        slots = self._keys.slots(task=task)
-        return sum(
-            int(self._store.call("skip_teacher", slots, {**arguments, "teacher": name})[1])
-            for name in self._limits.tasks[task].former_teachers
-        )
 
     def reap(self, limit: int = 100) -> Reaped:
         """Take back up to `limit` groups of expired leases, and forget long gone workers."""

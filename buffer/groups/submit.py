@@ -20,7 +20,6 @@ from typing import Any
 
 from buffer.errors import PayloadMissing, StoreUnavailable, WireError
 from buffer.groups.claim import fenced
-from buffer.ids import TEACH
 from buffer.job import Job, PayloadRef, Result
 from buffer.limits import RunLimits
 from buffer.redis.connection.bulk_io import Pieces
@@ -30,7 +29,6 @@ from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
 from buffer.wire.group import GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import Status
-from buffer.wire.teacher_columns import sampled_crc
 
 GROUPS_PER_TRIP = 32  # bounds what is sent again after a lost connection
 
@@ -141,8 +139,6 @@ class Submission:
                 f"group {group.gid} is {group.status}",
                 hint="only completed or aborted groups are submitted",
             )
-        if job.teacher and group.status is not Status.COMPLETED:
-            raise WireError(f"a teacher gave back group {group.gid} unfinished")
         ref, commands = to_store(self._payloads, job, group, data)
         return commands, self.unit(result, ref)
 
@@ -150,9 +146,6 @@ class Submission:
         """Return the arguments of `submit.lua` for a result whose bytes are stored at `ref`."""
         group = result.group
         status = _final_status(result)
-        # of a config that is newer than the run's limits, there may be others
-        lanes = self._limits.tasks[group.task].lanes
-        teachers = [name for name in result.teachers if TEACH + name in lanes]
         scores = group.scores.tolist() if status is not Status.ABORTED else ()
         counted = [score for score in scores if math.isfinite(score)]
         return described(group, status, ref, self._limits) | {
@@ -165,8 +158,6 @@ class Submission:
             "unparsed": group.unparsed,
             "truncated": int(group.truncated.sum()),
             "ms": int(1000 * float(group.shared.extra.get(GROUP_TIME) or 0.0)),
-            "teachers": ",".join(teachers),
-            "sampled": sampled_crc(group) if teachers or result.job.teacher else "",
         }
 
     def call(self, worker: str, task: str, units: Sequence[Unit]) -> ScriptCall:
@@ -256,11 +247,6 @@ def _outcome(result: Result, reply: Sequence[str]) -> SubmitOutcome:
             return Stored(_final_status(result), int(arrival))
         case ["FENCED", _]:
             return fenced(job)
-        case ["CHANGED", _]:
-            return WireError(
-                f"group {job.gid}: teacher {job.teacher} changed more than its own columns",
-                hint="a teacher adds teacher_logprobs and the like, and leaves all else as it was",
-            )
         case ["MISSING", size]:
             return PayloadMissing(
                 f"group {job.gid}: only {size} bytes arrived", hint="submit it again"

@@ -27,7 +27,7 @@ from buffer.redis.store import RunContext
 
 _COUNTERS = (
     *("cursor", "enqueued", "target", "consumed", "running", "taken", "archived", "dead"),
-    *("filtered", "dropped", "put", "imported", "reentered", "highest_draw", "teaching"),
+    *("filtered", "dropped", "put", "imported", "reentered", "highest_draw"),
 )
 STAGES = (
     *("waiting", "running", "completed", "aborted", "expired", "taken", "archived", "dead"),
@@ -59,7 +59,6 @@ class TaskAccount:
     cursor: int
     reentered: int  # groups that entered before the cursor, after the server lost data
     highest_draw: int
-    teaching: int  # of `waiting`, those that wait for a teacher
     target: int
     consumed: int
     ended_bits: tuple[int, int, int]  # in the bitmaps of ENDS
@@ -296,7 +295,7 @@ def _task(name: str, row: list[int]) -> TaskAccount:
     archived, filtered, dropped = numbers
     return TaskAccount(
         task=name,
-        waiting=waiting + counters["teaching"],
+        waiting=waiting,
         completed=completed,
         aborted=aborted,
         expired=expired,

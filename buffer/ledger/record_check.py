@@ -16,7 +16,7 @@ import numpy as np
 import orjson
 
 from buffer.groups.record_walk import PAGE, Entered, Record, RecordWalk
-from buffer.ids import ENDS, GID, group_id
+from buffer.ids import ENDS, GID, LANES, group_id
 from buffer.job import PayloadRef
 from buffer.ledger.archive import Archive
 from buffer.ledger.key_check import KeyCheck, NameSet
@@ -217,7 +217,7 @@ class RecordCheck:
         for key in keys.all_pools([task]):
             members = (member.partition(":")[2] or repr(member) for member in self._members(key))
             yield from self._of_index(key, members, "pool", "status")
-        for key in (keys.jobs(task, lane) for lane in self._limits.tasks[task].lanes):
+        for key in (keys.jobs(task, lane) for lane in LANES):
             yield from self._of_index(key, self._waiting(key), "waiting", "lane")
 
     def _of_index(self, key: str, gids: Iterator[str], stage: str, field: str) -> Iterator[Damage]:

@@ -1,6 +1,5 @@
 #!lua flags=no-writes
 -- check: read the records of some groups, and find each group in every structure, at one instant. Exactly one stage is right; none or two is a fault.
--- include: lanes
 -- KEYS leases      ZSET
 -- KEYS leased_by   prefix  of what workers hold (HASH)
 -- KEYS dead        ZSET
@@ -12,7 +11,6 @@
 -- KEYS expired     ZSET    pool of the task
 -- KEYS manifests   prefix  of all manifests (LIST)
 -- KEYS groups      prefix  of the group records (HASH)
--- KEYS queues      prefix  of the queues (STREAM)
 -- KEYS jobs_eval   STREAM
 -- KEYS jobs_resume STREAM
 -- KEYS jobs_fresh  STREAM
@@ -38,9 +36,7 @@ end
 local function stages_of(gid, n, record)
   local found, entry, owner, arrival, batch = {}, record.entry, record.owner, record.arrival, record.batch
   if entry and string.find(entry, '^%d+%-%d+$') then
-    local lanes = {jobs_eval, jobs_resume, jobs_fresh}
-    if teacher_of(record.lane) then lanes[4] = queues .. task .. ':' .. record.lane end
-    for _, jobs in ipairs(lanes) do
+    for _, jobs in ipairs({jobs_eval, jobs_resume, jobs_fresh}) do
       if in_lane(jobs, entry, gid) then found[#found + 1] = 'waiting' end
     end
   end

@@ -15,12 +15,12 @@
 -- ARGV worker     name           id
 -- ARGV nonce      token          of the worker's registration
 -- ARGV token      token          of this claim: new for every call, the same for a repeated one
--- ARGV weights    ''|weights     "lineage:version" that its engine has; '' = of a teacher, which samples nothing
+-- ARGV weights    weights        "lineage:version" that its engine has
 -- ARGV lease_ms   1..86_400_000
 -- ARGV limit      1..128         largest number of groups
 -- ARGV low_bytes  0..            payload bytes of the run from which no fresh group is assigned; 0 = no bound
 -- ARGV high_bytes 0..            the same for all groups
--- ARGV lane  eval|resume|fresh|teach xKEYS
+-- ARGV lane  eval|resume|fresh xKEYS
 -- replies OK 9 x control, then (gid lane tries payload chunks size crc aborts) per group | UNKNOWN | PAUSED 9 x control | STALE 9 x control
 --       | FULL 9 x control held mark (groups wait, but none may be started) | BARRED 9 x control bad (see quarantine)
 -- keeps I2 (the token fences), I10 (checked here, even if the worker missed a message), I11 (a try counts now; a barred worker gets none, and nobody a group of a stopped task), I12, I13 (token)
@@ -44,11 +44,9 @@ if known[2] == token then
   for gid in string.gmatch(known[3] or '', '%S+') do add(gid, 0, token) end
   return reply
 end
--- only the operator's pause stops a teacher
-local teaches, open = weights == '', reply[4]
-if teaches then open = (redis.call('HGET', control, 'operator_mode') or 'run') == 'run' and 'teach' or '' end
+local open = reply[4]
 if open == '' then reply[1] = 'PAUSED' return reply end
-if not teaches and reply[5] ~= weights then reply[1] = 'STALE' return reply end
+if reply[5] ~= weights then reply[1] = 'STALE' return reply end
 local bad, barred_ms = string.match(redis.call('HGET', bad_submissions, worker) or '', '^%d+ (%d+) (%d+)$')
 if bad and barred_ms ~= '0' then
   reply[1] = 'BARRED'
@@ -65,8 +63,6 @@ for n, jobs, progress, lane in each_unit do
   if #claimed >= limit then break end
   if string.find(open, ' ' .. lane .. ' ', 1, true) then
     local byte_limit = lane == 'fresh' and low_bytes or high_bytes
-    -- what a teacher submits replaces what it claims
-    if teaches then byte_limit = 0 end
     local is_above = byte_limit > 0 and stored >= byte_limit
     local entries = redis.call('XRANGE', jobs, '-', '+', 'COUNT', is_above and 1 or limit - #claimed)
     if #entries == 0 or redis.call('HEXISTS', progress, 'stopped') == 1 then
@@ -81,7 +77,7 @@ for n, jobs, progress, lane in each_unit do
       if tries then
         ids[#ids + 1], claimed[#claimed + 1] = entry[1], {gid = gid, tries = tries}
       else
-        lost[#lost + 1] = {jobs = jobs, progress = progress, id = entry[1], gid = gid}
+        lost[#lost + 1] = {jobs = jobs, id = entry[1], gid = gid}
       end
     end
     if #ids > 0 then given[n] = ids end
@@ -90,7 +86,6 @@ end
 -- without its record a group cannot run: fsck reports it as lost
 for _, one in ipairs(lost) do
   redis.call('XDEL', one.jobs, one.id)
-  if teaches then redis.call('HINCRBY', one.progress, 'teaching', -1) end
   log_event(events, 'record_gone', 'gid', one.gid)
 end
 if #claimed == 0 then
@@ -114,7 +109,6 @@ for n, jobs, progress in each_unit do
   if given[n] then
     redis.call('XDEL', jobs, unpack(given[n]))
     redis.call('HINCRBY', progress, 'running', #given[n])
-    if teaches then redis.call('HINCRBY', progress, 'teaching', -#given[n]) end
   end
 end
 for _, one in ipairs(claimed) do

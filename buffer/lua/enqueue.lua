@@ -34,12 +34,12 @@
 -- keeps I1, I3 (compare-and-set in the step that enqueues), I12 (new prompts only below the low mark), I13 (operation)
 
 if redis.call('HGET', control, 'producer') ~= nonce then return {'FENCED'} end
-local done = redis.call('HMGET', progress, 'enqueue_op', 'enqueue_count', 'target', 'teaching')
+local done = redis.call('HMGET', progress, 'enqueue_op', 'enqueue_count', 'target')
 local start = next_draw(cursors, task)
 if done[1] == operation then return {'OK', num(done[2]), int(start)} end
 if start ~= cursor then return {'CURSOR', int(start)} end
 if not lane_is_open(control, lane) then return {'CLOSED', redis.call('HGET', control, 'mode')} end
-local jobs, waiting, held = lane == 'eval' and jobs_eval or jobs_fresh, num(done[4]), held_bytes(bytes)
+local jobs, waiting, held = lane == 'eval' and jobs_eval or jobs_fresh, 0, held_bytes(bytes)
 for _, stream in ipairs({jobs_eval, jobs_resume, jobs_fresh}) do waiting = waiting + redis.call('XLEN', stream) end
 if is_full(bytes, byte_limit) and (waiting > 0 or is_refused(bytes, byte_limit, leases, ledger)) then
   return {'FULL', int(held), int(byte_limit)}

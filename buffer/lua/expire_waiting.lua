@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- expire_waiting: move groups out of the queue whose tokens became too old while they waited. Those of the index that run
 -- are ended by their workers (heartbeat.lua). Costs O(log N + those that are too old).
--- include: events, expiry, lanes, numbers, steps, wake_ups
+-- include: events, expiry, numbers, steps, wake_ups
 -- KEYS ledger        HASH*    of the trainer
 -- KEYS age_index     ZSET*    groups of the task that wait or run, by their oldest version
 -- KEYS queues        prefix   of the queues (STREAM)
@@ -30,14 +30,12 @@ for _, gid in ipairs(gids) do
   if record[1] == 'waiting' then
     local one = {gid = gid, entry = record[2], tokens = num(record[3]), jobs = queues .. task .. ':' .. record[4]}
     redis.call('XLEN', one.jobs)
-    one.teacher = teacher_of(record[4])
     waiting[#waiting + 1] = one
   end
 end
 local tokens = 0
 for _, one in ipairs(waiting) do
   redis.call('XDEL', one.jobs, one.entry)
-  if one.teacher then redis.call('HINCRBY', progress, 'teaching', -1) end
   redis.call('ZREM', age_index, one.gid)
   expire_group({record = groups .. one.gid, progress = progress, expired = expired, dropped = dropped, garbage = garbage,
     bytes = bytes}, one.gid, retryable, cut)

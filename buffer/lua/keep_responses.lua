@@ -1,6 +1,6 @@
 #!lua
 -- keep_responses: keep the responses with which a group became a dead letter; their bytes are stored under the claim's token.
--- include: byte_count, lanes, numbers, payloads
+-- include: byte_count, numbers, payloads
 -- KEYS record    HASH   record of the group
 -- KEYS garbage   SET
 -- KEYS bytes     HASH
@@ -12,14 +12,13 @@
 -- ARGV crc        hex                   CRC-32 of all bytes, hex
 -- ARGV byte_limit ''|0..                payload bytes of the run above which nothing is kept; '' = no limit
 -- ARGV chunks     1..1024
--- replies OK | GONE (the group is no longer dead, died in another claim or at a teacher, or was answered FULL) | FULL | MISSING size_found
+-- replies OK | GONE (the group is no longer dead, died in another claim, or was answered FULL) | FULL | MISSING size_found
 -- keeps I1 (nothing moves), I2, I12 (counts bytes; takes no room that work needs), I13 (token), I14
 
-local held = redis.call('HMGET', record, 'stage', 'released', 'payload', 'chunks', 'size', 'lane')
+local held = redis.call('HMGET', record, 'stage', 'released', 'payload', 'chunks', 'size')
 local before = held[3]
 if before == token then return {'OK'} end
--- what died at a teacher keeps the tokens for which it waited there
-if held[1] ~= 'dead' or held[2] ~= token or teacher_of(held[6]) then return {'GONE'} end
+if held[1] ~= 'dead' or held[2] ~= token then return {'GONE'} end
 local counts = redis.call('HMGET', bytes, 'came', 'went')
 if byte_limit and num(counts[1]) - num(counts[2]) + size > byte_limit then
   -- a late copy of this call must not keep bytes that are garbage

@@ -48,7 +48,7 @@ redis.call('ZREM', pool, unpack(members))
 -- with the groups: a producer that dies now, or another one, continues the same batch
 if tail_step then redis.call('HSET', progress, 'tail_step', int(tail_step)) end
 for i, gid in ipairs(gids) do
-  to_waiting(jobs, groups .. gid, gid, lane, records[i][1], progress)
+  to_waiting(jobs, groups .. gid, gid, lane, records[i][1])
   keep_age(age_index, gid, records[i][1], records[i][2])
 end
 wake(bell_workers, count)

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- release: take a group back from its worker, without a result.
--- include: ages, events, expiry, leased, lanes, numbers, retries, staleness, steps, task_failures, waiting, wake_ups
+-- include: ages, events, expiry, leased, numbers, retries, staleness, steps, task_failures, waiting, wake_ups
 -- KEYS leases        ZSET
 -- KEYS leased        HASH    what the worker holds
 -- KEYS groups        prefix  of the group records (HASH)
@@ -55,7 +55,7 @@ if not held[2] and kind == 'expired' then
   if redis.call('GETBIT', dropped, draw) == 1 then return {'OK', 'dropped'} end
 end
 if held[1] ~= token or held[2] ~= 'running' then return {'FENCED'} end
-local lane, teacher = lane_again(held[3]), teacher_of(held[3])
+local lane = lane_again(held[3])
 local jobs = queues .. task .. ':' .. lane
 redis.call('XLEN', jobs)
 local is_expiring, cut = false, 0
@@ -67,8 +67,6 @@ if kind == 'expired' then
   is_expiring = threshold and oldest ~= '' and tonumber(oldest) < cut
   kind = 'aborted'
 end
--- what a teacher gives back is complete but for its columns
-if teacher and kind == 'aborted' and not is_expiring then kind = 'handback' end
 
 let_go(leases, leased, worker, {gid}, {token})
 redis.call('HINCRBY', progress, 'running', -1)
@@ -76,7 +74,7 @@ redis.call('HSET', record, 'released', token)
 local place
 if kind == 'failed' or kind == 'lost' then
   if kind == 'failed' then
-    local failures = note_failure(progress, workers, teacher and '' or worker, lease_ms, message, cause, patience, first)
+    local failures = note_failure(progress, workers, worker, lease_ms, message, cause, patience, first)
     if failures and redis.call('HEXISTS', progress, 'stopped') == 0 then
       stop_task(progress, task, int(failures) .. ' tries in a row failed: ' .. message, bell_trainer, events)
     end
@@ -108,7 +106,7 @@ else
     redis.call('ZADD', is_tail and expired or aborted, pool_score(version, last, token_lead), arrival .. ':' .. gid)
   else
     place = 'waiting'
-    to_waiting(jobs, record, gid, lane, held[4], progress)
+    to_waiting(jobs, record, gid, lane, held[4])
     keep_age(age_index, gid, held[4], held[5])
   end
 end

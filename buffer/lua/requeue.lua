@@ -1,12 +1,10 @@
 #!lua
 -- requeue: return a dead group, or one of a pool, to the queue by hand, with all its tries.
--- It starts from its prompt, since its tokens may be the cause of its failure. An aborted group keeps its tokens, and so
--- does one that died at a teacher: it waits for that teacher again.
--- include: ages, byte_count, ended, events, lanes, numbers, remove_dead_or_pooled, staleness, waiting, wake_ups
+-- It starts from its prompt, since its tokens may be the cause of its failure. An aborted group keeps its tokens.
+-- include: ages, byte_count, ended, events, numbers, remove_dead_or_pooled, waiting, wake_ups
 -- KEYS record       HASH    record of the group
 -- KEYS progress     HASH    of the task
 -- KEYS queues       prefix  of the queues (STREAM)
--- KEYS lineages     LIST
 -- KEYS completed    ZSET    pool of the task
 -- KEYS aborted      ZSET    pool of the task
 -- KEYS expired      ZSET    pool of the task
@@ -24,12 +22,12 @@
 -- ARGV draw      0..69_999_999
 -- ARGV operation token          nonce of this call
 -- ARGV task      name
--- ARGV lane      resume|eval    in which it waits, unless it is a teacher's
+-- ARGV lane      resume|eval    in which it waits
 -- replies OK place_before | RUNNING owner | TAKEN batch | ENDED place | UNKNOWN
 -- keeps I1, I11 (a dead letter may live again), I12, I13 (operation)
 
 local held = redis.call('HMGET', record, 'stage', 'status', 'owner', 'batch', 'payload', 'chunks', 'arrival', 'requeued',
-  'size', 'prompt', 'version', 'lane', 'lineage')
+  'size', 'prompt', 'version')
 if not held[1] then
   local place = ended_place({archived = archived, filtered = filtered, dropped = dropped}, draw)
   if place then return {'ENDED', place} end
@@ -39,18 +37,12 @@ if held[1] == 'waiting' or held[8] == operation then return {'OK', held[1]} end
 if held[1] == 'running' then return {'RUNNING', held[3]} end
 if held[1] == 'taken' then return {'TAKEN', held[4]} end
 
-local at_teacher = held[1] == 'dead' and teacher_of(held[12])
-if at_teacher then lane = held[12] end
 local jobs = queues .. task .. ':' .. lane
 redis.call('XLEN', jobs)
 local before = remove_dead_or_pooled({record = record, progress = progress, completed = completed, aborted = aborted,
   expired = expired, dead = dead, dead_letters = dead_letters}, gid, held[1], held[2], held[7])
 local payload, version = held[5], held[11]
-if at_teacher then
-  -- a trainer may have forked while the group was dead (I8)
-  if (version or '') ~= '' then version = living_version(lineages, held[13], version) end
-  redis.call('HSET', record, 'status', 'completed', 'version', version or '')
-elseif before ~= 'aborted' then
+if before ~= 'aborted' then
   if payload ~= 'init' then
     redis.call('SADD', garbage, gid .. ' ' .. payload .. ' ' .. held[6])
     count_bytes(bytes, 0, num(held[9]))
@@ -60,7 +52,7 @@ elseif before ~= 'aborted' then
     'version', '', 'lineage', '', 'tokens', 0)
 end
 redis.call('HSET', record, 'tries', 0, 'requeued', operation, 'released', '')
-to_waiting(jobs, record, gid, lane, payload, progress)
+to_waiting(jobs, record, gid, lane, payload)
 keep_age(age_index, gid, payload, version)
 wake(bell_workers, 1)
 log_event(events, 'requeued', 'gid', gid, 'from', before)

@@ -1,6 +1,5 @@
 #!lua flags=no-writes
--- silent: list live workers that have not carried out the newest control epoch, or a given one, at one instant. Teachers
--- are left out: they sample nothing.
+-- silent: list live workers that have not carried out the newest control epoch, or a given one, at one instant.
 -- include: clock, numbers
 -- KEYS control        HASH*
 -- KEYS workers        ZSET
@@ -14,7 +13,6 @@
 epoch = epoch or num(redis.call('HGET', control, 'epoch'))
 local reply = {'OK'}
 for _, id in ipairs(redis.call('ZRANGEBYSCORE', workers, int(now_ms() - lease_ms), '+inf', 'LIMIT', 0, limit)) do
-  local known = redis.call('HMGET', worker_records .. id, 'ack', 'teaches')
-  if num(known[1]) < epoch and not known[2] then reply[#reply + 1] = id end
+  if num(redis.call('HGET', worker_records .. id, 'ack')) < epoch then reply[#reply + 1] = id end
 end
 return reply

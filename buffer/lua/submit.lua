@@ -1,9 +1,7 @@
 #!lua flags=allow-oom
 -- submit: accept results of a worker for groups of one task; their bytes are already stored under the worker's tokens.
 -- Each is judged by itself, as if it had come alone: all are judged before anything is written.
--- A completed group with teachers waits for the first of them, then for the next, before it is in the pool. A teacher adds
--- columns: all counts are those of the worker that sampled the group.
--- include: ages, byte_count, clock, earlier_counts, events, leased, lanes, numbers, payloads, refuse, staleness, task_failures, waiting, wake_ups
+-- include: byte_count, clock, earlier_counts, events, leased, numbers, payloads, refuse, staleness, task_failures, wake_ups
 -- KEYS leases        ZSET
 -- KEYS leased        HASH*    what the worker holds
 -- KEYS groups        prefix   of the group records (HASH)
@@ -15,8 +13,6 @@
 -- KEYS garbage       SET*
 -- KEYS bell_trainer  LIST*
 -- KEYS bell_producer LIST*
--- KEYS bell_teachers LIST*
--- KEYS queues        prefix   of the queues (STREAM)
 -- KEYS events        STREAM*
 -- KEYS bytes         HASH
 -- KEYS age_index     ZSET*    groups of the task that wait or run, by their oldest version
@@ -38,12 +34,10 @@
 -- ARGV truncated    ''|0..4096                  x1..64  of these rollouts, those that ended at their token limit
 -- ARGV ms           0..                         x1..64  time from the group's claims to its result, without that in between
 -- ARGV chunks       1..1024                     x1..64  of KEYS
--- ARGV teachers     ''|names                    x1..64  that a completed group passes, in order; a teacher leaves them out
--- ARGV sampled      ''|hex                      x1..64  CRC-32 of all columns but those of teachers; '' = it passes no teacher
 -- ARGV made_by      ''|ages                     x1..64  "oldest LINEAGE VERSION,..." of each lineage in the group: its oldest
 --                      version; `last`: of the rollouts whose last trained token it made, the least newest version; `newest`, if
 --                      rollouts differ in age: of those whose oldest token it made, the newest version. '' = there are no tokens
--- replies OK arrival | FENCED '' | CHANGED '' (a teacher changed another column) | MISSING size_found
+-- replies OK arrival | FENCED '' | MISSING size_found
 --       of each, one behind the other
 -- keeps I1, I2 (an old token changes nothing), I8 (versions of dead lineages count as the fork), I11 (a result gives the try back, one with new tokens all tries), I12 (never refused), I13 (token), I14
 
@@ -57,34 +51,26 @@ end
 -- Return the reply to a result, and if it is accepted, what the record of its group says.
 local function judge(one)
   local gid, token, status, record = one.gid, one.token, one.status, groups .. one.gid
-  local payload, stage, holder, owner, lane, tries, arrival =
-    unpack(redis.call('HMGET', record, 'payload', 'stage', 'token', 'owner', 'lane', 'tries', 'arrival'))
-  local teacher, first, old = teacher_of(lane), before, {}
+  local payload, stage, holder, owner, tries, arrival =
+    unpack(redis.call('HMGET', record, 'payload', 'stage', 'token', 'owner', 'tries', 'arrival'))
+  local first, old = before, {}
   before = before + one.chunks
-  if payload and (payload ~= 'init' or status == 'filtered') then
-    old = redis.call('HMGET', record, 'chunks', 'size', 'prompt', 'teachers', 'sampled', 'sampler', 'replaced')
-  end
-  if payload == token or old[7] == token then return {'OK', arrival} end
+  if payload == token then return {'OK', arrival} end
   local draw = tonumber(string.match(gid, '%-(%d+)$'))
   if not payload and status == 'filtered' and redis.call('GETBIT', filtered, draw) == 1 then return {'OK', '0'} end
   if holder ~= token or stage ~= 'running' then return {'FENCED', ''} end
-  if teacher and old[5] ~= one.sampled then return {'CHANGED', ''} end
   local found = seen_bytes(payloads, first, one.chunks)
   if found ~= one.size then return {'MISSING', int(found)} end
 
-  local next_lane, later
-  if status == 'completed' then next_lane, later = string.match(teacher and old[4] or one.teachers, '^([^,]+),?(.*)$') end
-  next_lane = next_lane and 'teach.' .. next_lane
-  local jobs, pool = queues .. task .. ':' .. (next_lane or ''), status == 'completed' and completed or aborted
+  if payload ~= 'init' or status == 'filtered' then old = redis.call('HMGET', record, 'chunks', 'size', 'prompt') end
+  local pool = status == 'completed' and completed or aborted
   local version, lineage, score, fields = age_of(lineages, one.made_by, token_lead)
   read('ZCARD', pool)
-  if next_lane then read('XLEN', jobs) end
   if status == 'filtered' then read('STRLEN', filtered) end
   if status == 'filtered' or payload ~= 'init' then read('SCARD', garbage) end
-  return {'OK', arrival}, {one = one, record = record, payload = payload, teacher = teacher, owner = owner, tries = tries,
-    arrival = arrival, first = first, draw = draw, chunks = old[1], prompt = num(old[3]),
-    size = payload ~= 'init' and num(old[2]) or 0, sampler = teacher and old[6] or owner or '',
-    lane = next_lane, later = later, jobs = jobs, pool = pool, version = version, lineage = lineage, score = score,
+  return {'OK', arrival}, {one = one, record = record, payload = payload, owner = owner, tries = tries,
+    had_arrival = arrival, first = first, draw = draw, chunks = old[1], prompt = num(old[3]),
+    size = payload ~= 'init' and num(old[2]) or 0, pool = pool, version = version, lineage = lineage, score = score,
     fields = fields}
 end
 
@@ -111,20 +97,16 @@ local in_row, stopped_at, is_working, unparsed, truncated, ended = num(counts[10
 local now, unneeded, came, went, members = int(now_ms()), {}, 0, 0, {[completed] = {}, [aborted] = {}}
 for n, was in ipairs(accepted) do
   local one, record = was.one, was.record
-  local status, is_new, bytes_of = one.status, not was.teacher, gids[n] .. ' ' .. tokens[n] .. ' ' .. one.chunks
-  local had_arrival = was.arrival
-  if is_new then
-    arrivals, samples, generated = arrivals + 1, samples + one.samples, generated + one.tokens
-    rewards, scores = rewards + one.reward_sum, scores + one.reward_count
-    was.arrival = string.format('%010d', arrivals)
-    if status == 'completed' then in_row = 0 end
-  end
-  if is_new and status ~= 'aborted' then
-    produced, ms = produced + 1, ms + one.ms
+  local status, bytes_of = one.status, gids[n] .. ' ' .. tokens[n] .. ' ' .. one.chunks
+  arrivals, samples, generated = arrivals + 1, samples + one.samples, generated + one.tokens
+  rewards, scores = rewards + one.reward_sum, scores + one.reward_count
+  was.arrival = string.format('%010d', arrivals)
+  if status == 'completed' then in_row = 0 end
+  if status ~= 'aborted' then
+    -- a filtered group, too, was generated and judged: its task works
+    produced, ms, is_working = produced + 1, ms + one.ms, true
     unparsed, truncated = unparsed + (one.unparsed or 0), truncated + (one.truncated or 0)
   end
-  -- a filtered group was generated and judged: its task works; one that goes to a teacher may still fail there
-  if status ~= 'aborted' and not was.lane then is_working = true end
   if was.payload ~= 'init' then unneeded[#unneeded + 1] = gids[n] .. ' ' .. was.payload .. ' ' .. was.chunks end
   went = went + was.size
 
@@ -139,25 +121,15 @@ for n, was in ipairs(accepted) do
     came = came + one.size
     -- fields that only a running group needs would move the record into a larger size class
     redis.call('HDEL', record, 'token', 'lane', 'entry', 'claimed_ms')
-    if was.payload ~= 'init' or had_arrival then
-      redis.call('HDEL', record, 'newest', 'cut', 'best', 'teachers', 'sampled', 'sampler')
-    end
-    local fields = was.fields
-    if was.teacher then fields = {'owner', was.sampler, 'replaced', was.payload, unpack(fields)} end
+    if was.payload ~= 'init' or was.had_arrival then redis.call('HDEL', record, 'newest', 'cut', 'best') end
     -- I11: only failures and lost leases use up a try; tries without progress are counted anew once there is some
     redis.call('HSET', record, 'stage', 'pool', 'status', status, 'payload', tokens[n], 'chunks', one.chunks,
       'size', int(one.size), 'crc', one.crc, 'version', was.version, 'lineage', was.lineage, 'samples', one.samples,
       'arrival', was.arrival, 'reward', one.reward_sum, 'submitted_ms', now,
-      'tokens', int(one.length), 'tries', one.tokens > 0 and 0 or int(num(was.tries) - 1), unpack(fields))
+      'tokens', int(one.length), 'tries', one.tokens > 0 and 0 or int(num(was.tries) - 1), unpack(was.fields))
     if status == 'aborted' then redis.call('HINCRBY', record, 'aborts', 1) end
-    if was.lane then
-      to_waiting(was.jobs, record, gids[n], was.lane, tokens[n], progress)
-      redis.call('HSET', record, 'teachers', was.later, 'sampled', one.sampled, 'sampler', was.sampler)
-      keep_age(age_index, gids[n], tokens[n], was.version)
-    else
-      local scored = members[was.pool]
-      scored[#scored + 1], scored[#scored + 2] = was.score, was.arrival .. ':' .. gids[n]
-    end
+    local scored = members[was.pool]
+    scored[#scored + 1], scored[#scored + 2] = was.score, was.arrival .. ':' .. gids[n]
   end
 end
 for pool, scored in pairs(members) do
@@ -182,13 +154,13 @@ end
 
 local wakes = {}
 for _, was in ipairs(accepted) do
-  local bell = was.lane and bell_teachers or was.one.status == 'completed' and bell_trainer or bell_producer
+  local bell = was.one.status == 'completed' and bell_trainer or bell_producer
   wakes[bell] = (wakes[bell] or 0) + 1
 end
 for bell, times in pairs(wakes) do wake(bell, times) end
 for n, was in ipairs(accepted) do
-  log_event(events, was.teacher and 'taught' or was.one.status, 'gid', gids[n], 'worker', was.owner, 'version', was.version,
-    'tokens', int(was.one.tokens))
+  log_event(events, was.one.status, 'gid', gids[n], 'worker', was.owner, 'version', was.version, 'tokens',
+    int(was.one.tokens))
 end
 for place, was in pairs(twins) do replies[place] = was.arrival end
 return replies

@@ -6,7 +6,7 @@
 -- KEYS dead    ZSET
 -- KEYS bytes   HASH
 -- KEYS jobs_eval, jobs_resume, jobs_fresh, completed, aborted, expired, progress, archived, filtered, dropped  STREAM, STREAM, STREAM, ZSET, ZSET, ZSET, HASH, STRING, STRING, STRING x0..256  of each task
--- replies OK held dead came went, then 24 numbers per task: 3 streams, 3 pools, 15 counters, 3 bitmaps
+-- replies OK held dead came went, then 23 numbers per task: 3 streams, 3 pools, 14 counters, 3 bitmaps
 -- keeps I1 (one instant for all), I12
 
 local held = 0
@@ -18,8 +18,8 @@ for _, jobs_eval, jobs_resume, jobs_fresh, completed, aborted, expired, progress
   for _, jobs in ipairs({jobs_eval, jobs_resume, jobs_fresh}) do reply[#reply + 1] = redis.call('XLEN', jobs) end
   for _, pool in ipairs({completed, aborted, expired}) do reply[#reply + 1] = redis.call('ZCARD', pool) end
   local counters = redis.call('HMGET', progress, 'cursor', 'enqueued', 'target', 'consumed', 'running',
-    'taken', 'archived', 'dead', 'filtered', 'dropped', 'put', 'imported', 'reentered', 'highest_draw', 'teaching')
-  for k = 1, 15 do reply[#reply + 1] = num(counters[k]) end
+    'taken', 'archived', 'dead', 'filtered', 'dropped', 'put', 'imported', 'reentered', 'highest_draw')
+  for k = 1, 14 do reply[#reply + 1] = num(counters[k]) end
   for _, bitmap in ipairs({archived, filtered, dropped}) do reply[#reply + 1] = redis.call('BITCOUNT', bitmap) end
 end
 return reply

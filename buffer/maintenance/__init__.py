@@ -1,1 +1,1 @@
-"""Clean up: the janitor, media files that no group needs, removal of a run."""
+"""Clean up: files of large columns, removal of a run."""

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from buffer.errors import QueryError
-from buffer.ids import GID, POOLS, group_id, split_group_id
+from buffer.ids import GID, LANES, POOLS, group_id, split_group_id
 from buffer.ledger.ledger import BatchLedger
 from buffer.query.language import (
     FALSE,
@@ -143,11 +143,7 @@ class GroupScan:
         keys = self._keys
         match stage:
             case "waiting":
-                return [
-                    (keys.jobs(task, lane), {"task": task})
-                    for task, limits in tasks.items()
-                    for lane in limits.lanes
-                ]
+                return [(keys.jobs(task, lane), {"task": task}) for task in tasks for lane in LANES]
             case "pool":
                 return [
                     (keys.pool(task, pool), {"task": task, "status": pool})

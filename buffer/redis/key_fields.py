@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 from buffer.errors import RunDamaged
-from buffer.ids import GID, TEACHER
+from buffer.ids import GID
 
 HINT = (
     "something else wrote to the keys of this run, or the server evicts keys (see `rolloutmq "
@@ -27,7 +27,7 @@ _NAME = r"[\w.-]{1,64}"
 _TOKEN = r"[\w.:-]{1,64}"
 _MODE = "run|drain|abort|keep|finish"
 _LANES = "(eval|resume|fresh| )*"
-LANE = rf"eval|resume|fresh|teach\.{TEACHER}"
+LANE = "eval|resume|fresh"
 _WEIGHTS = rf"{_NAME}:\d{{1,16}}"
 
 Forms = Mapping[str, str]  # regular expressions by the name of the field
@@ -86,7 +86,7 @@ OPTIONAL: Mapping[str, Forms] = {
                 *("raw_rewards_count", "failed", "expirations", "ended_early", "unmade_tokens"),
                 *("discarded_tokens", "failures_in_row", "filtered_in_row", "tail_step"),
                 *("unparsed", "begins", "error_ms", "leases_lost", "quarantined", "halt_step"),
-                *("awaited", "awaited_step", "truncated", "teaching"),
+                *("awaited", "awaited_step", "truncated"),
             ),
             r"-?\d{1,16}",
         ),
@@ -98,10 +98,6 @@ OPTIONAL: Mapping[str, Forms] = {
         **dict.fromkeys(("tokens", "submitted_ms", "best"), _COUNT),
         **dict.fromkeys(("last", "newest", "cut", "arrival"), r"-?\d{0,16}"),
         "reward": _NUMBER,
-        "teachers": rf"({TEACHER},?)*",
-        "sampled": "[0-9a-f]{0,8}",
-        "sampler": rf"({_NAME})?",
-        "replaced": _TOKEN,
     },
 }  # fmt: skip
 """Fields that may be missing, by the kind of key."""

@@ -48,9 +48,7 @@ TABLE: Mapping[str, KeyRow] = {
         "LIST", "wakes idle workers, producer, trainer; a lost wake-up is harmless", saved=False
     ),
     # groups
-    "jobs:<task>:<lane>": KeyRow(
-        "STREAM", "waiting jobs; XLEN is the backlog. `teach.NAME`: groups that wait for a teacher"
-    ),
+    "jobs:<task>:<lane>": KeyRow("STREAM", "waiting jobs; XLEN is the backlog"),
     "group:<gid>": KeyRow("HASH", "the record of one group, short fields only"),
     "leases": KeyRow(
         "ZSET", "worker that holds groups by its deadline (ms of the server's clock)", saved=False
@@ -292,9 +290,6 @@ SLOTS: Mapping[str, str] = {
     "batch": "batch:{ledger}:{step}",
     "batches": "batch:{ledger}:",
     "weights_manifest": "weights:{lineage}:{version}",
-    **{
-        f"bell_{who}": f"bell:{who}"
-        for who in ("workers", "teachers", "producer", "trainer", "receipts")
-    },
+    **{f"bell_{who}": f"bell:{who}" for who in ("workers", "producer", "trainer", "receipts")},
 }
 """Keys that depend on facts, by their names in script headers."""

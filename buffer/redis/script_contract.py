@@ -64,14 +64,12 @@ NAMED = {
     "gid": (75, "[%w_.-]+%-00[0-6]%d%d%d%d%d%d%d"),
     "hex": (8, "[0-9a-f]+"),
     "name": (64, "[%w_.-]+"),
-    "names": (512, "%w[%w_,-]*"),
     "token": (64, "[%w_.:-]+"),
     "weights": (80, "[%w_.-]+:%d+"),
 }
 """Types of arguments by name: the most bytes, and a pattern of Lua.
 
-`name` is that of a task, a worker, a lineage or a field; `names` are those of teachers, with commas
-between. The draw of a gid is an offset in a
+`name` is that of a task, a worker, a lineage or a field. The draw of a gid is an offset in a
 bitmap, so its pattern bounds the memory (70,000,000 draws are 8.75 MB).
 """
 

@@ -3,7 +3,7 @@
     manifest.json    {"manifest": {...}, "blake2b": …}: the checksum is of the manifest as compact
                      JSON with sorted keys; it has a checksum of every other file
     keys.msgpack     arrays [type, key, value] one behind the other, keys without the run's prefix
-    files/           what payloads refer to, as <gid>/<name>
+    files/           of large columns, as <gid>/<name>
 
     type     value                                    type     value
     hash     [field, value, field, value, …]          list     [value, …]

@@ -17,10 +17,10 @@ import redis
 from buffer.errors import RunExists, SchemaVersionError, SnapshotError
 from buffer.ledger.account import Account
 from buffer.limits import LOADING, SCHEMA, RunLimits
+from buffer.maintenance.column_files import ColumnFolder
 from buffer.maintenance.remove_run import clear_keys
 from buffer.redis.connection.bulk_io import Command
 from buffer.redis.keys import Keys
-from buffer.redis.media_folder import MediaFolder
 from buffer.redis.scripts import Advance
 from buffer.redis.store import RunContext, Store
 from buffer.snapshot.folder import FILES, Item, read_items, read_manifest, verify
@@ -33,30 +33,30 @@ _WRITE = {"hash": "HSET", "list": "RPUSH", "set": "SADD", "zset": "ZADD", "strin
 
 
 class SnapshotLoader:
-    """Loads the snapshot in `folder` as run `name`, with its files in `files`."""
+    """Loads the snapshot in `folder` as run `name`, with files of columns in `columns`."""
 
-    def __init__(self, store: Store, folder: Path, name: str | None, files: Path | None) -> None:
+    def __init__(self, store: Store, folder: Path, name: str | None, columns: Path | None) -> None:
         self.facts = read_manifest(folder)
         self.keys = Keys(name or self.facts.run)
         self._store = store.at(self.keys.meta)
         self._folder = folder
-        self._files = files
+        self._columns = columns
         self._nonce = f"{LOADING}-{secrets.token_hex(16)}"
 
     def load(self, advance: Advance) -> None:
         """Verify and load the folder, or change nothing. Raises SnapshotError, RunExists."""
         verify(self._folder, self.facts)
         meta = self._meta()
-        files = self._new_files(RunLimits.from_meta(meta).media)
+        if self._columns:
+            meta["columns"] = f'"{self._columns.resolve()}"'
+        files = self._new_files(meta)
         self._claim_name()
         try:
             self._write(advance)
             self._prove(RunLimits.from_meta(meta))
-            if files:
-                MediaFolder(files, self.keys.run, meta["nonce"]).claim()
-                if (self._folder / FILES).is_dir():
-                    shutil.copytree(self._folder / FILES, files, dirs_exist_ok=True)
-            self._publish(meta | ({"media": f'"{files}"'} if files else {}))
+            if files and (self._folder / FILES).is_dir():
+                shutil.copytree(self._folder / FILES, files, dirs_exist_ok=True)
+            self._publish(meta)
         except BaseException:
             clear_keys(self._store, self.keys, (self.keys.meta,))
             self._store.ask("restore", "UNLINK", self.keys.meta)
@@ -78,27 +78,19 @@ class SnapshotLoader:
             )
         return meta
 
-    def _new_files(self, was: str) -> Path | None:
-        """Return the folder for files of payloads, by default `was`. Raises SnapshotError."""
-        if not was:
-            if self._files:
-                raise SnapshotError(f"run {self.facts.run!r} has no media folder")
-            return None
-        files = self._files or Path(was)
-        what = ""
-        if not self._files and self.keys.run != self.facts.run:
-            what = (
-                f"{files} is the media folder of run {self.facts.run!r}; two runs cannot share one"
-            )
-        elif files.exists() and (not files.is_dir() or any(files.iterdir())):
-            what = f"the run's files belong in {files}, which is not empty; nothing was changed"
-        if what:
+    def _new_files(self, meta: dict[str, str]) -> Path | None:
+        """Return where the run's files will lie, which must be empty. Raises SnapshotError."""
+        columns = RunLimits.from_meta(meta).columns
+        files = ColumnFolder.of_run(columns, self.keys.run, meta["nonce"]).root
+        if files and files.exists() and any(files.iterdir()):
             raise SnapshotError(
-                what,
-                hint="name a new folder: media=Path(...)",
-                command_hint="name a new folder with --media FOLDER",
+                f"the run's files belong in {files}, which is not empty; nothing was changed",
+                hint="another server may have this run; otherwise delete the folder, or name "
+                "another one: columns=Path(...)",
+                command_hint="another server may have this run; otherwise delete the folder, or "
+                "name another one with --columns FOLDER",
             )
-        return files.resolve()
+        return files
 
     def _claim_name(self) -> None:
         """Take the name. Raises RunExists where the server has a key of such a run."""

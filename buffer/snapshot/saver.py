@@ -17,7 +17,6 @@ from buffer.errors import SnapshotError
 from buffer.ledger.account import Account
 from buffer.redis.connection.bulk_io import Command
 from buffer.redis.keys import Keys, row_of
-from buffer.redis.media_folder import OWNER
 from buffer.redis.scripts import Advance
 from buffer.redis.store import RunContext, Store
 from buffer.snapshot.folder import FILES, KEYS, Item, SnapshotFacts, new_snapshot, seal, write_item
@@ -44,7 +43,7 @@ _ROLES = {
 
 
 def save(context: RunContext, files: Path | None, folder: Path, advance: Advance) -> SnapshotFacts:
-    """Write a new folder; `files`: the folder of those that payloads refer to.
+    """Write a new folder; `files`: the folder of large columns.
 
     Raises SnapshotError, and leaves no folder, if the run does not rest.
     """
@@ -60,7 +59,7 @@ def save(context: RunContext, files: Path | None, folder: Path, advance: Advance
                 saved += 1
                 advance("keys", saved)
         if files and files.is_dir():
-            shutil.copytree(files, hidden / FILES, ignore=shutil.ignore_patterns(OWNER))
+            shutil.copytree(files, hidden / FILES)
         if store.ask("save", *newest) != before:
             raise SnapshotError(
                 f"run {keys.run!r} changed while it was copied; nothing was kept",

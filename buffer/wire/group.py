@@ -7,7 +7,6 @@ without an object per rollout. `states` makes the objects on first use.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
 from functools import cache, cached_property
 from typing import Any
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from buffer.errors import GroupChanged, WireError
 from buffer.wire.checks import Bounds, bounds_of
-from buffer.wire.document import OPTIONAL, Columns, Document, Head, Own, Shared
+from buffer.wire.document import OPTIONAL, Columns, Document, Own, Shared
 from buffer.wire.own_copy import own_copy
 from buffer.wire.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
 from buffer.wire.sampling import SampleParams
@@ -109,13 +108,6 @@ class RolloutGroup:
         """Return the group of these rollouts, which were made from those of this one."""
         group = RolloutGroup(self.gid, self.task, states)
         group._origin = self._origin or self
-        return group
-
-    def with_parts(self, head: Head, columns: Columns) -> RolloutGroup:
-        """Return the same group with other columns."""
-        group = copy(self)
-        group._states, group.head, group.columns = None, head, columns
-        group._seal, group._origin = None, self._origin or self
         return group
 
     def __len__(self) -> int:
@@ -279,7 +271,7 @@ class RolloutGroup:
 
     @property
     def multimodal(self) -> list[MediaRef]:
-        """Return the prompt's images in token order; read them with `run.media.read(uri, …)`."""
+        """Return the prompt's images in token order."""
         return own_copy(self.shared.multimodal)
 
     @property

@@ -104,11 +104,10 @@ class ToolCall(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tr
 
 
 class MediaRef(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
-    """An image, video or sound of the prompt, by the `uri` of its features.
+    """An image, video or sound of the prompt, by the path or URL of its file or its features.
 
     `tokens`: its number of prompt tokens. `grid_thw`: patches in time, height and width, for 3-D
-    positions. The buffer never opens it; run://… is a file of its group
-    (buffer/redis/media_folder.py).
+    positions. The buffer never opens or deletes it.
     """
 
     kind: Literal["image", "video", "audio"]

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field
 
 from buffer.config.run_settings import PolicySection, RunSection, WeightsSection
 from buffer.config.section import YEAR_S, Count, DottedPath, Section
-from buffer.imports import is_dotted_path
+from buffer.imports import attached, is_dotted_path
 from buffer.limits import Bytes
 from consumer.config.learner import CriticConfig, LearnerConfig
 
@@ -31,6 +31,19 @@ def _check_advantages(text: str) -> str:
     if text not in ADVANTAGES and not is_dotted_path(text):
         raise ValueError(f"it is not one of {', '.join(ADVANTAGES)}, nor package.module:function")
     return text
+
+
+METRIC_WRITERS = "rolloutmq.metric_writers"
+"""The group of entry points whose classes are metric writers, by the name that a config gives."""
+
+
+def _check_writer(name: str) -> str:
+    if name not in (known := attached(METRIC_WRITERS)):
+        raise ValueError(f"it is not one of {', '.join(known)}")
+    return name
+
+
+WriterName = Annotated[str, AfterValidator(_check_writer)]
 
 
 class TrainerSection(Section):
@@ -83,7 +96,7 @@ class TrainerSection(Section):
     """
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d{1,3})?)$")
     """device of the model: auto (CUDA where there is some), cpu, cuda or cuda:N"""
-    writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    writers: tuple[WriterName, ...] = ()
     """destinations of config, metrics, evaluations and samples beside the run's folder: tensorboard
     (`pip install '.[tensorboard]'`), wandb (`pip install '.[wandb]'`)
     """
@@ -200,8 +213,8 @@ class TrainingConfig(Protocol):
         ...
 
     @property
-    def teacher_weights(self) -> Mapping[str, Mapping[str, float]]:
-        """Return the weight of each teacher of each task."""
+    def column_weights(self) -> Mapping[str, Mapping[str, float]]:
+        """Return the weights of columns in the loss, by task."""
         ...
 
     @property

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from buffer.control.length_counts import LengthCounts, count, length_bias
-from buffer.control.live_settings import KeptSettings
+from buffer.control.settings import KeptSettings
 from buffer.errors import ExpiredBatch
 from buffer.ids import split_group_id
 from buffer.ledger.position import Position

@@ -105,8 +105,8 @@ class TrainerRank:
             device=self.device,
             seed=config.run.seed,
             ranks=self.ranks,
-            media=self._run.media,
-            teacher_weights=config.teacher_weights,
+            columns=self._run.columns,
+            teacher_weights=config.column_weights,
         )
         self.reader.vocabulary = learner.vocabulary
         self._controller = TrainController.of(config, learner, self._model_dir)

@@ -70,7 +70,6 @@ class WaitReason(NotReady):
 
     # (waiting, running) groups by missing task
     started: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    teaching: Mapping[str, int] = field(default_factory=dict)  # of these, that wait for teachers
     workers: int = 0  # live ones that could claim such a group
     refusals: Refusals | None = None  # live workers that cannot load the newest weights
     stopped: Mapping[str, TaskStop] = field(default_factory=dict)  # missing tasks to be resumed
@@ -83,7 +82,6 @@ class WaitReason(NotReady):
             f"of {task}, {waiting} wait and {running} run"
             for task, (waiting, running) in self.started.items()
         ]
-        parts += [f"{n} of {task} wait for teachers" for task, n in self.teaching.items() if n]
         parts += [stop.describe(task) for task, stop in self.stopped.items()]
         parts.append(f"live workers: {self.workers}" if self.workers else "there is no live worker")
         if self.refusals and self.refusals.reasons:
@@ -102,7 +100,6 @@ def explain(run: Run, step: int, answer: NotReady) -> WaitReason:
     return WaitReason(
         **asdict(answer),
         started={each.task: (each.waiting, each.running) for each in accounts},
-        teaching={each.task: each.teaching for each in accounts},
         workers=refusals.live,
         refusals=refusals,
         stopped={task: stop for task, stop in stops.items() if stop.is_stopped},

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from pydantic import ByteSize, TypeAdapter
 
 from buffer.config.meanings import meanings
 from buffer.config.section import Section
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from docs.reference.markdown import table
 from producer_workers.config.task import named_judges
 from rolloutmq.config.config import Config
@@ -52,6 +53,7 @@ def config_reference() -> str:
 
 def _sections(name: str, field: Schema, schema: Schema) -> Iterator[tuple[str, Schema]]:
     """Find the sections in a field: itself and those inside of it, each under its dotted name."""
+    field = _resolve(field, schema)
     values = [field.get("additionalProperties"), *field.get("patternProperties", {}).values()]
     if any(values) and (named := _NAMED.get(name.rpartition(".")[2])):
         name, field = f"{name}.<{named}>", next(filter(None, values))
@@ -70,7 +72,7 @@ _NAMED = {"tasks": "name", "teachers": "teacher"}  # tables of sections, and wha
 
 
 def _is_section(definition: Schema) -> bool:
-    return "properties" in definition and definition["title"] in _SECTIONS
+    return "properties" in definition and definition["title"] in _section_types()
 
 
 def _subclasses(base: type[Section]) -> Iterator[type[Section]]:
@@ -79,7 +81,10 @@ def _subclasses(base: type[Section]) -> Iterator[type[Section]]:
         yield from _subclasses(found)
 
 
-_SECTIONS = {found.__name__: found for found in _subclasses(Section)}
+@cache
+def _section_types() -> dict[str, type[Section]]:
+    """Return the sections by name; call it once the schema is made, which imports what attaches."""
+    return {found.__name__: found for found in _subclasses(Section)}
 
 
 def _members(field: Schema) -> Sequence[Schema]:
@@ -105,10 +110,11 @@ def _keys(definition: Schema, schema: Schema, *, has_defaults: bool = True) -> s
     required = definition.get("required", ())
     header = ["key", "type", "default", "meaning"]
     rows = [header]
-    docs = meanings(_SECTIONS[definition["title"]])
+    docs = meanings(_section_types()[definition["title"]])
     for key, field in sorted(definition["properties"].items(), key=lambda item: item[0] != "kind"):
         default = _default(key, field, required)
-        rows.append([f"`{key}`", _type(field, schema), default, docs[key]])
+        meaning = docs.get(key) or _resolve(field, schema).get("description", "")  # attached
+        rows.append([f"`{key}`", _type(field, schema), default, meaning.rpartition("]: ")[2]])
     if not has_defaults:
         rows = [[key, kind, meaning] for key, kind, _, meaning in rows]
     return table(rows[0], rows[1:])

@@ -100,24 +100,6 @@ def load_tokenizer(model: str) -> Tokenizer:
     return cast(Tokenizer, tokenizer)
 
 
-def check_same_tokens(student: Path, teacher: Path) -> None:
-    """Raise ModelError unless each token of the student's tokenizer has the same id in both."""
-    if student == teacher:
-        return
-    mine: dict[str, int] = cast(Any, load_tokenizer(str(student))).get_vocab()
-    known: dict[str, int] = cast(Any, load_tokenizer(str(teacher))).get_vocab()
-    other = min(((n, token) for token, n in mine.items() if known.get(token) != n), default=None)
-    if other is None:
-        return
-    number, token = other
-    names = {n: name for name, n in known.items()}
-    theirs = f"is {names[number]!r} in {teacher}" if number in names else f"not in {teacher}"
-    raise ModelError(
-        f"the teacher has another tokenizer: token {number} is {token!r} in {student}, {theirs}",
-        hint="a teacher scores the student's own token ids: take a model of the same family",
-    )
-
-
 def _tokenizer_class(folder: Path) -> Any:
     """Return AutoTokenizer's choice without its import of torch, which takes seconds."""
     fields = read_config(folder, "tokenizer_config.json")

@@ -20,7 +20,7 @@ becomes, a group stores 1 MB.
 
 
 class ImagesSection(Section):
-    """[tasks.<name>.dataset.images]: the limits of images that rows name; see [run] media."""
+    """[tasks.<name>.dataset.images]: the limits of images that rows name."""
 
     root: Path | None = None
     """folder of the image files, which no row may leave; default: the folder of the data set's file

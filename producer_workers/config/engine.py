@@ -89,7 +89,7 @@ class EngineSettings(Section):
         """Return settings with which the engine records sampling masks, if it can."""
         return self.model_copy(update={"sampling_mask": True}) if self.has_masks else self
 
-    def for_teacher(self, top_k: int) -> Self:
+    def for_scoring(self, top_k: int) -> Self:
         """Return the settings of an engine that only scores texts, with weights that stay."""
         return self
 
@@ -189,7 +189,7 @@ class VllmConfig(EngineSettings):
     def reporting_load(self) -> Self:
         return self.model_copy(update={"report_load": True})
 
-    def for_teacher(self, top_k: int) -> Self:
+    def for_scoring(self, top_k: int) -> Self:
         extra = {
             # vLLM makes the logits of all tokens of a step at once: 1.2 GB for 2,048 of Qwen's
             "enable_chunked_prefill": True,
@@ -242,9 +242,6 @@ class HttpConfig(EngineSettings):
 
     def adapter_problem(self, rank: int) -> str:
         return "" if self.wants_adapters else '[learner.lora] needs [engine] weights = "adapters"'
-
-    def for_teacher(self, top_k: int) -> Self:
-        return self.model_copy(update={"weights": "static"})
 
 
 class TransformersConfig(EngineSettings):

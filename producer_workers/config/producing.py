@@ -15,7 +15,6 @@ from producer_workers.config.engine import EngineConfig
 from producer_workers.config.gateway import GatewaySection
 from producer_workers.config.strategy import StrategySection
 from producer_workers.config.task import TaskSection
-from producer_workers.config.teacher import TeacherSection
 
 
 class WorkerSection(Section):
@@ -91,10 +90,6 @@ class ProducingConfig(Protocol):
     def gateway(self) -> GatewaySection: ...
     @property
     def model_folder(self) -> Path: ...
-    @property
-    def teachers(self) -> Mapping[str, TeacherSection]: ...
-    def teacher_engine(self, name: str) -> EngineConfig: ...
-    def teacher_folder(self, name: str) -> Path: ...
     @property
     def untruncated_tasks(self) -> list[str]:
         """Return the tasks whose tokens must be sampled from the model's whole distribution."""

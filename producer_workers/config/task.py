@@ -8,19 +8,19 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
+from buffer.config.attached import Attaching
 from buffer.config.memory_budget import estimate_group_bytes
 from buffer.config.run_settings import Name
 from buffer.config.section import YEAR_S, Count, Section
-from buffer.ids import TEACHER
 from buffer.imports import attached, is_dotted_path, load_object
 from buffer.readable import format_size
 from buffer.wire.document import MAX_MEMBERS
 from buffer.wire.framing import MAX_BYTES
 from buffer.wire.sampling import SampleParams, StructuredOutput
+from producer_workers.config.attached_judge import AttachedJudge
 from producer_workers.config.dataset import DatasetSection, ImagesSection
 from producer_workers.config.sandbox import BUBBLEWRAP, Sandbox, is_url
 from producer_workers.config.strategy import StrategySection
-from producer_workers.config.teacher import TeacherSection
 
 HELD_OUT = "held_out"
 """The split of a training task's data set that its `eval_of` task reads."""
@@ -79,8 +79,6 @@ NO_JUDGE = "environment"
 
 LIVE = "live"
 """The agent loop of tasks that only `rolloutmq gateway` serves."""
-
-TeacherName = Annotated[str, Field(pattern=f"^{TEACHER}$")]
 
 JudgeWeight = Annotated[float, Field(ge=-1e6, le=1e6)]
 JudgeSpec = str | dict[str, str | dict[str, JudgeWeight]]
@@ -188,8 +186,13 @@ class JudgingSection(Section):
     """
 
 
-class TaskSection(Section):
-    """[tasks.<name>]: one kind of problem; a run mixes its training tasks by weight."""
+class TaskSection(Attaching):
+    """[tasks.<name>]: one kind of problem; a run mixes its training tasks by weight.
+
+    A key that a package attaches is an `AttachedJudge`.
+    """
+
+    attaches = "rolloutmq.judges"
 
     weight: float = Field(1.0, ge=0, le=1e6)
     """share of this task in a batch, relative to the others"""
@@ -238,8 +241,6 @@ class TaskSection(Section):
     """
     strategy: StrategySection | None = None
     """the keys of [strategy] with other values for this task"""
-    teachers: dict[TeacherName, TeacherSection] = Field(default_factory=dict)
-    """models that score the tokens of finished rollouts, one after another"""
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -336,8 +337,10 @@ def _inherit(task: Any, training: Mapping[str, Mapping[str, Any]]) -> Any:
     if not isinstance(task, Mapping) or not isinstance(task.get("eval_of"), str):
         return task
     base = training.get(task["eval_of"]) or next(iter(training.values()), {})
-    once = {"weight": 0.0, "prompt_repeat_k": 1, "shuffle": False, "teachers": {}}
-    merged = {**base, **once, **task}
+    once = {"weight": 0.0, "prompt_repeat_k": 1, "shuffle": False}
+    # what packages attach adds columns to what is trained
+    inherited = {key: value for key, value in base.items() if key in TaskSection.model_fields}
+    merged = {**inherited, **once, **task}
     if all(isinstance(part.get("sample", {}), Mapping) for part in (base, task)):
         greedy = {"temperature": 0.0}
         merged["sample"] = {**base.get("sample", {}), **greedy, **task.get("sample", {})}
@@ -362,3 +365,10 @@ Tasks = Annotated[
 def live_tasks(tasks: Mapping[str, TaskSection], default_loop: str) -> list[str]:
     """Return the tasks that only gateways serve; `default_loop` is [worker] agent_loop."""
     return [name for name, task in tasks.items() if task.loop(default_loop) == LIVE]
+
+
+def attached_kinds(tasks: Mapping[str, TaskSection]) -> list[type[AttachedJudge]]:
+    """Return the kinds of judges that packages have attached to some task."""
+    return list(
+        dict.fromkeys(type(each) for task in tasks.values() for each in task.attached.values())
+    )

@@ -17,14 +17,20 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.errors import MediaError, ModelError
-from buffer.redis.media_folder import MediaFolder
+from buffer.errors import ModelError
 from buffer.wire.rollout import MediaRef
 from producer_workers.config.dataset import ImagesSection
 from producer_workers.datasets.dataset import EncodedPrompt, Problem, ShownImage
 from producer_workers.datasets.records import ToProblem, is_image, parts_of
 from producer_workers.datasets.row_values import is_picture
-from producer_workers.images import check_image, find_runs, load_image, png_of
+from producer_workers.images import (
+    ImageError,
+    ImageFolder,
+    check_image,
+    find_runs,
+    load_image,
+    png_of,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -117,7 +123,7 @@ class ImageRecords:
         try:
             found = find_image(value, self._root, self._limits)
             check_image(found, self._limits)
-        except (MediaError, ValueError) as error:
+        except (ImageError, ValueError) as error:
             raise ValueError(f"{what}: {error}") from error
         return found
 
@@ -187,22 +193,22 @@ def _listed(value: Any) -> list[Any]:
 
 
 class ImagePrompts:
-    """Makes the prompts of one task and keeps their images as files of their groups."""
+    """Makes the prompts of one task and keeps their images in the folder of the run."""
 
     def __init__(
         self,
         model: str,
         limits: ImagesSection,
-        media: MediaFolder,
+        folder: ImageFolder,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         self._processor = load_processor(model)
         self._template_kwargs = template_kwargs or {}
         self._limits = limits
-        self._media = media
+        self._folder = folder
 
     def encode(self, problem: Problem, tools: list[dict[str, Any]] | None) -> EncodedPrompt:
-        """Return the prompt. Raises MediaError, and ValueError of the model's processor."""
+        """Return the prompt. Raises ImageError, and ValueError of the model's processor."""
         files = [load_image(source, self._limits) for source in problem.images]
         text = self._processor.apply_chat_template(
             problem.messages,
@@ -235,16 +241,16 @@ class ImagePrompts:
         find_runs(ids, image_token, tokens)
         return tokens
 
-    def keep(self, gid: str, prompt: EncodedPrompt) -> list[MediaRef]:
-        """Write the images as files of the group; another draw writes the same files."""
+    def keep(self, prompt: EncodedPrompt) -> list[MediaRef]:
+        """Write the images into the run's folder, unless an earlier draw has, and name them."""
         return [
             MediaRef(
                 kind="image",
-                uri=self._media.put(gid, f"image-{number}.{image.file.suffix}", image.file.data),
+                uri=self._folder.put(image.file.data, image.file.suffix),
                 tokens=image.tokens,
                 grid_thw=image.grid_thw,
             )
-            for number, image in enumerate(prompt.images)
+            for image in prompt.images
         ]
 
 

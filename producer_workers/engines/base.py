@@ -15,7 +15,7 @@ from buffer.errors import ModelError, RolloutMQError
 from buffer.wire.rollout import MediaRef, PolicyVersion, VersionSpan
 from buffer.wire.sampling import SampleParams
 from buffer.wire.sampling_mask import RecordedMask
-from producer_workers.images import ImageReader
+from producer_workers.images import ImageFolder
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "keep"]
@@ -165,7 +165,7 @@ def records_masks(engine: object) -> bool:
 
 @runtime_checkable
 class ScoresTexts(Protocol):
-    """An engine that can score given tokens, as a teacher does."""
+    """An engine that can score given tokens."""
 
     async def score(
         self, request_id: str, ids: NDArray[np.int32], start: int, top_k: int = 0
@@ -188,9 +188,9 @@ class AbortsGroups(Protocol):
 class GroupImages:
     """Images of groups; an engine without a model ignores them."""
 
-    def read_with(self, reader: ImageReader) -> None: ...
+    def read_from(self, folder: ImageFolder) -> None: ...
 
-    def show(self, gid: str, media: Sequence[MediaRef]) -> None:
+    def show(self, gid: str, refs: Sequence[MediaRef]) -> None:
         """Show these images to requests of the group from now on, in the order of its prompt.
 
         The group of a request is its id up to the first "/".
@@ -207,9 +207,9 @@ class ShowsImages(Protocol):
 
 
 @contextmanager
-def shown(engine: Engine, gid: str, media: Sequence[MediaRef]) -> Iterator[None]:
-    """Show `media` to the requests of group `gid` within the block. Raises GenerationError."""
-    if not media:
+def shown(engine: Engine, gid: str, refs: Sequence[MediaRef]) -> Iterator[None]:
+    """Show `refs` to the requests of group `gid` within the block. Raises GenerationError."""
+    if not refs:
         yield
         return
     images: GroupImages | None = getattr(engine, "images", None)
@@ -218,7 +218,7 @@ def shown(engine: Engine, gid: str, media: Sequence[MediaRef]) -> Iterator[None]
         raise GenerationError(
             f"{gid} has images, which the engine {engine.name} cannot show", hint=hint
         )
-    images.show(gid, media)
+    images.show(gid, refs)
     try:
         yield
     finally:

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from buffer.errors import JudgeError, WireError
-from buffer.wire.rollout import RolloutState
+from buffer.wire.rollout import TEACHERS, RolloutState
 from producer_workers.config.task import RUNS_PROGRAMS, JudgingSection, named_judges
 from producer_workers.user_code.border import (
     BORDERS,
@@ -26,10 +27,13 @@ from producer_workers.user_code.border import (
     TURN_REWARDS,
     Rules,
     Shape,
+    check_numbers,
     load_border,
 )
 from producer_workers.user_code.process_function import ProcessFunction
 from producer_workers.user_code.user_function import UserFunction
+
+COLUMNS = frozenset((*TOKEN_COLUMNS, *TEACHERS))
 
 LIMIT_S: float = JudgingSection().timeout_s
 
@@ -199,6 +203,26 @@ def take_columns(
             raise JudgeError(f"judge {name!r} returned {error.message}", hint=error.hint) from error
         rewards.append(reward)
     return rewards
+
+
+def add_columns(
+    name: str, states: Sequence[RolloutState], answers: Sequence[Mapping[str, Any]]
+) -> None:
+    """Give judged rollouts the columns and numbers of a `ColumnJudge`. Raises JudgeError."""
+    if len(answers) != len(states):
+        raise JudgeError(f"judge {name!r} gave {len(answers)} answers for {len(states)} rollouts")
+    for state, answer in zip(states, answers, strict=True):
+        columns = {key: value for key, value in answer.items() if key in COLUMNS}
+        try:
+            checked = RolloutState(**{**dict(state), **columns})
+        except ValidationError as error:
+            reasons = "; ".join(found["msg"] for found in error.errors())
+            raise JudgeError(f"judge {name!r}: {reasons}") from error
+        numbers = {key: value for key, value in answer.items() if key not in columns}
+        reward = check_numbers(f"judge {name!r}", numbers)
+        for column in columns:
+            setattr(state, column, getattr(checked, column))
+        state.reward = {**reward, **(state.reward or {})}
 
 
 def reward_turns(states: Sequence[RolloutState], reward: dict[str, Any]) -> None:

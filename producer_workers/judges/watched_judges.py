@@ -14,10 +14,12 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from buffer.control.worker_record import JUDGE_BOUNDS_S, Histogram
-from buffer.errors import JudgeError, JudgeInterrupted, RolloutMQError, describe
+from buffer.errors import JudgeError, JudgeInterrupted, ModelError, RolloutMQError, describe
 from buffer.observers import Observer, all_of
+from buffer.wire.own_copy import readers_copy
 from buffer.wire.rollout import RolloutState
-from producer_workers.judges.judge import Judge
+from producer_workers.config.attached_judge import ColumnJudge
+from producer_workers.judges.judge import Judge, add_columns
 from producer_workers.user_code.process_function import ProcessFunction
 from producer_workers.user_code.user_function import UserFunction, outcome_of
 
@@ -74,6 +76,10 @@ class WatchedJudges:
         self.close_at_end(call)
         return keeps
 
+    def watch_columns(self, judge: ColumnJudge, grace_s: float) -> WatchedColumns:
+        """Return `judge`, watched and timed as others."""
+        return WatchedColumns(judge, partial(self._timed, f"judge {judge.name!r}", grace_s))
+
     def close_at_end(self, judge: Closes) -> None:
         self._closed_at_end.append(judge)
 
@@ -82,7 +88,10 @@ class WatchedJudges:
             return await self.run(grace_s, what, call)
 
     async def run(self, grace_s: float, what: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Return what `call` returns. Raises JudgeError and JudgeInterrupted only."""
+        """Return what `call` returns.
+
+        Raises JudgeError, JudgeInterrupted, and the ModelError of a judge whose model is gone.
+        """
         if self._is_ending:
             raise JudgeInterrupted(f"the worker leaves: {what} is not called")
         running = _Call(what, grace_s)
@@ -123,8 +132,8 @@ class WatchedJudges:
             judge.close()
 
 
-def _judge_error(what: str, error: BaseException) -> JudgeError:
-    if isinstance(error, JudgeError):
+def _judge_error(what: str, error: BaseException) -> RolloutMQError:
+    if isinstance(error, JudgeError | ModelError):
         return error
     if isinstance(error, RolloutMQError):
         return JudgeError(error.message, hint=error.hint)
@@ -141,6 +150,21 @@ class _WatchedJudge(Judge):
     async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         rewards: list[dict[str, float]] = await self._run(lambda: self._judge.ask(states))
         return rewards
+
+
+class WatchedColumns:
+    """A judge that adds columns to groups: it gets copies, and its answers are checked."""
+
+    def __init__(self, judge: ColumnJudge, run: Run) -> None:
+        self._judge = judge
+        self._run = run
+        self.open = judge.open
+        self.close = judge.close
+
+    async def add_to(self, states: Sequence[RolloutState]) -> None:
+        """Add its columns to the rollouts of a group. Raises as `WatchedJudges.run`."""
+        answers = await self._run(lambda: self._judge.ask(readers_copy(list(states))))
+        add_columns(self._judge.name, states, answers)
 
 
 class JudgeTimes:

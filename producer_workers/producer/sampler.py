@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 
-from buffer.errors import ConfigError, DatasetError, MediaError, WireError, describe
+from buffer.errors import ConfigError, DatasetError, WireError, describe
 from buffer.ids import group_id
 from buffer.wire import group_bytes
 from buffer.wire.group import GATEWAY_RECORD, GROUP_TIME, RolloutGroup
@@ -26,6 +26,7 @@ from producer_workers.config.task import NO_JUDGE, JudgeSpec
 from producer_workers.datasets.dataset import Dataset, EncodedPrompt, Problem, RowPlace, place_of
 from producer_workers.datasets.image_records import ImagePrompts
 from producer_workers.datasets.row_values import byte_count
+from producer_workers.images import ImageError
 from producer_workers.judges.load import check_truth
 
 # The origin of a prompt, which a sampler adds to `extra`.
@@ -51,8 +52,8 @@ class TooLong:
 class Sampler:
     """Makes the groups of one task. Threads may share it.
 
-    `tools`, `system_prompt`: for prompts that have none of their own. `images`: each draw writes
-    the images of its row into the run's folder. `judge`: refuses rows that it cannot judge.
+    `tools`, `system_prompt`: for prompts that have none of their own. `images`: writes the
+    images of a row into the run's folder. `judge`: refuses rows that it cannot judge.
     """
 
     task: str
@@ -90,7 +91,7 @@ class Sampler:
         prompt = self._encode(problem, place)
         if tokens is not None and len(prompt.ids) > tokens:
             return TooLong(draw, place)
-        media = self.images.keep(self.gid(draw), prompt) if self.images else []
+        shown = self.images.keep(prompt) if self.images else []
         prompt_hash = blake2b(prompt.seed, digest_size=8).hexdigest()
         origin = dict(zip(ORIGIN_KEYS, (*place, prompt_hash), strict=True))
         return [
@@ -98,7 +99,7 @@ class Sampler:
                 index=index,
                 messages=problem.messages,
                 tools=problem.tools or self.tools or None,
-                multimodal=media,
+                multimodal=shown,
                 prompt_ids=prompt.ids,
                 sample_params=self._params(draw, index, problem),
                 data_source=problem.data_source,
@@ -143,7 +144,7 @@ class Sampler:
                 return self.images.encode(problem.model_copy(update=shown), safe.broken_up(tools))
             ids = encode_chat(self.tokenizer, problem.messages, tools)
             return EncodedPrompt(np.array(ids, dtype="<i4"), [])
-        except MediaError as error:
+        except ImageError as error:
             raise DatasetError(f"{self.task}: an image of row {place.row}: {error}") from error
         except ConfigError as error:
             raise DatasetError(

@@ -181,7 +181,7 @@ class Claims:
                 self._worker,
                 self._nonce,
                 new_nonce(),
-                None if vacancy.serves.teacher else weights,
+                weights,
                 vacancy.limit,
                 vacancy.serves,
                 vacancy.sampled,
@@ -196,10 +196,9 @@ class Claims:
 class WakeUp:
     """Waits on a thread for a wake-up, which only a worker with a vacancy may take."""
 
-    def __init__(self, run: Run, inbox: Inbox, who: str) -> None:
+    def __init__(self, run: Run, inbox: Inbox) -> None:
         self._run = run
         self._inbox = inbox
-        self._who = who
         self._task: asyncio.Task[None] | None = None
         self._problem = LogOnce(log, "no wake-ups")
         self.is_awaited = False
@@ -214,7 +213,7 @@ class WakeUp:
             self._task.cancel()
 
     async def _wait(self, timeout_s: float) -> None:
-        wake_up = self._run.keys.wake_up(self._who)
+        wake_up = self._run.keys.wake_up("workers")
         try:
             await asyncio.to_thread(
                 self._run.store.wait_for_wake_up, wake_up, timeout_s, shared=True

@@ -16,8 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
-import numpy as np
-
 from buffer.control.length_counts import CUT, FINISHED, LengthCounts
 from buffer.errors import (
     Fenced,
@@ -37,12 +35,10 @@ from buffer.failure_text import cause_of, headline, message_of
 from buffer.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.observers import all_of
 from buffer.redis.connection.retry import LogOnce
-from buffer.redis.media_folder import MediaFolder
 from buffer.run import Run
 from buffer.wire.group import GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import UNJUDGED, RolloutState, Status, has_ended
-from buffer.wire.sampling_mask import SamplingMask
-from producer_workers.engines.base import Engine, EngineDeadError, ScoresTexts, shown
+from producer_workers.engines.base import Engine, EngineDeadError, shown
 from producer_workers.user_code.failure import log_failure
 from producer_workers.user_code.user_function import outcome_of
 from producer_workers.worker.claims import FailureBackoff
@@ -51,14 +47,10 @@ from producer_workers.worker.loop_border import LoopInput, check_weights
 from producer_workers.worker.shared_engine import SharedEngine
 from producer_workers.worker.submitter import Submitter
 from producer_workers.worker.task_runner import TaskRunner, restart_too_old, restart_unfinished
-from producer_workers.worker.teacher import Teacher
 from producer_workers.worker.turn_keeper import TurnKeeper
 
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
-
-# Smaller columns stay in the payload: a file costs more than it saves.
-INLINE_BYTES = 64 << 10
 
 # Dead letters of one cause, and of all, whose responses a worker keeps: a judge that always raises
 # must not fill the server.
@@ -76,7 +68,7 @@ FATES: Mapping[ReleaseKind, str] = {
 
 
 class GroupRunner:
-    """Generates, judges and submits the groups of one worker; a teacher scores them instead."""
+    """Generates, judges and submits the groups of one worker."""
 
     def __init__(
         self,
@@ -86,7 +78,6 @@ class GroupRunner:
         runners: Mapping[str, TaskRunner],
         worker: str,
         failures: FailureBackoff,
-        teacher: Teacher | None = None,
     ) -> None:
         self._run = run
         self._engine = engine
@@ -94,7 +85,6 @@ class GroupRunner:
         self._runners = runners
         self._worker = worker
         self._failures = failures
-        self._teacher = teacher
         self._submitter = Submitter(run, worker)
         self.tokens = self.done = self.failed = 0
         self.lengths = LengthCounts()
@@ -102,7 +92,7 @@ class GroupRunner:
         self._outage = LogOnce(log, "waiting for the server with groups that are held")
 
     async def run(self, job: Job) -> None:
-        """Generate and judge one group, or as a teacher score it, and submit it.
+        """Generate and judge one group, and submit it.
 
         Raises EngineDeadError, GroupChanged, and RunDamaged where the result cannot be submitted.
         Any other failure only releases the group.
@@ -111,12 +101,9 @@ class GroupRunner:
         group: RolloutGroup | None = None
         try:
             self._isolate_last_try(job)
-            if self._teacher:
-                await self._teach(job, self._teacher)
-            else:
-                group, known_tokens = await self._begin(job)
-                made = await self._generate(job, group)
-                await self._finish(job, made, known_tokens)
+            group, known_tokens = await self._begin(job)
+            made, is_kept = await self._generate(job, group)
+            await self._finish(job, made, known_tokens, is_kept=is_kept)
         except Fenced as error:
             log.warning("result not wanted: %s", error, extra={"gid": job.gid})
         except EngineDeadError as error:
@@ -157,8 +144,13 @@ class GroupRunner:
             self._engine.alone.add(job.gid)
 
     async def open(self) -> None:
-        """Open the agent loops, which may serve something. Raises ConfigError."""
+        """Open the agent loops and judges, which may serve or load something.
+
+        Raises ConfigError, ModelError.
+        """
         for runner in self._runners.values():
+            for judge in runner.column_judges:
+                await judge.open()
             opens = getattr(runner.agent_loop, "open", None)
             if inspect.iscoroutinefunction(opens):
                 await opens()
@@ -170,12 +162,14 @@ class GroupRunner:
                 end()
 
     async def close(self) -> None:
-        """Close the agent loops, which may hold processes of tools; log what they raise."""
-        closes = [getattr(runner.agent_loop, "close", None) for runner in self._runners.values()]
+        """Close the agent loops and judges, which may hold processes; log what they raise."""
+        runners = self._runners.values()
+        closes = [getattr(runner.agent_loop, "close", None) for runner in runners]
+        closes += [judge.close for runner in runners for judge in runner.column_judges]
         closing = map(outcome_of, filter(inspect.iscoroutinefunction, closes))
         for outcome in await asyncio.gather(*closing):
             if outcome.error is not None:
-                log.warning("an agent loop could not be closed: %s", describe(outcome.error))
+                log.warning("an agent loop or judge was not closed: %s", describe(outcome.error))
 
     async def hand_back(self, job: Job) -> None:
         """Release a group that a leaving worker cancelled. If that fails, its lease runs out."""
@@ -212,8 +206,8 @@ class GroupRunner:
         group = group.continued(states)
         return group, min(len(read.response_ids), len(group.response_ids))
 
-    async def _generate(self, job: Job, group: RolloutGroup) -> RolloutGroup:
-        """Return the group sampled and judged, with the total time."""
+    async def _generate(self, job: Job, group: RolloutGroup) -> tuple[RolloutGroup, bool]:
+        """Return the group sampled and judged, with the total time, and whether to train it."""
         runner = self._runners[job.task]
         began = time.monotonic()
         spent_s = group.shared.extra.get(GROUP_TIME, 0.0)
@@ -240,14 +234,18 @@ class GroupRunner:
         self._held.members[job] = made
         if not runner.partial_rollout:
             restart_unfinished(made)
-        if media := self._run.media:
-            await asyncio.to_thread(put_columns_into_files, made, media, job.gid, job.token)
+        is_kept = True
         if all(state.status is Status.COMPLETED for state in made):
-            runner.leave_out_roles(made)
+            try:
+                is_kept = await runner.finish(made)
+            except JudgeInterrupted:  # judged and filtered again at its next claim
+                for state in made:
+                    state.status = Status.ABORTED
+        await asyncio.to_thread(self._run.columns.put_large, made, job.gid, job.token)
         result = group.continued(made)
         total_s = round(spent_s + time.monotonic() - began, 6)
         result.shared.extra = {**result.shared.extra, GROUP_TIME: total_s}
-        return result
+        return result, is_kept
 
     async def _drawn(self, job: Job) -> list[RolloutState]:
         """Return the rollouts of a begun group as they were drawn; [] if they are lost."""
@@ -257,15 +255,6 @@ class GroupRunner:
             log.warning("going on without its prompt: %s", error, extra={"gid": job.gid})
             return []
 
-    async def _teach(self, job: Job, teacher: Teacher) -> None:
-        group = await self._insist(self._run.buffer.read, job.payload)
-        made = await teacher.scored(group, cast(ScoresTexts, self._engine))
-        self._held.submitting.add(job)
-        await self._submitter.submit(Result(job, made, 0))
-        self.tokens += len(group.response_ids)
-        self.done += 1
-        self._failures.succeeded()
-
     def _may_have_killed_engine(self, job: Job) -> bool:
         """Return whether the engine's death uses up a try of this group."""
         # a last try only if it was alone: no group ends because of another one
@@ -273,15 +262,10 @@ class GroupRunner:
         was_sampled = job.gid in self._engine.sampled_at_death
         return was_sampled and (not is_last or job.gid in self._engine.alone)
 
-    async def _finish(self, job: Job, group: RolloutGroup, known_tokens: int) -> None:
+    async def _finish(
+        self, job: Job, group: RolloutGroup, known_tokens: int, *, is_kept: bool
+    ) -> None:
         status = group.status
-        filtered = False
-        if status is Status.COMPLETED:
-            try:
-                filtered = not await self._runners[job.task].is_worth_training(group.states)
-            except JudgeInterrupted:  # judged and filtered again at its next claim
-                status = Status.ABORTED
-                group.set_status(status)
         if status is Status.FAILED:
             await self._fail(job, "\n".join(group.errors), group.states)
         elif status is Status.ABORTED and (
@@ -298,13 +282,11 @@ class GroupRunner:
                 self._count_lost(job, fate, restarted)
             self._held.submitting.add(job)
             new_tokens = max(0, len(group.response_ids) - known_tokens)
-            is_ready = status is Status.COMPLETED and not filtered
-            teachers = self._runners[job.task].teachers_of(group) if is_ready else ()
-            await self._submitter.submit(Result(job, group, new_tokens, filtered, teachers))
+            await self._submitter.submit(Result(job, group, new_tokens, not is_kept))
             self.tokens += new_tokens
             if status is Status.COMPLETED:
                 self.done += 1
-                fate = "filtered" if filtered else FINISHED
+                fate = FINISHED if is_kept else "filtered"
                 self.lengths.add(job.task, fate, group.lengths[group.in_training])
             self._failures.succeeded()
 
@@ -390,23 +372,3 @@ def _is_cancellation(error: BaseException) -> bool:
     """Return whether the current task was cancelled from outside, not by what runs in it."""
     task = asyncio.current_task()
     return isinstance(error, asyncio.CancelledError) and bool(task and task.cancelling())
-
-
-def put_columns_into_files(
-    states: Sequence[RolloutState], media: MediaFolder, gid: str, token: str
-) -> None:
-    """Move columns of completed rollouts with megabytes each into the run's media folder.
-
-    `token`: of the claim, so that a slow worker cannot overwrite the files of a later claim.
-    """
-    for position, state in enumerate(states):
-        # an interrupted rollout keeps its columns: the next worker needs them
-        if state.status is not Status.COMPLETED:
-            continue
-        experts, mask = state.routed_experts, state.sampling_mask
-        if isinstance(experts, np.ndarray) and experts.nbytes > INLINE_BYTES:
-            name = f"experts-{token}-{position}.npy"
-            state.routed_experts = media.put_column(gid, name, experts)
-        if isinstance(mask, SamplingMask) and mask.ids.nbytes > INLINE_BYTES:
-            name = f"sampling-{token}-{position}.npy"
-            state.sampling_mask = media.put_column(gid, name, mask.packed())

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from buffer.job import Job
 from buffer.limits import RunLimits
-from buffer.wire.rollout import PolicyVersion, RolloutState, Status, has_ended
+from buffer.wire.rollout import PolicyVersion, RolloutState, has_ended
 from producer_workers.worker.inbox import Inbox, PartEnded, Signal
 from producer_workers.worker.shared_engine import SharedEngine
 
@@ -21,9 +21,6 @@ log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
 
 CANCEL_S = 1.0  # seconds for an agent loop to return after its requests were aborted
-
-# Statuses of a sampled rollout whose judge has not answered yet.
-UNJUDGED = (Status.INIT, Status.ABORTED)
 
 
 class HeldGroups:
@@ -105,11 +102,9 @@ class HeldGroups:
         return shares
 
     def judging(self) -> int:
-        """Return how many groups only wait for their judge."""
-        waiting = 0
-        for job in [*self.members]:
-            waiting += self.figure(job, _waits_for_judge, False)
-        return waiting
+        """Return how many groups only wait for their judges."""
+        sampled = [job for job in [*self.members] if job not in self.submitting]
+        return sum(self.figure(job, _is_sampled, False) for job in sampled)
 
     def oldest(self, jobs: Iterable[Job]) -> dict[Job, PolicyVersion]:
         """Return the oldest weights of each group that has tokens."""
@@ -188,8 +183,8 @@ def _open_share(members: Sequence[RolloutState]) -> float:
     return (len(members) - sum(map(has_ended, members))) / len(members)
 
 
-def _waits_for_judge(members: Sequence[RolloutState]) -> bool:
-    return all(map(has_ended, members)) and any(each.status in UNJUDGED for each in members)
+def _is_sampled(members: Sequence[RolloutState]) -> bool:
+    return bool(members) and all(map(has_ended, members))
 
 
 def _oldest_weights(

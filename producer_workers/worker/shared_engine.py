@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +35,6 @@ from producer_workers.engines.base import (
     Generation,
     GenerationError,
     ReportsLoad,
-    Scores,
-    ScoresTexts,
     context_length,
     records_masks,
     structures,
@@ -107,23 +105,6 @@ class SharedEngine:
                 return await self._ask(gid, request_id, prompt_ids, params)
         finally:
             self._inbox.post(Signal.REQUEST_FINISHED)
-
-    async def score(
-        self, request_id: str, ids: NDArray[np.int32], start: int, top_k: int = 0
-    ) -> Scores:
-        """Return the scores of given tokens, see `ScoresTexts`."""
-        gid = request_id.partition("/")[0]
-        await self._wait_for_turn(gid)
-        try:
-            with self._counted(self._running, gid):
-                self._engine.check_health()
-                with self._blamed(gid):
-                    engine = cast(ScoresTexts, self._engine)
-                    scores = await engine.score(request_id, ids, start, top_k)
-        finally:
-            self._inbox.post(Signal.REQUEST_FINISHED)
-        _check_scores(self._engine.name, scores, len(ids) - start, top_k)
-        return scores
 
     def _check_params(self, gid: str, params: SampleParams) -> None:
         """Raise GenerationError for parameters that the engine or the trainer does not support."""
@@ -270,17 +251,6 @@ def _lower(oldest: dict[str, int], spans: Iterable[VersionSpan]) -> None:
     for span in spans:
         if span.length:
             oldest[span.lineage] = min(span.version, oldest.get(span.lineage, span.version))
-
-
-def _check_scores(engine: str, scores: Scores, tokens: int, top_k: int) -> None:
-    columns = (scores.logprobs[:, None], scores.top_ids, scores.top_logprobs)
-    shapes = [column.shape for column in columns]
-    is_finite = all(np.isfinite(column).all() for column in columns)
-    if shapes != [(tokens, 1), (tokens, top_k), (tokens, top_k)] or not is_finite:
-        raise GenerationError(
-            f"the engine {engine} gave no finite logprob for each of {tokens} tokens",
-            hint="check the model's weights and their number format",
-        )
 
 
 def _check_generation(engine: str, made: Generation, params: SampleParams) -> None:

@@ -7,8 +7,8 @@ others are generated again. A group is as old as its oldest member that has toke
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -21,8 +21,8 @@ from buffer.wire.rollout import RolloutState, Status, has_ended
 from buffer.wire.staleness import AgeLimit
 from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.config.strategy import FILTERS
-from producer_workers.config.teacher import TeacherSection
 from producer_workers.engines.base import Engine, EngineDeadError
+from producer_workers.judges.watched_judges import WatchedColumns
 from producer_workers.user_code.user_function import UserExit
 from producer_workers.worker.loop_border import LoopInput
 
@@ -44,7 +44,7 @@ class TaskRunner:
     """How a worker treats the groups of one task.
 
     `is_valid_sample`: None accepts every completed group. `on_failed_member`: see `generate_each`.
-    `train_roles`: None trains all. `teachers`: they score completed groups, in this order.
+    `train_roles`: None trains all. `column_judges`: they add columns to groups that are kept.
     """
 
     agent_loop: AgentLoop
@@ -53,12 +53,7 @@ class TaskRunner:
     group_time_limit_s: float | None = None
     on_failed_member: Literal["drop", "train"] = "drop"
     train_roles: Collection[str] | None = None
-    teachers: Mapping[str, TeacherSection] = field(default_factory=dict)
-
-    def teachers_of(self, group: RolloutGroup) -> tuple[str, ...]:
-        """Return the teachers that score a group, by its data source."""
-        source = group.shared.data_source
-        return tuple(name for name, teacher in self.teachers.items() if teacher.scores(source))
+    column_judges: Sequence[WatchedColumns] = ()
 
     def leave_out_roles(self, states: Sequence[RolloutState]) -> None:
         """Mask the completed rollouts of roles that are not trained. Raises RoleMissing."""
@@ -83,6 +78,18 @@ class TaskRunner:
             if await self.is_valid_sample([state for state in states if state.role == role]):
                 return True
         return False
+
+    async def finish(self, states: Sequence[RolloutState]) -> bool:
+        """Mask, filter and complete the rollouts of a group; return whether to train it.
+
+        Raises JudgeError, JudgeInterrupted, RoleMissing.
+        """
+        self.leave_out_roles(states)
+        if not await self.is_worth_training(states):
+            return False
+        for judge in self.column_judges:
+            await judge.add_to(states)
+        return True
 
     def with_turns(self, group: RolloutGroup) -> RolloutGroup:
         """Return a group with what its agents did before their worker died. Raises WireError."""

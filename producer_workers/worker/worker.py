@@ -66,7 +66,6 @@ from producer_workers.worker.inbox import (
 )
 from producer_workers.worker.shared_engine import SharedEngine
 from producer_workers.worker.task_runner import TaskRunner
-from producer_workers.worker.teacher import FixedWeights, Teacher
 from producer_workers.worker.weight_updates import WeightUpdates
 
 log = logging.getLogger("rolloutmq.worker")
@@ -81,7 +80,7 @@ class Worker:
 
     `runners`: one for each task in `lanes`. `concurrency`: groups sampled at once, or "auto".
     `sleeps`: the engine gives its device memory back during pauses. `untruncated_tasks`: see
-    `SharedEngine`. `limit_claim`: see `Claims`. `teacher`: it scores groups instead.
+    `SharedEngine`. `limit_claim`: see `Claims`.
     """
 
     def __init__(
@@ -99,7 +98,6 @@ class Worker:
         lanes: Collection[str] = LANES,
         untruncated_tasks: Collection[str] = (),
         limit_claim: LimitClaim | None = None,
-        teacher: Teacher | None = None,
     ) -> None:
         self.id = worker_id
         self._run = run
@@ -109,15 +107,14 @@ class Worker:
         self._inbox = Inbox()
         self._control = ControlView()
         self._engine = SharedEngine(engine, self._inbox, untruncated_tasks)
-        self._teacher = teacher
-        self._weights = FixedWeights() if teacher else WeightUpdates(run, engine, self._inbox)
+        self._weights = WeightUpdates(run, engine, self._inbox)
         self._groups = HeldGroups(self._inbox, self._engine)
         self._protection = Protection(run.limits)
-        serves = teacher.serves if teacher else Serves(frozenset(runners), frozenset(lanes))
+        serves = Serves(frozenset(runners), frozenset(lanes))
         self._claims = Claims(run, worker_id, self._nonce, concurrency, serves, limit_claim)
-        self._wake_up = WakeUp(run, self._inbox, "teachers" if teacher else "workers")
+        self._wake_up = WakeUp(run, self._inbox)
         self._runner = GroupRunner(
-            run, self._engine, self._groups, runners, worker_id, self._claims.failures, teacher
+            run, self._engine, self._groups, runners, worker_id, self._claims.failures
         )
         self._judges = judges or WatchedJudges()
         self._token_rate = TokenRate()
@@ -309,8 +306,6 @@ class Worker:
     async def _reach(self, state: ControlState) -> bool:
         """Carry out the mode. Return whether the worker may acknowledge it."""
         engine = self._engine
-        if self._teacher:  # it samples nothing, and finishes what it holds
-            return True
         if state.mode is Mode.KEEP:
             await engine.freeze()
             return True
@@ -341,8 +336,6 @@ class Worker:
         state = self._control.state
         if state is None or self._is_stopping:
             return None
-        if self._teacher:  # the server refuses its claims while the operator pauses
-            return self._claims.vacancy(self._groups.shares())
         if not state.lanes or self._engine.is_paused:
             return None
         # lanes that are open in a pause are claimed from once all have reported that nothing else
@@ -386,7 +379,7 @@ class Worker:
             self._drain_timeout_s,
             lambda: self._groups and self._control.mode not in (None, Mode.ABORT),
         )
-        if self._groups and not self._teacher:  # what a teacher has not finished is handed back
+        if self._groups:
             self._runner.interrupt()
             await self._engine.halt()
             self._judges.interrupt()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import cycle, islice
 
 from buffer.errors import ConfigError, RolloutMQError
-from buffer.imports import EXTRAS, install_command, is_there
+from buffer.imports import EXTRAS, attached, install_command, is_there, load_object
+from consumer.config.trainer import METRIC_WRITERS
 from producer_workers.agent_loops.agent_loop import has_agents
+from producer_workers.config.attached_judge import OwnEngine
+from producer_workers.config.task import attached_kinds
 from rolloutmq.config.config import Config, LaunchSection
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -19,14 +21,10 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The GPUs of the trainer, of each worker and of each process of a teacher.
-
-    They are indexes of those that this process may use.
-    """
+    """The GPUs of the trainer and of each worker, as indexes of those that this process may use."""
 
     trainer: list[int]
     workers: list[list[int]]
-    teachers: list[list[int]]
 
     @staticmethod
     def environment(gpus: list[int]) -> dict[str, str]:
@@ -72,40 +70,23 @@ def place(
     gpus: int,
     per_worker: int = 1,
     ranks: int = 1,
-    teachers: Sequence[int] = (),
 ) -> Placement:
     """Assign `gpus` to processes. Raises ConfigError for too few GPUs.
 
-    `ranks`: of the trainer. `teachers`: how many GPUs each process of a teacher needs.
+    `ranks`: of the trainer.
     """
     if gpus == 0:
-        if launch.trainer_gpus or launch.worker_gpus or launch.teacher_gpus:
+        if launch.trainer_gpus or launch.worker_gpus:
             hint = "start it on a machine with GPUs, or remove trainer_gpus and the like"
             raise ConfigError("[launch] names GPUs, but this machine has none", hint=hint)
-        return Placement([], [[] for _ in range(launch.workers)], [[] for _ in teachers])
+        return Placement([], [[] for _ in range(launch.workers)])
     trainer = list(range(ranks)) if launch.trainer_gpus is None else launch.trainer_gpus
     others = list(range(gpus)) if launch.colocated else [g for g in range(gpus) if g not in trainer]
-    free = [g for g in others if launch.colocated or g not in (launch.worker_gpus or [])]
-    last = free[max(0, len(free) - sum(teachers)) :]
-    scoring = last if launch.teacher_gpus is None else launch.teacher_gpus
-    if not launch.colocated:
-        others = [g for g in others if g not in scoring]
     pool = others if launch.worker_gpus is None else launch.worker_gpus
-    _check(launch, gpus, trainer, pool, scoring, per_worker)
-    needed = max(teachers, default=0) if launch.colocated else sum(teachers)
-    if len(set(scoring)) < needed:
-        raise ConfigError(
-            f"the teachers need {needed} GPUs, and have {len(set(scoring))}",
-            hint="name more in [launch] teacher_gpus, or use fewer workers of a teacher",
-        )
+    _check(launch, gpus, trainer, pool, per_worker)
     groups = [pool[i * per_worker : (i + 1) * per_worker] for i in range(len(pool) // per_worker)]
-    # colocated processes may share one set of GPUs; otherwise each has its own
-    shared = cycle(scoring)
-    return Placement(
-        trainer,
-        [groups[i % len(groups)] for i in range(launch.workers)],
-        [list(islice(shared, size)) for size in teachers],
-    )
+    # colocated workers may share one set of GPUs; otherwise each has its own
+    return Placement(trainer, [groups[i % len(groups)] for i in range(launch.workers)])
 
 
 def _check(
@@ -113,15 +94,13 @@ def _check(
     gpus: int,
     trainer: list[int],
     pool: list[int],
-    scoring: list[int],
     per_worker: int,
 ) -> None:
-    if unknown := sorted({g for g in trainer + pool + scoring if not 0 <= g < gpus}):
+    if unknown := sorted({g for g in trainer + pool if not 0 <= g < gpus}):
         raise ConfigError(f"[launch] names GPUs {unknown}, but this machine has 0 to {gpus - 1}")
-    used = [*set(trainer), *set(pool), *set(scoring)]
-    if (shared := sorted(g for g in set(used) if used.count(g) > 1)) and not launch.colocated:
+    if (shared := sorted(set(trainer) & set(pool))) and not launch.colocated:
         raise ConfigError(
-            f"trainer, workers or teachers use the same GPUs {shared}",
+            f"trainer and workers use the same GPUs {shared}",
             hint="use different ones, or set [launch] colocated = true and leave memory for both",
         )
     if len(set(pool)) < len(pool) and not launch.colocated:
@@ -154,11 +133,17 @@ def machine_errors(config: Config) -> list[RolloutMQError]:
     return [*found]
 
 
+def engines_of_judges(config: Config) -> dict[str, OwnEngine]:
+    """Return the engines that each worker starts for attached judges, by name."""
+    kinds = attached_kinds(config.tasks)
+    return {name: own for kind in kinds for name, own in kind.engines(config).items()}
+
+
 def placement_of(config: Config) -> Placement:
     """Return the GPUs of this machine for each process of a run. Raises ConfigError."""
     ranks = config.launch.ranks(has_own_loop=config.trainer.loop is not None)
-    shards = [config.teacher_engine(name).shards for name in config.teacher_workers]
-    return place(config.launch, count_gpus(), config.engine.shards, ranks, shards)
+    shards = [own.settings.shards for own in engines_of_judges(config).values()]
+    return place(config.launch, count_gpus(), max(config.engine.shards, *shards, 1), ranks)
 
 
 _PACKAGES_OF_LOOPS = ("openenv", "verifiers")
@@ -170,7 +155,7 @@ def _packages(config: Config) -> Iterator[tuple[str, str]]:
     if config.trainer.loop is None:
         yield from (("the trainer", name) for name in ("torch", "transformers", "safetensors"))
     engines = {"[engine]": config.engine} | {
-        f"the engine of teacher {name},": config.teacher_engine(name) for name in config.teachers
+        f"the engine of {name},": own.settings for name, own in engines_of_judges(config).items()
     }
     for where, engine in engines.items():
         if engine.package:
@@ -184,8 +169,9 @@ def _packages(config: Config) -> Iterator[tuple[str, str]]:
         yield "[learner.lora]", "peft"
     if learner.optimizer == "adamw_8bit":
         yield "[learner] optimizer = adamw_8bit", "bitsandbytes"
-    for writer in config.trainer.writers:
-        yield "[trainer] writers", {"tensorboard": "tensorboardX", "wandb": "wandb"}[writer]
+    known = attached(METRIC_WRITERS)
+    for name in config.trainer.writers:
+        yield "[trainer] writers", load_object(known[name], kind="metric writer").package
 
 
 def _hint(package: str) -> str:

@@ -10,6 +10,7 @@ from buffer.errors import HubError, ModelError
 from buffer.readable import format_size
 from producer_workers.config.engine import GpuMemory
 from rolloutmq.check.finding import Finding, Level
+from rolloutmq.check.machine import engines_of_judges
 from rolloutmq.check.shape import Shape, context_tokens, read_shape
 from rolloutmq.config.config import Config
 
@@ -36,15 +37,23 @@ def memory_findings(config: Config, shape: Shape, gpu_bytes: int | None) -> Iter
         )
         if gpu_bytes and together > FULL * gpu_bytes:
             short[_less(config)] = "error" if kept > gpu_bytes else "warning"
+    on_worker = []
     for who, memory, size in _engines(config, shape):
         what, held, is_short = _engine(memory, size, longest_sample(config), gpu_bytes)
         said.append(f"{who} {what}")
-        together += held if who == "engine" else 0
+        on_worker.append(held)
         if is_short:
             fix = "set [engine] tensor_parallel_size, gpu_memory_utilization or "
             short[f"{fix}kv_cache_memory_bytes, or a smaller max_model_len"] = "error"
+    together += sum(on_worker)
     if gpu_bytes:
         said.append(f"a GPU has {format_size(gpu_bytes)}")
+        if len(on_worker) > 1 and sum(on_worker) > gpu_bytes:
+            said.append(f"the engines of a worker share it and need {format_size(sum(on_worker))}")
+            short[
+                "let gpu_memory_utilization of [engine] and of each other engine sum to "
+                f"{UTILIZATION:g} at most, or use a server (kind http)"
+            ] = "error"
         if config.launch.colocated and together > FULL * gpu_bytes:
             said.append(
                 f"trainer and engine share it and need {format_size(together)} where neither sleeps"
@@ -59,12 +68,11 @@ def _engines(config: Config, shape: Shape) -> Iterator[tuple[str, GpuMemory, Sha
     """Yield the engines whose memory is known, with the sizes of their models."""
     if memory := config.engine.gpu_memory:
         yield "engine", memory, shape
-    for name in config.teachers:
-        if memory := config.teacher_engine(name).gpu_memory:
+    for name, own in engines_of_judges(config).items():
+        if memory := own.settings.gpu_memory:
             with suppress(ModelError, HubError):  # the stage of the model reports it
-                folder = config.teacher_folder(name)
-                size = shape if folder == config.model_folder else read_shape(folder)
-                yield f"teacher {name}", memory, size
+                folder = own.folder()
+                yield name, memory, shape if folder == config.model_folder else read_shape(folder)
 
 
 def _engine(

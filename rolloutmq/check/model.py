@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from buffer.errors import HubError
 from buffer.weights.safetensors_files import MODEL_LOADING
 from consumer.grpo.models.model_folder import check_model_folder, load_tokenizer
-from producer_workers.agent_loops.tokenizer import check_same_tokens
+from producer_workers.config.task import attached_kinds
 from producer_workers.engines.model_folder import eos_ids, vocabulary_size
 from producer_workers.hub import model_repository
 from rolloutmq.check import training
@@ -30,12 +29,13 @@ ok, warning, mistake = findings_of("model")
 
 
 def units(config: Config, *, quick: bool) -> list[Unit]:
-    teachers = [
-        Unit("model", f"teacher {name}", partial(_check_teacher, config, name))
-        for name in config.teachers
+    judges = [
+        Unit("model", what, partial(_check_judge, check))
+        for kind in attached_kinds(config.tasks)
+        for what, check in kind.checks(config).items()
     ]
     tried = [] if quick else training.units(config)
-    return [*_student_units(config, quick=quick), *teachers, *tried]
+    return [*_student_units(config, quick=quick), *judges, *tried]
 
 
 def _student_units(config: Config, *, quick: bool) -> list[Unit]:
@@ -56,21 +56,11 @@ def _student_units(config: Config, *, quick: bool) -> list[Unit]:
     ]
 
 
-def _check_teacher(config: Config, name: str) -> Iterator[Finding]:
-    """Compare a teacher with the student, as far as their folders are here."""
+def _check_judge(check: Callable[[], str]) -> Iterator[Finding]:
     try:
-        folder = config.teacher_folder(name)
-    except HubError:
-        if repository := config.teachers[name].repository:
-            yield absent("model", repository)
-        return
-    if config.teachers[name].model is None:
-        return  # the run's own model
-    check_model_folder(folder)
-    with suppress(HubError):
-        if config.model_folder.is_dir():
-            check_same_tokens(config.model_folder, folder)
-    yield Finding("model", "ok", f"teacher {name}: {folder}")
+        yield ok(check())
+    except HubError as error:
+        yield warning(f"not checked: {error.message}", error.hint)
 
 
 def _check_warm_start(config: Config) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
 from buffer.wire.sampling import SampleParams
 from consumer.config.warm_start import TinyModelConfig
+from producer_workers.judges.judge import add_columns
 from rolloutmq.check.finding import Finding, Unit
 from rolloutmq.config.config import Config
 
@@ -97,7 +98,7 @@ def _gradient(config: Config, task: str, model: Path) -> float:
     from consumer.grpo.learner.learner import Learner
     from consumer.grpo.learner.train_controller import TrainController
 
-    learner = Learner(model, config.learner, teacher_weights=config.teacher_weights)
+    learner = Learner(model, config.learner, teacher_weights=config.column_weights)
     controller = TrainController.of(config, learner, model)
     group = _made_up(config, task)
     logprobs = [np.zeros(len(group.mask), np.float32)]
@@ -129,13 +130,8 @@ def _made_up(config: Config, name: str) -> RolloutGroup:
         for column in ("token_rewards", "values", "ref_logprobs"):
             if read is None or column in read:
                 setattr(state, column, _numbers(draw, size))
-        if task.teachers:
-            tops = {each: min(given.top_k, len(WORDS)) for each, given in task.teachers.items()}
-            state.teacher_logprobs = {each: _numbers(draw, size) for each in tops}
-            state.teacher_top_ids = {e: np.tile(WORDS[:k], (size, 1)) for e, k in tops.items() if k}
-            state.teacher_top_logprobs = {
-                each: np.full((size, k), -np.log(k + 1)) for each, k in tops.items() if k
-            }
+        for judge in task.attached.values():
+            add_columns("made up", [state], [judge.made_up(size, WORDS)])
         states.append(state)
     return RolloutGroup(group_id(name, 0), name, states)
 

@@ -84,11 +84,9 @@ def _paused(run: Run, wanted: bool) -> Iterator[None]:
 @command("Data", "restore", epilog="Example: rolloutmq restore backups/demo-1200 --run demo2")
 def restore(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the snapshot.")],
-    media: Annotated[
+    columns: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FOLDER", help="New folder for the run's files. Default: their former folder."
-        ),
+        typer.Option(metavar="FOLDER", help="[run] columns from now on. Default: as it was."),
     ] = None,
     redis_url: RedisUrl = None,
     run_dir: RunDir = None,
@@ -108,7 +106,7 @@ def restore(
     start = time.monotonic()
     facts = read_manifest(folder)
     with open_server(redis_url, run_dir) as (store, _), progress(as_json) as advance:
-        restored = Run.restore(store, folder, name=run, media=media, advance=advance)
+        restored = Run.restore(store, folder, name=run, columns=columns, advance=advance)
         mode = restored.control.state().mode
     took_s = time.monotonic() - start
     said = [f"run {restored.name}: {plural(facts.keys, 'key')} restored in {took_s:.1f} s"]

@@ -23,18 +23,9 @@ from rolloutmq.options import (
     open_server,
 )
 from rolloutmq.output import age
-from rolloutmq.views.explain.diagnosis import Symptom, describe, last_event_ms
+from rolloutmq.views.explain.diagnosis import Symptom, last_event_ms, marked
 from rolloutmq.views.explain.inspection import diagnose_run
 from rolloutmq.views.run_view import RunView
-
-_MARKS = {
-    "ok": ("[ok  ]", "green"),
-    "warning": ("[warn]", "yellow"),
-    "error": ("[BAD ]", "bold red"),
-    "note": ("[note]", "dim"),
-    "stuck": ("[WAIT]", "yellow"),
-    "fault": ("[BAD ]", "bold red"),
-}
 
 
 @command(
@@ -71,20 +62,13 @@ def doctor(
 
 def _finding(found: ServerFinding) -> Text:
     why = f": {found.why}" if found.why else ""
-    return _marked(found.level, Text.assemble(found.what, (why, "dim")), found.fix)
+    return marked(found.level, Text.assemble(found.what, (why, "dim")), found.fix)
 
 
 def _run(name: str, view: RunView | None, symptoms: list[Symptom]) -> Iterator[Text]:
     quiet = last_event_ms(view) if view else None
     last_event = "" if quiet is None else f"  last event {age(quiet)} ago"
     yield Text.assemble((f"\nrun {name}", "bold"), (last_event, "dim"))
-    for symptom in symptoms:
-        trace = "".join(f"\n       {line}" for line in symptom.trace.splitlines())
-        what = Text.assemble(describe(symptom), (trace, "red"))
-        yield _marked(symptom.level, what, symptom.fix)
+    yield from (symptom.text() for symptom in symptoms)
     if all(symptom.level == "note" for symptom in symptoms):
-        yield _marked("ok", Text("nothing stops this run"))
-
-
-def _marked(level: str, what: Text, fix: str = "") -> Text:
-    return Text.assemble(_MARKS[level], " ", what, f"\n       {fix}" if fix else "")
+        yield marked("ok", "nothing stops this run")

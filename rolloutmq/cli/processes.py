@@ -51,21 +51,15 @@ def worker(
     redis_url: ConfigUrl = None,
     worker_id: WorkerId = None,
     take_over: TakeOver = False,
-    teacher: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="Score finished rollouts as this teacher of the config's tasks."
-        ),
-    ] = "",
     metrics: MetricsAddress = None,
 ) -> None:
-    """Start one rollout worker, or one of a teacher.
+    """Start one rollout worker.
 
     It runs an inference engine and claims jobs until the run is over. SIGTERM lets it finish its
     groups, and ends it with exit code 130; a second one stops it at once.
     """
     settings = open_config(config, overrides)
-    _serve("worker", settings, redis_url, worker_id, metrics, take_over, teacher)
+    _serve("worker", settings, redis_url, worker_id, metrics, take_over)
 
 
 @command("Run", "gateway", epilog="Example: rolloutmq gateway configs/live.toml")
@@ -93,15 +87,13 @@ def _serve(
     worker_id: str | None,
     metrics: str | None,
     take_over: bool,
-    teacher: str = "",
 ) -> None:
     host = socket.gethostname().split(".")[0]
-    prefix = f"{teacher}-{host}" if teacher else host
-    name = worker_id or f"{prefix}-{secrets.token_hex(3)}"
+    name = worker_id or f"{host}-{secrets.token_hex(3)}"
     log_json(role, settings.run.name, name)
     follow_owner()
     is_live = role == "gateway"
-    work = _work(settings, redis_url, name, metrics, take_over, is_live=is_live, teacher=teacher)
+    work = _work(settings, redis_url, name, metrics, take_over, is_live=is_live)
     if asyncio.run(work):
         raise typer.Exit(INTERRUPTED)
 
@@ -193,7 +185,6 @@ def _open(
     redis_url: str | None,
     name: str,
     metrics: str | None,
-    teacher: str = "",
 ) -> tuple[Run, Config]:
     """Return the run, and the config with the commits of the Hub that the run was made with."""
     from buffer.control.continuation import check_origin, read_origin
@@ -209,7 +200,8 @@ def _open(
         serve_process(name, store, metrics)
     run = wait_for_run(store, settings.run.name)
     origin = read_origin(run.store, run.keys)
-    settings = fetch(settings, origin, with_data=name == "producer", with_teachers=bool(teacher))
+    draws = name == "producer"
+    settings = fetch(settings, origin, with_data=draws, with_judges=not draws)
     check_origin(run.store, run.keys, origin_of(settings, settings.model_folder))
     return run, settings
 
@@ -222,42 +214,34 @@ async def _work(
     take_over: bool,
     *,
     is_live: bool,
-    teacher: str,
 ) -> bool:
     """Return whether a signal ended the work before the run was over."""
-    from producer_workers.build import check_teacher, make_worker, start_engine
-    from producer_workers.build_teacher import make_teacher
+    from producer_workers.build import make_worker, start_engine
     from producer_workers.engines import engine_restarts
     from producer_workers.user_functions import check_functions, named_functions
     from rolloutmq.observers import observe
 
     stopped = threading.Event()
     # before the engine, which takes long to load
-    if teacher:
-        check_teacher(settings, teacher)
     check_functions(named_functions(settings, for_judges=False))
     settings.gateway.tls_context()
 
     async def start() -> Engine:
         # while it holds no groups, it has nothing to clean up; children of the engine end with it
         _on_signals(os._exit, INTERRUPTED)
-        return await start_engine(settings, run, teacher)
+        return await start_engine(settings, run)
 
     async def work(engine: Engine, restarts: int) -> None:
-        if teacher:
-            member = await make_teacher(settings, run, engine, name, teacher, restarts=restarts)
-        else:
-            member = make_worker(settings, run, engine, name, restarts=restarts, is_live=is_live)
+        member = make_worker(settings, run, engine, name, restarts=restarts, is_live=is_live)
         _on_signals(_drain, member, stopped)
         await member.run()
 
     _on_signals(os._exit, INTERRUPTED)
-    run, settings = await asyncio.to_thread(_open, settings, redis_url, name, metrics, teacher)
+    run, settings = await asyncio.to_thread(_open, settings, redis_url, name, metrics)
     if not take_over:
         await asyncio.to_thread(_await_silence, run, name)
     observe(run, name)
-    section = settings.teacher_engine(teacher) if teacher else settings.engine
-    await engine_restarts.serve(start, work, section.restarts)
+    await engine_restarts.serve(start, work, settings.engine.restarts)
     return stopped.is_set()
 
 

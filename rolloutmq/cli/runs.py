@@ -140,6 +140,8 @@ def _delete(store: Store, name: str, yes: bool) -> Output:
             hint="`rolloutmq save` keeps a copy in a folder; pass --yes to remove the run",
         )
     view = store.at(Keys(name).meta)
+    with suppress(RunNotFound):  # an interrupted removal has deleted the files already
+        Run.open(view, name).columns.remove()
     removed = remove_run(view, Keys(name))
     return Output({"run": name, "keys": removed}, f"run {name} removed: {count(removed)} keys")
 

@@ -78,7 +78,7 @@ def describe(swept: Swept) -> str:
         (swept.expired, "group", "expired"),
         (swept.forgotten, "archived batch", "no longer retained"),
         (swept.freed, "payload", "freed"),
-        (swept.media, "folder", "of ended groups deleted"),
+        (swept.columns, "folder", "of ended groups deleted"),
     )
     return ", ".join(f"{plural(number, what)} {done}" for number, what, done in parts if number)
 

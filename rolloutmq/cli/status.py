@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from consumer.grpo.reporting.step_log import read_steps
 from rolloutmq.command_list import command
 from rolloutmq.options import AsJson, Output, Target, or_folder
 from rolloutmq.output import console, emit_line, facts
+from rolloutmq.views.explain.diagnosis import diagnose
 from rolloutmq.views.explain.who_waited import read_waits
 from rolloutmq.views.history import History
 from rolloutmq.views.live import LINE_S, watch
@@ -50,18 +52,23 @@ def status(
 ) -> Output | None:
     """Show the state of a run: groups, weights, workers, staleness.
 
-    Also shows whether it is paused, by whom and since when, whether every group is accounted for,
-    and who waited for whom in the last steps. With --follow, it adds curves, events and workers; if
-    the output is not a terminal, it prints one line every few seconds. Of a run whose server is
-    lost, it shows what the run's folder has.
+    Also shows whether it is paused, by whom and since when, and whether every group is accounted
+    for. It ends with what the run waits for, as `rolloutmq doctor` has it, and with who waited for
+    whom in the last steps. With --follow, it adds curves, events and workers; if the output is not
+    a terminal, it prints one line every few seconds. Of a run whose server is lost, it shows what
+    the run's folder has.
     """
     if follow:
         _follow(target, refreshes, every, as_json=as_json)
         return None
     view = read_run_view(target.run)
     waits = read_waits(target.run, view, read_steps(target.run_dir))
-    shown = [status_screen(view), Text(f"\n{waits}")] if waits else status_screen(view)
-    return Output(describe(view) | {"waits": waits and waits.shares}, shown)
+    found = diagnose(view)
+    shown = [status_screen(view), *(symptom.text() for symptom in found)]
+    shown += [Text(f"\n{waits}")] if waits else []
+    findings = [asdict(symptom) for symptom in found]
+    document = {"waits": waits and waits.shares, "findings": findings}
+    return Output(describe(view) | document, shown)
 
 
 def _follow(target: Target, refreshes: int | None, every_s: float | None, *, as_json: bool) -> None:

@@ -10,8 +10,13 @@ from typing import Annotated, Literal
 import typer
 
 from buffer.control.control import Mode
-from buffer.control.live_settings import KeptSettings, LiveSettings, LiveTaskSettings, parse_change
-from buffer.control.settings_record import SettingsRecord
+from buffer.control.settings import (
+    KeptSettings,
+    LiveSettings,
+    LiveTaskSettings,
+    SettingsRecord,
+    parse_change,
+)
 from buffer.errors import ConfigError, PauseTimeout
 from buffer.readable import visible
 from buffer.run import Run

@@ -18,7 +18,7 @@ from buffer.config.run_settings import (
     WeightsSection,
 )
 from buffer.config.section import Count, Section
-from buffer.control.settings_record import THRESHOLDS
+from buffer.control.settings import THRESHOLDS
 from buffer.errors import ConfigError
 from buffer.limits import Bytes, RunLimits, TaskLimits, TaskSettings
 from buffer.wire.staleness import stale_threshold
@@ -36,7 +36,6 @@ from producer_workers.config.gateway import GatewaySection
 from producer_workers.config.producing import JudgesSection, ProducerSection, WorkerSection
 from producer_workers.config.strategy import StrategySection
 from producer_workers.config.task import Tasks, TaskSection
-from producer_workers.config.teacher import TeacherSection
 from producer_workers.hub import model_repository
 from rolloutmq.config.cross_section_rules import (
     context_problems,
@@ -69,10 +68,6 @@ class LaunchSection(Section):
     """GPUs of the trainer; default: the first ones, as many as it has processes"""
     worker_gpus: list[Gpu] | None = None
     """GPUs of the workers; each worker gets as many as its engine has shards; default: all others
-    """
-    teacher_gpus: list[Gpu] | None = None
-    """GPUs of the teachers, in the order of the config; each of their processes gets as many as its
-    engine has shards; default: the last ones
     """
     judge_workers: int = Field(1, ge=1, le=1024)
     """processes that judge, if a task has judging of kind rq"""
@@ -138,38 +133,16 @@ class Config(Section):
         return self.policy.model or self.run.folder / "model"
 
     @property
-    def teachers(self) -> dict[str, TeacherSection]:
-        """Return the teachers of all tasks, with the largest `top_k` that a task asks for."""
-        found: dict[str, TeacherSection] = {}
-        for task in self.tasks.values():
-            for name, section in task.teachers.items():
-                top_k = max(section.top_k, found.get(name, section).top_k)
-                found[name] = section.model_copy(update={"top_k": top_k})
-        return found
-
-    @property
-    def teacher_weights(self) -> dict[str, dict[str, float]]:
+    def column_weights(self) -> dict[str, dict[str, float]]:
+        """Return the weights of attached judges' columns in the loss, by task."""
         return {
-            name: {teacher: section.weight for teacher, section in task.teachers.items()}
+            name: {
+                key: weight
+                for each in task.attached.values()
+                for key, weight in each.weights.items()
+            }
             for name, task in self.tasks.items()
         }
-
-    @property
-    def teacher_workers(self) -> list[str]:
-        """Return the teacher of each process that `rolloutmq run` starts for teachers."""
-        return [name for name, section in self.teachers.items() for _ in range(section.workers)]
-
-    def teacher_engine(self, name: str) -> EngineConfig:
-        """Return the engine of a teacher, which only scores."""
-        section = self.teachers[name]
-        return (section.engine or self.engine).for_teacher(section.top_k)
-
-    def teacher_folder(self, name: str) -> Path:
-        """Return the model folder of a teacher. Raises HubError, as `model_folder`."""
-        section = self.teachers[name]
-        if found := section.repository:
-            return found.folder()
-        return section.model or self.model_folder
 
     @property
     def untruncated_tasks(self) -> list[str]:
@@ -205,41 +178,31 @@ class Config(Section):
         return found
 
     def _task_warnings(self, name: str) -> Iterator[str]:
-        task = self.tasks[name]
-        strategy = self.strategy_of(name)
+        task, strategy = self.tasks[name], self.strategy_of(name)
         aborts = self.policy.pause_mode == "abort"
         oldest = staleness(self.policy, task)
         ahead = self.policy.max_ahead if task.max_ahead is None else task.max_ahead
         has = f"task {name} has max_staleness = {oldest}"
-        if strategy.kind == "sync":
-            if oldest and self._is_set(task, "max_staleness"):
-                yield (
-                    f"{has}, which cannot act: [strategy] kind = sync makes only the batches that "
-                    "the newest weights serve; set kind = async, or max_staleness = 0"
-                )
-        elif oldest and aborts and not strategy.enable_partial_rollout:
+        if oldest and strategy.kind == "sync" and self._is_set(task, "max_staleness"):
+            yield f"{has}, which cannot act with [strategy] kind = sync: set kind = async, or 0"
+        elif oldest and aborts and not (strategy.kind == "sync" or strategy.enable_partial_rollout):
             yield (
-                f"{has}, but [policy] pause_mode = abort without [strategy] enable_partial_rollout "
-                "throws the tokens of unfinished rollouts away at every weight update; set "
-                "enable_partial_rollout = true, or pause_mode = keep"
+                f"{has}, but [policy] pause_mode = abort throws the tokens of unfinished rollouts "
+                "away: set [strategy] enable_partial_rollout = true, or pause_mode = keep"
             )
         if ahead > oldest and self._is_set(task, "max_ahead"):
-            yield (
-                f"task {name} has max_ahead = {ahead}, more than max_staleness = {oldest}, which "
-                "holds: what starts further ahead is too old"
-            )
+            yield f"task {name} has max_ahead = {ahead}, more than max_staleness = {oldest}"
         if strategy.over_sample_threshold and not oldest and strategy.on_straggler == "wait":
             yield (
                 f"task {name} has over_sample_threshold = {strategy.over_sample_threshold:g}, "
                 "which saves no time at max_staleness = 0: the trainer waits for every group that "
                 'runs; set on_straggler = "drop", which favours short responses'
             )
-        waits = "on_straggler" in strategy.model_fields_set and strategy.on_straggler == "wait"
-        if aborts and waits:
+        is_set = "on_straggler" in strategy.model_fields_set
+        if aborts and is_set and strategy.on_straggler == "wait":
             yield (
                 f'task {name} has on_straggler = "wait", but [policy] pause_mode = abort '
-                "interrupts stragglers at every weight update, and those that do not run then are "
-                "not waited for; set pause_mode = keep"
+                "interrupts stragglers at every weight update: set pause_mode = keep"
             )
 
     def _is_set(self, task: TaskSection, field: str) -> bool:
@@ -319,7 +282,7 @@ class Config(Section):
             order=self.policy.order,
             retain_batches=self.retention.batches,
             retain_until_exported=self.retention.policy == "export",
-            media=str(self.run.media.resolve()) if self.run.media else "",
+            columns=str(self.run.columns.resolve()) if self.run.columns else "",
             wait_replicas=self.redis.wait_replicas,
             compression=self.memory.compression,
             low_bytes=int(budget * self.memory.low_water),
@@ -331,7 +294,7 @@ class Config(Section):
         """Return what the file says, for settings that depend on more than one key or the server.
 
         As long as that is the same, a value of `rolloutmq set` holds
-        (`buffer/control/settings_record.py`).
+        (`buffer/control/settings.py`).
         """
         marks = {"low_bytes": self.memory.low_water, "high_bytes": self.memory.high_water}
         return {
@@ -353,6 +316,5 @@ class Config(Section):
             weight=task.weight,
             eval_of=task.eval_of,
             strategy=strategy,
-            teachers=[*task.teachers],
             **own,
         )

@@ -8,28 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from math import ceil
-from typing import TYPE_CHECKING, Any
+from math import ceil, inf
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from buffer.config.memory_budget import MemoryNeed
 from buffer.config.run_settings import PolicySection
+from buffer.imports import is_dotted_path
 from buffer.wire.staleness import stale_threshold
 from consumer.config.learner import CriticConfig
 from consumer.config.trainer import (
     MOST_PROBLEMS,
     PASS_AT,
     WITHIN_A_GROUP,
-    EvaluationSection,
+    TrainerSection,
 )
 from producer_workers.agent_loops.agent_loop import BUILT_IN, has_agents
-from producer_workers.config.engine import VllmConfig
-from producer_workers.config.task import TaskSection
+from producer_workers.config.engine import EngineSettings, VllmConfig
+from producer_workers.config.task import TaskSection, attached_kinds
 from producer_workers.hub import is_id
-from rolloutmq.config.teacher_rules import (
-    teachers_are_read,
-    teachers_can_score,
-    teachers_replace_rewards,
-)
 
 if TYPE_CHECKING:
     from rolloutmq.config.config import Config
@@ -55,9 +51,20 @@ class Sections:
 
 def rule_violations(config: Any) -> Iterator[str]:
     """Yield violations of the rules between the sections of a Config, or of Sections."""
-    for rule in _RULES:
+    for is_broken, what, hint in RULES:
         with suppress(SectionMissing):
-            yield from rule(config)
+            if is_broken(config):
+                yield f"{what}: {hint}".format(c=config)
+    for rules, of in ((RULES_OF_TASKS, dict), (RULES_OF_TRAINING, training)):
+        for is_broken, what, hint in rules:
+            with suppress(SectionMissing):
+                known = ", ".join(training(config.tasks))
+                for name, task in of(config.tasks).items():
+                    if is_broken(config, task, name):
+                        yield f"{what}: {hint}".format(c=config, t=task, name=name, known=known)
+    for function in _FUNCTIONS:
+        with suppress(SectionMissing):
+            yield from function(config)
 
 
 def training(tasks: TaskSections) -> dict[str, TaskSection]:
@@ -129,103 +136,160 @@ def context_problems(
 # -- the rules ------------------------------------------------------------------------------------
 
 
-def _evaluations_have_a_task(config: Config) -> Iterator[str]:
-    known = training(config.tasks)
-    for name, task in config.tasks.items():
-        if task.eval_of is not None and task.eval_of not in known:
-            yield (
-                f'eval_of = "{task.eval_of}" of task {name} is not a training task; '
-                f"known: {', '.join(known)}"
-            )
+class Rule(NamedTuple):
+    """A violation: its condition, what is wrong, and what to do.
+
+    `c` is the config. A rule of tasks also has `t`, the section of a task, and its `name`.
+    """
+
+    is_broken: Callable[..., object]
+    what: str
+    hint: str
 
 
-def _revisions_have_a_repository(config: Config) -> Iterator[str]:
-    if config.policy.revision and (config.policy.model is None or not is_id(config.policy.model)):
-        yield (
-            f"[policy] revision = {config.policy.revision} is for a model on the Hub: "
-            f"{config.policy.model} is none"
-        )
-
-
-def _images_are_possible(config: Config) -> Iterator[str]:
-    shown = [name for name, task in config.tasks.items() if task.images]
-    if shown and config.run.media is None:
-        yield f"the images of task {shown[0]} need a folder: set media in [run]"
-    trained = [name for name in shown if name in training(config.tasks)]
-    if trained and config.trainer.loop is None:
-        yield (
-            f"task {trained[0]} shows images, which the reference trainer cannot train on: "
-            "set [trainer] loop to a trainer of your own"
-        )
-
-
-def _pauses_free_the_device(config: Config) -> Iterator[str]:
-    if config.policy.pause_mode != "keep":
-        return
-    needs = "needs [policy] pause_mode abort or drain: keep"
-    if config.trainer.flow == "colocated":
-        yield f"[trainer] flow = colocated {needs} frees no memory"
-    if config.evaluation.flow == "exclusive":
-        yield f"[evaluation] flow = exclusive {needs} would freeze evaluations, too"
-
-
-def _cache_has_a_fixed_size(config: Config) -> Iterator[str]:
+RULES = (
+    Rule(lambda c: c.policy.revision and not (c.policy.model and is_id(c.policy.model)),
+        "[policy] revision = {c.policy.revision} is for a model on the Hub",
+        "{c.policy.model} is none"),
+    Rule(lambda c: c.trainer.flow == "colocated" and c.policy.pause_mode == "keep",
+        "[trainer] flow = colocated needs [policy] pause_mode abort or drain",
+        "keep frees no memory"),
+    Rule(lambda c: c.evaluation.flow == "exclusive" and c.policy.pause_mode == "keep",
+        "[evaluation] flow = exclusive needs [policy] pause_mode abort or drain",
+        "keep would freeze evaluations, too"),
     # vLLM ends with an error where free memory changes while it measures how much a cache may have
-    is_measured = (
-        config.engine.gpu_memory is not None and config.engine.gpu_memory.cache_bytes is None
-    )
-    if config.trainer.flow == "colocated" and is_measured:
-        yield (
-            "[trainer] flow = colocated needs [engine] kv_cache_memory_bytes: while vLLM measures "
-            "the free memory of the GPU, the trainer must not use or free any"
-        )
+    Rule(lambda c: c.trainer.flow == "colocated" and _measures_memory(c.engine),
+        "[trainer] flow = colocated needs [engine] kv_cache_memory_bytes",
+        "while vLLM measures the free memory of the GPU, the trainer must not use or free any"),
+    # a trainer of the user's own may publish adapters
+    Rule(lambda c: not c.learner.lora and c.engine.wants_adapters and c.trainer.loop is None,
+        "[engine] loads adapters, but none are published",
+        "add [learner.lora], or leave out [engine] max_lora_rank or weights"),
+    Rule(lambda c: c.critic != CriticConfig() and c.trainer.loop is None and not c.trainer.is_gae,
+        "[critic] is read with [trainer] advantages = gae only, not with {c.trainer.advantages}",
+        "leave it out"),
+    Rule(lambda c: c.learner.updates_per_batch > c.plan.batch_size,
+        "[learner] updates_per_batch = {c.learner.updates_per_batch} divides the groups of a "
+        "batch, and [plan] batch_size is {c.plan.batch_size}",
+        "some updates would have none"),
+    Rule(lambda c: _ranks(c) > 1 and len(set(c.launch.trainer_gpus or ())) not in (0, _ranks(c)),
+        "[launch] trainer_gpus = {c.launch.trainer_gpus} is not one GPU for each trainer rank",
+        "remove trainer_ranks, and there is one process for each GPU"),
+    Rule(lambda c: _ranks(c) == 1 and not c.trainer.loop and len(c.launch.trainer_gpus or ()) > 1,
+        "[launch] trainer_gpus = {c.launch.trainer_gpus}, and trainer_ranks = 1 uses one GPU",
+        "remove trainer_ranks, since the others would be idle"),
+    Rule(lambda c: _ranks(c) > 1 and ":" in c.trainer.device,
+        "[trainer] device = {c.trainer.device} is one GPU, and the trainer has several ranks",
+        'set device = "auto": each rank then has a GPU of its own'),
+    Rule(lambda c: c.learner.optimizer == "adamw_8bit" and _ranks(c) > 1 and not c.trainer.loop,
+        "[learner] optimizer = adamw_8bit cannot update weights that are sharded over ranks",
+        "set optimizer = adamw, whose state is sharded, too, or trainer_ranks = 1"),
+    Rule(lambda c: (c.evaluation.every_steps or 0) % c.policy.sync_weights_interval,
+        "[evaluation] every_steps = {c.evaluation.every_steps} must be a multiple of [policy] "
+        "sync_weights_interval = {c.policy.sync_weights_interval}",
+        "evaluations need weights that are published"),
+    Rule(lambda c: c.gateway.port and c.gateway.ports < c.launch.workers,
+        "[launch] workers = {c.launch.workers} need as many [gateway] ports",
+        "set ports = {c.launch.workers} or more, or port = 0"),
+)  # fmt: skip
+
+RULES_OF_TASKS = (
+    Rule(lambda c, t, name: t.eval_of is not None and t.eval_of not in training(c.tasks),
+        'eval_of = "{t.eval_of}" of task {name} is not a training task',
+        "known: {known}"),
+    Rule(lambda c, t, name: set(t.train_roles or ()) - {""} and not _has_roles(c, t),
+        "train_roles = {t.train_roles} of task {name}, whose agent_loop gives no rollout a role",
+        "leave train_roles out"),
+)  # fmt: skip
+
+RULES_OF_TRAINING = (
+    Rule(lambda c, t, name: t.images and c.trainer.loop is None,
+        "task {name} shows images, which the reference trainer cannot train on",
+        "set [trainer] loop to a trainer of your own"),
+    Rule(lambda c, t, name: (c.policy.max_token_staleness or 0) > _or_inf(t.max_staleness),
+        "[policy] max_token_staleness = {c.policy.max_token_staleness} must be at most "
+        "[tasks.{name}] max_staleness = {t.max_staleness}",
+        "a group expires with its oldest token"),
+    # the trainer must compute the distribution that rollouts are sampled from
+    Rule(lambda c, t, name: not c.trainer.loop and t.sample.temperature != c.learner.temperature,
+        "task {name} is sampled with temperature {t.sample.temperature:g}, [learner] temperature "
+        "is {c.learner.temperature:g}",
+        "both must be the same"),
+    Rule(lambda c, t, name: not c.trainer.loop and t.prompt_repeat_k < _compared(c.trainer),
+        "prompt_repeat_k = {t.prompt_repeat_k} of task {name}: [trainer] advantages = "
+        "{c.trainer.advantages} compares rollouts, or sets of them, so every advantage would be 0",
+        f"set it to 2 (pass_at_k: {PASS_AT + 1}) or more, or advantages to reinforce_pp or gae"),
+    Rule(lambda c, t, name: t.prompt_repeat_k == 1 and
+            c.strategy_of(name).is_valid_sample_fn == "not_all_equal",
+        "prompt_repeat_k = 1 of task {name}: is_valid_sample_fn = not_all_equal replaces every "
+        "group of one rollout, so no batch would be made",
+        "leave it out"),
+)  # fmt: skip
 
 
-def _engine_loads_what_is_published(config: Config) -> Iterator[str]:
+def _ranks(config: Any) -> int:
+    return int(config.launch.ranks(has_own_loop=config.trainer.loop is not None))
+
+
+def _measures_memory(engine: EngineSettings) -> bool:
+    return engine.gpu_memory is not None and engine.gpu_memory.cache_bytes is None
+
+
+def _has_roles(config: Any, task: TaskSection) -> bool:
+    loop = task.loop(config.worker.agent_loop)
+    return loop not in BUILT_IN or has_agents(loop)
+
+
+def _or_inf(limit: int | None) -> float:
+    return inf if limit is None else limit
+
+
+def _compared(trainer: TrainerSection) -> int:
+    """Return how many rollouts of a prompt are compared with one another at least."""
+    if trainer.advantages == "pass_at_k":
+        return PASS_AT + 1
+    return 2 if trainer.advantages in WITHIN_A_GROUP else 1
+
+
+def _engine_loads_the_adapter(config: Config) -> Iterator[str]:
     lora = config.learner.lora
-    if lora is None:
-        # a trainer of the user's own may publish adapters
-        if config.engine.wants_adapters and config.trainer.loop is None:
-            yield (
-                "[engine] loads adapters, but none are published: add [learner.lora], or leave "
-                "out [engine] max_lora_rank or weights"
-            )
-    elif problem := config.engine.adapter_problem(lora.rank):
+    if lora and (problem := config.engine.adapter_problem(lora.rank)):
         yield problem
+
+
+def _attached_judges_fit(config: Config) -> Iterator[str]:
+    for kind in attached_kinds(config.tasks):
+        yield from kind.rules(config)
+    reference = config.learner.loss.kl_reference
+    attached = [each for task in config.tasks.values() for each in task.attached.values()]
+    if reference is not None and not any(reference in each.weights for each in attached):
+        yield f"[learner.loss] kl_reference = {reference} is no teacher of a task"
+
+
+def _columns_replace_rewards(config: Config) -> Iterator[str]:
+    """Yield what would train nothing without rewards."""
+    for name, task in config.tasks.items():
+        if "none" in task.judges and task.eval_of is None and not task.attached:
+            yield f"judge = none of task {name}: without a teacher, it teaches nothing"
+    if config.trainer.loop is not None or config.trainer.advantages != "none":
+        return
+    objective = config.learner.loss.objective
+    if config.learner.distillation is None and not is_dotted_path(objective):
+        yield (
+            "[trainer] advantages = none trains nothing without [learner.distillation], or an "
+            "objective of yours"
+        )
+    for name, task in config.tasks.items():
+        if task.eval_of is None and config.strategy_of(name).is_valid_sample_fn == "not_all_equal":
+            yield (
+                f"is_valid_sample_fn = not_all_equal of task {name} replaces groups by their "
+                "rewards, which advantages = none does not read: leave it out"
+            )
 
 
 def _responses_fit_the_context(config: Config) -> Iterator[str]:
     # workers check it again with what their engine reports
     yield from context_problems(config, getattr(config.engine, "max_model_len", None), config.tasks)
-    for name, task in config.tasks.items():
-        for teacher, section in task.teachers.items():
-            limit = getattr(section.engine, "max_model_len", None)
-            for problem in context_problems(config, limit, [name]):
-                yield f"teacher {teacher}: {problem}"
-
-
-def _tokens_are_younger_than_groups(config: Config) -> Iterator[str]:
-    tokens = config.policy.max_token_staleness
-    for name, task in training(config.tasks).items():
-        groups = task.max_staleness
-        if tokens is not None and groups is not None and tokens > groups:
-            yield (
-                f"[policy] max_token_staleness = {tokens} must be at most [tasks.{name}] "
-                f"max_staleness = {groups}: a group expires with its oldest token"
-            )
-
-
-def _temperatures_agree(config: Config) -> Iterator[str]:
-    # the trainer must compute the distribution that rollouts are sampled from
-    if config.trainer.loop is not None:
-        return
-    for name, task in training(config.tasks).items():
-        sampled = task.sample.temperature
-        if sampled != config.learner.temperature:
-            yield (
-                f"task {name} is sampled with temperature {sampled:g}, [learner] temperature "
-                f"is {config.learner.temperature:g}: both must be the same"
-            )
 
 
 def _distributions_are_whole(config: Config) -> Iterator[str]:
@@ -261,117 +325,11 @@ def _masks_are_bounded(config: Config) -> Iterator[str]:
             )
 
 
-def _groups_can_be_compared(config: Config) -> Iterator[str]:
-    advantages = config.trainer.advantages
-    if config.trainer.loop is not None or advantages not in WITHIN_A_GROUP:
-        return
-    fewest, compares = 2, "the rollouts of a prompt"
-    if advantages == "pass_at_k":
-        fewest, compares = PASS_AT + 1, f"the sets of {PASS_AT} rollouts of a prompt"
-    for name, task in training(config.tasks).items():
-        if task.prompt_repeat_k < fewest:
-            yield (
-                f"prompt_repeat_k = {task.prompt_repeat_k} of task {name}: [trainer] advantages = "
-                f"{advantages} compares {compares}, so every advantage would be 0; set "
-                f"prompt_repeat_k to at least {fewest}, or advantages to reinforce_pp or gae"
-            )
-
-
-def _filters_keep_groups(config: Config) -> Iterator[str]:
-    for name, task in training(config.tasks).items():
-        if (
-            task.prompt_repeat_k == 1
-            and config.strategy_of(name).is_valid_sample_fn == "not_all_equal"
-        ):
-            yield (
-                f"prompt_repeat_k = 1 of task {name}: is_valid_sample_fn = not_all_equal replaces "
-                "every group of one rollout, so no batch would be made; leave it out"
-            )
-
-
-def _critic_is_used(config: Config) -> Iterator[str]:
-    if (
-        config.critic != CriticConfig()
-        and config.trainer.loop is None
-        and not config.trainer.is_gae
-    ):
-        yield (
-            "[critic] is read with [trainer] advantages = gae only, not with "
-            f"{config.trainer.advantages}"
-        )
-
-
-def _trained_roles_occur(config: Config) -> Iterator[str]:
-    for name, task in config.tasks.items():
-        loop = task.loop(config.worker.agent_loop)
-        has_roles = loop not in BUILT_IN or has_agents(loop)
-        if set(task.train_roles or ()) - {""} and not has_roles:
-            yield (
-                f"train_roles = {task.train_roles} of task {name}: agent_loop = {loop} gives no "
-                "rollout a role; leave train_roles out"
-            )
-
-
-def _updates_have_groups(config: Config) -> Iterator[str]:
-    if config.learner.updates_per_batch > config.plan.batch_size:
-        yield (
-            f"[learner] updates_per_batch = {config.learner.updates_per_batch} divides the groups "
-            f"of a batch, and [plan] batch_size is {config.plan.batch_size}: some updates would "
-            "have none"
-        )
-
-
-def _ranks_have_gpus(config: Config) -> Iterator[str]:
-    gpus = config.launch.trainer_gpus or []
-    ranks = config.launch.ranks(has_own_loop=config.trainer.loop is not None)
-    if ranks > 1 and gpus and len(set(gpus)) != ranks:
-        yield (
-            f"[launch] trainer_gpus = {gpus} is not one GPU for each of {ranks} trainer_ranks; "
-            "remove trainer_ranks, and there is one process for each GPU"
-        )
-    if config.trainer.loop is None and ranks == 1 and len(gpus) > 1:
-        yield (
-            f"[launch] trainer_gpus = {gpus}: trainer_ranks = 1 is one process, which uses one "
-            "GPU, so the others would be idle; remove trainer_ranks"
-        )
-    if ranks > 1 and ":" in config.trainer.device:
-        yield (
-            f"[trainer] device = {config.trainer.device} is one GPU, and the trainer has {ranks} "
-            'ranks; set device = "auto": each rank then has a GPU of its own'
-        )
-
-
-def _optimizer_fits_the_ranks(config: Config) -> Iterator[str]:
-    ranks = config.launch.ranks(has_own_loop=config.trainer.loop is not None)
-    if config.learner.optimizer == "adamw_8bit" and ranks > 1 and config.trainer.loop is None:
-        yield (
-            f"[learner] optimizer = adamw_8bit cannot update the sharded weights of {ranks} ranks; "
-            "set optimizer = adamw, whose state is divided over the ranks, or trainer_ranks = 1"
-        )
-
-
 def _evaluations_are_asked_for(config: Config) -> Iterator[str]:
-    default = EvaluationSection()
     if not config.held_out_tasks:
         for key, value in config.evaluation:
-            if value != getattr(default, key):
+            if value != config.evaluation.default_of(key):
                 yield f"[evaluation] {key} cannot act: no task has eval_of, so nothing is evaluated"
-
-
-def _evaluation_fits(config: Config) -> Iterator[str]:
-    steps = config.evaluation.every_steps
-    interval = config.policy.sync_weights_interval
-    if steps is not None and steps % interval:
-        yield (
-            f"[evaluation] every_steps = {steps} must be a multiple of "
-            f"[policy] sync_weights_interval = {interval}"
-        )
-
-
-def _workers_have_ports(config: Config) -> Iterator[str]:
-    needed, gateway = config.launch.workers, config.gateway
-    if gateway.port and gateway.ports < needed:
-        yield f"[launch] workers = {needed} need [gateway] ports = {needed} or more, or port = 0"
 
 
 def _evaluation_is_one_batch(config: Config) -> Iterator[str]:
@@ -391,31 +349,15 @@ def too_many_problems(task: str, problems: int) -> str:
     )
 
 
-_RULES: tuple[Callable[[Config], Iterator[str]], ...] = (
-    _evaluations_have_a_task,
-    _revisions_have_a_repository,
-    _images_are_possible,
+_FUNCTIONS: tuple[Callable[[Config], Iterator[str]], ...] = (
     memory_problem,
-    _pauses_free_the_device,
-    _cache_has_a_fixed_size,
-    _engine_loads_what_is_published,
+    _engine_loads_the_adapter,
     _responses_fit_the_context,
-    _tokens_are_younger_than_groups,
-    _temperatures_agree,
     _distributions_are_whole,
     _masks_are_bounded,
-    _groups_can_be_compared,
-    _filters_keep_groups,
-    _critic_is_used,
-    _trained_roles_occur,
-    teachers_can_score,
-    teachers_are_read,
-    teachers_replace_rewards,
-    _updates_have_groups,
-    _ranks_have_gpus,
-    _optimizer_fits_the_ranks,
+    _attached_judges_fit,
+    _columns_replace_rewards,
     _evaluations_are_asked_for,
-    _evaluation_fits,
     _evaluation_is_one_batch,
-    _workers_have_ports,
 )
+"""Rules that need more than a condition and a message."""

@@ -7,7 +7,7 @@ process of the run compares it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import orjson
 from buffer.control.origin import Origin, TaskOrigin
 from producer_workers.config.dataset import DatasetSection
 from producer_workers.config.task import TaskSection
-from producer_workers.hub import model_repository
+from producer_workers.hub import Repository, model_repository
 from rolloutmq.config.config import Config
 
 PART_BYTES = 1 << 18
@@ -55,8 +55,14 @@ def origin_of(config: Config, model: Path) -> Origin:
         tokenizer=_files(model / name for name in TOKENIZER_FILES),
         architecture=_architecture(model / "config.json"),
         tasks={name: _task(task) for name, task in config.tasks.items()},
-        teachers=sorted(filter(None, {each.pin for each in config.teachers.values()})),
+        models=sorted(filter(None, {each.pin for each in _models(config)})),
     )
+
+
+def _models(config: Config) -> Iterator[Repository]:
+    for task in config.tasks.values():
+        for judge in task.attached.values():
+            yield from judge.repositories
 
 
 def _task(task: TaskSection) -> TaskOrigin:

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import orjson
 
 from buffer.control.origin import Origin
 from buffer.errors import ConfigError
 from buffer.redis.whole_file import replace_file
-from producer_workers.config.dataset import DatasetSection
 from producer_workers.config.task import TaskSection
-from producer_workers.config.teacher import TeacherSection
 from producer_workers.hub import Repository, model_repository
 from rolloutmq.config.config import Config
-
-S = TypeVar("S", DatasetSection, TeacherSection)
 
 NOTE = "hub.json"
 """File in the run's folder: the commit of each repository whose revision the config leaves open."""
@@ -33,17 +28,17 @@ def fetch(
     origin: Origin | None = None,
     *,
     with_data: bool = True,
-    with_teachers: bool = True,
+    with_judges: bool = True,
 ) -> Config:
     """Return `config` with commits as its revisions, and download what is not in the cache.
 
     `origin`: the record of the run, where it is known; else the folder's note decides. `with_data`:
-    also download data sets, which workers do not read. `with_teachers`: also their models. Raises
-    HubError.
+    also download data sets, which workers do not read. `with_judges`: also models of judges, which
+    producers do not read. Raises HubError.
     """
     wanted = set(_repositories(config))
-    unread = set() if with_teachers else {each.repository for each in config.teachers.values()}
-    unread -= {model_repository(config.policy)}
+    judges = {each for task in config.tasks.values() for each in _of_judges(task)}
+    unread = set() if with_judges else judges - {model_repository(config.policy)}
     note = config.run.folder / NOTE
     noted = _read(note) if wanted else {}
     known = noted | (origin.commits if origin else {})
@@ -65,11 +60,16 @@ def names_any(config: Config) -> bool:
 
 
 def _repositories(config: Config) -> Iterator[Repository]:
-    sections = [task.dataset for task in config.tasks.values()]
     named = [model_repository(config.policy)]
-    named += [teacher.repository for teacher in config.teachers.values()]
-    named += [section.repository for section in sections]
+    for task in config.tasks.values():
+        named += [task.dataset.repository]
+        named += _of_judges(task)
     yield from (each for each in named if each)
+
+
+def _of_judges(task: TaskSection) -> Iterator[Repository]:
+    for judge in task.attached.values():
+        yield from judge.repositories
 
 
 def _pin(config: Config, pinned: Mapping[Repository, Repository]) -> Config:
@@ -82,13 +82,11 @@ def _pin(config: Config, pinned: Mapping[Repository, Repository]) -> Config:
 
 
 def _pin_task(task: TaskSection, pinned: Mapping[Repository, Repository]) -> TaskSection:
-    def pin(section: S) -> S:
-        if section.repository is None:
-            return section
-        return section.model_copy(update={"revision": pinned[section.repository].revision})
-
-    teachers = {name: pin(teacher) for name, teacher in task.teachers.items()}
-    return task.model_copy(update={"dataset": pin(task.dataset), "teachers": teachers})
+    update = {key: judge.pinned(pinned) for key, judge in task.attached.items()}
+    if repository := task.dataset.repository:
+        revision = pinned[repository].revision
+        update["dataset"] = task.dataset.model_copy(update={"revision": revision})
+    return task.model_copy(update=update)
 
 
 def _read(note: Path) -> dict[str, str]:

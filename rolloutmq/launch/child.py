@@ -3,7 +3,7 @@
 A life is fruitless unless its process achieved something, for which each kind has a mark:
 
     trainer                    the committed step
-    worker, teacher, gateway   its last group that was submitted
+    worker, gateway            its last group that was submitted
     producer                   the started groups
     judge                      the judged groups
 

@@ -131,7 +131,7 @@ def create(
     """
     given = list(overrides or [])
     settings = open_config(config, given)
-    from rolloutmq.launch.creation import create as create_run
+    from rolloutmq.launch.create import create as create_run
 
     facts, lines = create_run(settings, config, given, redis_url, quiet=as_json)
     if as_json:
@@ -180,7 +180,7 @@ def warm_start(config: ConfigPath, overrides: Overrides = None) -> None:
     """
     settings = open_config(config, overrides)
     follow_owner()
-    from rolloutmq.launch.warm_up import make_model
+    from rolloutmq.launch.prepare import make_model
 
     make_model(settings)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import orjson
 from rich.console import Console
 
 from buffer.errors import ConfigError, ModelError
@@ -26,7 +27,7 @@ from consumer.handle.rollout_consumer import RolloutConsumer
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config
 from rolloutmq.launch.launcher import Launcher
-from rolloutmq.launch.preparation import run_command
+from rolloutmq.launch.prepare import run_command
 from rolloutmq.options import set_flags
 from rolloutmq.presets import find_config
 from rolloutmq.run_owner import LOCK_FILE, is_owned
@@ -62,7 +63,8 @@ def evaluate_model(
     target = folder / (ADAPTER if is_adapter else "exported")
     given = [*overrides, f"run.name={config.run.name}-eval", f"run.dir={folder}"]
     given += [f"trainer.loop={_LOOP}"]
-    given += [f"tasks.{name}.teachers={{}}" for name, task in config.tasks.items() if task.teachers]
+    # the judges of training tasks may load models
+    given += [f"worker.tasks={orjson.dumps(config.held_out_tasks).decode()}"]
     given += [] if config.launch.workers else ["launch.workers=1"]
     if not is_adapter:
         given += [f"policy.model={(target if step else Path(what)).resolve()}"]

@@ -26,13 +26,12 @@ from rolloutmq.check.machine import placement_of
 from rolloutmq.config.config import Config
 from rolloutmq.hang_up import is_lost_terminal
 from rolloutmq.launch.child import STOPPED, Child
-from rolloutmq.launch.create_run import make_run
-from rolloutmq.launch.preparation import (
+from rolloutmq.launch.create import create_run, make_again
+from rolloutmq.launch.prepare import (
     await_roles,
     check_start,
     is_done,
     last_step,
-    make_again_patiently,
     prepare_model,
     start_server,
 )
@@ -49,7 +48,7 @@ from rolloutmq.views.setting_view import override_lines
 POLL_S = 0.5  # between two checks of the processes
 POLLS_PER_LINE = 10  # checks per line of output, where the output is not a terminal
 NEWS = 4  # reports that stay on the screen
-SUBMITS = frozenset({"completed", "filtered", "aborted", "taught"})
+SUBMITS = frozenset({"completed", "filtered", "aborted"})
 MOST_EVENTS = 5000  # newest ones, among which the last submit of a worker is found
 
 SERVER_S = 300.0  # in which a server that ends STOPPED times is not started again
@@ -149,12 +148,15 @@ class Launcher:
         say(f"server   {self._server.cli if self._server else 'from the config or REDIS_URL'}")
         model = prepare_model(config, self._command)
         if self._regenerate and not is_done(config, last_step(config)):
-            run = make_again_patiently(store, config, model, say)
+            wait_s = 2 * config.limits(0).role_timeout_ms / 1000
+            run = make_again(
+                store, config, model, lambda what: say(f"clears   {what}"), wait_s=wait_s
+            )
         else:
             if earlier := own_run(store, config):
                 # this config must not change the settings of a run that another start still trains
                 await_roles(earlier, say)
-            run = make_run(store, config, model, is_done=partial(is_done, config))
+            run = create_run(store, config, model, is_done=partial(is_done, config))
         for warning in config.warnings():
             say(f"warning  {warning}")
         for change in run.changes:
@@ -180,7 +182,7 @@ class Launcher:
         ranks = config.launch.ranks(has_own_loop=config.trainer.loop is not None)
         placement = placement_of(config)
         # on a CPU every process gets a share: torch would use all cores in each of them
-        sharers = config.launch.workers + ranks + len(config.teacher_workers)
+        sharers = config.launch.workers + ranks
         threads = str(max(1, (os.cpu_count() or 1) // sharers))
         if not placement.trainer and "OMP_NUM_THREADS" not in os.environ:
             self._shared_env["OMP_NUM_THREADS"] = threads
@@ -217,13 +219,6 @@ class Launcher:
             )
             for i, gpus in enumerate(placement.workers)
         ]
-        for i, (name, gpus) in enumerate(
-            zip(config.teacher_workers, placement.teachers, strict=True)
-        ):
-            member = f"teacher-{name}-{i}"
-            args = ["worker", "--teacher", name, "--id", member, "--take-over"]
-            environment = placement.environment(gpus)
-            self._workers.append(self._child(member, args, environment, last_submit))
         if any(task.judging.kind == "rq" for task in config.tasks.values()):
             args = ["judge", "--workers", str(config.launch.judge_workers)]
             self._judges = [self._child("judge", args, no_gpu, count("raw_rewards_count"))]

@@ -17,7 +17,7 @@ from buffer.imports import load_object
 from buffer.open_run import open_store, own_run, server_url, wait_for_run
 from buffer.redis.scripts import role_held
 from producer_workers.follow_owner import OWNER
-from rolloutmq.launch.create_run import make_again, make_run
+from rolloutmq.launch.create import create_run, make_again
 from rolloutmq.observers import observe
 from rolloutmq.views.setting_view import override_lines
 
@@ -70,7 +70,7 @@ def open_run(
     else:
         if by_hand and not take_over:
             _require_vacancy(store, settings)
-        run = make_run(store, settings, model_dir, by_hand=by_hand)
+        run = create_run(store, settings, model_dir, by_hand=by_hand)
     for change in run.changes:
         log.warning("continued with another config: %s", change)
     for line in override_lines(run.settings):

@@ -12,7 +12,7 @@ from rich.text import Text
 from buffer.errors import AccountError, ConfigError
 from buffer.failure_text import headline
 from buffer.groups.record_walk import payload_of
-from buffer.ids import ENDS, IMPORTED_FROM, TEACH, split_group_id, trace_id
+from buffer.ids import ENDS, IMPORTED_FROM, split_group_id, trace_id
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_json import group_json
@@ -54,7 +54,7 @@ class FoundGroup:
 
     @property
     def where(self) -> str:
-        """Where it is, in words: "running on host7-1", "waiting for teacher big"."""
+        """Where it is, in words: "running on host7-1", "in batch train:7"."""
         record = self.record
         match record.get("stage"):
             case None:
@@ -68,8 +68,6 @@ class FoundGroup:
                 return record["status"] + made_by
             case "dead":
                 return f"dead: {headline(self.letter['reason'], 200)}" if self.letter else "dead"
-            case "waiting" if record["lane"].startswith(TEACH):
-                return f"waiting for teacher {record['lane'].removeprefix(TEACH)}"
             case stage:
                 return str(stage)
 

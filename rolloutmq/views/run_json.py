@@ -1,4 +1,7 @@
-"""A view of a run as JSON, for `--json` of the commands and for the browser view."""
+"""A view of a run as JSON, for `--json` of the commands and for the browser view.
+
+What an account, a task's progress or a worker's record counts is here without being named.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,8 @@ from rolloutmq.views.run_view import RunView, TaskView
 
 _RUN = ("run", "mode", "phase", "paused_by", "stuck_on", "created_ms", "acknowledged",
         "tokens_per_s", "leases", "judging", "garbage")  # fmt: skip
-_ACCOUNT = ("enqueued", "put", "imported", "cursor", "target", "consumed")
 _TASK = ("in_flight", "in_flight_limit", "backlog", "ready", "too_old", "staleness", "mean_reward")
-_COUNTERS = (
-    "produced_samples", "produced_tokens", "produced_groups", "produced_ms", "unparsed",
-    "truncated", "failed", "leases_lost", "expirations", "ended_early", "discarded_tokens",
-    "unmade_tokens", "reasserted", "regenerated",
-)  # fmt: skip
 _SHARE = ("share", "number", "total", "level")
-_WORKER = (
-    "id", "engine", "teaches", "state", "weights", "holds", "judging", "tokens_per_s",
-    "done", "failed", "quarantined", "concurrency", "requests", "judged", "judge_failures",
-    "judge_buckets", "replaced", "refusal", "bad_groups", "barred_for_ms",
-)  # fmt: skip
 
 
 def describe(view: RunView) -> dict[str, Any]:
@@ -58,25 +50,28 @@ def _role_json(role: RoleHolder) -> dict[str, Any]:
 
 
 def _task_json(task: TaskView, now_ms: int) -> dict[str, Any]:
+    account = asdict(task.account)
+    del account["task"], account["ended_bits"]
     return {
+        **task.counters,
+        **account,
         "places": task.account.stages,
-        **_named(task.account, _ACCOUNT),
         **_named(task, _TASK),
         "trouble": task.trouble(now_ms),
         "shares": {share.name: _named(share, _SHARE) for share in shares_of(task)},
         "stale_threshold": None if task.is_eval else task.stale_threshold,
-        **{name: int(task.number(name)) for name in _COUNTERS},
     }
 
 
 def worker_json(worker: WorkerRecord, view: RunView) -> dict[str, Any]:
     registered_ms = max(0, view.now_ms - worker.joined_ms) if worker.joined_ms else None
-    return _named(worker, _WORKER) | {
+    fields = asdict(worker)
+    del fields["lengths"]  # of some hundred responses, for the trainer
+    return fields | {
         "silent_ms": worker.silent_ms if worker.seen_ms else None,
         "registered_ms": registered_ms,
         "judge_s": worker.judging_ms / 1000 / worker.judged if worker.judged else None,
         "judge_p50_s": worker.judge_times.quantile_s(0.5),
         "judge_p99_s": worker.judge_times.quantile_s(0.99),
         "alive": worker.is_live(view.lease_ms),
-        "facts": dict(worker.facts),
     }

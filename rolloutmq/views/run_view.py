@@ -12,15 +12,15 @@ from typing import Any
 from buffer.control.control import RoleHolder
 from buffer.control.events import Event, TrainerReport, parse_event
 from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram, WorkerRecord, parse_counts
-from buffer.ids import TEACH
+from buffer.ids import LANES
 from buffer.ledger.account import TaskAccount
 from buffer.ledger.ledger import LedgerSteps
 from buffer.ledger.memory import MemoryUse
-from buffer.redis.key_fields import read_counts, require_fields, text_fields
+from buffer.redis.key_fields import OPTIONAL, read_counts, require_fields, text_fields
 from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
-from rolloutmq.output import plural
 
+COUNTERS = (*OPTIONAL["progress"], "reasserted", "regenerated")
 BUCKETS = 16  # staleness is counted exactly up to here; older usable groups are counted together
 RECENT_MS = 60_000  # an error is shown for this time, and as long as every try fails
 
@@ -39,7 +39,6 @@ class TaskView:
     batch_share: int
     stale_threshold: int  # staleness from which its groups are expired
     is_gone: bool = False  # the run's config lacks it now
-    absent_teachers: tuple[str, ...] = ()  # those without a live worker
 
     @property
     def stop_reason(self) -> str:
@@ -54,10 +53,6 @@ class TaskView:
             return (
                 f"stopped until `rolloutmq resume --task {self.account.task}`: {self.stop_reason}"
             )
-        if self.absent_teachers:
-            names = ", ".join(self.absent_teachers)
-            waiting = sum(self.backlog[TEACH + name] for name in self.absent_teachers)
-            return f"no worker of teacher {names} is alive; {plural(waiting, 'group')} waiting"
         is_recent = now_ms - self.number("error_ms") < RECENT_MS
         if self.error and (is_recent or self.number("failures_in_row")):
             return f"{self.number('failed'):.0f} failed: {self.error}"
@@ -96,6 +91,15 @@ class TaskView:
     def number(self, name: str) -> float:
         """Return a counter of `progress:<task>`; 0 if it was never written."""
         return float(self.progress.get(name, 0))
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """The counters of `progress:<task>` by name; 0 for those that were never written."""
+        found = dict.fromkeys(COUNTERS, "0") | self.progress
+        whole = re.compile(r"-?\d{1,16}", re.ASCII)
+        # not the causes of failures (failed:CAUSE), and not a sum of rewards, which may be whole
+        names = [name for name in found if name.isidentifier() and name != "raw_rewards_sum"]
+        return {name: int(found[name]) for name in names if whole.fullmatch(found[name])}
 
     def recent(self, name: str) -> int:
         """Return what a counter counted over the newest groups; `lua/include/earlier_counts.lua`.
@@ -182,12 +186,8 @@ class RunView:
 
     @property
     def live_workers(self) -> list[WorkerRecord]:
-        """Workers that a pause waits for: all that are alive but teachers."""
-        return [each for each in self.workers if each.is_live(self.lease_ms) and not each.teaches]
-
-    @property
-    def live_teachers(self) -> list[WorkerRecord]:
-        return [each for each in self.workers if each.is_live(self.lease_ms) and each.teaches]
+        """Workers that a pause waits for."""
+        return [each for each in self.workers if each.is_live(self.lease_ms)]
 
     @property
     def silent_workers(self) -> list[WorkerRecord]:
@@ -195,8 +195,8 @@ class RunView:
 
     @property
     def unclaimed(self) -> int:
-        """Groups that wait for a worker which samples them."""
-        return sum(task.account.waiting - task.account.teaching for task in self.tasks)
+        """Groups that wait for a worker."""
+        return sum(task.account.waiting for task in self.tasks)
 
     @property
     def judging(self) -> int:
@@ -266,7 +266,6 @@ def read_run_view(run: Run, *, events: int = 8) -> RunView:
     steps = run.keys.ledger("train")
     ledger = read_counts(steps, LedgerSteps._fields, replies["ledger"])
     workers = run.fleet.workers()
-    taught = {each.teaches for each in workers if each.is_live(run.limits.lease_ms)}
     seconds, micros = replies["time"]
     now_ms = seconds * 1000 + micros // 1000
     timeout_ms = run.limits.role_timeout_ms
@@ -278,7 +277,7 @@ def read_run_view(run: Run, *, events: int = 8) -> RunView:
         taken=ledger[0],
         committed=ledger[1],
         freed=ledger[2],
-        tasks=tuple(_task_view(run, task, replies, ledger[0], taught) for task in audit.tasks),
+        tasks=tuple(_task_view(run, task, replies, ledger[0]) for task in audit.tasks),
         faults=(*evicted, *audit.faults),
         server_full=eviction.full,
         leases=audit.leases,
@@ -322,7 +321,7 @@ def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
         ask("header", "LINDEX", keys.batch("train", taken), 0)
         for task in (account.task for account in tasks):
             ask(f"progress:{task}", "HGETALL", keys.progress(task))
-            for lane in run.limits.tasks[task].lanes:
+            for lane in LANES:
                 ask(f"jobs:{task}:{lane}", "XLEN", keys.jobs(task, lane))
             for label, low, high in _buckets(taken, _threshold(run, task)):
                 ask(f"stale:{task}:{label}", "ZCOUNT", keys.pool(task, "completed"), low, high)
@@ -347,12 +346,9 @@ def _buckets(taken: int, threshold: int) -> list[tuple[str, str | int, str | int
     return [*buckets, ("too_old", "-inf", f"({taken + 1 - threshold}")]
 
 
-def _task_view(
-    run: Run, account: TaskAccount, replies: dict[str, Any], taken: int, taught: set[str]
-) -> TaskView:
+def _task_view(run: Run, account: TaskAccount, replies: dict[str, Any], taken: int) -> TaskView:
     name = account.task
     limits = run.limits.tasks[name]
-    is_over = limits.is_gone or replies["control"].get(b"mode") == b"finish"
     is_eval = limits.eval_of is not None
     threshold = _threshold(run, name)
     labels = [label for label, _, _ in _buckets(taken, threshold)]
@@ -365,7 +361,7 @@ def _task_view(
         account=account,
         is_eval=is_eval,
         progress=progress,
-        backlog={lane: int(replies[f"jobs:{name}:{lane}"]) for lane in limits.lanes},
+        backlog={lane: int(replies[f"jobs:{name}:{lane}"]) for lane in LANES},
         # groups of an evaluation never expire
         ready=account.completed if is_eval else sum(counts.values()),
         too_old=0 if is_eval else too_old,
@@ -373,7 +369,6 @@ def _task_view(
         batch_share=_batch_share(replies["header"], name) or -(-account.consumed // max(taken, 1)),
         stale_threshold=threshold,
         is_gone=limits.is_gone,
-        absent_teachers=() if is_over else tuple(t for t in limits.teachers if t not in taught),
     )
 
 

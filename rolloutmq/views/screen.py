@@ -47,7 +47,7 @@ _COLUMNS = {
 _LEVELS = {"note": "", "warning": "yellow", "error": "red"}
 _LOADING = {"trainer": "loads the model", "producer": "opens the data sets"}
 _EVENT_STYLES = {
-    **dict.fromkeys(("completed", "taught", "committed"), "green"),
+    **dict.fromkeys(("completed", "committed"), "green"),
     **dict.fromkeys(("aborted", "expired", "released"), "yellow"),
     **dict.fromkeys(("control", "weights"), "cyan"),
     **dict.fromkeys(
@@ -80,7 +80,9 @@ def live_screen(view: RunView, history: History, notes: LiveNotes) -> Renderable
     parts: list[RenderableType] = [_title(view)]
     parts += [Text(line, style="cyan") for line in notes.lines]
     parts += [Text(notes.trouble, style="bold red")] if notes.trouble else []
-    parts += ["", *_curves(history), "", *_groups(view), "", _waits(history), _facts(view)]
+    parts += ["", *_curves(history), "", *_groups(view)]
+    parts += [_fit(Text(trouble, style="red")) for trouble in view.troubles]
+    parts += ["", _waits(history), _facts(view)]
     parts += [_fit(Text(line, style="yellow")) for line in starting_lines(view, notes.started_s)]
     parts += [*_workers(view), ""]
     parts += [_fit(event_text(event)) for event in view.events[-MOST_EVENTS:]]
@@ -178,7 +180,6 @@ def _workers_text(view: RunView) -> Text:
     live = len(view.live_workers)
     counts = {
         "alive": live,
-        "teaching": len(view.live_teachers),
         "silent": len(view.silent_workers),
         "gone": len(view.ended_workers),
     }
@@ -208,8 +209,6 @@ def _groups(view: RunView) -> Iterator[RenderableType]:
         yield Text(text, style="bold red")
     else:
         yield Text("the account adds up: enqueued = sum of all stages", style="green")
-    for trouble in view.troubles:
-        yield _fit(Text(trouble, style="red"))
     for task in view.training:
         yield from _task(task)
 
@@ -248,7 +247,6 @@ def _task(task: TaskView) -> Iterator[Text]:
         (f" {task.in_flight} of {limit if has_target else '(no target yet)'}",
          "yellow" if has_target and task.in_flight >= limit else ""),
         (" · ready ", "dim"), f"{task.ready} of {task.batch_share or '?'}",
-        f" · {task.account.teaching} wait for teachers" if task.account.teaching else "",
     )  # fmt: skip
     groups = task.number("produced_groups")
     yield _fit(Text.assemble(
@@ -335,7 +333,7 @@ def workers_table(rows: Sequence[WorkerRecord], lease_ms: int, newest: str) -> T
         grid.add_row(
             row.id,
             state(worker_state(row, is_live)),
-            _weights_text(row, newest),
+            Text(row.weights or "-", style="" if row.weights == newest else "yellow"),
             Text(seen, style="" if is_live or row.has_ended else "red"),
             f"{row.holds}/{row.concurrency}" if row.concurrency else str(row.holds),
             known(row.requests),
@@ -344,12 +342,6 @@ def workers_table(rows: Sequence[WorkerRecord], lease_ms: int, newest: str) -> T
             faults_text(row.failed + row.quarantined),
         )
     return grid
-
-
-def _weights_text(row: WorkerRecord, newest: str) -> Text:
-    if row.teaches:
-        return Text(f"teacher {row.teaches}")
-    return Text(row.weights or "-", style="" if row.weights == newest else "yellow")
 
 
 def event_text(event: Event) -> Text:
@@ -367,7 +359,7 @@ def starting_lines(view: RunView, started_s: dict[str, float]) -> list[str]:
     """Return a line per process that has not joined, and for the first groups; see `LiveNotes`."""
     if view.mode == "finish":
         return []
-    joined = {worker.id for worker in (*view.live_workers, *view.live_teachers)}
+    joined = {worker.id for worker in view.live_workers}
     joined |= {role.role for role in (view.trainer, view.producer) if role.is_alive}
     missing = {name: 1000 * s for name, s in started_s.items() if name not in joined}
     lines = [

@@ -11,8 +11,13 @@ from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
 from buffer.config.meanings import meanings
-from buffer.control.live_settings import LiveSettings, LiveTaskSettings
-from buffer.control.settings_record import THRESHOLDS, SettingsRecord, publications
+from buffer.control.settings import (
+    THRESHOLDS,
+    LiveSettings,
+    LiveTaskSettings,
+    SettingsRecord,
+    publications,
+)
 from buffer.limits import RunLimits, TaskLimits, TaskSettings
 
 

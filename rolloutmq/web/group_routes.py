@@ -26,7 +26,7 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from buffer.control.control import Mode
-from buffer.control.live_settings import parse_change
+from buffer.control.settings import parse_change
 from buffer.errors import AccountError, ConfigError
 from buffer.groups.dead_letters import DeadLetter
 from buffer.run import Run

@@ -47,7 +47,7 @@ class NotingController(TrainController):
 
 
 @pytest.mark.slow
-def test_a_student_is_trained_on_groups_that_passed_its_teacher(tmp_path: Path) -> None:
+def test_a_student_is_trained_on_groups_with_the_values_of_its_teacher(tmp_path: Path) -> None:
     model = make_model(tmp_path, LITTLE)
     with EmbeddedServer(tmp_path / "server") as server:
         trial = distill.Trial("top 8 of the teacher", seed=1, steps=2)

@@ -12,10 +12,9 @@ from buffer.control.control import Mode
 from buffer.control.control_line import receipt
 from buffer.control.fleet import HeartbeatReply
 from buffer.control.worker_record import HeartbeatReport, WorkerState
-from buffer.groups.claim import Claim, Enqueued
-from buffer.groups.job_queue import Serves
+from buffer.groups.claim import Enqueued
 from buffer.groups.kept_turns import KeptTurns
-from buffer.ids import group_id, new_nonce
+from buffer.ids import LANES, group_id, new_nonce
 from buffer.job import Job, PayloadRef
 from buffer.limits import RunLimits, TaskLimits
 from buffer.manifest import Manifest, NotReady
@@ -28,7 +27,7 @@ from tests.buffer.keyspace import dump
 
 FIRST = PolicyVersion("l0", 0)
 TASKS = {
-    "math": TaskLimits(teachers=["big", "small"], former_teachers=["old"]),
+    "math": TaskLimits(),
     "code": TaskLimits(),
     "quiz": TaskLimits(eval_of="math"),
 }
@@ -96,7 +95,6 @@ class Scene:
         self.producer = ""
         self.trainer = ""
         self.nonces: dict[str, str] = {}
-        self.teachers: dict[str, str] = {}
 
     # -- moves ---------------------------------------------------------------
 
@@ -135,8 +133,7 @@ class Scene:
         """The nonce of a registered worker."""
         if name not in self.nonces:
             self.nonces[name] = new_nonce()
-            teaches = {"teaches": self.teachers[name]} if name in self.teachers else {}
-            self.run.fleet.register(name, self.nonces[name], {"engine": "none", **teaches})
+            self.run.fleet.register(name, self.nonces[name], {"engine": "none"})
         return self.nonces[name]
 
     def claim(
@@ -194,45 +191,10 @@ class Scene:
         filtered: bool = False,
         worker: str = "w0",
         begun: RolloutGroup | None = None,
-        teachers: Sequence[str] = (),
     ) -> None:
         """`begun`: the group as its worker has it; None: as it was claimed."""
         group = extend(begun or self.run.buffer.read(job.payload), status, weights)
-        self.run.buffer.submit(worker, job, group, 4, filtered=filtered, teachers=teachers)
-
-    # -- teachers ------------------------------------------------------------
-
-    def claim_as(self, teacher: str, count: int = 1, worker: str = "t0") -> list[Job]:
-        """Claim groups that wait for a teacher, as one of its workers."""
-        self.teachers[worker] = teacher
-        claim = self.claim_of(worker, count)
-        assert claim.refusal is None
-        return claim.jobs
-
-    def claim_of(self, worker: str, count: int) -> Claim:
-        tasks = frozenset(self.run.limits.training_tasks)
-        serves = Serves(tasks, teacher=self.teachers[worker])
-        return self.run.jobs.claim(worker, self.worker(worker), new_nonce(), None, count, serves)
-
-    def sampled(self, *teachers: str, count: int = 1, **options: Any) -> list[str]:
-        """New groups that students have completed, which wait for the first of their teachers."""
-        self.enqueue(count)
-        jobs = self.claim(count)
-        for job in jobs:
-            self.submit(job, teachers=teachers, **options)
-        return [job.gid for job in jobs]
-
-    def teach(self, job: Job, worker: str = "t0") -> None:
-        """Submit a group with the column of its teacher."""
-        self.run.buffer.submit(worker, job, self.taught(job), 0)
-
-    def taught(self, job: Job, ref: PayloadRef | None = None) -> RolloutGroup:
-        group = self.run.buffer.read(ref or job.payload)
-        states = group.states
-        for state in states:
-            column = np.full(len(state.response_ids), -0.125, "<f4")
-            state.teacher_logprobs = {**(state.teacher_logprobs or {}), job.teacher: column}
-        return group.continued(states)
+        self.run.buffer.submit(worker, job, group, 4, filtered=filtered)
 
     def ready(self, *versions: int, task: str = "math", lineage: str = "l0") -> list[str]:
         """New groups in the completed pool, one of each policy version; their gids."""
@@ -355,8 +317,9 @@ class Scene:
         for task in self.run.limits.tasks:
             ages = self.ages(task)
             assert {self.record(gid).get("stage") for gid in ages} <= {"waiting", "running"}
-            lanes = self.run.limits.tasks[task].lanes[1:]
-            waiting = {gid: self.record(gid) for lane in lanes for gid in self.stream(lane, task)}
+            waiting = {
+                gid: self.record(gid) for lane in LANES[1:] for gid in self.stream(lane, task)
+            }
             begun = {
                 gid: float(record["version"])
                 for gid, record in waiting.items()

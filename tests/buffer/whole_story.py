@@ -8,7 +8,7 @@ import orjson
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from buffer.control.task_status import TaskStop
 from buffer.ids import new_nonce
 from buffer.job import EndedEarly
@@ -60,7 +60,6 @@ def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     run.buffer.refresh_staleness("math")
     run.jobs.reissue(scene.producer, "math", "expired", 1000)
     end_what_is_too_old(scene)
-    be_taught(scene)
     run.ledger.set_target(scene.trainer, "quiz", 0, 3)
     run.control.set_mode("trainer", Mode.ABORT, nonce=scene.trainer)
     run.control.publish_weights(scene.trainer, PolicyVersion("l1", 2), "/w/2", "sum")
@@ -171,33 +170,6 @@ def end_what_is_too_old(scene: Scene) -> None:
 
 def save_weights(folder: Path) -> None:
     (folder / "model").write_bytes(b"weights")
-
-
-def be_taught(scene: Scene) -> None:
-    """Two groups that pass teachers: one is handed back and ready, one dies and is dropped."""
-    jobs = scene.run.jobs
-    scene.enqueue(2)
-    for job in scene.claim(2):
-        scene.submit(job, PolicyVersion("l1", 1), teachers=["big", "small"])
-    taught, lost = scene.claim_as("big", 2)
-    scene.run.fleet.fence("t0")
-    scene.nonces.pop("t0")
-    taught, lost = scene.claim_as("big", 2)
-    scene.beat([taught, lost], "t0", oldest=PolicyVersion("l1", 1))
-    jobs.release("t0", lost, "failed", "KeyError: 'x'")
-    assert not scene.run.dead_letters.keep_responses(lost, scene.failed(lost))
-    scene.teach(taught)
-    assert jobs.requeue(lost.gid) == "dead"
-    (last,) = scene.claim_as("small", worker="t1")
-    jobs.release("t1", last, "handback")
-    (last,) = scene.claim_as("small", worker="t1")
-    scene.teach(last, "t1")
-    assert [jobs.drop(job.gid) for job in (last, lost)] == ["completed", "waiting"]
-    scene.enqueue(2)
-    for job, teachers in zip(scene.claim(2), (["old"], ["old", "big"]), strict=True):
-        scene.submit(job, PolicyVersion("l1", 1), teachers=teachers)
-    assert jobs.skip_former_teachers("math") == 2
-    assert [jobs.drop(scene.stream("teach.big")[0])] == ["waiting"]
 
 
 def put_right_by_hand(scene: Scene) -> None:

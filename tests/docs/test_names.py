@@ -32,6 +32,7 @@ PACKAGES = (
     "rolloutmq",
     "examples",
     "tests",
+    "proofs",
     "benchmarks",
 )
 FOLDERS = (*PACKAGES, "configs", "docker", "docs")

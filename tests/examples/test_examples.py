@@ -29,7 +29,7 @@ from consumer.grpo.reporting.step_log import StepLog, StepWriter, read_evaluatio
 from consumer.grpo.reporting.step_recorder import recorded
 from consumer.handle.rollout_consumer import RolloutConsumer
 from rolloutmq.config.load import load_config
-from rolloutmq.launch.create_run import create_run
+from rolloutmq.launch.create import create_run
 from rolloutmq.launch.training import train
 from rolloutmq.web.report import write_report
 from tests.consumer.handle.crew import MEMBERS, at_work

@@ -12,7 +12,7 @@ import pytest
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.length_counts import CUT, FINISHED, count, read_counts
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from buffer.ids import new_nonce
 from buffer.job import Job, ReleaseKind
 from buffer.manifest import Manifest

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from buffer.redis.keys import Keys
-from tests.chaos.damaged_keys import damage
+from proofs.chaos.damaged_keys import damage
 from tests.pipeline.site import Site
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(600)]

@@ -14,7 +14,7 @@ import pytest
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from buffer.limits import TaskLimits
 from buffer.redis.store import Store
 from buffer.run import Run

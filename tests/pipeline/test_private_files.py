@@ -66,7 +66,12 @@ def test_nobody_else_can_open_a_file_of_a_run(
     made.mkdir()
     site.run_dir.mkdir(mode=0o755)  # as an earlier version left it
     more = ["--set", f"run.umask={runs}"] if runs else []
-    more += ["--set", "run.media=" + str(site.run_dir / "media"), "--set", "trainer.keep_weights=2"]
+    more += [
+        "--set",
+        "run.columns=" + str(site.run_dir / "columns"),
+        "--set",
+        "trainer.keep_weights=2",
+    ]
     mask = int(runs or "0077", 8)
     with umask(users):
         run = site.start_module("rolloutmq", "run", str(site.config), *more)

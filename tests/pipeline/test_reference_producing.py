@@ -13,7 +13,7 @@ import pytest
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.job import Job
 from buffer.limits import TaskLimits

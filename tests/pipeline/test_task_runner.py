@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from buffer.control.control import Mode
-from buffer.control.live_settings import LiveSettings, LiveTaskSettings
+from buffer.control.settings import LiveSettings, LiveTaskSettings
 from buffer.errors import TaskStopped
 from buffer.wire.group import GROUP_TIME
 from buffer.wire.rollout import RolloutState

@@ -16,6 +16,7 @@ from buffer.control.control import Mode
 from buffer.control.worker_record import WorkerRecord
 from buffer.errors import Fenced, LostRun, RunDamaged
 from buffer.ids import new_nonce
+from buffer.maintenance import column_files
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run import Run
@@ -24,7 +25,6 @@ from consumer.grpo.policy.routing_replay import RecordedExperts
 from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import EngineDeadError
-from producer_workers.worker import group_runner
 from rolloutmq.views.run_view import read_run_view
 from tests.buffer.cutting_proxy import CuttingProxy
 from tests.pipeline.yard import FIRST, TASK, WatchedEngine, Yard
@@ -335,8 +335,8 @@ async def test_worker_submits_experts_and_masks_as_files_of_the_run_if_they_are_
     make_yard: Callable[..., Yard], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
     """Either way the trainer's readers find a row for each token but the last, and a set for each."""
-    monkeypatch.setattr(group_runner, "INLINE_BYTES", most)
-    yard = make_yard(media=str(tmp_path / "media"))
+    monkeypatch.setattr(column_files, "INLINE_BYTES", most)
+    yard = make_yard(columns=str(tmp_path / "columns"))
     model = write_tiny_model(tmp_path / "model", seed=1, architecture="qwen3_moe")
     (gid,) = yard.enqueue(1, tokens=(6, 4))
     config = TransformersConfig(routed_experts=True, sampling_mask=True)
@@ -345,18 +345,17 @@ async def test_worker_submits_experts_and_masks_as_files_of_the_run_if_they_are_
         await yard.until_places(completed=1)
     await engine.shutdown()
     group = yard.group(gid)
-    media = yard.run.media
-    assert media is not None
-    assert len(media.names(gid)) == (0 if most else 4)
+    columns = yard.run.columns
+    assert len(list(tmp_path.glob(f"columns/*/{gid}/*.npy"))) == (0 if most else 4)
     assert (group.columns.get("routed_experts") is None) == (most == 0)
     assert (group.columns.get("sampling_ids") is None) == (most == 0)
-    masks = MaskReader(VOCABULARY, media, needed=True)
+    masks = MaskReader(VOCABULARY, columns, needed=True)
     assert masks.problem(group) == ""
     responses = np.split(group.response_ids, [6])
     found = masks.of_tokens(group.sampling_masks(), responses, torch.device("cpu"))
     assert found is not None
     assert (found.counts == VOCABULARY - 1).all()  # min_tokens cuts off the end
-    recorded = RecordedExperts(layers=2, top_k=2, experts=8, media=media)
+    recorded = RecordedExperts(layers=2, top_k=2, experts=8, columns=columns)
     assert recorded.problem(group) == ""
     table = recorded.of_slots(group.experts(), np.array([0, 9]), np.array([9, 7]), 16)
     assert table.shape == (16, 2, 2)

@@ -257,7 +257,7 @@ class Yard:
                 "group_time_limit_s",
                 "on_failed_member",
                 "train_roles",
-                "teachers",
+                "column_judges",
             )
             if key in options
         }

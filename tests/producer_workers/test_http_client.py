@@ -88,7 +88,7 @@ async def models(url: str) -> None:
 
 
 async def scores(url: str) -> None:
-    await engine(url, lambda server: server.scores([1, 2], 1, 1))
+    await engine(url, lambda server: server.scores([1, 2], 1, 1, 60.0))
 
 
 async def stream(url: str) -> None:

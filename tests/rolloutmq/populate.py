@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -103,7 +102,6 @@ class Scene:
         *,
         filtered: bool = False,
         finish: str = "stop",
-        teachers: Sequence[str] = (),
     ) -> None:
         group = self.run.buffer.read(job.payload)
         for place, state in enumerate(group.states):
@@ -114,7 +112,7 @@ class Scene:
             state.finish_reason = finish
             state.reward = {"score": float(place), "length": 3.0}
         group = RolloutGroup(job.gid, job.task, group.states)
-        self.run.buffer.submit(worker, job, group, 6, filtered=filtered, teachers=teachers)
+        self.run.buffer.submit(worker, job, group, 6, filtered=filtered)
 
     def write_as(self, worker: str, job: Job, states: list[RolloutState]) -> None:
         """Hand in what a worker made, whatever it is."""

@@ -21,7 +21,7 @@ local function expire_group(keys, gid, retryable, cut)
     return 'dropped'
   end
   local arrival = string.format('%010d', redis.call('HINCRBY', keys.progress, 'arrivals', 1))
-  redis.call('HDEL', keys.record, 'lane', 'entry', 'claimed_ms', 'teachers', 'sampled', 'sampler')
+  redis.call('HDEL', keys.record, 'lane', 'entry', 'claimed_ms')
   redis.call('HSET', keys.record, 'stage', 'pool', 'status', 'expired', 'token', '', 'owner', '', 'arrival', arrival,
     'version', '', 'lineage', '', 'cut', int(cut))
   if not keeps_bytes then

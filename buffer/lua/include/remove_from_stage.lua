@@ -1,5 +1,5 @@
 -- remove_from_stage: take a group out of any place but a batch; with held_fields and task_keys, which it needs.
--- include: lanes, leased, remove_dead_or_pooled
+-- include: leased, remove_dead_or_pooled
 
 -- The keys of the task of a gid: all of them have prefixes that were passed as keys. They are read first, as in
 -- retry_keys.
@@ -45,7 +45,6 @@ local function remove_from_stage(keys, gid, held)
   end
   if held.stage == 'waiting' then
     redis.call('XDEL', keys.jobs .. held.lane, held.entry)
-    if teacher_of(held.lane) then redis.call('HINCRBY', keys.progress, 'teaching', -1) end
     redis.call('ZREM', keys.age_index, gid)
     return held.stage
   end

@@ -1,5 +1,8 @@
--- retries: retry_keys and retry_or_dead_letter, for a group whose try was used up (I11).
--- include: ages, dead_letter, lanes, numbers, waiting
+-- retries: lane_again, retry_keys and retry_or_dead_letter, for a group whose try was used up (I11).
+-- include: ages, dead_letter, numbers, waiting
+
+-- Return the lane of a group that was claimed from `lane` and waits again.
+local function lane_again(lane) return lane == 'eval' and lane or 'resume' end
 
 -- The keys of the task of a record: its streams and account have prefixes. All are read: a wrong type stops the script
 -- here, before it writes anything.
@@ -18,7 +21,7 @@ local function retry_or_dead_letter(keys, gid, max_tries, letter)
   local record = keys.groups .. gid
   local fields = redis.call('HMGET', record, 'tries', 'payload', 'version')
   if num(fields[1]) < max_tries then
-    to_waiting(keys.jobs, record, gid, keys.lane, fields[2], keys.progress)
+    to_waiting(keys.jobs, record, gid, keys.lane, fields[2])
     keep_age(keys.age_index, gid, fields[2], fields[3])
     return 'waiting'
   end

@@ -2,11 +2,12 @@
 -- include: ages, numbers, steps
 
 -- Return the groups of a task that may still be started: target - consumed - fresh completed - waiting - running, with at
--- most `max_in_flight` of the last two. Of an evaluation, whose target is a draw: target - `drawn`, since each is drawn once. Groups that wait for a teacher count as waiting. Those of them that can serve no train step any more are not counted: others are started in
--- their stead. Computed in the script that starts them, so that it cannot overshoot.
+-- most `max_in_flight` of the last two. Of an evaluation, whose target is a draw: target - `drawn`, since each is drawn
+-- once. Those of them that can serve no train step any more are not counted: others are started in their stead. Computed
+-- in the script that starts them, so that it cannot overshoot.
 local function room(progress, jobs, completed, age_index, ledger, target, threshold, max_in_flight, drawn)
-  local counts = redis.call('HMGET', progress, 'consumed', 'running', 'teaching')
-  local in_flight = num(counts[2]) + num(counts[3])
+  local counts = redis.call('HMGET', progress, 'consumed', 'running')
+  local in_flight = num(counts[2])
   for _, stream in ipairs(jobs) do in_flight = in_flight + redis.call('XLEN', stream) end
   local cut, expiring = '-inf', 0
   if threshold then

@@ -1,5 +1,5 @@
 -- take_back: found_group and take_back, for groups that a worker held and loses (I1, I2, I11).
--- include: dead_letter, events, leased, lanes, numbers, payloads, retries, wake_ups
+-- include: dead_letter, events, leased, numbers, payloads, retries, wake_ups
 
 -- Return a held group with the keys of its task; `under`: the prefixes. All keys are read: a wrong type stops the script
 -- here, before it writes anything. A group without its record has no keys (fsck reports it). It has grown if its claim
@@ -23,8 +23,7 @@ local function take_back(under, found, max_tries, reason)
     if one.keys then
       redis.call('HINCRBY', one.keys.progress, 'running', -1)
       redis.call('HINCRBY', one.keys.progress, 'leases_lost', 1)
-      local teacher = teacher_of(one.keys.lane)
-      local letter = letter_of('"' .. (teacher and 'teacher ' .. teacher .. ': ' or '') .. reason .. '"', one.worker)
+      local letter = letter_of('"' .. reason .. '"', one.worker)
       if one.has_grown then redis.call('HSET', under.groups .. one.gid, 'tries', 0) end
       local place = retry_or_dead_letter(one.keys, one.gid, max_tries, letter)
       log_event(under.events, 'reaped', 'gid', one.gid, 'worker', one.worker, 'place', place)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from buffer.errors import ConfigError, GradientNotFinite
 from buffer.imports import is_dotted_path
-from buffer.redis.media_folder import MediaFolder
+from buffer.maintenance.column_files import NO_FILES, ColumnFolder
 from buffer.weights.safetensors_files import model_checksum
 from buffer.wire.group import RolloutGroup
 from consumer.config.learner import LearnerConfig
@@ -77,7 +77,7 @@ class Learner:
         device: str = "cpu",
         seed: int = 0,
         ranks: Ranks = ALONE,
-        media: MediaFolder | None = None,
+        columns: ColumnFolder = NO_FILES,
         teacher_weights: TeacherWeights | None = None,
     ) -> None:
         self.config = config
@@ -109,11 +109,11 @@ class Learner:
         replay = RoutingReplay(self.model) if config.replay_routing else None
         self._policy.replay = replay
         # None: experts are not replayed
-        self.recorded = replay.recorded_experts(media) if replay else None
+        self.recorded = replay.recorded_experts(columns) if replay else None
         check_logprobs(self._policy)
         self.vocabulary = vocabulary_of(self.model)  # token ids that the model reads and predicts
         needed = not config.allow_truncated_sampling
-        self.masks = MaskReader(self.vocabulary, media, needed=needed)
+        self.masks = MaskReader(self.vocabulary, columns, needed=needed)
         share_rows = keeps_samples_apart(self._policy)
         self._packer = Packer(
             config.token_budget,

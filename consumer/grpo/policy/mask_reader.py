@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from buffer.errors import ConfigError, MediaError, WireError
-from buffer.redis.media_folder import MediaFolder
+from buffer.errors import WireError
+from buffer.maintenance.column_files import NO_FILES, ColumnFolder
 from buffer.wire.group import RolloutGroup
 from buffer.wire.sampling_mask import RecordedMask, SamplingMask, joined_masks
 from consumer.grpo.policy.vocabulary_projection import SampledFrom
@@ -20,19 +20,19 @@ MOST_IDS = 2**28  # in a file: 1 GiB
 class MaskReader:
     """Reads masks of a model with `vocabulary` token ids; None: ids are not compared with it.
 
-    `media`: the folder with masks, if the run has one. `needed`: a trained token that was sampled
+    `columns`: the folder with large masks. `needed`: a trained token that was sampled
     with top_p or top_k needs a set.
     """
 
     def __init__(
         self,
         vocabulary: int | None = None,
-        media: MediaFolder | None = None,
+        columns: ColumnFolder = NO_FILES,
         *,
         needed: bool = False,
     ) -> None:
         self._vocabulary = vocabulary
-        self._media = media
+        self._columns = columns
         self._needed = needed
 
     def problem(self, group: RolloutGroup) -> str:
@@ -82,15 +82,11 @@ class MaskReader:
             )
         return mask
 
-    def _of_file(self, uri: str, response_ids: NDArray[np.int32]) -> SamplingMask:
-        if self._media is None:
-            raise WireError(
-                f"has its sampling mask at {uri[:200]}, and the run has no media folder"
-            )
+    def _of_file(self, address: str, response_ids: NDArray[np.int32]) -> SamplingMask:
         try:
-            column = self._media.read_column(uri, "<i4", MOST_IDS)
+            column = self._columns.read(address, "<i4", MOST_IDS)
             mask = SamplingMask.unpacked(column.ravel(), len(response_ids))
-        except (ConfigError, MediaError, ValueError) as error:
+        except (WireError, ValueError) as error:
             raise WireError(f"has a sampling mask that cannot be read: {error}") from error
         if problem := mask.problem(response_ids):
             raise WireError(f"has a sampling mask that is wrong: {problem}")

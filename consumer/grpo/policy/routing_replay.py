@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from buffer.errors import ConfigError, MediaError, WireError
-from buffer.redis.media_folder import MediaFolder
+from buffer.errors import ConfigError, WireError
+from buffer.maintenance.column_files import NO_FILES, ColumnFolder
 from buffer.wire.expert_gates import expert_gates, layers_of
 
 Ints = NDArray[np.int64]
@@ -40,15 +40,15 @@ class RoutedGroup(Protocol):
 class RecordedExperts:
     """Reads experts recorded for a model with `top_k` of `experts` experts per token in each layer.
 
-    `media`: the folder with recorded experts, if the run has one.
+    `columns`: the folder with large recordings.
     """
 
     def __init__(
-        self, layers: int, top_k: int, experts: int, media: MediaFolder | None = None
+        self, layers: int, top_k: int, experts: int, columns: ColumnFolder = NO_FILES
     ) -> None:
         self._shape = (layers, top_k)
         self._experts = experts
-        self._media = media
+        self._columns = columns
 
     def problem(self, group: RoutedGroup) -> str:
         """Return why the experts of a group cannot be replayed; "" if they can."""
@@ -89,14 +89,10 @@ class RecordedExperts:
             raise WireError(f"has a routed expert outside 0 to {self._experts - 1}")
         return experts
 
-    def _read_file(self, uri: str, shape: tuple[int, ...]) -> NDArray[np.int16]:
-        if self._media is None:
-            raise WireError(
-                f"has its routed experts at {uri[:200]}, and the run has no media folder"
-            )
+    def _read_file(self, address: str, shape: tuple[int, ...]) -> NDArray[np.int16]:
         try:
-            return self._media.read_column(uri, "<i2", int(np.prod(shape)))
-        except (ConfigError, MediaError, ValueError) as error:
+            return self._columns.read(address, "<i2", int(np.prod(shape)))
+        except WireError as error:
             raise WireError(f"has routed experts that cannot be read: {error}") from error
 
 
@@ -114,8 +110,8 @@ class RoutingReplay:
             gate.forward = partial(self._choose, layer, gate.forward)
         self.experts, self.top_k = self._probe(model)
 
-    def recorded_experts(self, media: MediaFolder | None) -> RecordedExperts:
-        return RecordedExperts(self.layers, self.top_k, self.experts, media)
+    def recorded_experts(self, columns: ColumnFolder) -> RecordedExperts:
+        return RecordedExperts(self.layers, self.top_k, self.experts, columns)
 
     def set_experts(self, experts: Tensor | None) -> None:
         """Set the experts that the gates choose until the next call, int16[slots, layers, top_k].

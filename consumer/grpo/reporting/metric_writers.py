@@ -1,16 +1,14 @@
-"""Where the trainer reports: sample log, TensorBoard, Weights & Biases, a progress bar."""
+"""Where the trainer reports: the sample log, a progress bar, and the writers that are attached."""
 
 from __future__ import annotations
 
 import errno
 import os
 import random
-import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import ClassVar
 
 import orjson
 from isal import igzip
@@ -24,9 +22,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from buffer.imports import import_extra
-from buffer.redis.whole_file import replace_file
-from consumer.config.trainer import TrainingConfig
+from buffer.imports import attached, load_object
+from consumer.config.trainer import METRIC_WRITERS, TrainingConfig
 from consumer.grpo.reporting.metrics import BatchColumns
 from consumer.grpo.reporting.sample_log import Sample, SampleFile, sample_files
 
@@ -35,11 +32,16 @@ FILES = 16  # a file has at most this part of `max_bytes`, so little is deleted 
 
 _FAST = 1  # higher levels save 5 % and cost twice the time
 
-WriterName = Literal["tensorboard", "wandb"]
-
 
 class MetricWriter:
-    """A destination of reports, some of which come again after a restart."""
+    """A destination of reports, some of which come again after a restart.
+
+    An entry point of the group METRIC_WRITERS names a class of this kind that `[trainer] writers`
+    may name. It is called with the config and the step at which it begins, and raises ConfigError.
+    """
+
+    package: ClassVar[str]
+    """what it imports beside this project's own packages; of those that a config names"""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -57,114 +59,13 @@ def open_writers(config: TrainingConfig, first: int) -> list[MetricWriter]:
 
     Raises ConfigError where a package is not installed.
     """
-    makers: dict[str, Callable[[TrainingConfig, int], MetricWriter]] = {
-        "tensorboard": TensorBoardWriter,
-        "wandb": WandbWriter,
-    }
-    writers = [makers[name](config, first) for name in config.trainer.writers]
+    writers: list[MetricWriter] = [
+        load_object(attached(METRIC_WRITERS)[name], kind="metric writer")(config, first)
+        for name in config.trainer.writers
+    ]
     if config.samples.groups_per_step:
         writers.append(SampleWriter(config.run.folder, config.samples.max_size, first))
     return writers
-
-
-class TensorBoardWriter(MetricWriter):
-    """Writes event files into `<folder>/tensorboard`: scalars, and config and samples as text."""
-
-    def __init__(self, config: TrainingConfig, first: int) -> None:
-        package = import_extra("tensorboardX", '[trainer] writers = ["tensorboard"]')
-        self._every = config.samples.report_every_steps
-        self._events: Any = package.SummaryWriter(
-            str(config.run.folder / "tensorboard"),
-            # hide what a killed trainer wrote of later steps: those weights are lost
-            purge_step=first,
-            # file names have a resolution of one second: without a suffix, a restart within the
-            # same second would overwrite a file
-            filename_suffix=f".{time.time_ns()}",
-        )
-        settings = orjson.dumps(config.public(), option=orjson.OPT_INDENT_2).decode()
-        self._events.add_text("config", code_block(settings), first)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._events.add_scalar(name, value, step)
-        self._events.flush()
-
-    def write_evaluation(self, step: int, task: str, metrics: Mapping[str, float]) -> None:
-        self.write(step, of_task(task, metrics))
-
-    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        if is_due(step, self._every):
-            for sample in samples:
-                self._events.add_text(f"samples/{sample['why']}", sample_text(sample), step)
-            self._events.flush()
-
-    def close(self) -> None:
-        self._events.close()
-
-
-class WandbWriter(MetricWriter):
-    """Writes to one run of Weights & Biases, continued after a restart; the x axis is the step.
-
-    Steps there cannot be replaced: those that an earlier trainer wrote are not written again.
-    `wandb_run.json` in the run's folder has the id and the last written step.
-    """
-
-    def __init__(self, config: TrainingConfig, first: int) -> None:
-        package = import_extra("wandb", '[trainer] writers = ["wandb"]')
-        folder = config.run.folder
-        self._every = config.samples.report_every_steps
-        self._table: Callable[..., Any] = package.Table
-        self._file = folder / "wandb_run.json"
-        self._record: dict[str, Any] = {"id": secrets.token_hex(4), "step": 0}
-        if self._file.exists():
-            self._record |= orjson.loads(self._file.read_bytes())
-        self._run: Any = package.init(
-            project=config.wandb.project,
-            name=config.wandb.name or config.run.name,
-            entity=config.wandb.entity,
-            mode=config.wandb.mode,
-            id=self._record["id"],
-            dir=str(folder),
-            resume="allow",
-            config=config.public(),
-            allow_val_change=True,
-        )
-        self._run.define_metric("*", step_metric=TRAIN_STEP)
-        self._save()
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        if step > self._record["step"]:
-            self._run.log({**metrics, TRAIN_STEP: step})
-            self._record["step"] = step
-            self._save()
-
-    def write_evaluation(self, step: int, task: str, metrics: Mapping[str, float]) -> None:
-        self._run.log({**of_task(task, metrics), TRAIN_STEP: step})
-
-    def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Write the samples as a table with a row for each rollout, at the interval."""
-        if is_due(step, self._every):
-            rows = [row for sample in samples for row in sample_rows(sample)]
-            table = self._table(columns=list(COLUMNS), data=rows)
-            self._run.log({"samples": table, TRAIN_STEP: step})
-
-    def close(self) -> None:
-        self._run.finish()
-
-    def _save(self) -> None:
-        replace_file(self._file, orjson.dumps(self._record))
-
-
-TRAIN_STEP = "train_step"
-
-
-def is_due(step: int, every: int) -> bool:
-    return step == 1 or step % every == 0
-
-
-def of_task(task: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics `eval/*` of a task as `eval/<task>/*`."""
-    return {f"eval/{task}/{name.removeprefix('eval/')}": v for name, v in metrics.items()}
 
 
 class ProgressBar(MetricWriter):
@@ -272,61 +173,3 @@ class SampleWriter(MetricWriter):
 def _write(file: FileIO, data: bytes) -> None:
     if file.write(data) < len(data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file.name))
-
-
-# -- samples as text ---------------------------------------------------------------
-
-COLUMNS = (
-    *("step", "why", "gid", "task", "rollout", "score", "rewards", "prompt", "response"),
-    *("ground_truth", "tokens", "finish_reason", "versions", "staleness"),
-)  # one row per rollout
-
-
-def sample_rows(sample: Sample) -> Iterator[list[Any]]:
-    truth = sample.get("ground_truth")
-    for member in sample["members"]:
-        reward = member["reward"] or {}
-        yield [
-            *(sample["step"], sample["why"], sample["gid"], sample["task"]),
-            *(member["index"], reward.get("score"), _json(reward)),
-            *(prompt_text(sample), response_text(member)),
-            *(None if truth is None else _text(truth), member["tokens"], member["finish_reason"]),
-            *(_versions(member), sample["staleness"]),
-        ]
-
-
-def sample_text(sample: Sample) -> str:
-    """Return a group as Markdown in which all that a model wrote is a code block."""
-    parts = [f"**{sample['gid']}** ({sample['why']})", code_block(prompt_text(sample))]
-    for member in sample["members"]:
-        reward = _json(member["reward"] or {})
-        facts = (f"#{member['index']} {reward}", f"{member['tokens']} tokens", _versions(member))
-        parts += [code_block(", ".join(facts)), code_block(response_text(member))]
-    return "\n\n".join(parts)
-
-
-def prompt_text(sample: Sample) -> str:
-    messages = [f"{m.get('role')}: {_text(m.get('content'))}" for m in sample.get("messages", [])]
-    return "\n\n".join(messages) or sample.get("prompt") or ""
-
-
-def response_text(member: dict[str, Any]) -> str:
-    turns = member.get("turns")
-    return "".join(turn["text"] for turn in turns) if turns else member["response"]
-
-
-def code_block(text: str) -> str:
-    return "\n".join(f"    {line}" for line in text.splitlines())
-
-
-def _versions(member: dict[str, Any]) -> str:
-    versions = sorted({span["version"] for span in member["spans"] if span["length"]})
-    return "weights " + ", ".join(str(version) for version in versions) if versions else "-"
-
-
-def _json(value: Any) -> str:
-    return orjson.dumps(value).decode()
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else _json(value)

@@ -29,7 +29,6 @@ from producer_workers.engines.base import (
     GenerationError,
     GrowingResponse,
     PauseMode,
-    Scores,
     WeightsError,
 )
 from producer_workers.engines.http.server import (
@@ -185,15 +184,6 @@ class HttpEngine:
         with suppress(TimeoutError):
             async with asyncio.timeout(PAUSES.pause_s(fruitless - 1)), self._changed:
                 await self._changed.wait_for(lambda: bool(request.finish_reason or self._dead))
-
-    async def score(
-        self, request_id: str, ids: NDArray[np.int32], start: int, top_k: int = 0
-    ) -> Scores:
-        self.check_health()
-        try:
-            return await self._server.scores(ids.tolist(), start, top_k)
-        except ServerGone as error:
-            raise await self._declare_dead(str(error)) from error
 
     async def pause(self, mode: PauseMode) -> None:
         self.check_health()

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import orjson
 
-from buffer.errors import ModelError, NoAnswer
+from buffer.errors import ModelError, NoAnswer, ServiceAway
 from producer_workers.engines.base import EngineError, GenerationError, Scores
 from producer_workers.engines.http.event_stream import EventTooLong, event_data
 from producer_workers.http_client import LONGEST_ANSWER, LONGEST_REASON, Answer, ask
@@ -30,7 +30,6 @@ STREAM_INTERVAL = 32  # tokens in one event of a stream; an event for each would
 
 LAST_EVENT = b"[DONE]"
 
-SCORE_S = 600.0  # for a text to be read, behind others
 SCORE_BYTES = 256  # the most that one logprob takes in an answer, with its token's text
 
 PROMPT_HINT = "the server must answer `prompt_logprobs`, as vLLM does"
@@ -43,6 +42,10 @@ MIN_DISTANCE = 1e-3  # in nats; a smaller difference between logprobs proves not
 
 class ServerGone(ModelError):
     """The server is unreachable, or reports that its engine is dead."""
+
+
+class ServerAway(ServerGone):
+    """The server refuses connections, or has no room: it may be there later."""
 
 
 class ServerRefusal(ModelError):
@@ -69,6 +72,10 @@ class ServedModel(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: list[ServedModel]
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
 
 
 class _Weights(msgspec.Struct):
@@ -197,8 +204,8 @@ class CompletionServer:
             raise GenerationError(what, hint=IDS_HINT)
         return Piece(token_ids, values, choice.finish_reason)
 
-    async def scores(self, ids: list[int], start: int, top_k: int) -> Scores:
-        """Return the scores of `ids[start:]`, see `Engine.score`. Raises GenerationError."""
+    async def scores(self, ids: list[int], start: int, top_k: int, limit_s: float) -> Scores:
+        """Return the scores of `ids[start:]`, see `ScoresTexts`. Raises ServerRefusal."""
         body = {
             "model": self.model,
             "prompt": ids,
@@ -208,14 +215,21 @@ class CompletionServer:
         }
         most = LONGEST_ANSWER + SCORE_BYTES * (top_k + 1) * len(ids)
         try:
-            answer = await self._complete(SCORE_S, body, most)
+            answer = await self._complete(limit_s, body, most)
             rows: Any = answer.prompt_logprobs or []
             return _scores(rows[start:], ids[start:], top_k)
-        except ServerRefusal as error:
-            raise GenerationError(error.message) from error
         except (KeyError, IndexError, TypeError, ValueError) as error:
             what = f"{self.url} gave no logprob for each token of a prompt: {error!r}"
-            raise GenerationError(what, hint=PROMPT_HINT) from error
+            raise ServerRefusal(what, hint=PROMPT_HINT) from error
+
+    async def tokenize(self, text: str) -> list[int] | None:
+        """Return the ids of a text; None if the server has no such call, as vLLM has."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        try:
+            found = await self._call("POST", "/tokenize", HEALTH_S, body, kind=_Tokens)
+        except ServerRefusal:
+            return None
+        return found.tokens
 
     async def top_logprobs(self, prompt_ids: list[int], temperature: float) -> list[float]:
         """Return the two largest logprobs of the token after a prompt."""
@@ -320,10 +334,11 @@ class CompletionServer:
         try:
             answer = await ask(self._open_session, verb, url, data, limit_s=timeout_s, most=most)
         except NoAnswer as error:
+            kind = ServerAway if isinstance(error, ServiceAway) else ServerGone
             message = f"{url} does not answer: {error.message}"
-            raise ServerGone(message, hint="check that the server runs") from error
+            raise kind(message, hint="check that the server runs") from error
         if answer.status == 503:
-            raise ServerGone(f"{url} {answer.problem}")
+            raise ServerAway(f"{url} {answer.problem}")
         if answer.problem:
             refusal = ServerRefusal(f"{url} {answer.problem}")
             refusal.status = answer.status

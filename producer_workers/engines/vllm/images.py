@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from buffer.wire.rollout import MediaRef
 from producer_workers.engines.base import GenerationError, GroupImages
 from producer_workers.engines.model_folder import read_config
-from producer_workers.images import ImageReader, collapse, find_runs
+from producer_workers.images import ImageFolder, collapse, find_runs
 
 TOKEN_NAMES = ("image_token_id", "image_token_index")  # of the placeholder, in config.json
 
@@ -28,7 +28,7 @@ TOKEN_NAMES = ("image_token_id", "image_token_index")  # of the placeholder, in 
 class VllmImages(GroupImages):
     def __init__(self, model_dir: Path) -> None:
         self._model_dir = model_dir
-        self._reader: ImageReader | None = None
+        self._folder: ImageFolder | None = None
         self._shown: dict[str, Sequence[MediaRef]] = {}
         self._heads: dict[tuple[str, bytes], asyncio.Task[dict[str, Any]]] = {}
 
@@ -36,12 +36,12 @@ class VllmImages(GroupImages):
     def _token(self) -> int | None:
         return image_token(self._model_dir)
 
-    def read_with(self, reader: ImageReader) -> None:
-        self._reader = reader
+    def read_from(self, folder: ImageFolder) -> None:
+        self._folder = folder
 
-    def show(self, gid: str, media: Sequence[MediaRef]) -> None:
+    def show(self, gid: str, refs: Sequence[MediaRef]) -> None:
         self.forget(gid)
-        self._shown[gid] = media
+        self._shown[gid] = refs
 
     def forget(self, gid: str) -> None:
         self._shown.pop(gid, None)
@@ -51,27 +51,27 @@ class VllmImages(GroupImages):
     async def prompt(
         self, llm: Any, request_id: str, prompt_ids: NDArray[np.int32]
     ) -> dict[str, Any] | None:
-        """Return vLLM's input of a request with images, or None. May raise MediaError."""
+        """Return vLLM's input of a request with images, or None. May raise ImageError."""
         gid = request_id.partition("/")[0]
-        media = self._shown.get(gid)
-        if not media:
+        refs = self._shown.get(gid)
+        if not refs:
             return None
-        runs = self._find_runs(gid, prompt_ids, media)
+        runs = self._find_runs(gid, prompt_ids, refs)
         ids = prompt_ids[: runs[-1].stop]
         key = gid, ids.tobytes()
         if key not in self._heads:
-            self._heads[key] = asyncio.create_task(self._head(llm, gid, ids, runs, media))
+            self._heads[key] = asyncio.create_task(self._head(llm, gid, ids, runs, refs))
         # Shielded, since one request of the group may be cancelled alone.
         head = await asyncio.shield(self._heads[key])
         return {**head, "prompt_token_ids": prompt_ids.tolist()}
 
     def _find_runs(
-        self, gid: str, prompt_ids: NDArray[np.int32], media: Sequence[MediaRef]
+        self, gid: str, prompt_ids: NDArray[np.int32], refs: Sequence[MediaRef]
     ) -> list[slice]:
         if self._token is None:
             raise GenerationError(f"{gid} shows images, but {self._model_dir} is a text model")
         try:
-            return find_runs(prompt_ids, self._token, [ref.tokens for ref in media])
+            return find_runs(prompt_ids, self._token, [ref.tokens for ref in refs])
         except ValueError as error:
             raise GenerationError(
                 f"the prompt of {gid} does not fit its images: {error}"
@@ -83,11 +83,11 @@ class VllmImages(GroupImages):
         gid: str,
         ids: NDArray[np.int32],
         runs: list[slice],
-        media: Sequence[MediaRef],
+        refs: Sequence[MediaRef],
     ) -> dict[str, Any]:
         """Return vLLM's input up to the last image: ids, pixels and their positions."""
-        assert self._reader is not None
-        images = [await asyncio.to_thread(self._reader.read, ref) for ref in media]
+        assert self._folder is not None
+        images = [await asyncio.to_thread(self._folder.read, ref) for ref in refs]
         prompt = {
             "prompt_token_ids": collapse(ids, runs),
             "multi_modal_data": {"image": [image.pixels for image in images]},

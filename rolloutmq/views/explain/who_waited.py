@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ MOST_EVENTS = 5000
 SHORTEST = 1 / 500  # of the window: shorter spans are not drawn
 MOST_WORKERS = 32  # that are drawn
 PARTS = ("wait", "read", "pause", "train", "publish")  # of a train step, in their order
-_ENDS = frozenset({"completed", "taught", "aborted", "filtered", "released", "reaped"})
+_ENDS = frozenset({"completed", "aborted", "filtered", "released", "reaped"})
 _GONE = frozenset({"worker_left", "worker_lost", "worker_fenced"})
 MUCH, LITTLE = 0.3, 0.1  # shares of the time from which, and below which, a wait has a remedy
 
@@ -33,6 +33,10 @@ class LaneSpan(NamedTuple):
     began_s: float
     ended_s: float
     what: str
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_s - self.began_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +53,14 @@ class Waits:
     def shares(self) -> dict[str, defaultdict[str, float]]:
         """The shares of the time of the trainer, and of all workers together, by what they did."""
         workers = [span for spans in self.workers.values() for span in spans]
-        whole_s = sum(span.ended_s - span.began_s for span in workers)
-        return {
-            "trainer": _shares(self.trainer, self.ended_s - self.began_s),
-            "workers": _shares(workers, whole_s),
-        }
+        found = {"trainer": defaultdict[str, float](float), "workers": defaultdict(float)}
+        whole_s = self.ended_s - self.began_s, sum(span.seconds for span in workers)
+        for shares, spans, of_s in zip(
+            found.values(), (self.trainer, workers), whole_s, strict=True
+        ):
+            for span in spans:
+                shares[span.what] += span.seconds / max(of_s, 1e-9)
+        return found
 
     def __str__(self) -> str:
         trainer, workers = self.shares["trainer"], self.shares["workers"]
@@ -83,18 +90,11 @@ class Waits:
         lanes = [("trainer", self.trainer)] if self.trainer else []
         lanes += sorted(self.workers.items())[:MOST_WORKERS]
         drawn = [
-            (name, [[*span] for span in spans if span.ended_s - span.began_s >= shortest_s])
+            (name, [[*span] for span in spans if span.seconds >= shortest_s])
             for name, spans in lanes
         ]
         window = {"began_s": self.began_s, "ended_s": self.ended_s}
         return window | {"words": str(self), "lanes": drawn}
-
-
-def _shares(spans: list[LaneSpan], whole_s: float) -> defaultdict[str, float]:
-    shares: defaultdict[str, float] = defaultdict(float)
-    for began_s, ended_s, what in spans:
-        shares[what] += (ended_s - began_s) / max(whole_s, 1e-9)
-    return shares
 
 
 def read_waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Waits | None:
@@ -107,32 +107,23 @@ def read_waits(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> Waits |
         return None
     began_s, ended_s = events[0][0] / 1000, snap.now_ms / 1000
     known = [step for step in steps[-STEPS:] if (step.began_s or 0.0) >= began_s]
-    trainer = [span for step in known for span in _parts(step)]
+    trainer = []
+    for step in known:
+        at_s = step.began_s or 0.0
+        for part in PARTS:
+            seconds = max(0.0, step.metrics.get(f"time/{part}_s", 0.0))
+            trainer += [LaneSpan(at_s, at_s + seconds, part)] if seconds else []
+            at_s += seconds
     if trainer:
         began_s, ended_s = trainer[0].began_s, known[-1].ended_s or ended_s
     elif snap.mode == "finish":
         ended_s = events[-1][0] / 1000
-    lanes = {}
-    found = _lanes(events, snap)
-    for teacher in (worker.id for worker in snap.workers if worker.teaches):
-        found.pop(teacher, None)  # neither weights nor jobs of the data set are what it waits for
-    for worker, lane in found.items():
-        cut = [(max(begin, began_s), min(end, ended_s), what) for begin, end, what in lane.spans]
-        if spans := [LaneSpan(*span) for span in cut if span[0] < span[1]]:
-            lanes[worker] = spans
-    if not (trainer or lanes):
-        return None
-    return Waits(len(known), began_s, ended_s, trainer, lanes)
-
-
-def _parts(step: TrainedStep) -> Iterator[LaneSpan]:
-    """Yield the parts of a step in their order."""
-    at_s = step.began_s or 0.0
-    for part in PARTS:
-        seconds = step.metrics.get(f"time/{part}_s", 0.0)
-        if seconds > 0:
-            yield LaneSpan(at_s, at_s + seconds, part)
-        at_s += seconds
+    workers = {}
+    for worker, lane in _lanes(events, snap).items():
+        cut = [LaneSpan(max(a, began_s), min(b, ended_s), what) for a, b, what in lane.spans]
+        if spans := [span for span in cut if span.seconds > 0]:
+            workers[worker] = spans
+    return Waits(len(known), began_s, ended_s, trainer, workers) if trainer or workers else None
 
 
 @dataclass(slots=True)
@@ -153,13 +144,6 @@ class _Lane:
                 self.spans.append(LaneSpan(self.since_s, at_s, self.what))
             self.what, self.since_s = what, at_s
 
-    def apply(self, name: str, fields: Mapping[str, str]) -> None:
-        """Change the state by an event that names this worker."""
-        is_reset = name in _GONE or name == "worker_joined"
-        self.held = 0 if is_reset else max(0, self.held + _change(name, fields))
-        self.is_behind &= name != "claimed"
-        self.is_there = name not in _GONE
-
     def does(self, mode: str) -> str:
         if not self.is_there:
             return ""
@@ -172,35 +156,33 @@ class _Lane:
 
 def _lanes(events: Sequence[Event], snap: RunView) -> dict[str, _Lane]:
     """Return each worker with its spans over all events."""
-    lanes = _first(events, snap)
-    mode = "run"
-    for lane in lanes.values():
-        lane.turn_to(lane.does(mode), events[0][0] / 1000)
-    for at_ms, name, fields in events:
-        own = lanes.get(fields.get("worker", ""))
-        if name == "control":
-            mode = fields.get("mode", mode)
-        elif own:
-            own.apply(name, fields)
-        for lane in lanes.values() if name in ("control", "weights") else [own] if own else []:
-            lane.is_behind |= name == "weights"
-            lane.turn_to(lane.does(mode), at_ms / 1000)
-    for lane in lanes.values():
-        lane.turn_to("", snap.now_ms / 1000)
-    return lanes
-
-
-def _first(events: Sequence[Event], snap: RunView) -> dict[str, _Lane]:
-    """Return every worker as it was before the first event, counted back from the last one."""
     lanes = {worker.id: _Lane(worker.holds, worker.concurrency) for worker in snap.workers}
+    # count back from now to before the first event
     for _, name, fields in reversed(events):
         if worker := fields.get("worker", ""):
             lane = lanes.setdefault(worker, _Lane())
             lane.held -= _change(name, fields)
             if name in _GONE or name == "worker_joined":
                 lane.held, lane.is_there = 0, name in _GONE
+    mode = "run"
     for lane in lanes.values():
         lane.held = max(0, lane.held)
+        lane.turn_to(lane.does(mode), events[0][0] / 1000)
+    for at_ms, name, fields in events:
+        own = lanes.get(fields.get("worker", ""))
+        changed = [own] if own else []
+        if name in ("control", "weights"):
+            mode, changed = fields.get("mode", mode), [*lanes.values()]
+        elif own:
+            is_reset = name in _GONE or name == "worker_joined"
+            own.held = 0 if is_reset else max(0, own.held + _change(name, fields))
+            own.is_behind &= name != "claimed"
+            own.is_there = name not in _GONE
+        for lane in changed:
+            lane.is_behind |= name == "weights"
+            lane.turn_to(lane.does(mode), at_ms / 1000)
+    for lane in lanes.values():
+        lane.turn_to("", snap.now_ms / 1000)
     return lanes
 
 

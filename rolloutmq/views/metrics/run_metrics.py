@@ -190,7 +190,6 @@ def _workers(snap: RunView) -> Cells:
     # states that no worker has are 0, so that a graph of them does not end
     counts = Counter({state.value: 0 for state in WorkerState})
     counts.update(worker.state for worker in snap.live_workers)
-    counts["teaching"] = len(snap.live_teachers)
     counts["silent"] = len(snap.silent_workers)
     return (((state,), number) for state, number in counts.items())
 

@@ -10,8 +10,8 @@ import orjson
 import pytest
 
 from buffer.control.continuation import check_origin, record_origin
-from buffer.control.live_settings import LiveSettings, LiveTaskSettings
 from buffer.control.origin import FIELD, Origin
+from buffer.control.settings import LiveSettings, LiveTaskSettings
 from buffer.errors import ConfigError, Fenced
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits, TaskLimits
@@ -20,7 +20,7 @@ from buffer.run import Run
 from rolloutmq.config.config import Config
 from rolloutmq.config.fingerprint import origin_of
 from rolloutmq.config.load import load_config
-from rolloutmq.launch.create_run import create_run
+from rolloutmq.launch.create import create_run
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.scene import FIRST, Scene
 

@@ -15,7 +15,7 @@ from buffer import run_fields
 from buffer.control.continuation import Start
 from buffer.control.control import Mode, Role
 from buffer.control.control_line import ControlConnection
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from buffer.errors import LostRun, RoleHeld, RunExists, RunNotFound, SchemaVersionError
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits

@@ -13,8 +13,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from buffer.control.live_settings import FILE, KeptSettings, parse_change
-from buffer.control.settings_record import FIELD, SettingsRecord, setting_values
+from buffer.control.settings import (
+    FIELD,
+    FILE,
+    KeptSettings,
+    SettingsRecord,
+    parse_change,
+    setting_values,
+)
 from buffer.errors import ConfigError, RunDamaged
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits, TaskLimits
@@ -22,7 +28,7 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config
-from rolloutmq.launch.create_run import create_run
+from rolloutmq.launch.create import create_run
 from tests.servers import on_both
 from tests.thoroughness import examples
 
@@ -233,10 +239,10 @@ def test_a_change_of_the_server_alone_gives_nothing_up(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.budget = None
-    monkeypatch.setattr("rolloutmq.launch.create_run.maxmemory_bytes", lambda store: 10 * BUDGET)
+    monkeypatch.setattr("rolloutmq.launch.create.maxmemory_bytes", lambda store: 10 * BUDGET)
     site.start()
     site.set("low_bytes=1234567")
-    monkeypatch.setattr("rolloutmq.launch.create_run.maxmemory_bytes", lambda store: 20 * BUDGET)
+    monkeypatch.setattr("rolloutmq.launch.create.maxmemory_bytes", lambda store: 20 * BUDGET)
     run = site.start()
     assert run.limits.low_bytes == 1234567
     assert run.settings.configured["low_bytes"] == int(15 * BUDGET * 0.1)

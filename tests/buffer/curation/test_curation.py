@@ -20,9 +20,9 @@ from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, Status
 from buffer.wire.sampling_mask import SamplingMask
+from proofs.fuzz.promise import plain
 from tests.buffer.scene import Scene, extend
 from tests.buffer.snapshot.test_snapshot import resumed
-from tests.fuzz.promise import plain
 
 has_pyarrow = pytest.mark.skipif(
     importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from buffer.config.assignments import parse_settings
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from buffer.errors import Fenced
 from buffer.job import EndedEarly, Job
 from buffer.wire.rollout import PolicyVersion, Status

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from buffer.wire.staleness import AgeLimit
 from tests.buffer.scene import Scene

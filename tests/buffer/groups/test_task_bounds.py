@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from buffer.control.live_settings import LiveSettings, LiveTaskSettings
+from buffer.control.settings import LiveSettings, LiveTaskSettings
 from buffer.job import Job
 from buffer.limits import TaskLimits
 from tests.buffer.scene import Scene

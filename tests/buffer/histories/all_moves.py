@@ -9,10 +9,9 @@ from tests.buffer.histories.crash_moves import CrashMoves
 from tests.buffer.histories.folder_moves import FolderMoves
 from tests.buffer.histories.janitor_moves import JanitorMoves
 from tests.buffer.histories.operator_moves import OperatorMoves
-from tests.buffer.histories.teacher_moves import TeacherMoves
 
 
-class AllMoves(TeacherMoves, FolderMoves, CrashMoves, JanitorMoves, OperatorMoves):
+class AllMoves(FolderMoves, CrashMoves, JanitorMoves, OperatorMoves):
     def produce(self, worker: str, task: str, number: int) -> None:
         """What most runs do most of the time: prompts in, results out."""
         self.enqueue(task, [1] * number, ahead=20)

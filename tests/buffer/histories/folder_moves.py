@@ -23,7 +23,7 @@ class FolderMoves(ServerMoves, SettingsMoves):
             self.move_to(Run.restore(self.scene.store, Path(folder, "run"), name=name))
         for group in running:
             group.place = "waiting"
-            group.lane = group.lane_again
+            group.lane = "resume"
             group.token = ""
             group.tries = group.tries - 1
         self.old_producers.append(self.scene.producer)

@@ -16,8 +16,6 @@ from tests.buffer.scene import FIRST
 
 TASKS = ("math", "code")
 WORKERS = ("w0", "w1")
-TEACHERS = {"t0": "big", "t1": "small"}
-"""by the worker that is one"""
 THRESHOLD = 2
 MAX_TRIES = 2
 TAIL_TRIES = 2
@@ -48,12 +46,7 @@ class Group:
     lane: str = "fresh"
     token: str = ""
     owner: str = ""
-    sampled_by: str = ""
-    to_come: list[str] = field(default_factory=list)
-    """teachers after the one for which it waits, or that has it"""
     result: str = "init"
-    replaced: str = ""
-    """the result that the last teacher found"""
     tries: int = 0
     best: int = 0
     """the most tokens that it had when turns of it were kept in a new claim"""
@@ -78,11 +71,6 @@ class Group:
         if self.result != token:
             return self.made_by
         return [] if version is None else [PolicyVersion("nobody-knows", version)]
-
-    @property
-    def lane_again(self) -> str:
-        """Where it waits if what has it gives it back."""
-        return self.lane if self.lane.startswith("teach.") else "resume"
 
     @property
     def task(self) -> str:
@@ -229,7 +217,7 @@ class Model:
     def wait_or_die(self, group: Group) -> None:
         """A try was used up."""
         alive = group.tries < self.max_tries
-        group.place, group.lane, group.token = "waiting" if alive else "dead", group.lane_again, ""
+        group.place, group.lane, group.token = "waiting" if alive else "dead", "resume", ""
 
     def expire(self, *tasks: str) -> int:
         """What the next step may not use starts again, or is dropped; how many groups."""

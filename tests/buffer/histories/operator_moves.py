@@ -23,7 +23,7 @@ class OperatorMoves(World):
         if before == "waiting":
             return
         group.place = "waiting"
-        group.lane = group.lane_again if before == "dead" else "resume"
+        group.lane = "resume"
         group.token = ""
         group.tries = 0
         group.released = ""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from buffer.errors import ConfigError
 from tests.buffer.histories.world import World
 

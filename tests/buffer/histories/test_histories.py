@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from buffer.limits import Straggler
 from tests.buffer.faulty_store import FaultyStore
 from tests.buffer.histories.all_moves import AllMoves
-from tests.buffer.histories.model import TASKS, TEACHERS, WORKERS
+from tests.buffer.histories.model import TASKS, WORKERS
 from tests.servers import Server, start_server
 from tests.thoroughness import examples
 
@@ -53,8 +53,6 @@ def moves(
 
 task = st.sampled_from(TASKS)
 worker = st.sampled_from(WORKERS)
-teacher = st.sampled_from(sorted(TEACHERS))
-anybody = st.sampled_from([*WORKERS, *WORKERS, *TEACHERS])
 pick = st.integers(0, 63)
 slot = st.integers(0, 1)
 lives = st.sampled_from([0, 0, 1, 2, 3, 5])
@@ -72,9 +70,7 @@ COMMON = [
     moves("enqueue", task=task, samples=samples, ahead=st.integers(0, 12)),
     moves("claim", worker=worker, limit=some),
     moves("submit", worker=worker, which=pick, outcome=outcome),
-    moves("submit_to_teachers", worker=worker, which=pick, number=st.integers(1, 2)),
-    moves("teach", worker=teacher, which=pick),
-    moves("release", worker=anybody, which=pick, kind=kind),
+    moves("release", worker=worker, which=pick, kind=kind),
     moves("reissue", task=task, status=pool, ahead=st.integers(0, 12), limit=some),
     moves(
         "put",
@@ -86,12 +82,12 @@ COMMON = [
 RARE = [
     moves("keep_turns", worker=worker, which=pick, number=some),
     moves("keep_turns", worker=worker, which=pick, number=some),
-    moves("heartbeat", worker=anybody),
+    moves("heartbeat", worker=worker),
     moves("keep_responses", worker=worker, which=pick),
     moves("acknowledge", worker=worker),
     moves("acknowledge_a_pause", worker=worker),
-    moves("leases_run_out", worker=anybody),
-    moves("fence", worker=anybody),
+    moves("leases_run_out", worker=worker),
+    moves("fence", worker=worker),
     moves("take", math=few, code=few, strict=st.booleans()),
     moves("take_again", which=pick),
     moves("take_a_wrong_step", step=st.integers(0, 8)),
@@ -108,7 +104,7 @@ RARE = [
     moves("update", which=pick, status=st.sampled_from(["completed", "aborted"]), age=few),
     moves("refresh", task=task, limit=some),
     moves("collect_garbage"),
-    moves("sweep", worker=anybody, is_silent=st.booleans()),
+    moves("sweep", worker=worker, is_silent=st.booleans()),
     moves("clock_steps", leases=st.sampled_from([-1000, -1.1, -0.1, 0, 0.1, 0.6, 1.1, 1000])),
     moves(
         "pause",

@@ -14,7 +14,7 @@ from buffer.ids import new_nonce
 from buffer.job import Job
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, Status
-from tests.buffer.histories.model import TAIL_TRIES, TEACHERS, WORKERS, Group
+from tests.buffer.histories.model import TAIL_TRIES, WORKERS, Group
 from tests.buffer.histories.world import World
 from tests.buffer.scene import FIRST, extend, turn
 
@@ -22,7 +22,7 @@ from tests.buffer.scene import FIRST, extend, turn
 class WorkerMoves(World):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.engines = dict.fromkeys((*WORKERS, *TEACHERS), FIRST)
+        self.engines = dict.fromkeys(WORKERS, FIRST)
         self.jobs: dict[str, list[Job]] = {name: [] for name in self.engines}
         self.acknowledged: dict[str, tuple[str | None, int]] = {}
         self.kept: dict[tuple[str, str, str], tuple[KeptTurns, list[PolicyVersion]]] = {}
@@ -170,7 +170,7 @@ class WorkerMoves(World):
         if not self.readable(group):
             return
         result = extend(self.scene.run.buffer.read(self.newest(group)), Status.COMPLETED, made)
-        accepted = job.token in (group.result, group.replaced)
+        accepted = job.token == group.result
         try:
             self.scene.run.buffer.submit(worker, job, result, 4, filtered=outcome == "filtered")
         except Fenced:
@@ -197,7 +197,7 @@ class WorkerMoves(World):
             return
         group.tries -= 1
         group.token = ""
-        if kind == "aborted" and worker not in TEACHERS:
+        if kind == "aborted":
             group.aborts += 1
             # interrupted too often, and without tokens to lose: it waits for the tail batch
             group.place = (
@@ -206,7 +206,7 @@ class WorkerMoves(World):
             self.arrive(group)
         else:
             group.place = "waiting"
-            group.lane = group.lane_again
+            group.lane = "resume"
 
     def keep_responses(self, worker: str, which: int) -> None:
         """The responses of a dead letter, often of one that is no longer dead."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import redis
 
-from buffer.ids import POOLS
+from buffer.ids import LANES, POOLS
 from buffer.limits import RunLimits, Straggler, TaskLimits
 from tests.buffer.faulty_store import MUTATING, FaultyStore
 from tests.buffer.histories.model import (
@@ -17,7 +17,6 @@ from tests.buffer.histories.model import (
     PLACES,
     TAIL_TRIES,
     TASKS,
-    TEACHERS,
     THRESHOLD,
     WORKERS,
     Group,
@@ -53,7 +52,7 @@ class World(Model):
             on_straggler=on_straggler,
             tail_batch_max_tries=TAIL_TRIES,
             order=order,
-            tasks={task: TaskLimits(teachers=[*TEACHERS.values()]) for task in TASKS},
+            tasks={task: TaskLimits() for task in TASKS},
         )
         self.store = store
         store.run = name
@@ -95,12 +94,11 @@ class World(Model):
         """Who is in which line, pool (in order, with its score) and set of leases."""
         raw = self.scene.raw.pipeline(transaction=False)
         keys = self.scene.keys
-        lanes = self.scene.run.limits.tasks[TASKS[0]].lanes
         raw.zrange(keys.dead, 0, -1).zrange(keys.leases, 0, -1)
-        for worker in (*WORKERS, *TEACHERS):
+        for worker in WORKERS:
             raw.hkeys(keys.leased(worker))
         for task in TASKS:
-            for lane in lanes:
+            for lane in LANES:
                 raw.xrange(keys.jobs(task, lane))
             for status in POOLS:
                 raw.zrange(keys.pool(task, status), 0, -1, withscores=True)
@@ -108,12 +106,12 @@ class World(Model):
         running = self.at("running")
         assert gids(next(replies)) == sorted(group.gid for group in self.at("dead"))
         assert gids(next(replies)) == sorted({group.owner for group in running})
-        for worker in (*WORKERS, *TEACHERS):
+        for worker in WORKERS:
             assert gids(gid for gid in next(replies) if gid != b"digest") == sorted(
                 group.gid for group in running if group.owner == worker
             )
         for task in TASKS:
-            for lane in lanes:
+            for lane in LANES:
                 waiting = [group.gid for group in self.at("waiting", task) if group.lane == lane]
                 assert gids(fields[b"gid"] for _, fields in next(replies)) == sorted(waiting)
             for status in POOLS:

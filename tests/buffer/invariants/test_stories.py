@@ -1,7 +1,7 @@
 """A story for each invariant that the scripts enforce.
 
 `make model-check` requires that each story fails without the line that enforces its invariant
-(tests/model_check/mutations.jsonl). I9 (the version stamp is the truth) is mostly the engine's; what
+(proofs/model_check/mutations.jsonl). I9 (the version stamp is the truth) is mostly the engine's; what
 scripts add is that a group is as old as its oldest token. I14 (scripts never read payloads) is
 enforced by what is not there: a static test finds a line that is put in.
 """
@@ -17,10 +17,10 @@ import pytest
 from buffer.limits import RunLimits
 from buffer.redis.scripts import assemble, sources
 from buffer.redis.store import Store
-from tests.buffer.invariants import batches, byte_count, kept_turns, one_place, running, teachers
+from proofs.model_check.mutation import read_mutations
+from tests.buffer.invariants import batches, byte_count, kept_turns, one_place, running
 from tests.buffer.redis.test_scripts import reads_of_payloads
 from tests.buffer.scene import LIMITS, Scene
-from tests.model_check.mutation import read_mutations
 from tests.servers import start_server
 
 _numbers = count(1)
@@ -48,7 +48,7 @@ def tell(story: str, limits: Mapping[str, Any], store: Store, raw: Any) -> None:
     """Let a story happen in a run of its own."""
     (found,) = {
         getattr(module, story)
-        for module in (batches, byte_count, kept_turns, one_place, running, teachers)
+        for module in (batches, byte_count, kept_turns, one_place, running)
         if hasattr(module, story)
     }
     made = RunLimits(**{**LIMITS.model_dump(), **limits})

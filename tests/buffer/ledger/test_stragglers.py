@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from buffer.config.assignments import parse_settings
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from buffer.job import Job
 from buffer.wire.rollout import PolicyVersion
 from tests.buffer.scene import FIRST, Scene

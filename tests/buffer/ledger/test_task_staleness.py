@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from buffer.config.assignments import parse_settings
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.limits import TaskLimits
 from buffer.manifest import NotReady

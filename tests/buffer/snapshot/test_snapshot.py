@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from buffer.config.assignments import parse_settings
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from buffer.errors import (
     ConfigError,
     RunExists,
@@ -74,7 +74,7 @@ def resumed(scene: Scene, folder: Path, **options: Any) -> Scene:
     other.keys = other.run.keys
     other.producer = ""
     other.trainer = ""
-    other.nonces, other.teachers = {}, {}
+    other.nonces = {}
     return other
 
 

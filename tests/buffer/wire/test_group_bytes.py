@@ -27,8 +27,7 @@ from buffer.wire.document import LAYOUT, NEEDED, Own, pack, unpack
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import MediaRef, RolloutState, Status, ToolCall, VersionSpan
 from buffer.wire.sampling import SampleParams, StructuredOutput
-from buffer.wire.teacher_columns import with_teacher
-from tests.fuzz.promise import keep, plain
+from proofs.fuzz.promise import keep, plain
 from tests.thoroughness import examples
 
 ROOT = Path(__file__).parents[3]
@@ -613,35 +612,6 @@ def test_tops_of_one_teacher_have_one_width() -> None:
     states[1].teacher_top_logprobs = {"large": np.zeros((1, 3), "<f4")}
     with pytest.raises(WireError, match="different numbers k"):
         RolloutGroup("sums-0000000008", "sums", states)
-
-
-@settings(deadline=None)
-@given(groups(), st.sampled_from(["large", "new"]), st.integers(0, 3))
-def test_a_teacher_adds_its_columns_and_changes_nothing_else(
-    group: RolloutGroup, teacher: str, k: int
-) -> None:
-    received = group_bytes.decode(group_bytes.encode(group))
-    tokens = len(received.response_ids)
-    logprobs = -np.arange(tokens, dtype="<f4")
-    top_ids = np.arange(tokens * k, dtype="<i4").reshape(tokens, k)
-    if not tokens:
-        return
-    made = with_teacher(received, teacher, logprobs, (top_ids, -top_ids.astype("<f4")))
-    again = group_bytes.decode(group_bytes.encode_checked(made))
-    changed = {"teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs"}
-    for name in {*received.columns, *again.columns} - changed:
-        assert received.columns[name].tobytes() == again.columns[name].tobytes()
-    assert again.optional_columns()[f"teacher_logprobs/{teacher}"].tolist() == logprobs.tolist()
-    tops = again.teacher_tops()
-    assert (f"teacher_top_ids/{teacher}" in tops) == bool(k)
-    if k:
-        assert tops[f"teacher_top_ids/{teacher}"].tolist() == top_ids.tolist()
-    for before, after in zip(received.states, again.states, strict=True):
-        others = plain(before), plain(after)
-        for fields in others:
-            for name in changed:
-                fields[name].pop(teacher, None)
-        assert repr(others[0]) == repr(others[1])
 
 
 def test_an_address_beside_rows_of_experts_is_refused() -> None:

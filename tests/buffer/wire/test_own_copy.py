@@ -25,7 +25,7 @@ def rollout(index: int) -> RolloutState:
         messages=[{"role": "user", "content": [{"text": "?"}]}],
         tools=[{"function": {"parameters": {"a": [1]}}}],
         tool_choice={"function": {"name": "f"}},
-        multimodal=[MediaRef(kind="image", uri="run://a", grid_thw=[1, 2, 3])],
+        multimodal=[MediaRef(kind="image", uri="images/a.png", grid_thw=[1, 2, 3])],
         ground_truth={"answer": [1, {"b": [2]}]},
         extra={"tests": [["a"]], "row": {"n": 1}},
         sample_params=SampleParams(stops=["x"], structured=structured, seed=index),

@@ -51,7 +51,7 @@ def state(tokens: list[int], mask: Any, **more: Any) -> RolloutState:
 @given(st.lists(responses() | st.just("address"), min_size=1, max_size=4))
 def test_masks_are_the_same_after_the_wire(made: list[Any]) -> None:
     states = [
-        state([3], "run://math-0000000001/s.npy", index=n)
+        state([3], "math-0000000001/s.npy#0", index=n)
         if own == "address"
         else state(own[0], mask_of(own[1]), index=n)
         for n, own in enumerate(made)
@@ -60,7 +60,7 @@ def test_masks_are_the_same_after_the_wire(made: list[Any]) -> None:
     found = group_bytes.decode(data)
     for own, mask, again in zip(made, found.sampling_masks(), found.states, strict=True):
         if own == "address":
-            assert mask == again.sampling_mask == "run://math-0000000001/s.npy"
+            assert mask == again.sampling_mask == "math-0000000001/s.npy#0"
             continue
         assert sets_of(mask, len(own[0])) == sets_of(again.sampling_mask, len(own[0])) == own[1]
 
@@ -93,7 +93,7 @@ def test_masks_grow_turn_by_turn_and_move_with_the_prompt(made: list[Any], moved
 
 
 def test_a_rollout_whose_mask_is_in_a_file_cannot_grow() -> None:
-    made = state([3], "run://math-0000000001/s.npy")
+    made = state([3], "math-0000000001/s.npy#0")
     with pytest.raises(WireError, match="cannot grow"):
         made.read(np.array([4], "<i4"))
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from buffer.errors import Fenced, GroupChanged, LedgerError, LostRun
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
@@ -29,7 +29,7 @@ from consumer.grpo.reporting.step_log import StepLog, StepWriter, read_evaluatio
 from consumer.grpo.trainer import Trainer
 from consumer.handle.rollout_consumer import RolloutConsumer
 from rolloutmq.config.config import Config
-from rolloutmq.launch import create_run
+from rolloutmq.launch.create import create_run
 from tests.buffer.time_machine import put_back, remember
 from tests.consumer.grpo.models.tiny import build_model
 from tests.consumer.grpo.training_config import GROUPS, STEPS, training_config
@@ -464,7 +464,7 @@ def test_trainer_continues_when_the_server_lost_steps_or_everything(
 
     put_back(raw, run.name, {})
     with pytest.raises(LostRun, match="no such run"):
-        create_run.make_run(run.store, config, model_dir)
+        create_run(run.store, config, model_dir)
     with pytest.raises(LostRun, match="no trainer has ever opened"):
         train_to(STEPS + 1)
     assert train_to(STEPS + 1, regenerate=True)

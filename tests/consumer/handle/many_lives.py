@@ -48,7 +48,7 @@ from consumer.handle.batch import Batch
 from consumer.handle.ranks import join
 from rolloutmq.config.config import Config
 from rolloutmq.launch.child import rank_environments
-from rolloutmq.launch.create_run import create_run
+from rolloutmq.launch.create import create_run
 from tests.consumer.grpo.models.tiny import train_step
 from tests.consumer.grpo.training_config import GROUPS, training_config
 from tests.consumer.handle.crew import Crew

@@ -19,7 +19,7 @@ from buffer.wire.rollout import PolicyVersion
 from consumer.handle.rollout_consumer import RolloutConsumer
 from rolloutmq.config.load import load_config
 from rolloutmq.extensions.tracing import SWITCH, root_span_id, trace_run
-from rolloutmq.launch.create_run import create_run
+from rolloutmq.launch.create import create_run
 from tests.pipeline.site import Process, Site
 
 WHO = {"enqueue": "producer", "take": "trainer", "rl.train": "trainer", "commit": "trainer"}

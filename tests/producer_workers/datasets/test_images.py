@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from buffer.errors import ConfigError, DatasetError, MediaError
-from buffer.redis.media_folder import MediaFolder
+from buffer.errors import ConfigError, DatasetError
 from buffer.wire.rollout import MediaRef, PolicyVersion
 from buffer.wire.sampling import SampleParams
 from producer_workers.build import check_images
@@ -38,7 +37,7 @@ from producer_workers.datasets.image_records import ImagePrompts, show_images
 from producer_workers.datasets.open import open_dataset
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import GenerationError, shown
-from producer_workers.images import collapse, find_runs, load_image
+from producer_workers.images import ImageError, ImageFolder, collapse, find_runs, load_image
 from producer_workers.producer.sampler import Sampler
 from rolloutmq.config.load import load_config
 from tests.producer_workers.engines.tiny_vision_model import (
@@ -253,7 +252,7 @@ def test_text_of_a_row_without_images_may_say_the_mark() -> None:
 def test_truncated_image_is_refused_when_it_is_unpacked() -> None:
     data = png(picture(1))
     for end in range(60, len(data) - 20, 97):
-        with pytest.raises(MediaError):
+        with pytest.raises(ImageError):
             load_image(data[:end], LIMITS)
 
 
@@ -281,8 +280,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def sampler(model: Path, tmp_path: Path) -> Callable[[Dataset], Sampler]:
     from transformers import AutoTokenizer
 
-    media = MediaFolder(tmp_path / "media", "demo", "n")
-    prompts = ImagePrompts(str(model), LIMITS, media)
+    prompts = ImagePrompts(str(model), LIMITS, ImageFolder(tmp_path / "run", LIMITS))
     tokenizer = AutoTokenizer.from_pretrained(model)
     return lambda rows: Sampler(
         "see",
@@ -307,13 +305,10 @@ def test_prompt_has_the_tokens_of_its_images_and_says_where_these_are(
     states = sampler(open_rows(tmp_path, row)).draw(0)
     assert isinstance(states, list)
     first, second = states[0].multimodal
-    assert (first.tokens, first.grid_thw, first.uri) == (
-        2,
-        [1, 2, 4],
-        "run://see-0000000000/image-0.png",
-    )
+    assert (first.tokens, first.grid_thw) == (2, [1, 2, 4])
     assert (second.tokens, second.grid_thw) == (8, [1, 8, 4])
-    assert (tmp_path / "media" / "see-0000000000" / "image-1.png").read_bytes() == png(sources[1])
+    for ref, source in zip((first, second), sources, strict=True):
+        assert (tmp_path / "run" / ref.uri).read_bytes() == png(source)
     text = f"<|im_start|>user\nOf {FIRST}{IMAGE}{LAST} and {FIRST}{IMAGE}{LAST}?<|im_end|>\n<|im_start|>assistant\n"
     reference = AutoProcessor.from_pretrained(model)(text=[text], images=sources)
     assert states[0].prompt_ids is not None
@@ -340,7 +335,7 @@ def test_nothing_is_kept_of_a_prompt_that_is_too_long(
     write_pictures(tmp_path, picture(1))
     rows = open_rows(tmp_path, {"question": "1 + 1" * 50, "images": ["0.png"]})
     assert not isinstance(sampler(rows).draw(0), list)
-    assert not (tmp_path / "media").exists()
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("text", [IMAGE, f"{IMAGE}{IMAGE}", f"{FIRST}{IMAGE}{LAST}"])
@@ -382,26 +377,79 @@ def test_runs_of_images_are_found_though_they_touch() -> None:
             find_runs(ids, 9, wrong)
 
 
-def test_media_folder_reads_its_own_files_and_no_link(tmp_path: Path) -> None:
-    media = MediaFolder(tmp_path / "m", "demo", "n")
-    uri = media.put("see-0000000001", "a.png", b"12345")
-    assert media.read(uri, 5) == b"12345"
-    with pytest.raises(MediaError, match="more than 4 bytes"):
-        media.read(uri, 4)
-    media.path("run://see-0000000001/b.png").symlink_to("/etc/passwd")
-    (tmp_path / "m" / "see-0000000002").symlink_to("/etc")
-    for other in (
-        "run://see-0000000001/b.png",
-        "run://see-0000000002/passwd",
-        "run://see-0000000001/c.png",
-    ):
-        with pytest.raises(MediaError):
-            media.read(other, 1 << 20)
+# -- the files of a run --------------------------------------------------------
+
+
+def test_an_image_is_written_once_for_all_draws_that_show_it(
+    sampler: Callable[[Dataset], Sampler], tmp_path: Path
+) -> None:
+    write_pictures(tmp_path, picture(1), picture(2))
+    names = [["0.png"], ["0.png", "1.png"]]
+    rows = open_rows(tmp_path, *({"question": "?", "images": each} for each in names))
+    one, two = (sampler(rows), sampler(rows))  # as two producers that follow each other
+    uris = []
+    written: dict[str, int] = {}
+    for draw, made in ((0, one), (1, one), (2, two), (3, two)):
+        states = made.draw(draw)
+        assert isinstance(states, list)
+        uris.append([ref.uri for ref in states[0].multimodal])
+        for file in (tmp_path / "run" / "images").iterdir():
+            assert file.stat().st_mtime_ns == written.setdefault(file.name, file.stat().st_mtime_ns)
+    assert uris[:2] == uris[2:]
+    assert {f"images/{name}" for name in written} == set(uris[1])
+
+
+def test_a_producer_that_was_killed_while_it_wrote_an_image_leaves_none_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = ImageFolder(tmp_path, LIMITS)
+    data = png(picture(1))
+
+    class Killed(BaseException):
+        """The process ends here."""
+
+    def die(_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as dying:
+        dying.setattr("producer_workers.images.os.fsync", die)
+        with pytest.raises(Killed):
+            folder.put(data, "png")
+    assert list(tmp_path.glob("images/[!.]*")) == []
+    ref = MediaRef(kind="image", uri=folder.put(data, "png"), tokens=2)
+    assert np.array_equal(np.asarray(folder.read(ref).pixels), np.asarray(picture(1)))
+
+
+def test_only_an_image_of_the_run_is_read_and_only_as_it_was_written(tmp_path: Path) -> None:
+    folder = ImageFolder(tmp_path / "run", LIMITS)
+    data = png(picture(1))
+    uri = folder.put(data, "png")
+    file = tmp_path / "run" / uri
+    (tmp_path / "secret.png").write_bytes(data)
+
+    def refused(reason: str, uri: str = uri, **changes: Any) -> None:
+        with pytest.raises(ImageError, match=reason):
+            folder.read(MediaRef(**{"kind": "image", "uri": uri} | changes))
+
+    for other in ("http://127.0.0.1:9/0.png", f"file://{file}", str(file), "images/../../secret.png",
+                  "images/0.png", uri.removeprefix("images/")):  # fmt: skip
+        refused("not an image of the run", other)
+    refused("is video", kind="video")
+    refused("cannot be read", f"images/{40 * '0'}.png")
+    with pytest.raises(ImageError, match="over max_bytes"):
+        ImageFolder(tmp_path / "run", ImagesSection(max_bytes=4)).read(MediaRef("image", uri))
+    file.write_bytes(png(picture(2)))
+    refused("has changed")
+    file.unlink()
+    file.symlink_to(tmp_path / "secret.png")
+    refused("cannot be read")
+    text = folder.put(b"no image", "png")
+    refused("none of PNG", text)
 
 
 # -- who shows them ----------------------------------------------------------
 
-MEDIA = [MediaRef(kind="image", uri="run://see-0000000000/image-0.png", tokens=2)]
+SHOWN = [MediaRef(kind="image", uri="images/0.png", tokens=2)]
 FIRST_WEIGHTS = PolicyVersion("main", 0)
 
 
@@ -417,7 +465,7 @@ def test_engine_that_shows_no_images_is_asked_for_nothing_with_some(config: Engi
             GenerationError,
             match=f"see-0000000000 has images, which the engine {config.kind} cannot show",
         ),
-        shown(engine, "see-0000000000", MEDIA),
+        shown(engine, "see-0000000000", SHOWN),
     ):
         pytest.fail("it went on")
 
@@ -426,7 +474,7 @@ def test_worker_with_an_engine_that_shows_no_images_serves_no_task_with_some(
     tmp_path: Path,
 ) -> None:
     text = """
-        run = {{ name = "x", media = "{0}/media" }}
+        run = {{ name = "x" }}
         engine = {{ kind = "transformers" }}
         [tasks.see]
         judge = "exact_match"
@@ -448,8 +496,3 @@ def test_worker_with_an_engine_that_shows_no_images_serves_no_task_with_some(
         ConfigError, match="the engine transformers cannot show the images of task 'see'"
     ):
         check_images(config, ["read", "see"], engine)
-    (tmp_path / "run.toml").write_text(text.format(tmp_path).replace("media =", "dir ="))
-    with pytest.raises(
-        ConfigError, match=r"the images of task see need a folder: set media in \[run\]"
-    ):
-        load_config(tmp_path / "run.toml")

@@ -40,7 +40,7 @@ from producer_workers.producer.strategy import strategies_of
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 from rolloutmq.config.config import Config
-from rolloutmq.launch.create_run import create_run
+from rolloutmq.launch.create import create_run
 from rolloutmq.testing import Characters
 
 TASK = "sums"

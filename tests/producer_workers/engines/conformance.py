@@ -472,7 +472,7 @@ class ModelContract(EngineContract):
 
 
 class ScoreContract:
-    """For every engine that can be a teacher; `scorer` is a fixture of the file that tests it."""
+    """For every engine that can score texts; `scorer` is a fixture of the file that tests it."""
 
     def test_scores_of_a_text_are_the_same_beside_other_requests(
         self, scorer: Any, run: Run[Any]

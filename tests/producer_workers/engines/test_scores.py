@@ -1,4 +1,4 @@
-"""The scores that a teacher gives to tokens of others, of every kind of engine."""
+"""The scores of given tokens, of every kind of engine in this process."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from producer_workers.config.engine import HttpConfig, TransformersConfig
+from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine
 from tests.producer_workers.engines.conformance import ModelScoreContract, ScoreContract
 from tests.producer_workers.engines.conftest import CPU_ENGINE, FIRST, Folders, Run, running
-from tests.producer_workers.engines.vllm_server import vllm_server
 
 TOP_K = 5
 
@@ -25,7 +24,7 @@ class TestSimulated(ScoreContract):
 class TestTransformers(ModelScoreContract):
     @pytest.fixture
     def scorer(self, run: Run[None], folders: Folders) -> Iterator[Engine]:
-        engine = build_engine(TransformersConfig().for_teacher(TOP_K), folders.first, FIRST)
+        engine = build_engine(TransformersConfig().for_scoring(TOP_K), folders.first, FIRST)
         run(engine.start())
         yield engine
         run(engine.shutdown())
@@ -35,17 +34,8 @@ class TestTransformers(ModelScoreContract):
 def vllm_scorer(run: Run[None], folders: Folders) -> Iterator[Engine]:
     parts = {"max_num_batched_tokens": 512}  # a long text is read in several steps
     config = CPU_ENGINE.model_copy(update={"extra_args": CPU_ENGINE.extra_args | parts})
-    with running(config.for_teacher(TOP_K), run, folders.first) as engine:
+    with running(config.for_scoring(TOP_K), run, folders.first) as engine:
         yield engine
-
-
-@pytest.fixture(scope="module")
-def http_scorer(run: Run[None], folders: Folders) -> Iterator[Engine]:
-    with vllm_server(folders.first, []) as url:
-        engine = build_engine(HttpConfig(url=url).for_teacher(TOP_K), folders.first, FIRST)
-        run(engine.start())
-        yield engine
-        run(engine.shutdown())
 
 
 @pytest.mark.slow
@@ -54,11 +44,3 @@ class TestVllm(ModelScoreContract):
     @pytest.fixture
     def scorer(self, vllm_scorer: Engine) -> Engine:
         return vllm_scorer
-
-
-@pytest.mark.slow
-@pytest.mark.vllm
-class TestHttp(ModelScoreContract):
-    @pytest.fixture
-    def scorer(self, http_scorer: Engine) -> Engine:
-        return http_scorer

@@ -13,17 +13,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.limits import RunLimits, TaskLimits
 from rolloutmq.config.config import Config
+from rolloutmq.config.cross_section_rules import RULES, RULES_OF_TASKS, RULES_OF_TRAINING
 from rolloutmq.config.load import inspect_config, load_config, validate_config
 from tests.thoroughness import examples
 
 WHOLE = """
 [run]
 name = "demo"
-media = "media"
+columns = "columns"
 [redis]
 [lease]
 [policy]
@@ -145,7 +146,7 @@ def test_sampling_may_be_cut_where_the_engine_records_what_that_leaves(
         ),
         (
             ["trainer.advantages=pass_at_k", "tasks.math.prompt_repeat_k=4"],
-            "every advantage would be 0; set prompt_repeat_k to at least 5",
+            "every advantage would be 0",
         ),
         (["trainer.advantages=gdpo", "trainer.reward_weights={a=0.0}"], "reward_weights are all 0"),
         (
@@ -167,9 +168,9 @@ def test_sampling_may_be_cut_where_the_engine_records_what_that_leaves(
             "every_steps cannot act",
         ),
         (["launch.trainer_gpus=[0, 1]", "launch.trainer_ranks=1"], "would be idle"),
-        (["launch.trainer_gpus=[0, 0]"], "is not one GPU for each of 2"),
+        (["launch.trainer_gpus=[0, 0]"], "is not one GPU for each"),
         (["launch.trainer_gpus=[0, 1, 2]", "launch.trainer_ranks=2"], "is not one GPU for each"),
-        (["launch.trainer_ranks=2", "trainer.device=cuda:1"], "has 2 ranks"),
+        (["launch.trainer_ranks=2", "trainer.device=cuda:1"], "several ranks"),
         (["learner.updates_per_batch=17"], "some updates would have none"),
         (["tasks.sums.dataset.held_out_size=2000"], "at most 1024"),
         (["tasks.sums.dataset.size=1"], "leave no problem"),
@@ -193,7 +194,7 @@ def test_sampling_may_be_cut_where_the_engine_records_what_that_leaves(
         (["tasks.sums.train_roles=['solver']"], "gives no rollout a role"),
         (["tasks.sums.train_roles=['', 'solver']"], "gives no rollout a role"),
         (["critic.lam=0.95"], "advantages = gae only"),
-        (["tasks.sums_eval.eval_of=sums_eval"], "not a training task; known: math, sums"),
+        (["tasks.sums_eval.eval_of=sums_eval"], "not a training task: known: math, sums"),
         ([MASKED, "tasks.math.sample.top_p=0.9"], "top_p"),
         ([MASKED, TRANSFORMERS, "tasks.math.sample.presence_penalty=0.9"], "presence_penalty"),
         ([MASKED, VLLM], "whole vocabulary.*top_k of task sums"),
@@ -207,6 +208,19 @@ def test_values_that_do_not_fit_together_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=expected):
         load(tmp_path, WHOLE, *overrides)
+
+
+def test_every_rule_can_be_asked_and_says_its_message(tmp_path: Path) -> None:
+    """Also where its condition does not hold: a message names keys that exist."""
+    config = load(tmp_path, WHOLE)
+    for rule in RULES:
+        assert not rule.is_broken(config)
+        assert (rule.what + rule.hint).format(c=config)
+    for rule in (*RULES_OF_TASKS, *RULES_OF_TRAINING):
+        for name in config.training_tasks:
+            task = config.tasks[name]
+            assert not rule.is_broken(config, task, name)
+            assert (rule.what + rule.hint).format(c=config, t=task, name=name, known="")
 
 
 MISTAKES = {

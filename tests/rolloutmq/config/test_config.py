@@ -9,7 +9,7 @@ from buffer.config.assignments import parse_settings
 from buffer.config.meanings import meanings
 from buffer.config.run_settings import PolicySection, RedisSection
 from buffer.config.section import Section
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.limits import RunLimits
 from producer_workers.build import task_names

@@ -38,8 +38,7 @@ def test_a_preset_says_what_it_needs(path: Path) -> None:
     launch = config.launch
     trainer, workers = launch.trainer_gpus or [], launch.worker_gpus or []
     said = dict(re.findall(r"^# (GPUs|Redis|Time|Install): (.*)$", path.read_text("utf-8"), re.M))
-    teachers = launch.teacher_gpus or []
-    assert sorted([*trainer, *workers, *teachers]) == list(range(int(said["GPUs"].split()[0])))
+    assert sorted([*trainer, *workers]) == list(range(int(said["GPUs"].split()[0])))
     assert launch.ranks(has_own_loop=False) == len(trainer)
     assert isinstance(config.engine, VllmConfig)
     assert launch.workers * config.engine.shards == len(workers)

@@ -28,7 +28,7 @@ def test_a_removed_setting_is_refused_with_what_to_use_instead(setting: str) -> 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_removed_command_is_refused_with_what_to_use_instead(command: str) -> None:
-    call = [sys.executable, "-m", "rolloutmq", command]
+    call = [sys.executable, "-m", "rolloutmq", *command.split()]
     done = subprocess.run(call, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert COMMANDS[command] in " ".join(done.stderr.split())

@@ -89,8 +89,6 @@ def test_a_run_from_the_hub(tmp_path: Path) -> None:
         (snapshot,) = (there / "home/hub/models--qwen--tiny/snapshots").iterdir()
         assert snapshot.name == old
         assert not list((there / "home/hub").glob("datasets--*")), "a worker reads no data"
-        assert not list((there / "home/hub").glob("*--big")), "nor a teacher's model"
-        work_until_registered(there, elsewhere, server, "taught", "--teacher", "big")
         (big,) = (there / "home/hub/models--qwen--big/snapshots").iterdir()
         store = Store(server.url)
         origin = Origin.from_meta(
@@ -99,14 +97,14 @@ def test_a_run_from_the_hub(tmp_path: Path) -> None:
         store.close()
         assert origin is not None
         assert origin.source == f"qwen/tiny@{old}"
-        assert origin.teachers == [f"qwen/big@{big.name}"]
+        assert origin.models == [f"qwen/big@{big.name}"]
 
 
 def work_until_registered(
-    folder: Path, env: dict[str, str], server: EmbeddedServer, name: str, *more: str
+    folder: Path, env: dict[str, str], server: EmbeddedServer, name: str
 ) -> None:
     worker = subprocess.Popen(
-        [sys.executable, "-m", "rolloutmq", "worker", "far.toml", "--id", name, *more],
+        [sys.executable, "-m", "rolloutmq", "worker", "far.toml", "--id", name],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)} | env,
         stderr=subprocess.PIPE,

@@ -61,7 +61,7 @@ def test_place_deals_out_gpus(
     workers: list[list[int]],
 ) -> None:
     placement = place(LaunchSection.model_validate(launch), gpus, per_worker)
-    assert placement == Placement(trainer, workers, [])
+    assert placement == Placement(trainer, workers)
 
 
 @pytest.mark.parametrize(("launch", "gpus", "per_worker", "why"), ERRORS)
@@ -74,45 +74,7 @@ def test_place_says_why_it_cannot(
 
 def test_every_rank_of_the_trainer_gets_a_gpu() -> None:
     placement = place(LaunchSection(workers=2), 8, 2, ranks=4)
-    assert placement == Placement([0, 1, 2, 3], [[4, 5], [6, 7]], [])
-
-
-@pytest.mark.parametrize(
-    ("launch", "gpus", "teachers", "workers", "scoring"),
-    [
-        ({"workers": 1}, 0, [1, 2], [[]], [[], []]),
-        ({"workers": 2}, 6, [1, 2], [[1], [2]], [[3], [4, 5]]),
-        ({"workers": 1, "teacher_gpus": [1, 2]}, 4, [1, 1], [[3]], [[1], [2]]),
-        ({"workers": 1, "worker_gpus": [3]}, 4, [1, 1], [[3]], [[1], [2]]),
-        ({"workers": 1, "colocated": True}, 1, [1, 1], [[0]], [[0], [0]]),
-    ],
-)
-def test_teachers_get_the_last_gpus_or_those_that_are_named(
-    launch: dict[str, object],
-    gpus: int,
-    teachers: list[int],
-    workers: list[list[int]],
-    scoring: list[list[int]],
-) -> None:
-    placement = place(LaunchSection.model_validate(launch), gpus, teachers=teachers)
-    assert (placement.workers, placement.teachers) == (workers, scoring)
-
-
-@pytest.mark.parametrize(
-    ("launch", "gpus", "teachers", "why"),
-    [
-        ({"workers": 1, "teacher_gpus": [0]}, 0, [1], "this machine has none"),
-        ({"workers": 2}, 3, [1], "workers = 2 of 1 GPUs need 2, but 1 are left"),
-        ({"workers": 1, "teacher_gpus": [3]}, 4, [2], "teachers need 2 GPUs, and have 1"),
-        ({"workers": 1, "teacher_gpus": [0]}, 4, [1], r"use the same GPUs \[0\]"),
-        ({"workers": 1, "teacher_gpus": [4]}, 4, [1], r"names GPUs \[4\]"),
-    ],
-)
-def test_gpus_of_teachers_are_their_own(
-    launch: dict[str, object], gpus: int, teachers: list[int], why: str
-) -> None:
-    with pytest.raises(ConfigError, match=why):
-        place(LaunchSection.model_validate(launch), gpus, teachers=teachers)
+    assert placement == Placement([0, 1, 2, 3], [[4, 5], [6, 7]])
 
 
 def test_only_the_gpus_that_this_process_was_given_are_dealt_out(

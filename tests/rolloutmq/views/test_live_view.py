@@ -8,13 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from buffer.ids import new_nonce
-from buffer.limits import TaskLimits
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run import Run
 from rolloutmq.views.explain.diagnosis import diagnose
-from rolloutmq.views.found_group import find_group
 from rolloutmq.views.history import TRAINER, WORKERS, History
 from rolloutmq.views.live import watch
 from rolloutmq.views.run_json import describe
@@ -149,27 +146,3 @@ def test_the_first_error_of_a_task_is_on_every_screen_at_once(store: Store) -> N
     later = dataclasses.replace(read_run_view(scene.run), now_ms=snap.now_ms + RECENT_MS)
     assert later.troubles == []
     assert [symptom for symptom in diagnose(later) if "KeyError" in symptom.what] == []
-
-
-def test_a_task_whose_teacher_has_no_live_worker_says_so_on_every_screen(store: Store) -> None:
-    scene = Scene(store, "demo", tasks={"math": TaskLimits(teachers=["big"])})
-    scene.join("w0")
-    scene.enqueue(1)
-    (job,) = scene.claim("w0", 1)
-    scene.submit("w0", job, teachers=["big"])
-    snap = read_run_view(scene.run)
-    assert find_group(scene.run, job.gid).where == "waiting for teacher big"
-    said = "no worker of teacher big is alive; 1 group waiting"
-    assert said in one_line(snap, History(), LiveNotes())
-    assert said in drawn(snap)
-    assert describe(snap)["tasks"]["math"]["trouble"] == said
-    assert describe(snap)["tasks"]["math"]["backlog"]["teach.big"] == 1
-    (symptom,) = [symptom for symptom in diagnose(snap) if "teacher big" in symptom.what]
-    assert symptom.level == "stuck"
-    scene.run.fleet.register("t0", new_nonce(), {"engine": "none", "teaches": "big"})
-    snap = read_run_view(scene.run)
-    assert snap.troubles == []
-    assert [worker.id for worker in snap.live_teachers] == ["t0"]
-    # no pause waits for it, and it samples nothing
-    assert [worker.id for worker in snap.live_workers] == ["w0"]
-    assert [symptom for symptom in diagnose(snap) if "teacher big" in symptom.what] == []

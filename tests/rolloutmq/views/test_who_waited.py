@@ -117,8 +117,6 @@ def test_a_worker_that_leaves_and_joins_again_has_no_lane_between(store: Store) 
 def test_events_of_a_hostile_worker_are_drawn_or_left_out(scene: Scene) -> None:
     forge(scene, "<script>")
     client = scene.run.store.control
-    for worker in ("w0", "w1"):
-        client.hdel(scene.run.keys.worker(worker), "teaches")
     for groups in ("9" * 5000, "-1", "x", ""):
         client.xadd(scene.run.keys.events, {"event": "claimed", "worker": "w0", "groups": groups})
     client.xadd(scene.run.keys.events, {"event": "claimed", "worker": "w0"})

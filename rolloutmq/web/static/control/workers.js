@@ -39,7 +39,7 @@ function columns(status) {
   return [
     ["worker", (w) => el("a", { href: `#/workers/${encodeURIComponent(w.id)}` }, w.id)], ["engine", (w) => w.engine],
     ["state", (w) => el("span", { class: w.barred_for_ms !== null ? "bad" : kind[w.state] ?? "" }, w.barred_for_ms !== null ? "barred" : w.state)],
-    ["weights", (w) => el("span", { class: w.teaches || w.weights === newest ? "" : "near" }, w.teaches ? `teacher ${w.teaches}` : w.weights || "–")],
+    ["weights", (w) => el("span", { class: w.weights === newest ? "" : "near" }, w.weights || "–")],
     ["heartbeat", (w) => ago(w.silent_ms), true], ["registered", (w) => ago(w.registered_ms), true],
     ["holds", (w) => `${w.holds}${w.concurrency ? ` / ${w.concurrency}` : ""}`, true], ["judging", (w) => number(w.judging), true],
     ["tokens/s", (w) => number(w.tokens_per_s), true], ["done", (w) => number(w.done), true],

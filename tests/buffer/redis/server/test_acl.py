@@ -15,7 +15,7 @@ from rq.serializers import JSONSerializer
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
-from buffer.control.live_settings import LiveSettings
+from buffer.control.settings import LiveSettings
 from buffer.errors import StoreUnavailable
 from buffer.open_run import can_wait_for_disk
 from buffer.redis.server.acl import ROLES, acl_line, user_name

@@ -49,7 +49,7 @@ WRITES = {
 
 CHANGES = {
     **dict.fromkeys(
-        ("claim", "deregister", "drop", "expire_waiting", "skip_teacher", "fence_worker", "resume_task", "halt", "heartbeat", "keep_responses", "keep_turns", "put", "reap", "receipt", "reconcile",
+        ("claim", "deregister", "drop", "expire_waiting", "fence_worker", "resume_task", "halt", "heartbeat", "keep_responses", "keep_turns", "put", "reap", "receipt", "reconcile",
          "refresh", "register", "reissue", "release", "requeue", "set_target", "submit", "update"), ALL
     ),
     **dict.fromkeys(

@@ -44,7 +44,7 @@ def promptless() -> RolloutGroup:
 
 def showing() -> RolloutGroup:
     group = make_group(53)
-    group.shared.multimodal = [MediaRef("image", "run://task-0000000053/0.png")]
+    group.shared.multimodal = [MediaRef("image", "images/0.png")]
     return group
 
 

@@ -267,6 +267,6 @@ def test_packer_refuses_an_empty_budget() -> None:
 
 def test_packer_refuses_a_prompt_that_shows_images() -> None:
     group = make_group(0, prompt=3, lengths=[2])
-    group.shared.multimodal = [MediaRef("image", "run://see-0000000000/image-0.png", tokens=2)]
+    group.shared.multimodal = [MediaRef("image", "images/0.png", tokens=2)]
     with pytest.raises(ConfigError, match="contains images: token ids alone are another prompt"):
         Packer(100).pack_pad_dispatch(BatchTable.of([group]))

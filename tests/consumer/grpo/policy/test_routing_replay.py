@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from buffer.errors import ConfigError, WireError
-from buffer.redis.media_folder import MediaFolder
+from buffer.maintenance.column_files import NO_FILES, ColumnFolder
 from buffer.redis.payloads import checksum
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status
@@ -77,8 +77,8 @@ async def roll_out(folder: Path) -> RolloutGroup:
     return RolloutGroup("moe-0000000001", "moe", states)
 
 
-def learner(folder: Path, *, media: MediaFolder | None = None, **options: Any) -> Learner:
-    return Learner(folder, LearnerConfig(**{"learning_rate": 1e-3, **options}), media=media)
+def learner(folder: Path, *, columns: ColumnFolder = NO_FILES, **options: Any) -> Learner:
+    return Learner(folder, LearnerConfig(**{"learning_rate": 1e-3, **options}), columns=columns)
 
 
 def mismatch(trainer: Learner, group: RolloutGroup) -> float:
@@ -138,15 +138,14 @@ def test_replay_asks_for_the_experts_of_each_rollout_and_of_this_model(
     mixture: Path, group: RolloutGroup, tmp_path: Path
 ) -> None:
     """Check columns, and files of the run: missing or foreign experts are always reported."""
-    media = MediaFolder(tmp_path / "media", "run", "nonce")
-    media.claim()
+    columns = ColumnFolder(tmp_path / "columns")
     states = [state.model_copy() for state in group.states]
     for state in states[:2]:
         assert isinstance(state.routed_experts, np.ndarray)
         name = f"experts-{state.index}.npy"
-        state.routed_experts = media.put_column(group.gid, name, state.routed_experts)
+        state.routed_experts = columns.put(group.gid, name, state.routed_experts)
     mixed = RolloutGroup(group.gid, "moe", states)
-    trainer = learner(mixture, media=media, replay_routing=True)
+    trainer = learner(mixture, columns=columns, replay_routing=True)
     assert mismatch(trainer, mixed) == mismatch(learner(mixture, replay_routing=True), group)
 
     def refused(experts: Any, message: str) -> None:
@@ -155,12 +154,13 @@ def test_replay_asks_for_the_experts_of_each_rollout_and_of_this_model(
             mismatch(trainer, RolloutGroup(group.gid, "moe", states))
 
     def kept(data: bytes) -> str:
-        return f"{media.put(group.gid, 'other.npy', data)}#{checksum(data)}"
+        (tmp_path / "columns" / group.gid / "other.npy").write_bytes(data)
+        return f"{group.gid}/other.npy#{checksum(data)}"
 
     whole = group.states[0].routed_experts
     assert isinstance(whole, np.ndarray)
     refused(None, "has no routed experts")
-    refused(f"run://{group.gid}/none.npy", "cannot be read")
+    refused(f"{group.gid}/none.npy", "cannot be read")
     refused("/etc/passwd", "no file of a run")
     refused(kept(npy(whole)).partition("#")[0], "CRC-32")
     changed = np.where(np.arange(len(whole))[:, None, None] == 0, whole[:, :, ::-1], whole)

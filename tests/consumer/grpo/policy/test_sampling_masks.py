@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from buffer.errors import ConfigError
-from buffer.redis.media_folder import MediaFolder
+from buffer.maintenance.column_files import NO_FILES, ColumnFolder
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 from buffer.wire.sampling import SampleParams
@@ -171,8 +171,8 @@ async def roll_out(folder: Path, params: SampleParams, pauses: int = 0) -> Rollo
     return RolloutGroup("math-0000000001", "math", states)
 
 
-def learner(folder: Path, *, media: MediaFolder | None = None, **options: Any) -> Learner:
-    return Learner(folder, LearnerConfig(**{"learning_rate": 1e-3, **options}), media=media)
+def learner(folder: Path, *, columns: ColumnFolder = NO_FILES, **options: Any) -> Learner:
+    return Learner(folder, LearnerConfig(**{"learning_rate": 1e-3, **options}), columns=columns)
 
 
 def mismatch(trainer: Learner, group: RolloutGroup) -> float:
@@ -230,31 +230,29 @@ def test_rows_that_are_shared_and_adapters_change_nothing(
 def test_masks_in_files_train_as_those_in_columns(
     model: Path, group: RolloutGroup, tmp_path: Path
 ) -> None:
-    media = MediaFolder(tmp_path / "media", "run", "nonce")
-    media.claim()
-    filed, inline = learner(model, media=media), learner(model)
+    columns = ColumnFolder(tmp_path / "columns")
+    filed, inline = learner(model, columns=columns), learner(model)
     states = [state.model_copy() for state in group.states]
     for state in states[::2]:
         assert isinstance(state.sampling_mask, SamplingMask)
         name = f"{state.index}.npy"
-        state.sampling_mask = media.put_column(group.gid, name, state.sampling_mask.packed())
+        state.sampling_mask = columns.put(group.gid, name, state.sampling_mask.packed())
     mixed = group.continued(states)
     assert train_step(filed, [mixed], ADVANTAGES) == train_step(inline, [group], ADVANTAGES)
     for name, weight in inline.parameters.items():
         assert torch.equal(weight, filed.parameters[name]), name
 
 
-def hostile(group: RolloutGroup, media: MediaFolder, column: Any) -> RolloutGroup:
+def hostile(group: RolloutGroup, columns: ColumnFolder, column: Any) -> RolloutGroup:
     states = [state.model_copy() for state in group.states]
-    states[0].sampling_mask = media.put_column(group.gid, "bad.npy", np.array(column))
+    states[0].sampling_mask = columns.put(group.gid, "bad.npy", np.array(column))
     return group.continued(states)
 
 
 def test_files_that_are_no_mask_of_the_rollout_leave_its_group_out(
     model: Path, group: RolloutGroup, tmp_path: Path
 ) -> None:
-    media = MediaFolder(tmp_path / "media", "run", "nonce")
-    media.claim()
+    columns = ColumnFolder(tmp_path / "columns")
     first = group.states[0]
     assert isinstance(first.sampling_mask, SamplingMask)
     good = first.sampling_mask.packed()
@@ -264,33 +262,32 @@ def test_files_that_are_no_mask_of_the_rollout_leave_its_group_out(
     beyond[-1] = 320
     decreasing[1] = -1
     other = good.astype("<i8")
-    trainer = learner(model, media=media)
+    trainer = learner(model, columns=columns)
     fine = BatchFilter(masks=trainer.masks)
-    assert fine.apply([hostile(group, media, good)]).counts == {}
+    assert fine.apply([hostile(group, columns, good)]).counts == {}
     for column in (missing, beyond, decreasing, good[:-1], good[:5], good[:0], other):
-        found = hostile(group, media, column)
+        found = hostile(group, columns, column)
         assert fine.apply([found, group]).counts == {"sampling_mask": 1}
         with pytest.raises(ConfigError, match="no group"):
             fine.apply([found])
-    nowhere = hostile(group, media, good)
+    nowhere = hostile(group, columns, good)
     assert BatchFilter().apply([nowhere, group]).counts == {"sampling_mask": 1}
 
 
 def test_a_file_with_one_id_changed_is_no_mask_of_its_group(
     model: Path, group: RolloutGroup, tmp_path: Path
 ) -> None:
-    media = MediaFolder(tmp_path / "media", "run", "nonce")
-    media.claim()
-    filters = BatchFilter(masks=learner(model, media=media).masks)
+    columns = ColumnFolder(tmp_path / "columns")
+    filters = BatchFilter(masks=learner(model, columns=columns).masks)
     mask = group.states[0].sampling_mask
     assert isinstance(mask, SamplingMask)
-    named = hostile(group, media, mask.packed())
+    named = hostile(group, columns, mask.packed())
     assert filters.apply([named]).counts == {}
     sampled = set(group.states[0].response_ids.tolist())
     changed = mask.packed()
     other = next(n for n, token in enumerate(mask.ids.tolist()) if token not in sampled)
     changed[1 + len(mask.counts) + other] ^= 1
-    hostile(group, media, changed)  # the same name: still a mask, of the same tokens
+    hostile(group, columns, changed)  # the same name: still a mask, of the same tokens
     assert filters.apply([named, group]).counts == {"sampling_mask": 1}
 
 

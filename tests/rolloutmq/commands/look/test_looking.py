@@ -217,3 +217,14 @@ def test_workers_tells_who_lives(scene: Scene, command: Command) -> None:
     assert (rows["w0"]["judge_s"], rows["w0"]["judge_failures"]) == (0.2, 3)
     assert sum(rows["w0"]["judge_buckets"]) == rows["w0"]["judged"] == 40
     assert 0.1 < rows["w0"]["judge_p50_s"] < 0.25 < 1 < rows["w0"]["judge_p99_s"] < 2.5
+
+
+def test_a_counter_that_nobody_named_is_in_the_json_of_its_task(
+    scene: Scene, command: Command
+) -> None:
+    written = {"new_things": 7, "failed:KeyError": 2, "raw_rewards_sum": 3, "strange": "9x"}
+    scene.run.store.control.hset(scene.run.keys.progress("math"), mapping=written)
+    task = json_of(command("status", "--json"))["tasks"]["math"]
+    assert task["new_things"] == 7
+    assert not task.keys() & {"failed:KeyError", "raw_rewards_sum", "strange"}
+    assert task["regenerated"] == 0  # which no script has written yet

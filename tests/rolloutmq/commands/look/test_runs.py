@@ -6,8 +6,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from buffer.ids import new_nonce
 from buffer.maintenance.remove_run import remove_run
 from buffer.redis.keys import Keys
 from buffer.redis.server.embedded import EmbeddedServer, valkey_binary
@@ -15,6 +17,7 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from producer_workers.judges.rq_worker import FUNCTION, JudgeJob, JudgeWorker, open_queue
 from rolloutmq.run_owner import own
+from tests.buffer.scene import LIMITS
 from tests.cluster import Cluster, start_cluster
 from tests.rolloutmq.conftest import Command, in_process, json_of
 from tests.rolloutmq.populate import Scene, populate, write_steps
@@ -55,6 +58,16 @@ def test_runs_lists_every_run_and_removes_only_the_one_that_is_named(
     assert [key for key in store.control.scan_iter("rmq:{demo}:*")] == []
     assert other.run.account.totals() == before
     assert Run.names(store) == ["demo2"]
+
+
+def test_the_files_of_a_run_go_with_it(store: Store, command: Command, tmp_path: Path) -> None:
+    limits = LIMITS.model_copy(update={"columns": str(tmp_path / "columns")})
+    first, second = (Run.create(store, name, new_nonce(), limits) for name in ("a", "b"))
+    for run in (first, second):
+        run.columns.put("math-0000000000", "ids.npy", np.arange(4, dtype="<i4"))
+    assert command("runs", "--delete", "a", "--yes").returncode == 0
+    assert [path.name for path in (tmp_path / "columns").iterdir()] == [f"b-{second.nonce}"]
+    assert list(second.columns.gids()) == ["math-0000000000"]
 
 
 def test_a_removed_run_takes_the_keys_of_its_judges_along_unless_one_lives(

@@ -1,0 +1,160 @@
+"""[tasks.<name>.teachers]: the models that score the tokens of a task's rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Self
+
+import numpy as np
+from pydantic import Field, RootModel
+
+from buffer.config.section import Section
+from buffer.errors import HubError
+from producer_workers.config.attached_judge import AttachedJudge, ColumnJudge, OwnEngine
+from producer_workers.config.engine import EngineConfig, HttpConfig
+from producer_workers.hub import Repository, repository
+
+if TYPE_CHECKING:
+    from producer_workers.config.producing import ProducingConfig
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,31}$")]
+
+
+class TeacherSection(Section):
+    """[tasks.<name>.teachers.<teacher>]: a model that scores the tokens of finished rollouts.
+
+    It needs the tokenizer of the run's model. Each rollout worker loads it beside its own engine,
+    or asks a server (`engine` of kind http). Teachers of one name are the same in all tasks: model,
+    revision and engine must agree.
+    """
+
+    model: Path | None = None
+    """a Hugging Face folder, or the id of a model on the Hub; default: the model that the run
+    starts from, as a frozen reference. With an engine of kind http: the folder whose tokenizer is
+    compared
+    """
+    revision: str | None = None
+    """branch, tag or commit of a model on the Hub; default: the newest commit, kept by the run"""
+    weight: float = Field(1.0, ge=0, le=1e6)
+    """weight of its logprobs in the loss"""
+    sources: list[str] = Field(default_factory=list)
+    """patterns of the data sources whose rollouts it scores; default: all"""
+    top_k: int = Field(0, ge=0, le=1024)
+    """most probable tokens of which it also gives id and logprob at every position, 8 bytes each"""
+    engine: EngineConfig | None = None
+    """its engine, with all keys of [engine]; default: the values of [engine]"""
+
+    def problems(self) -> Iterator[str]:
+        if self.revision and self.repository is None:
+            yield f"revision = {self.revision} is for a model on the Hub: {self.model} is none"
+
+    @property
+    def repository(self) -> Repository | None:
+        """Return the repository of the model; None for a folder."""
+        return repository(self.model, self.revision, "model")
+
+    def folder(self, config: ProducingConfig) -> Path:
+        """Return the folder of the model. Raises HubError where it is not in the cache."""
+        if self.repository:
+            return self.repository.folder()
+        return self.model or config.model_folder
+
+    def settings(self, config: ProducingConfig) -> EngineConfig:
+        return (self.engine or config.engine).for_scoring(self.top_k)
+
+    def scores(self, source: str | None) -> bool:
+        """Return whether it scores rollouts of a data source."""
+        return not self.sources or any(fnmatchcase(source or "", each) for each in self.sources)
+
+
+class Teachers(RootModel[dict[Name, TeacherSection]], AttachedJudge):
+    """[tasks.<name>.teachers]: the teachers of a task, by name."""
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        return {name: section.weight for name, section in self.root.items()}
+
+    def made_up(self, tokens: int, words: Sequence[int]) -> Mapping[str, Any]:
+        draw = np.random.default_rng(tokens)
+        top_k = {name: min(each.top_k, len(words)) for name, each in self.root.items()}
+        tops = {name: k for name, k in top_k.items() if k}
+        return {
+            "teacher_logprobs": {name: draw.uniform(-6, -1, tokens) for name in top_k},
+            "teacher_top_ids": {name: np.tile(words[:k], (tokens, 1)) for name, k in tops.items()},
+            "teacher_top_logprobs": {
+                name: np.full((tokens, k), -np.log(k + 1)) for name, k in tops.items()
+            },
+        }
+
+    @property
+    def repositories(self) -> list[Repository]:
+        return [each.repository for each in self.root.values() if each.repository]
+
+    def pinned(self, commits: Mapping[Repository, Repository]) -> Self:
+        def pin(section: TeacherSection) -> TeacherSection:
+            if section.repository is None:
+                return section
+            return section.model_copy(update={"revision": commits[section.repository].revision})
+
+        return type(self)({name: pin(section) for name, section in self.root.items()})
+
+    @classmethod
+    def rules(cls, config: Any) -> Iterator[str]:
+        from rolloutmq.extensions.teacher import rules
+
+        yield from rules.violations(config)
+
+    @classmethod
+    def checks(cls, config: ProducingConfig) -> Mapping[str, Callable[[], str]]:
+        return {
+            f"teacher {name}": partial(_check, name, section, config)
+            for name, section in all_teachers(config).items()
+            if section.model
+        }
+
+    @classmethod
+    def engines(cls, config: ProducingConfig) -> Mapping[str, OwnEngine]:
+        return {
+            f"teacher {name}": OwnEngine(section.settings(config), partial(section.folder, config))
+            for name, section in all_teachers(config).items()
+        }
+
+    @classmethod
+    def judges(cls, config: ProducingConfig, tasks: Sequence[str]) -> Mapping[str, ColumnJudge]:
+        from rolloutmq.extensions.teacher.judge import make_judges
+
+        return make_judges(config, {name: teachers_of(config, name) for name in tasks})
+
+
+def teachers_of(config: Any, task: str) -> Mapping[str, TeacherSection]:
+    """Return the teachers of a task, by name."""
+    found = config.tasks[task].attached.get("teachers")
+    return found.root if isinstance(found, Teachers) else {}
+
+
+def all_teachers(config: Any) -> dict[str, TeacherSection]:
+    """Return the teachers of all tasks, with the largest `top_k` that a task asks for."""
+    found: dict[str, TeacherSection] = {}
+    for task in config.tasks:
+        for name, section in teachers_of(config, task).items():
+            top_k = max(section.top_k, found.get(name, section).top_k)
+            found[name] = section.model_copy(update={"top_k": top_k})
+    return found
+
+
+def _check(name: str, section: TeacherSection, config: ProducingConfig) -> str:
+    """Compare a teacher with the student, as far as their folders are here."""
+    from producer_workers.engines.model_folder import check_model_folder
+    from rolloutmq.extensions.teacher.model import check_same_tokens
+
+    folder = section.folder(config)
+    if not isinstance(section.settings(config), HttpConfig):
+        check_model_folder(folder)
+    with suppress(HubError):
+        if config.model_folder.is_dir():
+            check_same_tokens(name, config.model_folder, folder)
+    return f"teacher {name}: {folder}"

@@ -1,0 +1,1 @@
+"""Metric writers for TensorBoard and Weights & Biases."""

@@ -1,0 +1,104 @@
+"""The package of docs/pages/your_judge.md adds a judge to tasks, from its wheel."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from buffer.config.attached import attached_types
+from buffer.errors import ConfigError
+from buffer.imports import attached
+from producer_workers.build import column_judges
+from producer_workers.judges.watched_judges import WatchedJudges
+from rolloutmq.config.config import Config
+from rolloutmq.config.load import validate_config
+from tests.pipeline.conftest import make_yard, quick_looks
+from tests.programs import ROOT, python
+
+__all__ = ["make_yard", "quick_looks"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with what is in the wheel of the page's package."""
+    folder = tmp_path_factory.mktemp("brevity")
+    page = (ROOT / "docs/pages/your_judge.md").read_text("utf-8")
+    for name in ("brevity.py", "pyproject.toml"):
+        (code,) = re.findall(rf'^```\w+ title="{name}"\n(.*?)^```$', page, re.M | re.S)
+        (folder / name).write_text(code, encoding="utf-8")
+    python("-m", "hatchling", "build", "-t", "wheel", "-d", folder / "dist", cwd=folder)
+    with zipfile.ZipFile(next((folder / "dist").glob("*.whl"))) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+@pytest.fixture(autouse=True)
+def looked_up_again() -> Iterator[None]:
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    for cache in (attached, attached_types):
+        cache.cache_clear()
+
+
+def config_of(**values: Any) -> Config:
+    dataset = {"kind": "jsonl", "path": "none.jsonl"}
+    task = {"judge": "exact_match", "dataset": dataset, **values}
+    return validate_config({"run": {"name": "r"}, "tasks": {"sums": task}}, "my_run.toml")
+
+
+def test_its_columns_and_numbers_are_in_the_groups_that_workers_submit(
+    wheel: Path, make_yard: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(wheel)
+    yard = make_yard()
+    config = config_of(brevity={"per_token": 0.5})
+    watched = WatchedJudges()
+    judges = column_judges(config, ["sums"], watched)["sums"]
+
+    async def scenario() -> str:
+        (gid,) = yard.enqueue(1, tokens=(2,))
+        async with yard.working(yard.worker(judges=watched, column_judges=judges)):
+            await yard.until_places(completed=1)
+        return str(gid)
+
+    for state in yard.group(asyncio.run(scenario())).states:
+        assert state.token_rewards.tolist() == [-0.5, -0.5]
+        assert state.reward.keys() == {"score", "cost"}
+        assert state.reward["cost"] == -1.0
+    yard.check()
+
+
+def test_its_key_is_checked_as_others_and_unknown_without_it(
+    wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"tasks\.sums\.brevity: unknown"):
+        config_of(brevity={})
+    monkeypatch.syspath_prepend(wheel)
+    forget()
+    with pytest.raises(ConfigError, match=r'tasks\.sums\.brevity\.per_token = "much"'):
+        config_of(brevity={"per_token": "much"})
+    with pytest.raises(ConfigError, match=r"tasks\.sums\.brevity\.per_word: unknown"):
+        config_of(brevity={"per_word": 1})
+
+
+def test_a_key_that_two_packages_attach_is_refused(
+    wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other-0.1.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 0.1\n")
+    (other / "entry_points.txt").write_text("[rolloutmq.judges]\nbrevity = other:Other\n")
+    for folder in (wheel, tmp_path):
+        monkeypatch.syspath_prepend(folder)
+    with pytest.raises(ConfigError, match="two packages attach 'brevity'"):
+        config_of(brevity={})
