@@ -257,14 +257,12 @@ class Account:
             if manifest and step > steps.freed:
                 seen.update(manifest.gids)
                 unsure = groups.taken.lacks(manifest.gids)
-                yield from self._check_batch(f"batch {step} of {name}", unsure)
+                for gid, stages in zip(unsure, self.stages_of(unsure), strict=True):
+                    # archived between the two reads; a group never leaves a batch otherwise
+                    if stages not in (["taken"], ["archived"]):
+                        where = ", ".join(stages) or "nowhere"
+                        yield doubled(gid, f"batch {step} of {name}; {where}")
         yield from (doubled(gid, f"in {n} batches") for gid, n in seen.items() if n > 1)
-
-    def _check_batch(self, batch: str, gids: Sequence[str]) -> Iterator[Damage]:
-        for gid, stages in zip(gids, self.stages_of(gids), strict=True):
-            # a group may be archived between the two reads, but never leaves a batch otherwise
-            if stages not in (["taken"], ["archived"]):
-                yield doubled(gid, f"{batch}; {', '.join(stages) or 'nowhere'}")
 
     def _check_groups(
         self, groups: RecordCheck, advance: Callable[[int, int], object]

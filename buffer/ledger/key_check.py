@@ -117,7 +117,9 @@ class KeyCheck:
             while cursor:
                 cursor, page = client.scan(max(0, cursor), match=pattern, count=_PAGE)
                 keys = [key.decode(errors="surrogateescape") for key in page]
-                types = send(client, [("TYPE", _sendable(key)) for key in keys])
+                # text is sent faster than bytes
+                names = [key if key.isascii() else raw for key, raw in zip(keys, page, strict=True)]
+                types = send(client, [("TYPE", name) for name in names])
                 # a key may have ended since it was listed
                 yield from (
                     (k, t.decode()) for k, t in zip(keys, types, strict=True) if t != b"none"
@@ -192,7 +194,11 @@ class KeyCheck:
                 if (mine or b"0") == (copy or b"0"):
                     break
             else:
-                text = f"{keys.cursors} has {_shown(mine)} for {task}, the account {_shown(copy)}"
+                one, other = (
+                    value.decode(errors="replace") if value is not None else "none"
+                    for value in (mine, copy)
+                )
+                text = f"{keys.cursors} has {one} for {task}, the account {other}"
                 yield Damage(text, keys.cursors)
 
     def _workers(self) -> Iterator[Damage]:
@@ -251,16 +257,7 @@ class KeyCheck:
         return self._store.each("fields", [command], "control")[0]
 
 
-def _sendable(key: str) -> str | bytes:
-    # text is sent faster
-    return key if key.isascii() else key.encode(errors="surrogateescape")
-
-
 def _pattern(name: str) -> str:
     parts = re.split(r"<(\w+)>", name)
     forms = [_FORM_OF.get(part, _ANY) if i % 2 else re.escape(part) for i, part in enumerate(parts)]
     return "".join(f"(?:{form})" if i % 2 else form for i, form in enumerate(forms))
-
-
-def _shown(value: bytes | None) -> str:
-    return value.decode(errors="replace") if value is not None else "none"

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
-from typing import Any
+from itertools import chain, islice
 
 import numpy as np
 import orjson
 
 from buffer.groups.record_walk import PAGE, Entered, Record, RecordWalk
 from buffer.ids import ENDS, GID, LANES, group_id
-from buffer.job import PayloadRef
 from buffer.ledger.archive import Archive
 from buffer.ledger.key_check import KeyCheck, NameSet
 from buffer.ledger.stages import GroupRow, StageReader, stage_faults
@@ -65,20 +63,16 @@ class RecordCheck:
 
     def _unsure(self, task: str, entered: Entered) -> Iterator[int]:
         """Yield all draws but those with one end, no record, and no dead letter."""
-        named = np.array(self._found.draws[task], "i8")
-        named = np.unique(np.concatenate([named, np.array([*self._dead(task)], "i8")]))
+        letters = (GID.fullmatch(member) for member in self._members(self._keys.dead))
+        dead = [int(gid["draw"]) for gid in letters if gid and gid["task"] == task]
+        parts = [np.array(each, "i8") for each in (self._found.draws[task], dead)]
+        named = np.unique(np.concatenate(parts))
         for first, ends in self._walk.ends(task, entered):
             is_sure = ends == 1
             here = named[(named >= first) & (named < first + len(ends))]
             is_sure[here - first] = False
             self.checked += int(is_sure.sum())
             yield from (np.flatnonzero(~is_sure) + first).tolist()
-
-    def _dead(self, task: str) -> Iterator[int]:
-        for member in self._members(self._keys.dead):
-            gid = GID.fullmatch(member)
-            if gid and gid["task"] == task:
-                yield int(gid["draw"])
 
     def _members(self, key: str) -> Iterator[str]:
         """Yield the members of a sorted set, a page at a time."""
@@ -88,9 +82,8 @@ class RecordCheck:
             start += PAGE
 
     def _of_page(self, task: str, cursor: int, page: Sequence[int]) -> Iterator[Damage]:
-        rows = list(self._stages.rows([group_id(task, draw) for draw in page]))
         whole: list[GroupRow] = []
-        for row in rows:
+        for row in list(self._stages.rows([group_id(task, draw) for draw in page])):
             yield from stage_faults(row, cursor)
             if row.stages == ["taken"]:
                 self.taken.add(row.gid)
@@ -102,23 +95,18 @@ class RecordCheck:
                 self._weigh(row.gid, row.record)
                 whole.append(row)
             else:
-                yield from self._of_fields(row.gid)
-        yield from self._of_whole(task, whole)
-
-    def _of_fields(self, gid: str) -> Iterator[Damage]:
-        (record,) = self._records([gid])
-        wrong = wrong_fields("group", self._keys.group(gid), record) if record else ()
-        yield from self._still(gid, record, wrong)
-
-    def _of_whole(self, task: str, rows: Sequence[GroupRow]) -> Iterator[Damage]:
-        keys = [self._sized(row) for row in rows]
-        sizes = iter(self._store.sizes("payloads", [key for some in keys for key in some]))
-        asked = [self._commands(task, row) for row in rows]
-        answers = iter(self._store.each("records", [each for some in asked for each in some]))
-        for row, some, commands in zip(rows, keys, asked, strict=True):
-            got = list(islice(answers, len(commands)))
-            there = list(islice(sizes, len(some)))
-            wrong = [*self._compare(task, row, got), *self._of_sizes(row, there)]
+                (record,) = self._records([row.gid])
+                fields = wrong_fields("group", row.key, record) if record else ()
+                yield from self._still(row.gid, record, fields)
+        chunks = [self._chunks(row.gid, row.record) for row in whole]
+        prompts = [self._keys.payload(row.gid, "init") for row in whole]
+        sizes = iter(self._store.sizes("payloads", [*prompts, *chain.from_iterable(chunks)]))
+        prompt_sizes = list(islice(sizes, len(prompts)))
+        asked = [self._other_key(task, row) for row in whole]
+        answers = iter(self._store.each("records", [command for command in asked if command]))
+        for row, some, prompt, command in zip(whole, chunks, prompt_sizes, asked, strict=True):
+            wrong = [*self._compare(task, row, next(answers) if command else None)]
+            wrong += self._of_sizes(row, prompt, list(islice(sizes, len(some))))
             yield from self._still(row.gid, row.record, wrong)
 
     def _weigh(self, gid: str, record: Record) -> None:
@@ -134,15 +122,11 @@ class RecordCheck:
     def _chunks(self, gid: str, record: Record) -> list[str]:
         return self._keys.payload_chunks(gid, record["payload"], int(record["chunks"]))
 
-    def _sized(self, row: GroupRow) -> list[str]:
-        """Return the keys whose sizes `_of_sizes` compares."""
-        return [self._keys.payload(row.gid, "init"), *self._chunks(row.gid, row.record)]
-
-    def _commands(self, task: str, row: GroupRow) -> list[Command]:
-        """Return the commands whose answers `_compare` reads: few groups need any."""
+    def _other_key(self, task: str, row: GroupRow) -> Command | None:
+        """Return the command whose answer `_compare` reads: few groups need any."""
         if row.record["stage"] == "dead":
-            return [("GET", self._keys.dead_letter(row.gid))]
-        return [("ZSCORE", self._keys.age(task), row.gid)] if _is_begun(row.record) else []
+            return ("GET", self._keys.dead_letter(row.gid))
+        return ("ZSCORE", self._keys.age(task), row.gid) if _is_begun(row.record) else None
 
     def _index(self, task: str, record: Record) -> str:
         """Return the key of the index that has a group of this stage."""
@@ -158,7 +142,7 @@ class RecordCheck:
                 return keys.leased(record["owner"])
         return keys.manifests + record["batch"]
 
-    def _compare(self, task: str, row: GroupRow, got: list[Any]) -> Iterator[Damage]:
+    def _compare(self, task: str, row: GroupRow, other: bytes | None) -> Iterator[Damage]:
         keys, gid, record = self._keys, row.gid, row.record
         stage, version = record["stage"], record["version"]
         ages, reason = keys.age(task), keys.dead_letter(gid)
@@ -173,15 +157,14 @@ class RecordCheck:
         elif stage == "pool" and not self._fits(task, record, score or 0.0):
             text = f"{index} has {gid} at {score:g}, and its version is {version or 'none'}"
             yield Damage(text, index, gid)
-        if stage == "dead" and not _is_letter(got[0]):
-            what = "cannot be read" if got[0] else "is gone"
+        if stage == "dead" and not _is_letter(other):
+            what = "cannot be read" if other else "is gone"
             yield Damage(f"{reason}, the reason of a dead letter, {what}", reason, gid)
-        elif _is_begun(record) and (got[0] is None or float(got[0]) != int(version)):
+        elif _is_begun(record) and (other is None or float(other) != int(version)):
             yield Damage(f"{ages} does not have {gid} at its version {version}", ages, gid)
 
-    def _of_sizes(self, row: GroupRow, there: Sequence[int]) -> Iterator[Damage]:
+    def _of_sizes(self, row: GroupRow, prompt: int, sizes: Sequence[int]) -> Iterator[Damage]:
         gid, record = row.gid, row.record
-        prompt, *sizes = there
         if record["prompt"] != "0" and prompt != int(record["prompt"]):
             yield self._of_bytes(gid, "init", prompt, record["prompt"])
         # the bytes of a dead letter may be why it died
@@ -281,28 +264,23 @@ class RecordCheck:
     def _of_archive(self, archive: Archive) -> Iterator[Damage]:
         """Yield the payloads of archived batches whose bytes are missing."""
         first = archive.steps().start
-        entries = (entry.payload for entry in archive.entries())
+        refs = (entry.payload for entry in archive.entries())
         wrong: list[Damage] = []
-        while page := list(islice(entries, PAGE)):
-            wrong += self._of_entries(page)
+        while page := list(islice(refs, PAGE)):
+            chunks = [self._keys.payload_chunks(ref.gid, ref.token, ref.chunks) for ref in page]
+            keys = list(chain.from_iterable(chunks))
+            self.payloads.add(*keys)
+            sizes = iter(self._store.sizes("archive", keys))
+            unknown = set(self._weighed.lacks([ref.gid for ref in page]))
+            for ref, some in zip(page, chunks, strict=True):
+                there = sum(islice(sizes, len(some)))
+                # a group that was archived since its record was read is counted already
+                self.weight += ref.size if ref.gid in unknown else 0
+                if there != ref.size:
+                    wrong.append(self._of_bytes(ref.gid, ref.token, there, ref.size))
         # batches that were freed meanwhile have no bytes
         if archive.steps().start == first:
             yield from wrong
-
-    def _of_entries(self, page: Sequence[PayloadRef]) -> Iterator[Damage]:
-        keys = [key for ref in page for key in self._of_ref(ref)]
-        sizes = iter(self._store.sizes("archive", keys))
-        self.payloads.add(*keys)
-        unknown = set(self._weighed.lacks([ref.gid for ref in page]))
-        for ref in page:
-            there = sum(islice(sizes, ref.chunks))
-            # a group that was archived since its record was read is counted already
-            self.weight += ref.size if ref.gid in unknown else 0
-            if there != ref.size:
-                yield self._of_bytes(ref.gid, ref.token, there, ref.size)
-
-    def _of_ref(self, ref: PayloadRef) -> list[str]:
-        return self._keys.payload_chunks(ref.gid, ref.token, ref.chunks)
 
     def _still(self, gid: str, record: Record, wrong: Iterable[Damage]) -> Iterator[Damage]:
         """Yield the faults of a group if its record has not changed since it was read."""

@@ -35,7 +35,12 @@ class StageReader:
 
     def rows(self, gids: Sequence[str]) -> Iterator[GroupRow]:
         """Yield each group with its record and stages, read at one instant for each."""
-        calls = [call for task, draws in _by_task(gids) for call in self._calls(task, draws)]
+        calls: list[ScriptCall] = []
+        for task, pairs in groupby(map(split_group_id, gids), lambda pair: pair[0]):
+            keys, draws = self._keys.slots(task=task), [draw for _, draw in pairs]
+            args = {"task": task, "fields": " ".join(RECORD_FIELDS)}
+            slices = (draws[start : start + SLICE] for start in range(0, len(draws), SLICE))
+            calls += [ScriptCall(keys, args, (), some) for some in slices]
         names = iter(gids)
         for start in range(0, len(calls), _TOGETHER):
             together = calls[start : start + _TOGETHER]
@@ -43,17 +48,6 @@ class StageReader:
                 for row in rows:
                     gid = next(names)
                     yield _row(self._keys.group(gid), gid, row)
-
-    def _calls(self, task: str, draws: list[int]) -> Iterator[ScriptCall]:
-        keys = self._keys.slots(task=task)
-        args = {"task": task, "fields": " ".join(RECORD_FIELDS)}
-        for start in range(0, len(draws), SLICE):
-            yield ScriptCall(keys, args, (), draws[start : start + SLICE])
-
-
-def _by_task(gids: Sequence[str]) -> Iterator[tuple[str, list[int]]]:
-    for task, pairs in groupby(map(split_group_id, gids), lambda pair: pair[0]):
-        yield task, [draw for _, draw in pairs]
 
 
 def _row(key: str, gid: str, text: str) -> GroupRow:
