@@ -6,7 +6,7 @@ import asyncio
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -40,8 +40,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @contextmanager
-def started(link: Link, *arguments: str) -> Iterator[Callable[[], str]]:
-    """Start an end behind the link; yield what lets it go on and returns its line. Kill it."""
+def started(link: Link, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Start an end behind the link; kill it at the end of the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AWS_ENDPOINT_URL", link.endpoint)
         process = subprocess.Popen(
@@ -50,18 +50,21 @@ def started(link: Link, *arguments: str) -> Iterator[Callable[[], str]]:
             stdout=subprocess.PIPE,
             text=True,
         )
-    assert process.stdin
-    assert process.stdout
-    reader, writer = process.stdout, process.stdin
-
-    def go_on(*, waits: bool = True) -> str:
-        writer.write("\n")
-        writer.flush()
-        return reader.readline() if waits else ""
-
     with process:
-        yield go_on
+        yield process
         process.kill()
+
+
+def let(process: subprocess.Popen[str]) -> None:
+    """Let a process do its next thing."""
+    assert process.stdin
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def answer(process: subprocess.Popen[str]) -> PublishedWeights:
+    assert process.stdout
+    return PublishedWeights(*process.stdout.readline().split())
 
 
 def fetched(yard: Yard, published: PublishedWeights, version: int) -> bool:
@@ -77,10 +80,11 @@ def test_a_trainer_that_is_killed_in_an_upload_leaves_whole_versions_and_the_nex
     yard: Yard, url: str, link: Link, home: Path, tmp_path: Path
 ) -> None:
     bucket = Bucket(url)
-    with started(link, "sender", url, str(tmp_path)) as go_on:
-        first = PublishedWeights(*go_on().split())
+    with started(link, "sender", url, str(tmp_path)) as process:
+        let(process)
+        first = answer(process)
         link.hold(MIDDLE)
-        go_on(waits=False)
+        let(process)
         assert link.held.wait(400)
     assert [bucket.find(name) is not None for name in bucket.names()] == [True, False]
     assert files_in(home)
@@ -97,9 +101,9 @@ def test_a_worker_that_is_killed_in_a_download_leaves_nothing_that_others_would_
 ) -> None:
     published = CopySender(Bucket(url), tmp_path).write(ONE, save(1))
     where = (yard.store.servers.url_of(yard.run.keys.control), yard.run.name)
-    with started(link, "receiver", *where, *published) as go_on:
+    with started(link, "receiver", *where, *published) as process:
         link.hold(MIDDLE)
-        go_on(waits=False)
+        let(process)
         assert link.held.wait(400)
     assert files_in(home)
     assert fetched(yard, published, 1)
@@ -109,14 +113,15 @@ def test_a_worker_that_is_killed_in_a_download_leaves_nothing_that_others_would_
 def test_a_link_that_stops_for_a_while_costs_time_and_nothing_else(
     yard: Yard, url: str, link: Link, home: Path, tmp_path: Path
 ) -> None:
-    with started(link, "sender", url, str(tmp_path)) as go_on:
-        first = PublishedWeights(*go_on().split())
+    with started(link, "sender", url, str(tmp_path)) as process:
+        let(process)
+        first = answer(process)
         link.hold(MIDDLE)
-        go_on(waits=False)
+        let(process)
         assert link.held.wait(400)
         assert fetched(yard, first, 1)
         link.open()
-        second = PublishedWeights(*go_on().split())
+        second = answer(process)
     assert fetched(yard, second, 2)
 
 
