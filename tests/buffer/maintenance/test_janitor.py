@@ -108,7 +108,7 @@ def dying(store: Store) -> Iterator[FaultyStore]:
 def test_a_janitor_may_die_behind_every_step(
     scene: Scene, server: Server, dying: FaultyStore, lives: int
 ) -> None:
-    steps = 15 if server.kind == "cluster" else 14
+    steps = 13 if server.kind == "cluster" else 14
     neglect(scene)
     victim = Run(dying, scene.name, scene.run.nonce, scene.run.limits)
     assert isinstance(victim.store, FaultyStore)
