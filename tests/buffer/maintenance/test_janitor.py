@@ -16,7 +16,6 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from tests.buffer.faulty_store import Died, FaultyStore
 from tests.buffer.scene import Scene
-from tests.servers import Server
 
 T = TypeVar("T")
 
@@ -104,11 +103,9 @@ def dying(store: Store) -> Iterator[FaultyStore]:
     opened.close()
 
 
-@pytest.mark.parametrize("lives", range(1, 17))
-def test_a_janitor_may_die_behind_every_step(
-    scene: Scene, server: Server, dying: FaultyStore, lives: int
-) -> None:
-    steps = 15 if server.kind == "cluster" else 14
+@pytest.mark.parametrize("lives", range(1, 16))
+def test_a_janitor_may_die_behind_every_step(scene: Scene, dying: FaultyStore, lives: int) -> None:
+    steps = 13
     neglect(scene)
     victim = Run(dying, scene.name, scene.run.nonce, scene.run.limits)
     assert isinstance(victim.store, FaultyStore)
