@@ -65,6 +65,19 @@ test-slow: setup ## longer runs with killed processes, more engines, all kinds o
 test-proofs: setup ## short parts of the proofs: histories, truth, chaos and their own checkers; minutes
 	@$(PYTEST) -p tests.conftest -m "$(ON_CPUS)" -n 4 --no-loadscope-reorder proofs
 
+.PHONY: test-rq
+test-rq: setup ## the judges and their server user with rq 3, in build/rq3; 1 minute
+	@test -d build/rq3/rq || $(PY) -m pip install -q --no-deps --target build/rq3 rq==3.0.0
+	@PYTHONPATH=build/rq3 $(PYTEST) tests/pipeline/test_rq_judge.py tests/buffer/redis/server/test_acl.py
+
+CORE := build/core/bin/python
+.PHONY: test-core
+test-core: ## the queue, the trainer's handle and the worker, without torch, transformers or vLLM; in build/core
+	@test -x $(CORE) || { $(PYTHON) -m venv build/core && \
+		$(CORE) -m pip install -q -e '.[testing,zstd]' pytest pytest-timeout pytest-xdist hypothesis aiohttp; }
+	@$(CORE) -m pytest -n 2 -m "not slow and $(ON_CPUS)" --no-loadscope-reorder --core \
+		tests/buffer tests/consumer/handle tests/producer_workers/worker
+
 .PHONY: test-modes
 test-modes: setup ## vLLM in shards, as pipeline stages and as replicas, or on 2 and 4 GPUs where there are some; 2 minutes
 	@$(PYTEST) -m "modes or (gpu and vllm)" tests/producer_workers/engines

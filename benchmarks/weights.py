@@ -23,7 +23,8 @@ from buffer.control.control import ControlState, Mode
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits, TaskLimits
 from buffer.run import Run
-from buffer.weights.redis_chunks import RedisSender
+from buffer.weights.copies import CopySender
+from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import WeightsSender
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
@@ -69,7 +70,7 @@ async def _compare(
     )
     ways: dict[str, WeightsSender] = {
         "folder": FolderSender(folder / "shared", keep=1),
-        "Redis": RedisSender(run.store, run.keys, folder, keep=1),
+        "Redis": CopySender(VersionStore(run.store, run.keys), folder, keep=1),
     }
     engine = build_engine(
         VllmConfig(max_model_len=256, max_num_seqs=8, omp_threads=1), model, FIRST_WEIGHTS

@@ -156,6 +156,7 @@ EXTRAS = {
     "lupa": "testing",
     "math_verify": "math",
     "mcp": "mcp",
+    "obstore": "bucket",
     "opentelemetry": "otel",
     "peft": "lora",
     "pyarrow": "parquet",

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import inspect
 import os
+import re
 import shutil
 import signal
 import sys
@@ -84,7 +85,27 @@ LONG = (
 )
 """Rooms of tests that start engines, whole runs or browsers, or that mostly wait."""
 
+BEYOND_CORE = re.compile(
+    r"^(?:from|import) (?:torch|transformers|tokenizers|safetensors|huggingface_hub|consumer\.grpo|"
+    r"consumer\.handle\.torch_dataset|tests\.consumer\.(?:grpo|handle\.test_rollout_consumer))|"
+    r"tokenizer: Any",
+    re.M,
+)
+"""What tests of the core cannot import."""
+
 __all__ = ["redis_client", "run_name", "server", "server_of"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--core", action="store_true", help="leave out files that need torch")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With --core, leave out files that import torch or what belongs to it, also by another file."""
+    if not config.getoption("--core") or collection_path.suffix != ".py":
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return True if BEYOND_CORE.search(text) else None
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist may be switched off

@@ -17,9 +17,11 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from buffer.config.section import YEAR_S, Count, Section
+from buffer.errors import ConfigError
 from buffer.limits import DAY_MS, Order
 from buffer.redis.connection.url import SCHEMES, mask_url
 from buffer.weights.transport import TransportName
+from buffer.weights.transports import check_url
 from buffer.wire.staleness import stale_threshold
 
 
@@ -222,6 +224,30 @@ class PolicySection(Section):
         """Return the folder through which `run` shares its weights."""
         # a subfolder per run, because each run deletes its own old versions
         return self.weights_dir / run.name if self.weights_dir else run.folder / "weights"
+
+
+class WeightsSection(Section):
+    """[weights]: a place for weights that trainer and workers reach without a shared folder."""
+
+    url: str | None = None
+    """s3://bucket/path, gs://bucket/path, az://container/path or file:///folder, with a subfolder
+    per run (docs/pages/bucket.md); credentials come from the environment of each process, never
+    from here. It replaces policy.weights_transport
+    """
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str | None) -> str | None:
+        if url is not None:
+            try:
+                check_url(url)
+            except ConfigError as error:
+                raise ValueError(str(error)) from error
+        return url
+
+    def url_of(self, run: RunSection) -> str | None:
+        """Return the URL of a run, which deletes its own old versions alone."""
+        return self.url and f"{self.url.rstrip('/')}/{run.name}"
 
 
 class PlanSection(Section):

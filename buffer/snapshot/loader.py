@@ -124,7 +124,9 @@ class SnapshotLoader:
         size = 0
         for done, item in enumerate(read_items(self._folder), start=1):
             if item.key != "meta":
-                sent += _commands(f"{self.keys.prefix}{item.key}", item)
+                key = f"{self.keys.prefix}{item.key}"
+                # a call is repeated whose reply is lost, and a scan may have saved a key twice
+                sent += [("UNLINK", key), *_commands(key, item)]
                 size += len(item.value)
             if size >= BYTES_AT_ONCE or len(sent) >= MEMBERS_AT_ONCE:
                 self._store.write("restore", sent)

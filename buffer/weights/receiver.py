@@ -8,19 +8,18 @@ Invariant: the folder that `fetch` returns has the checksums of the whole versio
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
-from buffer.errors import WireError
+from buffer.errors import ConfigError, WireError
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
-from buffer.weights import delta
+from buffer.weights import copies, delta
 from buffer.weights import folder_manifest as manifest
+from buffer.weights.copies import Versions
 from buffer.weights.host_folders import HostFolders
 from buffer.weights.redis_chunks import IN_CHUNKS, VersionStore
-from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import PublishedWeights
-from buffer.wire.rollout import PolicyVersion
+from buffer.weights.transports import is_url, open_versions
 
 LONGEST_CHAIN = 1000
 
@@ -32,15 +31,15 @@ class WeightsReceiver:
     """
 
     def __init__(self, store: Store, keys: Keys) -> None:
-        self._versions = VersionStore(store, keys)
+        self._chunks = VersionStore(store, keys)
         self._folders = HostFolders()
         self._running: Path | None = None  # of the version that the engine runs
         self._wholes: dict[str, Path] = {}  # possible bases, by published checksum
 
     def check(self, published: PublishedWeights) -> None:
         """Check what a worker will find there, without reading the tensors."""
-        if published.address.startswith(IN_CHUNKS):
-            self._versions.record(published.address.removeprefix(IN_CHUNKS), published.checksum)
+        if place := self._place(published.address):
+            copies.record_of(*place, published.checksum)
         else:
             manifest.check_files(Path(published.address), published.checksum)
 
@@ -74,16 +73,28 @@ class WeightsReceiver:
     def _fetch_one(self, published: PublishedWeights) -> Path:
         """Return the verified folder of a version, which may hold changes."""
         address, checksum = published
-        if not address.startswith(IN_CHUNKS):
+        place = self._place(address)
+        if place is None:
             if checksum:
                 manifest.verify(Path(address), checksum)
             return Path(address)
-        label = address.removeprefix(IN_CHUNKS)
         return self._folders.get(
-            f"redis-{checksum}",
-            fill=lambda folder: self._versions.read(label, checksum, folder),
+            f"copy-{checksum}",
+            fill=lambda folder: copies.read(*place, checksum, folder),
             check=lambda folder: manifest.verify(folder, checksum),
         )
+
+    def _place(self, address: str) -> tuple[Versions, str] | None:
+        """Return where a version is copied from, and its name there; None for a folder."""
+        if address.startswith(IN_CHUNKS):
+            return self._chunks, address.removeprefix(IN_CHUNKS)
+        if not is_url(address):
+            return None
+        url, _, name = address.rpartition("/")
+        try:
+            return open_versions(url), name
+        except ConfigError as error:  # of this host: what opens it is not installed
+            raise WireError(error.message, hint=error.hint) from error
 
     def _apply(
         self, changes: Path, base: Path, published: PublishedWeights, changed: PublishedWeights
@@ -101,16 +112,3 @@ class WeightsReceiver:
         if base != self._running:
             self._folders.release(base)
         return result
-
-
-def find_version(
-    store: Store, keys: Keys, folder: Path, weights: PolicyVersion
-) -> PublishedWeights | None:
-    """Return where a version is kept and its present checksum; None if it was deleted."""
-    kept = FolderSender(folder).path(weights)
-    with suppress(FileNotFoundError):
-        return PublishedWeights(str(kept), manifest.digest((kept / manifest.NAME).read_bytes()))
-    record = VersionStore(store, keys).find(str(weights))
-    if record is None:
-        return None
-    return PublishedWeights(f"{IN_CHUNKS}{weights}", manifest.digest(record))

@@ -1,15 +1,12 @@
 """The transport "redis": versions of weights on the run's server, for small models and adapters.
 
 A version is its manifest, written last, and the chunks of the files that it lists.
-
-Invariant: what `VersionStore.read` leaves in a folder has the checksum that was published.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 from buffer.errors import LostRun, WireError
@@ -17,8 +14,6 @@ from buffer.redis.keys import Keys
 from buffer.redis.payloads import CHUNK_BYTES, ROUND_BYTES
 from buffer.redis.store import Store
 from buffer.weights import folder_manifest as manifest
-from buffer.weights.new_folder import clear_temporary, temporary_prefix
-from buffer.weights.transport import PublishedWeights, Save
 from buffer.wire.rollout import PolicyVersion
 
 IN_CHUNKS = "redis:"  # scheme of addresses: the version's label follows
@@ -27,31 +22,23 @@ _CHUNKS_AT_ONCE = max(1, ROUND_BYTES // CHUNK_BYTES)  # chunks in one round trip
 
 
 class VersionStore:
-    """The versions of one run on its server. A label names one: "lineage:version"."""
+    """The `Versions` of one run on its server. A label names one: "lineage:version"."""
+
+    prefix = IN_CHUNKS
 
     def __init__(self, store: Store, keys: Keys) -> None:
         self._store = store
         self._keys = keys
 
-    def labels(self) -> list[str]:
-        """Return all versions, complete or not, the oldest first."""
+    def names(self) -> list[str]:
         listed = self._call("LRANGE", self._keys.weights, 0, -1)
         return list(dict.fromkeys(label.decode() for label in listed))
-
-    def record(self, label: str, checksum: str) -> bytes:
-        """Return a version's record. Raises WireError if it is missing or not the published one."""
-        record = self.find(label)
-        if record is None:
-            hint = "it may have been replaced by newer ones"
-            raise WireError(f"the server has no weights {label}", hint=hint)
-        manifest.check(record, checksum)
-        return record
 
     def find(self, label: str) -> bytes | None:
         record: bytes | None = self._call("GET", self._keys.weights_part(label))
         return record
 
-    def write(self, label: str, folder: Path) -> None:
+    def write(self, label: str, folder: Path) -> str:
         """Store the files of a folder that has a manifest. Raises LostRun."""
         self.drop(label)  # an older attempt
         self._list(label, b"")
@@ -69,11 +56,9 @@ class VersionStore:
         except LostRun:  # removed meanwhile: nothing else deletes the chunks
             self.drop(label)
             raise
+        return label
 
-    def read(self, label: str, checksum: str, folder: Path) -> None:
-        """Write a version into an empty folder. Raises WireError unless it is the published one."""
-        record = self.record(label, checksum)
-        (folder / manifest.NAME).write_bytes(record)
+    def read(self, label: str, record: bytes, folder: Path) -> None:
         number = 0
         for file, size in _files(record):
             count = _chunk_count(size)
@@ -81,7 +66,6 @@ class VersionStore:
                 for names in _batches(self._chunk_names(label, number, count)):
                     stream.writelines(self._get_chunks(label, names))
             number += count
-        manifest.verify(folder, checksum)
 
     def drop(self, label: str) -> None:
         """Delete a version, its record first."""
@@ -95,10 +79,6 @@ class VersionStore:
         while self._call("UNLINK", self._keys.weights_part(label, number)):
             number += 1
         self._call("LREM", self._keys.weights, 0, label)
-
-    def prune(self, keep: int) -> None:
-        for label in self.labels()[:-keep]:
-            self.drop(label)
 
     def _list(self, label: str, record: bytes) -> None:
         lineage, version = PolicyVersion.parse(label)
@@ -118,40 +98,6 @@ class VersionStore:
 
     def _call(self, *command: Any) -> Any:
         return self._store.each("weights", [command])[0]
-
-
-class RedisSender:
-    """Stores versions on the server. The newest `keep` stay, and one more while it is published.
-
-    `folder` of the run names the temporary folder in which a version is written first.
-    """
-
-    def __init__(self, store: Store, keys: Keys, folder: Path, *, keep: int = 3) -> None:
-        self._versions = VersionStore(store, keys)
-        self._prefix = temporary_prefix(folder)
-        self._keep = keep
-
-    def write(self, weights: PolicyVersion, save: Save) -> PublishedWeights:
-        label = str(weights)
-        with TemporaryDirectory(prefix=self._prefix) as name:
-            folder = Path(name)
-            checksum = manifest.write(folder, label, saved=save(folder))
-            self._versions.write(label, folder)
-        return PublishedWeights(IN_CHUNKS + label, checksum)
-
-    def prune(self) -> None:
-        """Delete all but the newest versions, even if a worker reads one: it gets a newer one."""
-        self._versions.prune(self._keep)
-
-    def clear(self) -> None:
-        """Delete what a trainer left that was killed while it wrote."""
-        clear_temporary(self._prefix)
-        for label in self._versions.labels():
-            if self._versions.find(label) is None:
-                self._versions.drop(label)
-
-    def close(self) -> None:
-        """Do nothing: what was published stays."""
 
 
 def _chunk_count(size: int) -> int:

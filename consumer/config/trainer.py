@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import AfterValidator, Field
 
-from buffer.config.run_settings import PolicySection, RunSection
+from buffer.config.run_settings import PolicySection, RunSection, WeightsSection
 from buffer.config.section import YEAR_S, Count, DottedPath, Section
 from buffer.imports import attached, is_dotted_path
 from buffer.limits import Bytes
@@ -189,6 +189,8 @@ class TrainingConfig(Protocol):
     def run(self) -> RunSection: ...
     @property
     def policy(self) -> PolicySection: ...
+    @property
+    def weights(self) -> WeightsSection: ...
     @property
     def trainer(self) -> TrainerSection: ...
     @property

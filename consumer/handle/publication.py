@@ -56,6 +56,7 @@ def open_sender(config: TrainingConfig, run: Run) -> WeightsSender:
         policy.weights_folder(config.run),
         keep=config.trainer.keep_weights,
         delta_base_every=policy.delta_base_every,
+        url=config.weights.url_of(config.run),
     )
 
 

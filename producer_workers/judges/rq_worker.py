@@ -27,7 +27,7 @@ import redis
 from rq import Queue, Worker
 from rq.exceptions import NoSuchJobError
 from rq.job import Job
-from rq.registry import clean_registries
+from rq.registry import FailedJobRegistry, FinishedJobRegistry, StartedJobRegistry
 from rq.serializers import JSONSerializer
 from rq.utils import now
 from rq.worker_registration import WORKERS_BY_QUEUE_KEY, get_keys
@@ -173,11 +173,13 @@ class JudgeWorker(Worker):
         """Do nothing: `rq suspend` is for all applications of a server."""
 
     def run_maintenance_tasks(self) -> None:
-        """Clean the queue as rq does, except for shared keys."""
+        """Clean what our jobs use. rq also cleans what all applications of a server share."""
         for queue in self.queues:
             if queue.acquire_maintenance_lock():
                 try:
-                    clean_registries(queue, self._exc_handlers)
+                    for kind in (FinishedJobRegistry, FailedJobRegistry):
+                        kind(queue=queue).cleanup()
+                    StartedJobRegistry(queue=queue).cleanup(exception_handlers=self._exc_handlers)
                     queue.intermediate_queue.cleanup(self, queue)
                     dead = [key for key in get_keys(queue) if not self.connection.exists(key)]
                     if dead:

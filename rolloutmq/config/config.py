@@ -15,6 +15,7 @@ from buffer.config.run_settings import (
     PolicySection,
     RedisSection,
     RunSection,
+    WeightsSection,
 )
 from buffer.config.section import Count, Section
 from buffer.control.settings import THRESHOLDS
@@ -92,6 +93,7 @@ class Config(Section):
     redis: RedisSection = RedisSection()
     lease: LeaseSection = LeaseSection()
     policy: PolicySection = PolicySection()
+    weights: WeightsSection = WeightsSection()
     retention: RetentionSection = RetentionSection()
     memory: MemorySection = MemorySection()
     plan: PlanSection = PlanSection()

@@ -138,12 +138,13 @@ def _train(run: Run, settings: Config, model_dir: Path, *, take_over: bool) -> b
 
 def _check_nodes(settings: Config, ranks: int) -> None:
     """Raise ConfigError if ranks on several nodes could not write one version of weights."""
-    transport = settings.policy.weights_transport
+    transport = settings.weights.url or settings.policy.weights_transport
     if ranks > int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) and transport != "folder":
         raise ConfigError(
-            f"[policy] weights_transport = {transport} collects the weights on one machine, but "
-            "the ranks of the trainer are on several",
-            hint='set weights_transport = "folder", and weights_dir to a folder that all share',
+            f"weights that go through {transport} are collected on one machine, but the ranks "
+            "of the trainer are on several",
+            hint='set [policy] weights_transport = "folder", and weights_dir to a folder that all '
+            "share",
         )
 
 

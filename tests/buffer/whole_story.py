@@ -16,7 +16,8 @@ from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration
 from buffer.manifest import Manifest
 from buffer.run import Run
-from buffer.weights.redis_chunks import RedisSender
+from buffer.weights.copies import CopySender
+from buffer.weights.redis_chunks import VersionStore
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import FIRST, Scene, rollout, turn
 from tests.buffer.time_machine import put_back, remember
@@ -25,7 +26,7 @@ from tests.buffer.time_machine import put_back, remember
 def tell_a_whole_story(scene: Scene, folder: Path) -> None:
     """Every script, in every branch that changes something."""
     run = scene.run
-    RedisSender(run.store, scene.keys, folder).write(FIRST, save_weights)
+    CopySender(VersionStore(run.store, scene.keys), folder).write(FIRST, save_weights)
     scene.open_producer()
     scene.open_trainer()
     scene.enqueue(9, samples=[2, 2, 0, 2, 2, 2, 2, 2, 2])

@@ -14,7 +14,6 @@ from buffer.run import Run
 from buffer.wire.rollout import PolicyVersion
 from consumer.handle import taker
 from consumer.handle.rollout_consumer import RolloutConsumer
-from tests.consumer.grpo.models.tiny import build_model
 from tests.servers import Server
 
 LIMITS = RunLimits(
@@ -98,4 +97,6 @@ def die(consumer: RolloutConsumer) -> None:
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.consumer.grpo.models.tiny import build_model  # needs torch
+
     return build_model(tmp_path_factory.mktemp("models"))

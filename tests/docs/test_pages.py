@@ -90,7 +90,9 @@ class Reader:
 def toml_blocks() -> Iterator[Any]:
     for page in files_of_git():
         if page.suffix == ".md":
-            found = re.findall(r"^```toml[^\n]*\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S)
+            # a title that is not a config's: the project file of a package
+            config = r"^```toml(?! title=\"pyproject)[^\n]*\n(.*?)^```$"
+            found = re.findall(config, page.read_text("utf-8"), re.M | re.S)
             for number, code in enumerate(found, 1):
                 yield pytest.param(code, id=f"{page.relative_to(ROOT)}-{number}")
 

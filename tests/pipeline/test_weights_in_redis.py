@@ -11,9 +11,11 @@ from safetensors.numpy import load_file, save_file
 
 from buffer.errors import WireError
 from buffer.redis.payloads import CHUNK_BYTES
+from buffer.weights import copies
 from buffer.weights import folder_manifest as weights_manifest
+from buffer.weights.copies import CopySender
 from buffer.weights.receiver import WeightsReceiver
-from buffer.weights.redis_chunks import IN_CHUNKS, RedisSender, VersionStore
+from buffer.weights.redis_chunks import IN_CHUNKS, VersionStore
 from buffer.weights.transports import open_sender
 from buffer.wire.rollout import PolicyVersion
 from tests.pipeline.yard import LINEAGE, Yard
@@ -45,12 +47,12 @@ def save(folder: Path) -> None:
 
 @on_both
 def test_a_version_is_read_as_it_was_written(yard: Yard, tmp_path: Path) -> None:
-    address, checksum = RedisSender(yard.run.store, yard.run.keys, tmp_path).write(
+    address, checksum = CopySender(chunks_of(yard), tmp_path).write(
         PolicyVersion("ab12cd34", 4), save
     )
     assert address == IN_CHUNKS + LABEL
     (came := tmp_path / "came").mkdir()
-    chunks_of(yard).read(LABEL, checksum, came)
+    copies.read(chunks_of(yard), LABEL, checksum, came)
     (wanted := tmp_path / "wanted").mkdir()
     save(wanted)
     assert all((came / name).read_bytes() == (wanted / name).read_bytes() for name in SIZES)
@@ -61,9 +63,7 @@ def test_a_version_is_read_as_it_was_written(yard: Yard, tmp_path: Path) -> None
 def test_a_version_is_refused_that_is_not_what_was_published(
     yard: Yard, tmp_path: Path, damage: str
 ) -> None:
-    _, checksum = RedisSender(yard.run.store, yard.run.keys, tmp_path).write(
-        PolicyVersion("ab12cd34", 4), save
-    )
+    _, checksum = CopySender(chunks_of(yard), tmp_path).write(PolicyVersion("ab12cd34", 4), save)
     raw = yard.store.control
     part = yard.run.keys.weights_part
     if damage == "gone":
@@ -83,21 +83,21 @@ def test_a_version_is_refused_that_is_not_what_was_published(
         checksum = weights_manifest.digest((evil / weights_manifest.NAME).read_bytes())
     (came := tmp_path / "came").mkdir()
     with pytest.raises(WireError):
-        chunks_of(yard).read(LABEL, checksum, came)
+        copies.read(chunks_of(yard), LABEL, checksum, came)
     assert not (tmp_path / "out").exists()
 
 
 @on_both
 def test_only_the_newest_versions_and_no_unfinished_one_are_kept(yard: Yard) -> None:
-    transport = RedisSender(yard.run.store, yard.run.keys, yard.folder, keep=2)
+    transport = CopySender(chunks_of(yard), yard.folder, keep=2)
     for version in range(4):
         transport.write(PolicyVersion(LINEAGE, version), save)
         transport.prune()
-    assert chunks_of(yard).labels() == [f"{LINEAGE}:2", f"{LINEAGE}:3"]
+    assert chunks_of(yard).names() == [f"{LINEAGE}:2", f"{LINEAGE}:3"]
     yard.store.control.delete(
         yard.run.keys.weights_part(f"{LINEAGE}:2")
     )  # as a trainer leaves it that dies here
-    RedisSender(yard.run.store, yard.run.keys, yard.folder).clear()
+    CopySender(chunks_of(yard), yard.folder).clear()
     chunks = 1 + 1 + 2 + 10
     newest = {yard.run.keys.weights_part(f"{LINEAGE}:3", number) for number in range(chunks + 1)}
     assert keys_of(yard) == newest | {yard.run.keys.weights}
@@ -128,6 +128,6 @@ def test_changes_reach_a_receiver_that_follows_and_one_that_is_late_or_missed_so
                 receiver.close()
     sizes = [yard.store.control.strlen(keys.weights_part(f"{LINEAGE}:{v}", 1)) for v in (8, 9)]
     assert sizes[1] < 0.1 * sizes[0]
-    assert len(chunks_of(yard).labels()) == 5
+    assert len(chunks_of(yard).names()) == 5
     follower.close()
     sender.close()

@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
@@ -27,6 +24,11 @@ TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
+    # here: tests of the core have none of these
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate(SPECIAL + letters)}
     backend = Backend(models.BPE(vocab=vocabulary, merges=[]))

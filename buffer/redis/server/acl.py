@@ -93,6 +93,7 @@ _JUDGE_KEYS = (
     "rq:queue:{queue}", "rq:queue:{queue}:*", "rq:queues:{queue}", "rq:workers:{queue}",
     "rq:worker:{queue}:*", "rq:clean_registries:{queue}", "rq:wip:{queue}", "rq:finished:{queue}",
     "rq:failed:{queue}", "rq:deferred:{queue}", "rq:scheduled:{queue}", "rq:canceled:{queue}",
+    "rq:ready:{queue}",
     "rq:job:{job}*", "rq:job::{job}*", "rq:results:{job}*", "rq:execution:{job}*",
     "rq:executions:{job}*",
 )  # fmt: skip

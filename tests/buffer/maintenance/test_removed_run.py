@@ -14,7 +14,8 @@ from buffer.errors import LostRun
 from buffer.maintenance.remove_run import remove_run
 from buffer.redis.connection.bulk_io import Command
 from buffer.redis.scripts import Script, library
-from buffer.weights.redis_chunks import RedisSender
+from buffer.weights.copies import CopySender
+from buffer.weights.redis_chunks import VersionStore
 from tests.buffer.scene import FIRST, Scene
 from tests.buffer.whole_story import save_weights, tell_a_whole_story
 
@@ -63,7 +64,7 @@ def test_a_call_of_any_script_for_a_removed_run_changes_nothing_and_says_so(
             store.retrying(name, call)
     assert scene.dump() == before
     with pytest.raises(LostRun):
-        RedisSender(store, keys, tmp_path).write(FIRST, save_weights)
+        CopySender(VersionStore(store, keys), tmp_path).write(FIRST, save_weights)
     assert scene.dump().items() <= before.items(), "an older attempt is deleted first"
 
 
@@ -78,5 +79,5 @@ def test_weights_of_a_run_that_is_removed_while_they_are_stored_leave_nothing(
 
     monkeypatch.setattr(store, "write", remove)
     with pytest.raises(LostRun):
-        RedisSender(store, scene.keys, tmp_path).write(FIRST, save_weights)
+        CopySender(VersionStore(store, scene.keys), tmp_path).write(FIRST, save_weights)
     assert scene.dump() == {}

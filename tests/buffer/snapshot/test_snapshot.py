@@ -31,6 +31,7 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.snapshot import folder as on_disk
 from buffer.wire.rollout import PolicyVersion, Status
+from tests.buffer.faulty_store import FaultyStore
 from tests.buffer.keyspace import dump, run_keys
 from tests.buffer.scene import FIRST, LIMITS, Scene, extend, turn
 from tests.servers import start_server
@@ -385,6 +386,15 @@ def test_resume_goes_on_when_connections_are_killed(
 
     busy.run.save(tmp_path / "s")
     resumed(busy, tmp_path / "s", advance=kill).check()
+
+
+def test_a_restore_whose_replies_are_lost_writes_nothing_twice(
+    busy: Scene, store: Store, tmp_path: Path
+) -> None:
+    busy.run.save(tmp_path / "s")
+    busy.store = FaultyStore(store.url, repeats=["none"])  # its writes, too, are repeated
+    resumed(busy, tmp_path / "s").check()
+    busy.store.close()
 
 
 def test_any_msgpack_library_reads_the_files(busy: Scene, tmp_path: Path) -> None:
