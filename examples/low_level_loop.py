@@ -16,12 +16,12 @@ from safetensors.torch import load_file, save_file
 from buffer.ledger.position import Position
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
-from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.evaluation import measure
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.models.model_folder import copy_tokenizer
 from consumer.grpo.trainer_rank import DeviceShare
+from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.publication import open_sender, published
 from consumer.handle.ranks import ALONE, select_device
 from consumer.handle.rollout_consumer import RolloutConsumer

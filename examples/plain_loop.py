@@ -19,11 +19,11 @@ from buffer.errors import ConfigError
 from buffer.ledger.position import Position
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
-from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.evaluation import measure
 from consumer.grpo.model_state.learner_state import capture, restore
 from consumer.grpo.models.model_folder import copy_tokenizer, load_model, save_model
 from consumer.handle.batch import Batch
+from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.publication import publish
 from consumer.handle.rollout_consumer import RolloutConsumer
 from consumer.handle.torch_dataset import BatchDataset, padded_tensors

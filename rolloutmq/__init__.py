@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from buffer.wire.rollout import ToolCall as ToolCall
     from buffer.wire.rollout import VersionSpan as VersionSpan
     from buffer.wire.sampling import SampleParams as SampleParams
-    from consumer.grpo.checkpoint import CheckpointFolder as CheckpointFolder
     from consumer.handle.async_consumer import AsyncRolloutConsumer as AsyncRolloutConsumer
     from consumer.handle.batch import Batch as Batch
+    from consumer.handle.checkpoint import CheckpointFolder as CheckpointFolder
     from consumer.handle.publication import publish as publish
     from consumer.handle.rollout_consumer import RolloutConsumer as RolloutConsumer
     from consumer.handle.sharded_consumer import ShardedConsumer as ShardedConsumer
@@ -71,7 +71,7 @@ _NAMES = {
     "buffer.wire.group": "RolloutGroup",
     "buffer.wire.rollout": "MediaRef PolicyVersion RolloutState Status ToolCall VersionSpan",
     "buffer.wire.sampling": "SampleParams",
-    "consumer.grpo.checkpoint": "CheckpointFolder",
+    "consumer.handle.checkpoint": "CheckpointFolder",
     "consumer.handle.async_consumer": "AsyncRolloutConsumer",
     "consumer.handle.batch": "Batch",
     "consumer.handle.publication": "publish",

@@ -30,7 +30,7 @@ from buffer.redis.connection_errors import describe_connection_error
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run import Run
-from consumer.grpo.reporting.sample_log import SampleLog
+from consumer.handle.sample_log import SampleLog
 from rolloutmq.hang_up import interrupted_by_sigterm
 from rolloutmq.output import console, emit
 from rolloutmq.run_owner import folders_below, is_owned, known_folders, last_change

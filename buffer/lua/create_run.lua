@@ -28,7 +28,7 @@ if known[3] == 'regenerating' then
   known = {}
 end
 -- what is left of a run whose meta is gone is not a new run: its batches would be trained again
-if not known[1] and redis.call('EXISTS', control) == 1 then return {'DAMAGED'} end
+if not known[1] and redis.call('EXISTS', control, ledger) > 0 then return {'DAMAGED'} end
 if known[1] and known[5] == operation then return {'OK'} end
 local current = num(known[4])
 if known[1] and version ~= current then return {'CONFLICT'} end

@@ -21,9 +21,9 @@ from buffer.wire.group import RolloutGroup
 from consumer.config.trainer import TrainingConfig
 from consumer.grpo.learner.group_rewards import FULL_SCORE
 from consumer.grpo.reporting.reporter import Reporter
-from consumer.grpo.reporting.step_log import read_evaluations
 from consumer.handle.evaluation_round import Evaluated, EvaluationRound
 from consumer.handle.rollout_consumer import RolloutConsumer
+from consumer.handle.step_log import read_evaluations
 
 log = logging.getLogger("rolloutmq.trainer")
 

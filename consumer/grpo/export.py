@@ -11,10 +11,10 @@ from buffer.errors import ModelError
 from buffer.weights.new_folder import new_folder
 from buffer.weights.safetensors_files import model_checksum
 from consumer.config.trainer import TrainingConfig
-from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.model_state.saved_state import SavedState
 from consumer.grpo.models.model_folder import copy_tokenizer, load_model, save_model
 from consumer.grpo.policy.lora import Adapter
+from consumer.handle.checkpoint import CheckpointFolder
 
 Dtype = Literal["bfloat16", "float32"]
 

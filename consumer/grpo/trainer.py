@@ -23,7 +23,6 @@ from buffer.run import Run
 from buffer.weights.transport import Save
 from buffer.wire.staleness import staleness
 from consumer.config.trainer import TrainingConfig
-from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.evaluation import EvaluationPlan, log_wait_reason
 from consumer.grpo.reporting.metric_writers import ProgressBar, open_writers
 from consumer.grpo.reporting.metrics import (
@@ -36,6 +35,7 @@ from consumer.grpo.reporting.metrics import (
 from consumer.grpo.reporting.reporter import Reporter
 from consumer.grpo.trainer_rank import TrainerRank
 from consumer.handle.batch import Batch, Stopped
+from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.publication import Publisher, open_sender, published
 from consumer.handle.ranks import ALONE, Ranks
 from consumer.handle.rollout_consumer import PREFETCH_BYTES, RolloutConsumer

@@ -22,13 +22,13 @@ from buffer.weights.checksums import WrittenFiles
 from buffer.weights.transport import Save
 from buffer.wire.group import RolloutGroup
 from consumer.config.trainer import TrainingConfig
-from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.model_state.saved_state import SavedState, write_state
 from consumer.grpo.model_state.weights_folder import WeightParts
 from consumer.grpo.models.model_folder import copy_tokenizer
 from consumer.grpo.reporting.metrics import BatchColumns
+from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.ranks import ALONE, RankOrders, Ranks, on_all_ranks, select_device
 from consumer.handle.sharded_consumer import ShareReader, check_unchanged
 

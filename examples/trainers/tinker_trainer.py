@@ -31,9 +31,9 @@ from buffer.ledger.position import Position
 from buffer.run import Run
 from buffer.weights.checksums import write_tensors
 from buffer.wire.group import RolloutGroup
-from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.learner.advantages import estimate, load_estimator, per_token
 from consumer.grpo.learner.group_rewards import GroupRewards
+from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.publication import open_sender, publish
 from consumer.handle.rollout_consumer import RolloutConsumer
 from examples.trainers.tinker_engine import SAMPLER, base_model

@@ -22,7 +22,7 @@ from buffer.maintenance.regeneration import Regeneration
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS
-from consumer.grpo.checkpoint import CheckpointFolder
+from consumer.handle.checkpoint import CheckpointFolder
 from proofs.chaos.checker import Checker
 from proofs.chaos.crew import until
 from proofs.chaos.damaged_keys import PREFIX, TARGETS, WAYS, Target, strike

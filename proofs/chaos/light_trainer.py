@@ -22,8 +22,8 @@ from buffer.manifest import ManifestEntry
 from buffer.run import Run
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.wire.group import RolloutGroup
-from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.handle.batch import Batch, Stopped
+from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.rollout_consumer import RolloutConsumer
 from proofs.chaos.history import History
 from proofs.chaos.plan import CHECKPOINT_EVERY, KEEP_CHECKPOINTS, SYNC_INTERVAL, Folders

@@ -17,7 +17,7 @@ import numpy as np
 
 from buffer.errors import ConfigError, JudgeError
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState, Status, ToolCall
-from consumer.grpo.reporting.sample_log import Sample, TokenTexts
+from consumer.handle.sample_log import Sample, TokenTexts
 from producer_workers.config.task import NO_JUDGE, RUNS_PROGRAMS, TaskSection
 from producer_workers.datasets.records import raised_at
 from producer_workers.judges.load import load_bare_judge, load_worker_judge, make_judge

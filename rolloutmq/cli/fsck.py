@@ -16,7 +16,7 @@ from buffer.errors import AccountError
 from buffer.ledger.account import FsckReport
 from buffer.redis.server.check import check_all
 from buffer.run import Run
-from consumer.grpo.reporting.step_log import STEPS_FILE, StepLog
+from consumer.handle.step_log import STEPS_FILE, StepLog
 from rolloutmq.command_list import command
 from rolloutmq.options import AsJson, Output, Target, on_run
 from rolloutmq.output import count, plural, progress

@@ -20,7 +20,7 @@ from buffer.ids import POOLS
 from buffer.query.language import FIELDS, OPERATORS, parse
 from buffer.query.record import STAGES, GroupRecord
 from buffer.run import Run
-from consumer.grpo.reporting.dead_letter_file import read_dead_letters
+from consumer.handle.dead_letter_file import read_dead_letters
 from rolloutmq.command_list import command
 from rolloutmq.options import (
     GroupId,

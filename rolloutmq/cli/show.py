@@ -19,7 +19,7 @@ from buffer.manifest import Manifest
 from buffer.readable import format_size
 from buffer.run import Run
 from buffer.wire.staleness import staleness
-from consumer.grpo.reporting.sample_log import Sample, SampleLog, TokenTexts, model_folders
+from consumer.handle.sample_log import Sample, SampleLog, TokenTexts, model_folders
 from producer_workers.user_code.failure import failure_text
 from rolloutmq.command_list import command
 from rolloutmq.options import AsJson, GroupId, Output, Target, on_run, or_folder

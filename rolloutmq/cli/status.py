@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from buffer.errors import StoreUnavailable
-from consumer.grpo.reporting.step_log import read_steps
+from consumer.handle.step_log import read_steps
 from rolloutmq.command_list import command
 from rolloutmq.options import AsJson, Output, Target, or_folder
 from rolloutmq.output import console, emit_line, facts

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from buffer.errors import INTERRUPTED
-from consumer.grpo.checkpoint import CheckpointFolder
+from consumer.handle.checkpoint import CheckpointFolder
 from producer_workers.follow_owner import follow_owner
 from rolloutmq.command_list import command
 from rolloutmq.config.sources import fetch

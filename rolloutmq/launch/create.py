@@ -23,7 +23,7 @@ from buffer.redis.connection.url import mask_url
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS
-from consumer.grpo.checkpoint import CheckpointFolder
+from consumer.handle.checkpoint import CheckpointFolder
 from rolloutmq.config.config import Config
 from rolloutmq.config.fingerprint import origin_of
 from rolloutmq.config.sources import fetch

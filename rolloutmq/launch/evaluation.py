@@ -19,11 +19,11 @@ from buffer.errors import ConfigError, ModelError
 from buffer.ledger.position import Position
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
-from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.evaluation import log_wait_reason, outcome
-from consumer.grpo.reporting.step_log import StepWriter, read_evaluations
+from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.publication import open_sender, publish
 from consumer.handle.rollout_consumer import RolloutConsumer
+from consumer.handle.step_log import StepWriter, read_evaluations
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config
 from rolloutmq.launch.launcher import Launcher

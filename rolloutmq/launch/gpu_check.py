@@ -18,7 +18,7 @@ from rich.text import Text
 
 from buffer.errors import ModelError
 from buffer.readable import format_size
-from consumer.grpo.reporting.step_log import read_steps
+from consumer.handle.step_log import read_steps
 from rolloutmq.check.machine import count_gpus, gpu_names
 from rolloutmq.config.load import load_config
 from rolloutmq.launch.launcher import Launcher

@@ -20,7 +20,7 @@ from buffer.errors import RolloutMQError, StoreError, StoreUnavailable
 from buffer.open_run import open_store, own_run
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
-from consumer.grpo.checkpoint import CheckpointFolder
+from consumer.handle.checkpoint import CheckpointFolder
 from producer_workers.config.task import live_tasks
 from rolloutmq.check.machine import placement_of
 from rolloutmq.config.config import Config

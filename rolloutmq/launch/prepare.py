@@ -18,9 +18,9 @@ from buffer.errors import ConfigError, RoleHeld, RolloutMQError, raise_together
 from buffer.open_run import embedded_server, run_nonce
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.run import Run
-from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.models.model_folder import check_model_folder
-from consumer.grpo.reporting.step_log import read_evaluations
+from consumer.handle.checkpoint import CheckpointFolder
+from consumer.handle.step_log import read_evaluations
 from producer_workers.follow_owner import OWNER
 from rolloutmq.check.contained import STAGES, run_units
 from rolloutmq.check.machine import machine_errors

@@ -12,7 +12,7 @@ from rich.table import Table
 from buffer.errors import AccountError
 from buffer.ledger.account import FsckReport
 from buffer.run import Run
-from consumer.grpo.reporting.step_log import Evaluations, read_evaluations
+from consumer.handle.step_log import Evaluations, read_evaluations
 from rolloutmq.config.config import Config
 from rolloutmq.output import table
 from rolloutmq.views.run_folder import RunFolder

@@ -100,7 +100,7 @@ def _restarts() -> int:
 
 def train(run: Run, settings: Config, model_dir: Path, *, take_over: bool) -> bool:
     """Train as this rank; return whether rank 0 did not stop before the last step."""
-    from consumer.grpo.reporting.dead_letter_file import kept_dead_letters
+    from consumer.handle.dead_letter_file import kept_dead_letters
 
     with nullcontext() if own_rank() else kept_dead_letters(run, settings.run.folder):
         return _train(run, settings, model_dir, take_over=take_over)

@@ -17,7 +17,7 @@ from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_json import group_json
 from buffer.wire.rollout import VersionSpan
-from consumer.grpo.reporting.sample_log import Sample, SampleLog
+from consumer.handle.sample_log import Sample, SampleLog
 from rolloutmq.output import count, facts, known, state, version_style
 
 _WHY_GONE = {

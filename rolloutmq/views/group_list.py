@@ -14,7 +14,7 @@ from buffer.query.record import GroupRecord
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_json import group_json
-from consumer.grpo.reporting.sample_log import TokenTexts, contains
+from consumer.handle.sample_log import TokenTexts, contains
 
 MOST_READ = 500  # groups whose payloads are read for one search of their contents
 MOST_EVENTS = 20_000  # newest events among which filtered groups are found

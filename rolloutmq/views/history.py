@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from buffer.control.worker_record import WorkerState
-from consumer.grpo.reporting.step_log import StepLog, TrainedStep
+from consumer.handle.step_log import StepLog, TrainedStep
 from rolloutmq.views.run_view import RunView
 
 TRAINER = "trainer waits for groups"

@@ -23,7 +23,7 @@ from starlette.staticfiles import StaticFiles
 
 from buffer.errors import ConfigError
 from buffer.run import Run
-from consumer.grpo.reporting.sample_log import SampleLog, TokenTexts, model_folders
+from consumer.handle.sample_log import SampleLog, TokenTexts, model_folders
 from rolloutmq.views.found_group import FoundGroup
 from rolloutmq.views.history import History
 from rolloutmq.web.access import ERRORS, Access

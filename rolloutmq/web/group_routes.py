@@ -30,7 +30,7 @@ from buffer.control.settings import parse_change
 from buffer.errors import AccountError, ConfigError
 from buffer.groups.dead_letters import DeadLetter
 from buffer.run import Run
-from consumer.grpo.reporting.sample_log import Sample, SampleLog, TokenTexts, add_texts, contains
+from consumer.handle.sample_log import Sample, SampleLog, TokenTexts, add_texts, contains
 from rolloutmq.options import read_where, require_known
 from rolloutmq.views.found_group import FoundGroup, find_group, locate
 from rolloutmq.views.group_list import MOST_READ, OUTCOMES, Wanted, list_groups

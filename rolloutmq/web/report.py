@@ -14,7 +14,7 @@ import orjson
 
 from buffer.errors import RolloutMQError
 from buffer.redis.connection.url import mask_url
-from consumer.grpo.reporting.sample_log import SampleLog
+from consumer.handle.sample_log import SampleLog
 from rolloutmq.presets import config_of_run
 from rolloutmq.run_owner import LaunchRecord
 from rolloutmq.versions import all_versions

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from consumer.grpo.reporting.step_log import (
+from consumer.handle.step_log import (
     EVALUATIONS_FILE,
     STEPS_FILE,
     StepLog,

@@ -49,7 +49,7 @@ from buffer.weights.shared_folder import FolderSender
 from consumer.handle.publication import publish
 from buffer.ledger.position import Position
 from consumer.handle.rollout_consumer import RolloutConsumer
-from consumer.grpo.checkpoint import CheckpointFolder
+from consumer.handle.checkpoint import CheckpointFolder
 
 
 def train(run, config, model_dir, *, take_over=False):

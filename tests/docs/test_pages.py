@@ -15,7 +15,7 @@ import pytest
 import tomlkit
 
 from buffer.redis.server.embedded import EmbeddedServer
-from consumer.grpo.reporting.step_log import StepLog
+from consumer.handle.step_log import StepLog
 from rolloutmq.config.load import load_config
 from tests.consumer.grpo.models.tiny import build_model
 from tests.programs import files_of_git

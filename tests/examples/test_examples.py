@@ -23,11 +23,11 @@ from buffer.errors import ConfigError
 from buffer.ledger.position import Position
 from buffer.manifest import Manifest
 from buffer.redis.store import Store
-from consumer.grpo.checkpoint import CheckpointFolder
-from consumer.grpo.reporting.sample_log import SampleLog
-from consumer.grpo.reporting.step_log import StepLog, StepWriter, read_evaluations
 from consumer.grpo.reporting.step_recorder import recorded
+from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.rollout_consumer import RolloutConsumer
+from consumer.handle.sample_log import SampleLog
+from consumer.handle.step_log import StepLog, StepWriter, read_evaluations
 from rolloutmq.config.load import load_config
 from rolloutmq.launch.create import create_run
 from rolloutmq.launch.training import train

@@ -20,7 +20,7 @@ from buffer.ledger.account import FsckReport
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run import Run
-from consumer.grpo.reporting.step_log import StepLog
+from consumer.handle.step_log import StepLog
 from tests.pipeline.held_run import Hold
 from tests.waits import DEADLINE_S, end_of, until
 from tests.warm_process import start_command

@@ -24,7 +24,7 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
-from consumer.grpo.reporting.step_log import read_evaluations
+from consumer.handle.step_log import read_evaluations
 from rolloutmq.config.load import load_config
 from rolloutmq.init.command import TINY, Choices, write_project
 from tests.cluster import adjacent_ports

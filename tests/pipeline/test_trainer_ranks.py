@@ -9,7 +9,7 @@ import psutil
 import pytest
 import yaml
 
-from consumer.grpo.reporting.step_log import read_evaluations
+from consumer.handle.step_log import read_evaluations
 from tests.pipeline.site import ROOT, Process, Site
 
 

@@ -20,7 +20,7 @@ from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from consumer.grpo.reporting.metric_writers import SampleWriter
-from consumer.grpo.reporting.sample_log import TokenTexts, describe_sample
+from consumer.handle.sample_log import TokenTexts, describe_sample
 
 WEIGHTS = PolicyVersion("l0", 0)
 ESCAPE = "\x1b[31mred\x1b[0m"

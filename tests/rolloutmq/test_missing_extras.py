@@ -118,7 +118,7 @@ def test_every_package_that_is_imported_is_of_the_base_install_or_of_a_named_ext
         if base.intersection(owner.lower().replace("_", "-") for owner in owners)
     }
     known |= {*sys.stdlib_module_names, *PACKAGES, *EXTRAS}
-    foreign = ("rolloutmq/integrations/", "rolloutmq/init/templates/")
+    foreign = ("rolloutmq/extensions/trainers/", "rolloutmq/init/templates/")
     files = [
         file
         for package in PACKAGES

@@ -25,7 +25,7 @@ from rich.progress import (
 from buffer.imports import attached, load_object
 from consumer.config.trainer import METRIC_WRITERS, TrainingConfig
 from consumer.grpo.reporting.metrics import BatchColumns
-from consumer.grpo.reporting.sample_log import Sample, SampleFile, sample_files
+from consumer.handle.sample_log import Sample, SampleFile, sample_files
 
 STEPS_PER_FILE = 100
 FILES = 16  # a file has at most this part of `max_bytes`, so little is deleted at once
@@ -49,7 +49,7 @@ class MetricWriter:
         """Write the metrics of one held-out task, `eval/*`, for the weights after a step."""
 
     def write_samples(self, step: int, samples: Sequence[Sample]) -> None:
-        """Write the samples of one step (`consumer.grpo.reporting.sample_log`)."""
+        """Write the samples of one step (`consumer.handle.sample_log`)."""
 
     def close(self) -> None: ...
 

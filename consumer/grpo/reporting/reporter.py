@@ -21,8 +21,8 @@ from buffer.wire.staleness import staleness
 from consumer.config.trainer import TrainingConfig
 from consumer.grpo.reporting.metric_writers import MetricWriter, choose
 from consumer.grpo.reporting.metrics import BatchColumns
-from consumer.grpo.reporting.sample_log import Sample, TokenTexts, describe_sample
-from consumer.grpo.reporting.step_log import StepWriter
+from consumer.handle.sample_log import Sample, TokenTexts, describe_sample
+from consumer.handle.step_log import StepWriter
 
 log = logging.getLogger("rolloutmq.trainer")
 

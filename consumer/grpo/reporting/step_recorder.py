@@ -27,7 +27,7 @@ from consumer.config.trainer import TrainingConfig
 from consumer.grpo.reporting.metric_writers import open_writers
 from consumer.grpo.reporting.metrics import BatchColumns, staleness_metrics
 from consumer.grpo.reporting.reporter import Reporter
-from consumer.grpo.reporting.step_log import read_steps
+from consumer.handle.step_log import read_steps
 
 KEPT = 8  # newest steps that may still be reported: trainers take ahead
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from consumer.grpo.reporting.sample_log import Sample
+from consumer.handle.sample_log import Sample
 
 COLUMNS = (
     *("step", "why", "gid", "task", "rollout", "score", "rewards", "prompt", "response"),

@@ -11,7 +11,7 @@ import orjson
 from buffer.imports import import_extra
 from consumer.config.trainer import TrainingConfig
 from consumer.grpo.reporting.metric_writers import MetricWriter
-from consumer.grpo.reporting.sample_log import Sample
+from consumer.handle.sample_log import Sample
 from rolloutmq.extensions.writers.sample_text import code_block, is_due, of_task, sample_text
 
 

@@ -12,7 +12,7 @@ from buffer.imports import import_extra
 from buffer.redis.whole_file import replace_file
 from consumer.config.trainer import TrainingConfig
 from consumer.grpo.reporting.metric_writers import MetricWriter
-from consumer.grpo.reporting.sample_log import Sample
+from consumer.handle.sample_log import Sample
 from rolloutmq.extensions.writers.sample_text import COLUMNS, is_due, of_task, sample_rows
 
 TRAIN_STEP = "train_step"

@@ -28,7 +28,7 @@ from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.weights import folder_manifest as weights_manifest
-from consumer.grpo.reporting.step_log import TrainedStep, read_steps
+from consumer.handle.step_log import TrainedStep, read_steps
 from rolloutmq.output import plural
 from rolloutmq.views.explain.diagnosis import Symptom, diagnose, fault, note, stuck, worst_first
 from rolloutmq.views.explain.shares import STEPS

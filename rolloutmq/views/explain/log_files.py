@@ -17,7 +17,7 @@ from typing import Any
 
 import orjson
 
-from consumer.grpo.reporting.step_log import read_steps
+from consumer.handle.step_log import read_steps
 
 # the log of `rolloutmq run --detach` itself: for people, and shown only when it is named
 OUTPUT = "run"

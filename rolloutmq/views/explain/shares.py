@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from consumer.grpo.reporting.step_log import TrainedStep
+from consumer.handle.step_log import TrainedStep
 from rolloutmq.views.run_view import TaskView
 
 METRICS = ("failed", "truncated", "expired", "unparsed", "filtered_groups")  # of a train step

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from buffer.control.events import Event
 from buffer.run import Run
-from consumer.grpo.reporting.step_log import TrainedStep
+from consumer.handle.step_log import TrainedStep
 from rolloutmq.output import age, plural
 from rolloutmq.views.run_view import RunView
 

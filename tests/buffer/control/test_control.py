@@ -16,7 +16,14 @@ from buffer.control.continuation import Start
 from buffer.control.control import Mode, Role
 from buffer.control.control_line import ControlConnection
 from buffer.control.settings import LiveSettings
-from buffer.errors import LostRun, RoleHeld, RunExists, RunNotFound, SchemaVersionError
+from buffer.errors import (
+    LostRun,
+    RoleHeld,
+    RunDamaged,
+    RunExists,
+    RunNotFound,
+    SchemaVersionError,
+)
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits
 from buffer.redis.store import Store
@@ -235,6 +242,16 @@ def test_control_is_never_made_on_a_server_without_the_run(scene: Scene) -> None
     with pytest.raises(RunNotFound):
         scene.run.control.state()
     assert scene.raw.exists(scene.keys.control) == 0
+
+
+@pytest.mark.parametrize("left", ["control", "ledger:train"])
+def test_what_is_left_of_a_run_without_its_meta_is_no_new_run(scene: Scene, left: str) -> None:
+    scene.open_trainer()
+    scene.raw.unlink(*(scene.keys.prefix + name for name in scene.dump() if name != left))
+    before = scene.dump()
+    with pytest.raises(RunDamaged, match="meta is gone"):
+        Run.create(scene.store, scene.name, scene.run.nonce, LIMITS, FIRST, "/w")
+    assert scene.dump() == before != {}
 
 
 def test_create_run_leaves_a_run_finished_that_has_nothing_left_to_do(scene: Scene) -> None:

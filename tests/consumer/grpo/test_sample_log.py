@@ -21,7 +21,7 @@ from consumer.grpo.reporting import metric_writers
 from consumer.grpo.reporting.metric_writers import MetricWriter, SampleWriter, choose
 from consumer.grpo.reporting.metrics import BatchColumns
 from consumer.grpo.reporting.reporter import MOST_WAITING, Reporter
-from consumer.grpo.reporting.sample_log import SampleLog, TokenTexts, describe_sample, sample_files
+from consumer.handle.sample_log import SampleLog, TokenTexts, describe_sample, sample_files
 from rolloutmq.config.config import Config
 
 LARGE = 2**30

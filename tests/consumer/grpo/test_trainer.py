@@ -20,14 +20,14 @@ from buffer.errors import Fenced, GroupChanged, LedgerError, LostRun
 from buffer.run import Run
 from buffer.weights.shared_folder import FolderSender
 from buffer.wire.group import RolloutGroup
-from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.export import export_model
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
-from consumer.grpo.reporting.sample_log import SampleLog
-from consumer.grpo.reporting.step_log import StepLog, StepWriter, read_evaluations
 from consumer.grpo.trainer import Trainer
+from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.rollout_consumer import RolloutConsumer
+from consumer.handle.sample_log import SampleLog
+from consumer.handle.step_log import StepLog, StepWriter, read_evaluations
 from rolloutmq.config.config import Config
 from rolloutmq.launch.create import create_run
 from tests.buffer.time_machine import put_back, remember

@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from buffer.ledger.position import Position
-from consumer.grpo.checkpoint import CheckpointFolder
+from consumer.handle.checkpoint import CheckpointFolder
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 

@@ -36,16 +36,16 @@ from buffer.redis.store import Store
 from buffer.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
-from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.learner.advantages import grpo_advantages
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.model_state.saved_state import SavedState
-from consumer.grpo.reporting.step_log import StepLog
 from consumer.grpo.trainer import Trainer
 from consumer.grpo.trainer_rank import TrainerRank
 from consumer.handle.batch import Batch
+from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.ranks import join
+from consumer.handle.step_log import StepLog
 from rolloutmq.config.config import Config
 from rolloutmq.launch.child import rank_environments
 from rolloutmq.launch.create import create_run
@@ -76,8 +76,8 @@ FILES = {
         "consumer/handle/sharded_consumer.py",
         "consumer/handle/ranks.py",
         "consumer/handle/reader.py",
-        "consumer/grpo/checkpoint.py",
-        "consumer/grpo/reporting/step_log.py",
+        "consumer/handle/checkpoint.py",
+        "consumer/handle/step_log.py",
         "consumer/grpo/models/model_folder.py",
         "consumer/handle/rollout_consumer.py",
         "consumer/handle/taker.py",

@@ -26,7 +26,7 @@ from buffer.weights.checksums import write_tensors
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 from buffer.wire.sampling import SampleParams
-from consumer.grpo.reporting.step_log import StepLog
+from consumer.handle.step_log import StepLog
 from producer_workers.config.engine import PythonConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import GenerationError, WeightsError

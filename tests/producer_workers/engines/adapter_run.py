@@ -28,8 +28,8 @@ from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.model_state.weights_folder import WeightsSnapshot
-from consumer.grpo.reporting.step_log import StepLog
 from consumer.grpo.trainer import Trainer
+from consumer.handle.step_log import StepLog
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine

@@ -19,7 +19,7 @@ from buffer.redis.store import Store
 from buffer.run import Run as RunHandle
 from buffer.wire.rollout import MediaRef, PolicyVersion
 from buffer.wire.sampling import SampleParams
-from consumer.grpo.reporting.step_log import StepLog
+from consumer.handle.step_log import StepLog
 from producer_workers.build import make_producer, make_worker
 from producer_workers.config.dataset import ImagesSection
 from producer_workers.engines import build_engine

@@ -13,8 +13,8 @@ from selenium.webdriver.support.ui import WebDriverWait
 
 from buffer.errors import ConfigError
 from buffer.groups.dead_letters import DeadLetter
-from consumer.grpo.reporting.dead_letter_file import write_dead_letters
-from consumer.grpo.reporting.step_log import StepWriter
+from consumer.handle.dead_letter_file import write_dead_letters
+from consumer.handle.step_log import StepWriter
 from rolloutmq.run_owner import own
 from tests.rolloutmq.conftest import ROOT, in_process
 from tests.rolloutmq.web.conftest import serving

@@ -10,7 +10,7 @@ import pytest
 from buffer.control.control import Mode
 from buffer.redis.store import Store
 from buffer.wire.rollout import PolicyVersion
-from consumer.grpo.reporting.step_log import TrainedStep
+from consumer.handle.step_log import TrainedStep
 from rolloutmq.views.explain.who_waited import Waits, read_waits
 from rolloutmq.views.run_view import read_run_view
 from tests.rolloutmq.conftest import Command, json_of

@@ -15,7 +15,7 @@ from buffer.ids import group_id
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.wire.group import RolloutGroup
 from consumer.grpo.reporting.metric_writers import SampleWriter
-from consumer.grpo.reporting.sample_log import TokenTexts, describe_sample
+from consumer.handle.sample_log import TokenTexts, describe_sample
 from rolloutmq.web.report import write_report
 from tests.rolloutmq.populate import Scene, write_steps
 from tests.rolloutmq.web.test_page import PATIENCE_S, go, turn

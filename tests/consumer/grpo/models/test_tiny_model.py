@@ -19,7 +19,7 @@ from consumer.grpo.models.warm_start import (
     read_problems,
     warm_start,
 )
-from consumer.grpo.reporting.sample_log import TokenTexts
+from consumer.handle.sample_log import TokenTexts
 from tests.consumer.grpo.models.tiny import SPEC, build_model
 
 QUESTION = "State the final answer to the following arithmetic problem: 4 + 17 - 2 ="

@@ -19,7 +19,7 @@ from buffer.manifest import Manifest, NotReady
 from buffer.redis.store import Store
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.wire.rollout import PolicyVersion
-from consumer.grpo.reporting.step_log import TrainedStep
+from consumer.handle.step_log import TrainedStep
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
 from rolloutmq.views.explain import diagnosis, inspection
 from rolloutmq.views.explain.shares import STEPS, shares_of

@@ -19,8 +19,8 @@ import pytest
 from buffer.control.control import Mode
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from consumer.grpo.reporting import dead_letter_file
-from consumer.grpo.reporting.dead_letter_file import kept_dead_letters, read_dead_letters
+from consumer.handle import dead_letter_file
+from consumer.handle.dead_letter_file import kept_dead_letters, read_dead_letters
 from rolloutmq.run_owner import own
 from rolloutmq.views.run_view import read_run_view
 from tests.rolloutmq.conftest import ROOT, in_process, json_of

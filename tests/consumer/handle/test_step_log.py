@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from consumer.grpo.reporting.step_log import StepLog, StepWriter, read_evaluations
+from consumer.handle.step_log import StepLog, StepWriter, read_evaluations
 
 
 def steps(folder: Path) -> StepLog:

@@ -18,8 +18,8 @@ from buffer.errors import AccountError, ModelError
 from buffer.ids import group_id
 from buffer.ledger.position import Position, TrainedDraws
 from buffer.manifest import Manifest
-from consumer.grpo.checkpoint import CheckpointFolder
 from consumer.grpo.model_state.saved_state import Rows, write_state
+from consumer.handle.checkpoint import CheckpointFolder
 from tests.consumer.grpo.model_state.test_saved_state import Rank
 
 FILES = ("trainer.json", "state-00000-of-00002.safetensors", "state-00001-of-00002.safetensors")

@@ -61,7 +61,7 @@ class CheckpointFolder:
         Raises ModelError if none is whole.
         """
         # it needs safetensors, which a process that only looks at a run need not have
-        from consumer.grpo.model_state.state_files import check_state
+        from consumer.handle.state_files import check_state
 
         problems = []
         for step in reversed(self._folders()):

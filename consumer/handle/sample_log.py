@@ -25,7 +25,7 @@ import orjson
 from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_json import group_json
-from consumer.grpo.reporting.step_log import read_steps
+from consumer.handle.step_log import read_steps
 
 log = logging.getLogger("rolloutmq.samples")
 
