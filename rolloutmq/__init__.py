@@ -11,6 +11,7 @@ from rolloutmq import own_packages as own_packages
 # isort: split
 
 if TYPE_CHECKING:
+    from buffer.config.section import Section as Section
     from buffer.control.control import Mode as Mode
     from buffer.errors import ConfigError as ConfigError
     from buffer.errors import RolloutMQError as RolloutMQError
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from buffer.limits import TaskLimits as TaskLimits
     from buffer.manifest import Manifest as Manifest
     from buffer.manifest import NotReady as NotReady
+    from buffer.observers import Observer as Observer
     from buffer.redis.server.embedded import EmbeddedServer as EmbeddedServer
     from buffer.redis.store import Store as Store
     from buffer.replay_buffer import ReplayBuffer as ReplayBuffer
@@ -46,6 +48,9 @@ if TYPE_CHECKING:
     from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop as MultiTurnAgentLoop
     from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop as SingleTurnAgentLoop
     from producer_workers.agent_loops.single_turn import run_all as run_all
+    from producer_workers.config.attached_judge import AttachedJudge as AttachedJudge
+    from producer_workers.config.attached_judge import ColumnJudge as ColumnJudge
+    from producer_workers.config.task import NamedJudge as NamedJudge
     from producer_workers.datasets.dataset import Dataset as Dataset
     from producer_workers.engines.base import Engine as Engine
     from producer_workers.judges.judge import Judge as Judge
@@ -58,11 +63,13 @@ if TYPE_CHECKING:
     AgentLoopManager = Producer
 
 _NAMES = {
+    "buffer.config.section": "Section",
     "buffer.control.control": "Mode",
     "buffer.errors": "ConfigError RolloutMQError",
     "buffer.ledger.position": "Position",
     "buffer.limits": "RunLimits TaskLimits",
     "buffer.manifest": "Manifest NotReady",
+    "buffer.observers": "Observer",
     "buffer.redis.server.embedded": "EmbeddedServer",
     "buffer.redis.store": "Store",
     "buffer.replay_buffer": "ReplayBuffer",
@@ -82,6 +89,8 @@ _NAMES = {
     "producer_workers.agent_loops.environment": "Answer Environment",
     "producer_workers.agent_loops.multi_turn": "MultiTurnAgentLoop",
     "producer_workers.agent_loops.single_turn": "SingleTurnAgentLoop run_all",
+    "producer_workers.config.attached_judge": "AttachedJudge ColumnJudge",
+    "producer_workers.config.task": "NamedJudge",
     "producer_workers.datasets.dataset": "Dataset",
     "producer_workers.engines.base": "Engine",
     "producer_workers.judges.judge": "Judge",

@@ -11,10 +11,10 @@ import rolloutmq
 from tests.programs import ROOT, python
 
 PUBLIC = """
-    AgentLoop AgentLoopManager Answer AsyncRolloutConsumer Batch BatchDataset CheckpointFolder
-    ConfigError Dataset EmbeddedServer Engine Environment FolderSender Judge Manifest
-    MediaRef Mode MultiTurnAgentLoop NotReady PolicyVersion Position RehearsalError ReplayBuffer
-    RolloutConsumer RolloutGroup RolloutMQError RolloutState Run RunLimits SampleParams
+    AgentLoop AgentLoopManager Answer AsyncRolloutConsumer AttachedJudge Batch BatchDataset CheckpointFolder
+    ColumnJudge ConfigError Dataset EmbeddedServer Engine Environment FolderSender Judge Manifest
+    MediaRef Mode MultiTurnAgentLoop NamedJudge NotReady Observer PolicyVersion Position RehearsalError ReplayBuffer
+    RolloutConsumer RolloutGroup RolloutMQError RolloutState Run RunLimits SampleParams Section
     ShardedConsumer SingleTurnAgentLoop Status Store TaskLimits ToolCall VersionSpan Worker
     padded_tensors publish rehearse run_all runs_inline
 """
