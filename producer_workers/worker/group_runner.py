@@ -24,6 +24,7 @@ from buffer.errors import (
     GroupHeld,
     GroupTimeout,
     JudgeInterrupted,
+    LostRun,
     PayloadMissing,
     RolloutMQError,
     RunDamaged,
@@ -94,8 +95,8 @@ class GroupRunner:
     async def run(self, job: Job) -> None:
         """Generate and judge one group, and submit it.
 
-        Raises EngineDeadError, GroupChanged, and RunDamaged where the result cannot be submitted.
-        Any other failure only releases the group.
+        Raises EngineDeadError, GroupChanged, LostRun, and RunDamaged where the result cannot be
+        submitted. Any other failure only releases the group.
         """
         known_tokens = 0
         group: RolloutGroup | None = None
@@ -126,7 +127,8 @@ class GroupRunner:
             # a submission writes keys that all groups share; only a read concerns the group alone
             begun = {*self._held.members, *self._held.submitting}
             is_shared = isinstance(error, RunDamaged) and job in begun
-            if isinstance(error, GeneratorExit | GroupChanged) or is_cancelled or is_shared:
+            is_shared |= isinstance(error, GeneratorExit | GroupChanged | LostRun)
+            if is_cancelled or is_shared:
                 raise
             if group:  # lengths that have changed fail a group in many ways
                 group.check_unchanged()

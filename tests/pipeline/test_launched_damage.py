@@ -41,6 +41,6 @@ def test_a_launched_run_ends_with_the_key_is_made_again_and_finishes(
         assert code == 0 or (code == 5 and is_named), site.words()
         again = site.start("run", "--regenerate")
         assert again.wait() == 0
-        site.check()
+        site.check(is_regenerated=True)
     finally:
         site.close()
