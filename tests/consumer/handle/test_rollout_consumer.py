@@ -325,7 +325,7 @@ def without(name: str) -> Callable[[PublishedWeights], PublishedWeights]:
         (without("model.safetensors"), "model.safetensors"),
         (lambda published: published._replace(checksum=""), " was published"),
         (lambda published: published._replace(address="/nowhere"), "/nowhere"),
-        (lambda published: published._replace(address="redis:l1:4"), "no weights l1:4"),
+        (lambda published: published._replace(address="redis:l1:4"), "no weights redis:l1:4"),
     ],
 )
 def test_weights_that_no_worker_could_load_are_not_announced(

@@ -212,6 +212,9 @@ def test_no_place_of_a_request_makes_a_control_token(gullible: Any, path: str) -
             before = len(engine.read)
             url, headers = f"{desk.gateway.url}/{path}", {"Authorization": f"Bearer {desk.key}"}
             async with desk.http.post(url, json=asked, headers=headers) as reply:
+                if reply.status == 429:  # a quick machine asks more than a key may
+                    await asyncio.sleep(float(reply.headers["Retry-After"]))
+                    reply = await desk.http.post(url, json=asked, headers=headers)
                 assert reply.status in (200, 400), await reply.read()
             if number % 99 == 98:
                 desk.session.segments = []  # a session has a limit of them
