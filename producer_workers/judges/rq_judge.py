@@ -1,8 +1,8 @@
 """Judge in other processes: one rq job for each rollout, without blocking the engine.
 
-    waiting ──▶ started ──▶ a result in the job's stream ──▶ reward
-       │           └── time limit passed ─┐     └── failed ──┐
-       └── in no list ────────────────────┴──▶ another try ◀─┘   (a job of its own; then JudgeError)
+    in the queue ──▶ taken ──▶ a result in the job's stream ──▶ reward
+                       │            └── failed ──┐
+                       └── time limit passed ────┴──▶ another try   (a new job; at last JudgeError)
 
 Workers, work-horses and the server may lose a job, so a judge may run twice for one rollout; its
 first awaited answer counts.
@@ -13,14 +13,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import ceil
 from secrets import token_hex
-from typing import Any, TypeVar
+from typing import Any
 
-from rq.job import Job
 from rq.results import Result
 
 from buffer.errors import JudgeError, StoreError
@@ -33,22 +32,15 @@ from producer_workers.judges.judge import Judge, function_rules, rollout_fields,
 from producer_workers.judges.rq_worker import FUNCTION, open_queue
 from producer_workers.user_code.border import Failure, check_answers
 
-T = TypeVar("T")
-
 log = logging.getLogger("rolloutmq.judge")
 
 POLL_S = 1  # longest time between two checks of a job; a result wakes its waiter at once
-
-GRACE_S = 5.0  # how long a job may be between two states before it counts as lost
-
+GRACE_S = 5.0  # beyond its limit, until a job that has left the queue counts as lost
 RESULT_S = 120  # how long a result is kept to be read
-
 FAILURE_S = 86_400  # how long a failed job is kept to be inspected
 
 _RAISED = f"{JudgeError.__module__}.{JudgeError.__name__}: "  # before the text of `score`'s error
-
-# Most rollouts that one task of one worker waits for; others wait before they are queued.
-_THREADS = 256
+_THREADS = 256  # most rollouts of a task that wait for an answer; others are not queued yet
 
 
 class RqJudge(Judge):
@@ -69,7 +61,7 @@ class RqJudge(Judge):
     ) -> None:
         self.name = name
         self.sees_group = sees_group
-        self._store = store
+        self._retrying = partial(store.retrying, "judge")
         self._judging = judging
         self._queue = open_queue(store.bulk, run)
         self._job_ids = Keys(run).judge_jobs
@@ -87,24 +79,25 @@ class RqJudge(Judge):
         return take_columns(self.name, states, answers)
 
     def _ask(self, fields: list[dict[str, Any]], stop: threading.Event) -> Any:
-        for tries_left in reversed(range(self._judging.retries + 1)):
+        tries_left = self._judging.retries
+        while True:
             try:
                 return self._try(fields, stop)
             except JudgeError as error:
                 if not tries_left or stop.is_set():
                     raise
                 log.warning("%s; %d retries left", error.message, tries_left)
-        raise AssertionError("unreachable")
+                tries_left -= 1
 
     def _try(self, fields: list[dict[str, Any]], stop: threading.Event) -> Any:
         """Run one job from its start to its end. Raises JudgeError."""
         try:
-            return self._await(self._enqueue(fields), stop)
+            return self._outcome(self._result(fields, stop))
         except (StoreError, TypeError, ValueError, RecursionError) as error:
             # The rollout cannot be written as JSON, or (RecursionError, too) the answer is invalid.
             raise JudgeError(f"judge {self.name!r} could not be asked: {error}") from error
 
-    def _enqueue(self, fields: list[dict[str, Any]]) -> Job:
+    def _result(self, fields: list[dict[str, Any]], stop: threading.Event) -> Result:
         limits = self._judging
         job = self._queue.create_job(
             FUNCTION,
@@ -115,33 +108,18 @@ class RqJudge(Judge):
             failure_ttl=FAILURE_S,
             description=self.name,
         )
-        return self._retrying(lambda: self._queue.enqueue_job(job))
-
-    def _await(self, job: Job, stop: threading.Event) -> Any:
-        state = ""
-        since = time.monotonic()
+        self._retrying(lambda: self._queue.enqueue_job(job))
+        polls = 0  # without a result since the job left the queue; an outage does not count
         while not stop.is_set():
             if result := self._retrying(lambda: job.latest_result(timeout=POLL_S)):
-                return self._outcome(result)
-            now = time.monotonic()
-            seen = self._retrying(lambda: self._state(job))
-            if seen != state or seen == "waiting":
-                state = seen
-                since = now
-            elif now - since > GRACE_S + (self._judging.timeout_s if seen == "started" else 0):
-                raise JudgeError(
-                    f"judge {self.name!r}: job {job.id} is lost, it was last {state or 'gone'}"
-                )
-        if self._retrying(lambda: self._state(job)) == "waiting":
+                return result
+            is_waiting = self._retrying(lambda: self._queue.get_job_position(job)) is not None
+            polls = 0 if is_waiting else polls + 1
+            if polls * POLL_S > limits.timeout_s + GRACE_S:
+                raise JudgeError(f"judge {self.name!r}: job {job.id} is lost")
+        if self._retrying(lambda: self._queue.get_job_position(job)) is not None:
             self._retrying(job.delete)
         raise JudgeError(f"judge {self.name!r}: cancelled")
-
-    def _state(self, job: Job) -> str:
-        """Return "waiting" in the queue, rq's status, or "" for a job that Redis does not know."""
-        if self._queue.get_job_position(job.id) is not None:
-            return "waiting"
-        status = self._store.bulk.hget(job.key, "status")
-        return status.decode() if status else ""
 
     def _outcome(self, result: Result) -> Any:
         if result.type is Result.Type.SUCCESSFUL:
@@ -158,6 +136,3 @@ class RqJudge(Judge):
             f"judge {self.name!r} failed: {reason}",
             hint=f"see job {result.job_id} in the failed registry of rq's queue {self._queue.name}",
         )
-
-    def _retrying(self, operation: Callable[[], T]) -> T:
-        return self._store.retrying("judge", operation)

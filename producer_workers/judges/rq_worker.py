@@ -20,6 +20,7 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Mapping
+from contextlib import closing
 from math import ceil
 from typing import Any, ClassVar
 
@@ -57,17 +58,11 @@ FIELDS = {
 """What the hash of a job may have: times, limits and texts, but nothing that rq looks up."""
 
 LONGEST_JOB = 1 << 28  # bytes, unpacked
-
 WORKER_TTL_S = 60  # how long a worker that died is still listed; a live one reports more often
-
 CLEAN_S = 60  # seconds between two searches of rq for jobs whose worker died
-
-POLL_S = 0.2
-RESTART_S = 1.0
+PACE_S = 1.0  # between two looks for workers that died
 MOST_DEATHS = 8  # of judge workers, within DEATHS_S: then the pool ends, too
 DEATHS_S = 60.0
-_CPU_GRACE_S = 1
-
 LOST_SERVER = 3  # exit code of a worker whose server went away; its successor waits for the server
 
 
@@ -86,10 +81,8 @@ def judge_url(configured: str | None, servers: Servers) -> str:
 class JudgeQueue(Queue):
     """The judge queue of one run, whose keys all carry the names of `Keys`, as the ACL expects."""
 
-    @property
-    def redis_queues_keys(self) -> str:  # type: ignore[override]
-        """Return a list of its own: rq's is shared by all applications of a server."""
-        return f"rq:queues:{self.name}"
+    # rq's own list is shared by all applications of a server
+    redis_queues_keys = property(lambda self: f"rq:queues:{self.name}")
 
 
 def open_queue(connection: Any, run: str, **options: Any) -> JudgeQueue:
@@ -112,7 +105,7 @@ def score(
     # rq's own limit is a signal to Python.
     limit_memory(memory_mb)
     used = resource.getrusage(resource.RUSAGE_SELF)
-    lower(resource.RLIMIT_CPU, ceil(used.ru_utime + used.ru_stime + timeout_s) + _CPU_GRACE_S)
+    lower(resource.RLIMIT_CPU, ceil(used.ru_utime + used.ru_stime + timeout_s) + 1)
     states = [rollout_of(fields) for fields in rollouts]
     try:
         rewards = asyncio.run(chosen.judge_group(states))
@@ -160,10 +153,8 @@ class JudgeWorker(Worker):
 
     queue_class = JudgeQueue
 
-    @property
-    def redis_workers_keys(self) -> str:  # type: ignore[override]
-        """Return the list of the workers of its queue, in place of that of all workers."""
-        return WORKERS_BY_QUEUE_KEY % self.queues[0].name
+    # the list of the workers of its queue, in place of that of all workers
+    redis_workers_keys = property(lambda self: WORKERS_BY_QUEUE_KEY % self.queues[0].name)
 
     def _set_ip_address(self, connection: Any) -> None:
         """Skip the address: rq would list all clients of the server."""
@@ -174,19 +165,18 @@ class JudgeWorker(Worker):
 
     def run_maintenance_tasks(self) -> None:
         """Clean what our jobs use. rq also cleans what all applications of a server share."""
-        for queue in self.queues:
-            if queue.acquire_maintenance_lock():
-                try:
-                    for kind in (FinishedJobRegistry, FailedJobRegistry):
-                        kind(queue=queue).cleanup()
-                    StartedJobRegistry(queue=queue).cleanup(exception_handlers=self._exc_handlers)
-                    queue.intermediate_queue.cleanup(self, queue)
-                    dead = [key for key in get_keys(queue) if not self.connection.exists(key)]
-                    if dead:
-                        self.connection.srem(self.redis_workers_keys, *dead)
-                except (ValueError, redis.ResponseError) as error:
-                    log.warning("rq's lists hold what is no job of ours: %s", describe(error))
-                queue.release_maintenance_lock()  # type: ignore[no-untyped-call]
+        (queue,) = self.queues
+        if queue.acquire_maintenance_lock():
+            try:
+                for kind in (FinishedJobRegistry, FailedJobRegistry, StartedJobRegistry):
+                    kind(queue=queue).cleanup()
+                queue.intermediate_queue.cleanup(self, queue)
+                dead = [key for key in get_keys(queue) if not self.connection.exists(key)]
+                if dead:
+                    self.connection.srem(self.redis_workers_keys, *dead)
+            except (ValueError, redis.ResponseError) as error:
+                log.warning("rq's lists hold what is no job of ours: %s", describe(error))
+            queue.release_maintenance_lock()  # type: ignore[no-untyped-call]
         self.last_cleaned_at = now()  # type: ignore[assignment]
 
     def handle_exception(self, job: Job, *exc_info: Any) -> None:
@@ -194,92 +184,76 @@ class JudgeWorker(Worker):
         log.warning("job %s failed: %s", job.id, message_of(failure_text(exc_info[1])))
 
 
-class JudgePool:
-    """Runs rq workers as processes and restarts them when they die.
+def serve_judges(url: str, run: str, judges: Mapping[str, str], count: int) -> None:
+    """Run `count` rq workers as processes, and restart them when they die.
 
-    `judges`: those they may run, each with its sandbox.
+    `judges`: those they may run, each with its sandbox. SIGTERM or Ctrl-C ends this once the
+    workers have finished their jobs. Raises RolloutMQError if they always die.
     """
+    for judge, sandbox in judges.items():
+        # before the first fork, so that no work-horse imports it again
+        load_judge(judge, JudgingSection(sandbox=sandbox))
+    JudgeJob.judges = judges
+    os.environ[OWNER] = str(os.getpid())  # a worker does not outlive this process
+    signals: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    signal.signal(signal.SIGINT, signal.getsignal(signal.SIGTERM))
 
-    def __init__(self, url: str, run: str, judges: Mapping[str, str], workers: int) -> None:
-        self._url = url
-        self._run = run
-        self._judges = judges
-        self._count = workers
-        self._stopping = False
+    def start() -> multiprocessing.process.BaseProcess:
+        worker = multiprocessing.get_context("fork").Process(target=_work, args=(url, run, signals))
+        worker.start()
+        return worker
 
-    def run(self) -> None:
-        """Serve until SIGTERM or Ctrl-C, then wait until the workers have finished their jobs."""
-        for judge, sandbox in self._judges.items():
-            load_judge(
-                judge, JudgingSection(sandbox=sandbox)
-            )  # before the first fork, so that no work-horse imports it again
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._stop)
-        workers = [self._start() for _ in range(self._count)]
-        log.info("%d judge workers for %s", self._count, ", ".join(sorted(self._judges)))
-        try:
-            self._watch(workers)
-        finally:
-            for worker in workers:
-                worker.terminate()
-            for worker in workers:
-                worker.join()
-
-    def _watch(self, workers: list[multiprocessing.process.BaseProcess]) -> None:
-        deaths = deque[float](maxlen=MOST_DEATHS)
-        while not self._stopping:
-            time.sleep(POLL_S)
+    workers = [start() for _ in range(count)]
+    log.info("%d judge workers for %s", count, ", ".join(sorted(judges)))
+    deaths = deque[float](maxlen=MOST_DEATHS)
+    try:
+        while not signals:
+            time.sleep(PACE_S)
             for slot, worker in enumerate(workers):
-                if worker.is_alive() or self._stopping:
+                if worker.is_alive() or signals:
                     continue
-                code = worker.exitcode
-                log.warning("restarting a judge worker that exited with %s", code)
-                if code != LOST_SERVER:
+                log.warning("restarting a judge worker that exited with %s", worker.exitcode)
+                if worker.exitcode != LOST_SERVER:
                     deaths.append(time.monotonic())
                 if len(deaths) == MOST_DEATHS and deaths[-1] - deaths[0] < DEATHS_S:
                     raise RolloutMQError(
                         f"{MOST_DEATHS} judge workers ended within {DEATHS_S:g} s",
                         hint="the log above says why",
                     )
-                time.sleep(RESTART_S)
-                workers[slot] = self._start()
+                workers[slot] = start()
+    finally:
+        for worker in workers:
+            worker.terminate()
+        for worker in workers:
+            worker.join()
 
-    def _stop(self, *_: object) -> None:
-        self._stopping = True
 
-    def _start(self) -> multiprocessing.process.BaseProcess:
-        os.environ[OWNER] = str(os.getpid())  # a worker does not outlive this process
-        worker = multiprocessing.get_context("fork").Process(target=self._work)
-        worker.start()
-        return worker
-
-    def _work(self) -> None:
-        os.setpgrp()  # so that Ctrl-C reaches the pool alone, which stops its workers in order
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
-        if self._stopping:  # stopped between the fork and the lines above
-            return
-        follow_owner()
-        JudgeJob.judges = self._judges
-        try:
-            store = Store(self._url, name="rolloutmq-judge-start")
+def _work(url: str, run: str, signals: list[int]) -> None:
+    os.setpgrp()  # so that Ctrl-C reaches the pool alone, which stops its workers in order
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signals:  # stopped between the fork and the lines above
+        return
+    follow_owner()
+    try:
+        with closing(Store(url, name="rolloutmq-judge-start")) as store:
             store.patience = lambda: True
             store.retrying("first contact", lambda: store.control.ping())
-            store.close()
-            connection = open_client(self._url, name="rolloutmq-judge")
-            queue = open_queue(connection, self._run, job_class=JudgeJob)
-            host = f"{socket.gethostname().split('.')[0]}-{os.getpid()}-{secrets.token_hex(3)}"
-            JudgeWorker(
-                [queue],
-                name=f"{queue.name}:{host}",
-                connection=connection,
-                job_class=JudgeJob,
-                serializer=JSONSerializer,
-                worker_ttl=WORKER_TTL_S,
-                maintenance_interval=CLEAN_S,
-            ).work(logging_level="WARNING")
-        except redis.RedisError as error:  # the worker ends when its server does
-            if not is_transient(error):
-                raise
-            log.warning("a judge worker lost the server: %s", error)
-            sys.exit(LOST_SERVER)
+        connection = open_client(url, name="rolloutmq-judge")
+        queue = open_queue(connection, run, job_class=JudgeJob)
+        host = f"{socket.gethostname().split('.')[0]}-{os.getpid()}-{secrets.token_hex(3)}"
+        JudgeWorker(
+            [queue],
+            name=f"{queue.name}:{host}",
+            connection=connection,
+            job_class=JudgeJob,
+            serializer=JSONSerializer,
+            worker_ttl=WORKER_TTL_S,
+            maintenance_interval=CLEAN_S,
+        ).work(logging_level="WARNING")
+    except redis.RedisError as error:  # the worker ends when its server does
+        if not is_transient(error):
+            raise
+        log.warning("a judge worker lost the server: %s", error)
+        sys.exit(LOST_SERVER)

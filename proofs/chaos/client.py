@@ -155,9 +155,9 @@ def sweep(run: Run) -> None:
 
 def judge(url: str) -> None:
     from producer_workers.config.sandbox import BUBBLEWRAP
-    from producer_workers.judges.rq_worker import JudgePool
+    from producer_workers.judges.rq_worker import serve_judges
 
-    JudgePool(judge_url(url), RUN, {judge_spec(): BUBBLEWRAP}, 1).run()
+    serve_judges(judge_url(url), RUN, {judge_spec(): BUBBLEWRAP}, 1)
 
 
 def main(role: str, name: str, url: str, root: str, *flags: str) -> None:

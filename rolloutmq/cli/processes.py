@@ -149,7 +149,7 @@ def judge(
     log_json("judge", settings.run.name)
     follow_owner()
     from buffer.open_run import open_store, server_url
-    from producer_workers.judges.rq_worker import JudgePool, judge_url
+    from producer_workers.judges.rq_worker import judge_url, serve_judges
 
     tasks = [task for task in settings.tasks.values() if task.judging.kind == "rq"]
     judges = _judges_of(tasks)
@@ -163,7 +163,7 @@ def judge(
         )
         url = judge_url(None, store.servers)
         store.close()
-    JudgePool(url, settings.run.name, judges, workers).run()
+    serve_judges(url, settings.run.name, judges, workers)
 
 
 def _judges_of(tasks: Iterable[TaskSection]) -> dict[str, str]:

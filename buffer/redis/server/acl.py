@@ -48,6 +48,12 @@ _WRITE = _allow(
     "del unlink expire pexpire persist rename copy set setrange setbit getdel hset hsetnx hincrby "
     "hdel rpush lset ltrim lrem blpop sadd srem xadd xdel zadd zrem"
 )
+_RQ = _allow(
+    "exists ttl type del unlink expire pexpire persist get set hset hsetnx hget hmget hgetall hdel "
+    "hexists hincrby hincrbyfloat lpush rpush lpop rpop blpop lmove blmove lrange lrem llen lpos "
+    "sadd srem smembers scard sismember zadd zrem zrange zrangebyscore zremrangebyscore zcard "
+    "zscore xadd xread xrange xrevrange xlen xtrim watch"
+)
 _SUBSCRIBE = _allow("subscribe unsubscribe")
 _FIND_RUNS = _allow("scan")
 _LOAD_SCRIPTS = _allow("script|load script|exists")
@@ -67,9 +73,7 @@ class Role:
     writes: tuple[str, ...] = ()  # patterns of keys, behind the run's prefix
     more: tuple[str, ...] = ()  # further commands
     sees: bool = True  # whether the user may read the run
-    asks_judges: bool = False  # may use the run's judge queue
-    judges: bool = False  # may do the work of rq's workers on that queue
-    clears_judges: bool = False  # may remove the keys of that queue, with the run
+    judging: str = ""  # commands on rq's keys of the run's judge queue
 
 
 ROLES = {
@@ -77,15 +81,15 @@ ROLES = {
         (*_GROUPS, "control", "cursors", "meta*", "ledger:*", "batch:*", "ended:*"),
         (_LOAD_SCRIPTS,),
     ),
-    "worker": Role(_GROUPS, asks_judges=True),
+    "worker": Role(_GROUPS, (_TRANSACTION,), judging=_RQ),
     # a judge may execute code that a model wrote, so it sees nothing of the run
-    "judge": Role(sees=False, asks_judges=True, judges=True),
+    "judge": Role(more=(_TRANSACTION,), sees=False, judging=_RQ),
     "trainer": Role(("*",), (_FIND_RUNS, _LOAD_SCRIPTS, "+publish")),
     "viewer": Role(more=(_FIND_RUNS,)),
     "operator": Role(
         ("*",),
         (_FIND_RUNS, _LOAD_SCRIPTS, "+publish", _TRANSACTION, "+memory|usage"),
-        clears_judges=True,
+        judging="+unlink",  # with the run
     ),
 }
 
@@ -98,13 +102,6 @@ _JUDGE_KEYS = (
     "rq:executions:{job}*",
 )  # fmt: skip
 """rq's keys of one queue and its jobs (`Keys.judge_queue`, `Keys.judge_jobs`)."""
-
-_RQ = _allow(
-    "exists ttl type del unlink expire pexpire persist get set hset hsetnx hget hmget hgetall hdel "
-    "hexists hincrby hincrbyfloat lpush rpush lpop rpop blpop lmove blmove lrange lrem llen lpos "
-    "sadd srem smembers scard sismember zadd zrem zrange zrangebyscore zremrangebyscore zcard "
-    "zscore xadd xread xrange xrevrange xlen xtrim watch"
-)
 
 
 def user_name(run: str, role: str) -> str:
@@ -147,13 +144,11 @@ def _rules_of_run(keys: Keys, role: Role) -> list[str]:
 
 
 def _rules_of_rq(keys: Keys, role: Role) -> list[str]:
-    if not (role.asks_judges or role.clears_judges):
+    if not role.judging:
         return []
     names = {"queue": keys.judge_queue, "job": keys.judge_jobs}
     found = " ".join(f"~{key.format(**names)}" for key in _JUDGE_KEYS)
-    if not role.asks_judges:
-        return [f"({found} +unlink)"]
-    rules = [f"({found} {_RQ})", _TRANSACTION]
-    if role.judges:
+    rules = [f"({found} {role.judging})"]
+    if not role.sees:  # the role judge runs rq's workers, which subscribe
         rules.append(f"&rq:pubsub:{keys.judge_queue}:* {_SUBSCRIBE}")
     return rules
