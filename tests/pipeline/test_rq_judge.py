@@ -418,7 +418,9 @@ async def test_job_is_asked_for_again_when_its_worker_died_before_it_began(
 ) -> None:
     queue = open_queue(pool.connect(), run_name)
     client = pool.connect()
-    judging = asyncio.create_task(make_judge("length", run_name, timeout_s=1.0, retries=9).judge(RolloutState()))
+    judging = asyncio.create_task(
+        make_judge("length", run_name, timeout_s=1.0, retries=9).judge(RolloutState())
+    )
     await asyncio.to_thread(until, lambda: queue.count == 1)
     lost = client.lmove(queue.key, queue.intermediate_queue_key, "LEFT", "RIGHT")
     await asyncio.to_thread(until, lambda: queue.count == 1)
