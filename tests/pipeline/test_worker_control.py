@@ -221,21 +221,6 @@ async def test_torn_weights_are_refused_without_harm_until_good_ones_come(
     yard.check()
 
 
-async def test_weights_of_another_publication_are_refused_and_the_next_ones_are_loaded(
-    yard: Yard,
-) -> None:
-    folder, _ = yard.write_weights(1)
-    _, foreign = yard.write_weights(2)
-    async with yard.working(yard.worker()) as engine:
-        yard.name(1, folder, foreign)
-        yard.enqueue(1)
-        await yard.until_idle()
-        assert (engine.version(), yard.places()) == (FIRST, {"waiting": 1})
-        yard.publish(3)
-        await yard.until_places(completed=1)
-        assert engine.version() == PolicyVersion(LINEAGE, 3)
-
-
 async def test_work_is_dropped_when_a_lease_is_lost_while_weights_are_loaded(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
