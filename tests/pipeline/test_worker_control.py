@@ -176,16 +176,6 @@ async def test_an_evaluation_runs_when_only_its_lane_is_open(
 # -- weights -----------------------------------------------------------------
 
 
-@on_both
-async def test_newer_weights_are_loaded_before_anything_is_claimed(yard: Yard) -> None:
-    weights = yard.publish(4)
-    gids = yard.enqueue(3)
-    async with yard.working(yard.worker()) as engine:
-        await yard.until_places(completed=3)
-        assert engine.version() == weights
-    assert {span.version for gid in gids for s in yard.group(gid).states for span in s.spans} == {4}
-
-
 @pytest.mark.parametrize("mode", [Mode.KEEP, Mode.ABORT, Mode.DRAIN])
 async def test_torn_weights_are_refused_without_harm_until_good_ones_come(
     yard: Yard, caplog: pytest.LogCaptureFixture, mode: Mode
