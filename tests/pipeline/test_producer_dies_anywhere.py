@@ -68,7 +68,6 @@ def test_the_next_producer_ends_what_one_began_that_died_at_any_call(
     produce(undisturbed, undisturbed.new_manager())
     expected = outcome(undisturbed)
     assert len(expected["lines"]["math", "resume"]) == 3
-    assert expected["weights"]["idle"] == 1.0
     for at in count(1):
         mixture = prepare(make_mixture)
         with monkeypatch.context() as patch:
