@@ -74,7 +74,7 @@ ROWS = (
         "take of 512 groups: server time",
         "scaling",
         [("scaling", "take 512, 1,000 groups")],
-        "two commands per group, see below",
+        "two commands per group",
     ),
     Row(
         "1,000,000 groups / 1,000",
@@ -98,7 +98,7 @@ ROWS = (
         "pause of 64 workers, p50",
         "pause",
         _both("pause, 64 workers", "p50"),
-        "processor time, see below",
+        "processor time",
     ),
     Row(
         "pause of 64 workers, p99",

@@ -1,8 +1,7 @@
 """What the reference (XTuner v1) promises of producing; docstrings say where ours differs.
 
-Its replay buffer: tests/buffer/groups/test_reference_behaviours.py. Shares by weight,
-should_continue_fn, several tasks: test_agent_loop_manager.py. Raw rewards before filtering:
-test_task_runner.py. Its state machine: test_disaggregated.py.
+Shares by weight, should_continue_fn, several tasks: test_agent_loop_manager.py. Raw rewards before
+filtering: test_task_runner.py. Its state machine: test_disaggregated.py.
 """
 
 from __future__ import annotations

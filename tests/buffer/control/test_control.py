@@ -28,22 +28,9 @@ from buffer.ids import new_nonce
 from buffer.limits import RunLimits
 from buffer.redis.store import Store
 from buffer.run import Run
-from buffer.wire.rollout import PolicyVersion
 from tests.buffer.scene import FIRST, LIMITS, Scene
 
 ALL = ("eval", "resume", "fresh")
-
-
-def test_operators_pause_survives_the_trainers_continue(scene: Scene) -> None:
-    nonce = scene.open_trainer()
-    set_mode = scene.run.control.set_mode
-    set_mode("trainer", Mode.ABORT, nonce=nonce)
-    set_mode("operator", Mode.DRAIN)
-    state = set_mode("trainer", Mode.RUN, nonce=nonce)
-    assert (state.mode, state.lanes, state.epoch) == (Mode.DRAIN, (), 4)
-    state = set_mode("operator", Mode.RUN)
-    assert (state.mode, state.lanes, state.epoch) == (Mode.RUN, ALL, 5)
-    assert scene.run.control.state() == state
 
 
 @pytest.mark.parametrize(
@@ -63,16 +50,6 @@ def test_the_stricter_of_two_holders_rules(
     nonce = scene.open_trainer()
     scene.run.control.set_mode("operator", operator)
     assert scene.run.control.set_mode("trainer", trainer, nonce=nonce).mode is mode
-
-
-def test_only_lanes_that_both_leave_open_are_open(scene: Scene) -> None:
-    nonce = scene.open_trainer()
-    state = scene.run.control.set_mode("trainer", Mode.ABORT, lanes="eval", nonce=nonce)
-    assert state.lanes == ("eval",)
-    assert scene.run.control.set_mode("operator", Mode.DRAIN, lanes="eval resume").lanes == (
-        "eval",
-    )
-    assert scene.run.control.set_mode("trainer", Mode.ABORT, nonce=nonce).lanes == ()
 
 
 def test_continue_ends_the_pause_of_a_trainer_that_is_gone_and_of_no_other(
@@ -186,21 +163,6 @@ def test_a_line_of_a_worker_that_was_replaced_or_cut_off_says_so(scene: Scene) -
         assert select.select([line], [], [], 60)[0]
         with pytest.raises(redis.ConnectionError, match="closed the connection"):
             line.receive(answers.append, lambda *what: answers.append(what))
-
-
-def test_published_weights_are_the_only_ones_that_may_claim(scene: Scene) -> None:
-    nonce = scene.open_trainer()
-    scene.enqueue(1)
-    state = scene.run.control.publish_weights(nonce, PolicyVersion("l1", 4), "/w/4", "abc")
-    assert (state.weights, state.weights_path, state.weights_checksum) == (
-        PolicyVersion("l1", 4),
-        "/w/4",
-        "abc",
-    )
-    assert state.epoch == 2
-    claim = scene.run.jobs.claim("w0", scene.worker(), new_nonce(), FIRST, 1)
-    assert claim.refusal == "STALE"
-    assert len(scene.claim(weights=PolicyVersion("l1", 4))) == 1
 
 
 def test_bell_wakes_whoever_waits_and_is_bounded(scene: Scene) -> None:

@@ -46,49 +46,6 @@ def test_register_needs_a_run(scene: Scene) -> None:
     assert scene.raw.exists(scene.keys.workers, scene.keys.worker("w0")) == 0
 
 
-def test_claim_serves_only_lanes_that_are_open(scene: Scene) -> None:
-    scene.enqueue(3)
-    (job,) = scene.claim()
-    scene.run.jobs.release("w0", job, "handback")
-    scene.enqueue(1, task="quiz")
-    scene.pause(lanes="eval")
-    assert [found.lane for found in scene.claim(9)] == ["eval"]
-    scene.pause(lanes="resume")
-    assert [found.lane for found in scene.claim(9)] == ["resume"]
-    assert len(scene.stream("fresh")) == 2
-
-
-def test_heartbeat_renews_only_what_the_worker_still_owns(scene: Scene) -> None:
-    scene.enqueue(3)
-    mine, lost, done = scene.claim(3)
-    scene.run.jobs.drop(lost.gid, revoke="w0")
-    scene.submit(done)
-    scene.raw.zadd(scene.keys.leases, {"w0": 1})
-    beat = scene.beat([mine, lost, done])
-    assert (beat.known, beat.lost, beat.is_agreed) == (True, (lost, done), False)
-    assert scene.raw.zscore(scene.keys.leases, "w0") > scene.now_ms()
-    assert scene.beat([mine]).is_agreed
-    scene.check()
-
-
-def test_worker_that_was_stopped_for_longer_than_a_lease_registers_anew(scene: Scene) -> None:
-    scene.enqueue(2)
-    nonce = scene.worker()
-    jobs = scene.claim(2)
-    scene.expire_leases()
-    assert scene.run.jobs.reap().groups == 2
-    scene.nonces["w0"] = nonce
-    beat = scene.beat(jobs)
-    assert (beat.known, beat.lost) == (False, tuple(jobs))
-    for job in jobs:
-        with pytest.raises(Fenced):
-            scene.submit(job)
-    scene.run.fleet.register("w0", nonce, {})
-    assert scene.beat([]).is_agreed
-    scene.submit(scene.claim()[0])
-    scene.check()
-
-
 def test_another_process_of_the_same_id_gives_back_what_the_first_one_held(scene: Scene) -> None:
     """It knows nothing of these groups; one of them may have ended the first process (I11)."""
     scene.enqueue(3)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
 
 from buffer.control.settings import LiveSettings
-from buffer.wire.rollout import RolloutState, Status, VersionSpan
+from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.wire.staleness import AgeLimit
-from tests.buffer.scene import Scene
+from tests.buffer.scene import Scene, rollout
 
 TOKENS = 4
 
@@ -140,4 +141,29 @@ def test_a_group_that_expires_while_it_waits_keeps_members_that_are_not_too_old(
     limit = limit_of(scene, job.gid)
     kept = scene.run.buffer.read(scene.payload(job.gid))
     assert [limit.is_too_old(state) for state in kept.states] == [True, False]
+    assert scene.run.account.totals().clean
+
+
+@pytest.mark.parametrize("status", [Status.COMPLETED, Status.ABORTED])
+def test_fresh_siblings_of_an_expired_rollout_keep_their_tokens(
+    make_scene: Callable[..., Scene], status: Status
+) -> None:
+    """Whether it expires in its pool or when it is put: the worker that claims the group resets it."""
+    scene = make_scene(stale_threshold=4, on_straggler="retry")
+    scene.open_trainer()
+    taken = partial(scene.raw.hset, scene.keys.ledger("train"), "taken")
+    taken(7)
+    states = [
+        rollout(status, PolicyVersion("l1", version), n) for n, version in enumerate((4, 6, 4))
+    ]
+    (aged,) = scene.run.buffer.put("math", [states])
+    taken(8)
+    assert scene.run.buffer.refresh_staleness("math") == {"math": 1}
+    (late,) = scene.run.buffer.put("math", [states])
+    for gid in (aged, late):
+        limit = scene.run.buffer.age_limit(gid)
+        group = scene.run.buffer.read(scene.payload(gid))
+        assert limit is not None
+        assert [limit.is_too_old(state) for state in group.states] == [True, False, True]
+        assert (scene.record(gid)["status"], scene.record(gid)["version"]) == ("expired", "")
     assert scene.run.account.totals().clean

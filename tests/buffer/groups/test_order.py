@@ -4,32 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.groups.pools import PoolSizes
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from tests.buffer.scene import Scene
 
 Make = Callable[..., Scene]
-
-
-@pytest.mark.parametrize("order", ["staleness", "fifo"])
-def test_neither_order_takes_groups_that_are_too_stale(make_scene: Make, order: str) -> None:
-    scene = make_scene(order=order)
-    scene.open_trainer(lineage="l0")
-    scene.ready(0, 0, 0, 0)
-    scene.take(1), scene.take(2)
-    young = scene.ready(2, 1)
-    answer = scene.try_take(3, math=3)
-    assert answer.missing == {"math": (2, 3)}
-    wanted = young if order == "fifo" else young[::-1]
-    assert [entry.gid for entry in scene.run.buffer.peek(3, "math")] == wanted
-    assert scene.take(3, math=2).gids == wanted
-    assert scene.run.buffer.count_statuses("math") == {"math": PoolSizes(0, 0, 0, 2)}
-    scene.check()
 
 
 # fifo merges the first groups of each version: it must be the order of arrival, whatever the versions

@@ -9,7 +9,6 @@ import pytest
 from buffer.errors import WireError
 from buffer.ids import group_id
 from buffer.job import Job
-from buffer.wire.rollout import Status
 from tests.buffer.scene import Scene
 
 
@@ -82,20 +81,6 @@ def test_a_group_interrupted_too_often_waits_with_the_expired_ones(
     assert (job.aborts, job.tries) == (2, 1)
     scene.submit(job)
     assert scene.run.account.totals().clean
-    scene.check()
-
-
-def test_a_group_with_tokens_keeps_them_however_often_it_was_interrupted(
-    make_scene: Callable[..., Scene],
-) -> None:
-    scene = make_scene(tail_batch_max_tries=1)
-    scene.enqueue(1)
-    (job,) = scene.claim()
-    scene.submit(job, status=Status.ABORTED)
-    scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000)
-    assert interrupt(scene).aborts == 1
-    assert (len(scene.pool("aborted")), len(scene.pool("expired"))) == (1, 0)
-    assert scene.record(job.gid)["payload"] == job.token
     scene.check()
 
 

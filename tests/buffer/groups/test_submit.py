@@ -40,17 +40,6 @@ def test_groups_that_are_submitted_together_do_not_hold_up_each_other(scene: Sce
     assert arrivals == [r.job.gid for n, r in enumerate(results) if n not in (1, 35)]
 
 
-def test_group_that_cannot_be_encoded_does_not_hold_up_the_others(scene: Scene) -> None:
-    results = finished(scene, 3)
-    results[1].group.columns["spans"][0, 2] = 99
-    first, second, third = scene.run.buffer.submit_many("w0", results)
-    assert (first, third) == (Stored(Status.COMPLETED, 1), Stored(Status.COMPLETED, 2))
-    assert isinstance(second, WireError)
-    assert "columns.spans" in str(second)
-    assert scene.record(results[1].job.gid)["stage"] == "running"
-    scene.check()
-
-
 def of_extra(result: Result, seconds: object) -> Result:
     states = result.group.states
     states[0].extra = {GROUP_TIME: seconds}

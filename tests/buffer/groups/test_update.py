@@ -8,7 +8,7 @@ import pytest
 
 from buffer.errors import GroupHeld, PayloadMissing, WireError
 from buffer.job import PayloadRef
-from buffer.wire.rollout import PolicyVersion, Status
+from buffer.wire.rollout import Status
 from tests.buffer.scene import FIRST, Scene, rollout
 
 Make = Callable[..., Scene]
@@ -29,19 +29,6 @@ def test_update_replaces_the_bytes_and_keeps_the_arrival(scene: Scene) -> None:
     manifest = scene.take(1, math=2)
     assert manifest.gids == [first, second]
     assert scene.run.buffer.load(manifest)[0].scores.tolist() == [0.25, 0.25]
-    scene.check()
-
-
-def test_update_keeps_its_turn(make_scene: Make) -> None:
-    scene = make_scene(order="fifo")
-    scene.open_trainer()
-    gids = list(scene.run.buffer.put("math", [[rollout(DONE, FIRST)] for _ in range(3)]))
-    scene.run.buffer.update(gids[0], [rollout(DONE, FIRST)])
-    assert scene.take(1, math=1).gids == gids[:1]
-    scene.run.buffer.update(gids[1], [rollout(Status.ABORTED, FIRST)])
-    assert scene.take(2, math=1).gids == gids[2:]
-    scene.run.buffer.update(gids[1], [rollout(DONE, PolicyVersion("l1", 2))])
-    assert scene.take(3, math=1).gids == gids[1:2]
     scene.check()
 
 

@@ -158,30 +158,3 @@ def a_late_copy_of_kept_turns_changes_nothing(scene: Scene) -> None:
         upload(*call)
         scene.check()
     assert _said(scene, job.gid) == [1, 2, 3]
-
-
-def turns_end_with_their_group(scene: Scene) -> None:
-    """A dead letter shows them; requeued, it starts from its prompt; dropped, it frees them."""
-    scene.open_trainer(lineage="l0")
-    scene.enqueue(1)
-    (job,) = scene.claim()
-    _say(scene.turns(job), 1)
-    while scene.record(job.gid)["stage"] != "dead":
-        scene.run.jobs.release("w0", job, "lost")
-        scene.check()
-        if scene.record(job.gid)["stage"] == "waiting":
-            (job,) = scene.claim()
-            assert job.is_begun
-            _say(scene.turns(job), 1)
-    assert _said(scene, job.gid) == [1]
-    assert scene.run.jobs.requeue(job.gid) == "dead"
-    scene.check()
-    (job,) = scene.claim()
-    assert not job.is_begun
-    _say(scene.turns(job), 2)
-    scene.run.jobs.release("w0", job, "handback")
-    assert _said(scene, job.gid) == [2]
-    scene.run.jobs.drop(job.gid)
-    scene.check()
-    scene.run.payloads.collect()
-    assert not scene.raw.keys(scene.keys.payload(job.gid, "*"))

@@ -58,31 +58,3 @@ def test_groups_without_tokens_never_age(scene: Scene) -> None:
     assert scene.run.buffer.refresh_staleness("math") == {"math": 0}
     assert scene.take(51).entries[0].version is None
     scene.check()
-
-
-def test_commit_frees_in_slices_and_a_half_freed_batch_is_never_delivered_again(
-    scene: Scene,
-) -> None:
-    scene.open_trainer()
-    scene.ready(0, 0, 0)
-    scene.take(1, math=3)
-    keys = scene.keys
-    reply = scene.store.call(
-        "commit",
-        keys.slots(),
-        {"nonce": scene.trainer, "step": 1, "keep": 1, "limit": 2},
-        [keys.slots(task="math")],
-        ["math"],
-    )
-    assert reply == ["OK", "1", "0"]
-    assert scene.raw.hget(keys.ledger("train"), "slice") == b"2"
-    assert scene.counters()["archived"] == "2"
-    with pytest.raises(LedgerError, match="behind the committed step 1"):
-        scene.take(1)
-    scene.check()
-    with pytest.raises(LedgerError, match="step 0"):
-        scene.open_trainer(step=0, take_over=True)
-    scene.run.ledger.commit(scene.trainer, 1, 1)
-    assert scene.raw.exists(keys.batch("train", 1)) == 0
-    assert scene.counters()["archived"] == "3"
-    scene.check()

@@ -6,50 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from buffer.errors import Fenced, LedgerError, LostRun, RoleHeld
+from buffer.errors import Fenced, LostRun, RoleHeld
 from buffer.ids import new_nonce
 from buffer.manifest import NotReady
-from buffer.wire.rollout import PolicyVersion
 from tests.buffer.scene import Scene
-
-
-def test_trainer_gets_the_same_batches_again_when_it_restarts_from_a_checkpoint(
-    scene: Scene,
-) -> None:
-    scene.open_trainer()
-    scene.ready(0, 0, 0)
-    batches = [scene.take(step) for step in (1, 2)]
-    scene.run.ledger.commit(scene.trainer, 2, 1)
-    old = scene.trainer
-    opening = scene.run.trainers.open(new := new_nonce(), step=1, lineage="l2", take_over=True)
-    assert (opening.taken, opening.committed, opening.freed) == (2, 1, 1)
-    scene.trainer = new
-    assert scene.take(2, math=3) == batches[1]
-    for call in (
-        lambda: scene.run.ledger.take(old, 3, {"math": 1}),
-        lambda: scene.run.ledger.commit(old, 2, 2),
-        lambda: scene.run.ledger.set_target(old, "quiz", 0, 5),
-        lambda: scene.run.control.publish_weights(old, PolicyVersion("l1", 2), "/w", ""),
-        lambda: scene.run.control.renew_role("trainer", old),
-        lambda: scene.run.trainers.rescore(old, 1),
-    ):
-        with pytest.raises(Fenced):
-            call()
-    assert scene.raw.lrange(scene.keys.lineages, 0, -1) == [b"l1:0", b"l2:1"]
-    scene.check()
-
-
-def test_trainer_cannot_open_below_what_is_freed_nor_ahead_of_the_server(scene: Scene) -> None:
-    scene.open_trainer()
-    scene.ready(0, 0)
-    scene.take(1), scene.take(2)
-    scene.run.ledger.commit(scene.trainer, 2, 2)
-    before = scene.dump()
-    with pytest.raises(LedgerError, match="of step 1"):
-        scene.open_trainer(step=1, take_over=True)
-    with pytest.raises(LedgerError, match="only knows steps up to 2"):
-        scene.open_trainer(step=3, take_over=True)
-    assert scene.dump() == before
 
 
 def test_trainer_is_refused_while_another_beats_unless_it_takes_over(

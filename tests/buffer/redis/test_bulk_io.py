@@ -141,9 +141,3 @@ def test_send_raises_the_first_error_and_takes_all_answers(scene: Scene, key: st
             "test", [("SET", key, b"x"), ("INCR", key), ("SET", key, payload(10_000))]
         )
     assert scene.store.write("test", [("STRLEN", key), ("GET", names(key, 1)[0])]) == [10_000, None]
-
-
-def test_received_columns_cannot_be_changed(scene: Scene) -> None:
-    scene.ready(0)
-    (group,) = scene.run.buffer.get(1, "math")
-    assert not group.response_ids.flags.writeable

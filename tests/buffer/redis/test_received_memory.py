@@ -66,21 +66,3 @@ def test_a_batch_takes_its_bytes_and_what_is_kept_of_it_its_own_round(
     assert resident() - before < sum(ref.size for ref in refs[::8]) + SLACK
     del kept
     assert resident() - before < SLACK
-
-
-def test_columns_of_an_old_batch_stay_as_they_were_while_new_ones_arrive(
-    scene: Scene, refs: list[PayloadRef]
-) -> None:
-    held: list[tuple[int, Numbers, Numbers]] = []
-    for turn in range(3):
-        # another order, since memory that came round again would else be given the same bytes
-        order = np.random.default_rng(turn).permutation(GROUPS).tolist()
-        batch = scene.run.buffer.read_many([refs[n] for n in order])
-        for n, received in zip(order, batch, strict=True):
-            if n % 5 == turn:
-                # views of views, of all that is left of their group
-                halves = received.logprobs.reshape(2, -1)
-                held.append((n, received.response_ids[1:], halves[1]))
-    for n, ids, logprobs in held:
-        assert np.array_equal(ids, numbers(n)[1:])
-        assert np.array_equal(logprobs, -numbers(n)[TOKENS // 2 :].astype("<f4"))

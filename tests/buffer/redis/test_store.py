@@ -244,32 +244,6 @@ def test_only_transient_errors_are_retried(error: Exception, transient: bool) ->
     assert is_transient(error) is transient
 
 
-def test_full_server_refuses_new_work_but_still_takes_results(mortal: OwnServer) -> None:
-    store = Store(mortal.url, deadline_s=10.0)
-    raw: Any = raw_client(mortal.url)
-    scene = Scene(store, raw, "full")
-    scene.enqueue(4)
-    scene.open_trainer()
-    ready, held, lost = scene.claim(3)
-    scene.submit(ready)
-    raw.config_set("maxmemory", 1_000_000)
-    store.deadline_s = 0.1
-    with pytest.raises(StoreUnavailable):
-        scene.claim()
-    store.deadline_s = 10.0
-    scene.beat([held, lost])
-    scene.run.jobs.release("w0", held, "aborted")
-    assert scene.run.jobs.reap().groups == 0
-    assert scene.run.fleet.fence("w0") == 1
-    scene.take(1)
-    scene.run.ledger.commit(scene.trainer, 1, 1)
-    scene.run.janitor.sweep()
-    scene.pause()
-    scene.check()
-    raw.close()
-    store.close()
-
-
 def test_arguments_against_the_header_are_refused_by_name(scene: Scene) -> None:
     before = scene.dump()
     with pytest.raises(

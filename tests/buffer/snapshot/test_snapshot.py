@@ -17,6 +17,7 @@ from buffer.config.assignments import parse_settings
 from buffer.control.settings import LiveSettings
 from buffer.errors import (
     ConfigError,
+    PayloadMissing,
     RunExists,
     RunNotFound,
     SchemaVersionError,
@@ -158,21 +159,6 @@ def test_resumed_run_delivers_the_same_batches_byte_for_byte_and_goes_on(
     job = next(job for job in other.claim(9) if job.task == "math")
     other.submit(job)
     assert int(other.record(job.gid)["arrival"]) == arrivals + 1
-    other.check()
-
-
-def test_partial_tokens_survive(scene: Scene, tmp_path: Path) -> None:
-    scene.enqueue(1)
-    (job,) = scene.claim()
-    scene.submit(job, status=Status.ABORTED)
-    scene.run.jobs.reissue(scene.producer, "math", "aborted", 1000)
-    scene.claim()
-    scene.rest()
-    scene.run.save(tmp_path / "s")
-    other = resumed(scene, tmp_path / "s")
-    (again,) = other.claim()
-    assert [len(s.response_ids) for s in other.run.buffer.read(again.payload).states] == [2, 2]
-    other.submit(again)
     other.check()
 
 
@@ -447,3 +433,55 @@ def test_snapshot_of_one_kind_of_server_resumes_on_the_other(
         assert run.account.fsck().clean
         assert run.ledger.manifest(3) == manifest
         store.close()
+
+
+def test_retained_batches_stay_readable_and_are_freed_as_before(
+    make_scene: Callable[..., Scene], tmp_path: Path
+) -> None:
+    scene = make_scene(retain_batches=2, stale_threshold=9)
+    scene.open_trainer(lineage="l0")
+    scene.ready(*[0] * 10)
+    entries = scene.take(1, math=2).entries
+    scene.run.ledger.quarantine(scene.trainer, 2, scene.take(2, math=2).entries[0], "damaged")
+    scene.run.ledger.commit(scene.trainer, 1, 1)
+    scene.run.save(tmp_path / "s")
+    other = resumed(scene, tmp_path / "s")
+    manifest = other.run.ledger.manifest(1)
+    assert manifest is not None
+    assert (manifest.archived, manifest.entries) == (True, entries)
+    for entry in entries:
+        kept = [run.payloads.read(entry.payload) for run in (other.run, scene.run)]
+        assert kept[0] == kept[1]
+    assert other.run.ledger.archive.steps() == range(1, 2)
+    other.open_trainer(1, "l1")
+    other.take(2), other.take(3), other.take(4)
+    other.run.ledger.commit(other.trainer, 4, 3)
+    other.run.janitor.sweep()
+    assert other.run.ledger.archive.steps() == range(2, 4)
+    for entry in entries:
+        with pytest.raises(PayloadMissing):
+            other.run.payloads.read(entry.payload)
+    other.check()
+
+
+def test_group_that_died_of_its_bytes_does_not_stop_a_snapshot(
+    scene: Scene, tmp_path: Path
+) -> None:
+    scene.open_trainer(lineage="l0")
+    scene.ready(0, 0)
+    entry = scene.take(1).entries[0]
+    name = scene.keys.payload(entry.gid, entry.payload.token)
+    scene.raw.delete(name)
+    with pytest.raises(SnapshotError, match=entry.gid):
+        scene.run.save(tmp_path / "no")
+    scene.run.ledger.quarantine(scene.trainer, 1, entry, "gone")
+    scene.run.save(tmp_path / "s")
+    other = resumed(scene, tmp_path / "s")
+    other.check()
+    assert other.raw.get(other.keys.payload(entry.gid, entry.payload.token)) == scene.raw.get(name)
+    assert [letter.reason for letter in other.run.dead_letters.newest()] == ["gone"]
+    assert other.run.jobs.requeue(entry.gid) == "dead"
+    (job,) = other.claim()
+    assert (job.gid, other.run.buffer.read(job.payload).status) == (entry.gid, Status.INIT)
+    other.submit(job)
+    other.check()
