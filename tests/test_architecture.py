@@ -30,16 +30,6 @@ def test_buffer_loads_nothing_heavy_when_all_of_it_is_imported() -> None:
     assert heavy_modules_after(f"import buffer\n{imports}") == set()
 
 
-def test_the_command_stays_light_when_only_help_is_asked_for() -> None:
-    code = """
-import contextlib, sys, rolloutmq.cli
-sys.argv = ["rolloutmq", "--help"]
-with contextlib.suppress(SystemExit):
-    rolloutmq.cli.main()
-"""
-    assert heavy_modules_after(code) == set()
-
-
 def test_no_file_has_the_name_of_a_stdlib_module() -> None:
     files = [path for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
     assert [str(path) for path in files if path.stem in sys.stdlib_module_names] == []

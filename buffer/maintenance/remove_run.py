@@ -31,6 +31,7 @@ def remove_run(store: Store, keys: Keys, advance: Advance = lambda count: None) 
 
     `advance` gets the number of keys removed in each slice. O(keys of the server), without a stall.
     """
+    store = store.at(keys.meta)  # which may lie on another node than the run of this store
     store.ask("remove", "HSET", keys.meta, "schema", REMOVING)
     removed: int = store.ask("remove", "UNLINK", keys.control)
     patterns = (f"{keys.prefix}*", *keys.judge_patterns)

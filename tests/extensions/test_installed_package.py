@@ -123,27 +123,3 @@ def test_its_observer_sees_what_the_trainer_takes(environment: Path) -> None:
     file = environment / "sizes"
     said(environment, OBSERVER, BATCH_SIZES=str(file))
     assert file.read_text() == "1 1\n"
-
-
-def test_a_name_that_two_packages_attach_is_refused(environment: Path) -> None:
-    (site,) = environment.glob("lib/python*/site-packages")
-    other = site / "other-1.0.dist-info"
-    other.mkdir()
-    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
-    (other / "entry_points.txt").write_text(
-        "[rolloutmq.named_judges]\npalindrome = other.module:JUDGE\n"
-    )
-    program = (
-        "from buffer.errors import ConfigError\n"
-        "from buffer.imports import attached\n"
-        "try:\n    attached('rolloutmq.named_judges')\n"
-        "except ConfigError as error:\n    print(error)"
-    )
-    try:
-        text = said(environment, program)
-    finally:
-        for file in other.iterdir():
-            file.unlink()
-        other.rmdir()
-    assert "rollout_extras.palindrome:PALINDROME" in text
-    assert "other.module:JUDGE" in text

@@ -20,6 +20,7 @@ import pytest
 from buffer.redis.store import Store
 from rolloutmq.run_owner import Stage, read_record
 from tests.pipeline.site import ROOT, Process, Site
+from tests.pipeline.test_run_command import all_gone
 from tests.pipeline.yard import LIMITS, Yard
 
 pytestmark = pytest.mark.timeout(400)
@@ -31,16 +32,12 @@ def processes_of(process: Process) -> list[psutil.Process]:
     return found
 
 
-def are_gone(processes: list[psutil.Process]) -> bool:
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
-
-
 def stopped_in_order(site: Site, started: list[psutil.Process]) -> None:
     record = read_record(site.run_dir)
     assert record
     assert record.stage is Stage.STOPPED, site.words()
     assert "lost 0" in record.account
-    site.until(partial(are_gone, started), "the end of all processes")
+    site.until(partial(all_gone, started), "the end of all processes")
     assert not site.server.is_running
     assert site.audit().clean
     # the trainer was asked, and wrote what it had trained

@@ -40,18 +40,8 @@ def test_a_worker_samples_while_it_fetches_obeys_pauses_and_loads_only_the_newes
     yard: Yard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Version 1 takes long to fetch, is deleted, and followed by three that the worker misses."""
-    fetching, gate = threading.Event(), threading.Event()
-    fetched: list[str] = []
-    fetch = WeightsReceiver.fetch
-
-    def fetch_slowly(self: WeightsReceiver, published: PublishedWeights) -> Path:
-        fetched.append(Path(published.address).name)
-        if fetched == ["weights-1"]:
-            fetching.set()
-            assert gate.wait(400)
-        return fetch(self, published)
-
-    monkeypatch.setattr(WeightsReceiver, "fetch", fetch_slowly)
+    gate = threading.Event()
+    fetched = gated_fetches(monkeypatch, gate)
     newest = PolicyVersion(LINEAGE, 4)
     first = yard.enqueue(1, (15, 15))
 
@@ -61,7 +51,7 @@ def test_a_worker_samples_while_it_fetches_obeys_pauses_and_loads_only_the_newes
             await yard.receipts(yard.control(Mode.KEEP))
             yard.publish(1)
             yard.control(Mode.RUN)
-            await yard.until(fetching.is_set)
+            await yard.until(lambda: fetched == ["weights-1"])
             # not frozen: what runs ends under the old weights, and a pause is carried out
             await yard.until_engine(lambda: engine._frozen_s is None)
             engine.let_go()

@@ -54,20 +54,6 @@ def play(producer: Producer, yard: Yard) -> None:
 
 
 @on_both
-def test_target_follows_the_weights(yard: Yard, dataset: Path) -> None:
-    producer = make_producer(yard.run, dataset, share=10, threshold=2)
-    take_the_role(producer, yard)
-    seen = []
-    for version in (0, 1, 2, 6):
-        if version:
-            yard.publish(version)
-        play(producer, yard)
-        seen.append(yard.places()["waiting"])
-    assert seen == [20, 30, 40, 80]
-    yard.check()
-
-
-@on_both
 @pytest.mark.parametrize("threshold", [1, 3])
 def test_groups_in_place_of_unusable_ones_are_made(
     yard: Yard, dataset: Path, threshold: int
@@ -100,18 +86,6 @@ def test_groups_in_place_of_unusable_ones_are_made(
     assert isinstance(filled, Manifest)
     assert len(filled.gids) == 2
     assert producer.round(yard.run.control.state()) == 0
-    yard.check()
-
-
-@on_both
-def test_prompts_that_are_too_long_are_counted_and_replaced(yard: Yard, dataset: Path) -> None:
-    producer = make_producer(yard.run, dataset, share=95)
-    take_the_role(producer, yard)
-    play(producer, yard)
-    places = yard.places()
-    counters = yard.counters()
-    assert places == {"waiting": 95, "dropped": counters["cursor"] - 95}
-    assert places["dropped"] >= 10
     yard.check()
 
 

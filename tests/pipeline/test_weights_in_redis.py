@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import orjson
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from buffer.errors import WireError
 from buffer.redis.payloads import CHUNK_BYTES
 from buffer.weights import copies
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.weights.copies import CopySender
-from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.redis_chunks import IN_CHUNKS, VersionStore
-from buffer.weights.transports import open_sender
 from buffer.wire.rollout import PolicyVersion
 from tests.pipeline.yard import LINEAGE, Yard
 from tests.servers import KINDS
@@ -101,33 +97,3 @@ def test_only_the_newest_versions_and_no_unfinished_one_are_kept(yard: Yard) -> 
     chunks = 1 + 1 + 2 + 10
     newest = {yard.run.keys.weights_part(f"{LINEAGE}:3", number) for number in range(chunks + 1)}
     assert keys_of(yard) == newest | {yard.run.keys.weights}
-
-
-def test_changes_reach_a_receiver_that_follows_and_one_that_is_late_or_missed_some(
-    yard: Yard, tmp_path: Path
-) -> None:
-    """Every fourth version is whole; only as many are kept as the oldest one needs."""
-    store, keys = yard.run.store, yard.run.keys
-    sender = open_sender("redis", store, keys, tmp_path, keep=2, delta_base_every=4)
-    words = np.arange(70_000, dtype=np.uint16)
-    follower = WeightsReceiver(store, keys)
-
-    def save(folder: Path) -> None:
-        save_file({"w": words}, folder / "model.safetensors")
-
-    for version in range(10):
-        words[version::997] += 1
-        published = sender.write(PolicyVersion(LINEAGE, version), save)
-        sender.prune()
-        for receiver in (follower, WeightsReceiver(store, keys)):
-            receiver.check(published)
-            folder = receiver.fetch(published)
-            assert np.array_equal(load_file(folder / "model.safetensors")["w"], words)
-            receiver.keep_only(folder)
-            if receiver is not follower:
-                receiver.close()
-    sizes = [yard.store.control.strlen(keys.weights_part(f"{LINEAGE}:{v}", 1)) for v in (8, 9)]
-    assert sizes[1] < 0.1 * sizes[0]
-    assert len(chunks_of(yard).names()) == 5
-    follower.close()
-    sender.close()

@@ -176,16 +176,6 @@ async def test_an_evaluation_runs_when_only_its_lane_is_open(
 # -- weights -----------------------------------------------------------------
 
 
-@on_both
-async def test_newer_weights_are_loaded_before_anything_is_claimed(yard: Yard) -> None:
-    weights = yard.publish(4)
-    gids = yard.enqueue(3)
-    async with yard.working(yard.worker()) as engine:
-        await yard.until_places(completed=3)
-        assert engine.version() == weights
-    assert {span.version for gid in gids for s in yard.group(gid).states for span in s.spans} == {4}
-
-
 @pytest.mark.parametrize("mode", [Mode.KEEP, Mode.ABORT, Mode.DRAIN])
 async def test_torn_weights_are_refused_without_harm_until_good_ones_come(
     yard: Yard, caplog: pytest.LogCaptureFixture, mode: Mode
@@ -219,21 +209,6 @@ async def test_torn_weights_are_refused_without_harm_until_good_ones_come(
     assert len(refusals) == 1
     assert "model.safetensors" in refusals[0]
     yard.check()
-
-
-async def test_weights_of_another_publication_are_refused_and_the_next_ones_are_loaded(
-    yard: Yard,
-) -> None:
-    folder, _ = yard.write_weights(1)
-    _, foreign = yard.write_weights(2)
-    async with yard.working(yard.worker()) as engine:
-        yard.name(1, folder, foreign)
-        yard.enqueue(1)
-        await yard.until_idle()
-        assert (engine.version(), yard.places()) == (FIRST, {"waiting": 1})
-        yard.publish(3)
-        await yard.until_places(completed=1)
-        assert engine.version() == PolicyVersion(LINEAGE, 3)
 
 
 async def test_work_is_dropped_when_a_lease_is_lost_while_weights_are_loaded(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -82,22 +81,6 @@ def test_take_blocks_until_groups_are_ready_and_reports_why(run: Run, trainer: T
     assert batch.step == 1
     assert sorted(group.gid for group in batch.groups) == [f"math-{draw:010d}" for draw in range(3)]
     assert [group.gid for group in batch.groups] == batch.manifest.gids
-
-
-def test_stop_ends_a_waiting_take(run: Run, trainer: Trainers) -> None:
-    consumer = trainer(run)
-    waits = threading.Event()
-
-    def stop() -> None:
-        waits.wait()
-        consumer.stop()
-
-    stopper = threading.Thread(target=stop)
-    stopper.start()
-    with pytest.raises(Stopped):
-        consumer.take_batch(1, {"math": 1}, waiting=lambda _: waits.set())
-    stopper.join()
-    assert run.ledger.steps()[0] == 0
 
 
 # -- groups that cannot be used ----------------------------------------------------------

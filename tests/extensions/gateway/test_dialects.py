@@ -13,8 +13,6 @@ import aiohttp
 import numpy as np
 import openai
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from buffer.wire.rollout import RolloutState, Status
 from producer_workers.engines.base import GenerationError
@@ -24,7 +22,6 @@ from rolloutmq.extensions.gateway.reply import Reply
 from tests.extensions.gateway.test_gateway_endpoint import Desk, at_desk
 from tests.producer_workers.agents import TOOL, ask
 from tests.producer_workers.recorder import Recorder, loop_of, questions, run
-from tests.thoroughness import examples
 
 anthropic: Any = pytest.importorskip("anthropic")
 
@@ -688,37 +685,6 @@ def test_tokens_in_and_out_are_answered_in_vllms_own_types(chat: Any, stream: bo
 
 # -- hostile and unlucky clients ---------------------------------------------
 
-ANYTHING = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.sampled_from(["", "user", "assistant", "text", "tool_use", "x"]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(
-                [
-                    "type",
-                    "role",
-                    "content",
-                    "text",
-                    "id",
-                    "name",
-                    "input",
-                    "function",
-                    "tool_calls",
-                    "call_id",
-                    "arguments",
-                    "output",
-                ]
-            ),
-            inner,
-            max_size=4,
-        )
-    ),
-    max_leaves=12,
-)
 DEEP: Any = json.loads('{"a":' * 60 + "1" + "}" * 60)
 PATHS = {
     "/v1/messages": {**CLAUDE, "messages": [{"role": "user", "content": "x"}]},
@@ -727,25 +693,10 @@ PATHS = {
     "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "x"}]},
     "/inference/v1/generate": {"token_ids": [5], "sampling_params": {}},
 }
-FIELDS = [
-    "messages", "input", "system", "instructions", "tools", "tool_choice", "stop_sequences", "text",
-    "output_config", "previous_response_id", "token_ids", "sampling_params", "max_tokens", "stream",
-]  # fmt: skip
 
 
-@settings(
-    max_examples=examples(40),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(sorted(PATHS)), st.sampled_from(FIELDS), ANYTHING), max_size=20
-    )
-)
-def test_whatever_types_a_client_sends_it_is_answered_or_refused(
-    chat: Any, fields: list[Any]
-) -> None:
+def test_whatever_types_a_client_sends_it_is_answered_or_refused(chat: Any) -> None:
+    """What other searches found; test_hostile_values.py goes on searching."""
     engine = Recorder(chat)
     odd = [
         ("/v1/messages", "tools", [{"name": "f", "input_schema": DEEP}]),
@@ -792,14 +743,13 @@ def test_whatever_types_a_client_sends_it_is_answered_or_refused(
 
     async def scene(desk: Desk) -> None:
         root = desk.gateway.url.removesuffix("/v1")
-        for path, field, value in [*fields, *odd]:
+        for path, field, value in odd:
             body = json.dumps({**PATHS[path], field: value}).encode()
             headers = {"x-api-key": desk.key}
             async with desk.http.post(root + path, data=body, headers=headers) as reply:
                 said = await reply.read()
             assert reply.status in (200, 400), said
-            if (path, field, value) in odd:
-                assert reply.status == 400 or path == "/v1/chat/completions"
+            assert reply.status == 400 or path == "/v1/chat/completions"
 
     at_desk(chat, engine, scene, max_tokens=100_000)
 

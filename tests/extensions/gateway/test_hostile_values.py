@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from rolloutmq.extensions.gateway import guests
 from tests.extensions.gateway.test_control_tokens import REQUESTS, gullible
 from tests.extensions.gateway.test_gateway_endpoint import Desk, at_desk
 from tests.producer_workers.recorder import Recorder
@@ -44,19 +45,36 @@ def put(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     if not path:
         return new
     made = dict(value) if isinstance(value, dict) else list(value)
-    made[path[0]] = put(made[path[0]], path[1:], new)
+    inner = made.get(path[0]) if isinstance(made, dict) else made[path[0]]
+    made[path[0]] = put(inner, path[1:], new)
     return made
 
 
-@pytest.mark.parametrize("path", REQUESTS)
-def test_a_hostile_value_is_answered_or_refused(gullible: Any, path: str) -> None:
-    request = {"max_tokens": 5, "stop": ["z"], "stream": False} | REQUESTS[path][0]
-    tried = [(place, value) for place in places(request) for value in HOSTILE]
+BODIES = {f"v1/{path}": body for path, (body, _) in REQUESTS.items()} | {
+    "v1/messages/count_tokens": REQUESTS["messages"][0],
+    "inference/v1/generate": {"token_ids": [5], "sampling_params": {"max_tokens": 5}},
+}
+FIELDS = (
+    *("tool_choice", "stop_sequences", "text", "output_config", "previous_response_id"),
+    *("messages", "input", "system", "instructions", "tools", "token_ids", "sampling_params"),
+)
+"""Fields of some request, which each gets."""
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_hostile_value_is_answered_or_refused(
+    gullible: Any, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guests, "MOST_PER_S", 100_000)
+    request = {"max_tokens": 5, "stop": ["z"], "stream": False} | BODIES[path]
+    known = {*places(request), *((field,) for field in FIELDS)}
+    tried = [(place, value) for place in sorted(known, key=str) for value in HOSTILE]
     tried = random.Random(0).sample(tried, min(len(tried), examples(200)))
     engine = Recorder(gullible)
 
     async def scene(desk: Desk) -> None:
-        url, headers = f"{desk.gateway.url}/{path}", {"Authorization": f"Bearer {desk.key}"}
+        url = f"{desk.gateway.url.removesuffix('/v1')}/{path}"
+        headers = {"Authorization": f"Bearer {desk.key}"}
         for number, (place, value) in enumerate(tried):
             body = json.dumps(put(request, place, value)).encode()
             async with desk.http.post(url, data=body, headers=headers) as reply:

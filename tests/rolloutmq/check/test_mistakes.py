@@ -117,9 +117,6 @@ def test_a_project_without_a_mistake(project: Path, model: Path) -> None:
     ("overrides", "section", "part"),
     [
         # named when all was accepted, or when the run stood still
-        (["tasks.sums.prompt_repeat_k=100000"], "config", "prompt_repeat_k"),
-        (["tasks.sums.judge={}"], "config", "at least one data source"),
-        (["tasks.sums.judge={'*'={}}"], "config", "no judge with a weight other than 0"),
         (["tasks.sums.judge={gsm8k='gsm8k'}"], "data", "no judge for the data source ''"),
         (["tasks.sums.judge=my_judges:inf"], "judge", "1e+39"),
         (["launch={trainer_gpus=[0,1]}"], "machine", "names GPUs"),

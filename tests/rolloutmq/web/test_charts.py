@@ -179,17 +179,6 @@ def test_a_drag_zooms_all_charts_and_a_button_shows_all_again(
     assert not reset.is_displayed()
 
 
-COLOURS = """
-const probe = document.body.appendChild(document.createElement("span"));
-const colours = Object.fromEntries(arguments[0].map((name) => {
-  probe.style.color = `var(--${name})`;
-  return [name, getComputedStyle(probe).color];
-}));
-probe.remove();
-return colours;
-"""
-
-
 def errors(chromium: Chrome) -> list[str]:
     """What the browser complained about since the last call: scripts, styles, answers."""
     return [entry["message"] for entry in chromium.get_log("browser") if entry["level"] == "SEVERE"]  # type: ignore[no-untyped-call]

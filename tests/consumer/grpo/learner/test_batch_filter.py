@@ -16,12 +16,7 @@ from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.batch_filter import BatchFilter
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
-from tests.consumer.grpo.models.tiny import build_model, make_group
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model(tmp_path_factory.mktemp("models"))
+from tests.consumer.grpo.models.tiny import make_group
 
 
 def without_score() -> RolloutGroup:

@@ -21,7 +21,7 @@ from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.losses import Samples, TokenColumns, policy_loss
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.policy.micro_batch import MicroBatch
-from tests.consumer.grpo.models.tiny import build_model, make_group, taught
+from tests.consumer.grpo.models.tiny import make_group, taught
 
 STATES, WORDS, TOP = 4, 7, 3
 WEIGHTS = {"task": {"big": 1.0, "small": 0.25}}
@@ -206,11 +206,6 @@ def test_a_bound_keeps_the_direction_of_the_worst_tokens() -> None:
 
 
 # -- whole train steps ----------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model(tmp_path_factory.mktemp("models"))
 
 
 def make_controller(model_dir: Path, advantages: str = "grpo", **options: Any) -> TrainController:

@@ -18,12 +18,7 @@ from consumer.grpo.learner.learner import Learner
 from consumer.grpo.model_state.optimizers import scheduled_rate
 from consumer.grpo.models.model_folder import load_model
 from consumer.grpo.policy.vocabulary_projection import TokenLogprobs
-from tests.consumer.grpo.models.tiny import build_model, make_group, set_advantages, train_step
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model(tmp_path_factory.mktemp("models"))
+from tests.consumer.grpo.models.tiny import make_group, set_advantages, train_step
 
 
 def make_learner(model_dir: Path, *, loss: dict[str, Any] | None = None, **options: Any) -> Learner:
@@ -270,18 +265,6 @@ def test_settings_that_cannot_act_together_are_refused(
         LearnerConfig.model_validate(options)
 
 
-def test_train_step_makes_rewarded_answers_more_likely(model_dir: Path) -> None:
-    learner = make_learner(model_dir, warmup_steps=0, decay_steps=None)
-    batch, advantages = make_batch(0, groups=1)
-    (update,) = learner.pack(batch).updates
-    (packed,) = update.batches
-    gain = torch.from_numpy(advantages)[packed.rollout][packed.sample] * packed.mask
-    before = (learner.logprobs(packed) * gain).sum()
-    for _ in range(5):
-        train_step(learner, batch, advantages)
-    assert (learner.logprobs(packed) * gain).sum() > before
-
-
 def test_a_batch_whose_tokens_are_all_masked_has_trained_nothing(model_dir: Path) -> None:
     learner = make_learner(model_dir, warmup_steps=0)
     groups, advantages = make_batch(0)
@@ -346,16 +329,6 @@ def test_weight_decay_leaves_norms_and_biases_alone(model_dir: Path) -> None:
         assert torch.equal(tensor, decayed.parameters[name]) == (tensor.ndim == 1), name
 
 
-def test_learning_rate_rises_then_falls_to_its_final_share(model_dir: Path) -> None:
-    learner = make_learner(
-        model_dir, learning_rate=1.0, warmup_steps=2, decay_steps=4, final_rate=0.5
-    )
-    rates = []
-    for learner.step in range(6):
-        rates.append(scheduled_rate(learner.config, learner.step))
-    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5, 0.5])
-
-
 def test_the_learning_rate_is_scheduled_by_train_steps(model_dir: Path) -> None:
     """A train step may have several optimizer steps."""
     learner = make_learner(
@@ -363,11 +336,11 @@ def test_the_learning_rate_is_scheduled_by_train_steps(model_dir: Path) -> None:
         learning_rate=1.0,
         warmup_steps=2,
         decay_steps=4,
-        final_rate=0.0,
+        final_rate=0.5,
         updates_per_batch=3,
     )
     rates = [train_step(learner, *make_batch(step))["optim/learning_rate"] for step in range(5)]
-    assert rates == pytest.approx([(1 + 2 + 3) / 18, (4 + 5 + 6) / 18, 5 / 6, 1 / 3, 0.0])
+    assert rates == pytest.approx([(1 + 2 + 3) / 18, (4 + 5 + 6) / 18, 11 / 12, 2 / 3, 0.5])
 
 
 def test_learning_rate_falls_along_half_a_cosine(model_dir: Path) -> None:
@@ -383,14 +356,6 @@ def test_learning_rate_falls_along_half_a_cosine(model_dir: Path) -> None:
     for learner.step in range(6):
         rates.append(scheduled_rate(learner.config, learner.step))
     assert rates == pytest.approx([(1 + np.cos(np.pi * min(step, 4) / 4)) / 2 for step in range(6)])
-
-
-def test_learner_makes_the_same_weights_when_the_seed_is_the_same(model_dir: Path) -> None:
-    one = make_learner(model_dir)
-    two = make_learner(model_dir)
-    train_step(one, *make_batch(0))
-    train_step(two, *make_batch(0))
-    assert all(torch.equal(tensor, two.parameters[name]) for name, tensor in one.parameters.items())
 
 
 def test_save_weights_writes_what_load_model_reads(model_dir: Path, tmp_path: Path) -> None:

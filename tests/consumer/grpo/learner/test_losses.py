@@ -16,7 +16,6 @@ from consumer.grpo.learner.losses import (
     TokenColumns,
     correct,
     derived_metrics,
-    kl_estimate,
     policy_loss,
     token_weights,
 )
@@ -234,34 +233,6 @@ def test_gradient_is_reinforce_when_the_policy_has_not_moved(objective: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("advantage", "ratio", "gradient"),
-    [
-        (1, 1.5, False),
-        (1, 0.5, True),
-        (-1, 1.5, True),
-        (-1, 0.5, False),
-        (1, 1.25, True),
-        (-1, 0.85, True),
-    ],
-)
-@pytest.mark.parametrize("objective", ["ppo", "gspo"])
-def test_clipping_stops_the_gradient_only_outside_the_bound_that_helps(
-    objective: str, advantage: float, ratio: float, gradient: bool
-) -> None:
-    new = torch.tensor([math.log(ratio) - 3], requires_grad=True)
-    old = torch.tensor([-3.0])
-    one = torch.ones(1)
-    columns = TokenColumns(new, old, old, torch.tensor([float(advantage)]), one_sample(one), one)
-    loss, metrics = policy_loss(
-        columns, one, LossConfig(objective=objective, clip_low=0.2, clip_high=0.28)
-    )
-    loss.backward()  # type: ignore[no-untyped-call]
-    assert new.grad is not None
-    assert bool(new.grad != 0) is gradient
-    assert bool(metrics["policy/clip_fraction"] == 0) is gradient
-
-
-@pytest.mark.parametrize(
     ("objective", "advantage", "sampled", "gradient"),
     [
         ("ppo", 1, 0.5, 0.0),  # above 1 + clip_high
@@ -297,12 +268,16 @@ def test_the_ratio_to_the_sampling_policy_is_bounded_by_the_sign_of_the_advantag
         ("cispo", 1, 0.3, 0.3),  # no lower bound
         ("cispo", -1, 0.3, 0.3),
         ("cispo", 1, 7.0, 1.28),
+        ("gspo", 1, 0.5, 0.5),  # a bound holds on the side that helps alone
+        ("gspo", -1, 1.5, 1.5),
         ("gspo", 1, 1.0005, 0.0),
         ("gspo", 1, 1.0003, 1.0003),
         ("gspo", -1, 0.9996, 0.0),
         ("gspo", -1, 0.9998, 0.9998),
         ("dppo", 1, 9.0, 9.0),  # of a probability of 0.01
         ("dppo", 1, 17.0, 0.0),
+        ("ppo", 1, 0.5, 0.5),
+        ("ppo", -1, 1.5, 1.5),
         ("ppo", 1, 1.27, 1.27),
         ("ppo", 1, 1.29, 0.0),
         ("ppo", -1, 0.79, 0.0),
@@ -315,9 +290,10 @@ def test_without_bounds_in_the_config_an_objective_has_those_of_its_paper(
     old = torch.tensor([math.log(0.01)], dtype=torch.float64)
     one = torch.ones(1).double()
     columns = TokenColumns(new, old, old, advantage * one, one_sample(one), one)
-    loss, _ = policy_loss(columns, one, LossConfig(objective=objective))
+    loss, metrics = policy_loss(columns, one, LossConfig(objective=objective))
     loss.backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(new.grad, torch.tensor([-advantage * gradient]).double())
+    assert metrics["policy/clip_fraction"] == (gradient != ratio)
 
 
 @pytest.mark.parametrize(
@@ -329,17 +305,6 @@ def test_an_objective_adds_tokens_up_as_its_paper_does(objective: str, aggregati
     own = weigh(columns, LossConfig(objective=objective))
     named: dict[str, Any] = {"objective": "ppo", "aggregation": aggregation}
     torch.testing.assert_close(own, weigh(columns, LossConfig(**named)))
-
-
-def test_cispo_keeps_the_gradient_of_a_clipped_token() -> None:
-    new = torch.tensor([math.log(5.0) - 3], requires_grad=True)
-    old = torch.tensor([-3.0])
-    one = torch.ones(1)
-    columns = TokenColumns(new, old, old, one, one_sample(one), one)
-    loss, metrics = policy_loss(columns, one, LossConfig(objective="cispo", clip_high=0.28))
-    loss.backward()  # type: ignore[no-untyped-call]
-    torch.testing.assert_close(new.grad, torch.tensor([-1.28]))
-    assert metrics["policy/clip_fraction"] == 1
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -369,26 +334,6 @@ def test_no_value_of_a_token_makes_a_gradient_that_is_not_finite(
             assert all(math.isfinite(float(value)) for value in metrics.values())
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean"])
-def test_token_weights_add_up_to_one_where_no_sample_is_empty(aggregation: str) -> None:
-    samples = make_samples(torch.ones(sum(LENGTHS)), make_columns().samples.sample)
-    config = LossConfig(aggregation=aggregation)
-    weights = token_weights(
-        samples, config, batch_tokens=float(sum(LENGTHS)), batch_samples=len(LENGTHS)
-    )
-    assert float(weights.sum()) == pytest.approx(1.0)
-
-
-def test_correction_is_capped_and_carries_no_gradient() -> None:
-    old = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
-    correction = correct(
-        old, torch.tensor([-1.0, -4.0, -0.5]), one_sample(torch.ones(3)), LossConfig()
-    )
-    assert not correction.weights.requires_grad
-    np.testing.assert_allclose(correction.weights, [1.0, 2.0, math.exp(-0.5)], rtol=1e-6)
-    assert not correction.dropped.any()
-
-
 def test_correction_survives_ratios_that_no_float_holds() -> None:
     config = LossConfig(importance_level="sequence", importance_cap=2.0)
     old = torch.full((5000,), -0.01)
@@ -397,21 +342,6 @@ def test_correction_survives_ratios_that_no_float_holds() -> None:
         correct(old, rollout, one_sample(torch.ones(5000)), config).weights.tolist() == [2.0] * 5000
     )
     assert torch.isfinite(correct(rollout, old, one_sample(torch.ones(5000)), config).weights).all()
-
-
-def test_value_of_k3_and_gradient_of_k2_are_unbiased() -> None:
-    logits = torch.tensor([0.7, -0.2, 0.1], requires_grad=True)
-    policy = logits.log_softmax(0)
-    reference = torch.tensor([0.5, 0.3, 0.2]).log()
-    kl = (policy.exp() * (policy - reference)).sum()
-    (slope,) = torch.autograd.grad(kl, logits, retain_graph=True)
-    weights = policy.exp().detach()
-    k3 = (weights * kl_estimate("k3", policy, reference)).sum()
-    (k2_slope,) = torch.autograd.grad(
-        (weights * kl_estimate("k2", policy, reference)).sum(), logits
-    )
-    torch.testing.assert_close(k3, kl)
-    torch.testing.assert_close(k2_slope, slope)
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.5], ids=["on-policy", "off-policy"])
@@ -475,14 +405,6 @@ def test_kl_metrics_have_the_divergence_from_the_sampling_policy_as_mean(spread:
             found[name] += float(chances[word] * metrics[name])
     exact = float((chances * (sampling - policy)).sum())
     assert found == pytest.approx(dict.fromkeys(found, exact), rel=1e-9)
-
-
-def test_kl_estimates_are_zero_where_nothing_differs_and_never_negative() -> None:
-    low = torch.tensor([-2.0])
-    high = torch.tensor([-1.0])
-    for kind in get_args(KlKind):
-        assert float(kl_estimate(kind, low, low)) == 0
-        assert float(kl_estimate(kind, low, high)) > 0
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ from consumer.grpo.learner.critic import Critic, gae_advantages
 from consumer.grpo.learner.group_rewards import GroupRewards
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
-from tests.consumer.grpo.models.tiny import build_model
 
 GAMMA, LAM = 0.9, 0.8
 MAX_TOKENS = 12
@@ -268,22 +267,6 @@ def of_steps(*rewards: float, score: float = 0.0) -> Session:
     return Session(score, turns)
 
 
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_turns_of_one_conversation_are_compared_by_number(is_cut: bool) -> None:
-    sessions = [of_steps(0, 1), of_steps(0, 0), of_steps(0, 0)]
-    found = by_token("turns", [make_group(sessions, random.Random(3), is_cut=is_cut)], None)
-    assert [found[0, 0, 0], found[0, 0, 2]] == pytest.approx([1.1547, 1.1547], abs=1e-3)
-
-
-def test_an_episode_whose_score_is_the_sum_of_its_steps_is_worth_its_score() -> None:
-    """As OpenEnv gives them."""
-    sessions = [of_steps(0, 1, score=1.0), of_steps(0.5, 0, score=0.5)]
-    group = make_group(sessions, random.Random(3), is_cut=True)
-    found = by_token("gae", [group], None)
-    assert found[0, 0, 0] == pytest.approx(GAMMA * LAM)
-    assert [found[0, 0, 2], found[0, 1, 0], found[0, 1, 2]] == pytest.approx([1.0, 0.5, 0.0])
-
-
 def test_a_segment_without_values_changes_no_advantage_of_other_sessions() -> None:
     """It was too long for the model. The scores are sums, which count once."""
     sessions = [of_steps(0.5, 1, score=1.5), of_steps(0.5, 0, score=0.5)]
@@ -301,11 +284,6 @@ def test_a_segment_without_values_changes_no_advantage_of_other_sessions() -> No
 
 
 # -- with a model ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model(tmp_path_factory.mktemp("models"))
 
 
 @pytest.mark.parametrize("name", ["grpo", "turns", "otb", "gae", "reinforce_pp"])

@@ -22,12 +22,7 @@ from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController, read_columns
 from consumer.grpo.reporting.metrics import BatchColumns
 from tests.consumer.grpo.learner import own_objective
-from tests.consumer.grpo.models.tiny import build_model, make_group
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model(tmp_path_factory.mktemp("models"))
+from tests.consumer.grpo.models.tiny import make_group
 
 
 def make_controller(model_dir: Path, *, critic: bool = False, **options: Any) -> TrainController:

@@ -28,11 +28,6 @@ QUICK = WarmStartConfig(
 )
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model(tmp_path_factory.mktemp("models"))
-
-
 def digit_problems(count: int = 80) -> list[Demonstration]:
     return [
         Demonstration([{"role": "user", "content": f"say {n % 10}"}], str(n % 10))

@@ -26,11 +26,6 @@ from tests.consumer.grpo.models.tiny import build_model, set_advantages, train_s
 LORA = LoraConfig(rank=4, alpha=8)
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model(tmp_path_factory.mktemp("models"))
-
-
 def make_learner(model_dir: Path, lora: LoraConfig | None = LORA, **options: Any) -> Learner:
     loss = LossConfig(kl_coef=0.1)
     return Learner(

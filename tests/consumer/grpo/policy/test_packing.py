@@ -115,23 +115,6 @@ def test_pack_leaves_out_what_is_not_kept() -> None:
     assert sorted(batch.rollout.tolist()) == [1, 3]
 
 
-def test_samples_of_one_row_do_not_see_each_other(tmp_path: Path) -> None:
-    model = load_model(build_model(tmp_path)).eval()
-    groups = make_groups([(7, [9, 2, 1]), (3, [2, 6, 4]), (2, [1, 1, 3])])
-    (packed,) = Packer(1000).pack_pad_dispatch(BatchTable.of(groups))
-    assert packed.input_ids.shape[0] < len(packed.rollout), (
-        "no row holds two samples: this would test nothing"
-    )
-    alone = {}
-    for batch in Packer(1).pack_pad_dispatch(BatchTable.of(groups)):
-        alone[int(batch.rollout[0])] = token_logprobs(TargetLogits(model), batch).logprobs
-    together = token_logprobs(TargetLogits(model), packed).logprobs
-    for sample, number in enumerate(packed.rollout.tolist()):
-        torch.testing.assert_close(
-            together[packed.sample == sample], alone[number], atol=2e-5, rtol=1e-4
-        )
-
-
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> TargetLogits:
     return TargetLogits(load_model(build_model(tmp_path_factory.mktemp("model"))).eval())
