@@ -501,7 +501,8 @@ def test_full_memory_asks_for_a_checkpoint_and_continues_after_it(
     with at_work(run, math=100):
         for step in range(1, 51):
             consumer.take_batch(step, {"math": 2}, checkpoint=checkpoint)
-            assert run.memory.count().held < 9000
+            # those that were running at the mark still come
+            assert run.memory.count().held < 18_000
             if len(checkpoints) == 2:
                 break
     assert len(checkpoints) == 2
