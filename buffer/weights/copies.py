@@ -28,6 +28,9 @@ class Versions(Protocol):
     def prefix(self) -> str:
         """What stands before the name of a version in its address: a scheme and what follows."""
 
+    def prepare(self) -> None:
+        """Make the place ready for a sender. Raises ConfigError. A receiver creates nothing."""
+
     def names(self) -> list[str]:
         """Return all versions, whole or not, the oldest first."""
 
@@ -76,6 +79,7 @@ class CopySender:
         self._prefix = temporary_prefix(folder)
         self._keep = keep
         self._newest = ""
+        versions.prepare()
 
     def write(self, weights: PolicyVersion, save: Save) -> PublishedWeights:
         label = str(weights)

@@ -30,6 +30,9 @@ class VersionStore:
         self._store = store
         self._keys = keys
 
+    def prepare(self) -> None:
+        """Do nothing: the server is there."""
+
     def names(self) -> list[str]:
         listed = self._call("LRANGE", self._keys.weights, 0, -1)
         return list(dict.fromkeys(label.decode() for label in listed))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 
 from buffer.errors import ConfigError
@@ -52,9 +52,9 @@ def is_url(address: str) -> bool:
     return bool(re.match(r"[a-z][a-z0-9+.-]*://", address))
 
 
-@cache
+@lru_cache(maxsize=8)  # a URL may come from Redis
 def open_versions(url: str) -> Versions:
-    """Open a place once for the process. Raises ConfigError."""
+    """Return the versions at a URL, and create nothing there. Raises ConfigError."""
     check_url(url)
     versions: Versions = load_function(
         attached(WEIGHTS)[url.partition("://")[0]], kind="transport of weights"

@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,12 +46,17 @@ class Bucket:
         self.prefix = url.rstrip("/") + "/"
         obstore = import_extra("obstore", f"[weights] url = {url!r}")
         self._errors = (obstore.exceptions.BaseError, FileNotFoundError)
+        # no client_options: they would replace those of the environment
+        self._open = partial(obstore.store.from_url, url)
+
+    @cached_property
+    def _store(self) -> ObjectStore:
+        store: ObjectStore = self._open()
+        return store
+
+    def prepare(self) -> None:
         with self._failing(ConfigError):
-            self._store: ObjectStore = obstore.store.from_url(
-                # no client_options: they would replace those of the environment
-                url,
-                **({"mkdir": True} if url.startswith("file:") else {}),
-            )
+            self._open(**({"mkdir": True} if self.prefix.startswith("file:") else {}))
 
     def names(self) -> list[str]:
         newest: dict[str, Any] = {}

@@ -96,6 +96,14 @@ def test_a_trainer_that_is_killed_in_an_upload_leaves_whole_versions_and_the_nex
     assert fetched(yard, sender.write(TWO, save(2)), 2)
 
 
+def test_a_receiver_creates_no_folder_for_an_address_from_redis(yard: Yard, tmp_path: Path) -> None:
+    there = tmp_path / "there"
+    published = PublishedWeights(f"file://{there}/{LINEAGE}-000001-{'0' * 32}", "0" * 32)
+    with pytest.raises(WireError), closing(WeightsReceiver(yard.store, yard.run.keys)) as receiver:
+        receiver.fetch(published)
+    assert not there.exists()
+
+
 def test_a_worker_that_is_killed_in_a_download_leaves_nothing_that_others_would_use(
     yard: Yard, url: str, link: Link, home: Path, tmp_path: Path
 ) -> None:
