@@ -156,19 +156,6 @@ class PayloadStore:
     def _names(self, ref: PayloadRef) -> list[str]:
         return self._keys.payload_chunks(ref.gid, ref.token, ref.chunks)
 
-    def read_chunks(self, refs: Sequence[PayloadRef]) -> list[list[bytes | None]]:
-        """Return the chunks of many payloads, unchecked; None for a missing one."""
-        found: list[bytes | None] = []
-        # a chunk of a payload of unknown size may have the largest size
-        for batch in _rounds(
-            (ref.size // ref.chunks or CHUNK_BYTES, name)
-            for ref in refs
-            for name in self._names(ref)
-        ):
-            found += self._store.each("payload read", [("GET", name) for name in batch])
-        parts = iter(found)
-        return [[next(parts) for _ in range(ref.chunks)] for ref in refs]
-
     def pin(self, refs: Sequence[PayloadRef]) -> bool:
         """Remove the expiry of payloads, and return whether all of their bytes are there."""
         names = [name for ref in refs for name in self._names(ref)]

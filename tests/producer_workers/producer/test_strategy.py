@@ -145,7 +145,7 @@ def test_a_process_that_starts_at_a_step_shares_it_as_one_that_was_there() -> No
 
 
 def test_weights_that_change_at_every_step_take_away_no_remainder() -> None:
-    """As a curriculum changes them: what a task is still owed is not forgotten."""
+    """As `rolloutmq set` changes them: what a task is still owed is not forgotten."""
     history = [
         Reweighting(from_step=step, weights={"rare": 1 + step / 1000, "math": 40})
         for step in range(1, 60)
