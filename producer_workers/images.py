@@ -130,7 +130,7 @@ class ImageFolder:
     """The images of a run, each once: `images/<BLAKE2b of its bytes>.<suffix>` in the run's folder.
 
     A file never changes and lives as long as the run's folder, so any number of processes may write
-    it. Whoever dies in between leaves a hidden file that nobody reads.
+    it. A process that dies in between leaves a hidden file, which is never read.
     """
 
     def __init__(self, run_folder: Path, limits: ImagesSection) -> None:

@@ -30,6 +30,13 @@ def python(*words: str | Path, cwd: Path = ROOT, **environment: str) -> str:
     return printed(sys.executable, *words, cwd=cwd, **environment)
 
 
+def build_wheel(source: Path, target: Path) -> Path:
+    """Build the wheel of a source folder as `make wheel` does."""
+    words = ("-m", "hatchling", "build", "-t", "wheel", "-d", target)
+    python(*words, cwd=source, SOURCE_DATE_EPOCH="1750000000")
+    return next(target.glob("*.whl"))
+
+
 def files_of_git(*folders: str) -> list[Path]:
     """Return the files of the checkout that git does not ignore."""
     listed = printed("git", "ls-files", "-co", "--exclude-standard", *folders).splitlines()

@@ -10,22 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import ROOT, files_of_git, printed, python
+from tests.programs import ROOT, build_wheel, files_of_git, printed, python
 
 PACKAGES = ("rolloutmq", "buffer", "consumer", "producer_workers")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def build(source: Path, target: Path) -> Path:
-    """Build the wheel of a source folder as `make wheel` does."""
-    words = ("-m", "hatchling", "build", "-t", "wheel", "-d", target)
-    python(*words, cwd=source, SOURCE_DATE_EPOCH="1750000000")
-    return next(target.glob("*.whl"))
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(ROOT, tmp_path_factory.mktemp("wheel"))
+    return build_wheel(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +45,7 @@ def test_the_same_sources_make_the_same_bytes(wheel: Path, tmp_path: Path) -> No
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, copy)
             copy.chmod(0o600)
-    assert build(tmp_path, tmp_path / "dist").read_bytes() == wheel.read_bytes()
+    assert build_wheel(tmp_path, tmp_path / "dist").read_bytes() == wheel.read_bytes()
 
 
 def test_nothing_is_missing_and_nothing_else_is_in_it(site: Path) -> None:

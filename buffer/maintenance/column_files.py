@@ -2,9 +2,9 @@
 
     <[run] columns>/<run>-<nonce>/<gid>/<name>.npy    in a payload: <gid>/<name>.npy#<CRC-32>
 
-The worker that holds a group writes its files under the token of the claim, before it submits, and
-nobody changes them. The janitor deletes them once nobody can read the group any more; what a
-process leaves that dies in between goes with a later sweep. No script reads a payload (I14).
+The worker that holds a group writes its files under the token of the claim, before it submits. A
+file is never changed. The janitor deletes the files of a group that can no longer be read. A later
+sweep deletes what a process left that died in between. No script reads a payload (I14).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ColumnFolder:
     @classmethod
     def of_run(cls, columns: str, run: str, nonce: str) -> ColumnFolder:
         """Return the folder of a run in `columns`, which other runs may share; "": none."""
-        # the nonce may come from a snapshot that somebody else wrote
+        # the nonce may come from a snapshot that another user wrote
         name = f"{run}-{nonce}".replace("/", "_")
         return cls(Path(columns) / name if columns else None)
 

@@ -32,8 +32,8 @@ Lines of ARGV with the same number are one tail; its units are tables in the lis
     for n, one in ipairs(units) do … one.gid … one.size
 
 The prologue of a script that writes refuses a run that was removed, which it finds by the key
-`meta` beside its first one (`lua/include/missing_run.lua`). A script that names `meta` says itself
-what holds where there is none.
+`meta` beside its first one (`lua/include/missing_run.lua`). A script that names `meta` decides
+itself what it does without one.
 
 The prologue reads the length of a key (0.5 microseconds) to find a wrong type before anything is
 written. `HASH*` leaves that to Redis, for scripts that run for every group: the body reads this key
@@ -226,7 +226,7 @@ class ScriptHeader:
     def _run(self) -> Iterator[str]:
         """Yield Lua that refuses a run that is gone."""
         meta = next((slot for slot in self.slots if slot.names == ("meta",)), None)
-        # `HASH*`: whatever is there, the script makes a run of it
+        # `HASH*`: this script creates the run, so the run may be missing
         if self.writes and self.fixed("KEYS") and not (meta and meta.types == ("HASH*",)):
             yield f"local missing = missing_run(KEYS[1], {'true' if meta else 'false'})"
             yield "if missing then return missing end"

@@ -11,14 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import ROOT, python
+from tests.programs import ROOT, build_wheel
 
 PAGE = ROOT / "docs" / "pages" / "extensions.md"
-
-
-def wheel_of(source: Path, target: Path) -> Path:
-    python("-m", "hatchling", "build", "-t", "wheel", "-d", target, cwd=source)
-    return next(target.glob("*.whl"))
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +31,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = folder / "environment"
     venv.create(place, symlinks=True)
     (site,) = place.glob("lib/python*/site-packages")
-    for wheel in (wheel_of(ROOT, folder / "ours"), wheel_of(source, folder / "theirs")):
+    for wheel in (build_wheel(ROOT, folder / "ours"), build_wheel(source, folder / "theirs")):
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
     others = next(path for path in sys.path if path.endswith("site-packages"))

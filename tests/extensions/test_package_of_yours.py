@@ -19,7 +19,7 @@ from producer_workers.judges.watched_judges import WatchedJudges
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import validate_config
 from tests.pipeline.conftest import make_yard, quick_looks
-from tests.programs import ROOT, python
+from tests.programs import ROOT, build_wheel
 
 __all__ = ["make_yard", "quick_looks"]
 
@@ -32,8 +32,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("brevity.py", "pyproject.toml"):
         (code,) = re.findall(rf'^```\w+ title="{name}"\n(.*?)^```$', page, re.M | re.S)
         (folder / name).write_text(code, encoding="utf-8")
-    python("-m", "hatchling", "build", "-t", "wheel", "-d", folder / "dist", cwd=folder)
-    with zipfile.ZipFile(next((folder / "dist").glob("*.whl"))) as archive:
+    with zipfile.ZipFile(build_wheel(folder, folder / "dist")) as archive:
         archive.extractall(folder / "site")
     return folder / "site"
 

@@ -94,8 +94,8 @@ class GroupRewards:
 class SampledTokens:
     """The T tokens of a group that were sampled, session by session, and what turns were worth.
 
-    The rollouts of a session are its segments, in order. Its tokens are the same into however many
-    segments it is cut, whatever context each repeats, and whatever is masked later.
+    The rollouts of a session are its segments, in order. Its tokens do not depend on how it is cut
+    into segments, on the context that a segment repeats, or on what is masked later.
     """
 
     group: GroupRewards
@@ -117,7 +117,7 @@ class SampledTokens:
         turns = np.cumsum(starts[place])
         is_first = np.diff(session, prepend=-1) > 0
         before = np.maximum.accumulate(np.where(is_first, turns, 0))
-        # what comes before the first sampled token of a session is nobody's
+        # token rewards before the first sampled token of a session belong to no turn
         receiver = np.cumsum(sampled[order]) - 1
         given = np.nan_to_num(group.tokens.get("token_rewards", np.zeros(len(sampled))))[order]
         is_own = receiver >= 0

@@ -54,7 +54,7 @@ class BatchColumns:
     means: list[float]  # mean score of each group; a missing score counts as 0
     truncated: list[int]  # responses of each group that reached their token limit
     contexts: list[dict[str, int]]  # that agents of each group began anew, by reason
-    fates: list[str]  # of each rollout, see `TrainController.fates`; [] where nobody knows them
+    fates: list[str]  # of each rollout, see `TrainController.fates`; [] where they are unknown
 
     @classmethod
     def of(
