@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -20,6 +20,7 @@ from buffer.ledger.account import FsckReport
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.run import Run
+from buffer.wire.group import RolloutGroup
 from consumer.handle.step_log import StepLog
 from tests.pipeline.held_run import Hold
 from tests.waits import DEADLINE_S, end_of, until
@@ -305,6 +306,18 @@ class Site:
             if mine:
                 with_server.stop()
         return audit
+
+    def trained(self) -> list[RolloutGroup]:
+        """Return the groups of all steps, from the server's data that the run left."""
+        with self.server, closing(Store(self.server.url)) as store:
+            run = Run.open(store, self.name)
+            manifests = [run.ledger.manifest(step) for step in range(1, self.steps + 1)]
+            return [
+                run.buffer.read(entry.payload)
+                for manifest in manifests
+                if manifest
+                for entry in manifest.entries
+            ]
 
     def check(self, *, is_regenerated: bool = False) -> None:
         """Check that nothing was lost or trained twice, and that every step is there.

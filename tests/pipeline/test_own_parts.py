@@ -10,7 +10,6 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from buffer.redis.store import Store
-from buffer.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 from consumer.handle.step_log import read_evaluations
@@ -121,7 +118,7 @@ def test_parts_of_a_stranger_and_an_agent_program_train_together(site: Site) -> 
     assert [step.step for step in history.steps] == list(range(1, STEPS + 1))
     assert not history.trained_twice()
     assert site.audit().clean
-    groups = trained(site)
+    groups = site.trained()
     tokenizer: Any = AutoTokenizer.from_pretrained(site.model)
     by_task = {name: [group for group in groups if group.task == name] for name in PARTS}
     assert {name: len(found) for name, found in by_task.items()} == dict.fromkeys(
@@ -143,19 +140,6 @@ def test_parts_of_a_stranger_and_an_agent_program_train_together(site: Site) -> 
     }
     check_ports(site)
     check_logprobs([state for group in groups for state in group.states], site.model)
-
-
-def trained(site: Site) -> list[RolloutGroup]:
-    """Return the batches of all steps, from the server's data that the run left."""
-    with site.server, closing(Store(site.server.url)) as store:
-        run = Run.open(store, site.name)
-        manifests = [run.ledger.manifest(step) for step in range(1, STEPS + 1)]
-        return [
-            run.buffer.read(entry.payload)
-            for manifest in manifests
-            if manifest
-            for entry in manifest.entries
-        ]
 
 
 def check_ports(site: Site) -> None:

@@ -73,7 +73,7 @@ def test_killed_workers_and_pauses_cost_no_group_and_change_no_column(
         opened.control.set_mode("operator", Mode.RUN)
     assert run.wait() == 0, site.words()
     site.check()
-    groups = trained(site)
+    groups = site.trained()
     assert len(groups) == 4 * STEPS
     models = {"big": big, "ref": site.model}
     for name, folder in models.items():
@@ -94,19 +94,6 @@ def kill_worker(run: Run) -> None:
 
     pid = until(scoring, "a group that waits for its teachers")
     os.kill(pid, signal.SIGKILL)
-
-
-def trained(site: Site) -> list[RolloutGroup]:
-    """Return the batches of all steps, from the server's data that the run left."""
-    with site.server, closing(Store(site.server.url)) as store:
-        run = Run.open(store, site.name)
-        manifests = [run.ledger.manifest(step) for step in range(1, STEPS + 1)]
-        return [
-            run.buffer.read(entry.payload)
-            for manifest in manifests
-            if manifest
-            for entry in manifest.entries
-        ]
 
 
 def check_columns(group: RolloutGroup, teacher: str, model: Any, top_k: int) -> None:
