@@ -60,7 +60,9 @@ def test_every_field_of_every_section_is_described() -> None:
         f"{section.__name__}.{field}"
         for section in subclasses(Section)
         for field, meaning in meanings(section).items()
-        if not (meaning or section is Config or section.__module__.startswith("tests."))
+        if not meaning
+        and section is not Config
+        and section.__module__.split(".")[0] in ("buffer", "producer_workers", "consumer", "rolloutmq")
     ]
     assert bare == []
 
