@@ -24,6 +24,7 @@ from producer_workers.agent_loops.agent_loop import AgentLoop, AgentLoopFactory,
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.config.distribution import Fixed
 from producer_workers.config.engine import SimulatedConfig
+from producer_workers.config.producing import WorkerSection
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine
 from producer_workers.engines.simulated import SimulatedEngine
@@ -97,7 +98,8 @@ def rehearse(
         )
         producer = Producer(run, {TASK: sampler}, strategies_of(run.limits))
         runner = TaskRunner(_make_loop(agent_loop, judge, tokenizer, agent_loop_options))
-        worker = Worker(run, engine, {TASK: runner}, worker_id="w0", drain_timeout_s=DRAIN_S)
+        section = WorkerSection(drain_timeout_s=DRAIN_S)
+        worker = Worker(run, engine, {TASK: runner}, section, worker_id="w0")
         try:
             return asyncio.run(_play(run, producer, worker, engine, len(dataset), timeout_s))
         finally:
