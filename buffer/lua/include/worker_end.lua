@@ -1,7 +1,7 @@
 -- worker_end: log_worker_end, which logs that a worker is gone, with the last numbers of its record.
 -- include: events
 
-local LAST_FIELDS = {'engine', 'weights', 'joined_ms', 'seen_ms', 'done', 'failed', 'quarantined', 'judged', 'judge_failures', 'replaced', 'host'}
+local LAST_FIELDS = {'engine', 'weights', 'joined_ms', 'seen_ms', 'report', 'quarantined', 'host'}
 
 local function log_worker_end(events, name, worker, record)
   local values, fields = redis.call('HMGET', record, unpack(LAST_FIELDS)), {}
