@@ -178,7 +178,7 @@ class RecordCheck:
         return Damage(text, key, gid)
 
     def _fits(self, task: str, record: Record, score: float) -> bool:
-        """Return whether a group may have this score; see lua/include/staleness.lua."""
+        """Return whether a group may have this score; see lua/shared/pools.lua."""
         if not record["version"]:
             return score == float("inf")
         # a rollout may be older than its group by the lag, and after a fork the group may count so

@@ -2,7 +2,6 @@
 -- create_run: create a run, once; or update its limits, and continue a finished one (which has more steps now).
 -- The nonce distinguishes this run from others of the same name.
 -- reopen 0: a finished run has nothing left to do, and stays finished.
--- include: clock, control_changes, events, numbers
 -- KEYS meta      HASH
 -- KEYS control   HASH
 -- KEYS ledger    HASH    of the trainer

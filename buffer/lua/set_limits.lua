@@ -1,6 +1,5 @@
 #!lua flags=allow-oom
 -- set_limits: change the limits that all processes of a run share, while it runs.
--- include: events, numbers, wake_ups
 -- KEYS meta          HASH
 -- KEYS control       HASH
 -- KEYS events        STREAM

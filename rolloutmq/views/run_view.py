@@ -102,7 +102,7 @@ class TaskView:
         return {name: int(found[name]) for name in names if whole.fullmatch(found[name])}
 
     def recent(self, name: str) -> int:
-        """Return what a counter counted over the newest groups; `lua/include/earlier_counts.lua`.
+        """Return what a counter counted over the newest groups; `lua/shared/ends.lua`.
 
         `rolloutmq requeue` and a server that lost data lower counters: 0 then.
         """

@@ -1,5 +1,4 @@
--- clock: now_ms, the time of the server; tick, which notices outages and grants a grace period (I11).
--- include: numbers
+-- clock: the time of the server, and for how long somebody has been silent.
 
 local function now_ms()
   local time = redis.call('TIME')
@@ -18,3 +17,7 @@ local function tick(clock, now, lease_ms)
   redis.call('HSET', clock, 'seen_ms', int(now), 'grace_until_ms', int(grace))
   return grace
 end
+
+-- Return the time since the last heartbeat of a holder. If that lies in the future, the clock was set back: the absolute
+-- value is used, since a live holder has sent a heartbeat since then.
+local function silence_ms(now, seen) return math.abs(now - num(seen)) end

@@ -1,5 +1,33 @@
--- take_back: found_group and take_back, for groups that a worker held and loses (I1, I2, I11).
--- include: dead_letter, events, leased, numbers, payloads, retries, wake_ups
+-- workers: what a registration of a worker holds, and how it loses that.
+
+-- `leased:<worker>` has the token of each held group, and their digest: the sum of the marks.
+local function mark_of(gid, token) return tonumber(string.sub(redis.sha1hex(gid .. ' ' .. token), 1, 10), 16) end
+
+-- Return the (gid, token) of each held group, in no order: as many as one worker holds.
+local function held_groups(leased)
+  local fields, found = redis.call('HGETALL', leased), {}
+  for i = 1, #fields, 2 do
+    if fields[i] ~= 'digest' then found[#found + 1] = {fields[i], fields[i + 1]} end
+  end
+  return found
+end
+
+local function held_count(leased) return math.max(0, redis.call('HLEN', leased) - 1) end
+
+-- Take groups out of what a worker holds. Its lease ends with the last one.
+local function let_go(leases, leased, worker, gids, tokens)
+  local gone, digest = {}, 0
+  for i, token in ipairs(redis.call('HMGET', leased, unpack(gids))) do
+    if token then gone[#gone + 1], digest = gids[i], digest + mark_of(gids[i], tokens[i]) end
+  end
+  if #gone == 0 then return end
+  redis.call('HDEL', leased, unpack(gone))
+  digest = redis.call('HINCRBY', leased, 'digest', int(-digest))
+  if digest == 0 and held_count(leased) == 0 then
+    redis.call('UNLINK', leased)
+    redis.call('ZREM', leases, worker)
+  end
+end
 
 -- Return a held group with the keys of its task; `under`: the prefixes. All keys are read: a wrong type stops the script
 -- here, before it writes anything. A group without its record has no keys (fsck reports it). It has grown if its claim
@@ -34,4 +62,17 @@ local function take_back(under, found, max_tries, reason)
   -- a dead letter makes room for another group
   if died > 0 then wake(under.bell_producer, 1) end
   return waiting, died
+end
+
+local LAST_FIELDS = {'engine', 'weights', 'joined_ms', 'seen_ms', 'done', 'failed', 'quarantined', 'judged', 'judge_failures', 'replaced', 'host'}
+
+local function log_worker_end(events, name, worker, record)
+  local values, fields = redis.call('HMGET', record, unpack(LAST_FIELDS)), {}
+  for i, value in ipairs(values) do
+    if value then
+      fields[#fields + 1] = LAST_FIELDS[i]
+      fields[#fields + 1] = value
+    end
+  end
+  log_event(events, name, 'worker', worker, unpack(fields))
 end

@@ -1,4 +1,11 @@
--- manifests: manifest_line, the entry of a group in a manifest; cut_of, the oldest version in it.
+-- ledger: the steps of the trainer and the manifests of its batches.
+
+-- Return the step that is taken next, or the one whose batch the trainer waits to complete (refill.lua).
+local function next_step(ledger)
+  local steps = redis.call('HMGET', ledger, 'taken', 'awaits')
+  local taken, awaits = num(steps[1]), num(steps[2])
+  return awaits > 0 and math.min(awaits, taken + 1) or taken + 1
+end
 
 -- The line of a group: "gid token chunks size crc samples version", '-' for a missing field; nil where its record is gone.
 local function manifest_line(groups, gid)
