@@ -330,7 +330,7 @@ def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
 
 def _threshold(run: Run, task: str) -> int:
     # groups of an evaluation never expire: their ages are not shown
-    return int(run.limits.threshold(task) or 1)
+    return run.limits.threshold(task) or 1
 
 
 def _buckets(taken: int, threshold: int) -> list[tuple[str, str | int, str | int]]:
