@@ -9,9 +9,9 @@ from buffer.config.assignments import parse_settings
 from buffer.config.meanings import meanings
 from buffer.config.run_settings import PolicySection, RedisSection
 from buffer.config.section import Section
-from buffer.control.settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.limits import RunLimits
+from buffer.run.settings import LiveSettings
 from producer_workers.build import task_names
 from producer_workers.config.dataset import JsonlSection
 from rolloutmq.config.config import Config
@@ -62,7 +62,8 @@ def test_every_field_of_every_section_is_described() -> None:
         for field, meaning in meanings(section).items()
         if not meaning
         and section is not Config
-        and section.__module__.split(".")[0] in ("buffer", "producer_workers", "consumer", "rolloutmq")
+        and section.__module__.split(".")[0]
+        in ("buffer", "producer_workers", "consumer", "rolloutmq")
     ]
     assert bare == []
 
