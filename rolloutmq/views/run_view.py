@@ -17,7 +17,7 @@ from buffer.ledger.account import TaskAccount
 from buffer.ledger.ledger import LedgerSteps
 from buffer.ledger.memory import MemoryUse
 from buffer.redis.key_fields import OPTIONAL, read_counts, require_fields, text_fields
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 
 COUNTERS = (*OPTIONAL["progress"], "reasserted", "regenerated")

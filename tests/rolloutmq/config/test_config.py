@@ -9,9 +9,9 @@ from buffer.config.assignments import parse_settings
 from buffer.config.meanings import meanings
 from buffer.config.run_settings import PolicySection, RedisSection
 from buffer.config.section import Section
-from buffer.control.settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.limits import RunLimits
+from buffer.run.settings import LiveSettings
 from producer_workers.build import task_names
 from producer_workers.config.dataset import JsonlSection
 from rolloutmq.config.config import Config
