@@ -20,7 +20,7 @@ if current ~= version then return {'CONFLICT', current} end
 
 for _, field, value in each_unit do
   redis.call('HSET', meta, field, value)
-  -- the record of what was set (buffer/control/settings.py) has an event for each value
+  -- the record of what was set (buffer/run/settings.py) has an event for each value
   if field ~= 'settings' then
     log_event(events, 'set', 'field', field, 'value', string.sub(value, 1, 60), 'version', version + 1)
   end

@@ -27,7 +27,7 @@ from buffer.redis.connection.retry import NotDurable
 from buffer.redis.keys import clock_beside
 from buffer.redis.script_contract import ScriptHeader
 
-Arg = str | int | float | bytes
+Arg = str | int | float | bytes | None  # None, for never or no limit, is sent as ""
 
 TailArg = Arg | Mapping[str, Arg]  # or the arguments of a unit by name
 
@@ -91,7 +91,8 @@ class Script:
         values = [args[name] for name in names]
         for part in tail_args:
             values += self._unit(part) if isinstance(part, Mapping) else [part]
-        return ("EVALSHA", self.sha, len(all_keys), *all_keys, *values)
+        sent = ["" if value is None else value for value in values]
+        return ("EVALSHA", self.sha, len(all_keys), *all_keys, *sent)
 
     def _unit(self, unit: Mapping[str, Arg]) -> list[Arg]:
         names = self.header.tail_names("ARGV")

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from buffer.control.settings import KeptSettings
 from buffer.errors import ConfigError, RoleHeld, RolloutMQError, raise_together
-from buffer.open_run import embedded_server, run_nonce
 from buffer.redis.server.embedded import EmbeddedServer
-from buffer.run import Run
+from buffer.run.open import embedded_server, run_nonce
+from buffer.run.run import Run
+from buffer.run.settings import KeptSettings
 from consumer.grpo.models.model_folder import check_model_folder
 from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.step_log import read_evaluations

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from buffer.control.continuation import Continuation, Start, begin_run, continue_run
-from buffer.control.origin import Origin
-from buffer.control.settings import SettingsRecord
 from buffer.errors import RunDamaged, RunNotFound, SchemaVersionError
 from buffer.limits import LOADING, REGENERATING, REMOVING, SCHEMA, RunLimits
 from buffer.redis.key_fields import HINT, require_fields, text_fields
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
+from buffer.run.continuation import Continuation, Start, begin_run, continue_run
+from buffer.run.origin import Origin
+from buffer.run.settings import SettingsRecord
 
 
 def read_hash(store: Store, what: str, key: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ from buffer.redis.server.check import ServerFinding, fsync_policy, require_all_s
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.redis.whole_file import replace_file
-from buffer.run import Run
+from buffer.run.run import Run
 
 log = logging.getLogger("rolloutmq.store")
 

@@ -9,14 +9,14 @@ from typing import Any
 import orjson
 import pytest
 
-from buffer.control.continuation import check_origin, record_origin
-from buffer.control.origin import FIELD, Origin
-from buffer.control.settings import LiveSettings, LiveTaskSettings
 from buffer.errors import ConfigError, Fenced
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.continuation import check_origin, record_origin
+from buffer.run.origin import FIELD, Origin
+from buffer.run.run import Run
+from buffer.run.settings import LiveSettings, LiveTaskSettings
 from rolloutmq.config.config import Config
 from rolloutmq.config.fingerprint import origin_of
 from rolloutmq.config.load import load_config

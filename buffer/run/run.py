@@ -6,14 +6,11 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from buffer.control.continuation import BY_HAND, Start
 from buffer.control.control import RunControl
 from buffer.control.events import EventLog
 from buffer.control.fleet import STAMP_FIELDS, Fleet, LimitsStamp, parse_stamp
-from buffer.control.origin import Origin
 from buffer.control.progress import ProduceProgress, read_progress
 from buffer.control.receipts import Receipts
-from buffer.control.settings import LiveSettings, SettingsRecord, change_settings, write_settings
 from buffer.control.task_status import TaskStops
 from buffer.errors import RunExists
 from buffer.groups.dead_letters import DeadLetters
@@ -34,7 +31,9 @@ from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import Advance, no_advance
 from buffer.redis.store import RunContext, Store
 from buffer.replay_buffer import ReplayBuffer
-from buffer.run_fields import (
+from buffer.run.continuation import BY_HAND, Start
+from buffer.run.origin import Origin
+from buffer.run.run_fields import (
     limits_in,
     read_hash,
     read_settings,
@@ -43,6 +42,7 @@ from buffer.run_fields import (
     settings_left,
     without_meta,
 )
+from buffer.run.settings import LiveSettings, SettingsRecord, change_settings, write_settings
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 
 if TYPE_CHECKING:  # whole rooms that most processes never enter: methods import them
@@ -305,7 +305,7 @@ class Run:
     ) -> dict[str, tuple[Any, Any]]:
         """Change settings while the run continues; return (before, after) of each by its name.
 
-        They belong to the run from then on (`buffer/control/settings.py`). `restored`:
+        They belong to the run from then on (`buffer/run/settings.py`). `restored`:
         settings that get the value of the config again. `by`: who makes the change. Raises
         ConfigError.
         """

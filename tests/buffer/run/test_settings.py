@@ -7,9 +7,9 @@ from __future__ import annotations
 import pytest
 
 from buffer.config.assignments import parse_settings
-from buffer.control.settings import LiveSettings
 from buffer.errors import ConfigError
-from buffer.run import Run
+from buffer.run.run import Run
+from buffer.run.settings import LiveSettings
 from tests.buffer.scene import Scene
 
 

@@ -13,7 +13,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from buffer.control.settings import (
+from buffer.errors import ConfigError, RunDamaged
+from buffer.ids import new_nonce
+from buffer.limits import RunLimits, TaskLimits
+from buffer.redis.store import Store
+from buffer.run.run import Run
+from buffer.run.settings import (
     FIELD,
     FILE,
     KeptSettings,
@@ -21,11 +26,6 @@ from buffer.control.settings import (
     parse_change,
     setting_values,
 )
-from buffer.errors import ConfigError, RunDamaged
-from buffer.ids import new_nonce
-from buffer.limits import RunLimits, TaskLimits
-from buffer.redis.store import Store
-from buffer.run import Run
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import load_config
 from rolloutmq.launch.create import create_run

@@ -17,9 +17,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from buffer.control.origin import FIELD, Origin
-from buffer.control.settings import FIELD as RECORD
-from buffer.control.settings import (
+from buffer.errors import ConfigError
+from buffer.ids import new_nonce
+from buffer.limits import RunLimits
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
+from buffer.run.origin import FIELD, Origin
+from buffer.run.settings import FIELD as RECORD
+from buffer.run.settings import (
     TASK,
     THRESHOLDS,
     LiveSettings,
@@ -29,11 +34,6 @@ from buffer.control.settings import (
     task_of,
     write_settings,
 )
-from buffer.errors import ConfigError
-from buffer.ids import new_nonce
-from buffer.limits import RunLimits
-from buffer.redis.keys import Keys
-from buffer.redis.store import Store
 
 
 @dataclass(frozen=True, slots=True)
