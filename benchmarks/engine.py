@@ -24,7 +24,7 @@ from benchmarks.server import BenchServer
 from benchmarks.updates import WatchedUpdates, figures_of
 from buffer.ids import group_id, new_nonce
 from buffer.limits import RunLimits, TaskLimits
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState

@@ -22,7 +22,7 @@ from benchmarks.server import BenchServer
 from buffer.control.control import ControlState, Mode
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits, TaskLimits
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights.copies import CopySender
 from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.shared_folder import FolderSender

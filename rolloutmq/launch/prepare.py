@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from buffer.control.settings import KeptSettings
 from buffer.errors import RoleHeld, RolloutMQError, raise_together
-from buffer.open_run import embedded_server, run_nonce
 from buffer.redis.server.embedded import EmbeddedServer
-from buffer.run import Run
+from buffer.run.open import embedded_server, run_nonce
+from buffer.run.run import Run
+from buffer.run.settings import KeptSettings
 from consumer.grpo.models.model_folder import check_model_folder
 from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.step_log import read_evaluations
