@@ -228,7 +228,7 @@ class ReplayBuffer(Pools):
         return {
             task: sum(expire_all(self._context, task, status) for status in statuses)
             for task in names
-            if self._limits.threshold(task) != ""
+            if self._limits.threshold(task) is not None
         }
 
     def delete(self, which: str | Mapping[str, Any]) -> int:

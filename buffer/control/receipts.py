@@ -49,7 +49,7 @@ class Receipts:
             "silent",
             self._keys.slots(),
             {
-                "epoch": "" if epoch is None else epoch,
+                "epoch": epoch,
                 "lease_ms": self._limits.lease_ms,
                 "limit": WORKERS,
             },

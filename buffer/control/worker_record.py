@@ -124,10 +124,9 @@ class HeartbeatReport(HeartbeatNumbers):
     """the newest weights that the engine could not load, and why; "" if it could"""
     known_epoch: int = 0
 
-    def arguments(self) -> dict[str, str | int]:
+    def arguments(self) -> dict[str, str | int | None]:
         numbers = {each.name: getattr(self, each.name) for each in fields(HeartbeatNumbers)}
         numbers["tokens_per_s"] = f"{self.tokens_per_s:.1f}"
-        numbers["requests"] = "" if self.requests is None else self.requests
         numbers["judge_buckets"] = join_counts(self.judge_buckets)
         texts = {"state": self.state.value, "refusal": shorten_reason(self.refusal)}
         return {"ack": self.ack, "weights": str(self.weights), **texts, **numbers}

@@ -97,7 +97,7 @@ class DeadLetters:
                 "size": ref.size,
                 "crc": ref.crc,
                 "chunks": ref.chunks,
-                "byte_limit": int(low_bytes * ROOM_SHARE) if low_bytes else "",
+                "byte_limit": int(low_bytes * ROOM_SHARE) if low_bytes else None,
             },
             keys.payload_chunks(ref.gid, ref.token, ref.chunks),
         )

@@ -82,7 +82,7 @@ class BatchLedger:
             "step": step,
             "strict": int(strict),
             "order": limits.order if training else "staleness",
-            "tokens": "" if expires is None else expires,
+            "tokens": expires,
             "low": limits.low_bytes,
             "high": limits.high_bytes,
         }
