@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from buffer.ledger.position import Position
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.grpo.evaluation import measure
 from consumer.grpo.learner.learner import Learner

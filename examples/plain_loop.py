@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from buffer.errors import ConfigError
 from buffer.ledger.position import Position
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights.shared_folder import FolderSender
 from consumer.grpo.evaluation import measure
 from consumer.grpo.model_state.learner_state import capture, restore

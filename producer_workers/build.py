@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from buffer.control.origin import Origin
 from buffer.errors import ConfigError
 from buffer.imports import load_function, load_object
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.origin import Origin
+from buffer.run.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState
 from producer_workers.agent_loops.agent_loop import load_agent_loop, named_loops
 from producer_workers.agent_loops.tokenizer import (

@@ -29,7 +29,7 @@ from buffer.redis.connection.url import mask_url
 from buffer.redis.connection_errors import describe_connection_error
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from consumer.handle.sample_log import SampleLog
 from rolloutmq.hang_up import interrupted_by_sigterm
 from rolloutmq.output import console, emit

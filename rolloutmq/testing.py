@@ -16,7 +16,7 @@ from buffer.ids import new_nonce
 from buffer.limits import RunLimits, TaskLimits
 from buffer.manifest import Manifest
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import FIRST_WEIGHTS
 from buffer.wire.sampling import SampleParams

@@ -30,7 +30,7 @@ from buffer.job import Job
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion
 from consumer.config.learner import LearnerConfig

@@ -33,7 +33,7 @@ from buffer.limits import RunLimits, TaskLimits
 from buffer.manifest import Manifest
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights.shared_folder import FolderSender
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion

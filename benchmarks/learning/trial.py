@@ -16,7 +16,7 @@ from benchmarks.learning.sampler import Sampler
 from buffer.ids import group_id, new_nonce
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights.shared_folder import FolderSender
 from buffer.wire.rollout import PolicyVersion
 from consumer.config.learner import LearnerConfig, LossConfig

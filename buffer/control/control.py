@@ -34,7 +34,7 @@ STATE_FIELDS = (
     *("epoch", "mode", "lanes", "weights", "weights_path", "weights_checksum"),
     *("next_weights", "next_weights_path", "next_weights_checksum"),
 )
-"""The fields that `control_state` of lua/include puts into replies, in this order."""
+"""The fields that `control_state` of lua/shared puts into replies, in this order."""
 
 
 class Mode(StrEnum):
@@ -218,7 +218,7 @@ class RoleHolder:
 
 class RunControl:
     def __init__(self, context: RunContext) -> None:
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
 
     def state(self) -> ControlState:
         """Return the control state. Raises RunNotFound."""

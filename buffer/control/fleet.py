@@ -89,7 +89,7 @@ class Refusals:
 
 class Fleet:
     def __init__(self, context: RunContext) -> None:
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
 
     def register(
         self, worker: str, nonce: str, facts: Mapping[str, str]
@@ -177,7 +177,7 @@ class Fleet:
     def _age(self, job: Job, weights: PolicyVersion) -> tuple[str, int, int] | None:
         """Return (lineage, version, threshold); None for a group that does not age."""
         threshold = self._limits.threshold(job.task)
-        if not isinstance(threshold, int):
+        if threshold is None:
             return None
         return (weights.lineage, weights.version, threshold)
 

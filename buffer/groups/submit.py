@@ -24,7 +24,7 @@ from buffer.job import Job, PayloadRef, Result
 from buffer.limits import RunLimits
 from buffer.redis.connection.bulk_io import Pieces
 from buffer.redis.payloads import PayloadStore, SetCommand
-from buffer.redis.scripts import ScriptCall, Upload, unknown_reply
+from buffer.redis.scripts import Arg, ScriptCall, Upload, unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
 from buffer.wire.group import GROUP_TIME, RolloutGroup
@@ -66,7 +66,7 @@ class Submission:
         context: RunContext,
         payloads: PayloadStore,
     ) -> None:
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._payloads = payloads
 
     def submit(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
@@ -170,7 +170,7 @@ class Submission:
         ]
         arguments = {
             "task": task,
-            "patience": self._limits.of(task).max_consecutive_filtered or "",
+            "patience": self._limits.of(task).max_consecutive_filtered,
             "token_lead": self._limits.token_lead(task),
         }
         slots = keys.slots(task=task, worker=worker)
@@ -222,7 +222,7 @@ def described(
     status: Status,
     ref: PayloadRef,
     limits: RunLimits,
-) -> dict[str, str | int]:
+) -> dict[str, Arg]:
     """Return the arguments that describe a group of this status and its bytes to a script."""
     return {
         "status": status.value,
@@ -230,7 +230,7 @@ def described(
         "size": ref.size,
         "crc": ref.crc,
         "chunks": ref.chunks,
-        "made_by": group.made_by(limits.token_lead(group.task) != ""),
+        "made_by": group.made_by(limits.token_lead(group.task) is not None),
     }
 
 

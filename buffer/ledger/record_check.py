@@ -32,7 +32,7 @@ class RecordCheck:
 
     def __init__(self, context: RunContext, found: KeyCheck) -> None:
         self._context = context
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._found = found
         self._stages = StageReader(context)
         self._walk = RecordWalk(self._store, self._keys)
@@ -178,12 +178,12 @@ class RecordCheck:
         return Damage(text, key, gid)
 
     def _fits(self, task: str, record: Record, score: float) -> bool:
-        """Return whether a group may have this score; see lua/include/staleness.lua."""
+        """Return whether a group may have this score; see lua/shared/pools.lua."""
         if not record["version"]:
             return score == float("inf")
         # a rollout may be older than its group by the lag, and after a fork the group may count so
         version = int(record["version"])
-        return version - int(self._limits.token_lead(task) or 0) <= score <= version
+        return version - (self._limits.token_lead(task) or 0) <= score <= version
 
     def _of_arrivals(self, task: str) -> Iterator[Damage]:
         """Yield a count of arrivals below a number that a group has, which would be given again."""

@@ -1,6 +1,5 @@
 #!lua flags=no-writes
 -- check_leased: compare what a worker holds with the records of these groups and with its lease, at one instant.
--- include: leased, numbers
 -- KEYS leases ZSET
 -- KEYS leased HASH    what the worker holds
 -- KEYS groups prefix  of the group records (HASH)

@@ -1,7 +1,6 @@
 #!lua
 -- claim: give waiting groups to a worker, under the token of this call. The worker's lease begins with the first group
 -- that it holds; only heartbeats renew it.
--- include: clock, control_state, events, leased, memory_marks, numbers
 -- KEYS control       HASH*
 -- KEYS leases        ZSET
 -- KEYS worker_record HASH*    record of the worker

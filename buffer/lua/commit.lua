@@ -2,7 +2,6 @@
 -- commit: archive batches: the trainer's checkpoint of step T is durable, and F is the oldest checkpoint it keeps.
 -- One call archives one slice of the batches up to F; the caller repeats it until freed = F. Payloads and manifest of an
 -- archived batch stay until `forget` frees them, at once or after the retention.
--- include: byte_count, clock, events, numbers
 -- KEYS control HASH
 -- KEYS ledger  HASH
 -- KEYS batches prefix  of the manifests (LIST)

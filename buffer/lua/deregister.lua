@@ -1,6 +1,5 @@
 #!lua flags=allow-oom
 -- deregister: remove a worker that has given everything back.
--- include: leased, worker_end
 -- KEYS workers       ZSET
 -- KEYS worker_record HASH    record of the worker
 -- KEYS leased        HASH    what the worker holds

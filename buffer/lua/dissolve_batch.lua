@@ -1,6 +1,5 @@
 #!lua flags=allow-oom
 -- dissolve_batch: return the groups of the last taken batch to their pools, since it is not in the trainer's history.
--- include: clock, events, numbers, staleness
 -- KEYS control  HASH
 -- KEYS ledger   HASH
 -- KEYS batch    LIST    the manifest of this step

@@ -1,6 +1,5 @@
 #!lua flags=allow-oom
 -- drop: end a group by hand: one that waits, is in a pool or is dead; or a running one, if its worker is named.
--- include: byte_count, ended, events, numbers, remove_from_stage, wake_ups
 -- KEYS record        HASH    record of the group
 -- KEYS progress      HASH    of the task
 -- KEYS queues        prefix  of the queues (STREAM)

@@ -1,7 +1,6 @@
 #!lua
 -- enqueue: start the next draws of a data set, as many as there is room for, and move the cursor with them.
 -- The caller has stored the INIT payloads of draws cursor, cursor+1, …; those that are not enqueued expire.
--- include: byte_count, cursors, ended, events, memory_marks, numbers, open_lanes, room, waiting, wake_ups
 -- KEYS control      HASH*
 -- KEYS progress     HASH*    of the task
 -- KEYS ledger       HASH*    of the trainer

@@ -1,7 +1,6 @@
 #!lua flags=allow-oom
 -- expire_waiting: move groups out of the queue whose tokens became too old while they waited. Those of the index that run
 -- are ended by their workers (heartbeat.lua). Costs O(log N + those that are too old).
--- include: events, expiry, numbers, steps, wake_ups
 -- KEYS ledger        HASH*    of the trainer
 -- KEYS age_index     ZSET*    groups of the task that wait or run, by their oldest version
 -- KEYS queues        prefix   of the queues (STREAM)

@@ -1,7 +1,6 @@
 #!lua flags=allow-oom
 -- fence_worker: revoke what a silent worker holds, so that no process waits for it. The caller repeats it until
 -- nothing is left.
--- include: events, leased, take_back
 -- KEYS leases        ZSET
 -- KEYS groups        prefix  of the group records (HASH)
 -- KEYS leased_by     prefix  of what workers hold (HASH)

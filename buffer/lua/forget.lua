@@ -1,6 +1,5 @@
 #!lua flags=allow-oom
 -- forget: free payloads and manifests of archived batches beyond the retention. Any process may call it.
--- include: byte_count, events, numbers, wake_ups
 -- KEYS ledger        HASH
 -- KEYS batches       prefix  of the manifests (LIST)
 -- KEYS garbage       SET

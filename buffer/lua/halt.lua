@@ -1,7 +1,6 @@
 #!lua flags=allow-oom
 -- halt: record that the producer starts no more groups of a task, and why, so that no process waits in vain; or that
 -- it starts them again.
--- include: events, numbers, operations, wake_ups
 -- KEYS control      HASH*
 -- KEYS progress     HASH*    of the task
 -- KEYS bell_trainer LIST*    of the trainer

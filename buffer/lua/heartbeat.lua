@@ -3,7 +3,6 @@
 -- The lease is renewed where worker and server agree on what it holds; elsewhere the worker calls `reconcile` next.
 -- Weights that are too old for the next train step, and so for all later ones, are reported in the reply: the worker
 -- stops the groups that have tokens of them, and releases these as `expired`.
--- include: clock, control_state, leased, numbers, receipts, staleness, steps
 -- KEYS control       HASH*
 -- KEYS clock         HASH*
 -- KEYS leases        ZSET
@@ -24,7 +23,7 @@
 -- ARGV report         ''|text..2048  numbers for people, "name=value name=value": HeartbeatNumbers of buffer/control/worker_record.py
 -- ARGV lengths        ''|text..4096  responses that it began, by task, end and length (buffer/control/length_counts.py)
 -- ARGV held           0..            groups that it holds
--- ARGV digest         0..            sum of the marks of these groups (`mark_of` in include/leased.lua)
+-- ARGV digest         0..            sum of the marks of these groups (`mark_of` in shared/workers.lua)
 -- ARGV gid, token, lineage, version, threshold  ''|gid, ''|token, name, 0.., 0.. x0..1024  weights of which a held group
 --                     has its oldest token, with the stale threshold of the task: once for each held group of which that
 --                     was not reported yet, and with empty gid and token once for all others. Groups that do not age, or

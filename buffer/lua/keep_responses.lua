@@ -1,6 +1,5 @@
 #!lua
 -- keep_responses: keep the responses with which a group became a dead letter; their bytes are stored under the claim's token.
--- include: byte_count, numbers, payloads
 -- KEYS record    HASH   record of the group
 -- KEYS garbage   SET
 -- KEYS bytes     HASH

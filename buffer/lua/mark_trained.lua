@@ -2,7 +2,6 @@
 -- mark_trained: after a loss, end draws again, by value, that ended according to the trainer's checkpoint but not to the
 -- server, wherever they reappeared. Or, for a trainer that goes back below what is freed, let them be drawn again.
 -- One bounded slice of one task.
--- include: byte_count, clock, cursors, ended, events, numbers, remove_from_stage
 -- KEYS control      HASH
 -- KEYS groups       prefix  of the group records (HASH)
 -- KEYS queues       prefix  of the queues (STREAM)

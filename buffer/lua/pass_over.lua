@@ -1,6 +1,5 @@
 #!lua flags=allow-oom
 -- pass_over: after a loss, move the cursor past draws that are already running or have ended. One bounded slice.
--- include: cursors, ended, numbers
 -- KEYS control  HASH
 -- KEYS progress HASH    of the task
 -- KEYS groups   prefix  of the group records (HASH)

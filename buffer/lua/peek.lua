@@ -1,6 +1,5 @@
 #!lua flags=no-writes
 -- peek: return the first groups of a pool in the order of their use, none of them too old. Takes nothing.
--- include: manifests, next_in_order, numbers, steps
 -- KEYS ledger      HASH
 -- KEYS pool        ZSET
 -- KEYS groups      prefix  of the group records (HASH)

@@ -1,6 +1,5 @@
 #!lua flags=allow-oom
 -- producer_open: become the active producer of a run.
--- include: clock, control_state, events, numbers, role_silence
 -- KEYS meta    HASH
 -- KEYS control HASH
 -- KEYS events  STREAM

@@ -1,7 +1,6 @@
 #!lua
 -- put: add a group that no worker holds to the pool of its status, as the next draw of imported groups.
 -- The caller has stored its bytes, and those of its prompt, under the token of this group.
--- include: byte_count, clock, events, memory_marks, numbers, payloads, staleness, steps, wake_ups
 -- KEYS progress      HASH    of the task
 -- KEYS ledger        HASH    of the trainer
 -- KEYS completed     ZSET    pool of the task

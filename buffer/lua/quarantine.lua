@@ -2,7 +2,6 @@
 -- quarantine: replace an unusable group of a taken, uncommitted batch with the next ready one of its task; if there
 -- is none, its position stays open (refill.lua). The group becomes a dead letter and counts against its worker: one with
 -- too many within the window is barred, and claims nothing until an operator unbars it.
--- include: clock, dead_letter, events, manifests, next_in_order, numbers, wake_ups
 -- KEYS control        HASH
 -- KEYS ledger         HASH
 -- KEYS batch          LIST    the manifest of this step

@@ -2,7 +2,6 @@
 -- reap: end the registrations of silent workers that hold groups, take the groups back, and forget workers that are long
 -- gone. Any process may call it. A registration ends before its first group is taken, so that it cannot be renewed; what
 -- one call leaves of it, the next one takes.
--- include: clock, leased, numbers, take_back, worker_end
 -- KEYS clock          HASH
 -- KEYS leases         ZSET
 -- KEYS groups         prefix  of the group records (HASH)

@@ -1,6 +1,5 @@
 #!lua flags=allow-oom
 -- receipt: record that a worker has carried out a control epoch. It comes earlier and costs less than a heartbeat.
--- include: control_state, leased, numbers, receipts
 -- KEYS control       HASH*
 -- KEYS worker_record HASH*  record of the worker
 -- KEYS leased        HASH*  what the worker holds

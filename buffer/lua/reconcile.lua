@@ -2,7 +2,6 @@
 -- reconcile: agree with a worker on what it holds, after a heartbeat found that the two differ; and renew its lease.
 -- What the worker does not name, it does not know: it restarted, or the reply to a claim was lost. That is taken back,
 -- but not before a claim under way must have arrived.
--- include: clock, leased, numbers, take_back
 -- KEYS clock         HASH*
 -- KEYS leases        ZSET
 -- KEYS groups        prefix  of the group records (HASH)

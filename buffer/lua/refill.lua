@@ -1,8 +1,7 @@
 #!lua flags=allow-oom
 -- refill: fill open positions of a taken, uncommitted batch (see quarantine.lua) with ready groups of their task. While
 -- some stay open, ledger and progress name the step and the number of groups: the producer starts them, and all scripts
--- keep groups that this step can use (include/steps.lua).
--- include: events, manifests, next_in_order, numbers, wake_ups
+-- keep groups that this step can use (`next_step`).
 -- KEYS control     HASH
 -- KEYS ledger      HASH
 -- KEYS batch       LIST    the manifest of this step

@@ -1,6 +1,5 @@
 #!lua flags=allow-oom
 -- refresh: move groups that the next train step may not use out of a pool. Costs O(log N + moved).
--- include: byte_count, events, numbers, pool_records, steps, wake_ups
 -- KEYS ledger        HASH*
 -- KEYS pool          ZSET*    completed or aborted
 -- KEYS expired       ZSET     pool of the task

@@ -1,7 +1,6 @@
 #!lua flags=allow-oom
 -- regenerate: begin to clear a run that is made anew from a checkpoint. From here on it cannot be opened, and nobody holds
 -- it: without `control`, no process claims, takes or enqueues. Its settings stay, where they can be read.
--- include: clock, numbers, role_silence
 -- KEYS meta      HASH*
 -- KEYS control   HASH*
 -- ARGV nonce      token          of the run

@@ -1,6 +1,5 @@
 #!lua flags=allow-oom
 -- register: register a worker, or register it again after the server forgot it.
--- include: clock, control_state, events, numbers
 -- KEYS meta          HASH
 -- KEYS control       HASH
 -- KEYS workers       ZSET

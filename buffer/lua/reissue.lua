@@ -1,6 +1,5 @@
 #!lua
 -- reissue: return aborted or expired groups to the queue, as many as there is room for, before new prompts.
--- include: ages, events, memory_marks, numbers, open_lanes, pool_records, room, waiting, wake_ups
 -- KEYS control      HASH
 -- KEYS progress     HASH    of the task
 -- KEYS ledger       HASH    of the trainer

@@ -1,6 +1,5 @@
 #!lua flags=allow-oom
 -- release: take a group back from its worker, without a result.
--- include: ages, events, expiry, leased, numbers, retries, staleness, steps, task_failures, waiting, wake_ups
 -- KEYS leases        ZSET
 -- KEYS leased        HASH    what the worker holds
 -- KEYS groups        prefix  of the group records (HASH)

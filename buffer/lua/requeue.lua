@@ -1,7 +1,6 @@
 #!lua
 -- requeue: return a dead group, or one of a pool, to the queue by hand, with all its tries.
 -- It starts from its prompt, since its tokens may be the cause of its failure. An aborted group keeps its tokens.
--- include: ages, byte_count, ended, events, numbers, remove_dead_or_pooled, waiting, wake_ups
 -- KEYS record       HASH    record of the group
 -- KEYS progress     HASH    of the task
 -- KEYS queues       prefix  of the queues (STREAM)

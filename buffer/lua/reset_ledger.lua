@@ -1,6 +1,5 @@
 #!lua flags=allow-oom
 -- reset_ledger: set the trainer's ledger to step F, up to which everything is archived or drawn again.
--- include: events, numbers
 -- KEYS control  HASH
 -- KEYS ledger   HASH
 -- KEYS accounts prefix  of the tasks' accounts (HASH)

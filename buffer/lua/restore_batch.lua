@@ -1,7 +1,6 @@
 #!lua flags=allow-oom
 -- restore_batch: after a loss, restore a batch that the server forgot from the manifest in the trainer's checkpoint.
 -- Its bytes are still there: its groups return to it from wherever they reappeared.
--- include: byte_count, clock, events, numbers, remove_from_stage
 -- KEYS control      HASH
 -- KEYS ledger       HASH
 -- KEYS batch        LIST    the manifest of this step

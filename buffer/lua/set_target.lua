@@ -1,6 +1,5 @@
 #!lua flags=allow-oom
 -- set_target: let an evaluation draw its problems, each once.
--- include: numbers, wake_ups
 -- KEYS control       HASH
 -- KEYS progress      HASH  of the task
 -- KEYS bell_producer LIST  of the producer

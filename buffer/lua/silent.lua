@@ -1,6 +1,5 @@
 #!lua flags=no-writes
 -- silent: list live workers that have not carried out the newest control epoch, or a given one, at one instant.
--- include: clock, numbers
 -- KEYS control        HASH*
 -- KEYS workers        ZSET
 -- KEYS worker_records prefix  of the workers' records (HASH)

@@ -1,7 +1,6 @@
 #!lua flags=allow-oom
 -- submit: accept results of a worker for groups of one task; their bytes are already stored under the worker's tokens.
 -- Each is judged by itself, as if it had come alone: all are judged before anything is written.
--- include: byte_count, clock, earlier_counts, events, leased, numbers, payloads, refuse, staleness, task_failures, wake_ups
 -- KEYS leases        ZSET
 -- KEYS leased        HASH*    what the worker holds
 -- KEYS groups        prefix   of the group records (HASH)

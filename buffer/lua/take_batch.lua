@@ -1,6 +1,5 @@
 #!lua flags=allow-oom
 -- take_batch: give the next batch of groups to the trainer, for all tasks at once, in the order of the run.
--- include: clock, events, manifests, memory_marks, next_in_order, numbers, pool_records, wake_ups
 -- KEYS control       HASH*
 -- KEYS ledger        HASH*
 -- KEYS batch         LIST*    the manifest of this step

@@ -1,6 +1,5 @@
 #!lua flags=no-writes
 -- totals: count the groups of every task in each structure, and read each counter, at one instant.
--- include: leased, numbers
 -- KEYS leases  ZSET
 -- KEYS leased_by prefix  of what workers hold (HASH)
 -- KEYS dead    ZSET

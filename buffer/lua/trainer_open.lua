@@ -2,7 +2,6 @@
 -- trainer_open: become the trainer of a run, from a checkpoint of step S (0 = from the start).
 -- Batches S+1… that were taken stay as they are and are delivered again; a new lineage of weights starts at S. Take is
 -- refused until lost state is asserted again and the pools are clamped.
--- include: clock, events, numbers, role_silence
 -- KEYS meta     HASH
 -- KEYS control  HASH
 -- KEYS ledger   HASH

@@ -1,7 +1,6 @@
 #!lua
 -- update: replace the bytes of a group in a pool with others, stored under a token of their own, and update its record.
 -- It keeps its arrival.
--- include: byte_count, ended, events, numbers, payloads, staleness, wake_ups
 -- KEYS record       HASH    record of the group
 -- KEYS completed    ZSET    pool of the task
 -- KEYS aborted      ZSET    pool of the task

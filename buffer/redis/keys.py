@@ -89,7 +89,7 @@ TABLE: Mapping[str, KeyRow] = {
     "leased:<id>": KeyRow(
         "HASH",
         "what the worker's registration holds: token by gid, and `digest` of them all "
-        "(`buffer/lua/include/leased.lua`); exists while it holds a group",
+        "(`buffer/lua/shared/workers.lua`); exists while it holds a group",
         saved=False,
     ),
     "bad_submissions": KeyRow(

@@ -32,8 +32,8 @@ Lines of ARGV with the same number are one tail; its units are tables in the lis
     for n, one in ipairs(units) do … one.gid … one.size
 
 The prologue of a script that writes refuses a run that was removed, which it finds by the key
-`meta` beside its first one (`lua/include/missing_run.lua`). A script that names `meta` decides
-itself what it does without one.
+`meta` beside its first one (`missing_run` in `lua/shared/control.lua`). A script that names `meta`
+decides itself what it does without one.
 
 The prologue reads the length of a key (0.5 microseconds) to find a wrong type before anything is
 written. `HASH*` leaves that to Redis, for scripts that run for every group: the body reads this key
@@ -73,7 +73,7 @@ NAMED = {
 bitmap, so its pattern bounds the memory (70,000,000 draws are 8.75 MB).
 """
 
-JUDGED = ("ages", "lanes", "number")  # types with a check of their own, `lua/include/is_<name>.lua`
+JUDGED = ("ages", "lanes", "number")  # types with a check `is_<name>` in `lua/shared/values.lua`
 
 BIGGEST = 2**53 - 1  # the largest integer that is exact in Lua
 
@@ -85,7 +85,6 @@ _SLOT = re.compile(
 )
 _RANGE = re.compile(r"([\d_]+)\.\.([\d_]*)")
 _TEXT = re.compile(r"text\.\.(\d+)")
-_CHECK = re.compile(r"\b(?:is|as)_\w+(?=\()")
 _BYTES = re.compile(r"bytes\.\.(\d+)")
 
 
@@ -246,11 +245,6 @@ class ScriptHeader:
                 yield f"local {tail.names[0]} = {{unpack({tail.array}, {tail.first})}}"
         if units:
             yield from _each_unit(units)
-
-    def checks(self) -> list[str]:
-        """Return the files under `lua/include` that the prologue needs, one for each check."""
-        guard = ["missing_run"] if any(self._run()) else []
-        return ["refuse", *guard, *sorted(set(_CHECK.findall(self.prologue())))]
 
     def _counts(self, array: str) -> Iterator[str]:
         fixed = len(self.fixed(array))

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights.checksums import WrittenFiles
 from buffer.weights.transport import Save
 from buffer.wire.group import RolloutGroup

@@ -19,7 +19,7 @@ from buffer.ids import group_id
 from buffer.job import PayloadRef
 from buffer.ledger.account import TaskAccount
 from buffer.manifest import Manifest, NotReady
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.handle.reader import BatchReader
 from consumer.handle.taker import BatchTaker, WaitOptions

@@ -35,7 +35,7 @@ from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram
 from buffer.errors import ConfigError, ModelError, WireError
 from buffer.ledger.position import Position
 from buffer.ledger.trainer_opening import Opening
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import PublishedWeights
 from buffer.wire.rollout import PolicyVersion

@@ -23,7 +23,7 @@ from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import GroupChanged, RolloutMQError, StepFailed
 from buffer.ledger.position import Position
 from buffer.manifest import Manifest
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.handle.batch import Batch
 from consumer.handle.ranks import RankOrders, Ranks, balanced_shares, on_all_ranks

@@ -20,7 +20,7 @@ from buffer.errors import (
 )
 from buffer.ledger.ledger import BatchLedger
 from buffer.manifest import Manifest, NotReady
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.handle.batch import DeliveredGroups
 from consumer.handle.reader import NOTHING, BatchReader, Known

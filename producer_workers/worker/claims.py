@@ -22,7 +22,7 @@ from buffer.ids import new_nonce
 from buffer.job import Job
 from buffer.limits import Concurrency
 from buffer.redis.connection.retry import LogOnce
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines.base import EngineLoad
 from producer_workers.worker.inbox import Inbox, PartEnded, Signal

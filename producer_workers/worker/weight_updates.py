@@ -26,7 +26,7 @@ from pathlib import Path
 from buffer.control.control import ControlState, LocatedWeights
 from buffer.errors import StoreUnavailable, WireError
 from buffer.redis.connection.retry import Backoff
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import PublishedWeights
 from buffer.wire.rollout import PolicyVersion

@@ -43,7 +43,7 @@ from buffer.groups.job_queue import Serves
 from buffer.ids import LANES, new_nonce
 from buffer.job import Job
 from buffer.limits import Concurrency
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.engines.base import Engine, EngineDeadError
 from producer_workers.judges.watched_judges import WatchedJudges

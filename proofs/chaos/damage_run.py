@@ -20,7 +20,7 @@ from buffer.ledger.position import Position
 from buffer.limits import RunLimits
 from buffer.maintenance.regeneration import Regeneration
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS
 from consumer.handle.checkpoint import CheckpointFolder
 from proofs.chaos.checker import Checker

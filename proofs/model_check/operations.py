@@ -22,7 +22,7 @@ from buffer.ledger.position import Position
 from buffer.manifest import Manifest, ManifestEntry, NotReady
 from buffer.redis.scripts import Upload, unfenced
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan

@@ -18,7 +18,7 @@ from buffer.curation.group_import import Imported
 from buffer.errors import ConfigError
 from buffer.ids import POOLS
 from buffer.query.language import parse
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.snapshot.folder import read_manifest
 from rolloutmq.cli.groups import WHERE_HELP
 from rolloutmq.cli.logs import follow

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from buffer.errors import StoreUnsafe
 from buffer.redis.server.check import ServerFinding, check_all
-from buffer.run import Run
+from buffer.run.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.options import (
     AsJson,

@@ -15,7 +15,7 @@ from rich.text import Text
 from buffer.errors import AccountError
 from buffer.ledger.account import FsckReport
 from buffer.redis.server.check import check_all
-from buffer.run import Run
+from buffer.run.run import Run
 from consumer.handle.step_log import STEPS_FILE, StepLog
 from rolloutmq.command_list import command
 from rolloutmq.options import AsJson, Output, Target, on_run

@@ -19,7 +19,7 @@ from buffer.groups.record_walk import RecordWalk
 from buffer.ids import POOLS
 from buffer.query.language import FIELDS, OPERATORS, parse
 from buffer.query.record import STAGES, GroupRecord
-from buffer.run import Run
+from buffer.run.run import Run
 from consumer.handle.dead_letter_file import read_dead_letters
 from rolloutmq.command_list import command
 from rolloutmq.options import (

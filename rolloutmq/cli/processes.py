@@ -26,7 +26,7 @@ from rolloutmq.presets import open_config
 from rolloutmq.process_log import log_json
 
 if TYPE_CHECKING:
-    from buffer.run import Run
+    from buffer.run.run import Run
     from producer_workers.config.task import TaskSection
     from producer_workers.engines.base import Engine
     from producer_workers.worker.worker import Worker
@@ -148,7 +148,7 @@ def judge(
     settings = open_config(config, overrides)
     log_json("judge", settings.run.name)
     follow_owner()
-    from buffer.open_run import open_store, server_url
+    from buffer.run.open import open_store, server_url
     from producer_workers.judges.rq_worker import judge_url, serve_judges
 
     tasks = [task for task in settings.tasks.values() if task.judging.kind == "rq"]
@@ -187,8 +187,8 @@ def _open(
     metrics: str | None,
 ) -> tuple[Run, Config]:
     """Return the run, and the config with the commits of the Hub that the run was made with."""
-    from buffer.control.continuation import check_origin, read_origin
-    from buffer.open_run import open_store, server_url, wait_for_run
+    from buffer.run.continuation import check_origin, read_origin
+    from buffer.run.open import open_store, server_url, wait_for_run
     from rolloutmq.config.fingerprint import origin_of
 
     store = open_store(

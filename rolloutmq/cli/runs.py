@@ -17,7 +17,7 @@ from buffer.maintenance.remove_run import remove_run
 from buffer.readable import format_size
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.options import (
     RUNS,

@@ -16,7 +16,7 @@ from buffer.errors import ConfigError, StoreUnavailable
 from buffer.ids import valid_name
 from buffer.janitor import Swept
 from buffer.redis.server.acl import ROLES, acl_line, user_name
-from buffer.run import Run
+from buffer.run.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.hang_up import stop_at_signals
 from rolloutmq.options import AsJson, Output, RunDir, Target, embedded_server, newest_server, on_run

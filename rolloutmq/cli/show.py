@@ -17,7 +17,7 @@ from buffer.ids import split_group_id
 from buffer.ledger.ledger import BatchLedger
 from buffer.manifest import Manifest
 from buffer.readable import format_size
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.staleness import staleness
 from consumer.handle.sample_log import Sample, SampleLog, TokenTexts, model_folders
 from producer_workers.user_code.failure import failure_text

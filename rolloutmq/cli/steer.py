@@ -10,16 +10,16 @@ from typing import Annotated, Literal
 import typer
 
 from buffer.control.control import Mode
-from buffer.control.settings import (
+from buffer.errors import ConfigError, PauseTimeout
+from buffer.readable import visible
+from buffer.run.run import Run
+from buffer.run.settings import (
     KeptSettings,
     LiveSettings,
     LiveTaskSettings,
     SettingsRecord,
     parse_change,
 )
-from buffer.errors import ConfigError, PauseTimeout
-from buffer.readable import visible
-from buffer.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.options import AsJson, Output, Target, on_run, require_known
 from rolloutmq.output import age, console, plural, table

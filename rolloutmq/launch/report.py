@@ -11,7 +11,7 @@ from rich.table import Table
 
 from buffer.errors import AccountError
 from buffer.ledger.account import FsckReport
-from buffer.run import Run
+from buffer.run.run import Run
 from consumer.handle.step_log import Evaluations, read_evaluations
 from rolloutmq.config.config import Config
 from rolloutmq.output import table

@@ -13,7 +13,7 @@ from buffer.errors import AccountError, ConfigError
 from buffer.failure_text import headline
 from buffer.groups.record_walk import payload_of
 from buffer.ids import ENDS, IMPORTED_FROM, split_group_id, trace_id
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_json import group_json
 from buffer.wire.rollout import VersionSpan

@@ -17,7 +17,7 @@ from buffer.errors import ConfigError, StoreError
 from buffer.redis.eviction import ServerMemory
 from buffer.redis.server.check import read_memory
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from rolloutmq.http_endpoint import MetricsEndpoint
 from rolloutmq.views.numbers import FAMILIES
 from rolloutmq.views.run_view import RunView, read_run_view

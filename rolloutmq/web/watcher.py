@@ -10,7 +10,7 @@ from typing import Any
 
 from buffer.control.worker_record import NUMBERS
 from buffer.errors import RolloutMQError
-from buffer.run import Run
+from buffer.run.run import Run
 from rolloutmq.views.explain.diagnosis import Symptom, diagnose, worst_first
 from rolloutmq.views.explain.inspection import inspect
 from rolloutmq.views.explain.who_waited import Waits, read_waits

@@ -182,9 +182,9 @@ def has_more(script: str, args: Mapping[str, Arg], reply: Sequence[Any]) -> bool
         return False
     match script:
         case "refresh" | "reissue" | "rescore" | "reap" | "fence_worker":
-            return int(reply[1]) >= int(args["limit"])
+            return int(reply[1]) >= int(args["limit"] or 0)
         case "commit":
-            return int(reply[2]) < int(args["keep"])
+            return int(reply[2]) < int(args["keep"] or 0)
         case "forget":
             return int(reply[2]) > 0
     return False

@@ -26,7 +26,7 @@ from buffer.ledger.trainer_opening import Opening
 from buffer.limits import RunLimits, TaskLimits
 from buffer.manifest import Manifest
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.staleness import staleness
 from consumer.handle.rollout_consumer import RolloutConsumer

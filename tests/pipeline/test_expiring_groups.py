@@ -12,10 +12,10 @@ import pytest
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.length_counts import CUT, FINISHED, count, read_counts
-from buffer.control.settings import LiveSettings
 from buffer.ids import new_nonce
 from buffer.job import Job, ReleaseKind
 from buffer.manifest import Manifest
+from buffer.run.settings import LiveSettings
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import rollout
 from tests.pipeline.yard import FIRST, LINEAGE, SOME, TASK, Yard

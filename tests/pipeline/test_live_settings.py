@@ -14,10 +14,10 @@ import pytest
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
-from buffer.control.settings import LiveSettings
 from buffer.limits import TaskLimits
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
+from buffer.run.settings import LiveSettings
 from buffer.wire.sampling import SampleParams
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.producer.producer import Producer

@@ -12,10 +12,10 @@ import pytest
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
-from buffer.control.settings import LiveSettings
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.job import Job
 from buffer.limits import TaskLimits
+from buffer.run.settings import LiveSettings
 from buffer.wire.rollout import Status
 from tests.buffer.scene import rollout
 from tests.pipeline.mixture import Mixture

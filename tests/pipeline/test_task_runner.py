@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from buffer.control.control import Mode
-from buffer.control.settings import LiveSettings, LiveTaskSettings
 from buffer.errors import TaskStopped
+from buffer.run.settings import LiveSettings, LiveTaskSettings
 from buffer.wire.group import GROUP_TIME
 from buffer.wire.rollout import RolloutState
 from consumer.handle.rollout_consumer import RolloutConsumer

@@ -19,7 +19,7 @@ from buffer.ids import new_nonce
 from buffer.maintenance import column_files
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from consumer.grpo.policy.mask_reader import MaskReader
 from consumer.grpo.policy.routing_replay import RecordedExperts
 from producer_workers.config.engine import TransformersConfig

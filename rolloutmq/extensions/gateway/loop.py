@@ -19,7 +19,7 @@ from itertools import chain, groupby
 from typing import Any, Literal
 
 from buffer.errors import ConfigError, JudgeError, JudgeInterrupted, WireError
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.own_copy import own_copy
 from buffer.wire.rollout import RolloutState, Status, has_ended
 from buffer.wire.sampling import SampleParams

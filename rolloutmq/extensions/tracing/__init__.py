@@ -24,7 +24,7 @@ from buffer.ids import trace_id
 from buffer.job import Job, ReleaseKind, Result
 from buffer.manifest import Manifest
 from buffer.observers import Observer
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from buffer.groups.dead_letters import by_cause
 from buffer.ids import split_group_id
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights import folder_manifest as weights_manifest
 from consumer.handle.step_log import TrainedStep, read_steps
 from rolloutmq.output import plural

@@ -11,11 +11,8 @@ from functools import partial
 import pytest
 import redis
 
-from buffer import run_fields
-from buffer.control.continuation import Start
 from buffer.control.control import Mode, Role
 from buffer.control.control_line import ControlConnection
-from buffer.control.settings import LiveSettings
 from buffer.errors import (
     LostRun,
     RoleHeld,
@@ -27,7 +24,10 @@ from buffer.errors import (
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run import run_fields
+from buffer.run.continuation import Start
+from buffer.run.run import Run
+from buffer.run.settings import LiveSettings
 from tests.buffer.scene import FIRST, LIMITS, Scene
 
 ALL = ("eval", "resume", "fresh")

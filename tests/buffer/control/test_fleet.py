@@ -12,7 +12,7 @@ from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import Fenced, RunNotFound
 from buffer.ids import group_id, new_nonce
 from buffer.limits import RunLimits, TaskLimits
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 from tests.buffer.scene import FIRST, LIMITS, Scene
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from buffer.errors import ConfigError, RunNotFound
 from buffer.ids import new_nonce
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from tests.buffer.scene import FIRST, LIMITS, Scene
 
 

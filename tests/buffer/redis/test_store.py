@@ -16,7 +16,7 @@ from buffer.redis.connection.retry import is_transient
 from buffer.redis.connection.url import open_client
 from buffer.redis.scripts import library
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from tests.buffer.cutting_proxy import CuttingProxy
 from tests.buffer.scene import FIRST, LIMITS, Scene
 from tests.servers import SAFE, OwnServer, Server, raw_client

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from buffer.errors import PublicationFailed
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights import delta
 from buffer.weights.folder_manifest import verify
 from buffer.weights.receiver import WeightsReceiver

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
-from buffer.control.settings import LiveSettings
 from buffer.errors import Fenced, GroupChanged, LedgerError, LostRun
-from buffer.run import Run
+from buffer.run.run import Run
+from buffer.run.settings import LiveSettings
 from buffer.weights.shared_folder import FolderSender
 from buffer.wire.group import RolloutGroup
 from consumer.grpo.export import export_model

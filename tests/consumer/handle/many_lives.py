@@ -30,10 +30,10 @@ import torch
 
 import consumer
 from buffer.errors import LedgerError, LostRun
-from buffer.open_run import wait_for_run
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.open import wait_for_run
+from buffer.run.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from consumer.grpo.learner.advantages import grpo_advantages

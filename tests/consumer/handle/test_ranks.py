@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from buffer.errors import GroupChanged
-from buffer.run import Run
+from buffer.run.run import Run
 from consumer.grpo.model_state.saved_state import SavedState
 from consumer.grpo.models.model_folder import load_model
 from tests.consumer.grpo.learner.sharded_learner import CUT, STEPS, Life, main

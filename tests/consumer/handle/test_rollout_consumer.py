@@ -26,7 +26,7 @@ from buffer.ids import group_id, new_nonce
 from buffer.ledger.ledger import BAD_GROUPS
 from buffer.manifest import NotReady
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import PublishedWeights
 from buffer.wire import group_bytes

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from buffer.control.control import Mode
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from tests.consumer.grpo.models.tiny import build_model
 from tests.pipeline.site import Site

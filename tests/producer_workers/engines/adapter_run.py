@@ -21,7 +21,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights.safetensors_files import MODEL_LOADING
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState

@@ -13,10 +13,10 @@ from pathlib import Path
 import orjson
 import pytest
 
-from buffer.control.origin import Origin
 from buffer.redis.keys import Keys
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
+from buffer.run.origin import Origin
 from tests.consumer.grpo.models.tiny import build_model
 from tests.fake_hub import FakeHub, fake_hub
 from tests.rolloutmq.conftest import ROOT, in_process, rolloutmq

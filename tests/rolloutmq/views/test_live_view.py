@@ -10,7 +10,7 @@ from rich.console import Console
 
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from rolloutmq.views.explain.diagnosis import diagnose
 from rolloutmq.views.history import TRAINER, WORKERS, History
 from rolloutmq.views.live import watch

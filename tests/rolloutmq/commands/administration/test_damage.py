@@ -17,7 +17,7 @@ import redis
 
 from buffer.errors import RolloutMQError
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from rolloutmq.output import console
 from rolloutmq.views.explain import inspection
 from rolloutmq.views.explain.inspection import diagnose_run

@@ -14,7 +14,7 @@ from buffer.maintenance.remove_run import remove_run
 from buffer.redis.keys import Keys
 from buffer.redis.server.embedded import EmbeddedServer, valkey_binary
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from producer_workers.judges.rq_worker import FUNCTION, JudgeJob, JudgeWorker, open_queue
 from rolloutmq.run_owner import own
 from tests.buffer.scene import LIMITS

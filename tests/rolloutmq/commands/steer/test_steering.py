@@ -10,7 +10,7 @@ from buffer.control.control import Mode
 from buffer.control.worker_record import WorkerState
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from tests.rolloutmq.conftest import Command, json_of
 from tests.rolloutmq.populate import Scene
 
