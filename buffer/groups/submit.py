@@ -66,7 +66,7 @@ class Submission:
         context: RunContext,
         payloads: PayloadStore,
     ) -> None:
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._payloads = payloads
 
     def submit(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:

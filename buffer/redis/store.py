@@ -21,6 +21,7 @@ from buffer.errors import (
     RunDamaged,
 )
 from buffer.limits import RunLimits
+from buffer.observers import Observer
 from buffer.redis.connection.bulk_io import Command, Parts, pipelined, receive, send
 from buffer.redis.connection.nodes import Role, Servers
 from buffer.redis.connection.retry import Backoff, OutageLog, is_transient
@@ -342,8 +343,12 @@ class Store:
 
 
 class RunContext(NamedTuple):
-    """What each part of a run works with. All share the limits, which `adopt` changes in place."""
+    """What each part of a run works with. All share the limits, which `adopt` changes in place.
+
+    `observers`: receive what this process does with groups of training.
+    """
 
     store: Store
     keys: Keys
     limits: RunLimits
+    observers: Sequence[Observer] = ()

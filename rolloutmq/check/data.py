@@ -22,6 +22,7 @@ from rolloutmq.check.finding import Finding, Unit, absent, failure, findings_of
 from rolloutmq.check.judge import judge_findings
 from rolloutmq.check.shape import context_tokens
 from rolloutmq.config.config import Config
+from rolloutmq.config.small_model import small_model
 
 ROWS = 64  # rows of a data set that are made into prompts and encoded
 SHOWN = 3  # unusable rows in the report
@@ -136,10 +137,8 @@ def _tokenizer(config: Config) -> tuple[Tokenizer, str]:
     with suppress(HubError):
         if config.model_folder.is_dir():
             return _load(str(config.model_folder)), ""
-    from consumer.grpo.models.tiny_model import build_tokenizer
-
-    tokenizer = build_tokenizer(config.tiny_model)
-    return tokenizer, "" if config.policy.model is None else "characters, without the model"
+    note = "" if config.policy.model is None else "characters, without the model"
+    return small_model(config).tokenizer(), note
 
 
 _load = cache(load_tokenizer)

@@ -22,12 +22,11 @@ from buffer.imports import is_dotted_path
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
 from buffer.wire.sampling import SampleParams
-from consumer.config.warm_start import TinyModelConfig
+from consumer.grpo.models.model_folder import save_model
 from producer_workers.judges.judge import add_columns
 from rolloutmq.check.finding import Finding, Unit
 from rolloutmq.config.config import Config
 
-SMALL = TinyModelConfig(hidden=32, layers=1, heads=1, kv_heads=1, intermediate=32)
 PROMPT, SHORTEST = 16, 8  # tokens; responses have up to twice as many
 MOST_ROLLOUTS = 32
 WORDS = range(6, 90)  # token ids of the small model
@@ -49,14 +48,12 @@ def units(config: Config) -> list[Unit]:
 
 
 def _check(config: Config, task: str) -> Iterator[Finding]:
-    from consumer.grpo.models.tiny_model import build_tiny_model
-
     defaults = {key: config.learner.default_of(key) for key in OF_THE_MACHINE}
     config = config.model_copy(update={"learner": config.learner.model_copy(update=defaults)})
     what = f"task {task}: of made-up rollouts, every second of them right, "
     with TemporaryDirectory(prefix="rolloutmq-check-") as folder:
         model = Path(folder) / "model"
-        build_tiny_model(model, SMALL, seed=0)
+        _write_model(model)
         try:
             if _gradient(config, task, model) > 0:
                 yield Finding("training", "ok", f"{what}some are trained")
@@ -76,6 +73,27 @@ def _check(config: Config, task: str) -> Iterator[Finding]:
         f"the prompt has {PROMPT} tokens, each response {SHORTEST} to {2 * SHORTEST}: "
         "docs/pages/loss.md",
     )
+
+
+def _write_model(folder: Path) -> None:
+    """Write a model of one layer, with random weights and without a tokenizer."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=128,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=32,
+        intermediate_size=32,
+        max_position_embeddings=256,
+        initializer_range=0.08,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        save_model(Qwen3ForCausalLM(config), folder)
 
 
 def _responsible(config: Config, task: str, model: Path) -> Iterator[str]:

@@ -30,7 +30,6 @@ from consumer.config.trainer import (
     TrainerSection,
     WandbSection,
 )
-from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
 from producer_workers.config.engine import EngineConfig, VllmConfig
 from producer_workers.config.gateway import GatewaySection
 from producer_workers.config.producing import JudgesSection, ProducerSection, WorkerSection
@@ -45,6 +44,7 @@ from rolloutmq.config.cross_section_rules import (
     too_many_problems,
     training,
 )
+from rolloutmq.config.small_model import TinyModelConfig, WarmStartConfig
 
 Gpu = Annotated[int, Field(ge=0, le=1023)]
 

@@ -178,11 +178,11 @@ def warm_start(config: ConfigPath, overrides: Overrides = None) -> None:
     The warm start is a short supervised phase on separate problems; the model is kept in the run's
     folder.
     """
+    from rolloutmq.config.small_model import small_model
+
     settings = open_config(config, overrides)
     follow_owner()
-    from rolloutmq.launch.prepare import make_model
-
-    make_model(settings)
+    small_model(settings).make()
 
 
 @command("Data", "export-model", epilog="Example: rolloutmq export-model configs/demo.toml 40 out")

@@ -28,8 +28,8 @@ from benchmarks.learning.trial import (
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.wire.group import RolloutGroup
-from consumer.config.warm_start import WarmStartConfig
 from consumer.grpo.learner.train_controller import TrainController
+from rolloutmq.config.small_model import WarmStartConfig
 
 LITTLE = replace(SUMS, warm_start=WarmStartConfig(stop_accuracy=0.02, seed=1))
 SETTING = Setting(steps=4, batch=3, k=4, seed=5)

@@ -20,7 +20,7 @@ FEATURES = {  # files of its own, and words that mention it
     "gateway": (r"extensions/(gateway|environments)/", r"gateway"),
     "live sessions": (r"extensions/gateway/", r"\bis_live\b|\blive_tasks|\bLIVE\b|on_demand|limit_claim"),
     "kept turns": (r"extensions/gateway/|worker/kept_turns", r"keep_turns|kept_turns|with_turns|keeps_turns"),
-    "environments": (r"extensions/environments/|config/dataset|datasets/environment", r"harbor|verifiers\b|openenv|nemo_gym"),
+    "environments": (r"extensions/environments/", r"harbor|verifiers\b|openenv|nemo_gym"),
     "trainers of others": (r"extensions/trainers/", r"xtuner|\bverl\b|skyrl|\bmiles\b"),
     "answers": (r"extensions/answers/", r"gsm8k|math_verify"),
     "tracing": (r"extensions/tracing/", r"tracing|OTEL|trace_run"),

@@ -11,8 +11,6 @@ from typing import Any
 import orjson
 import pytest
 
-from consumer.config.warm_start import TinyModelConfig
-from consumer.grpo.models.tiny_model import build_tiny_model
 from rolloutmq.check.command import settings_findings
 from rolloutmq.check.contained import STAGES, run_units, units_of
 from rolloutmq.check.finding import Finding
@@ -20,6 +18,7 @@ from rolloutmq.check.memory import memory_findings, trainer_bytes
 from rolloutmq.check.shape import shape_of
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import inspect_config
+from tests.consumer.grpo.models.tiny import build_model
 from tests.rolloutmq.conftest import ROOT, Command
 
 CONFIG = """
@@ -88,9 +87,7 @@ def found(*overrides: str, stages: Sequence[str] = STAGES, section: str = "") ->
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small model with random weights."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    build_tiny_model(folder, TinyModelConfig(max_positions=128), seed=0)
-    return folder
+    return build_model(tmp_path_factory.mktemp("models"), max_positions=128)
 
 
 @pytest.fixture

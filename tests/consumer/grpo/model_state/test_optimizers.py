@@ -16,16 +16,13 @@ from consumer.grpo.learner.critic import Critic
 from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.model_state.optimizers import make_optimizer
-from consumer.grpo.models.tiny_model import build_tiny_model
-from tests.consumer.grpo.models.tiny import SPEC, build_model, make_group
+from tests.consumer.grpo.models.tiny import build_model, make_group
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "wide"
     # some tensors of more than 4,096 values, which have 8 bits, and some of fewer
-    build_tiny_model(folder, SPEC.model_copy(update={"intermediate": 200}), seed=0)
-    return folder
+    return build_model(tmp_path_factory.mktemp("models"), intermediate=200)
 
 
 def make_controller(model_dir: Path, optimizer: OptimizerKind) -> TrainController:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import orjson
@@ -11,15 +10,14 @@ import torch
 from transformers import AutoTokenizer
 
 from buffer.errors import DatasetError
-from consumer.config.warm_start import WarmStartConfig
 from consumer.grpo.models.model_folder import load_model, load_tokenizer
-from consumer.grpo.models.warm_start import (
+from rolloutmq.config.small_model import WarmStartConfig
+from rolloutmq.extensions.demo.warm_start import (
     Demonstration,
     WarmStartProgress,
     read_problems,
     warm_start,
 )
-from consumer.handle.sample_log import TokenTexts
 from tests.consumer.grpo.models.tiny import SPEC, build_model
 
 QUESTION = "State the final answer to the following arithmetic problem: 4 + 17 - 2 ="
@@ -111,18 +109,3 @@ def test_read_problems_names_the_line_when_it_is_unusable(tmp_path: Path, line: 
         read_problems(file)
     file.write_bytes(good)
     assert read_problems(file) == [Demonstration([{"role": "user", "content": "1"}], "1")]
-
-
-def test_threads_that_load_at_once_all_get_a_whole_model(model_dir: Path) -> None:
-    with ThreadPoolExecutor(4) as threads:
-        models = list(threads.map(load_model, [model_dir] * 12))
-    assert not any(parameter.is_meta for model in models for parameter in model.parameters())
-
-
-def test_a_browser_gets_the_text_of_each_token(model_dir: Path, tmp_path: Path) -> None:
-    ids = AutoTokenizer.from_pretrained(model_dir).encode(QUESTION, add_special_tokens=False)
-    texts = TokenTexts([tmp_path / "no model here", model_dir]).of(ids)
-    assert texts is not None
-    assert "".join(texts) == QUESTION
-    assert len(texts) == len(ids) > 3
-    assert TokenTexts([tmp_path]).of(ids) is None

@@ -1,6 +1,6 @@
 """A small model of the Qwen3 architecture and its tokenizer, built locally without a download.
 
-The folder is an ordinary Hugging Face one; `consumer.grpo.models.warm_start` trains its random
+The folder is an ordinary Hugging Face one; `rolloutmq.extensions.demo.warm_start` trains its random
 weights. Printable ASCII has one token per character, so every digit is a token; `phrases` become
 one token each, which makes prompts shorter.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from buffer.weights.new_folder import new_folder
-from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.models.model_folder import save_model
+from rolloutmq.config.small_model import TinyModelConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3Config

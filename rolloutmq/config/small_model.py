@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, Protocol
 
 from pydantic import Field
 
 from buffer.config.section import Count, Section
+from buffer.imports import attached, load_object
+
+MODELS = "rolloutmq.models"  # entry points
 
 
 class TinyModelConfig(Section):
@@ -64,3 +68,18 @@ class WarmStartConfig(Section):
     """the learning rate rises linearly from 0 over this many steps"""
     seed: int = Field(0, ge=0, lt=2**32)
     """seed of the data order"""
+
+
+class SmallModel(Protocol):
+    """What the entry point "small" attaches: a class that gets the whole config."""
+
+    def tokenizer(self) -> Any: ...
+
+    def make(self) -> None:
+        """Write `<run folder>/model`, unless it exists or the config names another model."""
+
+
+def small_model(config: Section) -> SmallModel:
+    """Return what builds the model of a config without [policy] model. Raises ConfigError."""
+    model: SmallModel = load_object(attached(MODELS)["small"], kind="model")(config)
+    return model

@@ -23,8 +23,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from buffer.errors import DatasetError
 from buffer.weights.new_folder import new_folder
-from consumer.config.warm_start import WarmStartConfig
 from consumer.grpo.models.model_folder import load_model, load_tokenizer, save_model
+from rolloutmq.config.small_model import WarmStartConfig
 
 IGNORED = -100  # the default of `cross_entropy` for positions without a loss
 
