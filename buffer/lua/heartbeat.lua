@@ -3,16 +3,8 @@
 -- The lease is renewed where worker and server agree on what it holds; elsewhere the worker calls `reconcile` next.
 -- Weights that are too old for the next train step, and so for all later ones, are reported in the reply: the worker
 -- stops the groups that have tokens of them, and releases these as `expired`.
--- KEYS control       HASH*
--- KEYS clock         HASH*
--- KEYS leases        ZSET
--- KEYS workers       ZSET
--- KEYS worker_record HASH*  record of the worker
--- KEYS leased        HASH*  what the worker holds
--- KEYS ages          prefix  of the age indexes (ZSET)
--- KEYS ledger        HASH*   of the trainer
--- KEYS lineages      LIST*
--- KEYS bell_receipts LIST*  of processes that wait for receipts
+-- KEYS control HASH*, clock HASH*, leases ZSET, workers ZSET, worker_record HASH*, leased HASH*, ages prefix
+-- KEYS ledger HASH*, lineages LIST*, bell_receipts LIST*
 -- ARGV worker         name           id
 -- ARGV nonce          token          of its registration
 -- ARGV lease_ms       1..86_400_000
