@@ -143,9 +143,9 @@ async def _play(
         async with asyncio.timeout(timeout_s):
             return await _first_batch(run, producer, working, count)
     except TimeoutError as error:
-        places = {place: n for place, n in run.account.totals().tasks[0].stages.items() if n}
+        stages = {stage: n for stage, n in run.account.totals().tasks[0].stages.items() if n}
         raise RehearsalError(
-            f"not ready after {timeout_s:g} s; groups by stage: {places}"
+            f"not ready after {timeout_s:g} s; groups by stage: {stages}"
         ) from error
     finally:
         worker.stop()
@@ -180,8 +180,8 @@ def _raise_if_incomplete(run: Run) -> None:
     stop = run.task_stops.of(TASK)
     if stop.is_stopped:
         raise RehearsalError(f"a problem cannot be used: {stop.reason}")
-    places = run.account.totals().tasks[0].stages
-    if passed_over := places["dropped"]:
+    stages = run.account.totals().tasks[0].stages
+    if passed_over := stages["dropped"]:
         raise RehearsalError(
             f"{passed_over} problems were passed over: their prompts are too large to be stored",
             hint="the log of rolloutmq.producer names their rows",

@@ -95,9 +95,9 @@ def _held_s(task: TaskView) -> float:
     return task.number("produced_ms") / 1000
 
 
-def _places(snap: RunView) -> Cells:
+def _stages(snap: RunView) -> Cells:
     return (
-        ((t.account.task, place), n) for t in snap.tasks for place, n in t.account.stages.items()
+        ((t.account.task, stage), n) for t in snap.tasks for stage, n in t.account.stages.items()
     )
 
 
@@ -204,7 +204,7 @@ def _marks(snap: RunView) -> Cells:
 
 # all metrics of runs but `rolloutmq_workers_wanted`, which needs several snapshots
 FAMILIES: tuple[_Family, ...] = (
-    _Family("groups", "Groups by place; each is in exactly one.", ("task", "place"), _places),
+    _Family("groups", "Groups by stage; each is in exactly one.", ("task", "place"), _stages),
     _Family("jobs_waiting", "Groups that wait for a worker.", ("task", "lane"), _backlog),
     _Family("staleness_groups", "Ready groups by staleness.", ("task", "staleness"), _staleness),
     _of_task("groups_ready", "Groups that a batch may have.", lambda t: t.ready),
