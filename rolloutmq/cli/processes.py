@@ -195,7 +195,7 @@ def _open(
         settings, server_url(settings, redis_url), name=f"rolloutmq-{name}", patient=True
     )
     if metrics is not None:
-        from rolloutmq.views.metrics.prometheus import serve_process
+        from rolloutmq.views.prometheus import serve_process
 
         serve_process(name, store, metrics)
     run = wait_for_run(store, settings.run.name)

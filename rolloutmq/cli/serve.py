@@ -30,7 +30,7 @@ from rolloutmq.output import console, emit
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from rolloutmq.views.metrics.prometheus import RunCollector
+    from rolloutmq.views.prometheus import RunCollector
     from rolloutmq.web.access import Access
 
 WEB_EPILOG = """
@@ -150,7 +150,7 @@ def metrics(
     """
     from prometheus_client import generate_latest
 
-    from rolloutmq.views.metrics.prometheus import RunCollector
+    from rolloutmq.views.prometheus import RunCollector
 
     with open_server(redis_url, run_dir) as (store, _):
         collector = RunCollector(store, choose_run(store, run) if run else None)
