@@ -147,9 +147,9 @@ async def _play(
         consumer.commit(1, keep=1)
         return sorted(batch.groups, key=lambda group: group.gid)
     except TimeoutError as error:
-        places = {place: n for place, n in run.account.totals().tasks[0].stages.items() if n}
+        stages = {stage: n for stage, n in run.account.totals().tasks[0].stages.items() if n}
         raise RehearsalError(
-            f"not ready after {timeout_s:g} s; groups by stage: {places}"
+            f"not ready after {timeout_s:g} s; groups by stage: {stages}"
         ) from error
     finally:
         consumer.stop()
@@ -170,8 +170,8 @@ def _raise_if_incomplete(run: Run) -> None:
     stop = run.task_stops.of(TASK)
     if stop.is_stopped:
         raise RehearsalError(f"a problem cannot be used: {stop.reason}")
-    places = run.account.totals().tasks[0].stages
-    if passed_over := places["dropped"]:
+    stages = run.account.totals().tasks[0].stages
+    if passed_over := stages["dropped"]:
         raise RehearsalError(
             f"{passed_over} problems were passed over: their prompts are too large to be stored",
             hint="the log of rolloutmq.producer names their rows",

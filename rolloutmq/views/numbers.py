@@ -246,7 +246,7 @@ def _rows() -> Iterator[Family]:
 FAMILIES: tuple[Family, ...] = (
     *(family for family in _rows() if family.name),
     Family(
-        "groups", "Groups by place; each is in exactly one.", ("task", "place"),
+        "groups", "Groups by stage; each is in exactly one.", ("task", "place"),
         partial(_by_label, lambda t: t.account.stages),
     ),
     Family(

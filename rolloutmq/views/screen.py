@@ -376,10 +376,10 @@ def starting_lines(view: RunView, started_s: dict[str, float]) -> list[str]:
 
 def _progress(task: TaskView) -> str:
     """Return the progress of a task towards its evaluation or the first batch."""
-    places = task.account.stages
-    left = places["waiting"] + places["running"]
+    stages = task.account.stages
+    left = stages["waiting"] + stages["running"]
     name = task.account.task
     if task.is_eval:
-        done = sum(places.values()) - left
+        done = sum(stages.values()) - left
         return f"{name} is evaluated: {count(done)} done, {count(left)} open"
     return f"{name}: {count(task.ready)} groups ready for step 1, {count(left)} waiting or running"
