@@ -113,15 +113,15 @@ def _responsible(config: Config, task: str, model: Path) -> Iterator[str]:
 
 def _gradient(config: Config, task: str, model: Path) -> float:
     """Return the norm of the gradient of a train step on one group, sampled by the model itself."""
-    from consumer.grpo.learner.learner import Learner
     from consumer.grpo.learner.train_controller import TrainController
+    from consumer.grpo.policy.policy import Policy
 
-    learner = Learner(model, config.learner, teacher_weights=config.column_weights)
-    controller = TrainController.of(config, learner, model)
+    policy = Policy(model, config.learner)
+    controller = TrainController.of(config, policy, model)
     group = _made_up(config, task)
     logprobs = [np.zeros(len(group.mask), np.float32)]
-    for update in learner.pack([group]).updates:
-        update.batches.fill(logprobs, [learner.logprobs(part) for part in update.batches])
+    for update in controller.pack([group]).updates:
+        update.batches.fill(logprobs, [policy.logprobs(part) for part in update.batches])
     group.columns["logprobs"] = logprobs[0]
     return controller.fit([group]).get("optim/grad_norm", 0.0)
 
