@@ -322,12 +322,14 @@ class JobQueue:
 
     def expire_waiting(self, task: str, limit: int = 250) -> int:
         """Dequeue up to `limit` waiting groups whose tokens became too old; return how many."""
+        keys = self._keys.slots(task=task)
+        keys["pool"] = self._keys.age(task)
         moved = running = 0
         read = limit
         while read == limit and moved < limit:
             _, some, others = self._store.call(
-                "expire_waiting",
-                self._keys.slots(task=task),
+                "expire",
+                keys,
                 {
                     "task": task,
                     "threshold": self._limits.threshold(task),

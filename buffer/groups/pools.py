@@ -41,11 +41,13 @@ def expire(context: RunContext, task: str, status: str, limit: int) -> int:
     """Expire up to `limit` groups that are too stale for the next train step; return how many."""
     store, keys, limits, _ = context
     arguments = {
+        "task": task,
         "threshold": limits.threshold(task),
-        "limit": limit,
         "retryable": int(limits.retries_expired(task)),
+        "passed": 0,
+        "limit": limit,
     }
-    _, moved = store.call("refresh", keys.slots(task=task, status=status), arguments)
+    _, moved, _ = store.call("expire", keys.slots(task=task, status=status), arguments)
     return int(moved)
 
 

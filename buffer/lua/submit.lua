@@ -1,20 +1,9 @@
 #!lua flags=allow-oom
 -- submit: accept results of a worker for groups of one task; their bytes are already stored under the worker's tokens.
 -- Each is judged by itself, as if it had come alone: all are judged before anything is written.
--- KEYS leases        ZSET
--- KEYS leased        HASH*    what the worker holds
--- KEYS groups        prefix   of the group records (HASH)
--- KEYS progress      HASH*    of the task
--- KEYS completed     ZSET*    pool of the task
--- KEYS aborted       ZSET*    pool of the task
--- KEYS filtered      STRING*  bitmap
--- KEYS lineages      LIST*
--- KEYS garbage       SET*
--- KEYS bell_trainer  LIST*
--- KEYS bell_producer LIST*
--- KEYS events        STREAM*
--- KEYS bytes         HASH
--- KEYS age_index     ZSET*    groups of the task that wait or run, by their oldest version
+-- KEYS leases ZSET, leased HASH*, groups prefix, progress HASH*, completed ZSET*, aborted ZSET*
+-- KEYS filtered STRING*, lineages LIST*, garbage SET*, bell_trainer LIST*, bell_producer LIST*
+-- KEYS events STREAM*, bytes HASH, age_index ZSET*
 -- KEYS payloads  STRING* x1..4096  the chunks of all groups, in order
 -- ARGV task         name
 -- ARGV patience     ''|1..                      filtered groups of the task in a row after which it is stopped; '' = no limit

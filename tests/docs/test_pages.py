@@ -132,7 +132,7 @@ def test_your_own_data_set_judge_agent_loop_and_trainer_make_a_run(tmp_path: Pat
                 reader.follow(block)
     finally:
         EmbeddedServer(tmp_path / "runs" / "mine" / "server").kill()
-    assert "lost 0 · in two places 0 · trained twice 0" in reader.said
+    assert "lost 0 · in two stages 0 · trained twice 0" in reader.said
     log = StepLog(tmp_path / "runs" / "mine" / "steps.jsonl")
     log.read_new()
     assert [(step.step, len(step.gids)) for step in log.steps] == [(1, 2), (2, 2), (3, 2)]

@@ -24,6 +24,6 @@ def test_your_own_trainer_runs_as_printed(tmp_path: Path) -> None:
         EmbeddedServer(tmp_path / "runs" / "mine" / "server").kill()
     assert "run      mine is ready to start" in created
     assert "rolloutmq producer my_run.toml" in created
-    assert "lost 0 · in two places 0 · trained twice 0" in printed
+    assert "lost 0 · in two stages 0 · trained twice 0" in printed
     log = (tmp_path / "runs" / "mine" / "logs" / "trainer.log").read_text(encoding="utf-8")
     assert re.findall(r"^step (\d): 8 rollouts", log, re.M) == [*"111122223333"]

@@ -157,7 +157,7 @@ async def test_a_worker_says_that_it_cannot_read_a_version_goes_on_and_loads_the
         published = await asyncio.to_thread(sender.write, TWO, save(2))
         yard.name(2, *published)  # type: ignore[arg-type]
         yard.enqueue(1)
-        await yard.until_places(completed=1)
+        await yard.until_stages(completed=1)
         assert engine.version() == TWO
     open_versions.cache_clear()
     yard.check()
