@@ -26,9 +26,7 @@ from rolloutmq.views.screen import groups_table
 _SHOWN = 20
 
 
-@command(
-    "Administration", "fsck", epilog="Example: rolloutmq fsck --run-dir runs/demo && echo clean"
-)
+@command("fsck", epilog="Example: rolloutmq fsck --run-dir runs/demo && echo clean")
 @on_run
 def fsck(target: Target, as_json: AsJson = False) -> None:
     """Check that nothing is lost and nothing was trained twice.

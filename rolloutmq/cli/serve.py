@@ -53,7 +53,7 @@ TokenFile = Annotated[
 ]
 
 
-@command("Look", "web", epilog=WEB_EPILOG)
+@command("web", epilog=WEB_EPILOG)
 def web(
     host: Host = "127.0.0.1",
     port: Port = 9465,
@@ -127,7 +127,7 @@ def _serve_page(
     server.run(sockets=[listening])
 
 
-@command("Look", "metrics", epilog=METRICS_EPILOG)
+@command("metrics", epilog=METRICS_EPILOG)
 def metrics(
     serve: Annotated[
         bool,

@@ -18,7 +18,7 @@ from rolloutmq.views.run_view import RunView, read_run_view
 from rolloutmq.views.screen import workers_table
 
 
-@command("Look", "workers", epilog="Example: rolloutmq workers --json | jq '.[].tokens_per_s'")
+@command("workers", epilog="Example: rolloutmq workers --json | jq '.[].tokens_per_s'")
 @on_run
 def workers(target: Target) -> Output:
     """List the workers of a run; of one that is over, those that have left.
@@ -62,7 +62,7 @@ def judges_table(rows: list[WorkerRecord]) -> Table:
     return grid
 
 
-@command("Steer", "fence", epilog="Example: rolloutmq fence host7-1 --yes")
+@command("fence", epilog="Example: rolloutmq fence host7-1 --yes")
 @on_run
 def fence(
     target: Target,
