@@ -24,7 +24,7 @@ from buffer.errors import (
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits
 from buffer.redis.store import Store
-from buffer.run import run_fields
+from buffer.run import record
 from buffer.run.continuation import Start
 from buffer.run.run import Run
 from buffer.run.settings import LiveSettings
@@ -98,17 +98,17 @@ def test_role_of_a_dead_holder_is_free_although_the_clock_was_stepped_back(
 def test_a_run_that_is_created_while_another_process_opens_it_is_not_damaged(
     store: Store, run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = run_fields.read_hash
+    read = record.read_hash
 
     def create_after(store: Store, what: str, key: str) -> dict[str, str]:
-        monkeypatch.setattr(run_fields, "read_hash", read)
+        monkeypatch.setattr(record, "read_hash", read)
         fields = read(store, what, key)
         if not fields:
-            monkeypatch.setattr(run_fields, "read_hash", read)
+            monkeypatch.setattr(record, "read_hash", read)
             Run.create(store, run_name, new_nonce(), LIMITS)
         return fields
 
-    monkeypatch.setattr(run_fields, "read_hash", create_after)
+    monkeypatch.setattr(record, "read_hash", create_after)
     assert Run.open(store, run_name).name == run_name
 
 
