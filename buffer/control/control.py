@@ -218,7 +218,7 @@ class RoleHolder:
 
 class RunControl:
     def __init__(self, context: RunContext) -> None:
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
 
     def state(self) -> ControlState:
         """Return the control state. Raises RunNotFound."""

@@ -90,7 +90,7 @@ class Refusals:
 
 class Fleet:
     def __init__(self, context: RunContext) -> None:
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
 
     def register(
         self, worker: str, nonce: str, facts: Mapping[str, str]

@@ -40,7 +40,7 @@ def _timeout(silent: list[str], seconds: float) -> PauseTimeout:
 
 class Receipts:
     def __init__(self, context: RunContext, fleet: Fleet) -> None:
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._fleet = fleet
 
     def silent(self, epoch: int | None = None) -> list[str]:

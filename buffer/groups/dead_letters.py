@@ -68,7 +68,7 @@ ROOM_SHARE = 0.5
 
 class DeadLetters:
     def __init__(self, context: RunContext, payloads: PayloadStore) -> None:
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._payloads = payloads
 
     def __len__(self) -> int:

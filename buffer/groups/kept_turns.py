@@ -32,7 +32,7 @@ class KeptTurns:
     def __init__(
         self, context: RunContext, payloads: PayloadStore, job: Job, group: RolloutGroup
     ) -> None:
-        self._store, self._keys, _ = context
+        self._store, self._keys, _, _ = context
         self._payloads = payloads
         self._job = job
         self._documents = [group_bytes.encode_checked(group)]

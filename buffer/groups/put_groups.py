@@ -75,7 +75,7 @@ class GroupPut:
         payloads: PayloadStore,
         counter: Literal["put", "imported"],
     ) -> None:
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._payloads = payloads
         self._counter = counter
         self._operation = new_nonce()

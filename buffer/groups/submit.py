@@ -71,7 +71,7 @@ class Submission:
     """Submits results of one worker; see `ReplayBuffer.submit_many`."""
 
     def __init__(self, context: RunContext, payloads: PayloadStore) -> None:
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._payloads = payloads
 
     def submit(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:

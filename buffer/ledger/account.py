@@ -141,7 +141,7 @@ class Account:
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
 
     def totals(self) -> FsckReport:
         """Count all groups of all tasks at one instant. O(tasks)."""

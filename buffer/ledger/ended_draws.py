@@ -37,7 +37,7 @@ class EndedDraws:
     """
 
     def __init__(self, context: RunContext, nonce: str) -> None:
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._nonce = nonce
         self.changed = self.lost = 0
 

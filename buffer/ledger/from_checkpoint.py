@@ -54,7 +54,7 @@ class CheckpointRecovery:
         ledger: BatchLedger,
         nonce: str,
     ) -> None:
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._payloads = payloads
         self._ledger = ledger
         self._nonce = nonce

@@ -84,7 +84,7 @@ class KeyCheck:
     """
 
     def __init__(self, context: RunContext) -> None:
-        self._store, self._keys, limits = context
+        self._store, self._keys, limits, _ = context
         self._tasks = limits.tasks
         self._known = {None, *limits.tasks}
         self._forms: dict[str, list[tuple[re.Pattern[str], str]]] = defaultdict(list)

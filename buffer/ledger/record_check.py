@@ -32,7 +32,7 @@ class RecordCheck:
 
     def __init__(self, context: RunContext, found: KeyCheck) -> None:
         self._context = context
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._found = found
         self._stages = StageReader(context)
         self._walk = RecordWalk(self._store, self._keys)

@@ -31,7 +31,7 @@ class GroupRow(NamedTuple):
 
 class StageReader:
     def __init__(self, context: RunContext) -> None:
-        self._store, self._keys, _ = context
+        self._store, self._keys, _, _ = context
 
     def rows(self, gids: Sequence[str]) -> Iterator[GroupRow]:
         """Yield each group with its record and stages, read at one instant for each."""

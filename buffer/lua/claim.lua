@@ -1,15 +1,8 @@
 #!lua
 -- claim: give waiting groups to a worker, under the token of this call. The worker's lease begins with the first group
 -- that it holds; only heartbeats renew it.
--- KEYS control       HASH*
--- KEYS leases        ZSET
--- KEYS worker_record HASH*    record of the worker
--- KEYS leased        HASH*    what the worker holds
--- KEYS groups        prefix   of the group records (HASH)
--- KEYS events        STREAM*
--- KEYS bytes         HASH*
--- KEYS ledger        HASH*    of the trainer
--- KEYS bad_submissions HASH*    "since_ms bad barred_ms" by worker
+-- KEYS control HASH*, leases ZSET, worker_record HASH*, leased HASH*, groups prefix, events STREAM*
+-- KEYS bytes HASH*, ledger HASH*, bad_submissions HASH*
 -- KEYS jobs, progress  STREAM*, HASH* x0..1024  pairs in the order in which to serve them
 -- ARGV worker     name           id
 -- ARGV nonce      token          of the worker's registration

@@ -1,25 +1,8 @@
 #!lua flags=allow-oom
 -- release: take a group back from its worker, without a result.
--- KEYS leases        ZSET
--- KEYS leased        HASH    what the worker holds
--- KEYS groups        prefix  of the group records (HASH)
--- KEYS progress      HASH    of the task
--- KEYS queues        prefix  of the queues (STREAM)
--- KEYS aborted       ZSET    pool of the task
--- KEYS lineages      LIST
--- KEYS dead          ZSET
--- KEYS dead_letters  prefix  of the reasons (STRING)
--- KEYS bell_workers  LIST
--- KEYS bell_producer LIST
--- KEYS events        STREAM
--- KEYS expired       ZSET    pool of the task
--- KEYS age_index     ZSET    groups of the task that wait or run, by their oldest version
--- KEYS ledger        HASH    of the trainer
--- KEYS dropped       STRING  bitmap
--- KEYS garbage       SET
--- KEYS bytes         HASH
--- KEYS workers       ZSET
--- KEYS bell_trainer  LIST
+-- KEYS leases ZSET, leased HASH, groups prefix, progress HASH, queues prefix, aborted ZSET, lineages LIST
+-- KEYS dead ZSET, dead_letters prefix, bell_workers LIST, bell_producer LIST, events STREAM, expired ZSET
+-- KEYS age_index ZSET, ledger HASH, dropped STRING, garbage SET, bytes HASH, workers ZSET, bell_trainer LIST
 -- ARGV gid       gid
 -- ARGV token     token                         of the claim
 -- ARGV kind      handback|aborted|expired|failed|lost  waits again | to the pool of aborted groups | the same, unless it
@@ -88,13 +71,13 @@ else
     redis.call('HINCRBY', progress, 'ended_early', 1)
     redis.call('HINCRBY', progress, 'discarded_tokens', int(discarded))
     redis.call('HINCRBY', progress, 'unmade_tokens', int(unmade))
-    place = expire_group({record = record, progress = progress, expired = expired, dropped = dropped, garbage = garbage,
-      bytes = bytes}, gid, retryable, cut)
+    place = expire_groups({groups = groups, progress = progress, expired = expired, dropped = dropped, garbage = garbage,
+      bytes = bytes}, {{gid = gid, held = redis.call('HMGET', record, unpack(EXPIRING))}}, retryable, cut)
   elseif kind == 'aborted' then
     place = 'pool'
     redis.call('ZREM', age_index, gid)
     local aborts = redis.call('HINCRBY', record, 'aborts', 1)
-    local arrival = string.format('%010d', redis.call('HINCRBY', progress, 'arrivals', 1))
+    local arrival = next_arrival(progress)
     local version, last = held[5] or '', held[8] or ''
     -- a trainer may have forked while the group was in no pool (I8)
     if version ~= '' then version = living_version(lineages, held[7], version) end

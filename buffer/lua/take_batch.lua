@@ -1,14 +1,7 @@
 #!lua flags=allow-oom
 -- take_batch: give the next batch of groups to the trainer, for all tasks at once, in the order of the run.
--- KEYS control       HASH*
--- KEYS ledger        HASH*
--- KEYS batch         LIST*    the manifest of this step
--- KEYS groups        prefix   of the group records (HASH)
--- KEYS bell_producer LIST*    of the producer
--- KEYS events        STREAM*
--- KEYS lineages      LIST*
--- KEYS ledger_train  HASH*    of the training batches
--- KEYS bytes         HASH*
+-- KEYS control HASH*, ledger HASH*, batch LIST*, groups prefix, bell_producer LIST*, events STREAM*
+-- KEYS lineages LIST*, ledger_train HASH*, bytes HASH*
 -- KEYS completed, progress, age_index  ZSET*, HASH, ZSET* x0..256  of each task
 -- ARGV nonce     token   of the trainer
 -- ARGV step      0..     T

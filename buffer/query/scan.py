@@ -47,7 +47,7 @@ class GroupScan:
     """Finds and counts groups of one run by the fields of their records."""
 
     def __init__(self, context: RunContext, ledgers: Sequence[BatchLedger]) -> None:
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._ledgers = ledgers
 
     def find(

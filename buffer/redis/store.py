@@ -17,6 +17,7 @@ from redis.exceptions import NoScriptError, OutOfMemoryError
 
 from buffer.errors import LostRun, RunDamaged
 from buffer.limits import RunLimits
+from buffer.observers import Observer
 from buffer.redis.connection.bulk_io import Command, Parts, receive, send
 from buffer.redis.connection.nodes import Servers
 from buffer.redis.connection.retry import Backoff, OutageLog, is_transient
@@ -266,8 +267,12 @@ class Store:
 
 
 class RunContext(NamedTuple):
-    """What each part of a run works with. All share the limits, which `adopt` changes in place."""
+    """What each part of a run works with. All share the limits, which `adopt` changes in place.
+
+    `observers`: receive what this process does with groups of training.
+    """
 
     store: Store
     keys: Keys
     limits: RunLimits
+    observers: Sequence[Observer] = ()

@@ -75,15 +75,14 @@ class Run:
         self._limits_stamp = parse_stamp(None, None)
         self.changes: list[str] = []  # sentences: what `create` changed of an existing run
         self.columns = ColumnFolder.of_run(limits.columns, name, nonce)
-        self.context = context = RunContext(store, self.keys, limits)
+        self.observers: list[Observer] = []  # they receive what this process does: append to it
+        self.context = context = RunContext(store, self.keys, limits, self.observers)
         self.payloads = PayloadStore(store, self.keys, limits.compression)
-        self.observers: list[Observer] = []  # they hear what this process does: append to it
-        self.jobs = JobQueue(context, self.observers)
+        self.jobs = JobQueue(context)
         self.task_stops = TaskStops(store, self.keys)
         self.dead_letters = DeadLetters(context, self.payloads)
         self.buffer = ReplayBuffer(context, self.payloads)
-        self.buffer.observers = self.observers
-        self.ledger = BatchLedger(context, observers=self.observers)
+        self.ledger = BatchLedger(context)
         self.trainers = TrainerOpening(context, self.payloads, self.ledger)
         self.evaluations = BatchLedger(context, "eval")
         self.control = RunControl(context)

@@ -47,7 +47,7 @@ def save(context: RunContext, files: Path | None, folder: Path, advance: Advance
 
     Raises SnapshotError, and leaves no folder, if the run does not rest.
     """
-    store, keys, _ = context
+    store, keys, _, _ = context
     newest = ("XREVRANGE", keys.events, "+", "-", "COUNT", 1)
     before = store.ask("save", *newest)
     saved = 0

@@ -176,7 +176,7 @@ async def test_pauses_may_race_and_every_rollout_is_made_once_and_as_a_whole(
             await yard.receipts(yard.control(Mode.ABORT))
             await asyncio.to_thread(racers.run, racers.operate, racers.train)
             await yard.receipts(yard.run.control.state())
-            await yard.until_places(completed=GROUPS)
+            await yard.until_stages(completed=GROUPS)
         finally:
             racers.is_over.set()
             await background

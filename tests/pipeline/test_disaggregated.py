@@ -154,7 +154,7 @@ def test_a_last_batch_without_a_usable_group_is_made_again(
         take(first, 1)
         first.commit(1, keep=1)
         yard.publish(1)
-        asyncio.run(yard.until_places(archived=SHARE, completed=SHARE))
+        asyncio.run(yard.until_stages(archived=SHARE, completed=SHARE))
         # the producer is to make others only while the successor waits
         yard.control(Mode.ABORT)
         bad = {group_id(TASK, draw) for draw in range(SHARE, 2 * SHARE)}

@@ -209,7 +209,7 @@ async def test_results_that_piled_up_travel_together(yard: Yard, trips: Trips) -
     trips.gate.set()
     await asyncio.gather(*tasks[:39])
     assert trips.sizes == [1, 32, 6]
-    assert yard.places() == {"completed": 39, "running": 1}
+    assert yard.stages() == {"completed": 39, "running": 1}
 
 
 def test_each_group_has_its_own_outcome(yard: Yard, trips: Trips) -> None:
@@ -225,4 +225,4 @@ def test_each_group_has_its_own_outcome(yard: Yard, trips: Trips) -> None:
     outcomes = [type(outcome) for outcome in asyncio.run(scenario())]
     assert outcomes == [type(None), type(None), Fenced, ScriptError, type(None)]
     assert trips.sizes == [1, 4]
-    assert yard.places() == {"completed": 3, "waiting": 1, "running": 1}
+    assert yard.stages() == {"completed": 3, "waiting": 1, "running": 1}

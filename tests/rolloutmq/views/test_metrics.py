@@ -22,7 +22,7 @@ from buffer.ids import new_nonce
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from rolloutmq.http_endpoint import MetricsEndpoint
-from rolloutmq.views.metrics.prometheus import RunCollector, serve_process
+from rolloutmq.views.prometheus import RunCollector, serve_process
 from tests.rolloutmq.conftest import Command
 from tests.rolloutmq.populate import Scene
 from tests.waits import DEADLINE_S, until

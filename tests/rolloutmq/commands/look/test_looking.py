@@ -42,13 +42,13 @@ def test_status_counts_every_group_once(scene: Scene, command: Command) -> None:
 
 
 def test_what_was_put_right_after_a_loss_is_told(scene: Scene, command: Command) -> None:
-    assert "lost data" not in command("status").stdout
+    assert "reasserted" not in command("status").stdout
     position = Position(step=2, lineage="l1", cursors={"math": 14})
     position.trained.add_batch(2, [gid(draw) for draw in range(4)])
     scene.run.trainers.open(new_nonce(), lineage="l2", take_over=True, position=position)
     task = json_of(command("status", "--json"))["tasks"]["math"]
     assert (task["reasserted"], task["regenerated"]) == (1, 2)
-    assert "1 group reasserted from checkpoints, 2 generated again" in command("status").stdout
+    assert "1 reasserted from checkpoints · 2 generated again" in command("status").stdout
     events = scene.run.store.client.xlen(scene.run.keys.events)
     assert "reasserted" in command("logs", "events", "-n", str(events)).stdout
     assert json_of(command("fsck", "--json"))["clean"]

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from buffer.errors import DatasetError
-from producer_workers.config.dataset import HarborSection
+from producer_workers.config.dataset import LARGEST_ROW
 from producer_workers.datasets.open import open_dataset
+from rolloutmq.extensions.environments.datasets import HarborSection
 
 
 def write(folder: Path, **files: str) -> None:
@@ -58,3 +59,21 @@ def test_a_task_that_cannot_be_read_is_named_with_its_file(
     with pytest.raises(DatasetError) as caught:
         open_dataset(HarborSection(kind="harbor", path=tmp_path / "tasks"), tmp_path)
     assert str(tmp_path / "tasks" / place if files else tmp_path / place) in caught.value.message
+
+
+def test_an_instruction_of_harbor_over_the_limit_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "task.toml").touch()
+    with (tmp_path / "one" / "instruction.md").open("wb") as file:
+        file.truncate(LARGEST_ROW + 1)
+    with pytest.raises(DatasetError, match=r"one/instruction\.md: has more than"):
+        open_dataset(HarborSection(kind="harbor", path=tmp_path), tmp_path)
+
+
+def test_hidden_folders_and_dangling_links_are_no_tasks_of_harbor(tmp_path: Path) -> None:
+    for name in ("task", ".cache"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "instruction.md").write_text("do it")
+    (tmp_path / "task" / "task.toml").touch()
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    assert len(open_dataset(HarborSection(kind="harbor", path=tmp_path), tmp_path)) == 1

@@ -10,17 +10,17 @@ from typing import Any
 from buffer.errors import ConfigError, DatasetError, describe
 from buffer.imports import import_package, search_in
 from buffer.readable import format_size
-from producer_workers.config.dataset import (
-    LARGEST_ROW,
+from producer_workers.config.dataset import LARGEST_ROW
+from producer_workers.datasets.dataset import Dataset, Problem
+from producer_workers.datasets.files import JsonlDataset
+from producer_workers.datasets.open import with_images
+from producer_workers.datasets.records import RecordsDataset, problem_of
+from rolloutmq.extensions.environments.datasets import (
     HarborSection,
     NemoGymSection,
     OpenEnvSection,
     VerifiersSection,
 )
-from producer_workers.datasets.dataset import Dataset, Problem
-from producer_workers.datasets.files import JsonlDataset
-from producer_workers.datasets.open import with_images
-from producer_workers.datasets.records import RecordsDataset, problem_of
 
 REQUIREMENT = "verifiers>=0.4,<0.5"
 
