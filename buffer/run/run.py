@@ -269,8 +269,8 @@ class Run:
     def poll(self) -> tuple[bool, memory.MemoryUse]:
         """Refresh the limits, and return the run's use of memory, too, in one round trip."""
         limits = ("HMGET", self.keys.meta, *STAMP_FIELDS)
-        stamp, held = self.store.each(
-            "limits", [limits, ("HMGET", self.keys.bytes, *memory.FIELDS)], "control"
+        stamp, held = self.store.send(
+            "limits", [limits, ("HMGET", self.keys.bytes, *memory.FIELDS)]
         )
         changed = self.adopt_limits(parse_stamp(*stamp))
         return changed, self.memory.use(memory.ByteCount.parse(self.keys.bytes, held))

@@ -159,7 +159,7 @@ def test_a_line_of_a_worker_that_was_replaced_or_cut_off_says_so(scene: Scene) -
             assert select.select([line], [], [], 60)[0]
             line.receive(answers.append, lambda *what: answers.append(what))
         assert answers == [(None, 1, 1)]
-        scene.run.store.control.client_kill_filter(_type="pubsub")
+        scene.run.store.client.client_kill_filter(_type="pubsub")
         assert select.select([line], [], [], 60)[0]
         with pytest.raises(redis.ConnectionError, match="closed the connection"):
             line.receive(answers.append, lambda *what: answers.append(what))
@@ -168,8 +168,8 @@ def test_a_line_of_a_worker_that_was_replaced_or_cut_off_says_so(scene: Scene) -
 def test_bell_wakes_whoever_waits_and_is_bounded(scene: Scene) -> None:
     bell = scene.keys.wake_up("producer")
     scene.pause()
-    assert scene.store.wait_for_wake_up(bell, 5)
-    assert not scene.store.wait_for_wake_up(bell, 0.0)
+    assert scene.store.wait(bell, 5)
+    assert not scene.store.wait(bell, 0.0)
     scene.raw.rpush(bell, *["1"] * 63)
     for mode in (Mode.DRAIN, Mode.ABORT, Mode.KEEP):
         scene.pause(mode)
