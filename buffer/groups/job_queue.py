@@ -18,7 +18,6 @@ from buffer.groups.claim import Claim, Enqueued, Reaped, fenced, stage_before
 from buffer.ids import LANES, group_id, new_nonce, split_group_id
 from buffer.job import EndedEarly, Job, ReleaseKind
 from buffer.limits import RunLimits
-from buffer.observers import Observer
 from buffer.redis.connection.retry import SYSTEM_RANDOM
 from buffer.redis.key_fields import read_counts
 from buffer.redis.scripts import unfenced, unknown_reply
@@ -74,9 +73,8 @@ _MESSAGE = 150  # characters of a reason on screens
 
 
 class JobQueue:
-    def __init__(self, context: RunContext, observers: Sequence[Observer] = ()) -> None:
-        self._store, self._keys, self._limits = context
-        self._observers = observers
+    def __init__(self, context: RunContext) -> None:
+        self._store, self._keys, self._limits, self._observers = context
 
     # -- for the producer ----------------------------------------------------
 
@@ -324,12 +322,14 @@ class JobQueue:
 
     def expire_waiting(self, task: str, limit: int = 250) -> int:
         """Dequeue up to `limit` waiting groups whose tokens became too old; return how many."""
+        keys = self._keys.slots(task=task)
+        keys["pool"] = self._keys.age(task)
         moved = running = 0
         read = limit
         while read == limit and moved < limit:
             _, some, others = self._store.call(
-                "expire_waiting",
-                self._keys.slots(task=task),
+                "expire",
+                keys,
                 {
                     "task": task,
                     "threshold": self._limits.threshold(task),

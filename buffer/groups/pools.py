@@ -39,13 +39,15 @@ def expire_all(context: RunContext, task: str, status: str) -> int:
 
 def expire(context: RunContext, task: str, status: str, limit: int) -> int:
     """Expire up to `limit` groups that are too stale for the next train step; return how many."""
-    store, keys, limits = context
+    store, keys, limits, _ = context
     arguments = {
+        "task": task,
         "threshold": limits.threshold(task),
-        "limit": limit,
         "retryable": int(limits.retries_expired(task)),
+        "passed": 0,
+        "limit": limit,
     }
-    _, moved = store.call("refresh", keys.slots(task=task, status=status), arguments)
+    _, moved, _ = store.call("expire", keys.slots(task=task, status=status), arguments)
     return int(moved)
 
 
@@ -71,7 +73,7 @@ class PoolSizes:
 class Pools:
     def __init__(self, context: RunContext, payloads: PayloadStore) -> None:
         self._context = context
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._payloads = payloads
 
     def count(self, task: str, status: PoolStatus = "completed") -> int:
@@ -142,7 +144,7 @@ class Pools:
         if threshold is None:
             return None
         keys = self._keys
-        (taken, awaits), cut, forks = self._store.each(
+        (taken, awaits), cut, forks = self._store.send(
             "age limit",
             [
                 ("HMGET", keys.ledger("train"), "taken", "awaits"),

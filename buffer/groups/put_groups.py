@@ -75,7 +75,7 @@ class GroupPut:
         payloads: PayloadStore,
         counter: Literal["put", "imported"],
     ) -> None:
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._payloads = payloads
         self._counter = counter
         self._operation = new_nonce()
@@ -85,7 +85,7 @@ class GroupPut:
     def close(self) -> None:
         """Delete the traces of the operation, of which no call will be repeated."""
         used = [task for task, count in self._counts.items() if count]
-        self._store.each(
+        self._store.send(
             "put", [("HDEL", self._keys.progress(task), f"put:{self._operation}") for task in used]
         )
 

@@ -44,7 +44,7 @@ class TrainerOpening:
         ledger: BatchLedger,
     ) -> None:
         self._context = context
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._payloads = payloads
         self._ledger = ledger
 

@@ -2,10 +2,7 @@
 -- create_run: create a run, once; or update its limits, and continue a finished one (which has more steps now).
 -- The nonce distinguishes this run from others of the same name.
 -- reopen 0: a finished run has nothing left to do, and stays finished.
--- KEYS meta      HASH
--- KEYS control   HASH
--- KEYS ledger    HASH    of the trainer
--- KEYS events    STREAM
+-- KEYS meta HASH, control HASH, ledger HASH, events STREAM
 -- ARGV nonce     token       128 random bits, hex
 -- ARGV schema    name        version of keys and scripts
 -- ARGV weights   weights     "lineage:version" of the initial weights

@@ -1,9 +1,6 @@
 #!lua flags=allow-oom
 -- set_limits: change the limits that all processes of a run share, while it runs.
--- KEYS meta          HASH
--- KEYS control       HASH
--- KEYS events        STREAM
--- KEYS bell_producer LIST    of the producer
+-- KEYS meta HASH, control HASH, events STREAM, bell_producer LIST
 -- ARGV operation token     nonce of this change
 -- ARGV version   0..       of the limits that the change is based on
 -- ARGV producer  ''|token  nonce of the producer, if it makes the change (what it draws from)

@@ -221,8 +221,8 @@ class Keys:
     def progress(self, task: str) -> str:
         return f"{self.accounts}{task}"
 
-    def ended(self, task: str, place: str) -> str:
-        return f"{self.ends}{task}:{place}"
+    def ended(self, task: str, stage: str) -> str:
+        return f"{self.ends}{task}:{stage}"
 
     def dead_letter(self, gid: str) -> str:
         return self.dead_letters + gid

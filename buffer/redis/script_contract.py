@@ -1,7 +1,6 @@
 """Parse and enforce the contract of a Lua script, which is its header.
 
-    -- KEYS control    HASH*
-    -- KEYS groups     prefix  of the group records (HASH)
+    -- KEYS control HASH*, groups prefix, events STREAM
     -- KEYS jobs, progress  STREAM*, HASH x1..256  pairs in the order in which to serve them
     -- ARGV nonce      token   of the producer
     -- ARGV limit      1..512  groups at most
@@ -83,6 +82,7 @@ _SLOT = re.compile(
     r"(?: +x(?:(?P<least>\d+)\.\.(?P<most>\d+)|(?P<like>KEYS)))?(?: +(?! |x[\dK]).*)?$",
     re.MULTILINE,
 )
+_PAIRS = re.compile(r"^-- KEYS (\w+ +[a-zA-Z]+\*?(?:, \w+ +[a-zA-Z]+\*?)+)$", re.MULTILINE)
 _RANGE = re.compile(r"([\d_]+)\.\.([\d_]*)")
 _TEXT = re.compile(r"text\.\.(\d+)")
 _BYTES = re.compile(r"bytes\.\.(\d+)")
@@ -183,6 +183,10 @@ class ScriptHeader:
     @classmethod
     def parse(cls, body: str) -> ScriptHeader:
         """Parse the header of a script. Raises ScriptError for a malformed line."""
+        # a line of several keys stands for a line of each
+        body = _PAIRS.sub(
+            lambda line: "\n".join(map("-- KEYS {}".format, line[1].split(", "))), body
+        )
         matches = list(_SLOT.finditer(body))
         if len(matches) != len(re.findall(r"^-- (?:KEYS|ARGV)\b", body, re.MULTILINE)):
             raise ScriptError(f"a line of this header cannot be read: {body.splitlines()[1]}")

@@ -43,7 +43,7 @@ PROMPT_LINES = 10
 PROMPT_CHARACTERS = 800  # of a prompt in the report
 
 
-@command("Run", "check", epilog="Example: rolloutmq check mine.toml --set plan.steps=20")
+@command("check", epilog="Example: rolloutmq check mine.toml --set plan.steps=20")
 def check(
     config: ConfigPath,
     overrides: Overrides = None,

@@ -29,7 +29,6 @@ from rolloutmq.views.run_view import RunView
 
 
 @command(
-    "Administration",
     "doctor",
     epilog="Example: rolloutmq doctor --redis-url redis://queue.internal:6379/0",
 )

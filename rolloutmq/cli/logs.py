@@ -48,7 +48,7 @@ RoleName = Annotated[
 ]
 
 
-@command("Look", "logs", epilog=EPILOG)
+@command("logs", epilog=EPILOG)
 def logs(
     role: RoleName = None,
     follow: Annotated[

@@ -44,7 +44,7 @@ TakeOver = Annotated[
 ]
 
 
-@command("Run", "worker", epilog="Example: rolloutmq worker configs/demo.toml --id gpu7")
+@command("worker", epilog="Example: rolloutmq worker configs/demo.toml --id gpu7")
 def worker(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -62,7 +62,7 @@ def worker(
     _serve("worker", settings, redis_url, worker_id, metrics, take_over)
 
 
-@command("Run", "gateway", epilog="Example: rolloutmq gateway configs/live.toml")
+@command("gateway", epilog="Example: rolloutmq gateway configs/live.toml")
 def gateway(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -98,7 +98,7 @@ def _serve(
         raise typer.Exit(INTERRUPTED)
 
 
-@command("Run", "producer", epilog="Example: rolloutmq producer configs/demo.toml --take-over")
+@command("producer", epilog="Example: rolloutmq producer configs/demo.toml --take-over")
 def producer(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -130,7 +130,7 @@ def producer(
         raise typer.Exit(INTERRUPTED)
 
 
-@command("Run", "judge", epilog="Example: rolloutmq judge configs/mine.toml --workers 8")
+@command("judge", epilog="Example: rolloutmq judge configs/mine.toml --workers 8")
 def judge(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -195,7 +195,7 @@ def _open(
         settings, server_url(settings, redis_url), name=f"rolloutmq-{name}", patient=True
     )
     if metrics is not None:
-        from rolloutmq.views.metrics.prometheus import serve_process
+        from rolloutmq.views.prometheus import serve_process
 
         serve_process(name, store, metrics)
     run = wait_for_run(store, settings.run.name)

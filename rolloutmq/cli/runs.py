@@ -74,7 +74,7 @@ class RunLine(NamedTuple):
         return roles + [worker.id for worker in self.view.live_workers]
 
 
-@command("Look", "runs", epilog=EPILOG)
+@command("runs", epilog=EPILOG)
 def runs(
     delete: Delete = None,
     yes: Yes = False,
@@ -245,7 +245,7 @@ Examples: rolloutmq report
 """
 
 
-@command("Look", "report", epilog=REPORT_EPILOG)
+@command("report", epilog=REPORT_EPILOG)
 def report(
     folder: Annotated[
         Path | None,

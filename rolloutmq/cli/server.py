@@ -25,7 +25,7 @@ from rolloutmq.output import console, emit, emit_line, facts, plural
 log = logging.getLogger("rolloutmq.janitor")
 
 
-@command("Administration", "janitor", epilog="Example: rolloutmq janitor --run demo --every 0.5")
+@command("janitor", epilog="Example: rolloutmq janitor --run demo --every 0.5")
 @on_run
 def janitor(
     target: Target,
@@ -88,7 +88,7 @@ SERVER_EPILOG = (
 )
 
 
-@command("Administration", "server", epilog=SERVER_EPILOG)
+@command("server", epilog=SERVER_EPILOG)
 def server(
     stop: Annotated[bool, typer.Option("--stop", help="Stop it; its data stays on disk.")] = False,
     run_dir: RunDir = None,
@@ -120,7 +120,6 @@ PASSWORD_BYTES = 32
 
 
 @command(
-    "Administration",
     "acl",
     epilog="Example: rolloutmq acl --run demo --secrets demo.secrets >> /etc/redis/users.acl",
 )

@@ -58,7 +58,7 @@ def open_run(
     store = open_store(settings, url, name="rolloutmq-trainer", patient=True)
     model_dir = settings.model_folder
     if metrics is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-        from rolloutmq.views.metrics.prometheus import serve_process
+        from rolloutmq.views.prometheus import serve_process
 
         serve_process("trainer", store, metrics)
     if own_rank():

@@ -70,7 +70,7 @@ def test_its_columns_and_numbers_are_in_the_groups_that_workers_submit(
     async def scenario() -> str:
         (gid,) = yard.enqueue(1, tokens=(2,))
         async with yard.working(yard.worker(judges=watched, column_judges=judges)):
-            await yard.until_places(completed=1)
+            await yard.until_stages(completed=1)
         return str(gid)
 
     for state in yard.group(asyncio.run(scenario())).states:

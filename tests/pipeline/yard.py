@@ -186,7 +186,7 @@ class Yard:
     def expire_lease(self, worker: str) -> None:
         """Make the last heartbeat of a worker older than a lease, and take back its groups."""
         for key in (self.run.keys.workers, self.run.keys.leases):
-            self.store.control.zadd(key, {worker: 1}, xx=True)
+            self.store.client.zadd(key, {worker: 1}, xx=True)
         self.run.janitor.sweep()
 
     def control(self, mode: Mode) -> ControlState:
@@ -316,7 +316,7 @@ class Yard:
     def leases(self) -> int:
         return self.run.account.totals().leases
 
-    def places(self) -> dict[str, int]:
+    def stages(self) -> dict[str, int]:
         """Where groups are; only places that are not empty."""
         return {place: n for place, n in self.run.account.totals().tasks[0].stages.items() if n}
 
@@ -346,8 +346,8 @@ class Yard:
         end = time.monotonic() + DEADLINE_S
         while not await asyncio.to_thread(condition):
             if (errors := self._errors()) and not await asyncio.to_thread(condition):
-                raise AssertionError(f"never came; groups are {self.places()}") from errors[0]
-            assert time.monotonic() < end, f"never came; groups are {self.places()}"
+                raise AssertionError(f"never came; groups are {self.stages()}") from errors[0]
+            assert time.monotonic() < end, f"never came; groups are {self.stages()}"
             await asyncio.sleep(0.01)
 
     def _errors(self) -> list[BaseException]:
@@ -360,8 +360,8 @@ class Yard:
             while not condition():
                 await asyncio.sleep(0.01)
 
-    async def until_places(self, **places: int) -> None:
-        await self.until(lambda: self.places() == places)
+    async def until_stages(self, **stages: int) -> None:
+        await self.until(lambda: self.stages() == stages)
 
     async def until_renewed(self) -> None:
         """Wait until five heartbeats have moved the deadline of the only worker with leases."""
@@ -369,7 +369,7 @@ class Yard:
         await self.until(lambda: self._lease_end() >= wanted)
 
     def _lease_end(self) -> float:
-        ((_, deadline),) = self.store.control.zrange(self.run.keys.leases, 0, -1, withscores=True)
+        ((_, deadline),) = self.store.client.zrange(self.run.keys.leases, 0, -1, withscores=True)
         return float(deadline)
 
     async def until_idle(self) -> None:

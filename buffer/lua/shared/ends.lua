@@ -19,35 +19,50 @@ local function to_dead_letter(keys, gid, letter)
   redis.call('HINCRBY', keys.progress, 'dead', 1)
 end
 
--- Put a group into the pool of expired groups, as refresh.lua does, or drop it; its lease or job is gone. It keeps its bytes
--- if some members are not older than `cut`. Return where it is.
-local function expire_group(keys, gid, retryable, cut)
-  local held = redis.call('HMGET', keys.record, 'payload', 'chunks', 'size', 'prompt', 'draw', 'newest')
-  local went = 0
-  local keeps_bytes = retryable and held[1] ~= 'init' and held[6] and num(held[6]) >= cut
-  if held[1] ~= 'init' and not keeps_bytes then
-    redis.call('SADD', keys.garbage, gid .. ' ' .. held[1] .. ' ' .. held[2])
-    went = num(held[3])
+-- The fields that `expire_groups` needs of a record.
+local EXPIRING = {'payload', 'chunks', 'size', 'prompt', 'draw', 'newest'}
+
+-- Put groups that can serve no train step any more into the pool of expired groups, or drop them. They have no job, lease
+-- or place in a pool any more; one that was in a pool has its `arrival` still. A group keeps its bytes if some members are
+-- not older than `cut`: the worker that claims it reads which (I14). Return their stage.
+local function expire_groups(keys, groups, retryable, cut)
+  local freed, scored, ended, went = {}, {}, {}, 0
+  for _, one in ipairs(groups) do
+    local gid, record = one.gid, keys.groups .. one.gid
+    local payload, chunks, size, prompt, draw, newest = unpack(one.held)
+    local keeps_bytes = payload == 'init' or (retryable and newest and num(newest) >= cut)
+    if not keeps_bytes then
+      freed[#freed + 1] = gid .. ' ' .. payload .. ' ' .. chunks
+      went = went + num(size)
+    end
+    if retryable then
+      local fields = {'status', 'expired', 'version', '', 'lineage', '', 'cut', int(cut)}
+      if not keeps_bytes then
+        fields = {'payload', 'init', 'chunks', 1, 'size', num(prompt), 'crc', '', 'tokens', 0, unpack(fields)}
+      end
+      if not one.arrival then
+        one.arrival = next_arrival(keys.progress)
+        redis.call('HDEL', record, 'lane', 'entry', 'claimed_ms')
+        redis.call('HSET', record, 'stage', 'pool', 'token', '', 'owner', '', 'arrival', one.arrival)
+      end
+      redis.call('HSET', record, unpack(fields))
+      scored[#scored + 1], scored[#scored + 2] = '+inf', one.arrival .. ':' .. gid
+    else
+      freed[#freed + 1], ended[#ended + 1] = gid .. ' init 1', record
+      went = went + num(prompt)
+      redis.call('SETBIT', keys.dropped, draw, 1)
+    end
   end
-  redis.call('HINCRBY', keys.progress, 'expirations', 1)
-  if not retryable then
-    redis.call('SADD', keys.garbage, gid .. ' init 1')
-    redis.call('SETBIT', keys.dropped, held[5], 1)
-    redis.call('HINCRBY', keys.progress, 'dropped', 1)
-    redis.call('UNLINK', keys.record)
-    count_bytes(keys.bytes, 0, went + num(held[4]))
-    return 'dropped'
+  if retryable then
+    redis.call('ZADD', keys.expired, unpack(scored))
+  else
+    redis.call('UNLINK', unpack(ended))
+    redis.call('HINCRBY', keys.progress, 'dropped', #groups)
   end
-  local arrival = string.format('%010d', redis.call('HINCRBY', keys.progress, 'arrivals', 1))
-  redis.call('HDEL', keys.record, 'lane', 'entry', 'claimed_ms')
-  redis.call('HSET', keys.record, 'stage', 'pool', 'status', 'expired', 'token', '', 'owner', '', 'arrival', arrival,
-    'version', '', 'lineage', '', 'cut', int(cut))
-  if not keeps_bytes then
-    redis.call('HSET', keys.record, 'payload', 'init', 'chunks', 1, 'size', num(held[4]), 'crc', '', 'tokens', 0)
-  end
-  redis.call('ZADD', keys.expired, '+inf', arrival .. ':' .. gid)
+  if #freed > 0 then redis.call('SADD', keys.garbage, unpack(freed)) end
   count_bytes(keys.bytes, 0, went)
-  return 'pool'
+  redis.call('HINCRBY', keys.progress, 'expirations', #groups)
+  return retryable and 'pool' or 'dropped'
 end
 
 -- Start no more groups of a task until `resume_task`: enqueue, reissue and claim refuse it from now on.

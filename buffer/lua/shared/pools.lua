@@ -40,6 +40,9 @@ local function age_of(lineages, made_by, token_lead)
   return oldest[1], oldest[2], pool_score(oldest[1], last[1], token_lead), fields, newest
 end
 
+-- Return the number of a new arrival, as it stands before the gid of a member.
+local function next_arrival(progress) return string.format('%010d', redis.call('HINCRBY', progress, 'arrivals', 1)) end
+
 -- Return the gid of a member ("<arrival>:<gid>" or a gid). A pattern would try each of its digits.
 local function gid_of(member) return string.sub(member, (string.find(member, ':', 1, true) or 0) + 1) end
 
@@ -111,10 +114,8 @@ end
 
 -- The fields of a record that `remove_from_stage` needs, and the key of its payload.
 local function held_fields(record)
-  local names = {'stage', 'status', 'owner', 'token', 'arrival', 'lane', 'entry', 'payload', 'chunks', 'batch', 'size',
-    'prompt'}
-  local held = {}
-  for i, value in ipairs(redis.call('HMGET', record, unpack(names))) do held[names[i]] = value or nil end
+  local held = fields_of(record, 'stage', 'status', 'owner', 'token', 'arrival', 'lane', 'entry', 'payload', 'chunks', 'batch',
+    'size', 'prompt')
   return held.stage and held
 end
 

@@ -64,7 +64,7 @@ local function take_back(under, found, max_tries, reason)
   return waiting, died
 end
 
-local LAST_FIELDS = {'engine', 'weights', 'joined_ms', 'seen_ms', 'done', 'failed', 'quarantined', 'judged', 'judge_failures', 'replaced', 'host'}
+local LAST_FIELDS = {'engine', 'weights', 'joined_ms', 'seen_ms', 'report', 'quarantined', 'host'}
 
 local function log_worker_end(events, name, worker, record)
   local values, fields = redis.call('HMGET', record, unpack(LAST_FIELDS)), {}

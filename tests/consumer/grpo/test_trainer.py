@@ -97,7 +97,7 @@ def last_state(config: Config) -> dict[str, torch.Tensor]:
 
 def published(run: Run) -> list[str]:
     """Return the versions of all published weights, in order."""
-    rows = [fields for _, fields in run.store.control.xrange(run.keys.events)]
+    rows = [fields for _, fields in run.store.client.xrange(run.keys.events)]
     return [
         row[b"weights"].decode().rpartition(":")[2] for row in rows if row[b"event"] == b"weights"
     ]
@@ -449,7 +449,7 @@ def test_trainer_continues_when_the_server_lost_steps_or_everything(
         with at_work(run, stamp=None if options else 0, math=DRAWS):
             return Trainer(run, longer, model_dir).fit(take_over=True, **options)
 
-    raw = run.store.at(run.keys.meta).control
+    raw = run.store.at(run.keys.meta).client
     assert train_to(2)
     moment = remember(raw, run.name)
     assert train_to(4)
@@ -491,7 +491,7 @@ def test_trainer_ends_as_if_undisturbed_from_an_older_checkpoint_or_none(
     Kept batches are delivered again, and the weights are the same; freed ones are generated
     again, in another order, if that is requested.
     """
-    raw = run.store.at(run.keys.meta).control
+    raw = run.store.at(run.keys.meta).client
     original = StepWriter.add_step
     moments: dict[int, Any] = {}
 
