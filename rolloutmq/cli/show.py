@@ -212,7 +212,7 @@ def _manifest(ledger: BatchLedger, step: int | None) -> Manifest:
 def _rewards(run: Run, manifest: Manifest) -> list[float | None]:
     """Return the mean score of each group; None if it has no score, or its record is gone."""
     reads = [("HGET", run.keys.group(gid), "reward") for gid in manifest.gids]
-    sums = run.store.each("batch", reads)
+    sums = run.store.send("batch", reads)
     pairs = zip(sums, manifest.entries, strict=True)
     return [float(total) / entry.samples if total else None for total, entry in pairs]
 

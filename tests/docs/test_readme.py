@@ -8,15 +8,8 @@ from pathlib import Path
 import pytest
 
 from buffer.redis.server.embedded import EmbeddedServer
-from tests.docs.test_pages import ROOT
+from tests.docs.test_pages import files_of_the_readme
 from tests.warm_process import run_to_end
-
-
-def files_of_the_readme() -> dict[str, str]:
-    """Return the blocks that begin with the name of a file, by that name."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```\w+\n(# (my_[\w.]+)\n.*?)^```$", text, re.M | re.S)
-    return {name: code for code, name in blocks}
 
 
 @pytest.mark.slow
