@@ -24,13 +24,11 @@ from benchmarks.server import BenchServer
 from benchmarks.updates import WatchedUpdates, figures_of
 from buffer.ids import group_id, new_nonce
 from buffer.limits import RunLimits, TaskLimits
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState
 from buffer.wire.sampling import SampleParams
-from consumer.config.warm_start import TinyModelConfig
-from consumer.grpo.models.tiny_model import build_tiny_model
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.agent_loops.tokenizer import load_tokenizer
 from producer_workers.config.engine import VllmConfig
@@ -41,6 +39,8 @@ from producer_workers.engines.vllm.api import is_cpu_build
 from producer_workers.judges.load import load_judge
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
+from rolloutmq.config.small_model import TinyModelConfig
+from rolloutmq.extensions.demo.tiny_model import build_tiny_model
 
 TASK = "math"
 MEMBERS = 8

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS
 from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop

@@ -54,7 +54,7 @@ class Janitor:
         columns: ColumnFolder,
     ) -> None:
         self._context = context
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._nonce = nonce
         self._jobs = jobs
         self._ledgers = ledgers

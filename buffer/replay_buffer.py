@@ -17,7 +17,6 @@ from buffer.ids import IMPORTED_FROM, group_id, new_nonce, split_group_id
 from buffer.job import Job, PayloadRef, Result
 from buffer.ledger.ledger import BatchLedger
 from buffer.manifest import Manifest, NotReady
-from buffer.observers import Observer
 from buffer.query.scan import GroupScan
 from buffer.redis.scripts import unknown_reply
 from buffer.wire import group_bytes
@@ -27,8 +26,6 @@ from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 
 class ReplayBuffer(Pools):
     """Finished groups by task and status: what workers submit, others put, and trainers take."""
-
-    observers: Sequence[Observer] = ()  # set by `Run`
 
     def put(
         self,
@@ -163,7 +160,7 @@ class ReplayBuffer(Pools):
         began_ns = time.time_ns()
         submission = Submission(self._context, self._payloads)
         outcomes = submission.submit(worker, results)
-        for observer in self.observers:
+        for observer in self._context.observers:
             observer.submitted(worker, results, outcomes, began_ns)
         return outcomes
 
@@ -183,7 +180,7 @@ class ReplayBuffer(Pools):
         returned as it was (I5). Raises Fenced, LedgerError, PayloadMissing or WireError;
         `RolloutConsumer` instead waits, and quarantines unreadable groups.
         """
-        ledger = BatchLedger(self._context, observers=self.observers)
+        ledger = BatchLedger(self._context)
         answer = ledger.take(nonce, step, counts, strict=strict)
         if isinstance(answer, NotReady):
             return answer
@@ -228,7 +225,7 @@ class ReplayBuffer(Pools):
         return {
             task: sum(expire_all(self._context, task, status) for status in statuses)
             for task in names
-            if self._limits.threshold(task) != ""
+            if self._limits.threshold(task) is not None
         }
 
     def delete(self, which: str | Mapping[str, Any]) -> int:

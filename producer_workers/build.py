@@ -6,11 +6,11 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from buffer.control.origin import Origin
 from buffer.errors import ConfigError
 from buffer.imports import load_function
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.origin import Origin
+from buffer.run.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState
 from producer_workers.agent_loops.agent_loop import commands_of, load_agent_loop
 from producer_workers.agent_loops.tokenizer import (
@@ -185,7 +185,8 @@ def make_worker(
         name: _make_runner(config, run, names, name, tokenizer, ends, judges, columns[name])
         for name in names
     }
-    worker = Worker(run, engine, tasks, config.worker, worker_id=worker_id)
+    url = config.weights.url_of(config.run)
+    worker = Worker(run, engine, tasks, config.worker, worker_id=worker_id, weights_url=url)
     worker.facts["engine_restarts"] = str(restarts)
     return worker
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from buffer.redis.server.embedded import EmbeddedServer as EmbeddedServer
     from buffer.redis.store import Store as Store
     from buffer.replay_buffer import ReplayBuffer as ReplayBuffer
-    from buffer.run import Run as Run
+    from buffer.run.run import Run as Run
     from buffer.weights.shared_folder import FolderSender as FolderSender
     from buffer.wire.group import RolloutGroup as RolloutGroup
     from buffer.wire.rollout import MediaRef as MediaRef
@@ -73,7 +73,7 @@ _NAMES = {
     "buffer.redis.server.embedded": "EmbeddedServer",
     "buffer.redis.store": "Store",
     "buffer.replay_buffer": "ReplayBuffer",
-    "buffer.run": "Run",
+    "buffer.run.run": "Run",
     "buffer.weights.shared_folder": "FolderSender",
     "buffer.wire.group": "RolloutGroup",
     "buffer.wire.rollout": "MediaRef PolicyVersion RolloutState Status ToolCall VersionSpan",

@@ -29,7 +29,7 @@ from buffer.redis.connection.url import mask_url
 from buffer.redis.connection_errors import describe_connection_error
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from consumer.handle.sample_log import SampleLog
 from rolloutmq.hang_up import interrupted_by_sigterm
 from rolloutmq.output import console, emit
@@ -233,7 +233,7 @@ def connected(address: Address, deadline_s: float = _DEADLINE_S) -> Iterator[Sto
         with closing(Servers(address.url, "rolloutmq-cli", timeout_s=deadline_s)) as servers:
             # a client of a cluster has connected to a node already
             if not servers.is_cluster:
-                servers.client("control").ping()
+                servers.client().ping()
     except redis.RedisError as error:
         raise describe_connection_error(address.url, error) from error
     store = Store(address.url, name="rolloutmq-cli", deadline_s=deadline_s)

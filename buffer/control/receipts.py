@@ -40,7 +40,7 @@ def _timeout(silent: list[str], seconds: float) -> PauseTimeout:
 
 class Receipts:
     def __init__(self, context: RunContext, fleet: Fleet) -> None:
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._fleet = fleet
 
     def silent(self, epoch: int | None = None) -> list[str]:
@@ -49,7 +49,7 @@ class Receipts:
             "silent",
             self._keys.slots(),
             {
-                "epoch": "" if epoch is None else epoch,
+                "epoch": epoch,
                 "lease_ms": self._limits.lease_ms,
                 "limit": WORKERS,
             },
@@ -93,5 +93,5 @@ class Receipts:
         if not is_trainer:
             time.sleep(OPERATOR_POLL_S)
             return
-        self._store.wait_for_wake_up(self._keys.wake_up("receipts"), 0.1)
+        self._store.wait(self._keys.wake_up("receipts"), 0.1)
         time.sleep(min(POLL_S, RECEIPT_S * silent))

@@ -39,13 +39,15 @@ def expire_all(context: RunContext, task: str, status: str) -> int:
 
 def expire(context: RunContext, task: str, status: str, limit: int) -> int:
     """Expire up to `limit` groups that are too stale for the next train step; return how many."""
-    store, keys, limits = context
+    store, keys, limits, _ = context
     arguments = {
+        "task": task,
         "threshold": limits.threshold(task),
-        "limit": limit,
         "retryable": int(limits.retries_expired(task)),
+        "passed": 0,
+        "limit": limit,
     }
-    _, moved = store.call("refresh", keys.slots(task=task, status=status), arguments)
+    _, moved, _ = store.call("expire", keys.slots(task=task, status=status), arguments)
     return int(moved)
 
 
@@ -71,7 +73,7 @@ class PoolSizes:
 class Pools:
     def __init__(self, context: RunContext, payloads: PayloadStore) -> None:
         self._context = context
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._payloads = payloads
 
     def count(self, task: str, status: PoolStatus = "completed") -> int:
@@ -126,7 +128,7 @@ class Pools:
         task = self._known(task)
         is_trained = status == "completed" and self._limits.tasks[task].eval_of is None
         order = self._limits.order if is_trained else "staleness"
-        threshold = "" if status == "expired" else self._limits.threshold(task)
+        threshold = None if status == "expired" else self._limits.threshold(task)
         keys = self._keys.slots(task=task, status=status)
         arguments = {"order": order, "threshold": threshold, "limit": count}
         _, *entries = self._store.call("peek", keys, arguments)
@@ -139,10 +141,10 @@ class Pools:
         """
         task = split_group_id(gid)[0]
         threshold = self._limits.threshold(task)
-        if threshold == "":
+        if threshold is None:
             return None
         keys = self._keys
-        (taken, awaits), cut, forks = self._store.each(
+        (taken, awaits), cut, forks = self._store.send(
             "age limit",
             [
                 ("HMGET", keys.ledger("train"), "taken", "awaits"),
@@ -151,7 +153,7 @@ class Pools:
             ],
         )
         step = next_step(int(taken or 0), int(awaits or 0))
-        lowest = max(int(cut or 0), step - int(threshold))
+        lowest = max(int(cut or 0), step - threshold)
         named = [fork.decode().rpartition(":") for fork in forks]
         pairs = [(lineage, int(step)) for lineage, _, step in named]
         return AgeLimit(lowest, self._limits.token_lead(task), pairs)

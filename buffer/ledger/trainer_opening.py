@@ -44,7 +44,7 @@ class TrainerOpening:
         ledger: BatchLedger,
     ) -> None:
         self._context = context
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._payloads = payloads
         self._ledger = ledger
 
@@ -141,7 +141,7 @@ class TrainerOpening:
         keys = self._keys
         tasks = self._limits.training_tasks
         # an age index has no lag: the tokens of what waits or runs are not judged one by one
-        lags = [self._limits.token_lead(task) for task in tasks for _ in POOLS] + [""] * len(tasks)
+        lags = [self._limits.token_lead(task) for task in tasks for _ in POOLS]
         done = False
         while not done:
             reply = self._store.call(
@@ -149,7 +149,7 @@ class TrainerOpening:
                 keys.slots(),
                 {"nonce": nonce, "step": step, "limit": 500},
                 [*keys.all_pools(tasks), *map(keys.age, tasks)],
-                lags,
+                [*lags, *[None] * len(tasks)],
                 durable=True,
             )
             done = bool(int(unfenced(reply, "trainer")[2]))

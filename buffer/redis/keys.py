@@ -89,7 +89,7 @@ TABLE: Mapping[str, KeyRow] = {
     "leased:<id>": KeyRow(
         "HASH",
         "what the worker's registration holds: token by gid, and `digest` of them all "
-        "(`buffer/lua/include/leased.lua`); exists while it holds a group",
+        "(`buffer/lua/shared/workers.lua`); exists while it holds a group",
         saved=False,
     ),
     "bad_submissions": KeyRow(
@@ -221,8 +221,8 @@ class Keys:
     def progress(self, task: str) -> str:
         return f"{self.accounts}{task}"
 
-    def ended(self, task: str, place: str) -> str:
-        return f"{self.ends}{task}:{place}"
+    def ended(self, task: str, stage: str) -> str:
+        return f"{self.ends}{task}:{stage}"
 
     def dead_letter(self, gid: str) -> str:
         return self.dead_letters + gid

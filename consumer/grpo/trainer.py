@@ -14,12 +14,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from buffer.control.length_counts import LengthCounts, count, length_bias
-from buffer.control.settings import KeptSettings
 from buffer.errors import ExpiredBatch
 from buffer.ids import split_group_id
 from buffer.ledger.position import Position
 from buffer.manifest import Manifest
-from buffer.run import Run
+from buffer.run.run import Run
+from buffer.run.settings import KeptSettings
 from buffer.weights.transport import Save
 from buffer.wire.staleness import staleness
 from consumer.config.trainer import TrainingConfig

@@ -23,7 +23,7 @@ from buffer.groups.dead_letters import DeadLetter
 from buffer.ids import split_group_id
 from buffer.redis.connection.retry import LogOnce
 from buffer.redis.whole_file import replace_file
-from buffer.run import Run
+from buffer.run.run import Run
 
 log = logging.getLogger("rolloutmq.trainer")
 

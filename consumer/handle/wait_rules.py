@@ -36,7 +36,7 @@ from buffer.errors import ExpiredBatch, NoBatch, ProducerGone, TaskStopped, Weig
 from buffer.ledger.account import TaskAccount
 from buffer.manifest import NotReady
 from buffer.redis.connection.retry import OutageClock
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.staleness import staleness
 from consumer.handle.batch import Stopped

@@ -13,7 +13,7 @@ from buffer.errors import ConfigError
 from buffer.groups.job_queue import Serves
 from buffer.imports import attached, load_object
 from buffer.job import Job
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.tokenizer import Tokenizer

@@ -12,16 +12,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from buffer.control.continuation import record_origin
 from buffer.control.control import ControlState, Work
-from buffer.control.origin import Origin
 from buffer.control.progress import Leftovers, TaskProgress
 from buffer.control.roles import HeldRole
 from buffer.control.task_status import ProduceBatchStatus, TaskStop, batch_status
 from buffer.errors import ConfigError, StoreFull, TaskStopped
 from buffer.ledger.memory import MemoryUse
 from buffer.redis.connection.retry import LogOnce
-from buffer.run import Run
+from buffer.run.continuation import record_origin
+from buffer.run.origin import Origin
+from buffer.run.run import Run
 from producer_workers.producer.sampler import Sampler
 from producer_workers.producer.strategy import ProduceContext, ProduceStrategy, contexts
 from producer_workers.producer.task_producer import TaskProducer
@@ -164,7 +164,7 @@ class Producer:
             self._sweep_at = time.monotonic() + round_s
             self._run.janitor.sweep()
         if not started and not any([sampler.prepare() for sampler in self._samplers.values()]):
-            self._run.store.wait_for_wake_up(self._run.keys.wake_up("producer"), round_s)
+            self._run.store.wait(self._run.keys.wake_up("producer"), round_s)
 
     def round(self, state: ControlState, *, sweep: bool = True) -> int:
         """Produce one round, and return how many groups it started."""

@@ -12,7 +12,7 @@ from buffer.errors import ConfigError, PayloadMissing
 from buffer.ids import new_nonce
 from buffer.ledger.memory import MemoryUse
 from buffer.redis.payloads import CHUNK_BYTES
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import RolloutState
 from producer_workers.producer.sampler import Sampler, TooLong
 from producer_workers.producer.strategy import ProduceContext, ProducePlan

@@ -22,7 +22,7 @@ from buffer.ids import new_nonce
 from buffer.job import Job
 from buffer.limits import Concurrency
 from buffer.redis.connection.retry import LogOnce
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.agent_loops.agent_loop import AgentLoop, Vacancy
 from producer_workers.engines.base import EngineLoad
@@ -205,9 +205,7 @@ class WakeUp:
     async def _wait(self, timeout_s: float) -> None:
         wake_up = self._run.keys.wake_up("workers")
         try:
-            await asyncio.to_thread(
-                self._run.store.wait_for_wake_up, wake_up, timeout_s, shared=True
-            )
+            await asyncio.to_thread(self._run.store.wait, wake_up, timeout_s, shared=True)
             self._problem.report("")
         except StoreUnavailable as error:
             self._problem.report(error.hint)

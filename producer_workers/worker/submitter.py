@@ -11,7 +11,7 @@ from buffer.errors import StoreUnavailable
 from buffer.groups.submit import GROUPS_PER_TRIP, Stored, SubmitOutcome
 from buffer.job import Result
 from buffer.redis.connection.retry import LogOnce
-from buffer.run import Run
+from buffer.run.run import Run
 
 log = logging.getLogger("rolloutmq.worker")
 

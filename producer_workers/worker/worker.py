@@ -45,7 +45,7 @@ from buffer.errors import GroupChanged
 from buffer.groups.job_queue import Serves
 from buffer.ids import new_nonce
 from buffer.job import Job
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.agent_loops.agent_loop import Vacancy
 from producer_workers.config.producing import WorkerSection
@@ -82,7 +82,8 @@ HAND_BACK_S = 5.0  # how long a leaving worker waits for aborted groups before i
 class Worker:
     """One worker of a run. Start the engine, then await `run()`, which ends after `stop()`.
 
-    `tasks`: how it treats those that it serves. `facts`: what it registers.
+    `tasks`: how it treats those that it serves. `weights_url`: see `WeightsReceiver`. `facts`: what
+    it registers.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Worker:
         limits: WorkerSection | None = None,
         *,
         worker_id: str,
+        weights_url: str | None = None,
     ) -> None:
         self.id = worker_id
         self._run = run
@@ -102,7 +104,7 @@ class Worker:
         self._control = ControlView()
         untruncated = [name for name, task in tasks.items() if task.is_untruncated]
         self._engine = SharedEngine(engine, self._inbox, untruncated)
-        self._weights = WeightUpdates(run, engine, self._inbox)
+        self._weights = WeightUpdates(run, engine, self._inbox, weights_url)
         self._groups = HeldGroups(self._inbox, self._engine)
         self._protection = Protection(run.limits)
         serves = Serves(frozenset(tasks), frozenset(self._limits.lanes))

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from buffer.errors import Fenced, LedgerError, RoleHeld, RolloutMQError, RunError
-from buffer.open_run import can_wait_for_disk, wait_for_run
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.open import can_wait_for_disk, wait_for_run
+from buffer.run.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS
 from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop

@@ -14,7 +14,7 @@ from buffer.job import Job, PayloadRef
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.connection import in_memory
 from buffer.redis.scripts import Script
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 from proofs.model_check import operations
 from proofs.model_check.call_invariants import STALE, check_call, check_caller

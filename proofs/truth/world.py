@@ -19,7 +19,7 @@ from buffer.job import PayloadRef
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.payloads import checksum
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights import folder_manifest
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from buffer.errors import StoreUnsafe
 from buffer.redis.server.check import ServerFinding, check_all
-from buffer.run import Run
+from buffer.run.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.options import (
     AsJson,
@@ -29,7 +29,6 @@ from rolloutmq.views.run_view import RunView
 
 
 @command(
-    "Administration",
     "doctor",
     epilog="Example: rolloutmq doctor --redis-url redis://queue.internal:6379/0",
 )

@@ -17,9 +17,9 @@ from rich.console import Console
 
 from buffer.control.control import Mode
 from buffer.errors import RolloutMQError, StoreError, StoreUnavailable
-from buffer.open_run import open_store, own_run
 from buffer.redis.server.embedded import EmbeddedServer
-from buffer.run import Run
+from buffer.run.open import open_store, own_run
+from buffer.run.run import Run
 from consumer.handle.checkpoint import CheckpointFolder
 from producer_workers.agent_loops.agent_loop import commands_of
 from rolloutmq.check.machine import placement_of

@@ -17,7 +17,7 @@ from buffer.ledger.account import TaskAccount
 from buffer.ledger.ledger import LedgerSteps
 from buffer.ledger.memory import MemoryUse
 from buffer.redis.key_fields import OPTIONAL, read_counts, require_fields, text_fields
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 
 COUNTERS = (*OPTIONAL["progress"], "reasserted", "regenerated")
@@ -102,7 +102,7 @@ class TaskView:
         return {name: int(found[name]) for name in names if whole.fullmatch(found[name])}
 
     def recent(self, name: str) -> int:
-        """Return what a counter counted over the newest groups; `lua/include/earlier_counts.lua`.
+        """Return what a counter counted over the newest groups; `lua/shared/ends.lua`.
 
         `rolloutmq requeue` and a server that lost data lower counters: 0 then.
         """
@@ -299,7 +299,7 @@ def read_run_view(run: Run, *, events: int = 8) -> RunView:
 def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
     """Read what no script returns in one pipeline; return the replies by name."""
     keys = run.keys
-    control: Any = run.store.control
+    control: Any = run.store.client
     names: list[str] = []
     taken = run.ledger.steps()[0]
     seconds, micros = control.time()
@@ -330,7 +330,7 @@ def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
 
 def _threshold(run: Run, task: str) -> int:
     # groups of an evaluation never expire: their ages are not shown
-    return int(run.limits.threshold(task) or 1)
+    return run.limits.threshold(task) or 1
 
 
 def _buckets(taken: int, threshold: int) -> list[tuple[str, str | int, str | int]]:

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from producer_workers.config.gateway import GatewaySection
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker

@@ -18,7 +18,7 @@ import orjson
 from numpy.typing import NDArray
 
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.sampling import SampleParams
 from producer_workers.config.distribution import Fixed
 from producer_workers.config.engine import SimulatedConfig

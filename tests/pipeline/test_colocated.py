@@ -51,7 +51,7 @@ async def test_engines_are_asleep_whenever_the_trainer_works_and_make_every_batc
         await asyncio.to_thread(train, [a, b, c])
     assert len(awake) == WORKERS * STEPS
     assert not any(awake)
-    assert yard.places()["archived"] == 3 * STEPS
+    assert yard.stages()["archived"] == 3 * STEPS
     yard.check()
 
 
@@ -81,6 +81,6 @@ async def test_the_receipt_of_a_sleeping_worker_comes_after_its_last_group(
         engine.let_go()
         await yard.receipts(draining)
         assert engine.asleep
-        assert yard.places() == {"completed": 2}
+        assert yard.stages() == {"completed": 2}
         slept.set()
     assert slept.is_set()

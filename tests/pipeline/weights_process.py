@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights import checksums, delta
 from buffer.weights.checksums import RawTensor, WrittenFiles, write_tensors
 from buffer.weights.receiver import WeightsReceiver

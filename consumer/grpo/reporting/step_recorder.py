@@ -21,7 +21,7 @@ import numpy as np
 
 from buffer.manifest import Manifest
 from buffer.observers import Observer
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.config.trainer import TrainingConfig
 from consumer.grpo.reporting.metric_writers import open_writers

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from buffer.errors import ConfigError
 from buffer.imports import load_object, require
-from producer_workers.datasets.environment_tasks import REQUIREMENT as VERIFIERS
 from rolloutmq.extensions.environments.harbor import HarborAgent
 from rolloutmq.extensions.environments.openenv import REQUIREMENT as OPENENV
+from rolloutmq.extensions.environments.rows import REQUIREMENT as VERIFIERS
 from rolloutmq.extensions.gateway.agents import AgentError, FunctionAgent
 from rolloutmq.extensions.gateway.loop import GatewayAgentLoop
 

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal
 
 from buffer.errors import ConfigError, JudgeError, JudgeInterrupted, WireError
 from buffer.job import Job
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.own_copy import own_copy
 from buffer.wire.rollout import RolloutState, Status, has_ended

@@ -9,7 +9,7 @@ from buffer.errors import StoreUnavailable
 from buffer.groups.kept_turns import KeptTurns
 from buffer.job import Job
 from buffer.redis.connection.retry import LogOnce
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 

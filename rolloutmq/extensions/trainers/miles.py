@@ -37,7 +37,7 @@ from buffer.errors import ConfigError, WireError
 from buffer.groups.pools import MAX_READ
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from consumer.handle.async_consumer import AsyncRolloutConsumer

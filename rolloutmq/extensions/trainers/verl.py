@@ -28,7 +28,7 @@ import numpy as np
 
 from buffer.control.control import Mode
 from buffer.errors import WireError
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import RolloutState, Status, VersionSpan, no_tokens
 from rolloutmq.extensions.trainers import plain_values
 from rolloutmq.extensions.trainers.verl_steps import TASK, VALIDATION, MessageQueue, TrainerSteps

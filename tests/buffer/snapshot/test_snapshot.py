@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from buffer.config.assignments import parse_settings
-from buffer.control.settings import LiveSettings
 from buffer.errors import (
     ConfigError,
     PayloadMissing,
@@ -29,7 +28,8 @@ from buffer.redis import keys
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import CHUNK_BYTES
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
+from buffer.run.settings import LiveSettings
 from buffer.snapshot import folder as on_disk
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.faulty_store import FaultyStore

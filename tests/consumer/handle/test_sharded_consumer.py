@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.run import Run
+from buffer.run.run import Run
 from consumer.handle.batch import Batch
 from consumer.handle.ranks import balanced_shares
 from consumer.handle.torch_dataset import BatchDataset, padded_tensors

@@ -9,9 +9,9 @@ from buffer.config.assignments import parse_settings
 from buffer.config.meanings import meanings
 from buffer.config.run_settings import PolicySection, RedisSection
 from buffer.config.section import Section
-from buffer.control.settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.limits import RunLimits
+from buffer.run.settings import LiveSettings
 from producer_workers.build import task_names
 from producer_workers.config.dataset import JsonlSection
 from rolloutmq.config.config import Config
@@ -258,9 +258,9 @@ def test_a_task_may_have_a_staleness_limit_of_its_own(tmp_path: Path) -> None:
     text = GOOD + HELD_OUT + "[tasks.math.strategy]\nover_sample_threshold = 0.5\n"
     sets = ("policy.max_staleness=1", "policy.sync_weights_interval=2", "evaluation.every_steps=2")
     limits = load(tmp_path, text, *sets).limits()
-    assert [limits.threshold(task) for task in ("math", "math_eval")] == [4, ""]
+    assert [limits.threshold(task) for task in ("math", "math_eval")] == [4, None]
     limits = load(tmp_path, text, *sets, "tasks.math.max_staleness=3").limits()
-    assert [limits.threshold(task) for task in ("math", "math_eval")] == [8, ""]
+    assert [limits.threshold(task) for task in ("math", "math_eval")] == [8, None]
     assert limits.horizon_of(1) == 4
     limits = load(tmp_path, text, *sets, "tasks.math.max_ahead=0").limits()
     assert (limits.threshold("math"), limits.horizon_of(1)) == (4, 2)

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from buffer.errors import ConfigError
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import LIVE_OPENING
 from buffer.wire.rollout import RolloutState
 from producer_workers.agent_loops.agent_loop import AgentLoop, Vacancy

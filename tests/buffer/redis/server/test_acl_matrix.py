@@ -49,8 +49,8 @@ WRITES = {
 
 CHANGES = {
     **dict.fromkeys(
-        ("claim", "deregister", "drop", "expire_waiting", "fence_worker", "resume_task", "halt", "heartbeat", "keep_responses", "keep_turns", "put", "reap", "receipt", "reconcile",
-         "refresh", "register", "reissue", "release", "requeue", "set_target", "submit", "update"), ALL
+        ("claim", "deregister", "drop", "expire", "fence_worker", "resume_task", "halt", "heartbeat", "keep_responses", "keep_turns", "put", "reap", "receipt", "reconcile",
+         "register", "reissue", "release", "requeue", "set_target", "submit", "update"), ALL
     ),
     **dict.fromkeys(
         ("beat", "commit", "create_run", "dissolve_batch", "enqueue", "forget", "producer_open",

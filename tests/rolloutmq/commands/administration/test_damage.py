@@ -17,7 +17,7 @@ import redis
 
 from buffer.errors import RolloutMQError
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from rolloutmq.output import console
 from rolloutmq.views.explain import inspection
 from rolloutmq.views.explain.inspection import diagnose_run
@@ -77,7 +77,7 @@ NAMED_BY_WHAT_IS_MISSING = re.compile(
 
 @pytest.fixture
 def busy(store: Store) -> Scene:
-    return busy_run(store, store.control, "demo")
+    return busy_run(store, store.client, "demo")
 
 
 def representative(scene: Scene) -> list[Harm]:
