@@ -216,6 +216,7 @@ def make_worker(
         lanes=config.worker.lanes,
         untruncated_tasks=config.untruncated_tasks,
         limit_claim=room and room.limit_claim,
+        weights_url=config.weights.url_of(config.run),
         facts=facts,
     )
     if room:

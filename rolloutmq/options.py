@@ -233,7 +233,7 @@ def connected(address: Address, deadline_s: float = _DEADLINE_S) -> Iterator[Sto
         with closing(Servers(address.url, "rolloutmq-cli", timeout_s=deadline_s)) as servers:
             # a client of a cluster has connected to a node already
             if not servers.is_cluster:
-                servers.client("control").ping()
+                servers.client().ping()
     except redis.RedisError as error:
         raise describe_connection_error(address.url, error) from error
     store = Store(address.url, name="rolloutmq-cli", deadline_s=deadline_s)

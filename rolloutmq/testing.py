@@ -118,8 +118,8 @@ def rehearse(
             return asyncio.run(_play(run, producer, worker, engine, len(dataset), timeout_s))
         finally:
             # many failing rehearsals in one process must not fill its memory
-            for key in list(store.control.scan_iter(f"{run.keys.prefix}*")):
-                store.control.unlink(key)
+            for key in list(store.client.scan_iter(f"{run.keys.prefix}*")):
+                store.client.unlink(key)
 
 
 async def _play(

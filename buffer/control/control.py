@@ -341,7 +341,7 @@ class RunControl:
         try:
             yield
         except Fenced as error:
-            control = self._store.control
+            control = self._store.client
             if self._store.retrying("role", lambda: control.hexists(self._keys.control, role)):
                 raise
             if self._is_damaged():
@@ -352,7 +352,7 @@ class RunControl:
         names = (role, *(f"{role}_{name}" for name in OF_A_HOLDER))
 
         def read() -> list[Any]:
-            with self._store.control.pipeline(transaction=False) as pipe:
+            with self._store.client.pipeline(transaction=False) as pipe:
                 pipe.hmget(self._keys.control, *names)
                 pipe.execute_command("TIME")
                 return list(pipe.execute())
@@ -369,7 +369,7 @@ class RunControl:
 
     def _is_damaged(self) -> bool:
         keys = (self._keys.meta, self._keys.control)
-        return self._store.each("run", [("EXISTS", key) for key in keys], "control") == [1, 0]
+        return self._store.send("run", [("EXISTS", key) for key in keys]) == [1, 0]
 
     def _no_run(self) -> RunError:
         if self._is_damaged():

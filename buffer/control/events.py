@@ -29,14 +29,14 @@ class EventLog:
     def newest(self) -> str:
         """Return the id of the newest event; START without events."""
         found: Any = self._store.retrying(
-            "events", lambda: self._store.control.xrevrange(self._keys.events, count=1)
+            "events", lambda: self._store.client.xrevrange(self._keys.events, count=1)
         )
         return found[0][0].decode() if found else START
 
     def last(self, count: int) -> list[Event]:
         """Return the newest events, oldest first."""
         found: Any = self._store.retrying(
-            "events", lambda: self._store.control.xrevrange(self._keys.events, count=count)
+            "events", lambda: self._store.client.xrevrange(self._keys.events, count=count)
         )
         return [parse_event(entry) for entry in reversed(found)]
 
@@ -46,7 +46,7 @@ class EventLog:
         """Return (id, event) of events after an id, oldest first; wait `block_ms` for one."""
         key = self._keys.events
         reply: Any = self._store.retrying(
-            "events", lambda: self._store.control.xread({key: after}, count=limit, block=block_ms)
+            "events", lambda: self._store.client.xread({key: after}, count=limit, block=block_ms)
         )
         if not reply:
             return []

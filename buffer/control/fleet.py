@@ -13,6 +13,7 @@ from buffer.errors import Fenced, RunNotFound, ScriptError
 from buffer.ids import valid_name
 from buffer.job import Job, digest_of
 from buffer.redis.connection.retry import SYSTEM_RANDOM
+from buffer.redis.scripts import ScriptCall
 from buffer.redis.store import RunContext
 from buffer.wire.rollout import PolicyVersion
 
@@ -129,7 +130,7 @@ class Fleet:
         Fenced if another process has registered with the same id.
         """
         ages = self._ages(oldest, reported)
-        reply, stamp = self._store.call_and_read(
+        beat = ScriptCall(
             "heartbeat",
             self._keys.slots(worker=worker),
             {
@@ -140,9 +141,10 @@ class Fleet:
                 "held": len(held),
                 "digest": digest_of(held),
             },
-            [part for age in ages for part in age],
-            ("HMGET", self._keys.meta, *STAMP_FIELDS),
+            tail_args=[part for age in ages for part in age],
         )
+        read = ("HMGET", self._keys.meta, *STAMP_FIELDS)
+        reply, stamp = self._store.send("heartbeat", [beat, read])
         limits = parse_stamp(*stamp)
         match _unless_replaced(reply, worker):
             case ["UNKNOWN"]:
@@ -244,7 +246,7 @@ class Fleet:
         return Refusals(weights, len(found), reasons)
 
     def _refusals(self) -> dict[bytes, bytes | None]:
-        client: Any = self._store.control
+        client: Any = self._store.client
         seconds, micros = client.time()
         alive_since_ms = seconds * 1000 + micros // 1000 - self._limits.lease_ms
         live = client.zrangebyscore(self._keys.workers, alive_since_ms, "+inf")
@@ -261,7 +263,7 @@ class Fleet:
         return self._store.retrying("response lengths", self._response_lengths)
 
     def _response_lengths(self) -> dict[str, dict[str, Counts]]:
-        client: Any = self._store.control
+        client: Any = self._store.client
         known = client.zrange(self._keys.workers, 0, -1)
         chosen = SYSTEM_RANDOM.sample(known, min(len(known), MOST_COUNTED))
         with client.pipeline(transaction=False) as pipe:
@@ -275,7 +277,7 @@ class Fleet:
         return self._store.retrying("ended workers", self._ended)
 
     def _ended(self) -> list[WorkerRecord]:
-        client = self._store.control
+        client = self._store.client
         seconds, micros = client.time()
         found: dict[str, WorkerRecord] = {}
         for _, fields in client.xrevrange(self._keys.events, count=SEARCHED_EVENTS):
@@ -291,7 +293,7 @@ class Fleet:
         return self._store.retrying("workers", self._workers)
 
     def _workers(self) -> list[WorkerRecord]:
-        client = self._store.control
+        client = self._store.client
         keys = self._keys
         seconds, micros = client.time()
         ids = [w.decode() for w in client.zrange(keys.workers, 0, -1)]

@@ -131,7 +131,7 @@ def read_progress(
     tasks = list(thresholds)
     # of a batch that is taken meanwhile, fewer groups count as expiring, and too little starts
     steps = ("HMGET", keys.ledger("train"), "taken", "awaits")
-    (before,) = store.each("progress", [steps], "control")
+    (before,) = store.send("progress", [steps])
     step = next_step(*_steps(keys, before))
     reads: list[Command] = []
     for task, threshold in thresholds.items():
@@ -144,7 +144,7 @@ def read_progress(
     # read last: if a batch is taken meanwhile, the newer step is combined with the older counts, so
     # that the producer starts too little rather than too much
     reads.append(steps)
-    *rows, cursors, after = store.each("progress", reads, "control")
+    *rows, cursors, after = store.send("progress", reads)
     width = 2 + len(POOLS) + len(LANES)
     pooled = 2 + len(POOLS)
     parts = {task: rows[i * width : (i + 1) * width] for i, task in enumerate(tasks)}

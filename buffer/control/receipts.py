@@ -93,5 +93,5 @@ class Receipts:
         if not is_trainer:
             time.sleep(OPERATOR_POLL_S)
             return
-        self._store.wait_for_wake_up(self._keys.wake_up("receipts"), 0.1)
+        self._store.wait(self._keys.wake_up("receipts"), 0.1)
         time.sleep(min(POLL_S, RECEIPT_S * silent))

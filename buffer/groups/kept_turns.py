@@ -97,9 +97,9 @@ class KeptTurns:
             "made_by": ages({"oldest": self._oldest}),
         }
         slots = keys.slots(gid=ref.gid, task=self._job.task)
-        call = ScriptCall(slots, arguments, chunks)
-        record = keys.group(ref.gid)
-        (reply,) = self._store.upload_and_call("keep_turns", record, [(commands, call)])
+        call = ScriptCall("keep_turns", slots, arguments, chunks)
+        reply: list[str]
+        *_, reply = self._store.send("keep_turns", [*commands, call], durable=True)
         if reply == ["OK"]:
             self._ref, self._replaces = ref, ref.token
             self._stored = len(self._documents)

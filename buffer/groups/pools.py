@@ -144,7 +144,7 @@ class Pools:
         if threshold is None:
             return None
         keys = self._keys
-        (taken, awaits), cut, forks = self._store.each(
+        (taken, awaits), cut, forks = self._store.send(
             "age limit",
             [
                 ("HMGET", keys.ledger("train"), "taken", "awaits"),

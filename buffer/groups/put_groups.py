@@ -85,7 +85,7 @@ class GroupPut:
     def close(self) -> None:
         """Delete the traces of the operation, of which no call will be repeated."""
         used = [task for task, count in self._counts.items() if count]
-        self._store.each(
+        self._store.send(
             "put", [("HDEL", self._keys.progress(task), f"put:{self._operation}") for task in used]
         )
 

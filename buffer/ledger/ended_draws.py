@@ -75,7 +75,7 @@ class EndedDraws:
     def _known(self, task: str) -> _Draws:
         progress = self._keys.progress(task)
         archived = self._keys.ended(task, "archived")
-        counts, drawn, imported = self._store.each(
+        counts, drawn, imported = self._store.send(
             "draws",
             [
                 ("HMGET", progress, "cursor", "highest_draw", "lost_to", "put", "imported"),

@@ -122,7 +122,7 @@ class CheckpointRecovery:
 
     def _is_whole(self, manifest: Manifest) -> bool:
         """Return whether records and bytes of all its groups exist; the bytes are then pinned."""
-        records = self._store.each(
+        records = self._store.send(
             "records", [("EXISTS", self._keys.group(gid)) for gid in manifest.gids]
         )
         return all(records) and self._payloads.pin(_payloads(manifest))

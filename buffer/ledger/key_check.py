@@ -161,7 +161,7 @@ class KeyCheck:
             if each.kind in _WITH_FIELDS and each.type == "hash"
         }
         commands = [("HGETALL", each.key) for each in hashes.values()]
-        answers = self._store.each("fields", commands)
+        answers = self._store.send("fields", commands)
         for (name, each), raw in zip(hashes.items(), answers, strict=True):
             fields = text_fields(raw)
             if name == "ledger:eval" and fields:
@@ -208,7 +208,7 @@ class KeyCheck:
             # one that has left meanwhile has no record any more
             if (
                 not self._read(("ZSCORE", keys.workers, worker), "workers", "zset")
-                and self._store.each("workers", [("EXISTS", each.key)], "control")[0]
+                and self._store.send("workers", [("EXISTS", each.key)])[0]
             ):
                 yield Damage(f"{keys.workers} lacks {worker}, which has a record", keys.workers)
 
@@ -254,7 +254,7 @@ class KeyCheck:
         found = self.found.get(name)
         if found is not None and found.type != kind:
             return None
-        return self._store.each("fields", [command], "control")[0]
+        return self._store.send("fields", [command])[0]
 
 
 def _pattern(name: str) -> str:

@@ -215,12 +215,13 @@ class GroupScan:
         return self._pipelined("list", [command])[0]
 
     def _pipelined(self, what: str, commands: Sequence[Command]) -> list[Any]:
-        return self._store.each(what, commands, "control")
+        return self._store.send(what, commands)
 
 
 def moment_of(store: Store, ledger: BatchLedger) -> Moment:
-    seconds, micros = store.retrying("time", lambda: store.control.time())
-    return Moment(ledger.steps()[0], int(seconds) * 1000 + int(micros) // 1000)
+    taken = ledger.steps()[0]
+    seconds, micros = store.retrying("time", lambda: store.client.time())
+    return Moment(taken, int(seconds) * 1000 + int(micros) // 1000)
 
 
 def _facts_of(gid: str) -> dict[str, Scalar]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import resources
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 from redis.exceptions import NoPermissionError, NoScriptError
 
 from buffer.errors import Fenced, LostRun, RoleHeld, ScriptError
-from buffer.redis.connection.bulk_io import Command, pipelined
+from buffer.redis.connection.bulk_io import Command, send
 from buffer.redis.connection.retry import NotDurable
 from buffer.redis.keys import clock_beside
 from buffer.redis.script_contract import ScriptHeader
@@ -238,46 +238,17 @@ def check_durable(needed: int, answers: Sequence[Any]) -> None:
         raise NotDurable(f"only {replicas} of {needed} replicas have it after {WAIT_MS} ms")
 
 
-_LARGE_BYTES = 32 * 2**10
-"""A server reads a value of this size by itself, and smaller ones together."""
-
-
 class ScriptCall(NamedTuple):
-    """Keys and arguments of a script by the names in its header; see `Script.command`."""
+    """A script by its name, with keys and arguments by the names in its header.
 
+    See `Script.command`.
+    """
+
+    script: str
     keys: KeysByName
     args: Mapping[str, Arg]
     tail_keys: Sequence[str | KeysByName] = ()
     tail_args: Sequence[TailArg] = ()
-
-
-Upload = tuple[Sequence[Command], ScriptCall | None]
-"""The commands that store a payload, and the call of the script that accepts it and those before.
-
-None: a later upload has the call.
-"""
-
-
-def in_order(script: Script, uploads: Iterable[Upload]) -> Iterator[Command]:
-    """Yield the commands of uploads: large values at once, small ones with their call.
-
-    A server that writes to disk before it answers writes once for all small commands in a row.
-    """
-    small: list[Command] = []
-    for payload, call in uploads:
-        for command in payload:
-            if _is_large(command):
-                yield command
-            else:
-                small.append(command)
-        if call:
-            yield from (*small, script.command(*call))
-            small = []
-
-
-def _is_large(command: Command) -> bool:
-    value = command[2]  # of SET
-    return isinstance(value, list) and sum(map(len, value)) >= _LARGE_BYTES
 
 
 def load_missing(client: Any, scripts: Iterable[Script], missing: NoScriptError) -> None:
@@ -287,10 +258,6 @@ def load_missing(client: Any, scripts: Iterable[Script], missing: NoScriptError)
         # after a restart, a whole fleet finds that they are gone: most of it sends no source
         known = client.script_exists(*(script.sha for script in named))
         lacks = [script for script, is_known in zip(named, known, strict=True) if not is_known]
-        pipelined(client, [("SCRIPT LOAD", script.source) for script in lacks])
+        send(client, [("SCRIPT", "LOAD", script.source) for script in lacks])
     except NoPermissionError:
         raise missing from None
-
-
-def decoded(reply: Sequence[Any]) -> list[Any]:
-    return [item.decode(errors="replace") if isinstance(item, bytes) else item for item in reply]

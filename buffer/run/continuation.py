@@ -15,14 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, RunDamaged
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits
+from buffer.redis.key_fields import require_fields
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.run.origin import FIELD, Origin
+from buffer.run.record import limits_in, read_hash, require_schema, write_meta
 from buffer.run.settings import FIELD as RECORD
 from buffer.run.settings import (
     TASK,
@@ -32,7 +33,6 @@ from buffer.run.settings import (
     reweighting,
     setting_values,
     task_of,
-    write_settings,
 )
 
 
@@ -73,14 +73,40 @@ class Continuation:
         return [*self.limits.to_meta(), *origin, RECORD, self.record.model_dump_json()]
 
 
-def begin_run(limits: RunLimits, origin: Origin | None, start: Start) -> Continuation:
-    """Return the settings of a run that the server does not have."""
-    known = start.remembered() or SettingsRecord()
-    after, record = _settled(None, known, limits, start, 1)
-    return Continuation(after, origin, record)
+def settings_for(
+    store: Store,
+    keys: Keys,
+    nonce: str,
+    limits: RunLimits,
+    origin: Origin | None,
+    start: Start,
+    remade_at: int | None,
+) -> Continuation:
+    """Return what `Run.create` writes: the settings of a new run, or those that continue it.
+
+    `remade_at`: the train step from which a run is made again, even if its `meta` is damaged.
+    """
+    try:
+        meta = read_hash(store, "create run", keys.meta)
+        if meta.get("nonce") == nonce:
+            if remade_at is None:
+                require_schema(keys.run, meta)
+            limits_in(keys.meta, meta)
+    except RunDamaged:
+        if remade_at is None:
+            raise
+        meta = {}
+    if meta.get("nonce") != nonce:
+        after, record = _settled(None, start.remembered() or SettingsRecord(), limits, start, 1)
+        return Continuation(after, origin, record)
+    if remade_at is None:
+        ledger = read_hash(store, "create run", keys.ledger("train"))
+        require_fields("ledger", keys.ledger("train"), ledger)
+        remade_at = int(ledger["taken"]) + 1
+    return _continued(keys.run, meta, limits, origin, remade_at, start)
 
 
-def continue_run(
+def _continued(
     name: str,
     meta: Mapping[str, str],
     limits: RunLimits,
@@ -88,10 +114,7 @@ def continue_run(
     step: int,
     start: Start,
 ) -> Continuation:
-    """Return the settings of a run that takes over `limits` and `origin` from train step `step`.
-
-    `meta`: of the run. Raises ConfigError for a change that would break a guarantee.
-    """
+    """Return the settings of a run that takes over `limits` and `origin` from train step `step`."""
     before = RunLimits.from_meta(meta)
     record = SettingsRecord.from_meta(meta)
     known = Origin.from_meta(meta)
@@ -101,15 +124,22 @@ def continue_run(
         _refuse(name, refused)
         return Continuation(before, known, record, version)
     after, settled = _settled(before, record, limits.keeping_tasks_of(before), start, step)
-    refused += _limit_contradictions(before, after)
+    tasks = [task for task in before.tasks if not after.tasks[task].is_gone]
+    if any(before.token_lead(task) != after.token_lead(task) for task in tasks):
+        refused.append(
+            "the difference of [policy] max_staleness and max_token_staleness is another one: the "
+            "pools are ordered by it"
+        )
+    if before.columns and before.columns != after.columns:
+        now = after.columns or "left out"
+        refused.append(f"[run] columns is {now}, but groups refer to files in {before.columns}")
+    _refuse(name, refused)
     changes = [f"{change}, from step {step} on" for change in _changes(before, after)]
     if origin and known:
         changes += [
-            f"{change}, once a producer starts with it"
-            for change in _resized(known, origin).values()
+            f"{change}, once a producer starts with it" for change in known.resized(origin).values()
         ]
         origin = known.adopting(origin, draws=False)
-    _refuse(name, refused)
     return Continuation(after, origin or known, settled, version, changes)
 
 
@@ -141,68 +171,6 @@ def _with_overrides(
     return after
 
 
-def check_origin(store: Store, keys: Keys, origin: Origin) -> None:
-    """Raise ConfigError if the run draws from other data than a process with `origin` would."""
-    known = read_origin(store, keys)
-    _refuse(keys.run, [*known.contradictions(origin)] if known else [])
-
-
-def read_origin(store: Store, keys: Keys) -> Origin | None:
-    """Return what the run draws from; None where it has no record of that."""
-    return Origin.from_meta(_read(store, keys.meta))
-
-
-def record_origin(store: Store, keys: Keys, origin: Origin, producer: str) -> list[str]:
-    """Record what the active producer, with this nonce, draws from; return the changed group sizes.
-
-    Each has the first draw that may have the new size.
-    Raises ConfigError as `check_origin` does, Fenced, RunNotFound.
-    """
-    operation = new_nonce()
-    while True:
-        meta = _read(store, keys.meta)
-        known = Origin.from_meta(meta)
-        _refuse(keys.run, [*known.contradictions(origin)] if known else [])
-        updated = known.adopting(origin, draws=True) if known else origin
-        if updated == known:
-            return []
-        version = int(meta.get("limits_version", 0))
-        fields = [FIELD, updated.model_dump_json()]
-        if write_settings(store, keys, operation, version, producer, fields):
-            break
-    changes = []
-    for task, change in _resized(known, origin).items() if known else ():
-        draw = _read(store, keys.progress(task)).get("cursor", "0")
-        changes.append(f"{change}, from draw {draw} on")
-    return changes
-
-
-def _read(store: Store, key: str) -> dict[str, str]:
-    raw: Any = store.ask("config", "HGETALL", key)
-    return {name.decode(): value.decode() for name, value in raw.items()}
-
-
-def _refuse(name: str, reasons: list[str]) -> None:
-    if reasons:
-        raise ConfigError(
-            "\n  ".join([f"this config cannot continue run {name!r}:", *reasons]),
-            hint="undo these edits; or start a new run with another [run] name, which may begin "
-            "with the weights of this one ([policy] model = a checkpoint's model folder)",
-        )
-
-
-def _limit_contradictions(before: RunLimits, after: RunLimits) -> Iterator[str]:
-    tasks = [task for task in before.tasks if not after.tasks[task].is_gone]
-    if any(before.token_lead(task) != after.token_lead(task) for task in tasks):
-        yield (
-            "the difference of [policy] max_staleness and max_token_staleness is another one: the "
-            "pools are ordered by it"
-        )
-    if before.columns and before.columns != after.columns:
-        now = after.columns or "left out"
-        yield f"[run] columns is {now}, but groups refer to files in {before.columns}"
-
-
 def _changes(before: RunLimits, after: RunLimits) -> Iterator[str]:
     was, now = _values(before), _values(after)
     gone = [name for name, task in (*before.tasks.items(), *after.tasks.items()) if task.is_gone]
@@ -210,7 +178,11 @@ def _changes(before: RunLimits, after: RunLimits) -> Iterator[str]:
         task = task_of(name)
         is_told = not task or (task in before.tasks and task not in gone)
         if is_told and was.get(name) != now.get(name):
-            yield f"{name}: {_word(name, was.get(name))} → {_word(name, now.get(name))}"
+            old, new = (
+                "the run's" if value is None and task else str(value)
+                for value in (was.get(name), now.get(name))
+            )
+            yield f"{name}: {old} → {new}"
     for name, limits in after.tasks.items():
         former = before.tasks.get(name)
         if former is None or (former.is_gone and not limits.is_gone):
@@ -233,13 +205,49 @@ def _values(limits: RunLimits) -> dict[str, object]:
     return values
 
 
-def _word(name: str, value: object) -> str:
-    return "the run's" if value is None and task_of(name) else str(value)
+# -- what the run draws from -----------------------------------------------------------------------
 
 
-def _resized(known: Origin, origin: Origin) -> dict[str, str]:
-    """Return a sentence for each task whose group size differs."""
-    return {
-        task: f"tasks.{task}.prompt_repeat_k: {old} → {new}"
-        for task, (old, new) in known.resized(origin).items()
-    }
+def read_origin(store: Store, keys: Keys) -> Origin | None:
+    """Return what the run draws from; None where it has no record of that."""
+    return Origin.from_meta(read_hash(store, "config", keys.meta))
+
+
+def check_origin(store: Store, keys: Keys, origin: Origin) -> None:
+    """Raise ConfigError if the run draws from other data than a process with `origin` would."""
+    known = read_origin(store, keys)
+    _refuse(keys.run, [*known.contradictions(origin)] if known else [])
+
+
+def record_origin(store: Store, keys: Keys, origin: Origin, producer: str) -> list[str]:
+    """Record what the active producer, with this nonce, draws from; return the changed group sizes.
+
+    Each has the first draw that may have the new size.
+    Raises ConfigError as `check_origin` does, Fenced, RunNotFound.
+    """
+    operation = new_nonce()
+    while True:
+        meta = read_hash(store, "config", keys.meta)
+        known = Origin.from_meta(meta)
+        _refuse(keys.run, [*known.contradictions(origin)] if known else [])
+        updated = known.adopting(origin, draws=True) if known else origin
+        if updated == known:
+            return []
+        version = int(meta.get("limits_version", 0))
+        fields = [FIELD, updated.model_dump_json()]
+        if write_meta(store, keys, operation, version, fields, producer):
+            break
+    changes = []
+    for task, change in known.resized(origin).items() if known else ():
+        draw = read_hash(store, "config", keys.progress(task)).get("cursor", "0")
+        changes.append(f"{change}, from draw {draw} on")
+    return changes
+
+
+def _refuse(name: str, reasons: list[str]) -> None:
+    if reasons:
+        raise ConfigError(
+            "\n  ".join([f"this config cannot continue run {name!r}:", *reasons]),
+            hint="undo these edits; or start a new run with another [run] name, which may begin "
+            "with the weights of this one ([policy] model = a checkpoint's model folder)",
+        )

@@ -24,6 +24,18 @@ class TaskOrigin(BaseModel):
     shuffle: bool = True
     prompt_repeat_k: int = 1
 
+    def contradictions(self, name: str, other: TaskOrigin) -> Iterator[str]:
+        if _differ(self.source, other.source):
+            yield _other_source(f"[tasks.{name}.dataset]", self.source, other.source)
+        elif _differ(self.data, other.data):
+            yield f"[tasks.{name}.dataset] is not the data set that the run draws from"
+        if self.shuffle != other.shuffle:
+            yield (
+                f"[tasks.{name}] shuffle is {str(other.shuffle).lower()}: prompts get another order"
+            )
+        if self.eval_of != other.eval_of:
+            yield f"[tasks.{name}] eval_of is {other.eval_of!r}, it was {self.eval_of!r}"
+
 
 class Origin(BaseModel):
     """What a run draws from. Fingerprints are None if no process has seen the files."""
@@ -53,8 +65,7 @@ class Origin(BaseModel):
     @property
     def commits(self) -> dict[str, str]:
         """Return the commit of every repository of the Hub."""
-        tasks = (task.source for task in self.tasks.values())
-        sources = [*self.models, self.source, *tasks]
+        sources = [*self.models, self.source, *(task.source for task in self.tasks.values())]
         pairs = (source.partition("@") for source in sources if source)
         return {name: commit for name, _, commit in pairs}
 
@@ -68,24 +79,16 @@ class Origin(BaseModel):
             yield "[policy] model has another tokenizer or chat template"
         if _differ(self.architecture, other.architecture):
             yield "[policy] model has another architecture or size"
+        gone: dict[str | None, str] = {
+            known.data: name
+            for name, known in reversed(self.tasks.items())
+            if name not in other.tasks and known.data and known.eval_of is None
+        }
         for name, task in other.tasks.items():
             if name in self.tasks:
-                yield from _task_contradictions(name, self.tasks[name], task)
-            elif task.eval_of is None and (former := self._former_name(task, other)):
+                yield from self.tasks[name].contradictions(name, task)
+            elif task.eval_of is None and (former := gone.get(task.data)):
                 yield f"task {former} is named {name} now, and would draw the same prompts again"
-
-    def _former_name(self, task: TaskOrigin, other: Origin) -> str | None:
-        """Return the task that `other` lacks and that draws from the same data, if any."""
-        if task.data is None:
-            return None
-        return next(
-            (
-                name
-                for name, known in self.tasks.items()
-                if name not in other.tasks and known.data == task.data and known.eval_of is None
-            ),
-            None,
-        )
 
     def adopting(self, other: Origin, *, draws: bool) -> Origin:
         """Add what `other` has. Group sizes are those of the process that draws the prompts."""
@@ -108,24 +111,13 @@ class Origin(BaseModel):
             models=sorted({*self.models, *other.models}),
         )
 
-    def resized(self, other: Origin) -> dict[str, tuple[int, int]]:
-        """Return the group sizes that differ in `other`, by task: (before, after)."""
+    def resized(self, other: Origin) -> dict[str, str]:
+        """Return a sentence for each task whose group size differs in `other`."""
         return {
-            name: (self.tasks[name].prompt_repeat_k, task.prompt_repeat_k)
+            name: f"tasks.{name}.prompt_repeat_k: {known.prompt_repeat_k} → {task.prompt_repeat_k}"
             for name, task in other.tasks.items()
-            if name in self.tasks and self.tasks[name].prompt_repeat_k != task.prompt_repeat_k
+            if (known := self.tasks.get(name)) and known.prompt_repeat_k != task.prompt_repeat_k
         }
-
-
-def _task_contradictions(name: str, before: TaskOrigin, after: TaskOrigin) -> Iterator[str]:
-    if _differ(before.source, after.source):
-        yield _other_source(f"[tasks.{name}.dataset]", before.source, after.source)
-    elif _differ(before.data, after.data):
-        yield f"[tasks.{name}.dataset] is not the data set that the run draws from"
-    if before.shuffle != after.shuffle:
-        yield f"[tasks.{name}] shuffle is {str(after.shuffle).lower()}: prompts get another order"
-    if before.eval_of != after.eval_of:
-        yield f"[tasks.{name}] eval_of is {after.eval_of!r}, it was {before.eval_of!r}"
 
 
 def _other_source(section: str, before: str | None, after: str | None) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,18 +31,17 @@ from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import Advance, no_advance
 from buffer.redis.store import RunContext, Store
 from buffer.replay_buffer import ReplayBuffer
-from buffer.run.continuation import BY_HAND, Start
+from buffer.run.continuation import BY_HAND, Start, settings_for
 from buffer.run.origin import Origin
-from buffer.run.run_fields import (
+from buffer.run.record import (
     limits_in,
     read_hash,
-    read_settings,
+    read_meta,
     require_schema,
-    settings_for,
-    settings_left,
     without_meta,
+    write_meta,
 )
-from buffer.run.settings import LiveSettings, SettingsRecord, change_settings, write_settings
+from buffer.run.settings import LiveSettings, SettingsRecord, change_settings
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 
 if TYPE_CHECKING:  # whole rooms that most processes never enter: methods import them
@@ -125,14 +124,11 @@ class Run:
         facts |= {"operation": new_nonce(), "continues": ""}
         reply = ["CONFLICT"]
         while reply[0] == "CONFLICT":
+            remade_at = regeneration.position.step + 1 if regeneration else None
+            settings = settings_for(store, keys, nonce, limits, origin, start, remade_at)
             if regeneration:
-                position = regeneration.position
-                step = position.step + 1
-                settings = settings_left(store, keys, nonce, limits, origin, start, step)
                 regeneration.clear(store, keys, nonce, limits.role_timeout_ms)
-                facts["continues"] = position.run_nonce or nonce
-            else:
-                settings = settings_for(store, keys, nonce, limits, origin, start)
+                facts["continues"] = regeneration.position.run_nonce or nonce
             reopen = int(not start.is_done(settings.limits.steps))
             reply = store.call(
                 "create_run",
@@ -164,10 +160,9 @@ class Run:
         """Open a run with its current limits. Raises RunNotFound, SchemaVersionError."""
         keys = Keys(name)
         store = store.at(keys.meta)
-        meta, limits = read_settings(store, keys)
+        meta, limits = read_meta(store, keys)
         run = cls(store, name, meta["nonce"], limits)
-        run.settings = SettingsRecord.from_meta(meta)
-        run._limits_stamp = parse_stamp(meta.get("limits_version"), meta.get("limits_op"))
+        run._adopt_settings(meta)
         return run
 
     def save(self, folder: Path, *, advance: Advance = no_advance) -> SnapshotFacts:
@@ -274,8 +269,8 @@ class Run:
     def poll(self) -> tuple[bool, memory.MemoryUse]:
         """Refresh the limits, and return the run's use of memory, too, in one round trip."""
         limits = ("HMGET", self.keys.meta, *STAMP_FIELDS)
-        stamp, held = self.store.each(
-            "limits", [limits, ("HMGET", self.keys.bytes, *memory.FIELDS)], "control"
+        stamp, held = self.store.send(
+            "limits", [limits, ("HMGET", self.keys.bytes, *memory.FIELDS)]
         )
         changed = self.adopt_limits(parse_stamp(*stamp))
         return changed, self.memory.use(memory.ByteCount.parse(self.keys.bytes, held))
@@ -284,14 +279,14 @@ class Run:
         """Read the limits if the server has another stamp; return whether it has."""
         if stamp == self._limits_stamp:
             return False
-        self._read_limits()
+        meta = read_hash(self.store, "limits", self.keys.meta)
+        # if the run is gone, or another one, the next call that needs it reports that
+        if meta.get("nonce") == self.nonce:
+            self.limits.adopt(limits_in(self.keys.meta, meta))
+            self._adopt_settings(meta)
         return True
 
-    def _read_limits(self) -> None:
-        meta = read_hash(self.store, "limits", self.keys.meta)
-        if meta.get("nonce") != self.nonce:
-            return  # the run is gone, or another one: the next call that needs it reports that
-        self.limits.adopt(limits_in(self.keys.meta, meta))
+    def _adopt_settings(self, meta: Mapping[str, str]) -> None:
         self.settings = SettingsRecord.from_meta(meta)
         self._limits_stamp = parse_stamp(meta.get("limits_version"), meta.get("limits_op"))
 
@@ -316,7 +311,7 @@ class Run:
                 self.limits, self.settings, settings, restored, taken, by
             )
             version, _ = self._limits_stamp
-            if write_settings(self.store, self.keys, operation, version, "", fields):
+            if write_meta(self.store, self.keys, operation, version, fields):
                 self.refresh_limits()
                 return changed
 

@@ -18,11 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from buffer.config.assignments import FIXED, key_path, parse_settings
 from buffer.config.section import Section
-from buffer.errors import ConfigError, RunNotFound
+from buffer.errors import ConfigError
 from buffer.limits import LiveLimits, RunLimits, TaskLimits, TaskSettings
-from buffer.redis.keys import Keys
-from buffer.redis.scripts import Arg, unfenced, unknown_reply
-from buffer.redis.store import Store
 from buffer.redis.whole_file import replace_file
 from buffer.task_mix import Reweighting, newest_parts
 from buffer.wire.staleness import max_staleness, stale_threshold
@@ -101,13 +98,11 @@ class SettingsRecord(BaseModel):
     def kept_by(self, config: SettingsRecord) -> dict[str, Override]:
         """Return the overrides of values that this config did not change."""
 
-        def text(record: SettingsRecord, name: str) -> Any:
-            return record.written.get(name, record.configured.get(name))
-
+        before, now = ({**each.configured, **each.written} for each in (self, config))
         return {
             name: override
             for name, override in self.overrides.items()
-            if text(self, name) == text(config, name) and config.knows(name)
+            if before.get(name) == now.get(name) and config.knows(name)
         }
 
     def knows(self, name: str) -> bool:
@@ -123,9 +118,8 @@ class SettingsRecord(BaseModel):
             known = overrides.pop(name, None)
             is_own = not task_of(name) or name in self.configured
             if not (is_own and value == self.configured.get(name)):
-                is_same = known is not None and known.value == value
                 new = Override(value=value, set_ms=now_ms, by=by)
-                overrides[name] = known if known and is_same else new
+                overrides[name] = known if known and known.value == value else new
         return self.model_copy(update={"overrides": overrides})
 
     def without(self, names: Collection[str]) -> SettingsRecord:
@@ -328,24 +322,3 @@ def change_settings(
         if old.get(name) != new.get(name)
     }
     return [*after.to_meta(fields), FIELD, new_record.model_dump_json()], changed
-
-
-def write_settings(
-    store: Store, keys: Keys, operation: str, version: int, producer: str, fields: Sequence[str]
-) -> bool:
-    """Store fields of the meta hash; return False if they changed since `version` was read.
-
-    `producer`: the nonce of a producer that makes the change; "" for all others. Raises Fenced,
-    RunNotFound.
-    """
-    args: dict[str, Arg] = {"operation": operation, "version": version, "producer": producer}
-    reply: Any = store.call("set_limits", keys.slots(), args, tail_args=fields, durable=True)
-    match unfenced(reply, "producer"):
-        case ["OK", _]:
-            return True
-        case ["CONFLICT", _]:
-            return False
-        case ["NO_RUN"]:
-            raise RunNotFound(f"there is no run {keys.run!r} any more")
-        case other:
-            raise unknown_reply("set_limits", other)

@@ -41,7 +41,7 @@ from buffer.wire.rollout import PolicyVersion
 
 log = logging.getLogger("rolloutmq.trainer")
 
-NAME = manifest.DELTA_NAME
+NAME = "delta.json"
 SUFFIX = ".delta"
 
 BLOCK_WORDS = 1 << 16

@@ -152,7 +152,7 @@ class EvaluationRound:
         ended = sorted(gids - found.keys())
         archived = self._run.keys.ended(self.task, "archived")
         reads = [("GETBIT", archived, int(gid[-10:])) for gid in ended]
-        if any(self._run.store.each("evaluated", reads, "control")):
+        if any(self._run.store.send("evaluated", reads)):
             return None  # by another evaluation
         return found | dict.fromkeys(ended, "")
 

@@ -91,8 +91,8 @@ class ShareReader(BatchReader):
     def _tokens(self, manifest: Manifest) -> list[int]:
         """Return the generated tokens of each group by its record, or its bytes if it has none."""
         records = [self._run.keys.group(entry.gid) for entry in manifest.entries]
-        found: list[Any] = self._run.store.each(
-            "tokens", [("HGET", key, "tokens") for key in records], "control"
+        found: list[Any] = self._run.store.send(
+            "tokens", [("HGET", key, "tokens") for key in records]
         )
         return [
             int(n or entry.payload.size) for n, entry in zip(found, manifest.entries, strict=True)

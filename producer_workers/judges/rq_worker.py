@@ -239,7 +239,7 @@ def _work(url: str, run: str, signals: list[int]) -> None:
     try:
         with closing(Store(url, name="rolloutmq-judge-start")) as store:
             store.patience = lambda: True
-            store.retrying("first contact", lambda: store.control.ping())
+            store.retrying("first contact", lambda: store.client.ping())
         connection = open_client(url, name="rolloutmq-judge")
         queue = open_queue(connection, run, job_class=JudgeJob)
         host = f"{socket.gethostname().split('.')[0]}-{os.getpid()}-{secrets.token_hex(3)}"

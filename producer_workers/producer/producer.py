@@ -164,7 +164,7 @@ class Producer:
             self._sweep_at = time.monotonic() + round_s
             self._run.janitor.sweep()
         if not started and not any([sampler.prepare() for sampler in self._samplers.values()]):
-            self._run.store.wait_for_wake_up(self._run.keys.wake_up("producer"), round_s)
+            self._run.store.wait(self._run.keys.wake_up("producer"), round_s)
 
     def round(self, state: ControlState, *, sweep: bool = True) -> int:
         """Produce one round, and return how many groups it started."""

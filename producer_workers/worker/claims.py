@@ -215,9 +215,7 @@ class WakeUp:
     async def _wait(self, timeout_s: float) -> None:
         wake_up = self._run.keys.wake_up("workers")
         try:
-            await asyncio.to_thread(
-                self._run.store.wait_for_wake_up, wake_up, timeout_s, shared=True
-            )
+            await asyncio.to_thread(self._run.store.wait, wake_up, timeout_s, shared=True)
             self._problem.report("")
         except StoreUnavailable as error:
             self._problem.report(error.hint)

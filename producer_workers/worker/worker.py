@@ -80,7 +80,7 @@ class Worker:
 
     `runners`: one for each task in `lanes`. `concurrency`: groups sampled at once, or "auto".
     `sleeps`: the engine gives its device memory back during pauses. `untruncated_tasks`: see
-    `SharedEngine`. `limit_claim`: see `Claims`.
+    `SharedEngine`. `limit_claim`: see `Claims`; `weights_url`: see `WeightsReceiver`.
     """
 
     def __init__(
@@ -98,6 +98,7 @@ class Worker:
         lanes: Collection[str] = LANES,
         untruncated_tasks: Collection[str] = (),
         limit_claim: LimitClaim | None = None,
+        weights_url: str | None = None,
     ) -> None:
         self.id = worker_id
         self._run = run
@@ -107,7 +108,7 @@ class Worker:
         self._inbox = Inbox()
         self._control = ControlView()
         self._engine = SharedEngine(engine, self._inbox, untruncated_tasks)
-        self._weights = WeightUpdates(run, engine, self._inbox)
+        self._weights = WeightUpdates(run, engine, self._inbox, weights_url)
         self._groups = HeldGroups(self._inbox, self._engine)
         self._protection = Protection(run.limits)
         serves = Serves(frozenset(runners), frozenset(lanes))

@@ -299,7 +299,7 @@ def read_run_view(run: Run, *, events: int = 8) -> RunView:
 def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
     """Read what no script returns in one pipeline; return the replies by name."""
     keys = run.keys
-    control: Any = run.store.control
+    control: Any = run.store.client
     names: list[str] = []
     taken = run.ledger.steps()[0]
     seconds, micros = control.time()

@@ -107,7 +107,7 @@ class Site:
         train(self.run, self.config, self.model, take_over=take_over)
 
     def fields(self, key: str) -> dict[str, str]:
-        found = self.store.control.hgetall(key)
+        found = self.store.client.hgetall(key)
         return {name.decode(): value.decode() for name, value in found.items()}
 
     def output(self) -> str:

@@ -264,7 +264,7 @@ def test_trainers_that_are_killed_in_the_middle_of_it_are_followed_by_one_that_e
             assert subprocess.run(program, cwd=ROOT, check=False).returncode == -signal.SIGKILL
             run = site.connect(url)
             assert run.control.state().mode == "run"
-            assert run.store.control.hexists(run.keys.control, "recovering")
+            assert run.store.client.hexists(run.keys.control, "recovering")
             assert run.account.fsck().clean
             run.store.close()
     site.life()

@@ -44,7 +44,7 @@ async def test_prompts(yard: Yard) -> None:
     bad, good = gids[::2], gids[1::2]
     for gid, kind in zip(bad, KINDS, strict=True):
         key = yard.run.keys.payload(gid, "init")
-        yard.store.control.set(key, GROUP[kind](yard.store.control.get(key)))
+        yard.store.client.set(key, GROUP[kind](yard.store.client.get(key)))
     async with yard.working(yard.worker()):
         await yard.until_stages(dead=len(bad), completed=len(good))
     letters = dead(yard)
@@ -75,7 +75,7 @@ async def test_tokens_of_an_aborted_group_that_are_garbage_are_made_again(yard: 
         await yard.until_stages(aborted=len(gids))
     for gid, kind in zip(gids, KINDS, strict=True):
         key = yard.run.keys.payload(gid, yard.run.record(gid)["payload"])
-        yard.store.control.set(key, GROUP[kind](yard.store.control.get(key)))
+        yard.store.client.set(key, GROUP[kind](yard.store.client.get(key)))
     yard.control(Mode.RUN)
     assert yard.reissue() == len(gids)
     async with yard.working(yard.worker("w1", partial_rollout=True, concurrency=len(gids))):
@@ -155,9 +155,7 @@ async def test_hints_of_the_control_channel(yard: Yard, caplog: pytest.LogCaptur
 
     def lines() -> list[dict[str, str]]:
         return [
-            client
-            for client in yard.store.control.client_list()
-            if client["name"].endswith("-line")
+            client for client in yard.store.client.client_list() if client["name"].endswith("-line")
         ]
 
     async with yard.working(yard.worker()):
@@ -165,7 +163,7 @@ async def test_hints_of_the_control_channel(yard: Yard, caplog: pytest.LogCaptur
         await yard.until(lambda: len(lines()) == 1)
         heard_on = [line["id"] for line in lines()]
         for kind in KINDS:
-            yard.store.control.publish(yard.run.keys.control, CONTROL[kind](hint))
+            yard.store.client.publish(yard.run.keys.control, CONTROL[kind](hint))
         await yard.until(
             lambda: (
                 caplog.text.count("ignoring an invalid message of the control channel")

@@ -160,7 +160,7 @@ def test_a_last_batch_without_a_usable_group_is_made_again(
         bad = {group_id(TASK, draw) for draw in range(SHARE, 2 * SHARE)}
         for gid in bad:
             key = yard.run.keys.payload(gid, yard.run.record(gid)["payload"])
-            yard.store.control.set(key, bytes(reversed(yard.store.control.get(key))))
+            yard.store.client.set(key, bytes(reversed(yard.store.client.get(key))))
         with pytest.raises(Fenced):
             first.take_batch(2, {TASK: SHARE}, waiting=replace)
         second = consumer_of(yard)

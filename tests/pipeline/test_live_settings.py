@@ -35,7 +35,7 @@ def change(yard: Yard, *assignments: str) -> None:
 
 def set_events(yard: Yard) -> list[str]:
     """field=value of every change, in order."""
-    rows = [fields for _, fields in yard.store.control.xrange(yard.run.keys.events)]
+    rows = [fields for _, fields in yard.store.client.xrange(yard.run.keys.events)]
     return [
         f"{row[b'field'].decode()}={row[b'value'].decode()}"
         for row in rows
@@ -81,7 +81,7 @@ async def test_the_producer_follows_weights_staleness_and_over_sampling_while_it
         thread.join()
     fields = [event.partition("=")[0] for event in set_events(yard)]
     assert fields == ["reweighted", "stale_threshold", "over_sample_threshold"]
-    assert yard.store.control.hget(yard.run.keys.meta, "limits_version") == b"3"
+    assert yard.store.client.hget(yard.run.keys.meta, "limits_version") == b"3"
 
 
 async def test_a_worker_follows_its_concurrency_while_it_runs(yard: Yard) -> None:

@@ -136,7 +136,7 @@ async def test_a_group_that_expires_restarts_only_members_that_are_too_old(
     states[2].status, states[2].finish_reason = Status.ABORTED, "abort"
     states[2].reward = None
     yard.run.buffer.submit("w9", job, RolloutGroup(gid, TASK, states), 22)
-    yard.run.store.control.hset(yard.run.keys.ledger("train"), "taken", 2)
+    yard.run.store.client.hset(yard.run.keys.ledger("train"), "taken", 2)
     assert yard.run.buffer.refresh_staleness(TASK) == {TASK: 1}
     before = by_member(yard.group(gid))
     yard.publish(2)
@@ -156,7 +156,7 @@ async def test_a_group_that_expires_restarts_only_members_that_are_too_old(
     (record,) = yard.records()
     assert (record["version"], record["tokens"]) == ("2", str(6 + 6 + 5 + 400))
     assert yard.counters()["produced_tokens"] == 22 + 5 + 400
-    yard.run.store.control.hset(yard.run.keys.ledger("train"), "taken", 0)
+    yard.run.store.client.hset(yard.run.keys.ledger("train"), "taken", 0)
     yard.check()
 
 

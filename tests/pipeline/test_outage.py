@@ -69,7 +69,7 @@ def test_a_call_outlasts_its_deadline_while_there_is_patience_and_logs_it_once(
     rescuer = threading.Thread(target=come_back)
     rescuer.start()
     with caplog.at_level(logging.INFO, "rolloutmq.store"):
-        assert store.retrying("ping", lambda: store.control.ping())
+        assert store.retrying("ping", lambda: store.client.ping())
     rescuer.join()
     assert [record.message.split(":")[0] for record in caplog.records] == [
         "server unreachable or full",
@@ -80,7 +80,7 @@ def test_a_call_outlasts_its_deadline_while_there_is_patience_and_logs_it_once(
 def silent_since_long(yard: Yard) -> Yard:
     """Return `yard` with a producer that was last seen in 1970."""
     yard.run.control.open_producer(new_nonce(), take_over=True)
-    yard.run.store.control.hset(yard.run.keys.control, "producer_seen_ms", 1)
+    yard.run.store.client.hset(yard.run.keys.control, "producer_seen_ms", 1)
     return yard
 
 

@@ -161,7 +161,7 @@ def check_draws(yard: Yard) -> None:
     """Check that every draw up to the cursor is one group, in order, with its own prompt."""
     yard.check()
     cursor = yard.run.jobs.cursor(TASK)
-    stream = yard.store.control.xrange(yard.run.keys.jobs(TASK, "fresh"))
+    stream = yard.store.client.xrange(yard.run.keys.jobs(TASK, "fresh"))
     waiting = [fields[b"gid"].decode() for _, fields in stream]
     dropped = {draw for draw in range(cursor) if yard.run.account.stages(TASK, draw) == ["dropped"]}
     assert waiting == [group_id(TASK, draw) for draw in range(cursor) if draw not in dropped]

@@ -82,7 +82,7 @@ async def test_worker_ends_when_another_one_registers_under_its_name(yard: Yard)
 async def test_worker_ends_when_the_server_holds_another_run(yard: Yard) -> None:
     work = await begin(yard)
     keys = yard.run.keys
-    raw = yard.run.store.control
+    raw = yard.run.store.client
     raw.hset(keys.meta, "nonce", new_nonce())
     raw.unlink(keys.worker("w0"))
     with pytest.raises(LostRun, match="another run"):
@@ -94,7 +94,7 @@ async def test_worker_ends_when_a_key_is_damaged_that_every_result_needs(yard: Y
     """The group has not failed: it is given back when the lease runs out."""
     (gid,) = yard.enqueue(1)
     pool = yard.run.keys.pool(TASK, "completed")
-    yard.store.control.set(pool, "junk")
+    yard.store.client.set(pool, "junk")
     with pytest.raises(RunDamaged, match="of another type"):
         await asyncio.wait_for(await begin(yard), 400)
     assert yard.run.record(gid)["stage"] == "running"
@@ -208,14 +208,14 @@ async def test_results_are_kept_and_submitted_after_the_server_was_full(
     yard.enqueue(6, (60, 60))
     async with yard.working(yard.worker(held=True, concurrency=3)) as engine:
         await yard.until_generating(engine, 6)
-        store.control.config_set("maxmemory", 1)
+        store.client.config_set("maxmemory", 1)
         engine.let_go()
         await yard.until_renewed()
         assert yard.stages() == {"running": 3, "waiting": 3}
         epoch = yard.control(Mode.KEEP).epoch
         await yard.until(lambda: not yard.run.receipts.silent(epoch))
         yard.control(Mode.RUN)
-        store.control.config_set("maxmemory", 0)
+        store.client.config_set("maxmemory", 0)
         await yard.until_stages(completed=6)
         assert len(engine.requests) == 12
     assert {record["tries"] for record in yard.records()} == {"0"}

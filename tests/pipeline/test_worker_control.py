@@ -58,7 +58,7 @@ async def test_group_starts_again_from_its_prompt_when_its_tokens_were_lost(yard
         lost = yard.run.record(gid)["payload"]
         assert lost != "init"
         # as a node of a cluster does that dies without a replica
-        yard.run.store.bulk.delete(yard.run.keys.payload(gid, lost))
+        yard.run.store.client.delete(yard.run.keys.payload(gid, lost))
         yard.run.jobs.requeue(gid)
         yard.control(Mode.RUN)
         await yard.until_generating(engine, 2)

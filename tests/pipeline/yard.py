@@ -186,7 +186,7 @@ class Yard:
     def expire_lease(self, worker: str) -> None:
         """Make the last heartbeat of a worker older than a lease, and take back its groups."""
         for key in (self.run.keys.workers, self.run.keys.leases):
-            self.store.control.zadd(key, {worker: 1}, xx=True)
+            self.store.client.zadd(key, {worker: 1}, xx=True)
         self.run.janitor.sweep()
 
     def control(self, mode: Mode) -> ControlState:
@@ -369,7 +369,7 @@ class Yard:
         await self.until(lambda: self._lease_end() >= wanted)
 
     def _lease_end(self) -> float:
-        ((_, deadline),) = self.store.control.zrange(self.run.keys.leases, 0, -1, withscores=True)
+        ((_, deadline),) = self.store.client.zrange(self.run.keys.leases, 0, -1, withscores=True)
         return float(deadline)
 
     async def until_idle(self) -> None:

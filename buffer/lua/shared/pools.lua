@@ -114,10 +114,8 @@ end
 
 -- The fields of a record that `remove_from_stage` needs, and the key of its payload.
 local function held_fields(record)
-  local names = {'stage', 'status', 'owner', 'token', 'arrival', 'lane', 'entry', 'payload', 'chunks', 'batch', 'size',
-    'prompt'}
-  local held = {}
-  for i, value in ipairs(redis.call('HMGET', record, unpack(names))) do held[names[i]] = value or nil end
+  local held = fields_of(record, 'stage', 'status', 'owner', 'token', 'arrival', 'lane', 'entry', 'payload', 'chunks', 'batch',
+    'size', 'prompt')
   return held.stage and held
 end
 

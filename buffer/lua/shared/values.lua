@@ -54,6 +54,13 @@ local function is_ages(value)
   return rest == '' and weights <= 128
 end
 
+-- Return some fields of a hash by their names.
+local function fields_of(key, ...)
+  local found, values = {}, redis.call('HMGET', key, ...)
+  for i, name in ipairs({...}) do found[name] = values[i] or nil end
+  return found
+end
+
 local function num(value) return tonumber(value or 0) or 0 end
 
 -- Lua numbers are doubles: tostring(1700000000123) would be 1.7e+12.

@@ -1,8 +1,7 @@
-"""Send and receive payloads without the copies that redis-py makes (benchmarks/README.md).
+"""Send commands and receive payloads without the copies that redis-py makes (benchmarks/README.md).
 
 A value is sent from where it lies, and values are received into one array, one behind the other.
-redis-py still provides connections, time-outs and errors, and handles all that is not a plain
-value.
+redis-py still provides connections, time-outs, errors and the types of answers.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import mmap
 import socket
 import ssl
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import hiredis
@@ -46,18 +45,26 @@ _SEND_BUFFER_BYTES = 1 << 21
 _RECEIVE_TIMEOUT = struct.pack("@ll", 0, 200_000)  # 0.2 s; a round trip takes a few hundredths
 
 
-def send(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
+def send(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
     """Run commands in one round trip and return the answers in order. Raises the first error."""
     pool: Any = client.connection_pool
+    convert: Any = client.response_callbacks
     connection = pool.get_connection()
+    answers: list[Any] = []
     try:
         if not _is_real(connection):
-            return pipelined(client, commands)
+            return _send_by_library(client, commands)
         sock = connection._sock
         if sock.family == socket.AF_UNIX:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-        count = _transmit(sock, commands)
-        answers = [_answer(connection) for _ in range(count)]
+        _transmit(sock, commands)
+        for command in commands:
+            try:
+                answer = connection.read_response()
+                name = command[0]
+                answers.append(convert[name](answer) if name in convert else answer)
+            except ResponseError as error:
+                answers.append(error)
     except BaseException:
         connection.disconnect()  # an answer may still arrive, and must not answer another call
         raise
@@ -94,7 +101,7 @@ def receive(
         raise
     finally:
         pool.release(connection)
-    found = iter(pipelined(client, commands))
+    found = iter(_send_by_library(client, commands))
     return [[next(found) for _ in keys] for keys, _ in entries]
 
 
@@ -102,11 +109,8 @@ def _is_real(connection: Any) -> bool:
     return isinstance(getattr(connection, "_sock", None), socket.socket)
 
 
-def pipelined(client: redis.Redis, commands: Iterable[Command]) -> list[Any]:
-    """Run commands in one round trip with the client library, and return the answers.
-
-    Raises the first error. The library would put the command, with the whole payload, before it.
-    """
+def _send_by_library(client: redis.Redis, commands: Sequence[Command]) -> list[Any]:
+    # the library would put the command, with the whole payload, before the error that it raises
     pipe: Any = client.pipeline(transaction=False)
     for command in commands:
         pipe.execute_command(*[b"".join(p) if isinstance(p, list) else p for p in command])
@@ -120,18 +124,9 @@ def _without_errors(answers: list[Any]) -> list[Any]:
     return answers
 
 
-def _answer(connection: Any) -> Any:
-    try:
-        return connection.read_response()
-    except ResponseError as error:
-        return error
-
-
-def _transmit(sock: Any, commands: Iterable[Command]) -> int:
+def _transmit(sock: Any, commands: Sequence[Command]) -> None:
     small = bytearray()
-    count = 0
     for command in commands:
-        count += 1
         if all([type(part) in _PACKED_IN_C for part in command]):  # a script has some forty of them
             small += hiredis.pack_command(tuple(command))  # type: ignore[arg-type]
         else:
@@ -145,7 +140,6 @@ def _transmit(sock: Any, commands: Iterable[Command]) -> int:
             _send_pieces(sock, [small])
             small = bytearray()
     _send_pieces(sock, [small])
-    return count
 
 
 def _pieces(start: bytearray, command: Command) -> list[Any]:

@@ -9,7 +9,7 @@ error: `Store` waits and reads the slot map again.
 from __future__ import annotations
 
 import threading
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import redis
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
@@ -18,33 +18,30 @@ from redis.exceptions import ConnectionError, NoPermissionError, RedisError, Tim
 from buffer.redis.connection.retry import SYSTEM_RANDOM
 from buffer.redis.connection.url import SOCKET_TIMEOUT_S, at_node, open_client, seeds
 
-T = TypeVar("T")
-Item = TypeVar("Item")
-
-Role = Literal["control", "bulk", "bells"]
-"""The use of a connection: each has its own, so that a large payload never delays a heartbeat."""
-
 
 class Servers:
-    """Finds the client of the server that holds a key. Thread-safe; connects lazily."""
+    """Finds the client of the server that holds a key. Thread-safe; connects lazily.
+
+    Each call has a connection of its own, so that a large payload never delays a heartbeat.
+    """
 
     def __init__(self, url: str, name: str, *, timeout_s: float = SOCKET_TIMEOUT_S) -> None:
         self._name = name
         self._timeout_s = timeout_s
         self._seeds = seeds(url)
         self._nodes = list(self._seeds)
-        self._clients: dict[tuple[Role, str], redis.Redis] = {}
+        self._clients: dict[str, redis.Redis] = {}
         self._lock = threading.RLock()
         self._slots: list[str] | None = None
         self._allocator: str | None = None
         for seed in self._seeds:  # raises ConfigError for a bad URL
-            self._client("control", seed)
+            self._client(seed)
 
-    def client(self, role: Role, key: str = "") -> Any:
+    def client(self, key: str = "") -> Any:
         """Return the client of the server with `key`, or of the first. Raises redis.RedisError."""
         # Any: redis-py types its replies as unions over all protocols, which only their readers
         # can narrow
-        return self._client(role, self.url_of(key) if key else self._seeds[0])
+        return self._client(self.url_of(key) if key else self._seeds[0])
 
     def url_of(self, key: str) -> str:
         """Return the URL of the server that holds `key`. Raises redis.RedisError."""
@@ -70,7 +67,7 @@ class Servers:
         """
         if self._allocator is None:
             try:
-                found = self.client("control").info("memory")
+                found = self.client().info("memory")
             except (ConnectionError, TimeoutError):
                 return True  # a server that does not answer is asked again
             except RedisError:
@@ -81,7 +78,7 @@ class Servers:
     def masters(self) -> list[tuple[str, Any]]:
         """Return (URL, client) of every server that holds keys. Raises redis.RedisError."""
         urls = sorted(set(self._map()) - {""}) or self._seeds[:1]
-        return [(url, self._client("control", url)) for url in urls]
+        return [(url, self._client(url)) for url in urls]
 
     def forget_slots(self) -> None:
         with self._lock:
@@ -93,12 +90,11 @@ class Servers:
             for client in self._clients.values():
                 client.close()
 
-    def _client(self, role: Role, url: str) -> redis.Redis:
+    def _client(self, url: str) -> redis.Redis:
         with self._lock:
-            if (role, url) not in self._clients:
-                name = self._name if role == "control" else f"{self._name}-{role}"
-                self._clients[role, url] = open_client(url, name=name, timeout_s=self._timeout_s)
-            return self._clients[role, url]
+            if url not in self._clients:
+                self._clients[url] = open_client(url, name=self._name, timeout_s=self._timeout_s)
+            return self._clients[url]
 
     def _map(self) -> list[str]:
         """Return the URL of each slot's master ("": none); an empty list outside a cluster."""
@@ -119,7 +115,7 @@ class Servers:
         return self._slots_seen_by(urls[-1])
 
     def _slots_seen_by(self, url: str) -> list[str]:
-        client: Any = self._client("control", url)
+        client: Any = self._client(url)
         if not _is_cluster(client, url):
             return []
         slots = [""] * REDIS_CLUSTER_HASH_SLOTS

@@ -73,7 +73,7 @@ def inspect(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> list[Sympt
 def _damage(run: Run, snap: RunView) -> Iterator[Symptom]:
     """Report what `fsck` finds: everything in a small run, only cheap checks in a large one."""
     groups = sum(task.account.total for task in snap.tasks)
-    databases: Any = run.store.control.info("keyspace")  # DBSIZE is for administrators
+    databases: Any = run.store.client.info("keyspace")  # DBSIZE is for administrators
     is_small = max(groups, sum(database["keys"] for database in databases.values())) <= FEW
     found = run.account.fsck().damage if is_small else run.account.spot_check()
     texts = [each.text for each in found if each.text not in snap.faults]
@@ -87,7 +87,7 @@ def _damage(run: Run, snap: RunView) -> Iterator[Symptom]:
 
 def count_judges(store: Store, keys: Keys) -> tuple[int, int]:
     """Return how many rollouts wait for judges on this server, and how many of these live."""
-    raw: Any = store.control
+    raw: Any = store.client
     try:
         waiting = raw.llen(f"rq:queue:{keys.judge_queue}")
         # a judge that was killed stays in the set, but its own key expires

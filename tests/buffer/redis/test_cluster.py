@@ -114,7 +114,7 @@ def test_a_run_goes_on_while_its_slot_moves(
     move_slot(cluster, target, source, slot, lambda: True)
     live(scene, next(steps))
     assert (
-        store.servers.client("control", scene.keys.meta).connection_pool.connection_kwargs["port"]
+        store.servers.client(scene.keys.meta).connection_pool.connection_kwargs["port"]
         == source.port
     )
     scene.check()

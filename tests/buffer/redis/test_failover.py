@@ -141,7 +141,7 @@ def test_a_durable_call_is_not_answered_while_no_replica_has_it(
         with pytest.raises(StoreUnavailable, match="only 0 of 1 replicas have it"):
             scene.take(1)
         raw.connection_pool.disconnect()
-        store.control.connection_pool.disconnect()
+        store.client.connection_pool.disconnect()
     for replica in watched.replicas:
         replica.signal(signal.SIGCONT)
     scene.run.store.deadline_s = PATIENT_S

@@ -131,7 +131,7 @@ def test_header_lists_exactly_the_replies_of_the_body(name: str) -> None:
     listed = re.search(r"-- replies (.*?)\n-- keeps", BODIES[name], re.DOTALL)
     assert listed
     replies = re.findall(r"(?:^|\| +)([A-Z_]+)\b", re.sub(r"\n--", "", listed[1]))
-    sent = re.findall(r"(?:\{|reply\[1\] = |table\.insert\(reply, 1, )'([A-Z_]+)'", code)
+    sent = re.findall(r"(?:\{|reply\[1\] = |refused\(|table\.insert\(reply, 1, )'([A-Z_]+)'", code)
     assert set(replies) == set(sent)
 
 
@@ -191,7 +191,8 @@ def test_every_script_has_a_caller_and_every_call_a_script() -> None:
             match node:
                 case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
                     first_arguments.add(name)
-                    if getattr(function, "attr", "") in ("call", "call_many", "upload_and_call"):
+                    words = (getattr(function, "attr", ""), getattr(function, "id", ""))
+                    if words[0] == "call" or words[1] == "ScriptCall":
                         called.add(name)
     assert called <= set(BODIES) == set(library())
     # the store itself calls `sync` behind durable writes, a control connection its receipts

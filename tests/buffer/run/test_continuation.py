@@ -111,7 +111,7 @@ def test_an_edit_that_gives_draws_another_meaning_is_refused_and_changes_nothing
     site: Site, edit: str
 ) -> None:
     run = site.start()
-    before = run.store.control.hgetall(run.keys.meta)
+    before = run.store.client.hgetall(run.keys.meta)
     change, reason = EDITS[edit]
     change(site)
     with pytest.raises(ConfigError, match=reason) as refused:
@@ -119,7 +119,7 @@ def test_an_edit_that_gives_draws_another_meaning_is_refused_and_changes_nothing
     assert "new run" in refused.value.hint
     with pytest.raises(ConfigError, match=reason):
         check_origin(run.store, run.keys, site.origin())
-    assert run.store.control.hgetall(run.keys.meta) == before
+    assert run.store.client.hgetall(run.keys.meta) == before
 
 
 def test_a_task_that_is_gone_is_kept_until_it_is_back(site: Site) -> None:
@@ -165,10 +165,10 @@ def test_group_sizes_are_those_of_the_producer_that_draws(site: Site) -> None:
 
 def test_a_run_without_a_record_gets_one(site: Site) -> None:
     run = site.start()
-    run.store.control.hdel(run.keys.meta, FIELD)
+    run.store.client.hdel(run.keys.meta, FIELD)
     assert site.start().changes == []
     assert Origin.from_meta(_meta(run)) == site.origin()
-    run.store.control.hset(run.keys.meta, FIELD, "{")
+    run.store.client.hset(run.keys.meta, FIELD, "{")
     check_origin(run.store, run.keys, site.origin())
 
 
@@ -189,7 +189,7 @@ def test_what_one_machine_cannot_see_another_one_records(site: Site) -> None:
 
 
 def _meta(run: Run) -> dict[str, str]:
-    raw: Any = run.store.control.hgetall(run.keys.meta)
+    raw: Any = run.store.client.hgetall(run.keys.meta)
     return {name.decode(): value.decode() for name, value in raw.items()}
 
 

@@ -121,7 +121,7 @@ class Site:
         return changes
 
     def lose_everything(self) -> None:
-        raw = self.store.control
+        raw = self.store.client
         for key in raw.keys(f"rmq:{{{self.name}}}:*"):
             raw.delete(key)
 
@@ -286,10 +286,10 @@ def test_a_setting_is_known_with_its_time_and_who_set_it(site: Site) -> None:
 @pytest.mark.parametrize("name", ["nonsense", "tasks.none.weight", "tasks.math.nonsense", "tasks"])
 def test_only_a_setting_can_have_the_value_of_the_config(site: Site, name: str) -> None:
     site.start()
-    before = site.store.control.hgetall(site.open().keys.meta)
+    before = site.store.client.hgetall(site.open().keys.meta)
     with pytest.raises(ConfigError, match=name):
         site.set(f"{name}=config")
-    assert site.store.control.hgetall(site.open().keys.meta) == before
+    assert site.store.client.hgetall(site.open().keys.meta) == before
 
 
 def test_a_task_that_is_gone_takes_its_settings_along(site: Site) -> None:
@@ -306,7 +306,7 @@ def test_a_task_that_is_gone_takes_its_settings_along(site: Site) -> None:
 def test_a_damaged_record_is_reported_and_the_copy_of_another_run_is_not_used(site: Site) -> None:
     run = site.start()
     site.set("max_tries=7")
-    site.store.control.hset(run.keys.meta, FIELD, "{")
+    site.store.client.hset(run.keys.meta, FIELD, "{")
     for call in (site.open, site.start):
         with pytest.raises(RunDamaged):
             call()

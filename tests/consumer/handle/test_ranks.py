@@ -206,7 +206,7 @@ def test_ranks_share_whole_steps_and_one_that_dies_fails_the_step_for_all(
     with at_work(run, math=17):
         until(lambda: run.buffer.count("math") == 17, "all groups")
     bad = run.buffer.peek(6, "math")[5].gid  # of the second step
-    run.store.control.set(run.keys.payload(bad, run.record(bad)["payload"]), b"nonsense")
+    run.store.client.set(run.keys.payload(bad, run.record(bad)["payload"]), b"nonsense")
 
     lives = [{"first": 1, "last": 4, "die_at": 3}, {"first": 3, "last": 4}]
     order = {"url": server.url, "run": run.name, "folder": tmp_path, "lives": lives}

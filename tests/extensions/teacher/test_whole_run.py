@@ -88,7 +88,7 @@ def kill_worker(run: Run) -> None:
     def scoring() -> int:
         for each in run.fleet.workers():
             if each.judging:  # for some milliseconds
-                pid: Any = run.store.control.hget(run.keys.worker(each.id), "pid")
+                pid: Any = run.store.client.hget(run.keys.worker(each.id), "pid")
                 return int(pid)
         return 0
 

@@ -52,7 +52,7 @@ def test_no_command_shows_it_of_a_server_that_is_there(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    scene.run.store.control.execute_command(
+    scene.run.store.client.execute_command(
         "ACL", "SETUSER", "u", "on", f">{SECRET}", "~*", "&*", "+@all"
     )
     monkeypatch.setenv("REDIS_URL", server.url.replace("unix://", f"unix://u:{SECRET}@"))

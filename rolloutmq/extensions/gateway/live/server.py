@@ -20,8 +20,8 @@ from aiohttp import web
 
 from buffer.errors import UserCodeError, WireError
 from buffer.ids import split_group_id
+from buffer.run.record import read_hash
 from buffer.run.run import Run
-from buffer.run.run_fields import read_hash
 from buffer.wire.foreign_json import read_json
 from buffer.wire.rollout import RolloutState, has_ended
 from producer_workers.config.gateway import GatewaySection

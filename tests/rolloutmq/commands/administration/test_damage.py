@@ -77,7 +77,7 @@ NAMED_BY_WHAT_IS_MISSING = re.compile(
 
 @pytest.fixture
 def busy(store: Store) -> Scene:
-    return busy_run(store, store.control, "demo")
+    return busy_run(store, store.client, "demo")
 
 
 def representative(scene: Scene) -> list[Harm]:

@@ -29,7 +29,7 @@ from tests.rolloutmq.populate import WEIGHTS, Scene, populate
 
 
 def judge_queue_without_judges(scene: Scene, _: Path) -> None:
-    open_queue(scene.run.store.bulk, "demo").enqueue(FUNCTION, "judge", [], 1.0, 0)
+    open_queue(scene.run.store.client, "demo").enqueue(FUNCTION, "judge", [], 1.0, 0)
 
 
 def torn_weights(scene: Scene, folder: Path) -> None:
@@ -125,11 +125,11 @@ def test_a_judge_that_is_alive_is_waited_for(
     scene: Scene, command: Command, tmp_path: Path
 ) -> None:
     judge_queue_without_judges(scene, tmp_path)
-    queue = open_queue(scene.run.store.bulk, "demo")
-    judge = Worker([queue], connection=scene.run.store.bulk, serializer=JSONSerializer)
+    queue = open_queue(scene.run.store.client, "demo")
+    judge = Worker([queue], connection=scene.run.store.client, serializer=JSONSerializer)
     judge.register_birth()  # type: ignore[no-untyped-call]
     assert not any("judged" in symptom["what"] for symptom in symptoms(command))
-    scene.run.store.bulk.delete(judge.key)  # as it runs out, when a judge is killed
+    scene.run.store.client.delete(judge.key)  # as it runs out, when a judge is killed
     assert any("judged" in symptom["what"] for symptom in symptoms(command))
 
 
@@ -283,7 +283,7 @@ def test_in_a_pause_only_the_pause_stops_the_run(
 
 
 def test_a_run_of_another_version_does_not_hide_the_others(scene: Scene, command: Command) -> None:
-    populate(scene.run.store, "older").run.store.control.hset("rmq:{older}:meta", "schema", "0")
+    populate(scene.run.store, "older").run.store.client.hset("rmq:{older}:meta", "schema", "0")
     runs = json_of(command("doctor", "--json"))["runs"]
     assert [symptom["level"] for symptom in runs["older"]] == ["fault"]
     assert "has schema 0" in runs["older"][0]["what"]
@@ -292,7 +292,7 @@ def test_a_run_of_another_version_does_not_hide_the_others(scene: Scene, command
 
 
 def test_a_full_server_is_named(scene: Scene, command: Command) -> None:
-    client = scene.run.store.control
+    client = scene.run.store.client
     client.config_set("maxmemory", 1)
     try:
         told = json_of(command("doctor", "--json"))

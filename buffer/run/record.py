@@ -1,15 +1,29 @@
-"""Read the hashes of a run, and report damage of the one that describes it."""
+"""What `meta` says of a run: read, checked, and changed by one script. It reports damage."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 from buffer.errors import RunDamaged, RunNotFound, SchemaVersionError
 from buffer.limits import LOADING, REGENERATING, REMOVING, SCHEMA, RunLimits
 from buffer.redis.key_fields import HINT, require_fields, text_fields
 from buffer.redis.keys import Keys
+from buffer.redis.scripts import Arg, unfenced, unknown_reply
 from buffer.redis.store import Store
-from buffer.run.continuation import Continuation, Start, begin_run, continue_run
-from buffer.run.origin import Origin
 from buffer.run.settings import SettingsRecord
+
+_UNFINISHED = {
+    LOADING: (
+        "restored from a snapshot",
+        "wait until it is done; `rolloutmq restore` deletes what an interrupted one left",
+    ),
+    REMOVING: ("removed", "`rolloutmq runs --delete {} --yes` completes it"),
+    REGENERATING: (
+        "made again from a checkpoint",
+        "repeat the command with --regenerate, which completes it",
+    ),
+}
 
 
 def read_hash(store: Store, what: str, key: str) -> dict[str, str]:
@@ -17,7 +31,7 @@ def read_hash(store: Store, what: str, key: str) -> dict[str, str]:
     return text_fields(store.ask(what, "HGETALL", key))
 
 
-def read_settings(store: Store, keys: Keys) -> tuple[dict[str, str], RunLimits]:
+def read_meta(store: Store, keys: Keys) -> tuple[dict[str, str], RunLimits]:
     """Return `meta` and its limits. Raises RunNotFound, SchemaVersionError, RunDamaged."""
     meta = read_hash(store, "open run", keys.meta)
     if not meta and store.ask("open run", "EXISTS", keys.control):
@@ -41,44 +55,11 @@ def limits_in(key: str, meta: dict[str, str]) -> RunLimits:
         raise RunDamaged(f"{key} does not hold the limits of a run: {error}", hint=HINT) from error
 
 
-def settings_left(
-    store: Store,
-    keys: Keys,
-    nonce: str,
-    limits: RunLimits,
-    origin: Origin | None,
-    start: Start,
-    step: int,
-) -> Continuation:
-    """Return the settings of a run remade at `step`; those of a new run without a valid `meta`."""
-    try:
-        meta = read_hash(store, "create run", keys.meta)
-        limits_in(keys.meta, meta)
-    except RunDamaged:
-        meta = {}
-    if meta.get("nonce") == nonce:
-        return continue_run(keys.run, meta, limits, origin, step, start)
-    return begin_run(limits, origin, start)
-
-
 def without_meta(keys: Keys) -> RunDamaged:
     return RunDamaged(
         f"{keys.meta} is gone, and other keys of run {keys.run!r} are there",
         hint="`rolloutmq run CONFIG --regenerate` makes the run again from its newest checkpoint",
     )
-
-
-_UNFINISHED = {
-    LOADING: (
-        "restored from a snapshot",
-        "wait until it is done; `rolloutmq restore` deletes what an interrupted one left",
-    ),
-    REMOVING: ("removed", "`rolloutmq runs --delete {} --yes` completes it"),
-    REGENERATING: (
-        "made again from a checkpoint",
-        "repeat the command with --regenerate, which completes it",
-    ),
-}
 
 
 def require_schema(name: str, meta: dict[str, str]) -> None:
@@ -102,20 +83,27 @@ def require_schema(name: str, meta: dict[str, str]) -> None:
         raise SchemaVersionError(f"run {name!r} has schema {schema}; this version knows {SCHEMA}")
 
 
-def settings_for(
+def write_meta(
     store: Store,
     keys: Keys,
-    nonce: str,
-    limits: RunLimits,
-    origin: Origin | None,
-    start: Start,
-) -> Continuation:
-    """Return what `Run.create` writes: the settings of a new run, or those that continue it."""
-    meta = read_hash(store, "create run", keys.meta)
-    if meta.get("nonce") != nonce:
-        return begin_run(limits, origin, start)
-    require_schema(keys.run, meta)
-    limits_in(keys.meta, meta)
-    ledger = read_hash(store, "create run", keys.ledger("train"))
-    require_fields("ledger", keys.ledger("train"), ledger)
-    return continue_run(keys.run, meta, limits, origin, int(ledger["taken"]) + 1, start)
+    operation: str,
+    version: int,
+    fields: Sequence[str],
+    producer: str = "",
+) -> bool:
+    """Store fields of `meta`; return False if its settings changed since `version` was read.
+
+    `producer`: the nonce of a producer that makes the change; "" for all others. Raises Fenced,
+    RunNotFound.
+    """
+    args: dict[str, Arg] = {"operation": operation, "version": version, "producer": producer}
+    reply: Any = store.call("set_limits", keys.slots(), args, tail_args=fields, durable=True)
+    match unfenced(reply, "producer"):
+        case ["OK", _]:
+            return True
+        case ["CONFLICT", _]:
+            return False
+        case ["NO_RUN"]:
+            raise RunNotFound(f"there is no run {keys.run!r} any more")
+        case other:
+            raise unknown_reply("set_limits", other)
