@@ -375,7 +375,8 @@ class GroupRunner:
             except JudgeInterrupted:  # judged and filtered again at its next claim
                 for state in made:
                     state.status = Status.ABORTED
-        await asyncio.to_thread(self._run.columns.put_large, made, job.gid, job.token)
+        if any(s.routed_experts is not None or s.sampling_mask is not None for s in made):
+            await asyncio.to_thread(self._run.columns.put_large, made, job.gid, job.token)
         result = group.continued(made)
         total_s = round(spent_s + time.monotonic() - began, 6)
         result.shared.extra = {**result.shared.extra, GROUP_TIME: total_s}
