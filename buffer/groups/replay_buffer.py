@@ -1,31 +1,67 @@
+"""The pools of a run: finished groups by task and status, as a trainer's replay buffer.
+
+A pool is a sorted set scored by the oldest policy version in the group, its members ordered by
+arrival. Too stale groups are a range of scores, which is neither counted nor returned, also if
+expiry has not run yet (I8). Scripts never search without a bound: where too many stale groups stand
+before the fresh ones, they change nothing and report it.
+"""
+
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Literal
 
 from buffer.errors import ConfigError, GroupHeld, PayloadMissing, WireError
 from buffer.groups.claim import has_ended, never_started
-from buffer.groups.job_queue import JobQueue
 from buffer.groups.kept_turns import KeptTurns
-from buffer.groups.pools import AGING, Pools, expire_all
 from buffer.groups.put_groups import GroupPut, arguments_of, stamped
 from buffer.groups.submit import Stored, Submission, SubmitOutcome
-from buffer.ids import IMPORTED_FROM, group_id, new_nonce, split_group_id
+from buffer.ids import IMPORTED_FROM, POOLS, group_id, new_nonce, split_group_id
 from buffer.job import Job, PayloadRef, Result
-from buffer.ledger.ledger import BatchLedger
-from buffer.manifest import Manifest, NotReady
-from buffer.query.scan import GroupScan
+from buffer.manifest import Manifest, ManifestEntry
+from buffer.redis.payloads import PayloadStore, Whole
 from buffer.redis.scripts import unknown_reply
+from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status
+from buffer.wire.staleness import AgeLimit, next_step
+
+_SLICE = 100  # groups that one call moves: the server answers other clients in between
+
+AGING = ("completed", "aborted")  # the pools whose groups become too stale
+
+PoolStatus = Literal["completed", "aborted", "expired"]
+
+MAX_READ = 1024  # groups that one call reads: as many as a batch may hold
 
 
-class ReplayBuffer(Pools):
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """Counts the groups of one task by pool.
+
+    `completed` and `aborted` count groups that the next train step may use. `stale` ones are in one
+    of these pools, but too old: `refresh_staleness` moves them.
+    """
+
+    completed: int
+    aborted: int
+    expired: int
+    stale: int
+
+
+class ReplayBuffer:
     """Finished groups by task and status: what workers submit, others put, and trainers take."""
+
+    def __init__(self, context: RunContext, payloads: PayloadStore) -> None:
+        self._context = context
+        self._store, self._keys, self._limits, self._observers = context
+        self._payloads = payloads
+
+    # -- add and replace -----------------------------------------------------
 
     def put(
         self,
@@ -160,7 +196,7 @@ class ReplayBuffer(Pools):
         began_ns = time.time_ns()
         submission = Submission(self._context, self._payloads)
         outcomes = submission.submit(worker, results)
-        for observer in self._context.observers:
+        for observer in self._observers:
             observer.submitted(worker, results, outcomes, began_ns)
         return outcomes
 
@@ -168,24 +204,107 @@ class ReplayBuffer(Pools):
         """Return what keeps the turns of the agents of a claimed group while it runs."""
         return KeptTurns(self._context, self._payloads, job, group)
 
-    # -- for trainers --------------------------------------------------------
+    # -- read without taking ---------------------------------------------------
 
-    def take_batch(
-        self, nonce: str, step: int, counts: Mapping[str, int], *, strict: bool = True
-    ) -> dict[str, list[RolloutGroup]] | NotReady:
-        """Take the groups of train step `step`, and return them by task.
+    def count(self, task: str, status: PoolStatus = "completed") -> int:
+        """Return the size of a pool. O(log N). Raises ConfigError."""
+        if status not in POOLS:
+            raise ConfigError(f"no pool of {status!r} groups", hint=f"known: {', '.join(POOLS)}")
+        count: int = getattr(self.count_statuses(task)[task], status)
+        return count
 
-        `counts`: groups of each task, of which it takes all or none (NotReady); without `strict`,
-        those that are ready. `nonce` is that of the open trainer. A step that was taken before is
-        returned as it was (I5). Raises Fenced, LedgerError, PayloadMissing or WireError;
-        `RolloutConsumer` instead waits, and quarantines unreadable groups.
+    def count_statuses(self, *tasks: str) -> dict[str, PoolSizes]:
+        """Return the pool sizes of these tasks (default: all) at one instant. O(tasks * log N)."""
+        names = [self._known(task) for task in (tasks or self._limits.tasks)]
+        _, *counts = self._store.call(
+            "counts",
+            self._keys.slots(),
+            {},
+            [self._keys.slots(task=task) for task in names],
+            [self._limits.threshold(task) for task in names],
+        )
+        numbers = [int(count) for count in counts]
+        return {task: PoolSizes(*numbers[4 * i : 4 * i + 4]) for i, task in enumerate(names)}
+
+    def is_ready(self, counts: Mapping[str, int]) -> bool:
+        """Return whether each task has N ready groups; for display only. O(tasks * log N)."""
+        wanted = {task: count for task, count in counts.items() if count > 0}
+        if not wanted:
+            return True
+        sizes = self.count_statuses(*wanted)
+        return all(sizes[task].completed >= count for task, count in wanted.items())
+
+    def get(self, count: int, task: str, status: PoolStatus = "completed") -> list[RolloutGroup]:
+        """Return the first `count` groups of a pool (at most 1,024) without removing them.
+
+        Completed groups come in the order of the run's policy (by age, until the trainer has
+        rebuilt the index for a changed policy), others oldest first, as `reissue` finds them. A
+        group that leaves the pool while its bytes are read is left out.
         """
-        ledger = BatchLedger(self._context)
-        answer = ledger.take(nonce, step, counts, strict=strict)
-        if isinstance(answer, NotReady):
-            return answer
-        groups = self.load(answer)
-        return {task: [group for group in groups if group.task == task] for task in counts}
+        if count <= 0:
+            return []
+        if count > MAX_READ:
+            raise ConfigError(
+                f"{count} groups in one call", hint=f"at most {MAX_READ}: use groups.find for more"
+            )
+        refs = [entry.payload for entry in self.peek(count, task, status)]
+        try:
+            return self.read_many(refs)
+        except PayloadMissing:
+            return [group for ref in refs if (group := self._read_if_there(ref)) is not None]
+
+    def peek(self, count: int, task: str, status: PoolStatus = "completed") -> list[ManifestEntry]:
+        """Return references to the payloads that `get` would read; a take may choose others."""
+        task = self._known(task)
+        is_trained = status == "completed" and self._limits.tasks[task].eval_of is None
+        order = self._limits.order if is_trained else "staleness"
+        threshold = None if status == "expired" else self._limits.threshold(task)
+        keys = self._keys.slots(task=task, status=status)
+        arguments = {"order": order, "threshold": threshold, "limit": count}
+        _, *entries = self._store.call("peek", keys, arguments)
+        return [ManifestEntry.parse(entry) for entry in entries]
+
+    def age_limit(self, gid: str) -> AgeLimit | None:
+        """Return the limit by which members of a group start again; None for an evaluation.
+
+        A member that a `refresh` found too old stays too old, even if thresholds were raised since.
+        """
+        task = split_group_id(gid)[0]
+        threshold = self._limits.threshold(task)
+        if threshold is None:
+            return None
+        keys = self._keys
+        (taken, awaits), cut, forks = self._store.send(
+            "age limit",
+            [
+                ("HMGET", keys.ledger("train"), "taken", "awaits"),
+                ("HGET", keys.group(gid), "cut"),
+                ("LRANGE", keys.lineages, -1000, -1),
+            ],
+        )
+        step = next_step(int(taken or 0), int(awaits or 0))
+        lowest = max(int(cut or 0), step - threshold)
+        named = [fork.decode().rpartition(":") for fork in forks]
+        pairs = [(lineage, int(step)) for lineage, _, step in named]
+        return AgeLimit(lowest, self._limits.token_lead(task), pairs)
+
+    def read(self, ref: PayloadRef) -> RolloutGroup:
+        """Return the group of a payload. Raises PayloadMissing or WireError."""
+        return self.read_many([ref])[0]
+
+    def read_many(self, refs: list[PayloadRef]) -> list[RolloutGroup]:
+        """Return the groups of some payloads, in order. Raises PayloadMissing or WireError."""
+        return self._payloads.read_each(refs, _decoded)
+
+    def _read_if_there(self, ref: PayloadRef) -> RolloutGroup | None:
+        try:
+            return self.read(ref)
+        except PayloadMissing:
+            record = self._keys.group(ref.gid)
+            token = self._store.ask("get", "HGET", record, "payload")
+            if token == ref.token.encode():
+                raise  # the group is still in the pool, and its bytes are lost
+            return None
 
     def load(
         self, manifest: Manifest, known: Mapping[PayloadRef, RolloutGroup] | None = None
@@ -207,7 +326,7 @@ class ReplayBuffer(Pools):
                 )
         return groups
 
-    # -- for all processes ---------------------------------------------------
+    # -- expire --------------------------------------------------------------
 
     def refresh_staleness(self, *tasks: str, statuses: Collection[str] = AGING) -> dict[str, int]:
         """Expire the groups of these tasks (default: all that train) that became too stale.
@@ -222,25 +341,39 @@ class ReplayBuffer(Pools):
                 f"groups that are {' or '.join(unknown)} do not become too stale",
                 hint=f"statuses: {', '.join(AGING)}",
             )
-        return {
-            task: sum(expire_all(self._context, task, status) for status in statuses)
-            for task in names
-            if self._limits.threshold(task) is not None
+        moved: dict[str, int] = {}
+        for task in names:
+            if self._limits.threshold(task) is None:
+                continue
+            moved[task] = 0
+            for status in statuses:
+                some = _SLICE
+                while some == _SLICE:
+                    some = self.expire(task, status, _SLICE)
+                    moved[task] += some
+        return moved
+
+    def expire(self, task: str, status: str, limit: int) -> int:
+        """Expire up to `limit` groups that are too stale for the next step; return how many."""
+        arguments = {
+            "threshold": self._limits.threshold(task),
+            "limit": limit,
+            "retryable": int(self._limits.retries_expired(task)),
         }
+        slots = self._keys.slots(task=task, status=status)
+        return int(self._store.call("refresh", slots, arguments)[1])
 
-    def delete(self, which: str | Mapping[str, Any]) -> int:
-        """Drop a group by its gid, or all groups in pools that match a query; return how many.
+    def _known(self, task: str) -> str:
+        if task not in self._limits.tasks:
+            raise ConfigError(
+                f"there is no task {task!r}", hint=f"known: {', '.join(self._limits.tasks)}"
+            )
+        return task
 
-        A single group may also wait or be dead. Raises GroupHeld if it runs, is in a batch, or has
-        ended otherwise, and QueryError for a wrong query.
-        """
-        jobs = JobQueue(self._context)
-        if isinstance(which, str):
-            return int(jobs.drop(which) != "dropped")
-        ledgers = [BatchLedger(self._context, name) for name in ("train", "eval")]
-        scan = GroupScan(self._context, ledgers)
-        deleted = 0
-        for record in scan.find({"$and": [{"stage": "pool"}, which]}):
-            with contextlib.suppress(GroupHeld):
-                deleted += jobs.drop(record.gid) != "dropped"
-        return deleted
+
+def _decoded(refs: Sequence[PayloadRef], payloads: Sequence[Whole]) -> list[RolloutGroup]:
+    groups = group_bytes.decode_each(payloads, [ref.crc for ref in refs])
+    for ref, group in zip(refs, groups, strict=True):
+        if group.gid != ref.gid:
+            raise WireError(f"the payload of {ref.gid} holds group {group.gid!r}")
+    return groups
