@@ -356,12 +356,14 @@ class ReplayBuffer:
     def expire(self, task: str, status: str, limit: int) -> int:
         """Expire up to `limit` groups that are too stale for the next step; return how many."""
         arguments = {
+            "task": task,
             "threshold": self._limits.threshold(task),
-            "limit": limit,
             "retryable": int(self._limits.retries_expired(task)),
+            "passed": 0,
+            "limit": limit,
         }
         slots = self._keys.slots(task=task, status=status)
-        return int(self._store.call("refresh", slots, arguments)[1])
+        return int(self._store.call("expire", slots, arguments)[1])
 
     def _known(self, task: str) -> str:
         if task not in self._limits.tasks:
