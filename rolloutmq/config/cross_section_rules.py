@@ -15,7 +15,7 @@ from buffer.config.memory_budget import MemoryNeed
 from buffer.config.run_settings import PolicySection
 from buffer.imports import is_dotted_path
 from buffer.wire.staleness import stale_threshold
-from consumer.config.learner import CriticConfig
+from consumer.config.critic import CriticConfig
 from consumer.config.trainer import (
     MOST_PROBLEMS,
     PASS_AT,
@@ -218,7 +218,7 @@ RULES_OF_TRAINING = (
     Rule(lambda c, t, name: not c.trainer.loop and t.prompt_repeat_k < _compared(c.trainer),
         "prompt_repeat_k = {t.prompt_repeat_k} of task {name}: [trainer] advantages = "
         "{c.trainer.advantages} compares rollouts, or sets of them, so every advantage would be 0",
-        f"set it to 2 (pass_at_k: {PASS_AT + 1}) or more, or advantages to reinforce_pp or gae"),
+        f"set it to 2 (pass_at_k: {PASS_AT + 1}) or more, or advantages to reinforce_pp"),
     Rule(lambda c, t, name: t.prompt_repeat_k == 1 and
             c.strategy_of(name).is_valid_sample_fn == "not_all_equal",
         "prompt_repeat_k = 1 of task {name}: is_valid_sample_fn = not_all_equal replaces every "
