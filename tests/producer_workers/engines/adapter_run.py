@@ -32,6 +32,7 @@ from consumer.grpo.policy.policy import Policy
 from consumer.grpo.trainer import Trainer
 from consumer.handle.step_log import StepLog
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from producer_workers.config.producing import WorkerSection
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import FunctionJudge
@@ -130,7 +131,8 @@ class AdapterRun:
         loop = SingleTurnAgentLoop(
             judge=FunctionJudge("by_place", by_place), tokenizer=Characters(), eos_ids=set()
         )
-        worker = Worker(run, engine, {TASK: TaskRunner(loop)}, worker_id="w0", drain_timeout_s=0.0)
+        limits = WorkerSection(drain_timeout_s=0.0)
+        worker = Worker(run, engine, {TASK: TaskRunner(loop)}, limits, worker_id="w0")
         working = asyncio.create_task(worker.run())
         try:
             with producing(run):
