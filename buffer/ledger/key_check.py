@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from buffer.ids import GID
-from buffer.redis.connection.bulk_io import send
+from buffer.redis.bulk_io import send
 from buffer.redis.key_fields import LANE, Damage, text_fields, wrong_fields
 from buffer.redis.keys import TABLE
 from buffer.redis.store import RunContext

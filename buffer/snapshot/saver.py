@@ -15,7 +15,7 @@ from typing import Any
 
 from buffer.errors import SnapshotError
 from buffer.ledger.account import Account
-from buffer.redis.connection.bulk_io import Command
+from buffer.redis.bulk_io import Command
 from buffer.redis.keys import Keys, row_of
 from buffer.redis.scripts import Advance
 from buffer.redis.store import RunContext, Store

@@ -15,7 +15,7 @@ from queue import SimpleQueue
 from buffer.errors import RolloutMQError
 from buffer.groups.replay_buffer import ReplayBuffer
 from buffer.manifest import Manifest, ManifestEntry
-from buffer.redis.connection.retry import LogOnce
+from buffer.redis.retry import LogOnce
 from buffer.wire.group import RolloutGroup
 from buffer.wire.staleness import staleness
 from consumer.config.trainer import TrainingConfig
