@@ -32,6 +32,7 @@ from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.agent_loops.tokenizer import load_tokenizer
 from producer_workers.config.engine import VllmConfig
+from producer_workers.config.producing import WorkerSection
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation
 from producer_workers.engines.vllm.api import is_cpu_build
@@ -212,9 +213,8 @@ async def _drive_by_worker(
     judge = load_judge("exact_match")
     tokenizer = load_tokenizer(str(model))
     runner = TaskRunner(SingleTurnAgentLoop(judge=judge, tokenizer=tokenizer, eos_ids=set()))
-    worker = Worker(
-        run, cast(Engine, engine), {TASK: runner}, worker_id="bench", concurrency=AT_ONCE
-    )
+    limits = WorkerSection(concurrency=AT_ONCE)
+    worker = Worker(run, cast(Engine, engine), {TASK: runner}, limits, worker_id="bench")
     began = time.perf_counter()
     used = time.process_time()
     working = asyncio.create_task(worker.run())

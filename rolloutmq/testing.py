@@ -26,6 +26,7 @@ from producer_workers.agent_loops.agent_loop import AgentLoopFactory, load_agent
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.config.distribution import Fixed
 from producer_workers.config.engine import SimulatedConfig
+from producer_workers.config.producing import WorkerSection
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine
 from producer_workers.engines.simulated import SimulatedEngine
@@ -112,8 +113,8 @@ def rehearse(
             TASK, dataset, tokenizer, SampleParams(seed=0), prompt_repeat_k=samples, shuffle=False
         )
         producer = Producer(run, {TASK: sampler}, strategies_of(run.limits))
-        tasks = {TASK: TaskRunner(loop)}
-        worker = Worker(run, engine, tasks, worker_id="w0", drain_timeout_s=DRAIN_S)
+        section = WorkerSection(drain_timeout_s=DRAIN_S)
+        worker = Worker(run, engine, {TASK: TaskRunner(loop)}, section, worker_id="w0")
         try:
             return asyncio.run(_play(run, producer, worker, engine, len(dataset), timeout_s))
         finally:

@@ -92,8 +92,7 @@ def _serve(
     name = worker_id or f"{host}-{secrets.token_hex(3)}"
     log_json(role, settings.run.name, name)
     follow_owner()
-    is_live = role == "gateway"
-    work = _work(settings, redis_url, name, metrics, take_over, is_live=is_live)
+    work = _work(settings, redis_url, name, metrics, take_over, role)
     if asyncio.run(work):
         raise typer.Exit(INTERRUPTED)
 
@@ -212,8 +211,7 @@ async def _work(
     name: str,
     metrics: str | None,
     take_over: bool,
-    *,
-    is_live: bool,
+    role: str,
 ) -> bool:
     """Return whether a signal ended the work before the run was over."""
     from producer_workers.build import make_worker, start_engine
@@ -232,7 +230,7 @@ async def _work(
         return await start_engine(settings, run)
 
     async def work(engine: Engine, restarts: int) -> None:
-        member = make_worker(settings, run, engine, name, restarts=restarts, is_live=is_live)
+        member = make_worker(settings, run, engine, name, restarts=restarts, command=role)
         _on_signals(_drain, member, stopped)
         await member.run()
 

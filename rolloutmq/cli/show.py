@@ -27,8 +27,8 @@ from rolloutmq.output import count, facts, known, table
 from rolloutmq.views.found_group import FoundGroup, find_group, group_parts
 
 if TYPE_CHECKING:
-    from rolloutmq.check.judge import Verdict
     from rolloutmq.config.config import Config
+    from rolloutmq.views.rejudge import Verdict
 
 
 Member = Annotated[
@@ -108,7 +108,7 @@ def rejudge(
     in the sample log, or a dead letter that has kept its responses. Exits with 1 if the judge
     raises.
     """
-    from rolloutmq.check.judge import debug, judge_again, responses_of
+    from rolloutmq.views.rejudge import debug, judge_again, responses_of
 
     found = find_group(target.run, gid, target.samples)
     task = _config(target, config).tasks.get(name := split_group_id(gid)[0])

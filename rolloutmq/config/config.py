@@ -22,7 +22,8 @@ from buffer.errors import ConfigError
 from buffer.limits import Bytes, RunLimits, TaskLimits, TaskSettings
 from buffer.run.settings import THRESHOLDS
 from buffer.wire.staleness import stale_threshold
-from consumer.config.learner import CriticConfig, LearnerConfig
+from consumer.config.critic import CriticConfig
+from consumer.config.learner import LearnerConfig
 from consumer.config.trainer import (
     MOST_PROBLEMS,
     EvaluationSection,

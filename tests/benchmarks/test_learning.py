@@ -62,7 +62,7 @@ def test_a_student_is_trained_on_groups_with_the_values_of_its_teacher(tmp_path:
 @pytest.mark.slow
 def test_pipeline_at_staleness_0_is_the_loop_without_a_queue_step_by_step(tmp_path: Path) -> None:
     model = make_model(tmp_path, LITTLE)
-    one, other = (NotingController(make_controller(model, SETTING).learner) for _ in range(2))
+    one, other = (NotingController(make_controller(model, SETTING).policy) for _ in range(2))
     alone = train_in_process(one, SETTING, model, tmp_path / "alone")
     with EmbeddedServer(tmp_path / "server") as server:
         store = Store(server.url)

@@ -27,7 +27,7 @@ FEATURES = {  # files of its own, and words that mention it
     "metric writers": (r"extensions/writers/|imports\.py", r"tensorboard|wandb"),
     "teachers": (r"extensions/teacher/", r"teach|distill"),
     "bucket": (r"extensions/bucket/", r"obstore|s3://"),
-    "critic": (r"learner/critic", r"[Cc]ritic|\bgae\b"),
+    "critic": (r"(learner|config)/critic", r"\b[Cc]ritic\b|Critic[A-Z]|\bgae\b"),
     "deltas": (r"weights/delta|host_folders", r"delta_base|import.*\bdelta\b|\bdelta\.|weights\.delta"),
     "images": (r"producer_workers/images|image_records|vllm/images", r"\bimages?\b|multimodal"),
     "routed experts": (r"expert_gates|routing_replay", r"expert"),

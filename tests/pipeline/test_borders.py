@@ -330,8 +330,8 @@ def make_worker(
         judge=scorer, tokenizer=Characters(), eos_ids={END}, partial_rollout=partial, **parts
     )
     engine = NotingEngine(fills=fills, held=held)
-    runner = TaskRunner(loop, partial, function)
-    worker = Worker(yard.run, engine, {TASK: runner}, worker_id=name, judges=judges)
+    runner = TaskRunner(loop, partial, function, judges=judges)
+    worker = Worker(yard.run, engine, {TASK: runner}, worker_id=name)
     worker.engine = engine  # type: ignore[attr-defined]
     return worker
 

@@ -78,7 +78,7 @@ async def test_a_loop_that_raises_leaves_what_it_had_made(yard: Yard) -> None:
     (gid,) = yard.enqueue(1)
     worker = yard.worker()
     loop = RaisingLoop(judge=None, tokenizer=Letters(), eos_ids={100})
-    worker._runner._runners = {TASK: TaskRunner(loop)}
+    worker._runner._tasks = {TASK: TaskRunner(loop)}
     async with yard.working(worker):
         await yard.until_stages(dead=1)
         await yard.until(lambda: yard.run.record(gid)["payload"] != "init")
@@ -94,7 +94,7 @@ async def test_rubbish_that_a_loop_leaves_is_not_kept_and_ends_no_worker(yard: Y
     worker = yard.worker()
     loop = RaisingLoop(judge=None, tokenizer=Letters(), eos_ids={100})
     loop.rubbish = {"no": "array"}
-    worker._runner._runners = {TASK: TaskRunner(loop)}
+    worker._runner._tasks = {TASK: TaskRunner(loop)}
     async with yard.working(worker):
         await yard.until_stages(dead=1)
     assert yard.run.record(gid)["payload"] == "init"

@@ -20,6 +20,7 @@ from consumer.handle.wait_rules import WaitReason
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.distribution import Fixed
 from producer_workers.config.engine import SimulatedConfig
+from producer_workers.config.producing import WorkerSection
 from producer_workers.judges.judge import FunctionJudge
 from producer_workers.producer.producer import Producer
 from producer_workers.worker.task_runner import TaskRunner, not_all_equal
@@ -174,9 +175,8 @@ def mixed_worker(
         return TaskRunner(loop, is_partial)
 
     runners = {task: runner(task) for task in TASKS}
-    return Worker(
-        mixture.run, engine, runners, worker_id="w0", concurrency=concurrency, drain_timeout_s=0.0
-    )
+    limits = WorkerSection(concurrency=concurrency, drain_timeout_s=0.0)
+    return Worker(mixture.run, engine, runners, limits, worker_id="w0")
 
 
 async def until_placed(mixture: Mixture, task: str, place: str, groups: int) -> None:

@@ -146,7 +146,7 @@ async def test_an_agent_loop_that_exits_fails_its_own_group_only(yard: Yard, in_
     loop.bad = bad
     loop.in_task = in_task
     worker = yard.worker()
-    worker._runner._runners = {TASK: TaskRunner(loop)}
+    worker._runner._tasks = {TASK: TaskRunner(loop)}
     async with yard.working(worker):
         await yard.until_stages(dead=3)
     assert "SystemExit" in yard.run.dead_letters.reason(bad)["reason"]

@@ -26,6 +26,7 @@ from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.distribution import Fixed
 from producer_workers.config.engine import SimulatedConfig
+from producer_workers.config.producing import WorkerSection
 from producer_workers.engines.base import Generation, GenerationError
 from producer_workers.engines.simulated import SimulatedEngine, _Run
 from producer_workers.judges.judge import FunctionJudge, call_here
@@ -248,7 +249,7 @@ class Yard:
         engine = options.pop("engine", None) or WatchedEngine(config, FIRST, held=held)
         is_partial = options.pop("partial_rollout", False)
         grace_s = options.pop("grace_s", 10.0)
-        judges = options.setdefault("judges", WatchedJudges())
+        judges = WatchedJudges()
         judge = judge if hasattr(judge, "name") else FunctionJudge("test", judge)
         chosen = {
             key: options.pop(key)
@@ -271,14 +272,10 @@ class Yard:
             eos_ids={100},
             partial_rollout=is_partial,
         )
-        options = {"concurrency": 4, **options}
-        worker = Worker(
-            self.run,
-            engine,
-            {TASK: TaskRunner(loop, is_partial, **chosen)},
-            worker_id=name,
-            **options,
-        )
+        tasks = {TASK: TaskRunner(loop, is_partial, **chosen, judges=judges)}
+        weights_url = options.pop("weights_url", None)
+        limits = WorkerSection(**{"concurrency": 4, **options})
+        worker = Worker(self.run, engine, tasks, limits, worker_id=name, weights_url=weights_url)
         worker.engine = engine  # type: ignore[attr-defined]
         return worker
 

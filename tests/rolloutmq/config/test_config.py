@@ -236,10 +236,10 @@ def test_live_tasks_are_served_by_gateways_alone(tmp_path: Path) -> None:
     other = '\n[tasks.chat]\nagent_loop = "live"\njudge = "environment"\n'
     other += '[tasks.chat.dataset]\nkind = "jsonl"\npath = "chat.jsonl"\n'
     both = load(tmp_path, GOOD + other)
-    assert (task_names(both, False), task_names(both, True)) == (["math"], ["chat"])
-    for is_live, loop in ((True, "single_turn"), (False, "live")):
+    assert (task_names(both, "worker"), task_names(both, "gateway")) == (["math"], ["chat"])
+    for command, loop in (("gateway", "single_turn"), ("worker", "live")):
         with pytest.raises(ConfigError, match="no task"):
-            task_names(load(tmp_path, GOOD, f"worker.agent_loop={loop}"), is_live)
+            task_names(load(tmp_path, GOOD, f"worker.agent_loop={loop}"), command)
 
 
 def test_stale_threshold_counts_train_steps() -> None:

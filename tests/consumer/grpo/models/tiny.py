@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
 from buffer.wire.sampling_mask import SamplingMask
-from consumer.grpo.learner.learner import Learner
+from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.policy.micro_batch import TrainBatch
+from consumer.grpo.policy.policy import Policy
 from rolloutmq.config.small_model import TinyModelConfig
 from rolloutmq.extensions.demo.tiny_model import build_tiny_model
 
@@ -55,14 +56,17 @@ def make_group(
 
 
 def train_step(
-    learner: Learner, groups: Sequence[RolloutGroup], advantages: NDArray[np.float32]
+    trainer: Policy | TrainController,
+    groups: Sequence[RolloutGroup],
+    advantages: NDArray[np.float32],
 ) -> dict[str, float]:
     """Train on one batch with given advantages, float32[sum k], as `TrainController.fit` does."""
-    batch = learner.pack(groups, keep=learner.keep(advantages))
-    batch = learner.compute_old_logprobs(batch)
-    batch = learner.compute_ref_logprobs(batch)
+    controller = TrainController(trainer) if isinstance(trainer, Policy) else trainer
+    batch = controller.pack(groups, keep=controller.keep(advantages))
+    batch = controller.compute_old_logprobs(batch)
+    batch = controller.compute_ref_logprobs(batch)
     set_advantages(batch, advantages)
-    return learner.train(batch)
+    return controller.train(batch)
 
 
 def set_advantages(batch: TrainBatch, advantages: NDArray[np.float32]) -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from consumer.config.learner import LearnerConfig
-from consumer.grpo.learner.learner import Learner
 from consumer.grpo.policy import vocabulary_projection
+from consumer.grpo.policy.policy import Policy
 from consumer.grpo.policy.vocabulary_projection import LogitTransform, project
 from tests.consumer.grpo.models.tiny import build_model, make_group, train_step
 from tests.thoroughness import examples
@@ -159,7 +159,7 @@ def test_an_answer_of_four_token_budgets_is_trained_and_its_attention_needs_no_m
     """Its row holds no other sample; a mask of an answer of 32,768 tokens would take 4 GiB."""
     model = build_model(tmp_path, layers=1, heads=1, intermediate=32)
     config = LearnerConfig(token_budget=2048, gradient_checkpointing=True)
-    learner = Learner(model, config)
+    learner = Policy(model, config)
     attention = nn.functional.scaled_dot_product_attention
     masks: dict[int, Any] = {}
 
