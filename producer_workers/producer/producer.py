@@ -18,7 +18,7 @@ from buffer.control.roles import HeldRole
 from buffer.control.task_status import ProduceBatchStatus, TaskStop, batch_status
 from buffer.errors import ConfigError, StoreFull, TaskStopped
 from buffer.ledger.memory import MemoryUse
-from buffer.redis.connection.retry import LogOnce
+from buffer.redis.retry import LogOnce
 from buffer.run.continuation import record_origin
 from buffer.run.origin import Origin
 from buffer.run.run import Run
