@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError
+from buffer.wire.columns import known_column
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status
 from consumer.grpo.policy.mask_reader import MaskReader
@@ -135,7 +136,9 @@ class BatchFilter:
             return "missing_reward", f"rollouts {missing} have no score"
         if self._read_columns is not None:
             for name in group.optional_columns():
-                if self._read_columns.isdisjoint((name, name.partition("/")[0])):
+                kind = name.partition("/")[0]
+                comes_alone = not known_column(kind).beside
+                if comes_alone and self._read_columns.isdisjoint((name, kind)):
                     return "unread_column", f"nothing reads its {name}"
         detail = self._recorded.problem(group) if self._recorded else ""
         if detail:

@@ -62,7 +62,8 @@ def test_every_field_of_every_section_is_described() -> None:
         for field, meaning in meanings(section).items()
         if not meaning
         and section is not Config
-        and section.__module__.split(".")[0] in ("buffer", "producer_workers", "consumer", "rolloutmq")
+        and section.__module__.split(".")[0]
+        in ("buffer", "producer_workers", "consumer", "rolloutmq")
     ]
     assert bare == []
 
