@@ -91,7 +91,8 @@ def check_groups(heads: Sequence[Head], columns: Sequence[Columns]) -> list[Boun
     for head, own, lengths in zip(heads, columns, sizes, strict=True):
         for name in optional_of(own):
             known_column(name).check(own, lengths, len(own["prompt_ids"]))
-        _check_files(head, own)
+        if head.own:
+            _check_files(head, own)
     return bounds
 
 

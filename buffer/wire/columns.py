@@ -8,6 +8,7 @@ An array of a document has the name of its column, or `column/part` if a column 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -43,7 +44,9 @@ class Layout(NamedTuple):
 def as_column(value: Any, dtype: str) -> Array:
     """Return `value` as a column. Raises ValueError for integers that numpy would wrap around."""
     raw = np.asarray(value)
-    if raw.dtype == dtype or np.dtype(dtype).kind == "f":
+    if raw.dtype == dtype:
+        return np.ascontiguousarray(raw)
+    if np.dtype(dtype).kind == "f":
         with np.errstate(over="ignore"):  # a number beyond the range becomes infinite
             return np.ascontiguousarray(raw, dtype)
     try:
@@ -134,7 +137,7 @@ class Column:
         array = as_column(value, self.dtype)
         if self.is_float and not np.isfinite(array).all():
             raise ValueError(f"{self.name} has a value that is not finite")
-        if problem := self._out_of_bounds(array):
+        if array.size and (problem := self._out_of_bounds(array.min(), array.max())):
             raise ValueError(f"{self.name} has {problem}")
         if self.per == "token" or self.inner:
             return array
@@ -150,11 +153,11 @@ class Column:
 
     def problem(self, value: Any, state: RolloutState) -> str:
         """Return why this cannot be the value of a rollout; "" if it can."""
+        if self.per == "rollout":
+            return ""
         tokens = len(state.response_ids)
         for part, array in self.parts(value).items():
-            if self.per == "rollout":
-                continue
-            label = f"{self.name} of {part!r}" if part else self.name
+            label = self.name if not part else f"{self.name} of {part!r}"
             if array.ndim != 1 + self.inner or 0 in array.shape[1:]:
                 expected = ", ".join([str(tokens), *["k"] * self.inner])
                 return f"{label} has shape {list(array.shape)}, expected [{expected}]"
@@ -235,30 +238,33 @@ class Column:
 
     def split(self, columns: Arrays, tokens: Sequence[slice], prompt: int) -> list[Any]:
         """Return the value of each rollout, whose response is the part `tokens` of a group's."""
-        arrays = parts_of(columns, self.name)
-        missing = {part: self._absence(columns, part) for part in arrays}
-        found: list[Any] = []
-        for n, own in enumerate(tokens):
-            given: dict[str, Any] = {}
-            for part, array in arrays.items():
-                if self.per == "token":
-                    if own.start < own.stop and not missing[part][own.start]:
-                        given[part] = array[own]
-                elif not missing[part][n]:
-                    given[part] = array[n] if self.inner else array[n].item()
-            found.append((given or None) if self.named else given.get(""))
-        return found
+        given: list[dict[str, Any]] = [{} for _ in tokens]
+        for part, array in parts_of(columns, self.name).items():
+            if self.per == "rollout":
+                values = array if self.inner else array.tolist()
+                signs = self._are_absent(columns, part).tolist()
+                found = [(n, values[n]) for n, is_absent in enumerate(signs) if not is_absent]
+            else:
+                filled = [(n, own) for n, own in enumerate(tokens) if own.start < own.stop]
+                starts = np.array([own.start for _, own in filled], np.intp)
+                signs = self._are_absent(columns, part, starts).tolist()
+                pairs = zip(filled, signs, strict=True)
+                found = [(n, array[own]) for (n, own), is_absent in pairs if not is_absent]
+            for n, value in found:
+                given[n][part] = value
+        return [(own or None) if self.named else own.get("") for own in given]
 
-    def _absence(self, columns: Arrays, part: str) -> NDArray[np.bool_]:
-        """Return where an array has no values, bool[first dimension]."""
-        array = columns[self.at(part)]
-        if self.is_float:
-            missing = np.isnan(array)
-        elif self.beside:
-            missing = np.isnan(columns[f"{self.beside[0]}/{part}" if part else self.beside[0]])
-        else:
-            missing = array == self.absent
-        return missing if missing.ndim == 1 else missing.reshape(len(array), -1)[:, 0]
+    def _are_absent(
+        self, columns: Arrays, part: str, places: slice | NDArray[np.intp] = slice(None)
+    ) -> NDArray[np.bool_]:
+        """Return where an array has no values: bool[places], by its first dimension."""
+        sign = columns[self.at(part)]
+        if self.beside and not self.is_float:
+            sign = columns[f"{self.beside[0]}/{part}" if part else self.beside[0]]
+        firsts = sign.reshape(len(sign), -1)[places, 0] if sign.ndim > 1 else sign[places]
+        absent: NDArray[np.bool_]
+        absent = np.isnan(firsts) if firsts.dtype.kind == "f" else firsts == self.absent
+        return absent
 
     def check(self, columns: Arrays, lengths: Sequence[int], prompt: int) -> None:
         """Check the arrays of a group, whose first dimensions are right. Raises WireError."""
@@ -267,29 +273,32 @@ class Column:
                 raise WireError(f"at columns.{self.at(part)}: {problem}")
 
     def _wrong(self, columns: Arrays, part: str, array: Array, lengths: Sequence[int]) -> str:
-        if 0 in array.shape[1:]:
-            return f"shape {list(array.shape)}"
         for name in self.beside:
             other = columns.get(f"{name}/{part}" if part else name)
             if other is None or not _have_one_shape(array, other):
                 return f"{self.name} and {name} of one shape need each other"
-        missing = self._absence(columns, part)
-        if self.is_float and np.isinf(array).any():
-            return "an infinite value"
-        if self.is_float and (np.isnan(array).reshape(len(array), -1) != missing[:, None]).any():
-            return "NaN for some of a value's numbers, but not for all"
-        if missing.all():
+        if not array.size:
+            return f"no rollout has a value: shape {list(array.shape)}"
+        ends = np.minimum.reduce(array, axis=None), np.maximum.reduce(array, axis=None)
+        if self.is_float and not (math.isfinite(ends[0]) and math.isfinite(ends[1])):
+            if np.isinf(array).any():
+                return "an infinite value"
+            if self.inner and (self._are_absent(columns, part) != np.isnan(array).T).any():
+                return "NaN for some of a value's numbers, but not for all"
+        elif self.is_float or self.beside:
+            return self._out_of_bounds(*ends)
+        absent = self._are_absent(columns, part)
+        if absent.all():
             return "no rollout has a value"
-        if self.per == "token" and _is_partly(missing, lengths):
+        if self.per == "token" and _is_partly(absent, lengths):
             return "no value for some tokens of a rollout that has others"
-        return self._out_of_bounds(array[~missing])
+        values = array[~absent]
+        return self._out_of_bounds(values.min(), values.max())
 
-    def _out_of_bounds(self, values: Array) -> str:
-        if values.size and values.min() < self.lowest:
+    def _out_of_bounds(self, smallest: Any, largest: Any) -> str:
+        if smallest < self.lowest:
             return f"a value below {self.lowest:g}"
-        if values.size and values.max() > self.highest:
-            return f"a value above {self.highest:g}"
-        return ""
+        return f"a value above {self.highest:g}" if largest > self.highest else ""
 
     # -- elsewhere -----------------------------------------------------------
 
@@ -480,7 +489,7 @@ class RowsColumn(LargeColumn):
         needed = sum(rows_of(prompt, lengths[n]) for n in np.flatnonzero(has).tolist())
         if len(rows) != needed:
             raise WireError(f"{at}: {len(rows)} rows, its rollouts have {needed}")
-        if problem := self._out_of_bounds(rows):
+        if problem := self._out_of_bounds(rows.min(), rows.max()):
             raise WireError(f"{at}: {problem}")
 
 

@@ -12,6 +12,7 @@ import math
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from operator import lt
 from typing import Annotated, Any
 
@@ -194,10 +195,11 @@ _COPIED_BYTES = 4096
 _PADDING = [bytes(count) for count in range(ALIGNMENT)]
 
 
+@lru_cache(1024)
 def layout_of(name: str) -> Layout:
     """Return the layout of a column. Raises WireError for one that nobody knows."""
-    if found := CORE.get(name):
-        return found
+    if name in CORE:
+        return CORE[name]
     row, _, part = name.partition("/")
     column = column_named(row)
     layout = column.layout(part) if column else None
@@ -240,7 +242,7 @@ def pack(columns: Columns) -> tuple[dict[str, list[int]], list[bytes | memoryvie
     small = b""
     size = 0
     for name, column in columns.items():
-        dtype, ndim, *_ = layout_of(name)
+        dtype, ndim, _, _ = CORE.get(name) or layout_of(name)
         if column.dtype != dtype or column.ndim != ndim:
             raise WireError(f"column {name} is {column.dtype}{list(column.shape)}, not {dtype}")
         directory[name] = [size, *column.shape]
@@ -260,7 +262,7 @@ def unpack(directory: Mapping[str, list[int]], data: memoryview) -> Columns:
     columns = {}
     end = 0
     for name, entry in _by_offset(directory):
-        dtype, ndim, *_ = layout_of(name)
+        dtype, ndim, _, _ = CORE.get(name) or layout_of(name)
         offset = entry[0]
         if len(entry) != 1 + ndim:
             raise WireError(f"at columns.{name}: {len(entry) - 1} dimensions, expected {ndim}")

@@ -166,15 +166,15 @@ class RolloutState(BaseModel):
                 raise ValueError(f"{len(column)} {name} for {tokens} response tokens")
         if any(s.start < 0 or s.length < 0 or s.start + s.length > tokens for s in self.spans):
             raise ValueError(f"a version span is outside of the {tokens} response tokens")
-        try:
-            self.columns = {
-                name: known_column(name).read(own) for name, own in self.columns.items()
-            }
-        except WireError as error:
-            raise ValueError(str(error)) from error
-        for name in (*COLUMNS, *self.columns):
-            row = known_column(name)
-            value = row.get(self)
+        given = [(column, getattr(self, name)) for name, column in COLUMNS.items()]
+        if self.columns:
+            try:
+                attached = {known_column(name): own for name, own in self.columns.items()}
+            except WireError as error:
+                raise ValueError(str(error)) from error
+            self.columns = {column.name: column.read(own) for column, own in attached.items()}
+            given += [(column, self.columns[column.name]) for column in attached]
+        for row, value in given:
             if value is not None and (problem := row.problem(value, self)):
                 raise ValueError(problem)
         return self

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,13 +60,17 @@ def tabulate(gid: str, task: str, states: Sequence[RolloutState]) -> tuple[Head,
         "finishes": finishes,
         "mask": mask,
     }
+    files: dict[int, dict[str, str]] = {}
     attached = sorted({name for state in states for name in state.columns})
     for name in (*COLUMNS, *attached):
-        column = known_column(name)
-        values = [column.get(state) for state in states]
-        if any(value is not None for value in values):
-            columns |= column.joined(values, lengths)
-    shared, own = _texts(states)
+        is_own = name in COLUMNS
+        values = [getattr(s, name) if is_own else s.columns.get(name) for s in states]
+        if any([value is not None for value in values]):
+            columns |= known_column(name).joined(values, lengths)
+            for n, value in enumerate(values):
+                if isinstance(value, str):
+                    files.setdefault(n, {})[name] = value
+    shared, own = _texts(states, files)
     head = Head(
         gid=gid,
         task=task,
@@ -121,13 +125,17 @@ def _spans(states: Sequence[RolloutState]) -> tuple[list[str], NDArray[np.int64]
 _SHARED = ("messages", "data_source", "ground_truth", "extra", "tools", "tool_choice", "multimodal")
 
 
-def _texts(states: Sequence[RolloutState]) -> tuple[Shared, list[tuple[int, Own]]]:
+def _texts(
+    states: Sequence[RolloutState], files: Mapping[int, dict[str, str]]
+) -> tuple[Shared, list[tuple[int, Own]]]:
     """Return what the rollouts share, and what single ones have instead or besides."""
     first = _shared_values(states[0])
     common = _encoded(first)
     own = []
     for n, state in enumerate(states):
         fields = _own_values(state)
+        if n in files:
+            fields["files"] = files[n]
         values = _shared_values(state) if n else first
         if n and (common is None or _encoded(values) != common):
             for name, value in values.items():
@@ -164,9 +172,6 @@ def _own_values(state: RolloutState) -> dict[str, Any]:
         fields["error"] = state.error
     if state.tool_calls:
         fields["tool_calls"] = own_copy(state.tool_calls)
-    values = {name: known_column(name).get(state) for name in (*COLUMNS, *state.columns)}
-    if files := {name: value for name, value in values.items() if isinstance(value, str)}:
-        fields["files"] = files
     return fields
 
 

@@ -347,8 +347,8 @@ async def test_worker_submits_experts_and_masks_as_files_of_the_run_if_they_are_
     group = yard.group(gid)
     columns = yard.run.columns
     assert len(list(tmp_path.glob(f"columns/*/{gid}/*.npy"))) == (0 if most else 4)
-    assert (group.columns.get("routed_experts") is None) == (most == 0)
-    assert (group.columns.get("sampling_ids") is None) == (most == 0)
+    assert (group.columns.get("routed_experts/rows") is None) == (most == 0)
+    assert (group.columns.get("sampling_mask/ids") is None) == (most == 0)
     masks = MaskReader(VOCABULARY, columns, needed=True)
     assert masks.problem(group) == ""
     responses = np.split(group.response_ids, [6])
