@@ -32,13 +32,13 @@ ROWS = (
         "put, batched / best `SET`: processor time",
         "put",
         _both("put", "ours / SET x"),
-        "copies of the bytes; encoding, the script",
+        "copies; encoding, the script",
     ),
     Row(
         "take / best `MGET`: processor time",
         "take",
         _both("take", "ours / MGET"),
-        "copies of the bytes; checks, the script",
+        "copies; checks, the script",
     ),
     Row(
         "put / PipelineRL's stream: processor time",

@@ -10,7 +10,7 @@ from buffer.ids import group_id, new_nonce
 from buffer.job import Job, Result
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.keys import Keys
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion
 

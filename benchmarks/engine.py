@@ -24,22 +24,23 @@ from benchmarks.server import BenchServer
 from benchmarks.updates import WatchedUpdates, figures_of
 from buffer.ids import group_id, new_nonce
 from buffer.limits import RunLimits, TaskLimits
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState
 from buffer.wire.sampling import SampleParams
-from consumer.config.warm_start import TinyModelConfig
-from consumer.grpo.models.tiny_model import build_tiny_model
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.agent_loops.tokenizer import load_tokenizer
 from producer_workers.config.engine import VllmConfig
+from producer_workers.config.producing import WorkerSection
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation
 from producer_workers.engines.vllm.api import is_cpu_build
 from producer_workers.judges.load import load_judge
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
+from rolloutmq.config.small_model import TinyModelConfig
+from rolloutmq.extensions.demo.tiny_model import build_tiny_model
 
 TASK = "math"
 MEMBERS = 8
@@ -212,9 +213,8 @@ async def _drive_by_worker(
     judge = load_judge("exact_match")
     tokenizer = load_tokenizer(str(model))
     runner = TaskRunner(SingleTurnAgentLoop(judge=judge, tokenizer=tokenizer, eos_ids=set()))
-    worker = Worker(
-        run, cast(Engine, engine), {TASK: runner}, worker_id="bench", concurrency=AT_ONCE
-    )
+    limits = WorkerSection(concurrency=AT_ONCE)
+    worker = Worker(run, cast(Engine, engine), {TASK: runner}, limits, worker_id="bench")
     began = time.perf_counter()
     used = time.process_time()
     working = asyncio.create_task(worker.run())

@@ -22,12 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS
 from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.distribution import Fixed
 from producer_workers.config.engine import SimulatedConfig
+from producer_workers.config.producing import WorkerSection
 from producer_workers.engines.base import Generation
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.judges.judge import FunctionJudge
@@ -171,9 +172,8 @@ def _worker(plan: FleetPlan, run: Run, engine: MeteredEngine, name: str) -> Work
         judge=judge, tokenizer=Characters(), eos_ids={VOCABULARY}, partial_rollout=partial
     )
     runners = {plan.task: TaskRunner(loop, partial)}
-    return Worker(
-        run, engine, runners, worker_id=name, concurrency=plan.concurrency, drain_timeout_s=0.0
-    )
+    limits = WorkerSection(concurrency=plan.concurrency, drain_timeout_s=0.0)
+    return Worker(run, engine, runners, limits, worker_id=name)
 
 
 async def _worth_nothing(**_: object) -> float:

@@ -23,7 +23,7 @@ from benchmarks.fleet import read_meters
 from benchmarks.server import BenchServer
 from benchmarks.simulated_run import TASK, simulated_run
 from buffer.ids import group_id, split_group_id
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.staleness import staleness
 from consumer.handle.rollout_consumer import RolloutConsumer

@@ -27,14 +27,14 @@ from buffer.weights import folder_manifest as manifest
 from buffer.weights.safetensors_files import weight_files
 from buffer.weights.shared_folder import FolderSender
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
-from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.model_state.weights_folder import HostBuffers, snapshot_weights
 from consumer.grpo.models.model_folder import copy_tokenizer, load_model
-from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.handle.ranks import ALONE
 from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines.base import Engine
 from producer_workers.engines.hf.engine import TransformersEngine
+from rolloutmq.config.small_model import TinyModelConfig
+from rolloutmq.extensions.demo.tiny_model import build_tiny_model
 
 BLOCK_BYTES = 8 << 20
 

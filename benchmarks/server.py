@@ -92,13 +92,13 @@ def memory_server(binary: str = "") -> Iterator[BenchServer]:
 
 def _connect(name: str, url: str) -> BenchServer:
     store = Store(url, name="bench")
-    info = store.control.info("server")
+    info = store.client.info("server")
     version = (
         f"Valkey {info['valkey_version']}"
         if "valkey_version" in info
         else f"Redis {info['redis_version']}"
     )
-    return BenchServer(name, version, store, store.bulk)
+    return BenchServer(name, version, store, store.client)
 
 
 def _wait_for(url: str) -> None:

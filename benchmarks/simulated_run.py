@@ -16,7 +16,7 @@ from benchmarks.server import BenchServer
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams
 from consumer.handle.rollout_consumer import RolloutConsumer

@@ -30,15 +30,15 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Status
 from buffer.wire.sampling import SampleParams
 from consumer.config.learner import LearnerConfig
-from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
-from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
-from consumer.grpo.models.tiny_model import build_tiny_model
-from consumer.grpo.models.warm_start import Demonstration, warm_start
+from consumer.grpo.policy.policy import Policy
 from producer_workers.agent_loops.tokenizer import load_tokenizer
 from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation
+from rolloutmq.config.small_model import TinyModelConfig, WarmStartConfig
+from rolloutmq.extensions.demo.tiny_model import build_tiny_model
+from rolloutmq.extensions.demo.warm_start import Demonstration, warm_start
 
 SAMPLED = 64
 MEMBERS = 8
@@ -163,7 +163,7 @@ async def _run(folder: Path, model: Path, mode: str, learning_rate: float) -> It
             "prefix_cache": mode,
         }
     )
-    trainer = Learner(model, LearnerConfig(learning_rate=learning_rate, warmup_steps=0))
+    trainer = Policy(model, LearnerConfig(learning_rate=learning_rate, warmup_steps=0))
     engine = build_engine(config, model, FIRST_WEIGHTS)
     await engine.start()
     prompt = _prompt(model)

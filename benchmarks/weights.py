@@ -22,19 +22,19 @@ from benchmarks.server import BenchServer
 from buffer.control.control import ControlState, Mode
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits, TaskLimits
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights.copies import CopySender
 from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import WeightsSender
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
-from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.models.model_folder import copy_tokenizer, load_model
-from consumer.grpo.models.tiny_model import build_tiny_model
 from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine
 from producer_workers.worker.inbox import Inbox
 from producer_workers.worker.weight_updates import WeightUpdates
+from rolloutmq.config.small_model import TinyModelConfig
+from rolloutmq.extensions.demo.tiny_model import build_tiny_model
 
 MODELS = {
     "tiny model": TinyModelConfig(max_positions=512),

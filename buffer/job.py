@@ -53,7 +53,7 @@ class Job:
 
 
 def digest_of(jobs: Iterable[Job]) -> int:
-    """Return the number by which a worker and `lua/include/leased.lua` compare held groups."""
+    """Return the number by which a worker and `lua/shared/workers.lua` compare held groups."""
     marks = (sha1(f"{job.gid} {job.token}".encode(), usedforsecurity=False) for job in jobs)
     return sum(int(mark.hexdigest()[:10], 16) for mark in marks)
 

@@ -253,14 +253,14 @@ class RunLimits(LiveLimits):
         """Return the interruptions after which a pause waits for a group; None: evaluation."""
         return self.of(task).tail_batch_max_tries if self.tasks[task].eval_of is None else None
 
-    def failures_in_row(self, task: str) -> tuple[int | str, int | str]:
+    def failures_in_row(self, task: str) -> tuple[int | None, int | None]:
         """Return the failures in a row that stop a task, and those while none succeeded (I11).
 
-        "": no limit.
+        None: no limit.
         """
         most = self.of(task).max_consecutive_failures
         if most is not None:
-            return most or "", most or ""
+            return most or None, most or None
         is_eval = self.tasks[task].eval_of is not None
         weights = self.newest_weights()
         share = 1.0 if is_eval else weights[task] / sum(weights.values())
@@ -272,9 +272,9 @@ class RunLimits(LiveLimits):
         for name in type(self).model_fields:
             setattr(self, name, getattr(newer, name))
 
-    def threshold(self, task: str) -> int | str:
-        """Return the staleness from which groups of a task expire; "" for an evaluation: never."""
-        return self._threshold(task) if self.tasks[task].eval_of is None else ""
+    def threshold(self, task: str) -> int | None:
+        """Return the staleness from which groups of a task expire; None: never."""
+        return self._threshold(task) if self.tasks[task].eval_of is None else None
 
     def _threshold(self, task: str) -> int:
         own = self.tasks[task].stale_threshold
@@ -303,10 +303,10 @@ class RunLimits(LiveLimits):
     def largest_horizon(self) -> int:
         return max(self.horizon(task) for task in self.training_tasks)
 
-    def token_lead(self, task: str) -> int | str:
-        """Return how many steps earlier than its group a token expires; "" without such a limit."""
+    def token_lead(self, task: str) -> int | None:
+        """Return how many steps earlier than its group a token expires; None: not earlier."""
         if self.token_threshold is None or self.tasks[task].eval_of is not None:
-            return ""
+            return None
         return self._threshold(task) - self.token_threshold
 
     @property

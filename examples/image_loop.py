@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.handle.batch import Batch
 from consumer.handle.torch_dataset import padded_tensors

@@ -14,12 +14,12 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from buffer.ledger.position import Position
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.grpo.evaluation import measure
-from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.models.model_folder import copy_tokenizer
+from consumer.grpo.policy.policy import Policy
 from consumer.grpo.trainer_rank import DeviceShare
 from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.publication import open_sender, published
@@ -33,26 +33,26 @@ STATE = "state.safetensors"
 def train(run: Run, config: Config, model_dir: Path, *, take_over: bool = False) -> None:
     """Train from the newest checkpoint to the last step. The process may be killed at any line."""
     device = select_device(config.trainer.device, ALONE)
-    learner = Learner(model_dir, config.learner, device=device, seed=config.run.seed)
-    controller = TrainController.of(config, learner, model_dir)
-    share = DeviceShare(learner.device, [learner.on_device()])
+    policy = Policy(model_dir, config.learner, device=device, seed=config.run.seed)
+    controller = TrainController.of(config, policy, model_dir)
+    share = DeviceShare(controller.models)
     sender = open_sender(config, run)
     checkpoints = CheckpointFolder(config.run.folder / "checkpoints")
     steps = checkpoints.steps()
     position = checkpoints.read(steps[-1]) if steps else Position()
     consumer = RolloutConsumer(run)
-    consumer.vocabulary = learner.vocabulary
+    consumer.vocabulary = policy.vocabulary
     consumer.open(position=position, take_over=take_over)
     if position.step:
         controller.load_state_tensors(load_file(checkpoints.path(position.step) / STATE))
         consumer.commit(position.step, keep=steps[0])
 
     def save(folder: Path) -> None:
-        learner.save_weights(folder, to_publish=True)
+        policy.save_weights(folder, to_publish=True)
         copy_tokenizer(model_dir, folder)
 
     def save_checkpoint(folder: Path) -> None:
-        learner.save_weights(folder)
+        policy.save_weights(folder)
         copy_tokenizer(model_dir, folder)
         save_file(controller.state_tensors(), folder / STATE)
 

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 
 from buffer.errors import ConfigError
 from buffer.ledger.position import Position
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights.shared_folder import FolderSender
 from consumer.grpo.evaluation import measure
-from consumer.grpo.model_state.learner_state import capture, restore
+from consumer.grpo.model_state.learner_state import TrainedModel
 from consumer.grpo.models.model_folder import copy_tokenizer, load_model, save_model
 from consumer.handle.batch import Batch
 from consumer.handle.checkpoint import CheckpointFolder
@@ -63,10 +63,10 @@ def fit(
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learner.learning_rate)
     parameters = dict(model.named_parameters())
-    device = torch.device("cpu")
+    trained = TrainedModel(parameters, optimizer, torch.device("cpu"))
     if position.step:
         state = load_file(checkpoints.path(position.step) / "state.safetensors")
-        restore(state, parameters, optimizer, device)
+        trained.load_state_tensors(state)
         # the last trainer may have died between its checkpoint and the commit
         consumer.commit(position.step, keep=steps[0])
 
@@ -76,8 +76,7 @@ def fit(
 
     def save_checkpoint(folder: Path) -> None:
         save(folder)
-        state = capture(parameters, optimizer, position.step, device)
-        save_file(state, folder / "state.safetensors")
+        save_file(trained.state_tensors(), folder / "state.safetensors")
 
     # in the new lineage: weights that an earlier trainer published later are not in the checkpoint
     publish(consumer, weights, position.step, save, pause=config.policy.pause_mode)

@@ -30,7 +30,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from buffer.errors import ConfigError
 from buffer.ledger.position import Position
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.grpo.learner.advantages import ESTIMATORS
 from consumer.grpo.learner.group_rewards import GroupRewards

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-import os
-import socket
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from buffer.control.origin import Origin
 from buffer.errors import ConfigError
-from buffer.imports import load_function, load_object
+from buffer.imports import load_function
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.origin import Origin
+from buffer.run.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState
-from producer_workers.agent_loops.agent_loop import load_agent_loop, named_loops
+from producer_workers.agent_loops.agent_loop import commands_of, load_agent_loop
 from producer_workers.agent_loops.tokenizer import (
     TaskTokenizer,
     Tokenizer,
@@ -27,12 +23,10 @@ from producer_workers.config.dataset import ImagesSection
 from producer_workers.config.producing import ProducingConfig
 from producer_workers.config.strategy import FILTERS
 from producer_workers.config.task import (
-    LIVE,
     NO_JUDGE,
     JudgingSection,
     TaskSection,
     attached_kinds,
-    live_tasks,
 )
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.image_records import ImagePrompts
@@ -163,16 +157,16 @@ def make_worker(
     worker_id: str,
     *,
     restarts: int = 0,
-    is_live: bool = False,
+    command: str = "worker",
 ) -> Worker:
     """Return a worker; `restarts` counts its earlier engines. Raises ConfigError.
 
-    `is_live`: it serves the live tasks, which others leave out.
+    `command`: it serves the tasks whose loops name this command.
     """
     if config.worker.concurrency == "auto" and not isinstance(engine, ReportsLoad):
         hint = "give [worker] concurrency a number"
         raise ConfigError(f"the engine {engine.name} does not report its load", hint=hint)
-    names = task_names(config, is_live)
+    names = task_names(config, command)
     check_images(config, names, engine)
     for name in names:  # responses without the structure would only look like a bad model
         if config.tasks[name].sample.structured and not structures(engine):
@@ -186,58 +180,34 @@ def make_worker(
     tokenizer = load_tokenizer(str(config.model_folder))
     ends = eos_ids(config.model_folder)
     judges = WatchedJudges(JudgeTimes(run.observers))
-    facts = {
-        "host": socket.gethostname(),
-        "pid": str(os.getpid()),
-        "engine_restarts": str(restarts),
-    }
     columns = column_judges(config, names, judges)
-
-    @functools.cache
-    def gateway(open_gateway: Callable[..., Any]) -> Any:
-        return open_gateway(config, run, names, facts)
-
-    runners = {
-        name: _make_runner(config, run, name, tokenizer, ends, judges, gateway, columns[name])
+    tasks = {
+        name: _make_runner(config, run, names, name, tokenizer, ends, judges, columns[name])
         for name in names
     }
-    room = None
-    if is_live:
-        room = gateway(load_object(named_loops()[LIVE], kind="agent loop").open_gateway).room
-    worker = Worker(
-        run,
-        engine,
-        runners,
-        worker_id=worker_id,
-        concurrency=config.worker.concurrency,
-        drain_timeout_s=config.worker.drain_timeout_s,
-        sleeps=config.worker.sleep_when_paused,
-        judges=judges,
-        lanes=config.worker.lanes,
-        untruncated_tasks=config.untruncated_tasks,
-        limit_claim=room and room.limit_claim,
-        facts=facts,
-    )
-    if room:
-        room.on_demand = worker.claim_soon
+    url = config.weights.url_of(config.run)
+    worker = Worker(run, engine, tasks, config.worker, worker_id=worker_id, weights_url=url)
+    worker.facts["engine_restarts"] = str(restarts)
     return worker
 
 
-def task_names(config: ProducingConfig, is_live: bool) -> list[str]:
-    """Return the tasks of a gateway of live sessions, or of a worker. Raises ConfigError."""
-    live = live_tasks(config.tasks, config.worker.agent_loop)
-    wanted = [name for name in config.tasks if (name in live) == is_live]
-    names = wanted if is_live else config.worker.tasks or wanted
+def task_names(config: ProducingConfig, command: str) -> list[str]:
+    """Return the tasks of a worker, or of another command that serves some. Raises ConfigError."""
+    commands = commands_of(config.tasks, config.worker.agent_loop)
+    names = [name for name, found in commands.items() if found == command]
+    if command == "worker":
+        names = config.worker.tasks or names
     if not names:
-        hint = 'a task of `rolloutmq gateway` has agent_loop = "live"; others have another loop'
-        raise ConfigError("no task is for this process", hint=hint)
+        found = ", ".join(f"{name} by `rolloutmq {each}`" for name, each in commands.items())
+        raise ConfigError("no task is for this process", hint=f"their agent loops serve {found}")
     if unknown := sorted(set(names) - set(config.tasks)):
         known = ", ".join(config.tasks)
         message = f"[worker] tasks: there is no task {', '.join(unknown)}"
         raise ConfigError(message, hint=f"known: {known}")
-    if not is_live and (served := sorted(set(names) & set(live))):
-        message = f"[worker] tasks: the live sessions of {', '.join(served)} are served by"
-        raise ConfigError(f"{message} `rolloutmq gateway`", hint="leave them out")
+    for name in names:
+        if commands[name] != command:
+            message = f"[worker] tasks: {name} is served by `rolloutmq {commands[name]}`"
+            raise ConfigError(message, hint="leave it out")
     return names
 
 
@@ -264,11 +234,11 @@ def image_folder(config: ProducingConfig) -> ImageFolder:
 def _make_runner(
     config: ProducingConfig,
     run: Run,
+    names: Sequence[str],
     name: str,
     tokenizer: Tokenizer,
     eos_ids: set[int],
     judges: WatchedJudges,
-    gateway: Callable[[Callable[..., Any]], Any],
     column_judges: Sequence[WatchedColumns],
 ) -> TaskRunner:
     task = config.tasks[name]
@@ -282,7 +252,7 @@ def _make_runner(
         eos_ids=eos_ids,
         partial_rollout=is_partial,
         options=task.loop_options(name_of_loop),
-        gateway=gateway,
+        worker=(config, run, names),
     )
     # an evaluation counts every problem, also those that are not worth training on
     spec = None if task.eval_of else strategy.is_valid_sample_fn
@@ -294,6 +264,8 @@ def _make_runner(
         "drop" if task.eval_of else strategy.on_failed_member,
         task.train_roles,
         column_judges,
+        name in config.untruncated_tasks,
+        judges,
     )
 
 

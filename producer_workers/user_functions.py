@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from buffer.errors import ConfigError, raise_together
 from buffer.imports import is_dotted_path, load_function, load_object
-from producer_workers.agent_loops.agent_loop import named_loops
+from producer_workers.agent_loops.agent_loop import has_agents, load_class
 from producer_workers.config.producing import ProducingConfig
 from producer_workers.config.sandbox import BUBBLEWRAP, is_url
 from producer_workers.config.task import TaskSection
@@ -56,8 +56,8 @@ def _of_a_task(
     if (keep := strategy.is_valid_sample_fn) and not task.eval_of:
         yield NamedFunction(f"is_valid_sample_fn = {keep}", partial(load_sample_filter, keep))
     loop = task.loop(config.worker.agent_loop)
-    yield NamedFunction(f"agent_loop = {loop}", partial(_load_loop, loop))
-    if loop == "harbor":
+    yield NamedFunction(f"agent_loop = {loop}", partial(load_class, loop))
+    if has_agents(loop):
         check = partial(_check_options, loop, task.agent_loop_options)
         yield NamedFunction(f"agent_loop_options of task {name}", check)
     for option, spec in _options(task):
@@ -71,13 +71,8 @@ def _of_a_task(
                 yield NamedFunction(f"judge = {judge}", partial(load_judge, judge, task.judging))
 
 
-def _load_loop(loop: str) -> Any:
-    known = named_loops()
-    return load_object(known.get(loop, loop), kind="agent loop", built_in=known)
-
-
 def _check_options(loop: str, options: Mapping[str, Any]) -> None:
-    _load_loop(loop).check_options(options)
+    load_class(loop).check_options(options)
 
 
 def _load_option(option: str, spec: str) -> object:

@@ -10,7 +10,7 @@ It may append a `buffer.observers.Observer` to `run.observers`.
 from __future__ import annotations
 
 from buffer.imports import attached, load_object
-from buffer.run import Run
+from buffer.run.run import Run
 
 OBSERVERS = "rolloutmq.observers"
 

@@ -24,12 +24,11 @@ import typer
 from buffer.errors import ConfigError, QueryError, RunNotFound, StoreError, StoreUnavailable
 from buffer.ids import valid_name
 from buffer.readable import did_you_mean
-from buffer.redis.connection.nodes import Servers
-from buffer.redis.connection.url import mask_url
-from buffer.redis.connection_errors import describe_connection_error
+from buffer.redis.errors import describe_connection_error
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.redis.url import Servers, mask_url
+from buffer.run.run import Run
 from consumer.handle.sample_log import SampleLog
 from rolloutmq.hang_up import interrupted_by_sigterm
 from rolloutmq.output import console, emit
@@ -233,7 +232,7 @@ def connected(address: Address, deadline_s: float = _DEADLINE_S) -> Iterator[Sto
         with closing(Servers(address.url, "rolloutmq-cli", timeout_s=deadline_s)) as servers:
             # a client of a cluster has connected to a node already
             if not servers.is_cluster:
-                servers.client("control").ping()
+                servers.client().ping()
     except redis.RedisError as error:
         raise describe_connection_error(address.url, error) from error
     store = Store(address.url, name="rolloutmq-cli", deadline_s=deadline_s)

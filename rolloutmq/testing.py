@@ -7,23 +7,26 @@ Producer, worker, scripts and wire format are the real ones; the server is in me
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 from buffer.errors import RolloutMQError
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits, TaskLimits
-from buffer.manifest import Manifest
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import FIRST_WEIGHTS
 from buffer.wire.sampling import SampleParams
-from producer_workers.agent_loops.agent_loop import AgentLoop, AgentLoopFactory, load_agent_loop
+from consumer.handle.rollout_consumer import RolloutConsumer
+from producer_workers.agent_loops.agent_loop import AgentLoopFactory, load_agent_loop
 from producer_workers.agent_loops.tokenizer import Tokenizer
 from producer_workers.config.distribution import Fixed
 from producer_workers.config.engine import SimulatedConfig
+from producer_workers.config.producing import WorkerSection
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine
 from producer_workers.engines.simulated import SimulatedEngine
@@ -36,6 +39,7 @@ from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
 
 TASK = "rehearsal"
+POLL_S = 0.02  # between two looks for a group that failed
 DRAIN_S = 1.0  # for other groups to finish after one has failed
 
 
@@ -82,7 +86,20 @@ def rehearse(
     called from a running event loop. Raises RehearsalError, DatasetError and ConfigError.
     """
     tokenizer = tokenizer or Characters()
-    engine = engine or _random_characters()
+    quick = Fixed(value=0.0)
+    config = SimulatedConfig(
+        response_tokens=Fixed(value=32),
+        first_token_s=quick,
+        token_s=quick,
+        vocab_size=95,
+        eos_token_id=END,
+    )
+    engine = engine or SimulatedEngine(config, FIRST_WEIGHTS)
+    name = getattr(judge, "__name__", "judge")
+    scores = load_judge(judge) if isinstance(judge, str) else FunctionJudge(name, judge)
+    loop = load_agent_loop(
+        agent_loop, judge=scores, tokenizer=tokenizer, eos_ids={END}, options=agent_loop_options
+    )
     limits = RunLimits(
         max_tries=1, steps=1, batch_size=len(problems), tasks={TASK: TaskLimits(strategy="sync")}
     )
@@ -96,79 +113,53 @@ def rehearse(
             TASK, dataset, tokenizer, SampleParams(seed=0), prompt_repeat_k=samples, shuffle=False
         )
         producer = Producer(run, {TASK: sampler}, strategies_of(run.limits))
-        runner = TaskRunner(_make_loop(agent_loop, judge, tokenizer, agent_loop_options))
-        worker = Worker(run, engine, {TASK: runner}, worker_id="w0", drain_timeout_s=DRAIN_S)
+        section = WorkerSection(drain_timeout_s=DRAIN_S)
+        worker = Worker(run, engine, {TASK: TaskRunner(loop)}, section, worker_id="w0")
         try:
             return asyncio.run(_play(run, producer, worker, engine, len(dataset), timeout_s))
         finally:
             # many failing rehearsals in one process must not fill its memory
-            for key in list(store.control.scan_iter(f"{run.keys.prefix}*")):
-                store.control.unlink(key)
-
-
-def _random_characters() -> SimulatedEngine:
-    quick = Fixed(value=0.0)
-    config = SimulatedConfig(
-        response_tokens=Fixed(value=32),
-        first_token_s=quick,
-        token_s=quick,
-        vocab_size=95,
-        eos_token_id=END,
-    )
-    return SimulatedEngine(config, FIRST_WEIGHTS)
-
-
-def _make_loop(
-    agent_loop: str | AgentLoopFactory,
-    judge: str | Callable[..., Any],
-    tokenizer: Tokenizer,
-    options: Mapping[str, Any] | None,
-) -> AgentLoop:
-    scores = (
-        load_judge(judge)
-        if isinstance(judge, str)
-        else FunctionJudge(getattr(judge, "__name__", "judge"), judge)
-    )
-    return load_agent_loop(
-        agent_loop, judge=scores, tokenizer=tokenizer, eos_ids={END}, options=options
-    )
+            for key in list(store.client.scan_iter(f"{run.keys.prefix}*")):
+                store.client.unlink(key)
 
 
 async def _play(
     run: Run, producer: Producer, worker: Worker, engine: Engine, count: int, timeout_s: float
 ) -> list[RolloutGroup]:
+    """Run producer, worker and trainer until step 1 is taken and committed; return its groups."""
+    consumer = RolloutConsumer(run, prefetch_bytes=0)
+    consumer.open()
     await engine.start()
+    stop = threading.Event()
+    take = partial(consumer.take_batch, 1, {TASK: count}, deadline_s=timeout_s)
     working = asyncio.create_task(worker.run())
+    producing = asyncio.create_task(asyncio.to_thread(producer.produce_loop, stop))
+    taking = asyncio.create_task(asyncio.to_thread(take))
+    parts = (working, producing, taking)
     try:
-        async with asyncio.timeout(timeout_s):
-            return await _first_batch(run, producer, working, count)
+        while not any(part.done() for part in parts):
+            _raise_if_incomplete(run)
+            await asyncio.wait(parts, timeout=POLL_S, return_when=asyncio.FIRST_COMPLETED)
+        for part in parts:
+            if part.done():
+                part.result()
+        batch = await taking
+        _raise_if_incomplete(run)
+        consumer.commit(1, keep=1)
+        return sorted(batch.groups, key=lambda group: group.gid)
     except TimeoutError as error:
-        places = {place: n for place, n in run.account.totals().tasks[0].stages.items() if n}
+        stages = {stage: n for stage, n in run.account.totals().tasks[0].stages.items() if n}
         raise RehearsalError(
-            f"not ready after {timeout_s:g} s; groups by stage: {places}"
+            f"not ready after {timeout_s:g} s; groups by stage: {stages}"
         ) from error
     finally:
+        consumer.stop()
+        consumer.finish()
+        stop.set()
         worker.stop()
-        await asyncio.gather(working, return_exceptions=True)
+        await asyncio.gather(*parts, return_exceptions=True)
+        consumer.close()
         await engine.shutdown()
-
-
-async def _first_batch(
-    run: Run, producer: Producer, working: asyncio.Task[None], count: int
-) -> list[RolloutGroup]:
-    """Act as a trainer: open, take step 1, read and commit; run the producer meanwhile."""
-    trainer = new_nonce()
-    run.control.open_producer(producer.nonce)
-    run.trainers.open(trainer, step=0, lineage=TASK)
-    while not isinstance(batch := run.ledger.take(trainer, 1, {TASK: count}), Manifest):
-        producer.round(run.control.state())
-        _raise_if_incomplete(run)
-        if working.done():
-            working.result()
-        await asyncio.sleep(0.01)
-    groups = [run.buffer.read(entry.payload) for entry in batch.entries]
-    run.ledger.commit(trainer, 1, 1)
-    return sorted(groups, key=lambda group: group.gid)
 
 
 def _raise_if_incomplete(run: Run) -> None:
@@ -180,8 +171,8 @@ def _raise_if_incomplete(run: Run) -> None:
     stop = run.task_stops.of(TASK)
     if stop.is_stopped:
         raise RehearsalError(f"a problem cannot be used: {stop.reason}")
-    places = run.account.totals().tasks[0].stages
-    if passed_over := places["dropped"]:
+    stages = run.account.totals().tasks[0].stages
+    if passed_over := stages["dropped"]:
         raise RehearsalError(
             f"{passed_over} problems were passed over: their prompts are too large to be stored",
             hint="the log of rolloutmq.producer names their rows",

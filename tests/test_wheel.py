@@ -67,7 +67,7 @@ import pathlib, buffer, consumer, producer_workers, rolloutmq
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits, TaskLimits
 from buffer.wire.rollout import FIRST_WEIGHTS
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from rolloutmq.presets import presets_folder

@@ -29,9 +29,10 @@ from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion, RolloutState, Stat
 from buffer.wire.sampling import SampleParams
 from buffer.wire.sampling_mask import SamplingMask
 from consumer.config.learner import LearnerConfig
-from consumer.grpo.learner.learner import Learner
+from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.model_state.weights_folder import HostBuffers
 from consumer.grpo.models.model_folder import load_model
+from consumer.grpo.policy.policy import Policy
 from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine
 from producer_workers.engines.base import Engine, Generation
@@ -163,10 +164,10 @@ def _agreement(
         for number, prompt in enumerate(prompts)
     ]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    learner = Learner(model, LearnerConfig(token_budget=4_096), device=device)
+    policy = Policy(model, LearnerConfig(token_budget=4_096), device=device)
     distances = [
-        (learner.logprobs(part).cpu() - part.rollout_logprobs.cpu()).abs()
-        for update in learner.pack(groups).updates
+        (policy.logprobs(part).cpu() - part.rollout_logprobs.cpu()).abs()
+        for update in TrainController(policy).pack(groups).updates
         for part in update.batches
     ]
     all_of_them = torch.cat(distances)

@@ -8,9 +8,9 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from buffer.weights.new_folder import new_folder
-from consumer.config.warm_start import TinyModelConfig
 from consumer.grpo.models.model_folder import save_model
-from consumer.grpo.models.tiny_model import architecture, build_tokenizer
+from rolloutmq.config.small_model import TinyModelConfig
+from rolloutmq.extensions.demo.tiny_model import architecture, build_tokenizer
 
 VOCABULARY = 151_936
 CONTEXT = 2_048

@@ -17,9 +17,9 @@ from benchmarks.gpu_day.shapes import SHAPES, build_model
 from buffer.errors import ConfigError
 from buffer.wire.group import RolloutGroup
 from consumer.config.learner import LearnerConfig
-from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.policy import vocabulary_projection
+from consumer.grpo.policy.policy import Policy
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 """Dense bfloat16 operations per second, by a part of the device's name."""
@@ -74,15 +74,15 @@ def _measure(shape: str, settings: dict[str, Any], model: Path) -> tuple[float, 
     """Return the seconds of the fastest step, its tokens, and its floating-point operations."""
     on_gpu = torch.cuda.is_available()
     config = LearnerConfig(token_budget=16_384 if on_gpu else 2_048, **settings)
-    learner = Learner(model, config, device="cuda" if on_gpu else "cpu")
-    controller = TrainController(learner, "grpo")
+    policy = Policy(model, config, device="cuda" if on_gpu else "cpu")
+    controller = TrainController(policy, "grpo")
     prompt, response = (512, 1_536) if on_gpu else (8, 16)
-    groups = random_groups(16 if on_gpu else 2, prompt, response, _vocabulary(learner))
+    groups = random_groups(16 if on_gpu else 2, prompt, response, _vocabulary(policy))
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     seconds = [_step(controller, groups) for _ in range(STEPS)]
     lengths = [prompt + int(length) for group in groups for length in group.lengths]
-    return min(seconds[1:]), sum(lengths), _flops(shape, learner, lengths)
+    return min(seconds[1:]), sum(lengths), _flops(shape, policy, lengths)
 
 
 def _step(controller: TrainController, groups: Sequence[RolloutGroup]) -> float:
@@ -93,14 +93,14 @@ def _step(controller: TrainController, groups: Sequence[RolloutGroup]) -> float:
     return time.perf_counter() - began
 
 
-def _vocabulary(learner: Learner) -> int:
-    return int(learner.model.get_input_embeddings().weight.shape[0])
+def _vocabulary(policy: Policy) -> int:
+    return int(policy.model.get_input_embeddings().weight.shape[0])
 
 
-def _flops(shape: str, learner: Learner, lengths: Sequence[int]) -> float:
+def _flops(shape: str, policy: Policy, lengths: Sequence[int]) -> float:
     """Return the operations of forward and backward pass: 6 per weight and token, and attention."""
     spec = SHAPES[shape]
-    weights = sum(parameter.numel() for parameter in learner.parameters.values())
+    weights = sum(parameter.numel() for parameter in policy.parameters.values())
     attention = 6 * spec.layers * spec.heads * spec.head_dim * sum(n * n for n in lengths)
     return 6.0 * weights * sum(lengths) + attention
 

@@ -30,13 +30,13 @@ from buffer.job import Job
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion
 from consumer.config.learner import LearnerConfig
-from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.models.model_folder import load_model
+from consumer.grpo.policy.policy import Policy
 
 TEACHER, TOP_K = "big", 8
 MODELS = Path(__file__).parents[2] / "build" / "distill"
@@ -100,7 +100,7 @@ def run_arm(url: str, trial: Trial, model: Path, teacher: Path | None, folder: P
     advantages = options.pop("advantages")
     setting = Setting(seed=trial.seed, steps=trial.steps)
     config = LearnerConfig.model_validate({"learning_rate": 1e-3, "warmup_steps": 5} | options)
-    controller = TrainController(Learner(model, config, seed=trial.seed), advantages)
+    controller = TrainController(Policy(model, config, seed=trial.seed), advantages)
     limits = RunLimits(
         stale_threshold=1,
         steps=trial.steps,

@@ -20,9 +20,9 @@ from buffer.control.control import ControlState, Mode
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.ids import group_id, new_nonce
 from buffer.job import Job
-from buffer.open_run import wait_for_run
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.open import wait_for_run
+from buffer.run.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion

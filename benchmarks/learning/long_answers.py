@@ -33,15 +33,15 @@ from buffer.limits import RunLimits, TaskLimits
 from buffer.manifest import Manifest
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights.shared_folder import FolderSender
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.staleness import last_step_for
 from consumer.config.learner import LearnerConfig
-from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.models.model_folder import copy_tokenizer
+from consumer.grpo.policy.policy import Policy
 from consumer.handle.publication import publish
 from consumer.handle.rollout_consumer import RolloutConsumer
 
@@ -157,7 +157,7 @@ def run_trial(url: str, model: Path, trial: Trial, folder: Path) -> dict[str, li
     initial = PolicyVersion("initial", 0)
     run = Run.create(store, new_nonce(), new_nonce(), limits, initial, str(model))
     config = LearnerConfig(learning_rate=trial.rate, warmup_steps=5)
-    controller = TrainController(Learner(model, config, seed=trial.seed))
+    controller = TrainController(Policy(model, config, seed=trial.seed))
     fleet = LateFleet(run, Sampler(model, trial.k, trial.seed, RUNNING_SUMS), trial.k, trial.batch)
     try:
         with serving(run, fleet):
@@ -177,7 +177,7 @@ def train(
     consumer, weights = RolloutConsumer(run), FolderSender(folder)
 
     def save(to: Path) -> None:
-        controller.learner.save_weights(to, to_publish=True)
+        controller.policy.save_weights(to, to_publish=True)
         copy_tokenizer(model, to)
 
     consumer.open()

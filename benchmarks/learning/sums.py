@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
-from consumer.grpo.models.tiny_model import build_tiny_model
-from consumer.grpo.models.warm_start import Demonstration, warm_start
+from rolloutmq.config.small_model import TinyModelConfig, WarmStartConfig
+from rolloutmq.extensions.demo.tiny_model import build_tiny_model
+from rolloutmq.extensions.demo.warm_start import Demonstration, warm_start
 
 
 @dataclass(frozen=True, slots=True)

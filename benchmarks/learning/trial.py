@@ -16,13 +16,13 @@ from benchmarks.learning.sampler import Sampler
 from buffer.ids import group_id, new_nonce
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights.shared_folder import FolderSender
 from buffer.wire.rollout import PolicyVersion
 from consumer.config.learner import LearnerConfig, LossConfig
-from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.models.model_folder import copy_tokenizer
+from consumer.grpo.policy.policy import Policy
 from consumer.handle.publication import publish
 from consumer.handle.rollout_consumer import RolloutConsumer
 
@@ -73,7 +73,7 @@ staleness, loss.
 
 def make_controller(model: Path, setting: Setting) -> TrainController:
     config = LearnerConfig(learning_rate=setting.rate, warmup_steps=5, **LOSSES[setting.loss])
-    return TrainController(Learner(model, config, seed=setting.seed))
+    return TrainController(Policy(model, config, seed=setting.seed))
 
 
 def make_run(store: Store, name: str, model: Path, setting: Setting) -> Run:
@@ -94,7 +94,7 @@ def train(
     consumer, weights, points = RolloutConsumer(run), FolderSender(folder / run.name), []
 
     def save(to: Path) -> None:
-        controller.learner.save_weights(to, to_publish=True)
+        controller.policy.save_weights(to, to_publish=True)
         copy_tokenizer(model, to)
 
     consumer.open()
@@ -193,7 +193,7 @@ def train_in_process(
         )
         metrics = controller.fit(groups)
         (folder / str(step)).mkdir(parents=True)
-        controller.learner.save_weights(folder / str(step))
+        controller.policy.save_weights(folder / str(step))
         sampler.load(folder / str(step))
         scores = [float(score) for group in groups for score in group.scores]
         points.append(

@@ -1,19 +1,27 @@
-"""Keys of a section that packages attach by an entry point, so that no section has to name them.
+"""Keys and kinds of sections that packages attach by an entry point, so that nothing names them.
 
     [project.entry-points."rolloutmq.judges"]
     my_key = "my_package.my_module:MySection"
 
 adds the key `my_key` to every section that attaches the group `rolloutmq.judges`. The object is the
-type of its value, which pydantic can check.
+type of its value, which pydantic can check. `AttachedKinds` adds kinds of one section.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, Union
 
-from pydantic import BeforeValidator, GetJsonSchemaHandler, TypeAdapter, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    TypeAdapter,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError
 
@@ -28,6 +36,23 @@ def attached_types(group: str) -> Mapping[str, TypeAdapter[Any]]:
     return {
         key: TypeAdapter(load_object(value, kind=group)) for key, value in attached(group).items()
     }
+
+
+@dataclass(frozen=True)
+class AttachedKinds:
+    """Annotates the base class of a section: a value is one of `own`, or of an attached kind.
+
+    The field `kind` of a section tells which. Raises ConfigError, once a config is read, for an
+    attached kind that cannot be imported.
+    """
+
+    group: str
+    own: tuple[type[Section], ...]
+
+    def __get_pydantic_core_schema__(self, base: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        others = [load_object(spec, kind=self.group) for spec in attached(self.group).values()]
+        kinds: Any = Union[(*self.own, *others)]
+        return handler.generate_schema(Annotated[kinds, Field(discriminator="kind")])
 
 
 class _Further(NamedTuple):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from buffer.ids import LANES, POOLS
-from buffer.redis.connection.bulk_io import Command
+from buffer.redis.bulk_io import Command
 from buffer.redis.key_fields import read_counts, require_fields, text_fields
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
@@ -121,19 +121,21 @@ def _steps(keys: Keys, values: Sequence[bytes | None]) -> list[int]:
     return read_counts(keys.ledger("train"), ["taken", "awaits"], values)
 
 
-def read_progress(store: Store, keys: Keys, thresholds: Mapping[str, int | str]) -> ProduceProgress:
+def read_progress(
+    store: Store, keys: Keys, thresholds: Mapping[str, int | None]
+) -> ProduceProgress:
     """Return the progress of the tasks of `thresholds`, in two round trips. Raises RunDamaged.
 
-    `thresholds`: the stale threshold of each of these tasks; "" for one whose groups do not age.
+    `thresholds`: the stale threshold of each of these tasks; None for one whose groups do not age.
     """
     tasks = list(thresholds)
     # of a batch that is taken meanwhile, fewer groups count as expiring, and too little starts
     steps = ("HMGET", keys.ledger("train"), "taken", "awaits")
-    (before,) = store.each("progress", [steps], "control")
+    (before,) = store.send("progress", [steps])
     step = next_step(*_steps(keys, before))
     reads: list[Command] = []
     for task, threshold in thresholds.items():
-        cut = f"({step - threshold}" if isinstance(threshold, int) else "-inf"
+        cut = f"({step - threshold}" if threshold is not None else "-inf"
         reads.append(("ZCOUNT", keys.age(task), "-inf", cut))
         reads.append(("HGETALL", keys.progress(task)))
         reads += [("ZCARD", keys.pool(task, status)) for status in POOLS]
@@ -142,7 +144,7 @@ def read_progress(store: Store, keys: Keys, thresholds: Mapping[str, int | str])
     # read last: if a batch is taken meanwhile, the newer step is combined with the older counts, so
     # that the producer starts too little rather than too much
     reads.append(steps)
-    *rows, cursors, after = store.each("progress", reads, "control")
+    *rows, cursors, after = store.send("progress", reads)
     width = 2 + len(POOLS) + len(LANES)
     pooled = 2 + len(POOLS)
     parts = {task: rows[i * width : (i + 1) * width] for i, task in enumerate(tasks)}

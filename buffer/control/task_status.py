@@ -81,7 +81,7 @@ class TaskStops:
         """Return the halt of a task; `TaskStop()` without one."""
         names = ("halt", "halt_step", "halt_reason", "stopped")
         command = ("HMGET", self._keys.progress(task), *names)
-        (fields,) = self._store.each("halt", [command], "control")
+        (fields,) = self._store.send("halt", [command])
         kind, step, reason, stopped = (field.decode() if field else "" for field in fields)
         if stopped:
             return TaskStop("failing", 0, stopped)

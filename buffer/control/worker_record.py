@@ -1,8 +1,9 @@
 """What a worker reports with its heartbeats, and the record that the server keeps of it.
 
-A number is a field of `HeartbeatNumbers`, an argument of `lua/heartbeat.lua`, and a value that
-`producer_workers/worker/heartbeat.py` fills in. A worker of another language may write anything
-into its record: an invalid number counts as not written, and texts are kept as they are.
+A number is a field of `HeartbeatNumbers`, with its `NumberRow`, and a value that
+`producer_workers/worker/worker.py` measures: `rolloutmq workers`, `status`, their JSON, Prometheus
+and the browser show it from there. A worker of another language may write anything into its record:
+an invalid number counts as not written, and texts are kept as they are.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from buffer.readable import shorten_reason
 from buffer.wire.rollout import PolicyVersion
@@ -95,22 +96,71 @@ class WorkerState(StrEnum):
     LOST = "lost"  # as LEFT, but it fell silent
 
 
+class NumberRow(NamedTuple):
+    """How a number of a heartbeat is shown. JSON shows every one, by the name of its field."""
+
+    heading: str
+    """of its column in `table`, and in the browser"""
+    words: str
+    """what it counts: the help text of its metric"""
+    metric: str = ""
+    """name for Prometheus, without `rolloutmq_`; "": no metric"""
+    is_counter: bool = False
+    table: Literal["", "workers", "judges"] = ""
+    """of `rolloutmq workers`; "": only in the browser"""
+    total: str = ""
+    """what `status` calls the sum over all live workers; "": it shows none"""
+    note: str = ""
+    """a remark for people about a number that is 0 while all is well; {} stands for the number"""
+
+
+def _reported(default: Any, heading: str, words: str, **more: Any) -> Any:
+    return field(default=default, metadata={"row": NumberRow(heading, words, **more)})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatNumbers:
     """The numbers of a heartbeat. Counts without another remark are since the worker started."""
 
-    tokens_per_s: float = 0.0
     concurrency: int = 0  # groups sampled at once at most; 0: not reported
-    requests: int | None = None  # running and waiting in the engine; None: not reported
-    done: int = 0  # completed groups
-    failed: int = 0  # failed groups
-    judging: int = 0  # groups held now that only wait for their judge: all samples are generated
-    judged: int = 0  # answers of judges, failures too
-    judging_ms: int = 0  # the time that all of these answers took together
-    judge_failures: int = 0
+    requests: int | None = _reported(
+        None,
+        "load",
+        "In its engine, waiting too.",
+        metric="worker_engine_requests",
+        table="workers",
+    )  # None: not reported
+    tokens_per_s: float = _reported(
+        0.0, "tok/s", "As the worker reports it.", metric="worker_tokens_per_second",
+        table="workers", total="tokens/s",
+    )  # fmt: skip
+    done: int = _reported(0, "done", "Groups that it completed.", table="workers")
+    failed: int = _reported(
+        0, "failed", "Groups that failed on it.", metric="worker_groups_failed", is_counter=True
+    )
+    judging: int = _reported(
+        0, "judging", "Held, and only wait for a judge.", metric="worker_groups_judging",
+        table="judges",
+    )  # fmt: skip
+    judged: int = _reported(0, "judged", "Answers of its judges, failures too.", table="judges")
+    judge_failures: int = _reported(
+        0, "judge failures", "Judges' failures.", metric="worker_judge_failures", is_counter=True,
+        table="judges",
+    )  # fmt: skip
+    judging_ms: int = 0  # the time that all answers of judges took together
     judge_buckets: tuple[int, ...] = ()  # how many took how long: see `WorkerRecord.judge_times`
-    replaced: int = 0  # processes of a user's functions that hung, crashed or ran out of memory
-    lengths: str = ""  # of responses that it began: `LengthCounts.text`
+    replaced: int = _reported(  # processes
+        0, "replaced", "Users' code that hung.", metric="worker_processes_replaced",
+        is_counter=True,
+        note="{} processes of your functions hung, crashed or ran out of memory, and were "
+        "replaced; its log names them",
+    )  # fmt: skip
+
+
+NUMBERS: Mapping[str, NumberRow] = {
+    each.name: each.metadata["row"] for each in fields(HeartbeatNumbers) if each.metadata
+}
+"""The numbers that people see, by the name of the field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +173,22 @@ class HeartbeatReport(HeartbeatNumbers):
     refusal: str = ""
     """the newest weights that the engine could not load, and why; "" if it could"""
     known_epoch: int = 0
+    lengths: str = ""
+    """of responses that it began: `LengthCounts.text`"""
 
     def arguments(self) -> dict[str, str | int]:
+        """Return the arguments of the script; `report` is "name=value name=value"."""
         numbers = {each.name: getattr(self, each.name) for each in fields(HeartbeatNumbers)}
-        numbers["tokens_per_s"] = f"{self.tokens_per_s:.1f}"
-        numbers["requests"] = "" if self.requests is None else self.requests
-        numbers["judge_buckets"] = join_counts(self.judge_buckets)
-        texts = {"state": self.state.value, "refusal": shorten_reason(self.refusal)}
-        return {"ack": self.ack, "weights": str(self.weights), **texts, **numbers}
+        numbers["tokens_per_s"] = round(self.tokens_per_s, 1)
+        numbers["judge_buckets"] = ",".join(map(str, self.judge_buckets))
+        return {
+            "ack": self.ack,
+            "weights": str(self.weights),
+            "state": self.state.value,
+            "refusal": shorten_reason(self.refusal),
+            "report": " ".join(f"{name}={n}" for name, n in numbers.items() if n not in (None, "")),
+            "lengths": self.lengths,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +209,7 @@ class WorkerRecord(HeartbeatNumbers):
     refusal: str = ""  # "lineage:version reason" of published weights that it could not load
     engine: str = ""
     ack: int = 0
+    lengths: str = ""  # see `HeartbeatReport`
     quarantined: int = 0  # groups that a trainer could not use
     joined_ms: int = 0
     seen_ms: int = 0
@@ -180,6 +239,7 @@ OF_THE_READER = ("id", "silent_ms", "holds", "bad_groups", "barred_for_ms", "fac
 """Fields that do not come from the worker's hash; these names are ignored there."""
 
 _PRIVATE = ("nonce", "claim", "claimed")
+_NUMBER_NAMES = [each.name for each in fields(HeartbeatNumbers)]
 
 
 def read_record(
@@ -190,11 +250,14 @@ def read_record(
         name.decode(errors="replace"): value.decode(errors="replace")
         for name, value in written.items()
     }
+    report = dict(word.split("=", 1) for word in texts.pop("report", "").split() if "=" in word)
+    texts |= {name: report.get(name, "") for name in _NUMBER_NAMES}
     parsed = {name: parse(texts[name]) for name, parse in _PARSERS.items() if name in texts}
     known: dict[str, Any] = {name: value for name, value in parsed.items() if value is not None}
     reserved = (*_PARSERS, *OF_THE_READER, *_PRIVATE)
     facts = {name: text for name, text in texts.items() if name not in reserved}
-    _, bad_groups, barred_ms = _suspicion(suspicion or b"")
+    entry = re.fullmatch(rb"(\d+) (\d+) (\d+)", suspicion or b"")
+    bad_groups, barred_ms = (int(entry[2]), int(entry[3])) if entry else (0, 0)
     return WorkerRecord(
         id=worker,
         silent_ms=now_ms - known.get("seen_ms", 0),
@@ -204,12 +267,6 @@ def read_record(
         facts=facts,
         **known,
     )
-
-
-def _suspicion(entry: bytes) -> tuple[int, int, int]:
-    """Return the numbers of an entry of `bad_submissions`; 0 for an invalid entry."""
-    found = re.fullmatch(rb"(\d+) (\d+) (\d+)", entry)
-    return (int(found[1]), int(found[2]), int(found[3])) if found else (0, 0, 0)
 
 
 def _whole(text: str) -> int | None:
@@ -225,7 +282,7 @@ _PARSER_OF: dict[object, Callable[[str], object]] = {
     "int": _whole,
     "int | None": _whole,
     "float": _rate,
-    "tuple[int, ...]": parse_counts,
+    "tuple[int, ...]": lambda text: parse_counts(text.replace(",", " ")),
     "str": str,
 }
 _PARSERS = {

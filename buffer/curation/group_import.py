@@ -56,7 +56,7 @@ class GroupImport:
         payloads: PayloadStore,
     ) -> None:
         self._context = context
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._payloads = payloads
 
     def read(

@@ -68,7 +68,7 @@ ROOM_SHARE = 0.5
 
 class DeadLetters:
     def __init__(self, context: RunContext, payloads: PayloadStore) -> None:
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._payloads = payloads
 
     def __len__(self) -> int:
@@ -89,6 +89,7 @@ class DeadLetters:
         keys, low_bytes = self._keys, self._limits.low_bytes
         ref, commands = to_store(self._payloads, job, group, group_bytes.pieces_checked(group))
         call = ScriptCall(
+            "keep_responses",
             keys.slots(gid=job.gid),
             {
                 "gid": job.gid,
@@ -97,12 +98,11 @@ class DeadLetters:
                 "size": ref.size,
                 "crc": ref.crc,
                 "chunks": ref.chunks,
-                "byte_limit": int(low_bytes * ROOM_SHARE) if low_bytes else "",
+                "byte_limit": int(low_bytes * ROOM_SHARE) if low_bytes else None,
             },
             keys.payload_chunks(ref.gid, ref.token, ref.chunks),
         )
-        record = keys.group(job.gid)
-        (reply,) = self._store.upload_and_call("keep_responses", record, [(commands, call)])
+        *_, reply = self._store.send("keep_responses", [*commands, call], durable=True)
         match reply:
             case ["OK"]:
                 return True
@@ -120,7 +120,7 @@ class DeadLetters:
             start += _SLICE
 
     def _slice(self, start: int) -> list[DeadLetter | None]:
-        client = self._store.control
+        client = self._store.client
         keys = self._keys
         seconds, micros = client.time()
         found = client.zrevrange(keys.dead, start, start + _SLICE - 1, withscores=True)

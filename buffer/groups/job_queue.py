@@ -18,9 +18,8 @@ from buffer.groups.claim import Claim, Enqueued, Reaped, fenced, stage_before
 from buffer.ids import LANES, group_id, new_nonce, split_group_id
 from buffer.job import EndedEarly, Job, ReleaseKind
 from buffer.limits import RunLimits
-from buffer.observers import Observer
-from buffer.redis.connection.retry import SYSTEM_RANDOM
 from buffer.redis.key_fields import read_counts
+from buffer.redis.retry import SYSTEM_RANDOM
 from buffer.redis.scripts import unfenced, unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire.rollout import PolicyVersion
@@ -74,9 +73,8 @@ _MESSAGE = 150  # characters of a reason on screens
 
 
 class JobQueue:
-    def __init__(self, context: RunContext, observers: Sequence[Observer] = ()) -> None:
-        self._store, self._keys, self._limits = context
-        self._observers = observers
+    def __init__(self, context: RunContext) -> None:
+        self._store, self._keys, self._limits, self._observers = context
 
     # -- for the producer ----------------------------------------------------
 
@@ -129,10 +127,10 @@ class JobQueue:
                 "task": task,
                 "lane": lane,
                 "cursor": cursor,
-                "target": "" if target is None else target,
+                "target": target,
                 "threshold": limits.threshold(task),
                 "byte_limit": limits.low_bytes if lane == "fresh" else limits.high_bytes,
-                "max_in_flight": limits.of(task).max_in_flight or "",
+                "max_in_flight": limits.of(task).max_in_flight,
             },
             payloads,
             samples,
@@ -165,14 +163,14 @@ class JobQueue:
             self._keys.slots(task=task, status=status),
             {
                 "nonce": nonce,
-                "target": "" if target is None else target,
+                "target": target,
                 "threshold": self._limits.threshold(task),
                 "lane": "resume" if self._limits.tasks[task].eval_of is None else "eval",
                 "at_least": at_least,
-                "tail_step": tail_step or "",
+                "tail_step": tail_step,
                 "limit": limit,
                 "byte_limit": self._limits.high_bytes,
-                "max_in_flight": self._limits.of(task).max_in_flight or "",
+                "max_in_flight": self._limits.of(task).max_in_flight,
             },
         )
         match unfenced(reply, "producer"):
@@ -254,7 +252,7 @@ class JobQueue:
                 "kind": kind,
                 "reason": letter,
                 "max_tries": self._limits.max_tries,
-                "tail_batch_max_tries": self._limits.tail_tries(task) or "",
+                "tail_batch_max_tries": self._limits.tail_tries(task),
                 "token_lead": self._limits.token_lead(task),
                 "threshold": self._limits.threshold(task),
                 "retryable": int(self._limits.retries_expired(task)),
@@ -324,12 +322,14 @@ class JobQueue:
 
     def expire_waiting(self, task: str, limit: int = 250) -> int:
         """Dequeue up to `limit` waiting groups whose tokens became too old; return how many."""
+        keys = self._keys.slots(task=task)
+        keys["pool"] = self._keys.age(task)
         moved = running = 0
         read = limit
         while read == limit and moved < limit:
             _, some, others = self._store.call(
-                "expire_waiting",
-                self._keys.slots(task=task),
+                "expire",
+                keys,
                 {
                     "task": task,
                     "threshold": self._limits.threshold(task),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from buffer.errors import StoreError
 from buffer.groups.claim import fenced
 from buffer.job import Job, PayloadRef
-from buffer.redis.connection.bulk_io import Pieces
+from buffer.redis.bulk_io import Pieces
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import ScriptCall, unknown_reply
 from buffer.redis.store import RunContext
@@ -32,7 +32,7 @@ class KeptTurns:
     def __init__(
         self, context: RunContext, payloads: PayloadStore, job: Job, group: RolloutGroup
     ) -> None:
-        self._store, self._keys, _ = context
+        self._store, self._keys, _, _ = context
         self._payloads = payloads
         self._job = job
         self._documents = [group_bytes.encode_checked(group)]
@@ -97,9 +97,9 @@ class KeptTurns:
             "made_by": ages({"oldest": self._oldest}),
         }
         slots = keys.slots(gid=ref.gid, task=self._job.task)
-        call = ScriptCall(slots, arguments, chunks)
-        record = keys.group(ref.gid)
-        (reply,) = self._store.upload_and_call("keep_turns", record, [(commands, call)])
+        call = ScriptCall("keep_turns", slots, arguments, chunks)
+        reply: list[str]
+        *_, reply = self._store.send("keep_turns", [*commands, call], durable=True)
         if reply == ["OK"]:
             self._ref, self._replaces = ref, ref.token
             self._stored = len(self._documents)

@@ -19,7 +19,7 @@ from buffer.job import PayloadRef
 from buffer.limits import RunLimits
 from buffer.readable import format_size
 from buffer.redis.payloads import PROMPT, PayloadStore
-from buffer.redis.scripts import unknown_reply
+from buffer.redis.scripts import Arg, unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
@@ -56,7 +56,7 @@ def stamped(
     return copies
 
 
-def arguments_of(group: RolloutGroup, ref: PayloadRef, limits: RunLimits) -> dict[str, int | str]:
+def arguments_of(group: RolloutGroup, ref: PayloadRef, limits: RunLimits) -> dict[str, Arg]:
     """Return the arguments of `put` and `update` that describe a group and its bytes."""
     finite = group.scores[np.isfinite(group.scores)]
     reward = float(finite.sum()) if group.status is Status.COMPLETED else 0.0
@@ -75,7 +75,7 @@ class GroupPut:
         payloads: PayloadStore,
         counter: Literal["put", "imported"],
     ) -> None:
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._payloads = payloads
         self._counter = counter
         self._operation = new_nonce()
@@ -85,7 +85,7 @@ class GroupPut:
     def close(self) -> None:
         """Delete the traces of the operation, of which no call will be repeated."""
         used = [task for task, count in self._counts.items() if count]
-        self._store.each(
+        self._store.send(
             "put", [("HDEL", self._keys.progress(task), f"put:{self._operation}") for task in used]
         )
 

@@ -56,7 +56,7 @@ class RecordWalk:
     def entered(self, task: str) -> Entered:
         key = self._keys.progress(task)
         names = ("cursor", "highest_draw", "put", "imported")
-        (counts,) = self._store.each("records", [("HMGET", key, *names)])
+        (counts,) = self._store.send("records", [("HMGET", key, *names)])
         cursor, highest_draw, put, imported = read_counts(key, names, counts)
         return Entered(cursor, max(cursor, highest_draw), put + imported)
 
@@ -81,12 +81,12 @@ class RecordWalk:
         """Return one page of a bitmap, from `offset` bytes on."""
         last = offset + PAGE_DRAWS // 8 - 1
         page: bytes = self._store.retrying(
-            "bits", lambda: self._store.bulk.getrange(key, offset, last)
+            "bits", lambda: self._store.client.getrange(key, offset, last)
         )
         return page
 
     def _hashes(self, gids: list[str]) -> list[dict[bytes, bytes]]:
-        return self._store.each("records", [("HGETALL", self._keys.group(gid)) for gid in gids])
+        return self._store.send("records", [("HGETALL", self._keys.group(gid)) for gid in gids])
 
 
 def payload_of(gid: str, record: Record) -> PayloadRef:

@@ -13,18 +13,18 @@ task share one call, which judges each by itself: one refused group does not hol
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 from buffer.errors import PayloadMissing, StoreUnavailable, WireError
 from buffer.groups.claim import fenced
 from buffer.job import Job, PayloadRef, Result
 from buffer.limits import RunLimits
-from buffer.redis.connection.bulk_io import Pieces
-from buffer.redis.payloads import PayloadStore, SetCommand
-from buffer.redis.scripts import ScriptCall, Upload, unknown_reply
+from buffer.redis.bulk_io import Command, Pieces
+from buffer.redis.payloads import PayloadStore, SetCommand, by_size
+from buffer.redis.scripts import Arg, ScriptCall, unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
 from buffer.wire.group import GROUP_TIME, RolloutGroup
@@ -32,9 +32,9 @@ from buffer.wire.rollout import Status
 
 GROUPS_PER_TRIP = 32  # bounds what is sent again after a lost connection
 
-_TOGETHER = 8  # groups that are encoded before the first is sent
-
 _CALL_BYTES = 8 * 2**20  # of payloads: large groups do not wait for each other
+
+_LARGE_BYTES = 32 * 2**10  # a server reads a value of this size by itself, smaller ones together
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,95 +54,73 @@ of its job), or `ScriptError` (a number is out of bounds).
 """
 
 
-Unit = dict[str, Any]
-"""The arguments of one result in a call of `submit.lua`, by name."""
+@dataclass(slots=True)
+class Unit:
+    """One result on its way: what stores its bytes, and its arguments of `submit.lua` by name.
+
+    Its outcome is known at last, or from the beginning if it cannot be submitted.
+    """
+
+    result: Result
+    sets: list[SetCommand] = field(default_factory=list)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    outcome: SubmitOutcome | None = None
 
 
 class Submission:
     """Submits results of one worker; see `ReplayBuffer.submit_many`."""
 
-    def __init__(
-        self,
-        context: RunContext,
-        payloads: PayloadStore,
-    ) -> None:
-        self._store, self._keys, self._limits = context
+    def __init__(self, context: RunContext, payloads: PayloadStore) -> None:
+        self._store, self._keys, self._limits, _ = context
         self._payloads = payloads
 
     def submit(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
         """Submit results; return their outcomes. After StoreUnavailable, submit again (I13)."""
-        return [
-            outcome
-            for start in range(0, len(results), GROUPS_PER_TRIP)
-            for outcome in self._together(worker, results[start : start + GROUPS_PER_TRIP])
-        ]
+        units = []
+        for start in range(0, len(results), GROUPS_PER_TRIP):
+            some = self.prepare(results[start : start + GROUPS_PER_TRIP])
+            units += some
+            ready = [unit for unit in some if unit.outcome is None]
+            try:
+                self._send(worker, ready)
+            except StoreUnavailable:
+                raise
+            except Exception:
+                # their call was refused; those that have moved are only told so again (I13)
+                for unit in ready:
+                    try:
+                        self._send(worker, [unit])
+                    except StoreUnavailable:
+                        raise
+                    except Exception as error:
+                        unit.outcome = error
+        return [cast(SubmitOutcome, unit.outcome) for unit in units]
 
-    def _together(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
-        """Submit results in one round trip, or if their call is refused, each in one of its own."""
-        try:
-            return self._round_trip(worker, results)
-        except StoreUnavailable:
-            raise
-        except Exception as error:
-            if len(results) == 1:
-                return [error]
-            # those that have moved are only told so again (I13)
-            return [self._together(worker, [result])[0] for result in results]
-
-    def _round_trip(self, worker: str, results: Sequence[Result]) -> list[SubmitOutcome]:
-        outcomes: dict[int, SubmitOutcome] = {}
-        sent: list[int] = []
-        uploads = _Once(self._uploads(worker, results, outcomes, sent))
-        replies = self._store.upload_and_call("submit", self._keys.leases, uploads)
-        parts = [part for reply in replies for part in reply]
-        for number, *reply in zip(sent, parts[::2], parts[1::2], strict=True):
-            outcomes[number] = _outcome(results[number], reply)
-        return [outcomes[number] for number in range(len(results))]
-
-    def _uploads(
-        self,
-        worker: str,
-        results: Sequence[Result],
-        outcomes: dict[int, SubmitOutcome],
-        sent: list[int],
-    ) -> Iterator[Upload]:
-        """Yield groups, then their call. Failed results go to `outcomes`, others to `sent`."""
-        by_task = sorted(range(len(results)), key=lambda number: results[number].group.task)
-        for task, numbers in groupby(by_task, lambda number: results[number].group.task):
-            units: list[Unit] = []
-            for number, data in _encoded(results, list(numbers)):
-                try:
-                    if isinstance(data, Exception):
-                        raise data
-                    commands, unit = self.prepare(results[number], data)
-                except Exception as error:  # it concerns this group alone
-                    outcomes[number] = error
-                    continue
-                sent.append(number)
-                units.append(unit)
-                yield commands, None
-                if sum(unit["size"] for unit in units) >= _CALL_BYTES:
-                    yield (), self.call(worker, task, units)
-                    units = []
-            if units:
-                yield (), self.call(worker, task, units)
-
-    def prepare(self, result: Result, data: Pieces) -> tuple[list[SetCommand], Unit]:
-        """Return what stores the bytes of a group, and its unit of a call. Raises what is wrong.
+    def prepare(self, results: Sequence[Result]) -> list[Unit]:
+        """Check and encode results; the outcome of a wrong one is its error.
 
         All checks are here, before the upload: later ones only protect the trainer from bytes that
         were damaged on their way.
         """
-        job, group = result.job, result.group
-        if group.status not in (Status.COMPLETED, Status.ABORTED):
-            raise WireError(
-                f"group {group.gid} is {group.status}",
-                hint="only completed or aborted groups are submitted",
-            )
-        ref, commands = to_store(self._payloads, job, group, data)
-        return commands, self.unit(result, ref)
+        units = [Unit(result) for result in results]
+        encoded = group_bytes.pieces_each([result.group for result in results])
+        for unit, data in zip(units, encoded, strict=True):
+            job, group = unit.result.job, unit.result.group
+            try:
+                if isinstance(data, Exception):
+                    raise data
+                if group.status not in (Status.COMPLETED, Status.ABORTED):
+                    raise WireError(
+                        f"group {group.gid} is {group.status}",
+                        hint="only completed or aborted groups are submitted",
+                    )
+                ref, unit.sets = to_store(self._payloads, job, group, data)
+                unit.arguments = self.arguments(unit.result, ref)
+            except Exception as error:  # it concerns this group alone
+                unit.outcome = error
+        return units
 
-    def unit(self, result: Result, ref: PayloadRef) -> Unit:
+    def arguments(self, result: Result, ref: PayloadRef) -> dict[str, Any]:
         """Return the arguments of `submit.lua` for a result whose bytes are stored at `ref`."""
         group = result.group
         status = _final_status(result)
@@ -160,8 +138,8 @@ class Submission:
             "ms": int(1000 * float(group.shared.extra.get(GROUP_TIME) or 0.0)),
         }
 
-    def call(self, worker: str, task: str, units: Sequence[Unit]) -> ScriptCall:
-        """Return the call of `submit.lua` for results of one task whose bytes are stored."""
+    def call(self, worker: str, task: str, units: Sequence[Mapping[str, Any]]) -> ScriptCall:
+        """Return the call of `submit.lua` for the `arguments` of results of one task."""
         keys = self._keys
         chunks = [
             name
@@ -170,33 +148,39 @@ class Submission:
         ]
         arguments = {
             "task": task,
-            "patience": self._limits.of(task).max_consecutive_filtered or "",
+            "patience": self._limits.of(task).max_consecutive_filtered,
             "token_lead": self._limits.token_lead(task),
         }
         slots = keys.slots(task=task, worker=worker)
-        return ScriptCall(slots, arguments, chunks, units)
+        return ScriptCall("submit", slots, arguments, chunks, units)
+
+    def _send(self, worker: str, units: Sequence[Unit]) -> None:
+        """Store and submit units in one round trip, with a call for each task and `_CALL_BYTES`."""
+        commands: list[Command | ScriptCall] = []
+        in_order = []
+        by_task = groupby(sorted(units, key=_task_of), _task_of)
+        for task, of_task in by_task:
+            for some in by_size(((unit.arguments["size"], unit) for unit in of_task), _CALL_BYTES):
+                in_order += some
+                # a server that writes to disk before it answers writes once for all small commands
+                # in a row, so large values come first
+                sets = [command for unit in some for command in unit.sets]
+                sets.sort(key=_is_small)
+                commands += sets
+                commands.append(self.call(worker, task, [unit.arguments for unit in some]))
+        answers = self._store.send("submit", commands, durable=True)
+        calls = zip(commands, answers, strict=True)
+        parts = [part for call, reply in calls if isinstance(call, ScriptCall) for part in reply]
+        for unit, *reply in zip(in_order, parts[::2], parts[1::2], strict=True):
+            unit.outcome = _outcome(unit.result, reply)
 
 
-class _Once:
-    """Uploads that are made while the server receives earlier ones, and kept for a repetition."""
-
-    def __init__(self, making: Iterator[Upload]) -> None:
-        self._making = making
-        self._made: list[Upload] = []
-
-    def __iter__(self) -> Iterator[Upload]:
-        yield from self._made
-        for upload in self._making:
-            self._made.append(upload)
-            yield upload
+def _task_of(unit: Unit) -> str:
+    return unit.result.group.task
 
 
-def _encoded(
-    results: Sequence[Result], numbers: Sequence[int]
-) -> Iterator[tuple[int, Pieces | Exception]]:
-    for start in range(0, len(numbers), _TOGETHER):
-        some = numbers[start : start + _TOGETHER]
-        yield from zip(some, group_bytes.pieces_each([results[n].group for n in some]), strict=True)
+def _is_small(command: SetCommand) -> bool:
+    return sum(map(len, command[2])) < _LARGE_BYTES
 
 
 def to_store(
@@ -222,7 +206,7 @@ def described(
     status: Status,
     ref: PayloadRef,
     limits: RunLimits,
-) -> dict[str, str | int]:
+) -> dict[str, Arg]:
     """Return the arguments that describe a group of this status and its bytes to a script."""
     return {
         "status": status.value,
@@ -230,7 +214,7 @@ def described(
         "size": ref.size,
         "crc": ref.crc,
         "chunks": ref.chunks,
-        "made_by": group.made_by(limits.token_lead(group.task) != ""),
+        "made_by": group.made_by(limits.token_lead(group.task) is not None),
     }
 
 

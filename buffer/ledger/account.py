@@ -141,7 +141,7 @@ class Account:
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
 
     def totals(self) -> FsckReport:
         """Count all groups of all tasks at one instant. O(tasks)."""
@@ -218,13 +218,16 @@ class Account:
     def _check_leases(self, found: KeyCheck) -> Iterator[Damage]:
         """Yield the faults of what workers hold, each worker at one instant."""
         keys = self._keys
-        listed = self._store.each(
-            "workers", [("ZRANGE", key, 0, -1) for key in (keys.leases, keys.workers)], "control"
+        listed = self._store.send(
+            "workers", [("ZRANGE", key, 0, -1) for key in (keys.leases, keys.workers)]
         )
         known = {worker.decode(errors="replace") for members in listed for worker in members}
         workers = sorted(filter(NAME.fullmatch, known | found.of_kind("leased").keys()))
-        calls = [ScriptCall(keys.slots(worker=name), {"worker": name}) for name in workers]
-        replies = self._store.call_many("check_leased", calls)
+        calls = [
+            ScriptCall("check_leased", keys.slots(worker=name), {"worker": name})
+            for name in workers
+        ]
+        replies = self._store.send("check_leased", calls)
         for worker, (_ok, *faults) in zip(workers, replies, strict=True):
             yield from (Damage(fault, keys.leased(worker)) for fault in faults)
         for worker in sorted(known - set(workers)):

@@ -32,7 +32,7 @@ class Forgotten(NamedTuple):
 
 class Archive:
     def __init__(self, context: RunContext, name: str) -> None:
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._name = name
 
     def forget(self, *, exported: int = 0, everything: bool = False) -> int:

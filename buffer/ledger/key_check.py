@@ -14,15 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from buffer.ids import GID
-from buffer.redis.connection.bulk_io import send
-from buffer.redis.key_fields import LANE, Damage, text_fields, wrong_fields
-from buffer.redis.keys import TABLE
+from buffer.redis.bulk_io import send
+from buffer.redis.key_fields import Damage, text_fields, wrong_fields
+from buffer.redis.key_table import LANE, TABLE
 from buffer.redis.store import RunContext
 
 _FORM_OF = {
     "lane": LANE,
     "status": "completed|aborted|expired",
-    "stage": "archived|filtered|dropped",
     "who": r"\w+",
     "name": "train|eval",
     "step": r"\d+",
@@ -34,7 +33,11 @@ _FORM_OF = {
 """Patterns for the placeholders of `TABLE`; `of` is the task of a key."""
 
 _ANY = r"[\w.-]+"
-_WITH_FIELDS = ("meta", "control", "ledger", "progress", "bytes", "clock")
+_WITH_FIELDS = {
+    name.partition(":")[0] for name, row in TABLE.items() if row.required or row.optional
+}
+"""Kinds of hashes whose fields are checked, by the first word of their names."""
+
 _LINEAGE = re.compile(r"[\w.-]+:\d+")
 _STEPS = ("forgotten", "freed", "committed", "taken")
 """Fields of a ledger, each at most as high as the next."""
@@ -84,7 +87,7 @@ class KeyCheck:
     """
 
     def __init__(self, context: RunContext) -> None:
-        self._store, self._keys, limits = context
+        self._store, self._keys, limits, _ = context
         self._tasks = limits.tasks
         self._known = {None, *limits.tasks}
         self._forms: dict[str, list[tuple[re.Pattern[str], str]]] = defaultdict(list)
@@ -161,7 +164,7 @@ class KeyCheck:
             if each.kind in _WITH_FIELDS and each.type == "hash"
         }
         commands = [("HGETALL", each.key) for each in hashes.values()]
-        answers = self._store.each("fields", commands)
+        answers = self._store.send("fields", commands)
         for (name, each), raw in zip(hashes.items(), answers, strict=True):
             fields = text_fields(raw)
             if name == "ledger:eval" and fields:
@@ -208,7 +211,7 @@ class KeyCheck:
             # one that has left meanwhile has no record any more
             if (
                 not self._read(("ZSCORE", keys.workers, worker), "workers", "zset")
-                and self._store.each("workers", [("EXISTS", each.key)], "control")[0]
+                and self._store.send("workers", [("EXISTS", each.key)])[0]
             ):
                 yield Damage(f"{keys.workers} lacks {worker}, which has a record", keys.workers)
 
@@ -254,7 +257,7 @@ class KeyCheck:
         found = self.found.get(name)
         if found is not None and found.type != kind:
             return None
-        return self._store.each("fields", [command], "control")[0]
+        return self._store.send("fields", [command])[0]
 
 
 def _pattern(name: str) -> str:

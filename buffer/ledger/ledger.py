@@ -17,7 +17,6 @@ from buffer.errors import ConfigError, LedgerError, RunDamaged
 from buffer.ids import split_group_id
 from buffer.ledger.archive import Archive, parse_manifest
 from buffer.manifest import Manifest, ManifestEntry, NotReady
-from buffer.observers import Observer
 from buffer.redis.key_fields import HINT, read_counts
 from buffer.redis.keys import SlotKeys
 from buffer.redis.scripts import Arg, unfenced, unknown_reply
@@ -33,8 +32,6 @@ _GAP = (
     "again from the newest checkpoint"
 )
 
-"""Attempts to put the groups in order before a script that takes some of them."""
-
 
 class LedgerSteps(NamedTuple):
     """The newest steps that were taken, committed, and archived."""
@@ -47,12 +44,10 @@ class LedgerSteps(NamedTuple):
 class BatchLedger:
     """The steps of one consumer: `train`, or `eval`, which moves no training counter."""
 
-    def __init__(
-        self, context: RunContext, name: str = "train", observers: Sequence[Observer] = ()
-    ) -> None:
+    def __init__(self, context: RunContext, name: str = "train") -> None:
         self._context = context
-        self._store, self._keys, self._limits = context
-        self._observers = observers
+        self._store, self._keys, self._limits, _ = context
+        self._observers = context.observers if name == "train" else ()
         self.name = name
         self.archive = Archive(context, name)
 
@@ -82,7 +77,7 @@ class BatchLedger:
             "step": step,
             "strict": int(strict),
             "order": limits.order if training else "staleness",
-            "tokens": "" if expires is None else expires,
+            "tokens": expires,
             "low": limits.low_bytes,
             "high": limits.high_bytes,
         }

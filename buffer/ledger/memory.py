@@ -63,7 +63,7 @@ class MemoryUse:
 
 class Memory:
     def __init__(self, context: RunContext) -> None:
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
 
     def count(self) -> ByteCount:
         bytes_key = self._keys.bytes

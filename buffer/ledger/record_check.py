@@ -32,7 +32,7 @@ class RecordCheck:
 
     def __init__(self, context: RunContext, found: KeyCheck) -> None:
         self._context = context
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._found = found
         self._stages = StageReader(context)
         self._walk = RecordWalk(self._store, self._keys)
@@ -77,7 +77,7 @@ class RecordCheck:
     def _members(self, key: str) -> Iterator[str]:
         """Yield the members of a sorted set, a page at a time."""
         start = 0
-        while page := self._store.each("members", [("ZRANGE", key, start, start + PAGE - 1)])[0]:
+        while page := self._store.send("members", [("ZRANGE", key, start, start + PAGE - 1)])[0]:
             yield from (member.decode(errors="replace") for member in page)
             start += PAGE
 
@@ -100,10 +100,10 @@ class RecordCheck:
                 yield from self._still(row.gid, record, fields)
         chunks = [self._chunks(row.gid, row.record) for row in whole]
         prompts = [self._keys.payload(row.gid, "init") for row in whole]
-        sizes = iter(self._store.sizes("payloads", [*prompts, *chain.from_iterable(chunks)]))
+        sizes = iter(self._sizes([*prompts, *chain.from_iterable(chunks)]))
         prompt_sizes = list(islice(sizes, len(prompts)))
         asked = [self._other_key(task, row) for row in whole]
-        answers = iter(self._store.each("records", [command for command in asked if command]))
+        answers = iter(self._store.send("records", [command for command in asked if command]))
         for row, some, prompt, command in zip(whole, chunks, prompt_sizes, asked, strict=True):
             wrong = [*self._compare(task, row, next(answers) if command else None)]
             wrong += self._of_sizes(row, prompt, list(islice(sizes, len(some))))
@@ -178,17 +178,17 @@ class RecordCheck:
         return Damage(text, key, gid)
 
     def _fits(self, task: str, record: Record, score: float) -> bool:
-        """Return whether a group may have this score; see lua/include/staleness.lua."""
+        """Return whether a group may have this score; see lua/shared/pools.lua."""
         if not record["version"]:
             return score == float("inf")
         # a rollout may be older than its group by the lag, and after a fork the group may count so
         version = int(record["version"])
-        return version - int(self._limits.token_lead(task) or 0) <= score <= version
+        return version - (self._limits.token_lead(task) or 0) <= score <= version
 
     def _of_arrivals(self, task: str) -> Iterator[Damage]:
         """Yield a count of arrivals below a number that a group has, which would be given again."""
         key = self._keys.progress(task)
-        counted = self._store.each("arrivals", [("HGET", key, "arrivals")])[0]
+        counted = self._store.send("arrivals", [("HGET", key, "arrivals")])[0]
         if (counted or b"0").isdigit() and int(counted or 0) < self._last_arrival:
             text = f"{key} counts {int(counted or 0)} arrivals, a group is number"
             yield Damage(f"{text} {self._last_arrival}", key)
@@ -213,7 +213,7 @@ class RecordCheck:
     def _waiting(self, key: str) -> Iterator[str]:
         """Yield the gids of a queue, a page at a time."""
         last = "-"
-        while page := self._store.each("members", [("XRANGE", key, last, "+", "COUNT", PAGE)])[0]:
+        while page := self._store.send("members", [("XRANGE", key, last, "+", "COUNT", PAGE)])[0]:
             yield from (text_fields(fields).get("gid", "?") for _, fields in page)
             last = f"({page[-1][0].decode()}"
 
@@ -224,7 +224,7 @@ class RecordCheck:
         while gids := list(islice(members, PAGE)):
             for gid, record in zip(gids, self._records(gids), strict=True):
                 is_right = record.get("stage") in ("waiting", "running")
-                if not is_right and self._store.each("ages", [("ZSCORE", key, gid)])[0] is not None:
+                if not is_right and self._store.send("ages", [("ZSCORE", key, gid)])[0] is not None:
                     text = f"{key} has {gid}, which neither waits nor runs"
                     yield from self._still(gid, record, [Damage(text, key, gid)])
 
@@ -235,19 +235,19 @@ class RecordCheck:
         unnamed = self._found.payloads - self.payloads
         found = self._found.payload_keys
         keys = self._store.retrying("orphans", lambda: sorted({*found(unnamed)})) if unnamed else []
-        ages = self._store.each("orphans", [("PTTL", key) for key in keys])
+        ages = self._store.send("orphans", [("PTTL", key) for key in keys])
         # bytes that no script has accepted expire
         kept = [key for key, age in zip(keys, ages, strict=True) if age == -1]
         for key in kept:
             match = _PAYLOAD.search(key)
             if match is None or self._is_named(match["gid"], match["token"]):
                 continue
-            if self._store.each("orphans", [("EXISTS", key)])[0]:
+            if self._store.send("orphans", [("EXISTS", key)])[0]:
                 yield Damage(f"{key} is kept, and nothing names it", key, match["gid"])
 
     def _garbage(self) -> list[list[str]]:
         """Return the (gid, token, chunks) of the payloads that are to be freed."""
-        listed = self._store.each("orphans", [("SMEMBERS", self._keys.garbage)])[0]
+        listed = self._store.send("orphans", [("SMEMBERS", self._keys.garbage)])[0]
         entries = [entry.decode(errors="replace").split(" ") for entry in listed]
         return [entry for entry in entries if len(entry) == 3]
 
@@ -270,7 +270,7 @@ class RecordCheck:
             chunks = [self._keys.payload_chunks(ref.gid, ref.token, ref.chunks) for ref in page]
             keys = list(chain.from_iterable(chunks))
             self.payloads.add(*keys)
-            sizes = iter(self._store.sizes("archive", keys))
+            sizes = iter(self._sizes(keys))
             unknown = set(self._weighed.lacks([ref.gid for ref in page]))
             for ref, some in zip(page, chunks, strict=True):
                 there = sum(islice(sizes, len(some)))
@@ -289,9 +289,13 @@ class RecordCheck:
         if bool(now) == bool(record) and record.items() <= now.items():
             yield from found
 
+    def _sizes(self, keys: Sequence[str]) -> list[int]:
+        """Return the bytes of each value, 0 for a missing one."""
+        return self._store.send("payloads", [("STRLEN", key) for key in keys])
+
     def _records(self, gids: Sequence[str]) -> list[Record]:
         commands = [("HGETALL", self._keys.group(gid)) for gid in gids]
-        return [text_fields(raw) for raw in self._store.each("records", commands)]
+        return [text_fields(raw) for raw in self._store.send("records", commands)]
 
 
 def _is_letter(letter: bytes | None) -> bool:

@@ -31,7 +31,7 @@ class GroupRow(NamedTuple):
 
 class StageReader:
     def __init__(self, context: RunContext) -> None:
-        self._store, self._keys, _ = context
+        self._store, self._keys, _, _ = context
 
     def rows(self, gids: Sequence[str]) -> Iterator[GroupRow]:
         """Yield each group with its record and stages, read at one instant for each."""
@@ -40,11 +40,11 @@ class StageReader:
             keys, draws = self._keys.slots(task=task), [draw for _, draw in pairs]
             args = {"task": task, "fields": " ".join(RECORD_FIELDS)}
             slices = (draws[start : start + SLICE] for start in range(0, len(draws), SLICE))
-            calls += [ScriptCall(keys, args, (), some) for some in slices]
+            calls += [ScriptCall("check", keys, args, (), some) for some in slices]
         names = iter(gids)
         for start in range(0, len(calls), _TOGETHER):
             together = calls[start : start + _TOGETHER]
-            for _ok, *rows in self._store.call_many("check", together):
+            for _ok, *rows in self._store.send("check", together):
                 for row in rows:
                     gid = next(names)
                     yield _row(self._keys.group(gid), gid, row)

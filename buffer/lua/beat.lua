@@ -1,6 +1,5 @@
 #!lua flags=allow-oom
 -- beat: record that the trainer or the producer is alive, or that it closes its role.
--- include: clock, control_state, numbers
 -- KEYS control HASH*
 -- ARGV role          trainer|producer
 -- ARGV nonce         token             of the holder

@@ -1,19 +1,8 @@
 #!lua flags=no-writes
 -- check: read the records of some groups, and find each group in every structure, at one instant. Exactly one stage is right; none or two is a fault.
--- KEYS leases      ZSET
--- KEYS leased_by   prefix  of what workers hold (HASH)
--- KEYS dead        ZSET
--- KEYS archived    STRING  bitmap
--- KEYS filtered    STRING  bitmap
--- KEYS dropped     STRING  bitmap
--- KEYS completed   ZSET    pool of the task
--- KEYS aborted     ZSET    pool of the task
--- KEYS expired     ZSET    pool of the task
--- KEYS manifests   prefix  of all manifests (LIST)
--- KEYS groups      prefix  of the group records (HASH)
--- KEYS jobs_eval   STREAM
--- KEYS jobs_resume STREAM
--- KEYS jobs_fresh  STREAM
+-- KEYS leases ZSET, leased_by prefix, dead ZSET, archived STRING, filtered STRING, dropped STRING
+-- KEYS completed ZSET, aborted ZSET, expired ZSET, manifests prefix, groups prefix, jobs_eval STREAM
+-- KEYS jobs_resume STREAM, jobs_fresh STREAM
 -- ARGV task   name
 -- ARGV fields text..1024  of the records, with spaces between: those that are read below, and others
 -- ARGV draw   0..69_999_999 x1..128

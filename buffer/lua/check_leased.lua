@@ -1,9 +1,6 @@
 #!lua flags=no-writes
 -- check_leased: compare what a worker holds with the records of these groups and with its lease, at one instant.
--- include: leased, numbers
--- KEYS leases ZSET
--- KEYS leased HASH    what the worker holds
--- KEYS groups prefix  of the group records (HASH)
+-- KEYS leases ZSET, leased HASH, groups prefix
 -- ARGV worker name  id
 -- replies OK, then a text for each fault
 -- keeps I1, I2

@@ -1,16 +1,8 @@
 #!lua
 -- claim: give waiting groups to a worker, under the token of this call. The worker's lease begins with the first group
 -- that it holds; only heartbeats renew it.
--- include: clock, control_state, events, leased, memory_marks, numbers
--- KEYS control       HASH*
--- KEYS leases        ZSET
--- KEYS worker_record HASH*    record of the worker
--- KEYS leased        HASH*    what the worker holds
--- KEYS groups        prefix   of the group records (HASH)
--- KEYS events        STREAM*
--- KEYS bytes         HASH*
--- KEYS ledger        HASH*    of the trainer
--- KEYS bad_submissions HASH*    "since_ms bad barred_ms" by worker
+-- KEYS control HASH*, leases ZSET, worker_record HASH*, leased HASH*, groups prefix, events STREAM*
+-- KEYS bytes HASH*, ledger HASH*, bad_submissions HASH*
 -- KEYS jobs, progress  STREAM*, HASH* x0..1024  pairs in the order in which to serve them
 -- ARGV worker     name           id
 -- ARGV nonce      token          of the worker's registration
@@ -27,10 +19,16 @@
 
 local known = redis.call('HMGET', worker_record, 'nonce', 'claim', 'claimed')
 if known[1] ~= nonce then return {'UNKNOWN'} end
-local reply = control_state(control)
-table.insert(reply, 1, 'OK')
+local reply = {'OK', unpack(control_state(control))}
+local lanes, newest = reply[4], reply[5]
 
--- Return how often the group was tried; nil if it is not held under `claimed`, or its record is gone.
+local function refused(code, ...)
+  reply[1] = code
+  for _, fact in ipairs({...}) do reply[#reply + 1] = fact end
+  return reply
+end
+
+-- Add a group to the reply, and return how often it was tried; nil if it is not held under `claimed`, or its record is gone.
 local function add(gid, new_tries, claimed)
   local record = redis.call('HMGET', groups .. gid, 'lane', 'tries', 'payload', 'chunks', 'size', 'crc', 'aborts', 'token')
   if not record[3] or (claimed and record[8] ~= claimed) then return end
@@ -44,77 +42,65 @@ if known[2] == token then
   for gid in string.gmatch(known[3] or '', '%S+') do add(gid, 0, token) end
   return reply
 end
-local open = reply[4]
-if open == '' then reply[1] = 'PAUSED' return reply end
-if reply[5] ~= weights then reply[1] = 'STALE' return reply end
+if lanes == '' then return refused('PAUSED') end
+if newest ~= weights then return refused('STALE') end
 local bad, barred_ms = string.match(redis.call('HGET', bad_submissions, worker) or '', '^%d+ (%d+) (%d+)$')
-if bad and barred_ms ~= '0' then
-  reply[1] = 'BARRED'
-  reply[#reply + 1] = bad
-  return reply
+if bad and barred_ms ~= '0' then return refused('BARRED', bad) end
+
+local now, gids, tries, given, gone, full = now_ms(), {}, {}, {}, {}, nil
+local stored = (low_bytes > 0 or high_bytes > 0) and held_bytes(bytes) or 0
+
+-- Return the entries of a queue whose groups this worker may have.
+local function entries_of(jobs, progress, lane)
+  if not string.find(' ' .. lanes .. ' ', ' ' .. lane .. ' ', 1, true) then return {} end
+  local mark = lane == 'fresh' and low_bytes or high_bytes
+  local is_above = mark > 0 and stored >= mark
+  local entries = redis.call('XRANGE', jobs, '-', '+', 'COUNT', is_above and 1 or limit - #gids)
+  if #entries == 0 or redis.call('HEXISTS', progress, 'stopped') == 1 then return {} end
+  if is_above and (#gids > 0 or is_refused(bytes, mark, leases, ledger)) then
+    full = mark
+    return {}
+  end
+  return entries
 end
 
 -- the groups of every pair are read before anything is written
-local now, claimed, given, lost, refused = now_ms(), {}, {}, {}, nil
-open = ' ' .. open .. ' '
-local has_marks = low_bytes > 0 or high_bytes > 0
-local stored = has_marks and held_bytes(bytes) or 0
-for n, jobs, progress, lane in each_unit do
-  if #claimed >= limit then break end
-  if string.find(open, ' ' .. lane .. ' ', 1, true) then
-    local byte_limit = lane == 'fresh' and low_bytes or high_bytes
-    local is_above = byte_limit > 0 and stored >= byte_limit
-    local entries = redis.call('XRANGE', jobs, '-', '+', 'COUNT', is_above and 1 or limit - #claimed)
-    if #entries == 0 or redis.call('HEXISTS', progress, 'stopped') == 1 then
-      entries = {}
-    elseif is_above and (#claimed > 0 or is_refused(bytes, byte_limit, leases, ledger)) then
-      entries, refused = {}, byte_limit
+for _, jobs, progress, lane in each_unit do
+  if #gids >= limit then break end
+  local ids = {}
+  for _, entry in ipairs(entries_of(jobs, progress, lane)) do
+    local id, gid = entry[1], entry[2][2]
+    local tried = add(gid, 1)
+    if tried then
+      ids[#ids + 1], gids[#gids + 1], tries[#tries + 1] = id, gid, tried
+    else
+      gone[#gone + 1] = {jobs = jobs, id = id, gid = gid}
     end
-    local ids = {}
-    for _, entry in ipairs(entries) do
-      local gid = entry[2][2]
-      local tries = add(gid, 1)
-      if tries then
-        ids[#ids + 1], claimed[#claimed + 1] = entry[1], {gid = gid, tries = tries}
-      else
-        lost[#lost + 1] = {jobs = jobs, id = entry[1], gid = gid}
-      end
-    end
-    if #ids > 0 then given[n] = ids end
   end
+  if #ids > 0 then given[#given + 1] = {jobs = jobs, progress = progress, ids = ids} end
 end
 -- without its record a group cannot run: fsck reports it as lost
-for _, one in ipairs(lost) do
+for _, one in ipairs(gone) do
   redis.call('XDEL', one.jobs, one.id)
   log_event(events, 'record_gone', 'gid', one.gid)
 end
-if #claimed == 0 then
-  if refused then
-    reply[1] = 'FULL'
-    reply[#reply + 1] = int(stored)
-    reply[#reply + 1] = int(refused)
-  end
-  return reply
-end
+if #gids == 0 then return full and refused('FULL', int(stored), int(full)) or reply end
 
-local gids, tokens, digest = {}, {}, 0
-for i, one in ipairs(claimed) do
-  gids[i], tokens[2 * i - 1], tokens[2 * i] = one.gid, one.gid, token
-  digest = digest + mark_of(one.gid, token)
+local tokens, before, digest = {}, num(redis.call('HGET', leased, 'digest')), 0
+for i, gid in ipairs(gids) do
+  tokens[2 * i - 1], tokens[2 * i] = gid, token
+  digest = digest + mark_of(gid, token)
 end
-local before = num(redis.call('HGET', leased, 'digest'))
 redis.call('HSET', leased, 'digest', int(before + digest), unpack(tokens))
 if before == 0 then redis.call('ZADD', leases, 'NX', int(now + lease_ms), worker) end
-for n, jobs, progress in each_unit do
-  if given[n] then
-    redis.call('XDEL', jobs, unpack(given[n]))
-    redis.call('HINCRBY', progress, 'running', #given[n])
-  end
+for _, pair in ipairs(given) do
+  redis.call('XDEL', pair.jobs, unpack(pair.ids))
+  redis.call('HINCRBY', pair.progress, 'running', #pair.ids)
 end
-for _, one in ipairs(claimed) do
-  redis.call('HSET', groups .. one.gid, 'tries', one.tries, 'stage', 'running', 'token', token, 'owner', worker, 'entry', '',
+for i, gid in ipairs(gids) do
+  redis.call('HSET', groups .. gid, 'tries', tries[i], 'stage', 'running', 'token', token, 'owner', worker, 'entry', '',
     'claimed_ms', int(now))
 end
 redis.call('HSET', worker_record, 'claim', token, 'claimed', table.concat(gids, ' '))
-log_event(events, 'claimed', 'worker', worker, 'groups', #claimed, 'first', claimed[1].gid)
+log_event(events, 'claimed', 'worker', worker, 'groups', #gids, 'first', gids[1])
 return reply

@@ -2,14 +2,7 @@
 -- commit: archive batches: the trainer's checkpoint of step T is durable, and F is the oldest checkpoint it keeps.
 -- One call archives one slice of the batches up to F; the caller repeats it until freed = F. Payloads and manifest of an
 -- archived batch stay until `forget` frees them, at once or after the retention.
--- include: byte_count, clock, events, numbers
--- KEYS control HASH
--- KEYS ledger  HASH
--- KEYS batches prefix  of the manifests (LIST)
--- KEYS groups  prefix  of the group records (HASH)
--- KEYS garbage SET
--- KEYS events  STREAM
--- KEYS bytes   HASH
+-- KEYS control HASH, ledger HASH, batches prefix, groups prefix, garbage SET, events STREAM, bytes HASH
 -- KEYS progress, archived  HASH, STRING x0..256  of each task; archived is a bitmap
 -- ARGV nonce token   of the trainer
 -- ARGV step  0..     T

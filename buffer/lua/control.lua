@@ -1,10 +1,8 @@
 #!lua flags=allow-oom
 -- control: change the mode of a run. Trainer (around weight updates) and operator have a mode each: the operator's pause
 -- survives the trainer's continue. If both pause, the stricter mode applies, with the lanes that both leave open.
--- include: clock, control_changes, control_state, events, operations, role_silence, wake_ups
 -- KEYS control       HASH    and the channel that carries the hint
--- KEYS events        STREAM
--- KEYS bell_producer LIST
+-- KEYS events STREAM, bell_producer LIST
 -- ARGV operation token                        nonce of this change
 -- ARGV who       trainer|operator
 -- ARGV mode      run|drain|abort|keep|finish

@@ -1,6 +1,5 @@
 #!lua flags=no-writes
 -- counts: count the groups in the pools of some tasks for the next train step, at one instant. Costs O(log N) per pool.
--- include: numbers, steps
 -- KEYS ledger HASH
 -- KEYS completed, aborted, expired  ZSET, ZSET, ZSET x0..256  of each task
 -- ARGV threshold  ''|0.. xKEYS  of each task: stale threshold in steps; '' = no limit

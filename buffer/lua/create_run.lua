@@ -2,11 +2,7 @@
 -- create_run: create a run, once; or update its limits, and continue a finished one (which has more steps now).
 -- The nonce distinguishes this run from others of the same name.
 -- reopen 0: a finished run has nothing left to do, and stays finished.
--- include: clock, control_changes, events, numbers
--- KEYS meta      HASH
--- KEYS control   HASH
--- KEYS ledger    HASH    of the trainer
--- KEYS events    STREAM
+-- KEYS meta HASH, control HASH, ledger HASH, events STREAM
 -- ARGV nonce     token       128 random bits, hex
 -- ARGV schema    name        version of keys and scripts
 -- ARGV weights   weights     "lineage:version" of the initial weights
@@ -37,7 +33,7 @@ local changes = 0
 for _, field, value in each_unit do
   if redis.call('HGET', meta, field) ~= value then
     changes = changes + 1
-    -- the record of what was set (buffer/control/settings.py) has an event for each value
+    -- the record of what was set (buffer/run/settings.py) has an event for each value
     if known[1] and field ~= 'settings' then
       log_event(events, 'set', 'field', field, 'value', string.sub(value, 1, 60), 'version', int(current + 1))
     end

@@ -1,10 +1,6 @@
 #!lua flags=allow-oom
 -- deregister: remove a worker that has given everything back.
--- include: leased, worker_end
--- KEYS workers       ZSET
--- KEYS worker_record HASH    record of the worker
--- KEYS leased        HASH    what the worker holds
--- KEYS events        STREAM
+-- KEYS workers ZSET, worker_record HASH, leased HASH, events STREAM
 -- ARGV worker name   id
 -- ARGV nonce  token  of its registration
 -- replies OK | HOLDS groups (its lease has to run out) | UNKNOWN

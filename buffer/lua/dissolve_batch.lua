@@ -1,13 +1,6 @@
 #!lua flags=allow-oom
 -- dissolve_batch: return the groups of the last taken batch to their pools, since it is not in the trainer's history.
--- include: clock, events, numbers, staleness
--- KEYS control  HASH
--- KEYS ledger   HASH
--- KEYS batch    LIST    the manifest of this step
--- KEYS groups   prefix  of the group records (HASH)
--- KEYS pools    prefix  of the pools (ZSET)
--- KEYS accounts prefix  of the tasks' accounts (HASH)
--- KEYS events   STREAM
+-- KEYS control HASH, ledger HASH, batch LIST, groups prefix, pools prefix, accounts prefix, events STREAM
 -- KEYS lineages LIST
 -- ARGV nonce token   of the trainer
 -- ARGV step  1..     T: the last one taken

@@ -1,24 +1,8 @@
 #!lua flags=allow-oom
 -- drop: end a group by hand: one that waits, is in a pool or is dead; or a running one, if its worker is named.
--- include: byte_count, ended, events, numbers, remove_from_stage, wake_ups
--- KEYS record        HASH    record of the group
--- KEYS progress      HASH    of the task
--- KEYS queues        prefix  of the queues (STREAM)
--- KEYS completed     ZSET    pool of the task
--- KEYS aborted       ZSET    pool of the task
--- KEYS expired       ZSET    pool of the task
--- KEYS leases        ZSET
--- KEYS leased_by     prefix  of what workers hold (HASH)
--- KEYS dead          ZSET
--- KEYS dead_letters  prefix  of the reasons (STRING)
--- KEYS archived      STRING  bitmap
--- KEYS filtered      STRING  bitmap
--- KEYS dropped       STRING  bitmap
--- KEYS garbage       SET
--- KEYS bell_producer LIST    of the producer
--- KEYS events        STREAM
--- KEYS bytes         HASH
--- KEYS age_index     ZSET    groups of the task that wait or run, by their oldest version
+-- KEYS record HASH, progress HASH, queues prefix, completed ZSET, aborted ZSET, expired ZSET, leases ZSET
+-- KEYS leased_by prefix, dead ZSET, dead_letters prefix, archived STRING, filtered STRING, dropped STRING
+-- KEYS garbage SET, bell_producer LIST, events STREAM, bytes HASH, age_index ZSET
 -- ARGV gid    gid
 -- ARGV draw   0..69_999_999
 -- ARGV revoke ''|name        worker whose lease on the group is revoked; '' = refuse a running group

@@ -1,24 +1,9 @@
 #!lua
 -- enqueue: start the next draws of a data set, as many as there is room for, and move the cursor with them.
 -- The caller has stored the INIT payloads of draws cursor, cursor+1, …; those that are not enqueued expire.
--- include: byte_count, cursors, ended, events, memory_marks, numbers, open_lanes, room, waiting, wake_ups
--- KEYS control      HASH*
--- KEYS progress     HASH*    of the task
--- KEYS ledger       HASH*    of the trainer
--- KEYS completed    ZSET*    pool of the task
--- KEYS age_index    ZSET*    groups of the task that wait or run, by their oldest version
--- KEYS jobs_eval    STREAM*
--- KEYS jobs_resume  STREAM*
--- KEYS jobs_fresh   STREAM*
--- KEYS groups       prefix   of the group records (HASH)
--- KEYS archived     STRING   bitmap
--- KEYS filtered     STRING   bitmap
--- KEYS dropped      STRING   bitmap
--- KEYS bell_workers LIST*    of the workers
--- KEYS events       STREAM*
--- KEYS bytes        HASH
--- KEYS leases       ZSET*
--- KEYS cursors      HASH*    next draw by task
+-- KEYS control HASH*, progress HASH*, ledger HASH*, completed ZSET*, age_index ZSET*, jobs_eval STREAM*
+-- KEYS jobs_resume STREAM*, jobs_fresh STREAM*, groups prefix, archived STRING, filtered STRING
+-- KEYS dropped STRING, bell_workers LIST*, events STREAM*, bytes HASH, leases ZSET*, cursors HASH*
 -- KEYS prompts  STRING* x0..128  INIT payload of each draw
 -- ARGV nonce     token          of the producer
 -- ARGV operation token          nonce of this call

@@ -1,20 +1,9 @@
 #!lua flags=allow-oom
 -- fence_worker: revoke what a silent worker holds, so that no process waits for it. The caller repeats it until
 -- nothing is left.
--- include: events, leased, take_back
--- KEYS leases        ZSET
--- KEYS groups        prefix  of the group records (HASH)
--- KEYS leased_by     prefix  of what workers hold (HASH)
--- KEYS workers       ZSET
--- KEYS worker_record HASH    record of the worker
--- KEYS dead          ZSET
--- KEYS dead_letters  prefix  of the reasons (STRING)
--- KEYS bell_workers  LIST
--- KEYS bell_producer LIST
--- KEYS events        STREAM
--- KEYS queues        prefix  of the queues (STREAM)
--- KEYS accounts      prefix  of the tasks' accounts (HASH)
--- KEYS ages          prefix  of the age indexes (ZSET)
+-- KEYS leases ZSET, groups prefix, leased_by prefix, workers ZSET, worker_record HASH, dead ZSET
+-- KEYS dead_letters prefix, bell_workers LIST, bell_producer LIST, events STREAM, queues prefix
+-- KEYS accounts prefix, ages prefix
 -- ARGV worker    name          id
 -- ARGV max_tries 1..1_000_000
 -- ARGV limit     1..200        largest number of groups

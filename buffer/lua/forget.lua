@@ -1,13 +1,7 @@
 #!lua flags=allow-oom
 -- forget: free payloads and manifests of archived batches beyond the retention. Any process may call it.
--- include: byte_count, events, numbers, wake_ups
--- KEYS ledger        HASH
--- KEYS batches       prefix  of the manifests (LIST)
--- KEYS garbage       SET
--- KEYS events        STREAM
--- KEYS bell_producer LIST
--- KEYS bell_workers  LIST
--- KEYS bytes         HASH
+-- KEYS ledger HASH, batches prefix, garbage SET, events STREAM, bell_producer LIST, bell_workers LIST
+-- KEYS bytes HASH
 -- ARGV retain   0..      archived batches that are kept
 -- ARGV wait     0|1      1 = none is freed before it was exported
 -- ARGV exported 0..      batches up to this one were copied elsewhere; never lowered

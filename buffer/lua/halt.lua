@@ -1,11 +1,7 @@
 #!lua flags=allow-oom
 -- halt: record that the producer starts no more groups of a task, and why, so that no process waits in vain; or that
 -- it starts them again.
--- include: events, numbers, operations, wake_ups
--- KEYS control      HASH*
--- KEYS progress     HASH*    of the task
--- KEYS bell_trainer LIST*    of the trainer
--- KEYS events       STREAM*
+-- KEYS control HASH*, progress HASH*, bell_trainer LIST*, events STREAM*
 -- ARGV operation token          nonce of this report
 -- ARGV nonce  token             of the producer
 -- ARGV task   name

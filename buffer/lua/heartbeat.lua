@@ -3,17 +3,8 @@
 -- The lease is renewed where worker and server agree on what it holds; elsewhere the worker calls `reconcile` next.
 -- Weights that are too old for the next train step, and so for all later ones, are reported in the reply: the worker
 -- stops the groups that have tokens of them, and releases these as `expired`.
--- include: clock, control_state, leased, numbers, receipts, staleness, steps
--- KEYS control       HASH*
--- KEYS clock         HASH*
--- KEYS leases        ZSET
--- KEYS workers       ZSET
--- KEYS worker_record HASH*  record of the worker
--- KEYS leased        HASH*  what the worker holds
--- KEYS ages          prefix  of the age indexes (ZSET)
--- KEYS ledger        HASH*   of the trainer
--- KEYS lineages      LIST*
--- KEYS bell_receipts LIST*  of processes that wait for receipts
+-- KEYS control HASH*, clock HASH*, leases ZSET, workers ZSET, worker_record HASH*, leased HASH*, ages prefix
+-- KEYS ledger HASH*, lineages LIST*, bell_receipts LIST*
 -- ARGV worker         name           id
 -- ARGV nonce          token          of its registration
 -- ARGV lease_ms       1..86_400_000
@@ -21,20 +12,10 @@
 -- ARGV weights        weights        "lineage:version" that its engine acknowledged
 -- ARGV state          name           for people: starting, idle, working, paused, draining
 -- ARGV refusal        ''|text..2000  "lineage:version reason" of published weights that it could not load; '' = none
--- ARGV tokens_per_s   number         for people
--- ARGV done           0..            groups finished since it started
--- ARGV concurrency    0..            groups that it runs at a time; 0 = unknown
--- ARGV requests       ''|0..         that its engine has, running and waiting; '' = unknown
--- ARGV failed         0..            groups that failed there since it started
--- ARGV judged         0..            answers of its judges since it started
--- ARGV judging_ms     0..            total time of all of them
--- ARGV judge_failures 0..            those of them without a valid reward
--- ARGV judge_buckets  ''|text..256   number of answers by time: counts by JUDGE_BOUNDS_S of buffer/control/worker_record.py
--- ARGV judging        0..            held groups that only wait for their judge
--- ARGV replaced       0..            processes of its user's functions that hung, crashed or had no memory
+-- ARGV report         ''|text..2048  numbers for people, "name=value name=value": HeartbeatNumbers of buffer/control/worker_record.py
 -- ARGV lengths        ''|text..4096  responses that it began, by task, end and length (buffer/control/length_counts.py)
 -- ARGV held           0..            groups that it holds
--- ARGV digest         0..            sum of the marks of these groups (`mark_of` in include/leased.lua)
+-- ARGV digest         0..            sum of the marks of these groups (`mark_of` in shared/workers.lua)
 -- ARGV gid, token, lineage, version, threshold  ''|gid, ''|token, name, 0.., 0.. x0..1024  weights of which a held group
 --                     has its oldest token, with the stale threshold of the task: once for each held group of which that
 --                     was not reported yet, and with empty gid and token once for all others. Groups that do not age, or
@@ -73,9 +54,7 @@ tick(clock, now, lease_ms)
 for age_index, scores in pairs(aged) do redis.call('ZADD', age_index, 'LT', unpack(scores)) end
 if is_agreed and count > 0 then redis.call('ZADD', leases, int(now + lease_ms), worker) end
 redis.call('ZADD', workers, int(now), worker)
-redis.call('HSET', worker_record, 'weights', weights, 'state', state, 'refusal', refusal or '', 'tokens_per_s', tokens_per_s, 'done', int(done),
-  'concurrency', int(concurrency), 'requests', requests and int(requests) or '', 'failed', int(failed),
-  'judged', int(judged), 'judging_ms', int(judging_ms), 'judge_failures', int(judge_failures),
-  'judge_buckets', judge_buckets, 'judging', int(judging), 'replaced', int(replaced), 'lengths', lengths or '', 'seen_ms', int(now))
+redis.call('HSET', worker_record, 'weights', weights, 'state', state, 'refusal', refusal or '', 'report', report or '', 'lengths', lengths or '',
+  'seen_ms', int(now))
 take_receipt(worker_record, num(known[2]), count, bell_receipts, reply[2], reply[3], ack)
 return reply

@@ -1,9 +1,6 @@
 #!lua
 -- keep_responses: keep the responses with which a group became a dead letter; their bytes are stored under the claim's token.
--- include: byte_count, numbers, payloads
--- KEYS record    HASH   record of the group
--- KEYS garbage   SET
--- KEYS bytes     HASH
+-- KEYS record HASH, garbage SET, bytes HASH
 -- KEYS payloads  STRING* x1..1024  the chunks, in order
 -- ARGV gid        gid
 -- ARGV token      token                 of the claim that was released as failed

@@ -2,14 +2,9 @@
 -- keep_turns: add turns of a running group's agents to its payload; their bytes are stored already, as its next chunks.
 -- The first call of a claim replaces the payload by one of its own, which begins with the group as it was claimed.
 -- The worker answers an agent after this call. If it dies before, nobody has seen the turn; if it dies later, the next
--- claim reads the turns, and this one used up no try (include/take_back.lua). Submit, requeue, expiry and drop free them
+-- claim reads the turns, and this one used up no try (`take_back`). Submit, requeue, expiry and drop free them
 -- as they free every payload that they replace or end.
--- include: byte_count, numbers, payloads, staleness
--- KEYS record    HASH   record of the group
--- KEYS garbage   SET
--- KEYS bytes     HASH
--- KEYS age_index ZSET*  groups of the task that wait or run, by their oldest version
--- KEYS lineages  LIST*
+-- KEYS record HASH, garbage SET, bytes HASH, age_index ZSET*, lineages LIST*
 -- KEYS payloads  STRING* x0..1024  the new chunks, in order
 -- ARGV gid       gid
 -- ARGV token     token                 of the claim

@@ -2,22 +2,9 @@
 -- mark_trained: after a loss, end draws again, by value, that ended according to the trainer's checkpoint but not to the
 -- server, wherever they reappeared. Or, for a trainer that goes back below what is freed, let them be drawn again.
 -- One bounded slice of one task.
--- include: byte_count, clock, cursors, ended, events, numbers, remove_from_stage
--- KEYS control      HASH
--- KEYS groups       prefix  of the group records (HASH)
--- KEYS queues       prefix  of the queues (STREAM)
--- KEYS pools        prefix  of the pools (ZSET)
--- KEYS accounts     prefix  of the tasks' accounts (HASH)
--- KEYS ages         prefix  of the age indexes (ZSET)
--- KEYS ends         prefix  of the bitmaps (STRING)
--- KEYS leases       ZSET
--- KEYS leased_by    prefix  of what workers hold (HASH)
--- KEYS dead         ZSET
--- KEYS dead_letters prefix  of the reasons (STRING)
--- KEYS garbage      SET
--- KEYS events       STREAM
--- KEYS bytes        HASH
--- KEYS cursors      HASH    next draw by task
+-- KEYS control HASH, groups prefix, queues prefix, pools prefix, accounts prefix, ages prefix, ends prefix
+-- KEYS leases ZSET, leased_by prefix, dead ZSET, dead_letters prefix, garbage SET, events STREAM, bytes HASH
+-- KEYS cursors HASH
 -- ARGV nonce token  of the trainer
 -- ARGV task  name
 -- ARGV first 0..    draw of the first imported group of every task

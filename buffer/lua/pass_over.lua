@@ -1,13 +1,7 @@
 #!lua flags=allow-oom
 -- pass_over: after a loss, move the cursor past draws that are already running or have ended. One bounded slice.
--- include: cursors, ended, numbers
--- KEYS control  HASH
--- KEYS progress HASH    of the task
--- KEYS groups   prefix  of the group records (HASH)
--- KEYS archived STRING  bitmap
--- KEYS filtered STRING  bitmap
--- KEYS dropped  STRING  bitmap
--- KEYS cursors  HASH    next draw by task
+-- KEYS control HASH, progress HASH, groups prefix, archived STRING, filtered STRING, dropped STRING
+-- KEYS cursors HASH
 -- ARGV nonce token   of the producer
 -- ARGV task  name
 -- ARGV limit 1..512  largest number of draws

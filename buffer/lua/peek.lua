@@ -1,9 +1,6 @@
 #!lua flags=no-writes
 -- peek: return the first groups of a pool in the order of their use, none of them too old. Takes nothing.
--- include: manifests, next_in_order, numbers, steps
--- KEYS ledger      HASH
--- KEYS pool        ZSET
--- KEYS groups      prefix  of the group records (HASH)
+-- KEYS ledger HASH, pool ZSET, groups prefix
 -- ARGV order     staleness|fifo  see next_in_order; staleness for a pool that has no other order
 -- ARGV threshold ''|0..   stale threshold in steps; '' = nothing is too old
 -- ARGV limit     1..1024  largest number of groups

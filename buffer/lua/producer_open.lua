@@ -1,9 +1,6 @@
 #!lua flags=allow-oom
 -- producer_open: become the active producer of a run.
--- include: clock, control_state, events, numbers, role_silence
--- KEYS meta    HASH
--- KEYS control HASH
--- KEYS events  STREAM
+-- KEYS meta HASH, control HASH, events STREAM
 -- ARGV run_nonce  ''|token       of the run that this producer expects; '' = any
 -- ARGV nonce      token          of this producer
 -- ARGV take_over  0|1            1 = even if another one still sends heartbeats

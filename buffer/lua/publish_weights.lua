@@ -1,10 +1,8 @@
 #!lua flags=allow-oom
 -- publish_weights: record the newest weights of a run. Workers without them may not claim. Or announce the next weights,
 -- which workers fetch while they sample with the newest.
--- include: clock, control_changes, control_state, events, numbers, wake_ups
 -- KEYS control       HASH    and the channel that carries the hint
--- KEYS events        STREAM
--- KEYS bell_producer LIST
+-- KEYS events STREAM, bell_producer LIST
 -- ARGV nonce    token       of the trainer
 -- ARGV weights  weights     "lineage:version"
 -- ARGV path     text..4096  folder or address of the weights

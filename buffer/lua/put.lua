@@ -1,20 +1,8 @@
 #!lua
 -- put: add a group that no worker holds to the pool of its status, as the next draw of imported groups.
 -- The caller has stored its bytes, and those of its prompt, under the token of this group.
--- include: byte_count, clock, events, memory_marks, numbers, payloads, staleness, steps, wake_ups
--- KEYS progress      HASH    of the task
--- KEYS ledger        HASH    of the trainer
--- KEYS completed     ZSET    pool of the task
--- KEYS aborted       ZSET    pool of the task
--- KEYS expired       ZSET    pool of the task
--- KEYS dropped       STRING  bitmap
--- KEYS groups        prefix  of the group records (HASH)
--- KEYS lineages      LIST
--- KEYS garbage       SET
--- KEYS bell_trainer  LIST
--- KEYS bell_producer LIST
--- KEYS events        STREAM
--- KEYS bytes         HASH
+-- KEYS progress HASH, ledger HASH, completed ZSET, aborted ZSET, expired ZSET, dropped STRING, groups prefix
+-- KEYS lineages LIST, garbage SET, bell_trainer LIST, bell_producer LIST, events STREAM, bytes HASH
 -- KEYS payloads  STRING* x3..1026  the prompt under <token>-prompt, where an expired group reads it, the chunks in
 --                             order
 -- ARGV task      name
@@ -59,7 +47,7 @@ if found ~= size then return {'MISSING', int(found)} end
 local version, lineage, score, fields, newest = age_of(lineages, made_by, token_lead)
 local cut = next_step(ledger) - threshold
 if score ~= '+inf' and tonumber(score) < cut then status = 'expired' end
--- as in refresh.lua: members that are not too old keep their tokens
+-- as in expire.lua: members that are not too old keep their tokens
 local keeps_bytes = status ~= 'expired' or (newest and newest >= cut)
 if status == 'expired' and not retryable then status = 'dropped' end
 
@@ -87,7 +75,7 @@ if status == 'expired' then
   version, lineage, score = '', '', '+inf'
   fields[#fields + 1], fields[#fields + 2] = 'cut', int(cut)
 end
-local arrival = string.format('%010d', redis.call('HINCRBY', progress, 'arrivals', 1))
+local arrival = next_arrival(progress)
 redis.call('HSET', groups .. gid, 'payload', token, 'chunks', chunks, 'size', int(size), 'crc', crc, 'samples', samples,
   'version', version, 'stage', 'pool', 'status', status, 'task', task, 'draw', int(draw), 'tries', 0, 'aborts', 0,
   'lineage', lineage, 'tokens', int(tokens), 'arrival', arrival, 'reward', reward, 'submitted_ms', int(now_ms()),

@@ -2,19 +2,8 @@
 -- quarantine: replace an unusable group of a taken, uncommitted batch with the next ready one of its task; if there
 -- is none, its position stays open (refill.lua). The group becomes a dead letter and counts against its worker: one with
 -- too many within the window is barred, and claims nothing until an operator unbars it.
--- include: clock, dead_letter, events, manifests, next_in_order, numbers, wake_ups
--- KEYS control        HASH
--- KEYS ledger         HASH
--- KEYS batch          LIST    the manifest of this step
--- KEYS groups         prefix  of the group records (HASH)
--- KEYS completed      ZSET    pool of the task
--- KEYS progress       HASH    of the task
--- KEYS dead           ZSET
--- KEYS dead_letters   prefix  of the reasons (STRING)
--- KEYS worker_records prefix  of the workers' records (HASH)
--- KEYS bell_producer  LIST    of the producer
--- KEYS events         STREAM
--- KEYS bad_submissions HASH    "since_ms bad barred_ms" by worker
+-- KEYS control HASH, ledger HASH, batch LIST, groups prefix, completed ZSET, progress HASH, dead ZSET
+-- KEYS dead_letters prefix, worker_records prefix, bell_producer LIST, events STREAM, bad_submissions HASH
 -- ARGV nonce     token          of the trainer
 -- ARGV step      0..            T
 -- ARGV gid       gid

@@ -2,21 +2,9 @@
 -- reap: end the registrations of silent workers that hold groups, take the groups back, and forget workers that are long
 -- gone. Any process may call it. A registration ends before its first group is taken, so that it cannot be renewed; what
 -- one call leaves of it, the next one takes.
--- include: clock, leased, numbers, take_back, worker_end
--- KEYS clock          HASH
--- KEYS leases         ZSET
--- KEYS groups         prefix  of the group records (HASH)
--- KEYS leased_by      prefix  of what workers hold (HASH)
--- KEYS workers        ZSET
--- KEYS worker_records prefix  of the workers' records (HASH)
--- KEYS dead           ZSET
--- KEYS dead_letters   prefix  of the reasons (STRING)
--- KEYS bell_workers   LIST
--- KEYS bell_producer  LIST
--- KEYS events         STREAM
--- KEYS queues         prefix  of the queues (STREAM)
--- KEYS accounts       prefix  of the tasks' accounts (HASH)
--- KEYS ages           prefix  of the age indexes (ZSET)
+-- KEYS clock HASH, leases ZSET, groups prefix, leased_by prefix, workers ZSET, worker_records prefix
+-- KEYS dead ZSET, dead_letters prefix, bell_workers LIST, bell_producer LIST, events STREAM, queues prefix
+-- KEYS accounts prefix, ages prefix
 -- ARGV lease_ms          1..86_400_000
 -- ARGV limit             1..200         largest number of groups
 -- ARGV max_tries         1..1_000_000

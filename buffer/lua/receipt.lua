@@ -1,10 +1,6 @@
 #!lua flags=allow-oom
 -- receipt: record that a worker has carried out a control epoch. It comes earlier and costs less than a heartbeat.
--- include: control_state, leased, numbers, receipts
--- KEYS control       HASH*
--- KEYS worker_record HASH*  record of the worker
--- KEYS leased        HASH*  what the worker holds
--- KEYS bell_receipts LIST*  of processes that wait for receipts
+-- KEYS control HASH*, worker_record HASH*, leased HASH*, bell_receipts LIST*
 -- ARGV nonce token  of its registration
 -- ARGV ack   0..    control epoch that it has carried out
 -- replies OK 9 x control | UNKNOWN (register again) | REPLACED (by another process with this id)

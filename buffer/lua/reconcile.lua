@@ -2,20 +2,9 @@
 -- reconcile: agree with a worker on what it holds, after a heartbeat found that the two differ; and renew its lease.
 -- What the worker does not name, it does not know: it restarted, or the reply to a claim was lost. That is taken back,
 -- but not before a claim under way must have arrived.
--- include: clock, leased, numbers, take_back
--- KEYS clock         HASH*
--- KEYS leases        ZSET
--- KEYS groups        prefix  of the group records (HASH)
--- KEYS leased_by     prefix  of what workers hold (HASH)
--- KEYS worker_record HASH*   record of the worker
--- KEYS dead          ZSET
--- KEYS dead_letters  prefix  of the reasons (STRING)
--- KEYS bell_workers  LIST
--- KEYS bell_producer LIST
--- KEYS events        STREAM
--- KEYS queues        prefix  of the queues (STREAM)
--- KEYS accounts      prefix  of the tasks' accounts (HASH)
--- KEYS ages          prefix  of the age indexes (ZSET)
+-- KEYS clock HASH*, leases ZSET, groups prefix, leased_by prefix, worker_record HASH*, dead ZSET
+-- KEYS dead_letters prefix, bell_workers LIST, bell_producer LIST, events STREAM, queues prefix
+-- KEYS accounts prefix, ages prefix
 -- ARGV worker    name           id
 -- ARGV nonce     token          of its registration
 -- ARGV lease_ms  1..86_400_000

@@ -1,16 +1,9 @@
 #!lua flags=allow-oom
 -- refill: fill open positions of a taken, uncommitted batch (see quarantine.lua) with ready groups of their task. While
 -- some stay open, ledger and progress name the step and the number of groups: the producer starts them, and all scripts
--- keep groups that this step can use (include/steps.lua).
--- include: events, manifests, next_in_order, numbers, wake_ups
--- KEYS control     HASH
--- KEYS ledger      HASH
--- KEYS batch       LIST    the manifest of this step
--- KEYS groups      prefix  of the group records (HASH)
--- KEYS completed   ZSET    pool of the task
--- KEYS progress    HASH    of the task
--- KEYS bell_producer LIST  of the producer
--- KEYS events      STREAM
+-- keep groups that this step can use (`next_step`).
+-- KEYS control HASH, ledger HASH, batch LIST, groups prefix, completed ZSET, progress HASH
+-- KEYS bell_producer LIST, events STREAM
 -- ARGV nonce token  of the trainer
 -- ARGV step  0..    T
 -- ARGV task  name

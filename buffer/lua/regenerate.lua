@@ -1,9 +1,7 @@
 #!lua flags=allow-oom
 -- regenerate: begin to clear a run that is made anew from a checkpoint. From here on it cannot be opened, and nobody holds
 -- it: without `control`, no process claims, takes or enqueues. Its settings stay, where they can be read.
--- include: clock, numbers, role_silence
--- KEYS meta      HASH*
--- KEYS control   HASH*
+-- KEYS meta HASH*, control HASH*
 -- ARGV nonce      token          of the run
 -- ARGV schema     name           REGENERATING, until create_run has made the run again
 -- ARGV take_over  0|1            1 = even if a trainer still sends heartbeats

@@ -1,11 +1,6 @@
 #!lua flags=allow-oom
 -- register: register a worker, or register it again after the server forgot it.
--- include: clock, control_state, events, numbers
--- KEYS meta          HASH
--- KEYS control       HASH
--- KEYS workers       ZSET
--- KEYS worker_record HASH    record of the worker
--- KEYS events        STREAM
+-- KEYS meta HASH, control HASH, workers ZSET, worker_record HASH, events STREAM
 -- ARGV worker name   id
 -- ARGV nonce  token  of this registration
 -- ARGV field, value  name, text..1024 x0..64  engine, host, pid, concurrency…, for people

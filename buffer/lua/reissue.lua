@@ -1,20 +1,9 @@
 #!lua
 -- reissue: return aborted or expired groups to the queue, as many as there is room for, before new prompts.
--- include: ages, events, memory_marks, numbers, open_lanes, pool_records, room, waiting, wake_ups
--- KEYS control      HASH
--- KEYS progress     HASH    of the task
--- KEYS ledger       HASH    of the trainer
--- KEYS completed    ZSET    pool of the task
--- KEYS age_index    ZSET    groups of the task that wait or run, by their oldest version
--- KEYS jobs_eval    STREAM
--- KEYS jobs_resume  STREAM
--- KEYS jobs_fresh   STREAM
--- KEYS groups       prefix  of the group records (HASH)
+-- KEYS control HASH, progress HASH, ledger HASH, completed ZSET, age_index ZSET, jobs_eval STREAM
+-- KEYS jobs_resume STREAM, jobs_fresh STREAM, groups prefix
 -- KEYS pool         ZSET    aborted or expired
--- KEYS bell_workers LIST    of the workers
--- KEYS events       STREAM
--- KEYS bytes        HASH
--- KEYS leases       ZSET
+-- KEYS bell_workers LIST, events STREAM, bytes HASH, leases ZSET
 -- ARGV nonce     token        of the producer
 -- ARGV target    ''|0..       total of groups that the task may have started or used; '' = the one in progress
 -- ARGV threshold ''|0..       stale threshold in steps; '' = groups of this task do not age

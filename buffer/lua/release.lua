@@ -1,26 +1,8 @@
 #!lua flags=allow-oom
 -- release: take a group back from its worker, without a result.
--- include: ages, events, expiry, leased, numbers, retries, staleness, steps, task_failures, waiting, wake_ups
--- KEYS leases        ZSET
--- KEYS leased        HASH    what the worker holds
--- KEYS groups        prefix  of the group records (HASH)
--- KEYS progress      HASH    of the task
--- KEYS queues        prefix  of the queues (STREAM)
--- KEYS aborted       ZSET    pool of the task
--- KEYS lineages      LIST
--- KEYS dead          ZSET
--- KEYS dead_letters  prefix  of the reasons (STRING)
--- KEYS bell_workers  LIST
--- KEYS bell_producer LIST
--- KEYS events        STREAM
--- KEYS expired       ZSET    pool of the task
--- KEYS age_index     ZSET    groups of the task that wait or run, by their oldest version
--- KEYS ledger        HASH    of the trainer
--- KEYS dropped       STRING  bitmap
--- KEYS garbage       SET
--- KEYS bytes         HASH
--- KEYS workers       ZSET
--- KEYS bell_trainer  LIST
+-- KEYS leases ZSET, leased HASH, groups prefix, progress HASH, queues prefix, aborted ZSET, lineages LIST
+-- KEYS dead ZSET, dead_letters prefix, bell_workers LIST, bell_producer LIST, events STREAM, expired ZSET
+-- KEYS age_index ZSET, ledger HASH, dropped STRING, garbage SET, bytes HASH, workers ZSET, bell_trainer LIST
 -- ARGV gid       gid
 -- ARGV token     token                         of the claim
 -- ARGV kind      handback|aborted|expired|failed|lost  waits again | to the pool of aborted groups | the same, unless it
@@ -47,32 +29,31 @@
 -- keeps I1, I2, I8, I11 (a clean release gives the try back; a task of which every try fails stops), I13 (token)
 
 local record = groups .. gid
-local held = redis.call('HMGET', record, 'token', 'stage', 'lane', 'payload', 'version', 'released', 'lineage',
-  'last', 'last_lineage')
-if held[6] == token then return {'OK', held[2]} end
-if not held[2] and kind == 'expired' then
+local held = fields_of(record, 'token', 'stage', 'lane', 'payload', 'version', 'released', 'lineage', 'last', 'last_lineage')
+if held.released == token then return {'OK', held.stage} end
+if not held.stage and kind == 'expired' then
   local draw = tonumber(string.match(gid, '%-(%d+)$'))
   if redis.call('GETBIT', dropped, draw) == 1 then return {'OK', 'dropped'} end
 end
-if held[1] ~= token or held[2] ~= 'running' then return {'FENCED'} end
-local lane = lane_again(held[3])
-local jobs = queues .. task .. ':' .. lane
+if held.token ~= token or held.stage ~= 'running' then return {'FENCED'} end
+local lane = lane_again(held.lane)
+local jobs, version, last = queues .. task .. ':' .. lane, held.version or '', held.last or ''
 redis.call('XLEN', jobs)
-local is_expiring, cut = false, 0
+local is_clean, is_expiring, cut = kind ~= 'failed' and kind ~= 'lost', false, 0
 if kind == 'expired' then
   -- the worker may have counted a request as begun that waited in its engine: the tokens decide
   local oldest = age_of(lineages, made_by)
-  if oldest == '' and (held[5] or '') ~= '' then oldest = living_version(lineages, held[7], held[5]) end
+  if oldest == '' and version ~= '' then oldest = living_version(lineages, held.lineage, version) end
   cut = next_step(ledger) - (threshold or 0)
   is_expiring = threshold and oldest ~= '' and tonumber(oldest) < cut
-  kind = 'aborted'
 end
 
 let_go(leases, leased, worker, {gid}, {token})
 redis.call('HINCRBY', progress, 'running', -1)
 redis.call('HSET', record, 'released', token)
-local place
-if kind == 'failed' or kind == 'lost' then
+if is_clean then redis.call('HINCRBY', record, 'tries', -1) end
+local place = 'waiting'
+if not is_clean then
   if kind == 'failed' then
     local failures = note_failure(progress, workers, worker, lease_ms, message, cause, patience, first)
     if failures and redis.call('HEXISTS', progress, 'stopped') == 0 then
@@ -81,35 +62,30 @@ if kind == 'failed' or kind == 'lost' then
   end
   place = retry_or_dead_letter({groups = groups, jobs = jobs, lane = lane, dead = dead,
     dead_letters = dead_letters, progress = progress, age_index = age_index}, gid, max_tries, reason)
+elseif kind == 'handback' then
+  to_waiting(jobs, record, gid, lane, held.payload)
+  keep_age(age_index, gid, held.payload, version)
 else
-  redis.call('HINCRBY', record, 'tries', -1)
+  redis.call('ZREM', age_index, gid)
+  local aborts = redis.call('HINCRBY', record, 'aborts', 1)
   if is_expiring then
-    redis.call('HINCRBY', record, 'aborts', 1)
-    redis.call('ZREM', age_index, gid)
     redis.call('HINCRBY', progress, 'ended_early', 1)
     redis.call('HINCRBY', progress, 'discarded_tokens', int(discarded))
     redis.call('HINCRBY', progress, 'unmade_tokens', int(unmade))
-    place = expire_group({record = record, progress = progress, expired = expired, dropped = dropped, garbage = garbage,
-      bytes = bytes}, gid, retryable, cut)
-  elseif kind == 'aborted' then
+    place = expire_groups({groups = groups, progress = progress, expired = expired, dropped = dropped, garbage = garbage,
+      bytes = bytes}, {{gid = gid, held = redis.call('HMGET', record, unpack(EXPIRING))}}, retryable, cut)
+  else
     place = 'pool'
-    redis.call('ZREM', age_index, gid)
-    local aborts = redis.call('HINCRBY', record, 'aborts', 1)
-    local arrival = string.format('%010d', redis.call('HINCRBY', progress, 'arrivals', 1))
-    local version, last = held[5] or '', held[8] or ''
+    local arrival = next_arrival(progress)
     -- a trainer may have forked while the group was in no pool (I8)
-    if version ~= '' then version = living_version(lineages, held[7], version) end
-    if last ~= '' then last = living_version(lineages, held[9], last) end
-    local is_tail = tail_batch_max_tries and aborts >= tail_batch_max_tries and held[4] == 'init'
+    if version ~= '' then version = living_version(lineages, held.lineage, version) end
+    if last ~= '' then last = living_version(lineages, held.last_lineage, last) end
+    local is_tail = tail_batch_max_tries and aborts >= tail_batch_max_tries and held.payload == 'init'
     redis.call('HSET', record, 'stage', 'pool', 'status', is_tail and 'expired' or 'aborted', 'token', '',
       'arrival', arrival, 'version', version)
     redis.call('ZADD', is_tail and expired or aborted, pool_score(version, last, token_lead), arrival .. ':' .. gid)
-  else
-    place = 'waiting'
-    to_waiting(jobs, record, gid, lane, held[4])
-    keep_age(age_index, gid, held[4], held[5])
   end
 end
 wake(place == 'waiting' and bell_workers or bell_producer, 1)
-log_event(events, 'released', 'gid', gid, 'worker', worker, 'kind', kind, 'place', place)
+log_event(events, 'released', 'gid', gid, 'worker', worker, 'kind', kind == 'expired' and 'aborted' or kind, 'place', place)
 return {'OK', place}

@@ -1,7 +1,6 @@
 #!lua flags=allow-oom
 -- report: keep the newest metrics of training, or of the evaluation of a task, for everybody who watches the run.
--- KEYS control HASH*
--- KEYS report  HASH*
+-- KEYS control HASH*, report HASH*
 -- ARGV nonce token       of the trainer
 -- ARGV task  ''|name     of an evaluation; '' = training
 -- ARGV entry text..16384 JSON

@@ -1,23 +1,9 @@
 #!lua
 -- requeue: return a dead group, or one of a pool, to the queue by hand, with all its tries.
 -- It starts from its prompt, since its tokens may be the cause of its failure. An aborted group keeps its tokens.
--- include: ages, byte_count, ended, events, numbers, remove_dead_or_pooled, waiting, wake_ups
--- KEYS record       HASH    record of the group
--- KEYS progress     HASH    of the task
--- KEYS queues       prefix  of the queues (STREAM)
--- KEYS completed    ZSET    pool of the task
--- KEYS aborted      ZSET    pool of the task
--- KEYS expired      ZSET    pool of the task
--- KEYS dead         ZSET
--- KEYS dead_letters prefix  of the reasons (STRING)
--- KEYS archived     STRING  bitmap
--- KEYS filtered     STRING  bitmap
--- KEYS dropped      STRING  bitmap
--- KEYS garbage      SET
--- KEYS bell_workers LIST    of the workers
--- KEYS events       STREAM
--- KEYS bytes        HASH
--- KEYS age_index    ZSET    groups of the task that wait or run, by their oldest version
+-- KEYS record HASH, progress HASH, queues prefix, completed ZSET, aborted ZSET, expired ZSET, dead ZSET
+-- KEYS dead_letters prefix, archived STRING, filtered STRING, dropped STRING, garbage SET, bell_workers LIST
+-- KEYS events STREAM, bytes HASH, age_index ZSET
 -- ARGV gid       gid
 -- ARGV draw      0..69_999_999
 -- ARGV operation token          nonce of this call

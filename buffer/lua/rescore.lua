@@ -1,9 +1,7 @@
 #!lua flags=allow-oom
 -- rescore: after a fork at step S, count versions above S as S, since their weights no longer exist (or as less, if a
 -- trainer that opened before died during this: `recovering` is the lowest S). One bounded slice; the last one permits take.
--- include: numbers, pool_records
--- KEYS control HASH
--- KEYS groups  prefix  of the group records (HASH)
+-- KEYS control HASH, groups prefix
 -- KEYS pool    ZSET x0..1024  every pool and age index of every training task
 -- ARGV nonce token   of the trainer
 -- ARGV step  0..     S

@@ -1,10 +1,6 @@
 #!lua flags=allow-oom
 -- reset_ledger: set the trainer's ledger to step F, up to which everything is archived or drawn again.
--- include: events, numbers
--- KEYS control  HASH
--- KEYS ledger   HASH
--- KEYS accounts prefix  of the tasks' accounts (HASH)
--- KEYS events   STREAM
+-- KEYS control HASH, ledger HASH, accounts prefix, events STREAM
 -- ARGV nonce     token  of the trainer
 -- ARGV step      0..    F
 -- ARGV committed 0..    step of the trainer's checkpoint

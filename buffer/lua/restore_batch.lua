@@ -1,22 +1,9 @@
 #!lua flags=allow-oom
 -- restore_batch: after a loss, restore a batch that the server forgot from the manifest in the trainer's checkpoint.
 -- Its bytes are still there: its groups return to it from wherever they reappeared.
--- include: byte_count, clock, events, numbers, remove_from_stage
--- KEYS control      HASH
--- KEYS ledger       HASH
--- KEYS batch        LIST    the manifest of this step
--- KEYS groups       prefix  of the group records (HASH)
--- KEYS queues       prefix  of the queues (STREAM)
--- KEYS pools        prefix  of the pools (ZSET)
--- KEYS accounts     prefix  of the tasks' accounts (HASH)
--- KEYS ages         prefix  of the age indexes (ZSET)
--- KEYS leases       ZSET
--- KEYS leased_by    prefix  of what workers hold (HASH)
--- KEYS dead         ZSET
--- KEYS dead_letters prefix  of the reasons (STRING)
--- KEYS garbage      SET
--- KEYS events       STREAM
--- KEYS bytes        HASH
+-- KEYS control HASH, ledger HASH, batch LIST, groups prefix, queues prefix, pools prefix, accounts prefix
+-- KEYS ages prefix, leases ZSET, leased_by prefix, dead ZSET, dead_letters prefix, garbage SET, events STREAM
+-- KEYS bytes HASH
 -- ARGV nonce  token         of the trainer
 -- ARGV step   1..           T: the one after the last taken
 -- ARGV header text..262144  of the manifest
@@ -54,8 +41,7 @@ for _, entry in ipairs(found) do
     if held.payload ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. held.payload .. ' ' .. held.chunks) end
     count_bytes(bytes, entry.size, held.payload ~= 'init' and num(held.size) or 0)
   end
-  local arrival = held.arrival
-  if not arrival then arrival = string.format('%010d', redis.call('HINCRBY', keys.progress, 'arrivals', 1)) end
+  local arrival = held.arrival or next_arrival(keys.progress)
   redis.call('HDEL', record, 'token', 'lane', 'entry', 'claimed_ms')
   redis.call('HSET', record, 'stage', 'taken', 'status', 'completed', 'batch', name, 'arrival', arrival, unpack(entry.fields))
   groups_of[keys.progress] = (groups_of[keys.progress] or 0) + 1

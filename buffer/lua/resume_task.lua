@@ -1,9 +1,6 @@
 #!lua flags=allow-oom
 -- resume_task: let a stopped task start groups again, after its cause was fixed.
--- include: events, numbers, wake_ups
--- KEYS progress      HASH*    of the task
--- KEYS bell_producer LIST*    of the producer
--- KEYS events        STREAM*
+-- KEYS progress HASH*, bell_producer LIST*, events STREAM*
 -- ARGV task name
 -- replies OK
 -- keeps I13 (a repeated call finds none)

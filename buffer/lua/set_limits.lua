@@ -1,10 +1,6 @@
 #!lua flags=allow-oom
 -- set_limits: change the limits that all processes of a run share, while it runs.
--- include: events, numbers, wake_ups
--- KEYS meta          HASH
--- KEYS control       HASH
--- KEYS events        STREAM
--- KEYS bell_producer LIST    of the producer
+-- KEYS meta HASH, control HASH, events STREAM, bell_producer LIST
 -- ARGV operation token     nonce of this change
 -- ARGV version   0..       of the limits that the change is based on
 -- ARGV producer  ''|token  nonce of the producer, if it makes the change (what it draws from)
@@ -21,7 +17,7 @@ if current ~= version then return {'CONFLICT', current} end
 
 for _, field, value in each_unit do
   redis.call('HSET', meta, field, value)
-  -- the record of what was set (buffer/control/settings.py) has an event for each value
+  -- the record of what was set (buffer/run/settings.py) has an event for each value
   if field ~= 'settings' then
     log_event(events, 'set', 'field', field, 'value', string.sub(value, 1, 60), 'version', version + 1)
   end

@@ -1,9 +1,6 @@
 #!lua flags=allow-oom
 -- set_target: let an evaluation draw its problems, each once.
--- include: numbers, wake_ups
--- KEYS control       HASH
--- KEYS progress      HASH  of the task
--- KEYS bell_producer LIST  of the producer
+-- KEYS control HASH, progress HASH, bell_producer LIST
 -- ARGV nonce  token  of the trainer
 -- ARGV begins 0..    first draw of the evaluation
 -- ARGV target 0..    draw behind its last one; never lowered

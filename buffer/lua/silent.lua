@@ -1,9 +1,6 @@
 #!lua flags=no-writes
 -- silent: list live workers that have not carried out the newest control epoch, or a given one, at one instant.
--- include: clock, numbers
--- KEYS control        HASH*
--- KEYS workers        ZSET
--- KEYS worker_records prefix  of the workers' records (HASH)
+-- KEYS control HASH*, workers ZSET, worker_records prefix
 -- ARGV epoch    ''|0..         '' = the newest
 -- ARGV lease_ms 1..86_400_000  silence after which a worker is not waited for
 -- ARGV limit    1..10000       largest number of workers to scan

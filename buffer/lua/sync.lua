@@ -1,7 +1,6 @@
 #!lua flags=allow-oom
 -- sync: write something, so that a WAIT or WAITAOF behind it covers all earlier writes of all connections.
 -- A repeated call may have written nothing itself, and WAIT would then not wait.
--- include: clock, numbers
 -- KEYS clock HASH
 -- replies OK
 -- keeps I6 (a durable answer is durable), I13

@@ -1,15 +1,7 @@
 #!lua flags=allow-oom
 -- take_batch: give the next batch of groups to the trainer, for all tasks at once, in the order of the run.
--- include: clock, events, manifests, memory_marks, next_in_order, numbers, pool_records, wake_ups
--- KEYS control       HASH*
--- KEYS ledger        HASH*
--- KEYS batch         LIST*    the manifest of this step
--- KEYS groups        prefix   of the group records (HASH)
--- KEYS bell_producer LIST*    of the producer
--- KEYS events        STREAM*
--- KEYS lineages      LIST*
--- KEYS ledger_train  HASH*    of the training batches
--- KEYS bytes         HASH*
+-- KEYS control HASH*, ledger HASH*, batch LIST*, groups prefix, bell_producer LIST*, events STREAM*
+-- KEYS lineages LIST*, ledger_train HASH*, bytes HASH*
 -- KEYS completed, progress, age_index  ZSET*, HASH, ZSET* x0..256  of each task
 -- ARGV nonce     token   of the trainer
 -- ARGV step      0..     T
@@ -35,42 +27,30 @@ if redis.call('EXISTS', batch) == 1 then return {'OK', unpack(redis.call('LRANGE
 if step <= num(steps[2]) then return {'COMMITTED', int(num(steps[2]))} end
 if step ~= num(steps[1]) + 1 then return {'GAP', int(num(steps[1]))} end
 
-local cuts, asked, reply, wanted, ready_in_all, is_short, running = {}, {}, {'SHORT'}, 0, 0, false, 0
-local stragglers = 0
+local pools, cuts, asked, counts, wanted, ready_in_all, running, stragglers = {}, {}, {}, {}, 0, 0, 0, 0
+local is_short = false
 for n, completed, progress, age_index, task, count, threshold, waits in each_unit do
-  cuts[n] = threshold and int(step - threshold) or '-inf'
-  local ready = redis.call('ZCOUNT', completed, cuts[n], '+inf')
-  wanted = wanted + count
-  ready_in_all = ready_in_all + math.min(ready, count)
+  local cut = threshold and int(step - threshold) or '-inf'
+  local ready, at_work = redis.call('ZCOUNT', completed, cut, '+inf'), num(redis.call('HGET', progress, 'running'))
+  pools[n] = {completed = completed, progress = progress, cut = cut, count = count}
+  cuts[n], asked[n] = task .. '=' .. cut, task .. '=' .. int(count)
+  for _, fact in ipairs({task, ready, int(count)}) do counts[#counts + 1] = fact end
+  wanted, ready_in_all, running = wanted + count, ready_in_all + math.min(ready, count), running + at_work
   is_short = is_short or ready < count
-  asked[#asked + 1] = task .. '=' .. int(count)
-  for _, value in ipairs({task, ready, int(count)}) do reply[#reply + 1] = value end
-  local at_work = num(redis.call('HGET', progress, 'running'))
-  running = running + at_work
   -- a dead worker's groups run only until its lease ends, and waiting ones without a worker hold nobody up
-  if waits and threshold and at_work > 0 then
-    stragglers = stragglers + redis.call('ZCOUNT', age_index, cuts[n], cuts[n])
-  end
+  if waits and threshold and at_work > 0 then stragglers = stragglers + redis.call('ZCOUNT', age_index, cut, cut) end
 end
+local function refused(code) return {code, unpack(counts)} end
+
 if wanted > 1024 then return {'TOO_MANY', 1024} end
 if (is_short and strict) or ready_in_all == 0 then
   local held = redis.call('HMGET', ledger_train, 'taken', 'freed')
   local is_stuck = is_full(bytes, high) or (is_full(bytes, low) and running == 0)
-  if is_stuck and num(held[1]) > num(held[2]) then
-    reply[1] = 'CHECKPOINT_NOW'
-    return reply
-  end
+  if is_stuck and num(held[1]) > num(held[2]) then return refused('CHECKPOINT_NOW') end
 end
-if is_short and strict then return reply end
-if stragglers > 0 and strict then
-  reply[1] = 'STRAGGLERS'
-  return reply
-end
+if is_short and strict then return refused('SHORT') end
+if stragglers > 0 and strict then return refused('STRAGGLERS') end
 if ready_in_all == 0 then return {'EMPTY'} end
-local chosen = {}
-for n, completed, _, _, task, count in each_unit do
-  chosen[n], cuts[n] = next_in_order(order, completed, cuts[n], count), task .. '=' .. cuts[n]
-end
 
 local header = 'step=' .. int(step) .. ' cut=' .. table.concat(cuts, ',') .. ' asked=' .. table.concat(asked, ',') ..
   ' strict=' .. (strict and '1' or '0') .. ' order=' .. order .. ' taken_ms=' .. int(now_ms())
@@ -79,8 +59,9 @@ if tokens then
   header = header .. ' tokens=' .. int(tokens) .. ' forks=' .. table.concat(redis.call('LRANGE', lineages, -64, -1), ',')
 end
 local name, lines, taken = string.match(batch, ':batch:(.*)$'), {header}, {}
-for n in each_unit do
-  for _, member in ipairs(chosen[n]) do
+for _, pool in ipairs(pools) do
+  pool.chosen = next_in_order(order, pool.completed, pool.cut, pool.count)
+  for _, member in ipairs(pool.chosen) do
     local gid = gid_of(member)
     local line = manifest_line(groups, gid)
     if not line then return {'DAMAGED', groups .. gid} end
@@ -92,10 +73,10 @@ redis.call('RPUSH', batch, unpack(lines))
 redis.call('HSET', ledger, 'taken', int(step))
 redis.call('HDEL', ledger, 'awaits')  -- a batch before it that lacks groups stays so
 for _, record in ipairs(taken) do redis.call('HSET', record, 'stage', 'taken', 'batch', name) end
-for n, completed, progress in each_unit do
-  if #chosen[n] > 0 then redis.call('ZREM', completed, unpack(chosen[n])) end
-  redis.call('HINCRBY', progress, 'consumed', #chosen[n])
-  redis.call('HINCRBY', progress, 'taken', #chosen[n])
+for _, pool in ipairs(pools) do
+  if #pool.chosen > 0 then redis.call('ZREM', pool.completed, unpack(pool.chosen)) end
+  redis.call('HINCRBY', pool.progress, 'consumed', #pool.chosen)
+  redis.call('HINCRBY', pool.progress, 'taken', #pool.chosen)
 end
 wake(bell_producer, 1)
 log_event(events, 'taken', 'step', int(step), 'groups', int(ready_in_all))

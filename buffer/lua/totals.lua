@@ -1,10 +1,6 @@
 #!lua flags=no-writes
 -- totals: count the groups of every task in each structure, and read each counter, at one instant.
--- include: leased, numbers
--- KEYS leases  ZSET
--- KEYS leased_by prefix  of what workers hold (HASH)
--- KEYS dead    ZSET
--- KEYS bytes   HASH
+-- KEYS leases ZSET, leased_by prefix, dead ZSET, bytes HASH
 -- KEYS jobs_eval, jobs_resume, jobs_fresh, completed, aborted, expired, progress, archived, filtered, dropped  STREAM, STREAM, STREAM, ZSET, ZSET, ZSET, HASH, STRING, STRING, STRING x0..256  of each task
 -- replies OK held dead came went, then 23 numbers per task: 3 streams, 3 pools, 14 counters, 3 bitmaps
 -- keeps I1 (one instant for all), I12

@@ -2,12 +2,7 @@
 -- trainer_open: become the trainer of a run, from a checkpoint of step S (0 = from the start).
 -- Batches S+1… that were taken stay as they are and are delivered again; a new lineage of weights starts at S. Take is
 -- refused until lost state is asserted again and the pools are clamped.
--- include: clock, events, numbers, role_silence
--- KEYS meta     HASH
--- KEYS control  HASH
--- KEYS ledger   HASH
--- KEYS lineages LIST
--- KEYS events   STREAM
+-- KEYS meta HASH, control HASH, ledger HASH, lineages LIST, events STREAM
 -- ARGV run_nonce  ''|token       of the checkpoint, or what this run continues; '' = there is none
 -- ARGV nonce      token          of this trainer
 -- ARGV take_over  0|1            1 = even if another one still sends heartbeats

@@ -1,9 +1,6 @@
 #!lua flags=allow-oom
 -- unbar_worker: let a barred worker claim again, and reset its count of bad groups.
--- include: events, numbers, wake_ups
--- KEYS bad_submissions HASH     "since_ms bad barred_ms" by worker
--- KEYS bell_workers LIST*    of the workers
--- KEYS events       STREAM*
+-- KEYS bad_submissions HASH, bell_workers LIST*, events STREAM*
 -- ARGV worker name  id
 -- replies OK bad
 -- keeps I13 (a repeated call finds nothing)

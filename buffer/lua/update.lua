@@ -1,19 +1,8 @@
 #!lua
 -- update: replace the bytes of a group in a pool with others, stored under a token of their own, and update its record.
 -- It keeps its arrival.
--- include: byte_count, ended, events, numbers, payloads, staleness, wake_ups
--- KEYS record       HASH    record of the group
--- KEYS completed    ZSET    pool of the task
--- KEYS aborted      ZSET    pool of the task
--- KEYS expired      ZSET    pool of the task
--- KEYS archived     STRING  bitmap
--- KEYS filtered     STRING  bitmap
--- KEYS dropped      STRING  bitmap
--- KEYS lineages     LIST
--- KEYS garbage      SET
--- KEYS bell_trainer LIST    of the trainer
--- KEYS events       STREAM
--- KEYS bytes        HASH
+-- KEYS record HASH, completed ZSET, aborted ZSET, expired ZSET, archived STRING, filtered STRING
+-- KEYS dropped STRING, lineages LIST, garbage SET, bell_trainer LIST, events STREAM, bytes HASH
 -- KEYS payloads  STRING* x1..1024  the chunks, in order
 -- ARGV gid      gid
 -- ARGV draw     0..69_999_999

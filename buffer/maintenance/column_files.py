@@ -209,7 +209,7 @@ class ColumnSweep:
             task, draw = split_group_id(gid)
             commands.append(("EXISTS", self._keys.group(gid)))
             commands += [("GETBIT", self._keys.ended(task, end), draw) for end in ENDS]
-        replies = iter(self._store.each("columns", commands, "control"))
+        replies = iter(self._store.send("columns", commands))
         ended = []
         for gid in gids:
             lives, *bits = islice(replies, 1 + len(ENDS))

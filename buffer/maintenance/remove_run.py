@@ -2,9 +2,9 @@
 
     meta gets the schema REMOVING ─▶ control is removed ─▶ all other keys ─▶ meta
 
-From the first step on, no process can open the run, and no script writes a key of it
-(`lua/include/missing_run.lua`). The run is listed until its `meta` is removed, so that an
-interrupted removal can be repeated.
+From the first step on, no process can open the run, and no script writes a key of it (`missing_run`
+in `lua/shared/control.lua`). The run is listed until its `meta` is removed, so that an interrupted
+removal can be repeated.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from buffer.query.language import (
     parse,
 )
 from buffer.query.record import RECORD_FIELDS, STAGES, GroupRecord, Moment
-from buffer.redis.connection.bulk_io import Command
+from buffer.redis.bulk_io import Command
 from buffer.redis.store import RunContext, Store
 
 PAGE = 500  # groups in one round trip, between which the server answers other clients
@@ -47,7 +47,7 @@ class GroupScan:
     """Finds and counts groups of one run by the fields of their records."""
 
     def __init__(self, context: RunContext, ledgers: Sequence[BatchLedger]) -> None:
-        self._store, self._keys, self._limits = context
+        self._store, self._keys, self._limits, _ = context
         self._ledgers = ledgers
 
     def find(
@@ -215,12 +215,13 @@ class GroupScan:
         return self._pipelined("list", [command])[0]
 
     def _pipelined(self, what: str, commands: Sequence[Command]) -> list[Any]:
-        return self._store.each(what, commands, "control")
+        return self._store.send(what, commands)
 
 
 def moment_of(store: Store, ledger: BatchLedger) -> Moment:
-    seconds, micros = store.retrying("time", lambda: store.control.time())
-    return Moment(ledger.steps()[0], int(seconds) * 1000 + int(micros) // 1000)
+    taken = ledger.steps()[0]
+    seconds, micros = store.retrying("time", lambda: store.client.time())
+    return Moment(taken, int(seconds) * 1000 + int(micros) // 1000)
 
 
 def _facts_of(gid: str) -> dict[str, Scalar]:

@@ -20,7 +20,7 @@ from isal import isal_zlib
 
 from buffer.errors import PayloadMissing, WireError
 from buffer.job import PayloadRef
-from buffer.redis.connection.bulk_io import Pieces
+from buffer.redis.bulk_io import Pieces
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.wire.framing import Compression, compress
@@ -91,8 +91,8 @@ class PayloadStore:
     def write(self, gid: str, token: str, data: bytes) -> PayloadRef:
         """Store the bytes of one claim; they expire unless a submit accepts them."""
         ref, commands = self.commands(gid, token, [data])
-        for batch in _rounds((sum(map(len, command[2])), command) for command in commands):
-            self._store.write("payload write", batch)
+        for batch in by_size((sum(map(len, command[2])), command) for command in commands):
+            self._store.send("payload write", batch)
         return ref
 
     def write_prompts(self, payloads: dict[str, bytes], *, token: str = "init") -> None:
@@ -108,7 +108,7 @@ class PayloadStore:
                     hint=f"at most {CHUNK_BYTES} can be stored",
                 )
         commands = [_set(self._keys.payload(gid, token), [data]) for gid, data in stored.items()]
-        self._store.write("prompt write", commands, starts_work=True)
+        self._store.send("prompt write", commands, starts_work=True)
 
     def fits(self, prompt: bytes) -> bool:
         is_short = len(prompt) <= CHUNK_BYTES
@@ -136,7 +136,7 @@ class PayloadStore:
     def _read_rounds(
         self, refs: Sequence[PayloadRef]
     ) -> Iterator[tuple[list[PayloadRef], list[Whole]]]:
-        rounds = list(_rounds((ref.size or CHUNK_BYTES, ref) for ref in refs))
+        rounds = list(by_size((ref.size or CHUNK_BYTES, ref) for ref in refs))
         read = partial(self._read, own_pages=sum(ref.size for ref in refs) >= _KEPT_BYTES)
         if len(rounds) < 2:
             yield from ((batch, read(batch)) for batch in rounds)
@@ -160,27 +160,27 @@ class PayloadStore:
         """Remove the expiry of payloads, and return whether all of their bytes are there."""
         names = [name for ref in refs for name in self._names(ref)]
         # in this order, so that bytes that were found cannot expire any more
-        self._store.each("pin", [("PERSIST", name) for name in names])
-        sizes = iter(self._store.each("pin", [("STRLEN", name) for name in names]))
+        self._store.send("pin", [("PERSIST", name) for name in names])
+        sizes = iter(self._store.send("pin", [("STRLEN", name) for name in names]))
         return all(sum(next(sizes) for _ in range(ref.chunks)) == ref.size for ref in refs)
 
     def discard(self, refs: Sequence[PayloadRef]) -> None:
         """List payloads that no record names as garbage."""
         if refs:
             entries = [f"{ref.gid} {ref.token} {ref.chunks}" for ref in refs]
-            self._store.each("discard", [("SADD", self._keys.garbage, *entries)])
+            self._store.send("discard", [("SADD", self._keys.garbage, *entries)])
 
     def collect(self, limit: int = 200) -> int:
         """Free up to `limit` payloads that are listed as garbage, and return their number."""
         listed = self._keys.garbage
-        (entries,) = self._store.each("garbage", [("SRANDMEMBER", listed, limit)])
+        (entries,) = self._store.send("garbage", [("SRANDMEMBER", listed, limit)])
         if not entries:
             return 0
         # bytes first, entries second: a process that dies in between leaves entries to repeat
-        self._store.each(
+        self._store.send(
             "garbage", [("UNLINK", name) for entry in entries for name in self._chunks(entry)]
         )
-        self._store.each("garbage", [("SREM", listed, *entries)])
+        self._store.send("garbage", [("SREM", listed, *entries)])
         return len(entries)
 
     def _chunks(self, entry: bytes) -> list[str]:
@@ -203,7 +203,7 @@ def _set(name: str, part: Pieces) -> SetCommand:
     return ("SET", name, part, "EX", UNPINNED_S, "NX")
 
 
-def _rounds(sized: Iterable[tuple[int, T]], most: int = ROUND_BYTES) -> Iterator[list[T]]:
+def by_size(sized: Iterable[tuple[int, T]], most: int = ROUND_BYTES) -> Iterator[list[T]]:
     """Yield the items in batches of at most `most` bytes; a larger item is a batch of its own."""
     batch: list[T] = []
     total = 0

@@ -1,7 +1,6 @@
 """Parse and enforce the contract of a Lua script, which is its header.
 
-    -- KEYS control    HASH*
-    -- KEYS groups     prefix  of the group records (HASH)
+    -- KEYS control HASH*, groups prefix, events STREAM
     -- KEYS jobs, progress  STREAM*, HASH x1..256  pairs in the order in which to serve them
     -- ARGV nonce      token   of the producer
     -- ARGV limit      1..512  groups at most
@@ -32,8 +31,8 @@ Lines of ARGV with the same number are one tail; its units are tables in the lis
     for n, one in ipairs(units) do … one.gid … one.size
 
 The prologue of a script that writes refuses a run that was removed, which it finds by the key
-`meta` beside its first one (`lua/include/missing_run.lua`). A script that names `meta` decides
-itself what it does without one.
+`meta` beside its first one (`missing_run` in `lua/shared/control.lua`). A script that names `meta`
+decides itself what it does without one.
 
 The prologue reads the length of a key (0.5 microseconds) to find a wrong type before anything is
 written. `HASH*` leaves that to Redis, for scripts that run for every group: the body reads this key
@@ -73,7 +72,7 @@ NAMED = {
 bitmap, so its pattern bounds the memory (70,000,000 draws are 8.75 MB).
 """
 
-JUDGED = ("ages", "lanes", "number")  # types with a check of their own, `lua/include/is_<name>.lua`
+JUDGED = ("ages", "lanes", "number")  # types with a check `is_<name>` in `lua/shared/values.lua`
 
 BIGGEST = 2**53 - 1  # the largest integer that is exact in Lua
 
@@ -83,9 +82,9 @@ _SLOT = re.compile(
     r"(?: +x(?:(?P<least>\d+)\.\.(?P<most>\d+)|(?P<like>KEYS)))?(?: +(?! |x[\dK]).*)?$",
     re.MULTILINE,
 )
+_PAIRS = re.compile(r"^-- KEYS (\w+ +[a-zA-Z]+\*?(?:, \w+ +[a-zA-Z]+\*?)+)$", re.MULTILINE)
 _RANGE = re.compile(r"([\d_]+)\.\.([\d_]*)")
 _TEXT = re.compile(r"text\.\.(\d+)")
-_CHECK = re.compile(r"\b(?:is|as)_\w+(?=\()")
 _BYTES = re.compile(r"bytes\.\.(\d+)")
 
 
@@ -184,6 +183,10 @@ class ScriptHeader:
     @classmethod
     def parse(cls, body: str) -> ScriptHeader:
         """Parse the header of a script. Raises ScriptError for a malformed line."""
+        # a line of several keys stands for a line of each
+        body = _PAIRS.sub(
+            lambda line: "\n".join(map("-- KEYS {}".format, line[1].split(", "))), body
+        )
         matches = list(_SLOT.finditer(body))
         if len(matches) != len(re.findall(r"^-- (?:KEYS|ARGV)\b", body, re.MULTILINE)):
             raise ScriptError(f"a line of this header cannot be read: {body.splitlines()[1]}")
@@ -246,11 +249,6 @@ class ScriptHeader:
                 yield f"local {tail.names[0]} = {{unpack({tail.array}, {tail.first})}}"
         if units:
             yield from _each_unit(units)
-
-    def checks(self) -> list[str]:
-        """Return the files under `lua/include` that the prologue needs, one for each check."""
-        guard = ["missing_run"] if any(self._run()) else []
-        return ["refuse", *guard, *sorted(set(_CHECK.findall(self.prologue())))]
 
     def _counts(self, array: str) -> Iterator[str]:
         fixed = len(self.fixed(array))

@@ -1,9 +1,8 @@
 """The Lua scripts, one file per state change under `lua/`, and what their calls are made of.
 
-Each has its contract as header. `-- include: clock, events` in a header puts
-`lua/include/clock.lua` and `events.lua` before the script, each once and behind the files that it
-includes itself. Lua creates all functions of a script anew in every call, so an include file holds
-only functions that are used together.
+Each has its contract as header. A script gets the functions of `lua/shared/` that it names, and
+those that these name: Lua creates all functions of a script anew in every call. There, a paragraph
+is a function, or a value that several share.
 
 A reply is a list of a status word (OK, or a refusal) and fields. A durable call waits for the
 server's disk and for replicas (I6). WAIT and WAITAOF count the writes of their own connection, and
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import resources
@@ -23,12 +22,12 @@ from typing import Any, NamedTuple, Protocol
 from redis.exceptions import NoPermissionError, NoScriptError
 
 from buffer.errors import Fenced, LostRun, RoleHeld, ScriptError
-from buffer.redis.connection.bulk_io import Command, pipelined
-from buffer.redis.connection.retry import NotDurable
+from buffer.redis.bulk_io import Command, send
 from buffer.redis.keys import clock_beside
+from buffer.redis.retry import NotDurable
 from buffer.redis.script_contract import ScriptHeader
 
-Arg = str | int | float | bytes
+Arg = str | int | float | bytes | None  # None, for never or no limit, is sent as ""
 
 TailArg = Arg | Mapping[str, Arg]  # or the arguments of a unit by name
 
@@ -39,8 +38,10 @@ class KeysByName(Protocol):
     def __getitem__(self, slot: str, /) -> str: ...
 
 
-_INCLUDE = re.compile(r"^-- include: (.+)$", re.MULTILINE)
-_FOLDER = "include/"
+_SHARED = "shared/"
+_DECLARED = re.compile(r"^local (?:function )?(\w+(?:, \w+)*)", re.MULTILINE)
+_NO_CODE = re.compile(r"--.*|'(?:\\.|[^'\\])*'")
+_WORD = re.compile(r"(?<![.\w])[a-zA-Z_]\w*")
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class Script:
         values = [args[name] for name in names]
         for part in tail_args:
             values += self._unit(part) if isinstance(part, Mapping) else [part]
-        return ("EVALSHA", self.sha, len(all_keys), *all_keys, *values)
+        sent = ["" if value is None else value for value in values]
+        return ("EVALSHA", self.sha, len(all_keys), *all_keys, *sent)
 
     def _unit(self, unit: Mapping[str, Arg]) -> list[Arg]:
         names = self.header.tail_names("ARGV")
@@ -100,43 +102,48 @@ class Script:
         return [unit[name] for name in names]
 
 
-def includes(text: str) -> list[str]:
-    return [name for line in _INCLUDE.findall(text) for name in line.split(", ")]
+def words_of(code: str) -> list[str]:
+    """Return the words of Lua code, each once; not those in comments, in texts, or behind dots."""
+    return list(dict.fromkeys(_WORD.findall(_NO_CODE.sub("''", code))))
 
 
-def _assemble(name: str, texts: Mapping[str, str]) -> Script:
-    """Join name (first, so that SLOWLOG shows it), includes, checks of the header, and body."""
-    shebang, _, rest = texts[name].partition("\n")
-    header = ScriptHeader.parse(texts[name])
-    included: dict[str, str] = {}
-    _include([*header.checks(), *includes(rest)], texts, included)
-    parts = [
-        shebang,
-        f"-- rolloutmq {name}",
-        f"local SCRIPT = '{name}'",
-        *included.values(),
-        header.prologue(),
-        rest,
-    ]
-    return Script(name, "\n".join(parts), header)
+def shared_functions(texts: Mapping[str, str]) -> dict[str, str]:
+    """Return the paragraphs of `lua/shared/` by the names that they declare. Raises ScriptError."""
+    found: dict[str, str] = {}
+    for topic, text in texts.items():
+        for paragraph in text.strip("\n").split("\n\n") if topic.startswith(_SHARED) else ():
+            for names in _DECLARED.findall(paragraph):
+                for name in names.split(", "):
+                    if name in found:
+                        raise ScriptError(f"lua/{topic}.lua declares {name}, as another file does")
+                    found[name] = paragraph
+    return found
 
 
-def _include(names: Sequence[str], texts: Mapping[str, str], included: dict[str, str]) -> None:
-    """Add the named files to `included`, each behind the files that it includes."""
-    for name in names:
-        if name not in included:
-            text = texts.get(_FOLDER + name)
-            if text is None:
-                raise ScriptError(f"there is no lua/include/{name}.lua")
-            _include(includes(text), texts, included)
-            included[name] = text
+def _link(code: str, shared: Mapping[str, str], linked: dict[str, None]) -> None:
+    """Add the paragraphs that `code` names to `linked`, each behind those that it names itself."""
+    for paragraph in [shared[word] for word in words_of(code) if word in shared]:
+        if paragraph not in linked and paragraph != code:
+            _link(paragraph, shared, linked)
+            linked[paragraph] = None
+
+
+def _assemble(name: str, text: str, shared: Mapping[str, str]) -> Script:
+    """Join name (first, so that SLOWLOG shows it), functions, checks of the header, and body."""
+    shebang, _, body = text.partition("\n")
+    header = ScriptHeader.parse(text)
+    prologue = header.prologue()
+    linked: dict[str, None] = {}
+    _link(f"{prologue}\n{body}", shared, linked)
+    parts = [f"-- rolloutmq {name}", f"local SCRIPT = '{name}'", *linked, prologue, body]
+    return Script(name, "\n".join([shebang, *parts]), header)
 
 
 def sources() -> dict[str, str]:
-    """Return the files under `lua/` by name; those to include are named `include/<topic>`."""
+    """Return the files under `lua/` by name; those with functions are named `shared/<topic>`."""
     lua = resources.files("buffer") / "lua"
     found = {}
-    for prefix, folder in (("", lua), (_FOLDER, lua / "include")):
+    for prefix, folder in (("", lua), (_SHARED, lua / "shared")):
         for file in folder.iterdir():
             if file.name.endswith(".lua"):
                 found[prefix + file.name.removesuffix(".lua")] = file.read_text(encoding="utf-8")
@@ -144,8 +151,9 @@ def sources() -> dict[str, str]:
 
 
 def assemble(texts: Mapping[str, str]) -> dict[str, Script]:
-    names = [name for name in sorted(texts) if not name.startswith(_FOLDER)]
-    return {name: _assemble(name, texts) for name in names}
+    shared = shared_functions(texts)
+    names = [name for name in sorted(texts) if not name.startswith(_SHARED)]
+    return {name: _assemble(name, texts[name], shared) for name in names}
 
 
 @cache
@@ -230,46 +238,17 @@ def check_durable(needed: int, answers: Sequence[Any]) -> None:
         raise NotDurable(f"only {replicas} of {needed} replicas have it after {WAIT_MS} ms")
 
 
-_LARGE_BYTES = 32 * 2**10
-"""A server reads a value of this size by itself, and smaller ones together."""
-
-
 class ScriptCall(NamedTuple):
-    """Keys and arguments of a script by the names in its header; see `Script.command`."""
+    """A script by its name, with keys and arguments by the names in its header.
 
+    See `Script.command`.
+    """
+
+    script: str
     keys: KeysByName
     args: Mapping[str, Arg]
     tail_keys: Sequence[str | KeysByName] = ()
     tail_args: Sequence[TailArg] = ()
-
-
-Upload = tuple[Sequence[Command], ScriptCall | None]
-"""The commands that store a payload, and the call of the script that accepts it and those before.
-
-None: a later upload has the call.
-"""
-
-
-def in_order(script: Script, uploads: Iterable[Upload]) -> Iterator[Command]:
-    """Yield the commands of uploads: large values at once, small ones with their call.
-
-    A server that writes to disk before it answers writes once for all small commands in a row.
-    """
-    small: list[Command] = []
-    for payload, call in uploads:
-        for command in payload:
-            if _is_large(command):
-                yield command
-            else:
-                small.append(command)
-        if call:
-            yield from (*small, script.command(*call))
-            small = []
-
-
-def _is_large(command: Command) -> bool:
-    value = command[2]  # of SET
-    return isinstance(value, list) and sum(map(len, value)) >= _LARGE_BYTES
 
 
 def load_missing(client: Any, scripts: Iterable[Script], missing: NoScriptError) -> None:
@@ -279,10 +258,6 @@ def load_missing(client: Any, scripts: Iterable[Script], missing: NoScriptError)
         # after a restart, a whole fleet finds that they are gone: most of it sends no source
         known = client.script_exists(*(script.sha for script in named))
         lacks = [script for script, is_known in zip(named, known, strict=True) if not is_known]
-        pipelined(client, [("SCRIPT LOAD", script.source) for script in lacks])
+        send(client, [("SCRIPT", "LOAD", script.source) for script in lacks])
     except NoPermissionError:
         raise missing from None
-
-
-def decoded(reply: Sequence[Any]) -> list[Any]:
-    return [item.decode(errors="replace") if isinstance(item, bytes) else item for item in reply]

@@ -9,46 +9,37 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import redis
 from redis.exceptions import NoScriptError, OutOfMemoryError
 
-from buffer.errors import (
-    LostRun,
-    RunDamaged,
-)
+from buffer.errors import LostRun, RunDamaged
 from buffer.limits import RunLimits
-from buffer.redis.connection.bulk_io import Command, Parts, pipelined, receive, send
-from buffer.redis.connection.nodes import Role, Servers
-from buffer.redis.connection.retry import Backoff, OutageLog, is_transient
-from buffer.redis.connection.url import SOCKET_TIMEOUT_S
-from buffer.redis.connection_errors import describe_connection_error, given_up, refusal
+from buffer.observers import Observer
+from buffer.redis.bulk_io import Command, Parts, receive, send
+from buffer.redis.errors import describe_connection_error, given_up, refusal
 from buffer.redis.eviction import Eviction
 from buffer.redis.key_fields import HINT
 from buffer.redis.keys import Keys, SlotKeys, control_beside
+from buffer.redis.retry import Backoff, OutageLog, is_transient
 from buffer.redis.scripts import (
     Arg,
     KeysByName,
     Script,
     ScriptCall,
     TailArg,
-    Upload,
     check_durable,
-    decoded,
-    in_order,
     library,
     load_missing,
     waits_behind_script,
 )
+from buffer.redis.url import SOCKET_TIMEOUT_S, Servers
 
 T = TypeVar("T")
 
 _BACKOFF = Backoff(0.05, 2.0)
-
-FIRST_KEY = 3  # its position in EVALSHA sha count key …
 
 _LOSSES = ("FENCED", "LOST", "NO_RUN", "DAMAGED", "EMPTY")
 """Replies to a process that no longer knows the state of its run."""
@@ -57,8 +48,9 @@ _LOSSES = ("FENCED", "LOST", "NO_RUN", "DAMAGED", "EMPTY")
 class Store:
     """Connects one process to a server or a cluster, and retries what it asks. Thread-safe.
 
-    After `deadline_s`, an operation raises StoreUnavailable. In a cluster, `control` and `bulk` are
-    clients of the node that holds the run of `at`. Get them anew in every attempt: a run may move.
+    Five ways to ask: `call` a script, `send` commands, `read` payloads, `ask` one small thing, and
+    `wait` for a wake-up. After `deadline_s`, each raises StoreUnavailable. In a cluster, `client`
+    is that of the node that holds the run of `at`. Get it anew in every attempt: a run may move.
     """
 
     def __init__(self, url: str, *, name: str = "rolloutmq", deadline_s: float = 60.0) -> None:
@@ -93,14 +85,9 @@ class Store:
         return there
 
     @property
-    def control(self) -> Any:
-        """Return the client for small commands."""
-        return self.servers.client("control", self._home)
-
-    @property
-    def bulk(self) -> Any:
-        """Return the client for payloads and long lists."""
-        return self.servers.client("bulk", self._home)
+    def client(self) -> Any:
+        """Return the client library's own client, for use inside `retrying`."""
+        return self.servers.client(self._home)
 
     def close(self) -> None:
         self.servers.close()
@@ -115,30 +102,72 @@ class Store:
         *,
         durable: bool = False,
     ) -> list[Any]:
-        """Run a script by name, repeated until the deadline (I13), and return its decoded reply.
+        """Run a script by name, and return its decoded reply; see `send`.
 
         `keys` are those that the script's header names, as `Keys.slots` finds them; `tail_keys`:
-        see `Script.command`. A durable call is answered once the change is on the server's disk and
-        on `wait_replicas` replicas (I6); with fewer replicas, it waits and raises StoreUnavailable
-        at the deadline. Raises StoreFull at once for a script that starts work on a full server, so
-        that the caller can free memory.
+        see `Script.command`.
         """
-        entry = self.scripts[script]
-        command = entry.command(keys, args, tail_keys, tail_args)
-        key = str(command[FIRST_KEY])
-        waits = self._waits(key) if durable else []
+        call = ScriptCall(script, keys, args, tail_keys, tail_args)
+        (reply,) = self.send(script, [call], durable=durable)
+        return cast(list[Any], reply)
 
-        def attempt(client: Any) -> list[Any]:
-            if not waits:
-                return [client.execute_command(*command)]
-            answers = pipelined(client, [command, *waits])
-            check_durable(self.wait_replicas, answers[1:])
-            return answers
+    def send(
+        self,
+        what: str,
+        commands: Sequence[Command | ScriptCall],
+        *,
+        durable: bool = False,
+        starts_work: bool = False,
+    ) -> list[Any]:
+        """Run commands and scripts on keys of one run in one round trip; return their answers.
 
-        reply = decoded(self._run(entry, "control", key, attempt)[0])
-        if reply[0] in _LOSSES and isinstance(keys, SlotKeys):
-            self._explain_loss(keys["control"])
-        return reply
+        All are repeated until the deadline: each must be harmless when it runs again (I13). Values
+        are sent without a copy. A durable call is answered once the changes are on the server's
+        disk and on `wait_replicas` replicas (I6); with fewer replicas, it waits and raises
+        StoreUnavailable at the deadline. Raises StoreFull at once on a full server for a script
+        that starts work, or if it `starts_work`, so that the caller can free memory.
+        """
+        if not commands:
+            return []
+        calls = [call for call in commands if isinstance(call, ScriptCall)]
+        starts_work = starts_work or any(self.scripts[call.script].starts_work for call in calls)
+        sent = [
+            self.scripts[each.script].command(*each[1:]) if isinstance(each, ScriptCall) else each
+            for each in commands
+        ]
+        # of EVALSHA sha count key …, or of a command with a key
+        key = self._home or str(sent[0][3 if isinstance(commands[0], ScriptCall) else 1])
+        if durable and (self.waits_for_disk or self.wait_replicas):
+            sync = self.scripts["sync"]
+            sent += waits_behind_script(self.wait_replicas, self.waits_for_disk, sync, key)
+
+        def attempt() -> list[Any]:
+            client = self.servers.client(key)
+            try:
+                answers = send(client, sent)
+            except NoScriptError as error:
+                load_missing(client, self.scripts.values(), error)
+                answers = send(client, sent)
+            check_durable(self.wait_replicas, answers[len(commands) :])
+            return answers[: len(commands)]
+
+        try:
+            answers = self.retrying(what, attempt, starts_work=starts_work)
+        except LostRun:
+            self._explain_loss(control_beside(key))
+            raise
+        return [
+            self._decoded(each, answer) if isinstance(each, ScriptCall) else answer
+            for each, answer in zip(commands, answers, strict=True)
+        ]
+
+    def _decoded(self, call: ScriptCall, reply: Sequence[Any]) -> list[Any]:
+        found = [
+            item.decode(errors="replace") if isinstance(item, bytes) else item for item in reply
+        ]
+        if found[0] in _LOSSES and isinstance(call.keys, SlotKeys):
+            self._explain_loss(call.keys["control"])
+        return found
 
     def _explain_loss(self, control: str) -> None:
         """Raise StoreUnsafe where a process is refused because the server evicted its run."""
@@ -153,123 +182,25 @@ class Store:
             lambda: Eviction.read([client for _, client in self.servers.masters()]),
         )
 
-    def call_and_read(
-        self,
-        script: str,
-        keys: KeysByName,
-        args: Mapping[str, Arg],
-        tail_args: Sequence[Arg],
-        read: Command,
-    ) -> tuple[list[Any], Any]:
-        """Run a script as `call` does, then a read in its slot; return the reply and the answer."""
-        entry = self.scripts[script]
-        command = entry.command(keys, args, (), tail_args)
-        both = partial(pipelined, commands=[command, read])
-        reply, answer = self._run(entry, "control", str(command[FIRST_KEY]), both)
-        return decoded(reply), answer
-
-    def call_many(self, script: str, calls: Iterable[ScriptCall]) -> list[list[Any]]:
-        """Make several calls of a read-only script in one round trip, each at one instant."""
-        entry = self.scripts[script]
-        commands = [entry.command(*call) for call in calls]
-        if not commands:
-            return []
-        all_of_them = partial(pipelined, commands=commands)
-        return [decoded(reply) for reply in self._run(entry, "control", self._home, all_of_them)]
-
-    def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
-        """Store payloads and make their calls in one round trip, as a durable `call` does.
-
-        A repeated attempt is harmless (I13); it iterates over `uploads` again. Later uploads may be
-        made while earlier ones are sent.
-        """
-        entry = self.scripts[script]
-        waits = self._waits(key)
-
-        def attempt(client: Any) -> list[Any]:
-            sent: list[Command] = []
-
-            def commands() -> Iterator[Command]:
-                for command in in_order(entry, uploads):
-                    sent.append(command)
-                    yield command
-                yield from waits if sent else ()
-
-            answers = send(client, commands())
-            check_durable(self.wait_replicas, answers[len(sent) :])
-            return [
-                decoded(reply)
-                for command, reply in zip(sent, answers, strict=False)
-                if command[1] == entry.sha
-            ]
-
-        return self._run(entry, "bulk", key, attempt)
-
-    def _waits(self, key: str) -> list[Command]:
-        sync = self.scripts["sync"]
-        return waits_behind_script(self.wait_replicas, self.waits_for_disk, sync, key)
-
-    def _run(
-        self, script: Script, role: Role, key: str, attempt: Callable[[Any], list[T]]
-    ) -> list[T]:
-        """Return the answers to `attempt`, repeated until the deadline, at the server of `key`."""
-
-        def run() -> list[T]:
-            client = self.servers.client(role, key)
-            try:
-                return attempt(client)
-            except NoScriptError as error:
-                load_missing(client, self.scripts.values(), error)
-                return attempt(client)
-
-        try:
-            return self.retrying(script.name, run, starts_work=script.starts_work)
-        except LostRun:
-            self._explain_loss(control_beside(key))
-            raise
-
-    def each(self, what: str, commands: Sequence[Command], role: Role = "bulk") -> list[Any]:
-        """Run commands on keys of one run in one round trip; return their answers in order."""
-        return self._send(what, commands, pipelined, role=role)
-
-    def sizes(self, what: str, keys: Sequence[str]) -> list[int]:
-        """Return the bytes of each value, 0 for a missing one, as `each` does, but faster."""
-        return self._send(what, [("STRLEN", key) for key in keys], send)
-
-    def write(
-        self, what: str, commands: Sequence[Command], *, starts_work: bool = False
-    ) -> list[Any]:
-        """Run commands with large values as `each` does, without copies of the values.
-
-        `starts_work`: StoreFull at once on a full server, as in `call`.
-        """
-        return self._send(what, commands, send, starts_work=starts_work)
-
     def read(
         self, what: str, entries: Sequence[tuple[Sequence[str], int]], *, own_pages: bool = False
     ) -> list[Parts]:
         """Return the values of several keys for each entry; see `bulk_io.receive`."""
-        run = partial(receive, own_pages=own_pages)
-        home = self._home or (entries[0][0][0] if entries else "")
-        return self.retrying(what, lambda: run(self.servers.client("bulk", home), entries))
-
-    def _send(
-        self,
-        what: str,
-        commands: Sequence[Command],
-        run: Callable[[Any, Sequence[Command]], list[Any]],
-        *,
-        role: Role = "bulk",
-        starts_work: bool = False,
-    ) -> list[Any]:
-        if not commands:
+        if not entries:
             return []
-        home = self._home or str(commands[0][1])
+        home = self._home or entries[0][0][0]
         return self.retrying(
-            what, lambda: run(self.servers.client(role, home), commands), starts_work=starts_work
+            what, lambda: receive(self.servers.client(home), entries, own_pages=own_pages)
         )
 
-    def wait_for_wake_up(self, bell: str, timeout_s: float, *, shared: bool = False) -> bool:
+    def ask(self, what: str, *command: str | int) -> Any:
+        """Return the answer to one small command; see `send`."""
+        try:
+            return self.send(what, [command])[0]
+        except RunDamaged as error:
+            raise RunDamaged(f"{what}: {command[1]} is of another type", hint=HINT) from error
+
+    def wait(self, bell: str, timeout_s: float, *, shared: bool = False) -> bool:
         """Block until a wake-up arrives in the list `bell`, and return whether one did.
 
         The list is cleared before the caller polls, so a later wake-up is never lost; a lost one
@@ -278,7 +209,7 @@ class Store:
         """
 
         def block() -> bool:
-            client = self.servers.client("bells", bell)
+            client = self.servers.client(bell)
             # 0 would block for ever; a time near the socket's own time-out would raise
             bounded_s = min(max(timeout_s, 0.01), SOCKET_TIMEOUT_S / 3)
             arrived = client.blpop([bell], timeout=bounded_s)
@@ -287,13 +218,6 @@ class Store:
             return bool(arrived)
 
         return self.retrying("bell", block)
-
-    def ask(self, what: str, *command: str | int) -> Any:
-        """Return the answer to one small command; see `retrying`."""
-        try:
-            return self.retrying(what, lambda: self.control.execute_command(*command))
-        except RunDamaged as error:
-            raise RunDamaged(f"{what}: {command[1]} is of another type", hint=HINT) from error
 
     def retrying(
         self,
@@ -342,8 +266,12 @@ class Store:
 
 
 class RunContext(NamedTuple):
-    """What each part of a run works with. All share the limits, which `adopt` changes in place."""
+    """What each part of a run works with. All share the limits, which `adopt` changes in place.
+
+    `observers`: receive what this process does with groups of training.
+    """
 
     store: Store
     keys: Keys
     limits: RunLimits
+    observers: Sequence[Observer] = ()

@@ -19,7 +19,7 @@ from buffer.ledger.account import Account
 from buffer.limits import LOADING, SCHEMA, RunLimits
 from buffer.maintenance.column_files import ColumnFolder
 from buffer.maintenance.remove_run import clear_keys
-from buffer.redis.connection.bulk_io import Command
+from buffer.redis.bulk_io import Command
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import Advance
 from buffer.redis.store import RunContext, Store
@@ -113,7 +113,7 @@ class SnapshotLoader:
         )
 
     def _scan(self) -> Iterator[bytes]:
-        yield from self._store.bulk.scan_iter(f"{self.keys.prefix}*", count=2000)
+        yield from self._store.client.scan_iter(f"{self.keys.prefix}*", count=2000)
 
     def _nonce_there(self) -> bytes | None:
         found: bytes | None = self._store.ask("restore", "HGET", self.keys.meta, "nonce")
@@ -129,10 +129,10 @@ class SnapshotLoader:
                 sent += [("UNLINK", key), *_commands(key, item)]
                 size += len(item.value)
             if size >= BYTES_AT_ONCE or len(sent) >= MEMBERS_AT_ONCE:
-                self._store.write("restore", sent)
+                self._store.send("restore", sent)
                 sent, size = [], 0
             advance("keys", done)
-        self._store.write("restore", sent)
+        self._store.send("restore", sent)
 
     def _prove(self, limits: RunLimits) -> None:
         """Check that what was loaded adds up (I1). Raises SnapshotError."""
@@ -147,7 +147,7 @@ class SnapshotLoader:
         """Replace the claim by the run's `meta` in one step, unless somebody removed the claim."""
 
         def attempt() -> None:
-            with self._store.bulk.pipeline() as pipe:
+            with self._store.client.pipeline() as pipe:
                 pipe.watch(self.keys.meta)
                 nonce = pipe.hget(self.keys.meta, "nonce")
                 if nonce == meta["nonce"].encode():

@@ -15,8 +15,9 @@ from typing import Any
 
 from buffer.errors import SnapshotError
 from buffer.ledger.account import Account
-from buffer.redis.connection.bulk_io import Command
-from buffer.redis.keys import Keys, row_of
+from buffer.redis.bulk_io import Command
+from buffer.redis.key_table import row_of
+from buffer.redis.keys import Keys
 from buffer.redis.scripts import Advance
 from buffer.redis.store import RunContext, Store
 from buffer.snapshot.folder import FILES, KEYS, Item, SnapshotFacts, new_snapshot, seal, write_item
@@ -47,7 +48,7 @@ def save(context: RunContext, files: Path | None, folder: Path, advance: Advance
 
     Raises SnapshotError, and leaves no folder, if the run does not rest.
     """
-    store, keys, _ = context
+    store, keys, _, _ = context
     newest = ("XREVRANGE", keys.events, "+", "-", "COUNT", 1)
     before = store.ask("save", *newest)
     saved = 0
@@ -91,11 +92,11 @@ def _check(context: RunContext) -> None:
 def _items(store: Store, keys: Keys) -> Iterator[Item]:
     # first the list of what may be deleted, since a janitor deletes it and then its entry
     garbage = keys.garbage.encode()
-    others = (n for n in store.bulk.scan_iter(f"{keys.prefix}*", count=1000) if n != garbage)
+    others = (n for n in store.client.scan_iter(f"{keys.prefix}*", count=1000) if n != garbage)
     names = chain([garbage], others)
     wanted = (name for name in names if (row := row_of(name.decode())) and row.saved)
     while some := list(islice(wanted, KEYS_AT_ONCE)):
-        facts = store.each("save", [(ask, name) for name in some for ask in ("TYPE", "PTTL")])
+        facts = store.send("save", [(ask, name) for name in some for ask in ("TYPE", "PTTL")])
         # bytes with an expiry are those that no script has accepted; a key without a type is gone
         there = [
             (name, kind.decode())
@@ -103,7 +104,7 @@ def _items(store: Store, keys: Keys) -> Iterator[Item]:
             if kind.decode() in _READ and lifetime_ms < 0
         ]
         reads: list[Command] = [(_READ[kind][0], name, *_READ[kind][1:]) for name, kind in there]
-        for (name, kind), found in zip(there, store.each("save", reads), strict=True):
+        for (name, kind), found in zip(there, store.send("save", reads), strict=True):
             key = name.decode().removeprefix(keys.prefix)
             if key == "control":
                 found = {field: value for field, value in found.items() if field not in _ROLES}

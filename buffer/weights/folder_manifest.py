@@ -17,8 +17,6 @@ from buffer.weights.safetensors_files import read_header, weight_files
 
 NAME = "manifest.json"
 
-DELTA_NAME = "delta.json"  # in the folder of a version that was published as changes (delta.py)
-
 
 def write(folder: Path, label: str, *, saved: object = None) -> str:
     """Write a folder's manifest; return its checksum. `WrittenFiles` in `saved` are not hashed."""
@@ -66,8 +64,6 @@ def check_sizes(folder: Path, checksum: str) -> list[str]:
 def check_files(folder: Path, checksum: str) -> None:
     """Check all but the tensors, also headers. Raises as `verify`; ModelError without weights."""
     listed = check_sizes(folder, checksum)
-    if DELTA_NAME in listed:
-        return
     for file in weight_files(folder):
         if file.name not in listed:
             raise WireError(f"{file.name} is not in the manifest: write that last")

@@ -1,5 +1,6 @@
 """A worker's side of all transports: the address of a version says how it is fetched.
 
+An address comes from Redis. It opens no URL but the one that the config of this process names.
 The trainer's side is in transports.py. A version may be changes to the one before (delta.py):
 they are applied to the version that the engine runs, or to the chain down to a whole one.
 
@@ -8,6 +9,7 @@ Invariant: the folder that `fetch` returns has the checksums of the whole versio
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from buffer.errors import ConfigError, WireError
@@ -27,10 +29,12 @@ LONGEST_CHAIN = 1000
 class WeightsReceiver:
     """Fetches versions, once for all workers of a host; the loaded one stays until another is.
 
-    Its methods raise OSError, WireError, ModelError, StoreUnavailable.
+    `url`: where this process may fetch versions, besides folders and the run's server. Its methods
+    raise OSError, WireError, ModelError, StoreUnavailable.
     """
 
-    def __init__(self, store: Store, keys: Keys) -> None:
+    def __init__(self, store: Store, keys: Keys, url: str | None = None) -> None:
+        self._url = url
         self._chunks = VersionStore(store, keys)
         self._folders = HostFolders()
         self._running: Path | None = None  # of the version that the engine runs
@@ -40,8 +44,10 @@ class WeightsReceiver:
         """Check what a worker will find there, without reading the tensors."""
         if place := self._place(published.address):
             copies.record_of(*place, published.checksum)
-        else:
-            manifest.check_files(Path(published.address), published.checksum)
+            return
+        folder = Path(published.address)
+        check = manifest.check_sizes if delta.is_delta(folder) else manifest.check_files
+        check(folder, published.checksum)
 
     def fetch(self, published: PublishedWeights) -> Path:
         """Return a folder with these weights, verified. An empty checksum verifies nothing."""
@@ -54,7 +60,19 @@ class WeightsReceiver:
             published = delta.base_of(folder)
             folder = self._wholes.get(published.checksum) or self._fetch_one(published)
         for changed, changes in reversed(chain):
-            folder = self._apply(changes, folder, published, changed)
+            base = folder
+            try:
+                folder = self._folders.get(
+                    f"whole-{changed.checksum}",
+                    fill=partial(delta.apply, changes, base),
+                    check=partial(delta.check, changes),
+                )
+            except BaseException:
+                # the base may be damaged: the next try fetches it again
+                self._wholes.pop(published.checksum, None)
+                raise
+            if base != self._running:
+                self._folders.release(base)
             published = changed
         if published.checksum:
             self._wholes[published.checksum] = folder
@@ -90,25 +108,20 @@ class WeightsReceiver:
             return self._chunks, address.removeprefix(IN_CHUNKS)
         if not is_url(address):
             return None
-        url, _, name = address.rpartition("/")
+        if self._url is None:
+            raise self._refused(address)
         try:
-            return open_versions(url), name
+            versions = open_versions(self._url)
         except ConfigError as error:  # of this host: what opens it is not installed
             raise WireError(error.message, hint=error.hint) from error
+        name = address.removeprefix(versions.prefix)
+        if is_url(name) or Path(name).name != name:
+            raise self._refused(address)
+        return versions, name
 
-    def _apply(
-        self, changes: Path, base: Path, published: PublishedWeights, changed: PublishedWeights
-    ) -> Path:
-        try:
-            result = self._folders.get(
-                f"whole-{changed.checksum}",
-                fill=lambda folder: delta.apply(changes, base, folder),
-                check=lambda folder: delta.check(changes, folder),
-            )
-        except BaseException:
-            # the base may be damaged: the next try fetches it again
-            self._wholes.pop(published.checksum, None)
-            raise
-        if base != self._running:
-            self._folders.release(base)
-        return result
+    def _refused(self, address: str) -> WireError:
+        own = f"is {self._url}" if self._url else "is not set"
+        return WireError(
+            f"the trainer published weights at {address}, and [weights] url of this process {own}",
+            hint="give this process the [weights] url and [run] name of the trainer's config",
+        )

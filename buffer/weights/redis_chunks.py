@@ -52,7 +52,7 @@ class VersionStore:
                 while chunks := _read_chunks(stream):
                     names = self._chunk_names(label, number, len(chunks))
                     sets = [("SET", name, chunk) for name, chunk in zip(names, chunks, strict=True)]
-                    self._store.write("weights", sets)
+                    self._store.send("weights", sets)
                     number += len(chunks)
         try:
             self._list(label, record)
@@ -67,7 +67,10 @@ class VersionStore:
             count = _chunk_count(size)
             with (folder / file).open("wb") as stream:
                 for names in _batches(self._chunk_names(label, number, count)):
-                    stream.writelines(self._get_chunks(label, names))
+                    found = self._store.send("weights", [("GET", name) for name in names])
+                    if lost := found.count(None):
+                        raise WireError(f"{lost} chunks of the weights {label} are missing")
+                    stream.writelines(found)
             number += count
 
     def drop(self, label: str) -> None:
@@ -76,7 +79,7 @@ class VersionStore:
         # an unfinished version has no record
         count = sum(_chunk_count(size) for _, size in _files(record)) if record else 0
         for names in _batches(self._chunk_names(label, 0, count)):
-            self._store.each("weights", [("UNLINK", name) for name in names])
+            self._store.send("weights", [("UNLINK", name) for name in names])
         # of an unfinished version the number of chunks is unknown, but they have no gaps
         number = count + 1
         while self._call("UNLINK", self._keys.weights_part(label, number)):
@@ -92,15 +95,8 @@ class VersionStore:
         """Return the keys of `count` chunks that follow `before` others."""
         return [self._keys.weights_part(label, before + n) for n in range(1, count + 1)]
 
-    def _get_chunks(self, label: str, names: list[str]) -> list[bytes]:
-        found: list[bytes | None] = self._store.each("weights", [("GET", name) for name in names])
-        chunks = [chunk for chunk in found if chunk is not None]
-        if len(chunks) != len(found):
-            raise WireError(f"{len(found) - len(chunks)} chunks of the weights {label} are missing")
-        return chunks
-
     def _call(self, *command: Any) -> Any:
-        return self._store.each("weights", [command])[0]
+        return self._store.send("weights", [command])[0]
 
 
 def _chunk_count(size: int) -> int:

@@ -52,7 +52,7 @@ def is_url(address: str) -> bool:
     return bool(re.match(r"[a-z][a-z0-9+.-]*://", address))
 
 
-@lru_cache(maxsize=8)  # a URL may come from Redis
+@lru_cache(maxsize=8)
 def open_versions(url: str) -> Versions:
     """Return the versions at a URL, and create nothing there. Raises ConfigError."""
     check_url(url)

@@ -109,7 +109,7 @@ class RolloutState(BaseModel):
 
     Columns over response tokens have one length R: `response_ids`, `logprobs` (at the sampling
     temperature), `response_mask` (1 = trained; None = all ones), and where they were computed
-    `ref_logprobs`, `values` (of a critic), `token_rewards` (of steps, or of turns at their ends)
+    `ref_logprobs`, `values` (of states), `token_rewards` (of steps, or of turns at their ends)
     and `teacher_logprobs` (by the teacher's name; its most probable tokens, [R, k], in
     `teacher_top_ids` and `teacher_top_logprobs`). `spans` name the weights that sampled each
     token; a tool's tokens have none. `routed_experts` of a mixture of experts: int16[P + R - 1,

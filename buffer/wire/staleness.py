@@ -70,20 +70,20 @@ def ages(found: Mapping[str, Mapping[str, int]]) -> str:
 class AgeLimit:
     """Which members of a group are too old for the next train step, as in the pools (I8).
 
-    `cut`: the lowest score that is not too old. `lag`: steps by which tokens expire earlier, or "".
+    `cut`: the lowest score that is not too old. `lag`: how many steps earlier a token expires.
     """
 
     cut: int
-    lag: int | str
+    lag: int | None
     forks: Sequence[tuple[str, int]]
 
     def is_too_old(self, state: RolloutState) -> bool:
         versions = [self._living(span) for span in state.spans if span.length]
-        if self.lag != "":
+        if self.lag is not None:
             mask = state.response_mask
             whole = np.ones(len(state.response_ids), "u1") if mask is None else mask
             if last := last_trained(whole, state.spans):
-                versions.append(self._living(last) - int(self.lag))
+                versions.append(self._living(last) - self.lag)
         return min(versions, default=self.cut) < self.cut
 
     def _living(self, span: VersionSpan) -> int:

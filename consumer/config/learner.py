@@ -1,4 +1,4 @@
-"""The optimization of the models: [learner] for the policy, [critic] for the value model."""
+"""[learner]: the optimization of the policy, and its loss."""
 
 from __future__ import annotations
 
@@ -365,23 +365,3 @@ class LearnerConfig(Section):
                 f"{' and '.join(idle)} of [learner.loss] cannot act with old_policy = current "
                 "and updates_per_batch = 1: the ratio is always 1; remove old_policy"
             )
-
-
-class CriticConfig(Section):
-    """[critic]: the value model; used only with [trainer] advantages = gae.
-
-    Its kind of optimizer, precision and gradient checkpointing are those of [learner].
-    """
-
-    learning_rate: float = Field(1e-5, gt=0, le=10)
-    """step size of AdamW"""
-    warmup_steps: Count = Field(0, ge=0)
-    """the learning rate rises linearly from 0 over this many train steps"""
-    clip: float | None = Field(0.2, gt=0, le=1e6)
-    """largest change of a value in one step"""
-    gamma: float = Field(1.0, ge=0, le=1)
-    """discount of a reward per token"""
-    lam: float = Field(1.0, ge=0, le=1)
-    """GAE's lambda: 1 relies on rewards alone, 0 on the critic's values"""
-    max_grad_norm: float = Field(1.0, gt=0, le=1e9)
-    """norm to which larger gradients are scaled down"""

@@ -12,7 +12,8 @@ from buffer.config.run_settings import PolicySection, RunSection, WeightsSection
 from buffer.config.section import YEAR_S, Count, DottedPath, Section
 from buffer.imports import attached, is_dotted_path
 from buffer.limits import Bytes
-from consumer.config.learner import CriticConfig, LearnerConfig
+from consumer.config.critic import CriticConfig
+from consumer.config.learner import LearnerConfig
 
 WITHIN_A_GROUP = (
     *("grpo", "dr_grpo", "rloo", "opo", "pass_at_k", "reinforce_pp_baseline"),

@@ -20,7 +20,6 @@ from buffer.manifest import NotReady
 from buffer.wire.group import RolloutGroup
 from consumer.config.trainer import TrainingConfig
 from consumer.grpo.learner.group_rewards import FULL_SCORE
-from consumer.grpo.reporting.reporter import Reporter
 from consumer.handle.evaluation_round import Evaluated, EvaluationRound
 from consumer.handle.rollout_consumer import RolloutConsumer
 from consumer.handle.step_log import read_evaluations
@@ -115,7 +114,6 @@ class EvaluationPlan:
         config: TrainingConfig,
         known: Collection[str],
         consumer: RolloutConsumer,
-        reporter: Reporter,
         start: int,
         free_memory: Callable[[], None],
     ) -> None:
@@ -123,7 +121,6 @@ class EvaluationPlan:
         self._held_out = [name for name in known if name in config.tasks]
         self._config = config
         self._consumer = consumer
-        self._reporter = reporter
         self._start = start
         self._free_memory = free_memory
         self._pending: list[tuple[int, EvaluationRound]] = []
@@ -188,7 +185,6 @@ class EvaluationPlan:
             log.warning("task %s: %s failed in every try, and %s: %s", task, count, how,
                         ", ".join(sorted(found.failed)))  # fmt: skip
         self._consumer.report(step, metrics, task=task)
-        self._reporter.add_evaluation(step, task, metrics)
         log.info("evaluation finished", extra={"task": task, "step": step, **metrics})
 
 

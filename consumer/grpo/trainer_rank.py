@@ -15,28 +15,26 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights.checksums import WrittenFiles
 from buffer.weights.transport import Save
 from buffer.wire.group import RolloutGroup
 from consumer.config.trainer import TrainingConfig
-from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
+from consumer.grpo.model_state.learner_state import TrainedModel
 from consumer.grpo.model_state.saved_state import SavedState, write_state
 from consumer.grpo.model_state.weights_folder import WeightParts
 from consumer.grpo.models.model_folder import copy_tokenizer
+from consumer.grpo.policy.policy import Policy
 from consumer.grpo.reporting.metrics import BatchColumns
 from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.ranks import ALONE, RankOrders, Ranks, on_all_ranks, select_device
 from consumer.handle.sharded_consumer import ShareReader, check_unchanged
 
-Part = tuple[Sequence[nn.Module], torch.optim.Optimizer]  # as `Learner.on_device` returns them
-
 
 class DeviceShare:
-    """Moves the weights, gradients and optimizer state of `parts` to `device` and away from it.
+    """Moves the weights, gradients and optimizer state of models to their device and away from it.
 
     engines   awake ──pause: confirmed as asleep──▶ asleep ───────────── continue ──▶ awake
     trainer   asleep ────────────────────────────▶ awake: train, save, publish ──▶ asleep
@@ -44,15 +42,15 @@ class DeviceShare:
     The side that sleeps keeps its weights in host memory, so the device never holds both.
     """
 
-    def __init__(self, device: torch.device, parts: Sequence[Part]) -> None:
-        self._device = device
-        self._parts = parts
+    def __init__(self, models: Sequence[TrainedModel]) -> None:
+        self._models = models
+        self._device = models[0].device
         self.is_asleep = False
 
     def sleep(self) -> None:
-        """Free the device. Parts that sleep can be saved, but not trained."""
-        for _, optimizer in self._parts:
-            optimizer.zero_grad(set_to_none=True)
+        """Free the device. Models that sleep can be saved, but not trained."""
+        for model in self._models:
+            model.optimizer.zero_grad(set_to_none=True)
         self._move(torch.device("cpu"))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -63,11 +61,11 @@ class DeviceShare:
         self.is_asleep = False
 
     def _move(self, device: torch.device) -> None:
-        for modules, optimizer in self._parts:
-            for module in modules:
+        for model in self._models:
+            for module in model.modules:
                 # in place: the optimizer holds the same parameter objects
                 module.to(device)
-            for state in optimizer.state.values():
+            for state in model.optimizer.state.values():
                 for name, value in state.items():
                     if isinstance(value, torch.Tensor):
                         state[name] = value.to(device)
@@ -85,7 +83,7 @@ class TrainerRank:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self.parts = WeightParts(ranks)
         self.orders = RankOrders(ranks)
-        self.orders.add(self)
+        self.orders.add("trainer", self)
         self.reader = ShareReader(run, self.orders)
 
     def follow(self) -> None:
@@ -99,23 +97,21 @@ class TrainerRank:
     def load(self, step: int) -> None:
         """Load the model, and the state of the checkpoint of `step` (0: none)."""
         config = self._config
-        learner = Learner(
+        policy = Policy(
             self._model_dir,
             config.learner,
             device=self.device,
             seed=config.run.seed,
             ranks=self.ranks,
             columns=self._run.columns,
-            teacher_weights=config.column_weights,
         )
-        self.reader.vocabulary = learner.vocabulary
-        self._controller = TrainController.of(config, learner, self._model_dir)
+        self.reader.vocabulary = policy.vocabulary
+        self._controller = TrainController.of(config, policy, self._model_dir)
         if step:
             folder = CheckpointFolder(config.run.folder / "checkpoints").path(step)
             with SavedState(folder, self._controller.shard_rows(), self.ranks.rank) as state:
                 self._controller.load_state_tensors(state)
-        trained = [part for part in (learner, self._controller.critic) if part]
-        self.share = DeviceShare(learner.device, [part.on_device() for part in trained])
+        self.share = DeviceShare(self._controller.models)
         if config.trainer.flow == "colocated":
             self.share.sleep()
 
@@ -139,8 +135,9 @@ class TrainerRank:
         counts = [name for name in metrics if name.startswith("filtered/")]
         totals = self.ranks.sum([metrics[name] for name in counts])
         metrics |= dict(zip(counts, totals, strict=True))
-        peak = self.ranks.max(self._controller.learner.peak_memory_bytes() or 0)
-        if peak:
+        device = self._controller.policy.device
+        used = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        if peak := self.ranks.max(used):
             metrics["memory/peak_bytes"] = float(peak)
         columns = BatchColumns.of(own, self._controller.advantages, self._controller.fates)
         return metrics, BatchColumns.join(self.ranks.gather(columns.lists()))
@@ -151,7 +148,7 @@ class TrainerRank:
 
         Returns, on rank 0, what writes the copies of all ranks into a folder, in any thread.
         """
-        self.parts.begin(self._controller.learner.snapshot(to_publish=True))
+        self.parts.begin(self._controller.policy.snapshot(to_publish=True))
         return self._write_parts
 
     def _write_parts(self, folder: Path) -> WrittenFiles:

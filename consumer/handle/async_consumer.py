@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from buffer.run import Run
+from buffer.run.run import Run
 from consumer.handle.batch import abandoned_by
 from consumer.handle.rollout_consumer import RolloutConsumer
 

@@ -21,9 +21,9 @@ from pydantic import TypeAdapter, ValidationError
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.groups.dead_letters import DeadLetter
 from buffer.ids import split_group_id
-from buffer.redis.connection.retry import LogOnce
+from buffer.redis.retry import LogOnce
 from buffer.redis.whole_file import replace_file
-from buffer.run import Run
+from buffer.run.run import Run
 
 log = logging.getLogger("rolloutmq.trainer")
 

@@ -19,7 +19,7 @@ from buffer.ids import group_id
 from buffer.job import PayloadRef
 from buffer.ledger.account import TaskAccount
 from buffer.manifest import Manifest, NotReady
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.handle.reader import BatchReader
 from consumer.handle.taker import BatchTaker, WaitOptions
@@ -152,7 +152,7 @@ class EvaluationRound:
         ended = sorted(gids - found.keys())
         archived = self._run.keys.ended(self.task, "archived")
         reads = [("GETBIT", archived, int(gid[-10:])) for gid in ended]
-        if any(self._run.store.each("evaluated", reads, "control")):
+        if any(self._run.store.send("evaluated", reads)):
             return None  # by another evaluation
         return found | dict.fromkeys(ended, "")
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from buffer.errors import RolloutMQError
 from buffer.job import PayloadRef
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 
 log = logging.getLogger("rolloutmq.consumer")

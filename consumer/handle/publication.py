@@ -30,7 +30,7 @@ from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 from buffer.errors import PublicationFailed, RolloutMQError
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights import transports
 from buffer.weights.transport import Save, WeightsSender
 from buffer.wire.rollout import PolicyVersion

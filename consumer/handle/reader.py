@@ -10,7 +10,7 @@ import numpy as np
 from buffer.errors import PayloadMissing, WireError
 from buffer.job import PayloadRef
 from buffer.manifest import Manifest
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.document import ids_of
 from buffer.wire.group import RolloutGroup
 

@@ -35,9 +35,10 @@ from buffer.control.worker_record import PAUSE_BOUNDS_S, Histogram
 from buffer.errors import ConfigError, ModelError, WireError
 from buffer.ledger.position import Position
 from buffer.ledger.trainer_opening import Opening
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import PublishedWeights
+from buffer.weights.transports import is_url
 from buffer.wire.rollout import PolicyVersion
 from consumer.handle.batch import Batch, DeliveredGroups, Stopped, check_not_abandoned
 from consumer.handle.evaluation_round import Evaluated, EvaluationRound
@@ -88,7 +89,6 @@ class RolloutConsumer:
             waited_s=lambda: self.waits.seconds,
             pauses=self.pauses,
         )
-        self._receiver = WeightsReceiver(run.store, run.keys)
         self._takes = Counter[str]()
         self._last_waited_s = 0.0
         self._stop = threading.Event()
@@ -307,7 +307,9 @@ class RolloutConsumer:
         self.delivered.check()
         weights = PolicyVersion(self.lineage, version)
         try:
-            self._receiver.check(PublishedWeights(path, checksum))
+            url = path.rpartition("/")[0] if is_url(path) else None
+            receiver = WeightsReceiver(self._run.store, self._run.keys, url)
+            receiver.check(PublishedWeights(path, checksum))
         except (OSError, WireError, ModelError) as error:
             raise ModelError(
                 f"the weights {weights} in {path!r} are not announced: {error}",

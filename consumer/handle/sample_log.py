@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_json import group_json
 from consumer.handle.step_log import read_steps

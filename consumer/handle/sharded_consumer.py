@@ -23,7 +23,7 @@ from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import GroupChanged, RolloutMQError, StepFailed
 from buffer.ledger.position import Position
 from buffer.manifest import Manifest
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.handle.batch import Batch
 from consumer.handle.ranks import RankOrders, Ranks, balanced_shares, on_all_ranks
@@ -41,7 +41,7 @@ class ShareReader(BatchReader):
     def __init__(self, run: Run, orders: RankOrders) -> None:
         super().__init__(run)
         self.orders = orders
-        orders.add(self)
+        orders.add("reader", self)
         self._run = run
         self._step = 0
         self._share: list[RolloutGroup] = []
@@ -91,8 +91,8 @@ class ShareReader(BatchReader):
     def _tokens(self, manifest: Manifest) -> list[int]:
         """Return the generated tokens of each group by its record, or its bytes if it has none."""
         records = [self._run.keys.group(entry.gid) for entry in manifest.entries]
-        found: list[Any] = self._run.store.each(
-            "tokens", [("HGET", key, "tokens") for key in records], "control"
+        found: list[Any] = self._run.store.send(
+            "tokens", [("HGET", key, "tokens") for key in records]
         )
         return [
             int(n or entry.payload.size) for n, entry in zip(found, manifest.entries, strict=True)

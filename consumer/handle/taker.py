@@ -20,7 +20,7 @@ from buffer.errors import (
 )
 from buffer.ledger.ledger import BatchLedger
 from buffer.manifest import Manifest, NotReady
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.handle.batch import DeliveredGroups
 from consumer.handle.reader import NOTHING, BatchReader, Known
@@ -169,9 +169,7 @@ class BatchTaker:
                     options.waiting(explain(self._run, step, answer))
                 if answer.checkpoint_now:
                     _free_memory(step, options)
-                self._run.store.wait_for_wake_up(
-                    self._run.keys.wake_up("trainer"), min(POLL_S, deadline - now)
-                )
+                self._run.store.wait(self._run.keys.wake_up("trainer"), min(POLL_S, deadline - now))
                 self._check()
 
     def read(

@@ -12,7 +12,7 @@ from pydantic import ByteSize, TypeAdapter
 
 from buffer.config.meanings import meanings
 from buffer.config.section import Section
-from buffer.control.settings import LiveSettings
+from buffer.run.settings import LiveSettings
 from docs.reference.markdown import table
 from producer_workers.config.task import named_judges
 from rolloutmq.config.config import Config

@@ -8,7 +8,7 @@ from prometheus_client import Metric
 
 from buffer.redis.store import Store
 from docs.reference.markdown import table
-from rolloutmq.views.metrics.prometheus import RunCollector, process_registry
+from rolloutmq.views.prometheus import RunCollector, process_registry
 
 INTRODUCTION = """\
 # Every metric

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from buffer.errors import ConfigError
 from buffer.ledger.position import Position
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights.checksums import write_tensors
 from buffer.wire.group import RolloutGroup
 from consumer.grpo.learner.advantages import estimate, load_estimator, per_token

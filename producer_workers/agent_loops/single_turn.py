@@ -26,13 +26,14 @@ from buffer.errors import (
     WireError,
 )
 from buffer.wire.rollout import RolloutState, Status, has_ended
+from producer_workers.agent_loops.agent_loop import AgentLoop
 from producer_workers.agent_loops.tokenizer import Tokenizer, in_tokenizer_thread
 from producer_workers.engines.base import Engine, GenerationError
 from producer_workers.judges.judge import Judge
 from producer_workers.user_code.failure import log_failure
 
 
-class SingleTurnAgentLoop:
+class SingleTurnAgentLoop(AgentLoop):
     """Runs the rollouts of a group at the same time, one request each; changes the given states.
 
     With `partial_rollout`, an aborted rollout keeps its tokens and continues after them; otherwise

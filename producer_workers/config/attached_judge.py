@@ -56,10 +56,6 @@ class AttachedJudge(ABC):
         """Return the weights of its columns in the loss, by what names them beside their kind."""
         return {}
 
-    def made_up(self, tokens: int, words: Sequence[int]) -> Mapping[str, Any]:
-        """Return an answer for `tokens` tokens, each one of `words`, to test the trainer with."""
-        return {}
-
     @property
     def repositories(self) -> Iterable[Repository]:
         """Return the repositories of the Hub that it reads."""

@@ -8,7 +8,13 @@ from typing import Literal, Protocol
 
 from pydantic import Field
 
-from buffer.config.run_settings import PlanSection, PolicySection, RedisSection, RunSection
+from buffer.config.run_settings import (
+    PlanSection,
+    PolicySection,
+    RedisSection,
+    RunSection,
+    WeightsSection,
+)
 from buffer.config.section import YEAR_S, Count, Section
 from buffer.limits import Concurrency
 from producer_workers.config.engine import EngineConfig
@@ -74,6 +80,8 @@ class ProducingConfig(Protocol):
     def redis(self) -> RedisSection: ...
     @property
     def policy(self) -> PolicySection: ...
+    @property
+    def weights(self) -> WeightsSection: ...
     @property
     def plan(self) -> PlanSection: ...
     @property

@@ -77,9 +77,6 @@ def named_judges() -> Mapping[str, NamedJudge]:
 NO_JUDGE = "environment"
 """The name for no judge: the environment of a loop, or the agent of a gateway, gives the reward."""
 
-LIVE = "live"
-"""The agent loop of tasks that only `rolloutmq gateway` serves."""
-
 JudgeWeight = Annotated[float, Field(ge=-1e6, le=1e6)]
 JudgeSpec = str | dict[str, str | dict[str, JudgeWeight]]
 """A judge; or judges by pattern of the data source, each one judge or several with weights."""
@@ -360,11 +357,6 @@ Tasks = Annotated[
     AfterValidator(_some_task_trains),
 ]
 """All [tasks.<name>] of a config, with evaluation tasks completed from their training tasks."""
-
-
-def live_tasks(tasks: Mapping[str, TaskSection], default_loop: str) -> list[str]:
-    """Return the tasks that only gateways serve; `default_loop` is [worker] agent_loop."""
-    return [name for name, task in tasks.items() if task.loop(default_loop) == LIVE]
 
 
 def attached_kinds(tasks: Mapping[str, TaskSection]) -> list[type[AttachedJudge]]:

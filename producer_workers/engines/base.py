@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -204,25 +203,6 @@ class ShowsImages(Protocol):
     """An engine that can show images to its model. Without it, groups with images are refused."""
 
     images: GroupImages
-
-
-@contextmanager
-def shown(engine: Engine, gid: str, refs: Sequence[MediaRef]) -> Iterator[None]:
-    """Show `refs` to the requests of group `gid` within the block. Raises GenerationError."""
-    if not refs:
-        yield
-        return
-    images: GroupImages | None = getattr(engine, "images", None)
-    if images is None:
-        hint = "use [engine] kind vllm, or leave such tasks out of [worker] tasks"
-        raise GenerationError(
-            f"{gid} has images, which the engine {engine.name} cannot show", hint=hint
-        )
-    images.show(gid, refs)
-    try:
-        yield
-    finally:
-        images.forget(gid)
 
 
 @dataclass(frozen=True, slots=True)

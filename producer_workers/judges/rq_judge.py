@@ -63,7 +63,7 @@ class RqJudge(Judge):
         self.sees_group = sees_group
         self._retrying = partial(store.retrying, "judge")
         self._judging = judging
-        self._queue = open_queue(store.bulk, run)
+        self._queue = open_queue(store.client, run)
         self._job_ids = Keys(run).judge_jobs
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix=f"judge-{name}")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -167,6 +167,17 @@ class WatchedColumns:
         add_columns(self._judge.name, states, answers)
 
 
+def reported(judges: Iterable[WatchedJudges]) -> dict[str, Any]:
+    """Return the fields of a heartbeat that count answers."""
+    times = [each.times for each in judges]
+    return {
+        "judged": sum(each.histogram.count for each in times),
+        "judging_ms": round(1000 * sum(each.histogram.total_s for each in times)),
+        "judge_failures": sum(each.failed for each in times),
+        "judge_buckets": tuple(map(sum, zip(*(t.histogram.counts for t in times), strict=True))),
+    }
+
+
 class JudgeTimes:
     """Counts the answers of one worker's judges by their times, on the event loop.
 
@@ -177,15 +188,6 @@ class JudgeTimes:
         self._observers = observers
         self.failed = 0
         self.histogram = Histogram(JUDGE_BOUNDS_S)
-
-    def reported(self) -> dict[str, Any]:
-        """Return the fields of a heartbeat that count answers."""
-        return {
-            "judged": self.histogram.count,
-            "judging_ms": round(1000 * self.histogram.total_s),
-            "judge_failures": self.failed,
-            "judge_buckets": self.histogram.counts,
-        }
 
     @contextmanager
     def measure(self) -> Iterator[None]:

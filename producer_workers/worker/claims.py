@@ -11,8 +11,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from math import ceil
 
 from buffer.errors import RolloutMQError, StoreUnavailable
@@ -21,9 +21,10 @@ from buffer.groups.job_queue import Serves
 from buffer.ids import new_nonce
 from buffer.job import Job
 from buffer.limits import Concurrency
-from buffer.redis.connection.retry import LogOnce
-from buffer.run import Run
+from buffer.redis.retry import LogOnce
+from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
+from producer_workers.agent_loops.agent_loop import AgentLoop, Vacancy
 from producer_workers.engines.base import EngineLoad
 from producer_workers.worker.inbox import Inbox, PartEnded, Signal
 
@@ -98,23 +99,10 @@ class FailureBackoff:
 Shares = Mapping[Job, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Vacancy:
-    """Room for `limit` groups of the tasks in `serves`, beside those that are `sampled` now."""
-
-    limit: int
-    serves: Serves
-    sampled: list[Job]
-
-
-# Returns a vacancy or a smaller one, given how many groups are held.
-LimitClaim = Callable[[Vacancy, int], Vacancy]
-
-
 class Claims:
     """Claims groups for one worker, under its run's limits and its own `concurrency`.
 
-    With `limit_claim` it claims on demand; `Worker.claim_soon` makes it ask again.
+    `loops`: those of its tasks, which may limit its claims.
     """
 
     def __init__(
@@ -124,15 +112,15 @@ class Claims:
         nonce: str,
         concurrency: Concurrency,
         serves: Serves,
-        limit_claim: LimitClaim | None = None,
+        loops: Collection[AgentLoop],
     ) -> None:
         self._run = run
         self._worker = worker
         self._nonce = nonce
         self._concurrency = concurrency
         self._serves = serves
-        self._limit_claim = limit_claim or (lambda vacancy, _: vacancy)
-        self.are_on_demand = limit_claim is not None
+        self._loops = loops
+        self.are_on_demand = any(loop.claims_on_demand for loop in loops)
         self._adaptive = AdaptiveConcurrency(START if concurrency == "auto" else concurrency)
         self._problem = LogOnce(log, "claiming nothing")
         self.failures = FailureBackoff()
@@ -164,7 +152,9 @@ class Claims:
             return None
         # leaves some jobs for other workers
         vacancy = Vacancy(min(free, max(1, limit // 4)), serves, sampled)
-        return self._limit_claim(vacancy, len(shares))
+        for loop in self._loops:
+            vacancy = loop.limit_claim(vacancy, len(shares))
+        return vacancy
 
     def adapt(self, load: EngineLoad | None, shares: Shares) -> bool:
         """Adapt the limit to the engine's load. Return whether there is more room now."""
@@ -215,9 +205,7 @@ class WakeUp:
     async def _wait(self, timeout_s: float) -> None:
         wake_up = self._run.keys.wake_up("workers")
         try:
-            await asyncio.to_thread(
-                self._run.store.wait_for_wake_up, wake_up, timeout_s, shared=True
-            )
+            await asyncio.to_thread(self._run.store.wait, wake_up, timeout_s, shared=True)
             self._problem.report("")
         except StoreUnavailable as error:
             self._problem.report(error.hint)

@@ -16,7 +16,7 @@ import redis
 from buffer.control.control import ControlState, Mode
 from buffer.control.control_line import ControlConnection
 from buffer.errors import RunDamaged
-from buffer.run import Run
+from buffer.run.run import Run
 from producer_workers.worker.inbox import (
     HintReceived,
     Inbox,

@@ -8,13 +8,13 @@ run alone, so only the prompt that kills engines becomes a dead letter.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from buffer.control.length_counts import CUT, FINISHED, LengthCounts
 from buffer.errors import (
@@ -35,11 +35,11 @@ from buffer.errors import (
 from buffer.failure_text import cause_of, headline, message_of
 from buffer.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.observers import all_of
-from buffer.redis.connection.retry import LogOnce
-from buffer.run import Run
+from buffer.redis.retry import LogOnce
+from buffer.run.run import Run
 from buffer.wire.group import GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, has_ended
-from producer_workers.engines.base import Engine, EngineDeadError, shown
+from producer_workers.engines.base import EngineDeadError
 from producer_workers.user_code.failure import log_failure
 from producer_workers.user_code.user_function import outcome_of
 from producer_workers.worker.claims import FailureBackoff
@@ -48,7 +48,6 @@ from producer_workers.worker.loop_border import LoopInput, check_weights
 from producer_workers.worker.shared_engine import SharedEngine
 from producer_workers.worker.submitter import Submitter
 from producer_workers.worker.task_runner import TaskRunner, restart_too_old, restart_unfinished
-from producer_workers.worker.turn_keeper import TurnKeeper
 
 log = logging.getLogger("rolloutmq.worker")
 T = TypeVar("T")
@@ -68,6 +67,35 @@ FATES: Mapping[ReleaseKind, str] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """The group goes to its pool; `new_tokens`: that are not counted yet."""
+
+    group: RolloutGroup
+    new_tokens: int
+    is_kept: bool  # whether to train it
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The group goes to another worker, to the aborted pool, or dies with its reason."""
+
+    kind: ReleaseKind
+    reason: str
+    ended: EndedEarly | None = None
+    error: EngineDeadError | None = None  # to raise once the group is released
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Nobody wants the group any more."""
+
+    reason: str
+
+
+End = Submit | Release | Drop
+
+
 class GroupRunner:
     """Generates, judges and submits the groups of one worker."""
 
@@ -76,14 +104,14 @@ class GroupRunner:
         run: Run,
         engine: SharedEngine,
         held: HeldGroups,
-        runners: Mapping[str, TaskRunner],
+        tasks: Mapping[str, TaskRunner],
         worker: str,
         failures: FailureBackoff,
     ) -> None:
         self._run = run
         self._engine = engine
         self._held = held
-        self._runners = runners
+        self._tasks = tasks
         self._worker = worker
         self._failures = failures
         self._submitter = Submitter(run, worker)
@@ -93,83 +121,187 @@ class GroupRunner:
         self._outage = LogOnce(log, "waiting for the server with groups that are held")
 
     async def run(self, job: Job) -> None:
-        """Generate and judge one group, and submit it.
+        """Generate and judge one group, and end it.
 
         Raises EngineDeadError, GroupChanged, LostRun, and RunDamaged where the result cannot be
         submitted. Any other failure only releases the group.
         """
-        known_tokens = 0
-        group: RolloutGroup | None = None
         try:
-            self._isolate_last_try(job)
-            group, known_tokens = await self._begin(job)
-            made, is_kept = await self._generate(job, group)
-            await self._finish(job, made, known_tokens, is_kept=is_kept)
+            # if every try were the last one, every group would be alone
+            if self._is_last_try(job) and job.tries > 1:
+                self._engine.sample_alone(job.gid)
+            end = await self._play(job)
+            await self._end(job, end)
         except Fenced as error:
-            log.warning("result not wanted: %s", error, extra={"gid": job.gid})
-        except EngineDeadError as error:
-            kind: ReleaseKind = "lost" if self._may_have_killed_engine(job) else "handback"
-            # counted once: the worker may claim it again before it knows that its engine is dead
-            self._engine.sampled_at_death.discard(job.gid)
-            await self._release(job, kind, str(error))
-            raise
-        except GroupAbandoned as error:
-            self._held.figure(job, partial(self._count_lost, job, "dropped"), None)
-            await self._drop(job, str(error))
-        except JudgeInterrupted as error:  # out of a loop of the user's own, which passed it on
-            await self._release(job, "aborted", str(error))
-        # the code of a loop may raise anything, SystemExit too: counted, and kept with its reason
-        except BaseException as error:
-            is_cancelled = _is_cancellation(error)
-            if is_cancelled and job in self._held.expiring | self._held.late:
-                await self._end_early(job, known_tokens)
-                return
-            # a submission writes keys that all groups share; only a read concerns the group alone
-            begun = {*self._held.members, *self._held.submitting}
-            is_shared = isinstance(error, RunDamaged) and job in begun
-            is_shared |= isinstance(error, GeneratorExit | GroupChanged | LostRun)
-            if is_cancelled or is_shared:
-                raise
-            if group:  # lengths that have changed fail a group in many ways
-                group.check_unchanged()
-            reason = log_failure(error)
-            is_own = "\n" not in reason and not isinstance(error, RolloutMQError)
-            said = message_of(reason)
-            log.warning("group failed: %s", said, extra={"gid": job.gid}, exc_info=is_own)
-            await self._fail(job, reason, self._held.members.get(job, ()))
+            log.warning("not wanted any more: %s", error, extra={"gid": job.gid})
         finally:
             self._held.forget(job)
 
-    def _isolate_last_try(self, job: Job) -> None:
-        # if every try were the last one, every group would be alone
-        if job.tries >= self._run.limits.max_tries > 1:
-            self._engine.alone.add(job.gid)
+    def _is_last_try(self, job: Job) -> bool:
+        return job.tries >= self._run.limits.max_tries
 
-    async def open(self) -> None:
-        """Open the agent loops and judges, which may serve or load something.
+    async def _play(self, job: Job) -> End:
+        """Generate and judge a group; return how it ends. Raises Fenced, and as `run`."""
+        known_tokens = 0
+        group: RolloutGroup | None = None
+        try:
+            group, known_tokens = await self._begin(job)
+            made, is_kept = await self._generate(job, group)
+            return self._end_of(job, made, known_tokens, is_kept=is_kept)
+        # the code of a loop may raise anything, SystemExit too
+        except BaseException as error:
+            if _is_cancellation(error) and job in self._held.expiring | self._held.late:
+                return self._end_early(job, known_tokens)
+            return self._end_of_error(job, error, group)
+
+    def _end_of(self, job: Job, group: RolloutGroup, known_tokens: int, *, is_kept: bool) -> End:
+        is_expiring = job in self._held.expiring
+        match group.status:
+            case Status.FAILED:
+                return Release("failed", "\n".join(group.errors))
+            case Status.ABORTED if job in self._held.late or (
+                is_expiring and not self._keeps_members(group)
+            ):
+                return self._end_early(job, known_tokens)
+            case Status.ABORTED if not len(group.response_ids) and not job.is_begun:
+                return Release("aborted", "paused")
+            case Status.ABORTED if not self._tasks[job.task].partial_rollout:
+                restarted = [state for state in group.states if not has_ended(state)]
+                self._count_lost(job, "expired" if is_expiring else "interrupted", restarted)
+        return Submit(group, max(0, len(group.response_ids) - known_tokens), is_kept)
+
+    def _keeps_members(self, group: RolloutGroup) -> bool:
+        """Return whether members that are not too old may be kept when the group expires."""
+        return self._run.limits.retries_expired(group.task) and bool(group.newest_by_lineage(False))
+
+    def _end_early(self, job: Job, known_tokens: int) -> Release:
+        if job in self._held.late:
+            limit_s = self._tasks[job.task].group_time_limit_s
+            message = f"{job.gid} took longer than {limit_s:g} s"
+            reason = log_failure(GroupTimeout(message, hint="see [strategy] group_time_limit_s"))
+            log.warning("group failed: %s", message_of(reason), extra={"gid": job.gid})
+            return Release("failed", reason)
+        count = partial(self._engine.ended_early, job.gid, known_tokens)
+        ended = self._held.figure(job, count, count(()))
+        return Release("expired", "too old for every train step", ended)
+
+    def _end_of_error(self, job: Job, error: BaseException, group: RolloutGroup | None) -> End:
+        """Return how a group ends whose loop, judge or submission raised. Raises what is no fault.
+
+        `group`: as it was claimed.
+        """
+        # a submission writes keys that all groups share; only a read concerns the group alone
+        begun = {*self._held.members, *self._held.submitting}
+        is_shared = isinstance(error, RunDamaged) and job in begun
+        if is_shared or isinstance(error, Fenced | GeneratorExit | GroupChanged | LostRun):
+            raise error
+        if _is_cancellation(error):
+            raise error
+        if isinstance(error, EngineDeadError):
+            is_guilty = self._engine.blame(job.gid, is_last_try=self._is_last_try(job))
+            return Release("lost" if is_guilty else "handback", str(error), error=error)
+        if isinstance(error, GroupAbandoned):
+            return Drop(str(error))
+        if isinstance(error, JudgeInterrupted):  # out of a loop of the user's, which passed it on
+            return Release("aborted", str(error))
+        if group:  # lengths that have changed fail a group in many ways
+            group.check_unchanged()
+        reason = log_failure(error)
+        is_own = "\n" not in reason and not isinstance(error, RolloutMQError)
+        said = message_of(reason)
+        log.warning("group failed: %s", said, extra={"gid": job.gid}, exc_info=is_own)
+        return Release("failed", reason)
+
+    async def _end(self, job: Job, end: End) -> None:
+        """Make the one call to the server that ends a group. Raises Fenced, and as `run`."""
+        self._held.submitting.add(job)
+        match end:
+            case Submit():
+                await self._submit(job, end)
+            case Drop():
+                log.warning("dropped: %s", end.reason, extra={"gid": job.gid})
+                drop = partial(self._run.jobs.drop, job.gid, revoke=self._worker)
+                try:
+                    await self._insist(drop)
+                except GroupHeld as error:  # another worker has it by now
+                    log.warning("not dropped: %s", error, extra={"gid": job.gid})
+                    return
+                self._held.figure(job, partial(self._count_lost, job, "dropped"), None)
+            case Release():
+                try:
+                    await self._insist(
+                        self._run.jobs.release, self._worker, job, end.kind, end.reason, end.ended
+                    )
+                except Fenced as error:
+                    log.warning("not released: %s", error, extra={"gid": job.gid})
+                else:
+                    self._held.figure(job, partial(self._count_lost, job, FATES[end.kind]), None)
+                    if end.kind == "failed":
+                        await self._note_failure(job, end.reason)
+                if end.error:
+                    raise end.error
+
+    async def _submit(self, job: Job, end: Submit) -> None:
+        result = Result(job, end.group, end.new_tokens, not end.is_kept)
+        try:
+            await self._submitter.submit(result)
+        except Exception as error:
+            await self._end(job, self._end_of_error(job, error, end.group))
+            return
+        self.tokens += end.new_tokens
+        if end.group.status is Status.COMPLETED:
+            self.done += 1
+            fate = FINISHED if end.is_kept else "filtered"
+            self.lengths.add(job.task, fate, end.group.lengths[end.group.in_training])
+        self._failures.succeeded()
+
+    async def _note_failure(self, job: Job, reason: str) -> None:
+        """Count a failed try; keep the responses of a dead group, of few with one cause."""
+        self.failed += 1
+        self._failures.failed(time.monotonic())
+        states = self._held.members.get(job, ())
+        if not self._is_last_try(job):
+            return
+        said = headline(reason, 200)
+        log.warning("dead after %d tries: %s", job.tries, said, extra={"gid": job.gid})
+        cause = cause_of(reason)
+        if self._kept[cause] >= KEPT_OF_CAUSE or self._kept.total() >= KEPT or not states:
+            return
+        self._kept[cause] += 1
+
+        def keep() -> None:
+            slim = [state.slim() for state in states]
+            self._run.dead_letters.keep_responses(job, RolloutGroup(job.gid, job.task, slim))
+
+        try:
+            await asyncio.to_thread(keep)
+        except Exception as error:  # the states of a user's loop that raised may hold anything
+            log.warning("responses not kept: %s", describe(error), extra={"gid": job.gid})
+
+    async def open(self) -> dict[str, str]:
+        """Open the agent loops and judges, which may serve or load something; return their facts.
 
         Raises ConfigError, ModelError.
         """
-        for runner in self._runners.values():
-            for judge in runner.column_judges:
+        facts: dict[str, str] = {}
+        for task in self._tasks.values():
+            for judge in task.column_judges:
                 await judge.open()
-            opens = getattr(runner.agent_loop, "open", None)
-            if inspect.iscoroutinefunction(opens):
-                await opens()
+            await task.agent_loop.open()
+            facts |= task.agent_loop.facts
+        return facts
 
     def interrupt(self) -> None:
         """Interrupt agents that may be idle for long, and so would not notice a pause."""
-        for runner in self._runners.values():
-            if callable(end := getattr(runner.agent_loop, "interrupt", None)):
-                end()
+        for task in self._tasks.values():
+            task.agent_loop.interrupt()
 
     async def close(self) -> None:
         """Close the agent loops and judges, which may hold processes; log what they raise."""
-        runners = self._runners.values()
-        closes = [getattr(runner.agent_loop, "close", None) for runner in runners]
-        closes += [judge.close for runner in runners for judge in runner.column_judges]
-        closing = map(outcome_of, filter(inspect.iscoroutinefunction, closes))
-        for outcome in await asyncio.gather(*closing):
+        tasks = self._tasks.values()
+        closes = [task.agent_loop.close for task in tasks]
+        closes += [judge.close for task in tasks for judge in task.column_judges]
+        for outcome in await asyncio.gather(*map(outcome_of, closes)):
             if outcome.error is not None:
                 log.warning("an agent loop or judge was not closed: %s", describe(outcome.error))
 
@@ -191,7 +323,7 @@ class GroupRunner:
         group: RolloutGroup
         try:
             read = await self._insist(self._run.buffer.read, job.payload)
-            group = self._runners[job.task].with_turns(read)
+            group = self._tasks[job.task].agent_loop.resume(read)
         except (PayloadMissing, WireError) as error:
             if not job.is_begun:
                 raise
@@ -203,36 +335,36 @@ class GroupRunner:
         if limit := await self._insist(self._run.buffer.age_limit, job.gid):
             discard = partial(self._count_lost, job, "expired")
             states = restart_too_old(states, limit, discard)
-        if not self._runners[job.task].partial_rollout:
+        if not self._tasks[job.task].partial_rollout:
             restart_unfinished(states)
         group = group.continued(states)
         return group, min(len(read.response_ids), len(group.response_ids))
 
     async def _generate(self, job: Job, group: RolloutGroup) -> tuple[RolloutGroup, bool]:
         """Return the group sampled and judged, with the total time, and whether to train it."""
-        runner = self._runners[job.task]
+        runner = self._tasks[job.task]
         began = time.monotonic()
         spent_s = group.shared.extra.get(GROUP_TIME, 0.0)
         claimed = group.states
         drawn = await self._drawn(job) if job.is_begun else []
-        makes_prompts = getattr(runner.agent_loop, "makes_prompts", False)
-        more: dict[str, Any] = {}
-        if getattr(runner.agent_loop, "keeps_turns", False):
-            more["keeper"] = TurnKeeper(self._run, job, group)
-        source = LoopInput(claimed, drawn, makes_prompts=makes_prompts, more=more)
+        loop = runner.agent_loop
+        source = LoopInput(claimed, drawn, makes_prompts=loop.makes_prompts)
+        generate = loop.for_claim(self._run, job, group)
         states = self._held.members[job] = list(claimed)
-        engine = cast(Engine, self._engine)
+        engine = self._engine
         weights = engine.version()
         observed = all_of(
             observer.generating(job.gid, len(states), engine.name, weights)
             for observer in self._run.observers
         )
         limit = self._held.time_limit(job, runner.group_time_limit_s)
-        with observed, shown(engine, job.gid, group.multimodal), limit:
+        with observed, engine.shown(job.gid, group.multimodal), limit:
             tries = self._run.limits.max_tries - job.tries + 1
             discard = partial(self._count_lost, job, "failed")
-            made = await runner.generate_each(states, engine, job.gid, source, tries, discard)
-        check_weights(claimed, made, self._engine.sampled_with)
+            made = await runner.generate_each(
+                states, engine, job.gid, source, generate, tries, discard
+            )
+        check_weights(claimed, made, engine.sampled_with)
         self._held.members[job] = made
         if not runner.partial_rollout:
             restart_unfinished(made)
@@ -257,106 +389,11 @@ class GroupRunner:
             log.warning("going on without its prompt: %s", error, extra={"gid": job.gid})
             return []
 
-    def _may_have_killed_engine(self, job: Job) -> bool:
-        """Return whether the engine's death uses up a try of this group."""
-        # a last try only if it was alone: no group ends because of another one
-        is_last = job.tries >= self._run.limits.max_tries
-        was_sampled = job.gid in self._engine.sampled_at_death
-        return was_sampled and (not is_last or job.gid in self._engine.alone)
-
-    async def _finish(
-        self, job: Job, group: RolloutGroup, known_tokens: int, *, is_kept: bool
-    ) -> None:
-        status = group.status
-        if status is Status.FAILED:
-            await self._fail(job, "\n".join(group.errors), group.states)
-        elif status is Status.ABORTED and (
-            job in self._held.late
-            or (job in self._held.expiring and not self._keeps_members(group))
-        ):
-            await self._end_early(job, known_tokens)
-        elif status is Status.ABORTED and not len(group.response_ids) and not job.is_begun:
-            await self._release(job, "aborted", "paused")
-        else:
-            if status is Status.ABORTED and not self._runners[job.task].partial_rollout:
-                fate = "expired" if job in self._held.expiring else "interrupted"
-                restarted = [state for state in group.states if not has_ended(state)]
-                self._count_lost(job, fate, restarted)
-            self._held.submitting.add(job)
-            new_tokens = max(0, len(group.response_ids) - known_tokens)
-            await self._submitter.submit(Result(job, group, new_tokens, not is_kept))
-            self.tokens += new_tokens
-            if status is Status.COMPLETED:
-                self.done += 1
-                fate = FINISHED if is_kept else "filtered"
-                self.lengths.add(job.task, fate, group.lengths[group.in_training])
-            self._failures.succeeded()
-
-    def _keeps_members(self, group: RolloutGroup) -> bool:
-        """Return whether members that are not too old may be kept when the group expires."""
-        return self._run.limits.retries_expired(group.task) and bool(group.newest_by_lineage(False))
-
-    async def _end_early(self, job: Job, known_tokens: int) -> None:
-        if job in self._held.late:
-            limit_s = self._runners[job.task].group_time_limit_s
-            message = f"{job.gid} took longer than {limit_s:g} s"
-            reason = log_failure(GroupTimeout(message, hint="see [strategy] group_time_limit_s"))
-            log.warning("group failed: %s", message_of(reason), extra={"gid": job.gid})
-            await self._fail(job, reason, self._held.members.get(job, ()))
-            return
-        count = partial(self._engine.ended_early, job.gid, known_tokens)
-        ended = self._held.figure(job, count, count(()))
-        await self._release(job, "expired", "too old for every train step", ended)
-
-    async def _release(
-        self, job: Job, kind: ReleaseKind, reason: str, ended: EndedEarly | None = None
-    ) -> bool:
-        """Release a group. Return whether its lease still held."""
-        self._held.submitting.add(job)
-        try:
-            await self._insist(self._run.jobs.release, self._worker, job, kind, reason, ended)
-        except Fenced as error:
-            log.warning("not released, its lease was lost: %s", error, extra={"gid": job.gid})
-            return False
-        self._held.figure(job, partial(self._count_lost, job, FATES[kind]), None)
-        if kind == "failed":
-            self.failed += 1
-            self._failures.failed(time.monotonic())
-        return True
-
     def _count_lost(self, job: Job, fate: str, states: Sequence[RolloutState]) -> None:
         """Count the responses of members, which no step trains."""
         ended, cut = self._engine.lengths(job.gid, states)
         self.lengths.add(job.task, fate, ended)
         self.lengths.add(job.task, fate + CUT, cut)
-
-    async def _drop(self, job: Job, reason: str) -> None:
-        self._held.submitting.add(job)
-        log.warning("dropped: %s", reason, extra={"gid": job.gid})
-        try:
-            await self._insist(partial(self._run.jobs.drop, job.gid, revoke=self._worker))
-        except GroupHeld as error:  # another worker has it by now
-            log.warning("not dropped: %s", error, extra={"gid": job.gid})
-
-    async def _fail(self, job: Job, reason: str, states: Sequence[RolloutState]) -> None:
-        """Release a failed group; keep its responses if it is dead now, one of few of its cause."""
-        is_last = job.tries >= self._run.limits.max_tries
-        if not await self._release(job, "failed", reason) or not is_last:
-            return
-        said = headline(reason, 200)
-        log.warning("dead after %d tries: %s", job.tries, said, extra={"gid": job.gid})
-        cause = cause_of(reason)
-        if self._kept[cause] >= KEPT_OF_CAUSE or self._kept.total() >= KEPT or not states:
-            return
-        self._kept[cause] += 1
-        try:
-            await asyncio.to_thread(self._keep, job, states)
-        except Exception as error:  # the states of a user's loop that raised may hold anything
-            log.warning("responses not kept: %s", describe(error), extra={"gid": job.gid})
-
-    def _keep(self, job: Job, states: Sequence[RolloutState]) -> None:
-        slim = [state.slim() for state in states]
-        self._run.dead_letters.keep_responses(job, RolloutGroup(job.gid, job.task, slim))
 
     async def _insist(self, call: Callable[..., T], *args: Any) -> T:
         """Repeat `call` while the server is unreachable."""

@@ -65,8 +65,7 @@ class HeldGroups:
         self.expiring.discard(job)
         self.late.discard(job)
         self.members.pop(job, None)
-        self._engine.alone.discard(job.gid)
-        self._engine.sampled.pop(job.gid, None)
+        self._engine.forget(job.gid)
 
     def cancel(self, jobs: Container[Job]) -> list[Job]:
         """Cancel the given jobs and return those that were running."""
@@ -110,8 +109,7 @@ class HeldGroups:
         """Return the oldest weights of each group that has tokens."""
         found = {}
         for job in jobs:
-            sampled = self._engine.sampled.get(job.gid)
-            began = sampled.began if sampled else None
+            began = self._engine.first_weights(job.gid)
             if weights := self.figure(job, partial(_oldest_weights, began), began):
                 found[job] = weights
         return found

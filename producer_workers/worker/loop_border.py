@@ -9,7 +9,7 @@ a trainer could not notice a response to another prompt or of other weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,7 +47,7 @@ class LoopInput:
     """What an agent loop gets for one group: the rollouts as they were drawn, and their prompt.
 
     `makes_prompts`: the loop may give the group a prompt of its own, also at an earlier claim; then
-    only rollouts that begin get the drawn prompt. `more`: further arguments of the loop.
+    only rollouts that begin get the drawn prompt.
     """
 
     def __init__(
@@ -56,13 +56,11 @@ class LoopInput:
         drawn: Sequence[RolloutState],
         *,
         makes_prompts: bool = False,
-        more: Mapping[str, Any] | None = None,
     ) -> None:
         """Keep both lists; a rollout that is not in `drawn` was drawn as it was claimed."""
         self._drawn = {state.index: state for state in [*reversed(claimed), *drawn]}
         self._prompt_ids = _immutable(claimed[0].prompt_ids)
         self._makes_prompts = makes_prompts
-        self.more = more or {}
 
     def lend(self, states: Sequence[RolloutState]) -> list[RolloutState]:
         lent = []

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from buffer.ids import split_group_id
 from buffer.job import EndedEarly
 from buffer.wire.columns import known_column
 from buffer.wire.rollout import (
+    MediaRef,
     PolicyVersion,
     RolloutState,
     VersionSpan,
@@ -35,7 +36,9 @@ from producer_workers.engines.base import (
     EngineLoad,
     Generation,
     GenerationError,
+    PauseMode,
     ReportsLoad,
+    ShowsImages,
     context_length,
     records_masks,
     structures,
@@ -57,33 +60,37 @@ class Sampled:
     oldest: dict[str, int] = field(default_factory=dict)
 
 
-class SharedEngine:
+class SharedEngine(Engine):
     """An engine that posts REQUEST_FINISHED after every request, also a failed one.
 
     `untruncated_tasks`: their requests are refused with sampling parameters that cut off part of
-    the distribution (`SampleParams.cuts`). `alone`: gids that are sampled beside no other group.
-    `sampled_at_death`: gids sampled when the engine died. `sampled`: by gid. `sampled_with`: the
-    weights of all that the engine returned. Other attributes are the engine's own. Only one caller
-    may pause it; any thread may read the flags.
+    the distribution (`SampleParams.cuts`). `sampled_with`: the weights of all that the engine
+    returned. Only one caller may pause it; any thread may read the flags.
     """
 
     def __init__(
         self, engine: Engine, inbox: Inbox, untruncated_tasks: Collection[str] = ()
     ) -> None:
+        self.name = engine.name
         self._engine = engine
         self._inbox = inbox
         self._untruncated_tasks = frozenset(untruncated_tasks)
         self.is_paused = self.is_asleep = False
-        self.alone = set[str]()
-        self.sampled_at_death = set[str]()
         self.sampled_with = set[PolicyVersion]()
-        self.sampled: dict[str, Sampled] = {}
+        self._alone = set[str]()  # gids that are sampled beside no other group
+        self._sampled_at_death = set[str]()  # gids
+        self._sampled: dict[str, Sampled] = {}  # by gid
         self._running = Counter[str]()
         self._waiting_alone = Counter[str]()
         self._changed = asyncio.Event()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+    @property
+    def max_model_len(self) -> int | None:
+        return context_length(self._engine)
+
+    @property
+    def structures_output(self) -> bool:
+        return structures(self._engine)
 
     # -- sampling ------------------------------------------------------------
 
@@ -93,7 +100,7 @@ class SharedEngine:
         """Sample one response; it ends with "length" where the context is full."""
         gid = request_id.partition("/")[0]
         self._check_params(gid, params)
-        if (context := context_length(self._engine)) is not None:
+        if (context := self.max_model_len) is not None:
             room = context - len(prompt_ids)
             if room < 1:
                 return Generation(no_tokens(), no_logprobs(), (), "length")
@@ -110,7 +117,7 @@ class SharedEngine:
     def _check_params(self, gid: str, params: SampleParams) -> None:
         """Raise GenerationError for parameters that the engine or the trainer does not support."""
         # an engine that ignored the structure would only look like a bad model
-        if params.structured and not structures(self._engine):
+        if params.structured and not self.structures_output:
             hint = "use [engine] kind vllm, or http with a server that has `structured_outputs`"
             message = f"the engine {self._engine.name} cannot generate structured output"
             raise GenerationError(message, hint=hint)
@@ -128,9 +135,12 @@ class SharedEngine:
     async def _ask(
         self, gid: str, request_id: str, prompt_ids: NDArray[np.int32], params: SampleParams
     ) -> Generation:
-        sampled = self.sampled.setdefault(gid, Sampled(self._engine.version()))
-        with self._blamed(gid):
+        sampled = self._sampled.setdefault(gid, Sampled(self._engine.version()))
+        try:
             made = await self._engine.generate(request_id, prompt_ids, params)
+        except EngineDeadError:
+            self._sampled_at_death.add(gid)
+            raise
         _check_generation(self._engine.name, made, prompt_ids, params)
         for span in made.spans:
             self.sampled_with.add(PolicyVersion(span.lineage, span.version))
@@ -139,23 +149,19 @@ class SharedEngine:
         _lower(sampled.oldest, made.spans)
         return made
 
-    @contextmanager
-    def _blamed(self, gid: str) -> Iterator[None]:
-        try:
-            yield
-        except EngineDeadError:
-            self.sampled_at_death.add(gid)
-            raise
-
     async def _wait_for_turn(self, gid: str) -> None:
-        if gid not in self.alone:
+        async def next_change() -> None:
+            self._changed.clear()
+            await self._changed.wait()
+
+        if gid not in self._alone:
             # groups that want to be alone go first
-            while self._waiting_alone or self._running.keys() & self.alone:
-                await self._next_change()
+            while self._waiting_alone or self._running.keys() & self._alone:
+                await next_change()
             return
         with self._counted(self._waiting_alone, gid):
             while self._running.keys() - {gid}:
-                await self._next_change()
+                await next_change()
 
     @contextmanager
     def _counted(self, counter: Counter[str], gid: str) -> Iterator[None]:
@@ -167,11 +173,46 @@ class SharedEngine:
             counter += Counter()  # drops a count of 0
             self._changed.set()
 
-    async def _next_change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
-
     # -- groups --------------------------------------------------------------
+
+    def sample_alone(self, gid: str) -> None:
+        """Sample a group beside no other one, until `forget`."""
+        self._alone.add(gid)
+
+    def forget(self, gid: str) -> None:
+        """Drop what is known of a group that ends."""
+        self._alone.discard(gid)
+        self._sampled.pop(gid, None)
+
+    def blame(self, gid: str, *, is_last_try: bool) -> bool:
+        """Return whether the death of the engine uses up a try of this group; asked once."""
+        # the worker may claim the group again before it knows that its engine is dead
+        was_sampled = gid in self._sampled_at_death
+        self._sampled_at_death.discard(gid)
+        # a last try only if it was alone: no group ends because of another one
+        return was_sampled and (not is_last_try or gid in self._alone)
+
+    def first_weights(self, gid: str) -> PolicyVersion | None:
+        """Return the weights at the first request of a group since its claim."""
+        sampled = self._sampled.get(gid)
+        return sampled.began if sampled else None
+
+    @contextmanager
+    def shown(self, gid: str, refs: Sequence[MediaRef]) -> Iterator[None]:
+        """Show images to the requests of group `gid` in the block. Raises GenerationError."""
+        if not refs:
+            yield
+            return
+        if not isinstance(self._engine, ShowsImages):
+            hint = "use [engine] kind vllm, or leave such tasks out of [worker] tasks"
+            raise GenerationError(
+                f"{gid} has images, which the engine {self.name} cannot show", hint=hint
+            )
+        self._engine.images.show(gid, refs)
+        try:
+            yield
+        finally:
+            self._engine.images.forget(gid)
 
     def ended_early(
         self, gid: str, known_tokens: int, states: Sequence[RolloutState]
@@ -180,7 +221,7 @@ class SharedEngine:
 
         `known_tokens`: it had when it was claimed. `states`: as its agent loop left them.
         """
-        sampled = self.sampled.get(gid)
+        sampled = self._sampled.get(gid)
         tokens = known_tokens + (sampled.tokens.total() if sampled else 0)
         oldest = dict(sampled.oldest) if sampled else {}
         _lower(oldest, (span for state in states for span in state.spans))
@@ -193,7 +234,7 @@ class SharedEngine:
 
         A response that was discarded counts, too; one that did not begin does not.
         """
-        sampled = self.sampled.get(gid)
+        sampled = self._sampled.get(gid)
         tokens = sampled.tokens if sampled else Counter[str]()
         ended = [len(state.response_ids) for state in states if has_ended(state)]
         others = (state for state in states if not has_ended(state))
@@ -206,12 +247,28 @@ class SharedEngine:
         """Return how full the engine is; None if it does not report that."""
         return self._engine.load() if isinstance(self._engine, ReportsLoad) else None
 
-    async def freeze(self) -> None:
-        if not self.is_paused:
-            await self._engine.pause("keep")
+    async def start(self) -> None:
+        await self._engine.start()
+
+    async def shutdown(self) -> None:
+        await self._engine.shutdown()
+
+    def version(self) -> PolicyVersion:
+        return self._engine.version()
+
+    def check_health(self) -> None:
+        self._engine.check_health()
+
+    async def load_weights(self, path: Path, version: PolicyVersion) -> None:
+        await self._engine.load_weights(path, version)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """End all requests or ("keep") freeze them, and sample nothing until `resume`."""
+        if mode == "abort" or not self.is_paused:
+            await self._engine.pause(mode)
             self.is_paused = True
 
-    async def thaw(self) -> None:
+    async def resume(self) -> None:
         if self.is_paused:
             await self._engine.resume()
             self.is_paused = False
@@ -227,16 +284,11 @@ class SharedEngine:
             await self._engine.wake()
             self.is_asleep = False
 
-    async def halt(self) -> None:
-        """End all requests, and sample nothing until `thaw`."""
-        await self._engine.pause("abort")
-        self.is_paused = True
-
     async def abort(self, spared: Collection[str] = ()) -> None:
         """End all requests but those of the groups `spared`, and sample later requests."""
         if not spared:
-            await self.halt()
-        await self.thaw()
+            await self.pause("abort")
+        await self.resume()
         if spared:
             await self.abort_groups_but(spared)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -16,13 +16,12 @@ import numpy as np
 from buffer.errors import RolloutMQError
 from buffer.failure_text import message_of
 from buffer.imports import load_function
-from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, has_ended
 from buffer.wire.staleness import AgeLimit
-from producer_workers.agent_loops.agent_loop import AgentLoop
+from producer_workers.agent_loops.agent_loop import AgentLoop, Generate
 from producer_workers.config.strategy import FILTERS
 from producer_workers.engines.base import Engine, EngineDeadError
-from producer_workers.judges.watched_judges import WatchedColumns
+from producer_workers.judges.watched_judges import WatchedColumns, WatchedJudges
 from producer_workers.user_code.user_function import UserExit
 from producer_workers.worker.loop_border import LoopInput
 
@@ -45,6 +44,7 @@ class TaskRunner:
 
     `is_valid_sample`: None accepts every completed group. `on_failed_member`: see `generate_each`.
     `train_roles`: None trains all. `column_judges`: they add columns to groups that are kept.
+    `is_untruncated`: see `SharedEngine`. `judges`: what watches the judges, perhaps of more tasks.
     """
 
     agent_loop: AgentLoop
@@ -54,6 +54,8 @@ class TaskRunner:
     on_failed_member: Literal["drop", "train"] = "drop"
     train_roles: Collection[str] | None = None
     column_judges: Sequence[WatchedColumns] = ()
+    is_untruncated: bool = False
+    judges: WatchedJudges = field(default_factory=WatchedJudges)
 
     def leave_out_roles(self, states: Sequence[RolloutState]) -> None:
         """Mask the completed rollouts of roles that are not trained. Raises RoleMissing."""
@@ -91,24 +93,22 @@ class TaskRunner:
             await judge.add_to(states)
         return True
 
-    def with_turns(self, group: RolloutGroup) -> RolloutGroup:
-        """Return a group with what its agents did before their worker died. Raises WireError."""
-        put_together = getattr(self.agent_loop, "with_turns", None)
-        if not (group.turns and put_together):
-            return group
-        return group.continued(put_together(group.states, group.turns, group.gid))
-
     async def generate(
-        self, states: list[RolloutState], engine: Engine, gid: str, source: LoopInput
+        self,
+        states: list[RolloutState],
+        engine: Engine,
+        gid: str,
+        source: LoopInput,
+        generate: Generate,
     ) -> list[RolloutState]:
-        """Run the agent loop on one group, see `AgentLoop.generate_group`.
+        """Run the agent loop on one group, see `AgentLoop.for_claim`.
 
         `states` holds the loop's copies until it ends.
         """
         given = list(states)
         states[:] = source.lend(given)
         try:
-            made = await self.agent_loop.generate_group(list(states), engine, gid, **source.more)
+            made = await generate(list(states), engine, gid)
             return source.accept(given, made)
         except GeneratorExit as error:  # of the loop: no running coroutine is closed
             raise UserExit.of(error) from error
@@ -121,6 +121,7 @@ class TaskRunner:
         engine: Engine,
         gid: str,
         source: LoopInput,
+        generate: Generate,
         tries: int,
         discard: Discard,
     ) -> list[RolloutState]:
@@ -131,7 +132,7 @@ class TaskRunner:
         their responses are lost. Raises what `generate` raises.
         """
         while True:
-            made = await self.generate(states, engine, gid, source)
+            made = await self.generate(states, engine, gid, source, generate)
             failed = {state.index: state.error for state in made if state.status is Status.FAILED}
             others = [state for state in made if state.index not in failed]
             if not failed or not others:

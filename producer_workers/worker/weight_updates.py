@@ -25,8 +25,8 @@ from pathlib import Path
 
 from buffer.control.control import ControlState, LocatedWeights
 from buffer.errors import StoreUnavailable, WireError
-from buffer.redis.connection.retry import Backoff
-from buffer.run import Run
+from buffer.redis.retry import Backoff
+from buffer.run.run import Run
 from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import PublishedWeights
 from buffer.wire.rollout import PolicyVersion
@@ -43,11 +43,12 @@ class WeightUpdates:
     """Keeps the engine on the newest weights. One caller at a time; posts WEIGHTS_FETCHED.
 
     `refusal`: the weights that could not be loaded, and why; "" once newer ones load. Any thread
-    may read it.
+    may read it. `url`: where this worker may fetch weights (`WeightsReceiver`).
     """
 
-    def __init__(self, run: Run, engine: Engine, inbox: Inbox) -> None:
+    def __init__(self, run: Run, engine: Engine, inbox: Inbox, url: str | None = None) -> None:
         self._run = run
+        self._url = url
         self._engine = engine
         self._inbox = inbox
         self.refusal = ""
@@ -59,7 +60,7 @@ class WeightUpdates:
 
     @cached_property
     def _receiver(self) -> WeightsReceiver:
-        return WeightsReceiver(self._run.store, self._run.keys)
+        return WeightsReceiver(self._run.store, self._run.keys, self._url)
 
     def are_newest(self, state: ControlState) -> bool:
         return state.weights == self._engine.version()

@@ -33,23 +33,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
+import socket
 import time
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from buffer.control.control import ControlState, Mode
 from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import GroupChanged
 from buffer.groups.job_queue import Serves
-from buffer.ids import LANES, new_nonce
+from buffer.ids import new_nonce
 from buffer.job import Job
-from buffer.limits import Concurrency
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
+from producer_workers.agent_loops.agent_loop import Vacancy
+from producer_workers.config.producing import WorkerSection
 from producer_workers.engines.base import Engine, EngineDeadError
-from producer_workers.judges.watched_judges import WatchedJudges
+from producer_workers.judges.watched_judges import reported
 from producer_workers.user_code.user_function import contain_exits
 from producer_workers.user_code.user_process import REPLACED
-from producer_workers.worker.claims import Claims, LimitClaim, Vacancy, WakeUp
+from producer_workers.worker.claims import Claims, WakeUp
 from producer_workers.worker.control_client import ControlClient, ControlView
 from producer_workers.worker.group_runner import GroupRunner
 from producer_workers.worker.heartbeat import Heartbeat, LoopWatch, TokenRate
@@ -78,51 +82,47 @@ HAND_BACK_S = 5.0  # how long a leaving worker waits for aborted groups before i
 class Worker:
     """One worker of a run. Start the engine, then await `run()`, which ends after `stop()`.
 
-    `runners`: one for each task in `lanes`. `concurrency`: groups sampled at once, or "auto".
-    `sleeps`: the engine gives its device memory back during pauses. `untruncated_tasks`: see
-    `SharedEngine`. `limit_claim`: see `Claims`.
+    `tasks`: how it treats those that it serves. `weights_url`: see `WeightsReceiver`. `facts`: what
+    it registers.
     """
 
     def __init__(
         self,
         run: Run,
         engine: Engine,
-        runners: Mapping[str, TaskRunner],
+        tasks: Mapping[str, TaskRunner],
+        limits: WorkerSection | None = None,
         *,
         worker_id: str,
-        concurrency: Concurrency = 8,
-        drain_timeout_s: float = 60.0,
-        sleeps: bool = False,
-        facts: MutableMapping[str, str] | None = None,
-        judges: WatchedJudges | None = None,
-        lanes: Collection[str] = LANES,
-        untruncated_tasks: Collection[str] = (),
-        limit_claim: LimitClaim | None = None,
+        weights_url: str | None = None,
     ) -> None:
         self.id = worker_id
         self._run = run
         self._nonce = new_nonce()
-        self._drain_timeout_s = drain_timeout_s
-        self._sleeps = sleeps
+        self._limits = limits or WorkerSection()
         self._inbox = Inbox()
         self._control = ControlView()
-        self._engine = SharedEngine(engine, self._inbox, untruncated_tasks)
-        self._weights = WeightUpdates(run, engine, self._inbox)
+        untruncated = [name for name, task in tasks.items() if task.is_untruncated]
+        self._engine = SharedEngine(engine, self._inbox, untruncated)
+        self._weights = WeightUpdates(run, engine, self._inbox, weights_url)
         self._groups = HeldGroups(self._inbox, self._engine)
         self._protection = Protection(run.limits)
-        serves = Serves(frozenset(runners), frozenset(lanes))
-        self._claims = Claims(run, worker_id, self._nonce, concurrency, serves, limit_claim)
+        serves = Serves(frozenset(tasks), frozenset(self._limits.lanes))
+        loops = [task.agent_loop for task in tasks.values()]
+        for loop in loops:
+            loop.claim_soon = partial(self._inbox.post, Signal.JOBS_MAY_WAIT)
+        self._claims = Claims(run, worker_id, self._nonce, self._limits.concurrency, serves, loops)
         self._wake_up = WakeUp(run, self._inbox)
         self._runner = GroupRunner(
-            run, self._engine, self._groups, runners, worker_id, self._claims.failures
+            run, self._engine, self._groups, tasks, worker_id, self._claims.failures
         )
-        self._judges = judges or WatchedJudges()
+        self._judges = {task.judges for task in tasks.values()}
         self._token_rate = TokenRate()
         self._loop_watch = LoopWatch()
-        facts = {} if facts is None else facts  # not a copy: what the runner opens may add some
-        facts["engine"] = engine.name
+        self.facts = {"host": socket.gethostname(), "pid": str(os.getpid()), "engine": engine.name}
+        is_stuck = self._loop_watch.is_stuck
         self._heartbeat = Heartbeat(
-            run, worker_id, self._nonce, facts, self._report, self._inbox, self._loop_watch.is_stuck
+            run, worker_id, self._nonce, self.facts, self._report, self._inbox, is_stuck
         )
         self._client = ControlClient(run, worker_id, self._nonce, self._control, self._inbox)
 
@@ -136,9 +136,6 @@ class Worker:
         self._is_stopping = True
         self._inbox.post(Signal.STOP_ASKED)
 
-    def claim_soon(self) -> None:
-        self._inbox.post(Signal.JOBS_MAY_WAIT)
-
     async def run(self) -> None:
         """Work until `stop` or the end of the run; keep results while the server is unreachable.
 
@@ -146,7 +143,7 @@ class Worker:
         another process registered this id.
         """
         contain_exits(asyncio.get_running_loop())
-        await self._runner.open()
+        self.facts |= await self._runner.open()
         self._loop_watch.start()
         self._inbox.open()
         state = await asyncio.to_thread(self._heartbeat.register)
@@ -253,7 +250,7 @@ class Worker:
             requests=load.running + load.waiting if load else None,
             failed=self._runner.failed,
             judging=self._groups.judging(),
-            **self._judges.times.reported(),
+            **reported(self._judges),
             replaced=REPLACED.total(),
             lengths=self._runner.lengths.text(),
         )
@@ -307,26 +304,27 @@ class Worker:
         """Carry out the mode. Return whether the worker may acknowledge it."""
         engine = self._engine
         if state.mode is Mode.KEEP:
-            await engine.freeze()
+            await engine.pause("keep")
             return True
         if state.mode is Mode.RUN:
             await engine.wake()
             is_loaded = await self._weights.update(state)
-            await engine.thaw()
+            await engine.resume()
             return self._weights.prepare(state) and is_loaded
         if state.mode is Mode.ABORT and self._groups:
             # repeated until none is left: a group may only now come from its prompt to the
             # engine, or from the engine to its judge
-            self._judges.pause(state.epoch)
+            for judges in self._judges:
+                judges.pause(state.epoch)
             self._runner.interrupt()
             jobs = self._groups.jobs()
             await engine.abort(self._protection.spared(state.epoch, jobs, time.monotonic()))
             return False
-        await engine.thaw()
+        await engine.resume()
         if self._groups:
             return False
         # with the receipt, a trainer on the same device takes its memory
-        if self._sleeps and not state.lanes:
+        if self._limits.sleep_when_paused and not state.lanes:
             await engine.sleep()
         else:
             await engine.wake()
@@ -364,7 +362,8 @@ class Worker:
                 log.error("this worker failed while it left: %s", self._failure)
             await self._hand_back()
             await asyncio.to_thread(self._heartbeat.stop)
-            self._judges.close()
+            for judges in self._judges:
+                judges.close()
             await self._runner.close()
             await self._weights.close()
             self._loop_watch.stop()
@@ -374,21 +373,24 @@ class Worker:
             raise self._failure
 
     async def _finish_groups(self) -> None:
-        await self._engine.thaw()
+        await self._engine.resume()
         await self._handle_events(
-            self._drain_timeout_s,
+            self._limits.drain_timeout_s,
             lambda: self._groups and self._control.mode not in (None, Mode.ABORT),
         )
         if self._groups:
             self._runner.interrupt()
-            await self._engine.halt()
-            self._judges.interrupt()
-            await self._handle_events(HAND_BACK_S, lambda: self._groups)
+            await self._engine.pause("abort")
+            await self._interrupt_judges()
+
+    async def _interrupt_judges(self) -> None:
+        for judges in self._judges:
+            judges.interrupt()
+        await self._handle_events(HAND_BACK_S, lambda: self._groups)
 
     async def _hand_back(self) -> None:
         if isinstance(self._failure, EngineDeadError):
             # groups that die with their engine release themselves; judged ones keep their tokens
-            self._judges.interrupt()
-            await self._handle_events(HAND_BACK_S, lambda: self._groups)
+            await self._interrupt_judges()
         for job in await self._groups.cancel_all():
             await self._runner.hand_back(job)

@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from buffer.errors import Fenced, LedgerError, RoleHeld, RolloutMQError, RunError
-from buffer.open_run import can_wait_for_disk, wait_for_run
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.open import can_wait_for_disk, wait_for_run
+from buffer.run.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS
 from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.distribution import Fixed
 from producer_workers.config.engine import SimulatedConfig
+from producer_workers.config.producing import WorkerSection
 from producer_workers.config.task import JudgingSection
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.engines.simulated import SimulatedEngine
@@ -118,9 +119,8 @@ async def work(run: Run, history: History, url: str) -> None:
     judges: dict[str, Judge] = {INLINE: FunctionJudge("chance", by_chance), BY_RQ: rq}
     runners = {task: _runner(judges[task]) for task in run.limits.tasks}
     await engine.start()
-    member = Worker(
-        run, engine, runners, worker_id=history.who, concurrency=16, drain_timeout_s=3.0
-    )
+    limits = WorkerSection(concurrency=16, drain_timeout_s=3.0)
+    member = Worker(run, engine, runners, limits, worker_id=history.who)
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, member.stop)
     try:

@@ -20,7 +20,7 @@ from buffer.ledger.position import Position
 from buffer.limits import RunLimits
 from buffer.maintenance.regeneration import Regeneration
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS
 from consumer.handle.checkpoint import CheckpointFolder
 from proofs.chaos.checker import Checker
@@ -244,7 +244,7 @@ def _bury_one(run: Run) -> None:
     """Let a group fail until it is dead."""
     nonce = new_nonce()
     run.fleet.register("harness", nonce, {"engine": "none"})
-    while not run.store.control.exists(run.keys.dead):
+    while not run.store.client.exists(run.keys.dead):
         newest = run.control.state().weights or FIRST_WEIGHTS
         for job in run.jobs.claim("harness", nonce, new_nonce(), newest, 1).jobs:
             run.jobs.release("harness", job, "failed")

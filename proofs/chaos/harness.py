@@ -16,7 +16,7 @@ import numpy as np
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from proofs.chaos.checker import Checker, Rules, Verdict
 from proofs.chaos.crew import Crew, until
 from proofs.chaos.failover_nemesis import FailoverNemesis

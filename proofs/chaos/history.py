@@ -20,8 +20,8 @@ from typing import Any
 
 import orjson
 
-from buffer.redis.connection.bulk_io import Command
-from buffer.redis.scripts import Arg, KeysByName, TailArg, Upload
+from buffer.redis.bulk_io import Command
+from buffer.redis.scripts import Arg, ScriptCall
 from buffer.redis.store import Store
 
 Event = dict[str, Any]
@@ -69,61 +69,41 @@ class RecordingStore(Store):
 
     history: History
 
-    def call(
+    def send(
         self,
-        script: str,
-        keys: KeysByName,
-        args: Mapping[str, Arg],
-        tail_keys: Sequence[str | KeysByName] = (),
-        tail_args: Sequence[TailArg] = (),
+        what: str,
+        commands: Sequence[Command | ScriptCall],
         *,
         durable: bool = False,
+        starts_work: bool = False,
     ) -> list[Any]:
-        """As `Store.call`."""
-        if script not in RECORDED:
-            return super().call(script, keys, args, tail_keys, tail_args, durable=durable)
-        if script in _DULL:
-            reply = super().call(script, keys, args, tail_keys, tail_args, durable=durable)
-            if len(reply) >= _DULL[script] and reply[0] == "OK":
-                self.history.ok(script, 0, args, reply)
-            return reply
-        number = self.history.call(script, args)
-        reply = super().call(script, keys, args, tail_keys, tail_args, durable=durable)
-        self.history.ok(script, number, args, reply)
-        return reply
+        """As `Store.send`."""
+        begun = [self._begin(command) for command in commands]
+        answers = super().send(what, commands, durable=durable, starts_work=starts_work)
+        for command, events, reply in zip(commands, begun, answers, strict=True):
+            if isinstance(command, ScriptCall):
+                self._end(command, events, reply)
+        return answers
 
-    def call_and_read(
-        self,
-        script: str,
-        keys: KeysByName,
-        args: Mapping[str, Arg],
-        tail_args: Sequence[Arg],
-        read: Command,
-    ) -> tuple[list[Any], Any]:
-        """As `Store.call_and_read`."""
-        number = self.history.call(script, args)
-        reply, answer = super().call_and_read(script, keys, args, tail_args, read)
-        self.history.ok(script, number, args, reply)
-        return reply, answer
+    def _begin(self, call: Command | ScriptCall) -> list[tuple[int, Mapping[str, Arg]]]:
+        """Note a call; each result of a submit is an event of its own."""
+        if not isinstance(call, ScriptCall) or call.script not in RECORDED:
+            return []
+        if call.script in _DULL:
+            return [(0, call.args)]
+        units = call.tail_args if call.script == "submit" else [{}]
+        events = [{**call.args, **unit} for unit in units if isinstance(unit, Mapping)]
+        return [(self.history.call(call.script, args), args) for args in events]
 
-    def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
-        """As `Store.upload_and_call`."""
-        # each result of a submit is an event of its own
-        units = [
-            {**call.args, **(unit if isinstance(unit, Mapping) else {})}
-            for _, call in uploads
-            if call
-            for unit in call.tail_args or [{}]
-        ]
-        calls = [(self.history.call(script, args), args) for args in units]
-        replies = super().upload_and_call(script, key, uploads)
-        each = replies
-        if script == "submit":
-            flat = [part for reply in replies for part in reply]
-            each = [flat[n : n + 2] for n in range(0, len(flat), 2)]
-        for (number, args), reply in zip(calls, each, strict=True):
-            self.history.ok(script, number, args, reply)
-        return replies
+    def _end(
+        self, call: ScriptCall, events: list[tuple[int, Mapping[str, Arg]]], reply: list[Any]
+    ) -> None:
+        if call.script in _DULL and (len(reply) < _DULL[call.script] or reply[0] != "OK"):
+            return
+        width = 2 if call.script == "submit" else len(reply)
+        for n, (number, args) in enumerate(events):
+            part = reply[n * width : (n + 1) * width]
+            self.history.ok(call.script, number, args, part)
 
 
 def read_history(folder: Path) -> list[Event]:

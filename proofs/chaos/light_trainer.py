@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from buffer.ledger.position import Position
 from buffer.manifest import ManifestEntry
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.wire.group import RolloutGroup
 from consumer.handle.batch import Batch, Stopped

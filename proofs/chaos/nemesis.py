@@ -35,7 +35,7 @@ ERRORS = (
 
 ANSWERS_LOST = (
     "enqueue", "reissue", "pass_over", "producer_open", "beat", "claim", "heartbeat", "submit", "release", "register",
-    "deregister", "reap", "reconcile", "refresh", "forget", "trainer_open", "rescore", "take_batch", "commit", "publish_weights",
+    "deregister", "reap", "reconcile", "expire", "forget", "trainer_open", "rescore", "take_batch", "commit", "publish_weights",
     "control", "silent",
 )  # fmt: skip
 """Scripts that a run calls: of each, a reply is lost after the script was carried out."""

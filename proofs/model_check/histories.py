@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from buffer.run import Run
+from buffer.run.run import Run
 from proofs.model_check import operations
 from proofs.model_check.processes import (
     FIRST,

@@ -7,7 +7,7 @@ carried out. So what an operation waits for is a plain value, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,9 +20,9 @@ from buffer.ids import group_id
 from buffer.job import Job, Result
 from buffer.ledger.position import Position
 from buffer.manifest import Manifest, ManifestEntry, NotReady
-from buffer.redis.scripts import Upload, unfenced
+from buffer.redis.scripts import unfenced
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
@@ -69,10 +69,6 @@ class SteppedStore(Store):
         if self.replies:
             return thawed(self.replies.pop(0))
         raise Called(what, frozen(self.around(what, operation)))
-
-    def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
-        # made even where the reply is known: the caller counts them
-        return super().upload_and_call(script, key, list(uploads))
 
 
 def frozen(reply: Any) -> Any:

@@ -16,11 +16,9 @@ from torch import Tensor
 
 from buffer.wire.group import RolloutGroup
 from consumer.config.learner import LearnerConfig, LossConfig
-from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
-from consumer.grpo.policy.logprobs import TargetLogits
 from consumer.grpo.policy.micro_batch import MicroBatch, Packer, TrainBatch, Update
-from consumer.grpo.policy.vocabulary_projection import TokenLogprobs
+from consumer.grpo.policy.policy import Policy
 from consumer.handle.batch import BatchTable
 from consumer.handle.ranks import ALONE, Ranks
 from proofs.truth.witness import Content, Note, content
@@ -29,8 +27,8 @@ BUDGET = 65_536
 """Slots of a micro-batch."""
 
 
-class WitnessLearner(Learner):
-    """Writes down each micro-batch instead of computing its loss, and takes no optimizer step."""
+class WitnessPolicy(Policy):
+    """Writes down each micro-batch instead of computing log-probabilities."""
 
     def __init__(self, model_dir: Path, note: Note, ranks: Ranks = ALONE, updates: int = 1) -> None:
         # with an entropy term, rollouts without an advantage are used, too
@@ -38,36 +36,39 @@ class WitnessLearner(Learner):
         config = LearnerConfig(token_budget=BUDGET, updates_per_batch=updates, loss=loss)
         super().__init__(model_dir, config, ranks=ranks)
         self._note = note
-        self._groups: Sequence[RolloutGroup] = ()
         self._seen = 0
+        self.groups: Sequence[RolloutGroup] = ()
         self.train_step = 0
+
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Write down what `compute_old_logprobs` reads."""
+        self.see(batch)
+        return torch.zeros(len(batch.targets))
+
+    def see(self, batch: MicroBatch, advantages: Tensor | None = None) -> None:
+        self._seen += 1
+        where = (self.train_step, self.ranks.rank, self._seen)
+        note_micro_batch(self._note, *where, self.groups, batch, advantages)
+
+
+class WitnessController(TrainController):
+    """Writes down each micro-batch instead of computing its loss, and takes no optimizer step."""
+
+    policy: WitnessPolicy
 
     def pack(
         self, groups: Sequence[RolloutGroup], *, keep: NDArray[np.bool_] | None = None
     ) -> TrainBatch:
-        self._groups = groups
+        self.policy.groups = groups
         return super().pack(groups, keep=keep)
 
     def _backward(self, update: Update, index: int) -> dict[str, float]:
-        """Write down what the forward pass and the loss of the learner's own method are given."""
-        self._see(update.batches[index], update.advantages[index])
+        """Write down what the forward pass and the loss of the controller's own are given."""
+        self.policy.see(update.batches[index], update.advantages[index])
         return {"tokens": 0.0}
-
-    def _score(
-        self, policy: TargetLogits, batch: MicroBatch, *, entropy_gradient: bool = True
-    ) -> TokenLogprobs:
-        """Write down what `compute_old_logprobs` reads."""
-        self._see(batch)
-        zeros = torch.zeros(len(batch.targets))
-        return TokenLogprobs(zeros, zeros)
 
     def _optimize(self, update: Update) -> dict[str, float]:
         return {}
-
-    def _see(self, batch: MicroBatch, advantages: Tensor | None = None) -> None:
-        self._seen += 1
-        where = (self.train_step, self.ranks.rank, self._seen)
-        note_micro_batch(self._note, *where, self._groups, batch, advantages)
 
 
 class LossWitness:
@@ -75,14 +76,14 @@ class LossWitness:
 
     def __init__(self, model_dir: Path, note: Note, ranks: Ranks = ALONE, updates: int = 1) -> None:
         self._note = note
-        self._learner = WitnessLearner(model_dir, note, ranks, updates)
-        self._controller = TrainController(self._learner, "rloo")
+        policy = WitnessPolicy(model_dir, note, ranks, updates)
+        self._controller = WitnessController(policy, "rloo")
         self._rank = ranks.rank
 
     def fit(self, step: int, groups: Sequence[RolloutGroup]) -> None:
         """Train on the groups of this rank."""
         self._begin(step, groups)
-        self._learner.train_step = step
+        self._controller.policy.train_step = step
         self._controller.fit(groups)
 
     def look(self, step: int, groups: Sequence[RolloutGroup]) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from consumer.handle.ranks import join
 from consumer.handle.sharded_consumer import ShardedConsumer
 from proofs.chaos.history import History

@@ -19,7 +19,7 @@ from buffer.job import PayloadRef
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.payloads import checksum
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights import folder_manifest
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
@@ -28,6 +28,7 @@ from buffer.wire.sampling import SampleParams
 from consumer.handle.rollout_consumer import RolloutConsumer
 from producer_workers.agent_loops.multi_turn import MultiTurnAgentLoop
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from producer_workers.config.producing import WorkerSection
 from producer_workers.judges.judge import FunctionJudge
 from producer_workers.producer.producer import Producer
 from producer_workers.producer.sampler import Sampler
@@ -146,10 +147,8 @@ class World:
                 task: TaskRunner(self._loop(), partial_rollout=True) for task in (TASK, EXAM)
             }
             name = f"w{number}"
-            size = self.case.concurrency
-            workers.append(
-                Worker(run, engine, runners, worker_id=name, concurrency=size, drain_timeout_s=0.0)
-            )
+            limits = WorkerSection(concurrency=self.case.concurrency, drain_timeout_s=0.0)
+            workers.append(Worker(run, engine, runners, limits, worker_id=name))
         running = [asyncio.create_task(worker.run()) for worker in workers]
         while not self._stop.is_set() and not any(task.done() for task in running):
             await asyncio.sleep(LOOK_S)

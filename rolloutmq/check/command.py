@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -21,8 +20,7 @@ from buffer.readable import format_size
 from rolloutmq.check.contained import STAGES, run_units
 from rolloutmq.check.finding import SECTIONS, Finding, failure, findings_of
 from rolloutmq.check.machine import count_gpus, gpu_bytes, machine_errors
-from rolloutmq.check.memory import memory_findings
-from rolloutmq.check.shape import Shape, context_tokens, shape_of
+from rolloutmq.check.memory import Shape, context_tokens, memory_findings, shape_of
 from rolloutmq.command_list import command
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import inspect_config
@@ -43,7 +41,7 @@ PROMPT_LINES = 10
 PROMPT_CHARACTERS = 800  # of a prompt in the report
 
 
-@command("Run", "check", epilog="Example: rolloutmq check mine.toml --set plan.steps=20")
+@command("check", epilog="Example: rolloutmq check mine.toml --set plan.steps=20")
 def check(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -53,8 +51,7 @@ def check(
     """Find the mistakes of a config before a GPU is used.
 
     Imports what it names, opens the data sets, shows a prompt, scores two answers with each judge,
-    tests the model's architecture, trains a small model on made-up rollouts, and estimates memory.
-    Starts no server and no engine. Exits with 1 if the run would fail.
+    and estimates memory. Starts no server and no engine. Exits with 1 if the run would fail.
     """
     try:
         size = TypeAdapter[int](Bytes).validate_python(gpu_memory) if gpu_memory else None
@@ -85,9 +82,7 @@ def check_config(path: Path, overrides: Sequence[str], size: int | None = None) 
     found = list(settings_findings(config, problems, size or gpu_bytes()))
     if config.training_tasks:
         command = [str(path), *overrides]
-        with ThreadPoolExecutor(len(STAGES)) as pool:
-            for stage in pool.map(lambda stage: list(run_units([stage], command)), STAGES):
-                found += stage
+        found += run_units(STAGES, command)
     return sorted(found, key=lambda finding: SECTIONS.index(finding.section))
 
 

@@ -13,7 +13,7 @@ from producer_workers.hub import Repository
 
 Level = Literal["ok", "warning", "error"]
 
-SECTIONS = ("config", "machine", "functions", "model", "data", "judge", "training", "memory")
+SECTIONS = ("config", "machine", "functions", "model", "data", "judge", "memory")
 
 
 @dataclass(frozen=True, slots=True)

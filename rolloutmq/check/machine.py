@@ -6,12 +6,13 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.imports import EXTRAS, attached, install_command, is_there, load_object
 from consumer.config.trainer import METRIC_WRITERS
-from producer_workers.agent_loops.agent_loop import has_agents
+from producer_workers.agent_loops.agent_loop import has_agents, load_class
 from producer_workers.config.attached_judge import OwnEngine
 from producer_workers.config.task import attached_kinds
 from rolloutmq.config.config import Config, LaunchSection
@@ -146,9 +147,6 @@ def placement_of(config: Config) -> Placement:
     return place(config.launch, count_gpus(), max(config.engine.shards, *shards, 1), ranks)
 
 
-_PACKAGES_OF_LOOPS = ("openenv", "verifiers")
-
-
 def _packages(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the packages that a config needs, each with the key that needs it."""
     learner = config.learner
@@ -162,9 +160,9 @@ def _packages(config: Config) -> Iterator[tuple[str, str]]:
             yield f"{where} kind = {engine.kind}", engine.package
     for loop in sorted({task.loop(config.worker.agent_loop) for task in config.tasks.values()}):
         if has_agents(loop):
-            yield f"agent_loop = {loop}", "aiohttp"
-        if loop in _PACKAGES_OF_LOOPS:
-            yield f"agent_loop = {loop}", loop
+            with suppress(ConfigError):  # one that cannot be imported is reported as a function
+                for module in load_class(loop).needs:
+                    yield f"agent_loop = {loop}", module.partition(".")[0]
     if learner.lora:
         yield "[learner.lora]", "peft"
     if learner.optimizer == "adamw_8bit":

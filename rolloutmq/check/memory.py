@@ -1,17 +1,26 @@
-"""Estimate (not measure) the GPU memory of trainer and engines; see docs/pages/many_gpus.md."""
+"""Read a model's sizes from its folder, and estimate (not measure) the GPU memory of a run.
+
+docs/pages/many_gpus.md has the formula.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import orjson
 
 from buffer.config.memory_budget import PROMPT_TOKENS
 from buffer.errors import HubError, ModelError
 from buffer.readable import format_size
+from buffer.weights.safetensors_files import read_header
 from producer_workers.config.engine import GpuMemory
 from rolloutmq.check.finding import Finding, Level
 from rolloutmq.check.machine import engines_of_judges
-from rolloutmq.check.shape import Shape, context_tokens, read_shape
 from rolloutmq.config.config import Config
 
 GIB = 1 << 30
@@ -21,6 +30,101 @@ LOGIT_BYTES = 20  # bytes of a logit: several copies in float32
 FULL = 0.9  # share of a GPU's memory that may be planned; the rest is for fragments and buffers
 UTILIZATION = 0.9  # share of a GPU's memory that vLLM takes by default
 ENGINE_ROOM = 2 * GIB  # activations and CUDA graphs of an engine, about
+
+
+TINY_VOCABULARY = 128  # tokens of a tokenizer that is built here, about
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a model, in parameters.
+
+    `kv_values`: numbers per token in the KV cache. `positions`: tokens that the model can read.
+    """
+
+    name: str
+    parameters: int
+    embedding: int
+    layers: int
+    width: int
+    intermediate: int
+    kv_values: int
+    positions: int | None
+
+    @property
+    def vocabulary(self) -> int:
+        return self.embedding // self.width
+
+
+def shape_of(config: Config) -> Shape:
+    """Return the shape of a run's model. Raises ModelError, and HubError if it is not here."""
+    folder = config.model_folder
+    if config.policy.model is not None or folder.is_dir():
+        return read_shape(folder)
+    tiny = config.tiny_model
+    vocabulary = max(TINY_VOCABULARY, tiny.vocab_size or 0)
+    attention = 2 * tiny.hidden * tiny.head_dim * (tiny.heads + tiny.kv_heads)
+    layer = attention + 3 * tiny.hidden * tiny.intermediate
+    return Shape(
+        name="a small model of Qwen3's architecture, which the run builds",
+        parameters=vocabulary * tiny.hidden + tiny.layers * layer,
+        embedding=vocabulary * tiny.hidden,
+        layers=tiny.layers,
+        width=tiny.hidden,
+        intermediate=tiny.intermediate,
+        kv_values=2 * tiny.layers * tiny.kv_heads * tiny.head_dim,
+        positions=tiny.max_positions,
+    )
+
+
+def read_shape(folder: Path) -> Shape:
+    """Return the shape of a model folder; every file must be whole. Raises ModelError."""
+    try:
+        document = orjson.loads((folder / "config.json").read_bytes())
+        parameters = 0
+        for file in sorted(folder.glob("[!.]*.safetensors")):
+            with file.open("rb") as stream:
+                header = read_header(stream)
+            if (size := file.stat().st_size) < header.file_bytes:
+                raise ValueError(f"{file.name} has {size:,} of {header.file_bytes:,} bytes")
+            parameters += sum(prod(span.shape) for span in header.tensors.values())
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{folder}: cannot be read as a model: {error}", hint="copy or download it again"
+        ) from error
+    named: dict[str, Any] = document.get("text_config", document)
+    name = str((document.get("architectures") or [named.get("model_type", "unknown")])[0])
+    try:
+        width, layers, heads, vocabulary = (
+            int(named[key])
+            for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+        )
+    except (KeyError, TypeError) as error:
+        raise ModelError(
+            f"{name}: its config.json has no {error}, so its memory cannot be estimated"
+        ) from error
+    inner = int(named.get("moe_intermediate_size") or named.get("intermediate_size") or 4 * width)
+    if named.get("num_experts") or named.get("num_local_experts"):
+        inner *= int(named.get("num_experts_per_tok") or 1)
+    head = int(named.get("head_dim") or width // heads)
+    return Shape(
+        name=name,
+        parameters=parameters,
+        embedding=vocabulary * width,
+        layers=layers,
+        width=width,
+        intermediate=inner,
+        kv_values=2 * layers * int(named.get("num_key_value_heads") or heads) * head,
+        positions=named.get("max_position_embeddings"),
+    )
+
+
+def context_tokens(config: Config) -> int | None:
+    """Return the tokens that prompt and response share in the engine; None if unknown."""
+    limits = [getattr(config.engine, "max_model_len", None)]
+    with suppress(ModelError, HubError):  # reported where the model is checked
+        limits.append(shape_of(config).positions)
+    return min((limit for limit in limits if limit), default=None)
 
 
 def memory_findings(config: Config, shape: Shape, gpu_bytes: int | None) -> Iterator[Finding]:
@@ -36,7 +140,9 @@ def memory_findings(config: Config, shape: Shape, gpu_bytes: int | None) -> Iter
             f"activations of {_tokens_of_a_pass(config):,} tokens)"
         )
         if gpu_bytes and together > FULL * gpu_bytes:
-            short[_less(config)] = "error" if kept > gpu_bytes else "warning"
+            short["lower what the trainer needs: docs/pages/many_gpus.md has the steps"] = (
+                "error" if kept > gpu_bytes else "warning"
+            )
     on_worker = []
     for who, memory, size in _engines(config, shape):
         what, held, is_short = _engine(memory, size, longest_sample(config), gpu_bytes)
@@ -141,16 +247,3 @@ def longest_sample(config: Config) -> int:
 def _tokens_of_a_pass(config: Config) -> int:
     # a sample that is longer than the budget is a pass of its own
     return max(config.learner.token_budget, longest_sample(config))
-
-
-def _less(config: Config) -> str:
-    """Return how to reduce the trainer's memory: the next step of docs/pages/many_gpus.md."""
-    learner = config.learner
-    if not learner.gradient_checkpointing:
-        return "set [learner] gradient_checkpointing = true"
-    if learner.token_budget > longest_sample(config):
-        return f"lower [learner] token_budget to {longest_sample(config)}"
-    return (
-        "use more trainer_gpus, [learner.sharding] cpu_offload = true, or [learner.lora]; "
-        "see docs/pages/many_gpus.md"
-    )

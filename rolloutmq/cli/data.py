@@ -18,7 +18,7 @@ from buffer.curation.group_import import Imported
 from buffer.errors import ConfigError
 from buffer.ids import POOLS
 from buffer.query.language import parse
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.snapshot.folder import read_manifest
 from rolloutmq.cli.groups import WHERE_HELP
 from rolloutmq.cli.logs import follow
@@ -38,7 +38,7 @@ from rolloutmq.options import (
 from rolloutmq.output import count, plural, progress
 
 
-@command("Data", "save", epilog="Example: rolloutmq save backups/demo-1200 --pause")
+@command("save", epilog="Example: rolloutmq save backups/demo-1200 --pause")
 @on_run
 def save(
     target: Target,
@@ -81,7 +81,7 @@ def _paused(run: Run, wanted: bool) -> Iterator[None]:
         run.control.set_mode("operator", Mode.RUN)
 
 
-@command("Data", "restore", epilog="Example: rolloutmq restore backups/demo-1200 --run demo2")
+@command("restore", epilog="Example: rolloutmq restore backups/demo-1200 --run demo2")
 def restore(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the snapshot.")],
     columns: Annotated[
@@ -123,7 +123,6 @@ _SHOWN = 20
 
 
 @command(
-    "Data",
     "export",
     epilog="""Example: rolloutmq export good.parquet --where '{"reward": {"$gte": 0.5}}'""",
 )
@@ -236,7 +235,7 @@ def _amount(done: Exported | Imported) -> str:
     return f"{plural(done.groups, 'group')} with {plural(done.rollouts, 'rollout')}"
 
 
-@command("Data", "import", epilog="Example: rolloutmq import chosen.jsonl --task math")
+@command("import", epilog="Example: rolloutmq import chosen.jsonl --task math")
 @on_run
 def import_groups(
     target: Target,

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from buffer.errors import StoreUnsafe
 from buffer.redis.server.check import ServerFinding, check_all
-from buffer.run import Run
+from buffer.run.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.options import (
     AsJson,
@@ -23,13 +23,11 @@ from rolloutmq.options import (
     open_server,
 )
 from rolloutmq.output import age
-from rolloutmq.views.explain.diagnosis import Symptom, last_event_ms, marked
-from rolloutmq.views.explain.inspection import diagnose_run
+from rolloutmq.views.explain.diagnosis import Symptom, diagnose_run, last_event_ms, marked
 from rolloutmq.views.run_view import RunView
 
 
 @command(
-    "Administration",
     "doctor",
     epilog="Example: rolloutmq doctor --redis-url redis://queue.internal:6379/0",
 )

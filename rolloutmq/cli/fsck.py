@@ -1,6 +1,6 @@
 """`rolloutmq fsck`: check, on a live run, that nothing is lost and nothing was trained twice.
 
-Three checks: the totals at one instant add up (I1); each draw is in exactly one place; no group
+Three checks: the totals at one instant add up (I1); each draw is in exactly one stage; no group
 is in two manifests or, if the trainer's `steps.jsonl` is accessible, in two surviving steps.
 """
 
@@ -15,7 +15,7 @@ from rich.text import Text
 from buffer.errors import AccountError
 from buffer.ledger.account import FsckReport
 from buffer.redis.server.check import check_all
-from buffer.run import Run
+from buffer.run.run import Run
 from consumer.handle.step_log import STEPS_FILE, StepLog
 from rolloutmq.command_list import command
 from rolloutmq.options import AsJson, Output, Target, on_run
@@ -26,9 +26,7 @@ from rolloutmq.views.screen import groups_table
 _SHOWN = 20
 
 
-@command(
-    "Administration", "fsck", epilog="Example: rolloutmq fsck --run-dir runs/demo && echo clean"
-)
+@command("fsck", epilog="Example: rolloutmq fsck --run-dir runs/demo && echo clean")
 @on_run
 def fsck(target: Target, as_json: AsJson = False) -> None:
     """Check that nothing is lost and nothing was trained twice.
@@ -52,7 +50,7 @@ def fsck(target: Target, as_json: AsJson = False) -> None:
     if twice or not found.clean:
         raise AccountError(
             f"{plural(len(found.lost), 'group')} lost, {len(found.doubled)} in two "
-            f"places, {len(twice)} trained twice, "
+            f"stages, {len(twice)} trained twice, "
             f"{len(found.faults)} further faults",
             hint="`rolloutmq run CONFIG --regenerate` makes the run again from its newest "
             "checkpoint; please report this, with the output of --json",
@@ -97,7 +95,7 @@ def verdicts(found: FsckReport, steps: StepLog | None) -> Iterator[RenderableTyp
     yield ""
     yield _verdict("all keys are as they must be, and the totals add up", found.faults)
     yield _verdict(f"0 of {count(found.checked)} groups are lost", found.lost, "lost")
-    yield _verdict("no group is in two places or two batches", found.doubled, "doubled")
+    yield _verdict("no group is in two stages or two batches", found.doubled, "doubled")
     yield _verdict_on_steps(steps)
 
 

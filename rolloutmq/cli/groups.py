@@ -19,7 +19,7 @@ from buffer.groups.record_walk import RecordWalk
 from buffer.ids import POOLS
 from buffer.query.language import FIELDS, OPERATORS, parse
 from buffer.query.record import STAGES, GroupRecord
-from buffer.run import Run
+from buffer.run.run import Run
 from consumer.handle.dead_letter_file import read_dead_letters
 from rolloutmq.command_list import command
 from rolloutmq.options import (
@@ -47,7 +47,6 @@ WHERE_HELP = (
 
 
 @command(
-    "Look",
     "ls",
     epilog="""Example: rolloutmq ls --where '{"staleness": {"$gte": 2}}' --order=-tokens""",
 )
@@ -117,7 +116,7 @@ def _kept_letters(folder: Path, error: StoreUnavailable, task: str | None, limit
     return answer._replace(shown=[note, *answer.shown])
 
 
-@command("Steer", "dead", epilog="Example: rolloutmq dead --task math --limit 20")
+@command("dead", epilog="Example: rolloutmq dead --task math --limit 20")
 @or_folder(_kept_letters)
 def dead(target: Target, task: OneTask = None, limit: Limit = 50) -> Output:
     """List dead letters, newest first.
@@ -158,7 +157,7 @@ def _traces(letters: Sequence[DeadLetter]) -> Iterator[Text]:
 _NO_LETTER = "There are no dead letters. Failed tries are in `rolloutmq logs --level warning`."
 
 
-@command("Steer", "requeue", epilog="Example: rolloutmq requeue math-0000000042 --yes")
+@command("requeue", epilog="Example: rolloutmq requeue math-0000000042 --yes")
 @on_run
 def requeue(
     target: Target,
@@ -188,7 +187,7 @@ def requeue(
     return Output({"requeued": moved}, said)
 
 
-@command("Steer", "drop", epilog="Example: rolloutmq drop math-0000000042 --yes")
+@command("drop", epilog="Example: rolloutmq drop math-0000000042 --yes")
 @on_run
 def drop(
     target: Target,

@@ -18,7 +18,7 @@ from rich.text import Text
 from buffer.control.control import Mode
 from buffer.control.events import Event
 from buffer.errors import ConfigError
-from buffer.run import Run
+from buffer.run.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.options import RUNS, AsJson, RedisUrl, RunDir, RunName, open_target
 from rolloutmq.output import console, emit_line, version_style
@@ -48,7 +48,7 @@ RoleName = Annotated[
 ]
 
 
-@command("Look", "logs", epilog=EPILOG)
+@command("logs", epilog=EPILOG)
 def logs(
     role: RoleName = None,
     follow: Annotated[

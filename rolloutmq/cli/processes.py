@@ -26,7 +26,7 @@ from rolloutmq.presets import open_config
 from rolloutmq.process_log import log_json
 
 if TYPE_CHECKING:
-    from buffer.run import Run
+    from buffer.run.run import Run
     from producer_workers.config.task import TaskSection
     from producer_workers.engines.base import Engine
     from producer_workers.worker.worker import Worker
@@ -44,7 +44,7 @@ TakeOver = Annotated[
 ]
 
 
-@command("Run", "worker", epilog="Example: rolloutmq worker configs/demo.toml --id gpu7")
+@command("worker", epilog="Example: rolloutmq worker configs/demo.toml --id gpu7")
 def worker(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -62,7 +62,7 @@ def worker(
     _serve("worker", settings, redis_url, worker_id, metrics, take_over)
 
 
-@command("Run", "gateway", epilog="Example: rolloutmq gateway configs/live.toml")
+@command("gateway", epilog="Example: rolloutmq gateway configs/live.toml")
 def gateway(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -92,13 +92,12 @@ def _serve(
     name = worker_id or f"{host}-{secrets.token_hex(3)}"
     log_json(role, settings.run.name, name)
     follow_owner()
-    is_live = role == "gateway"
-    work = _work(settings, redis_url, name, metrics, take_over, is_live=is_live)
+    work = _work(settings, redis_url, name, metrics, take_over, role)
     if asyncio.run(work):
         raise typer.Exit(INTERRUPTED)
 
 
-@command("Run", "producer", epilog="Example: rolloutmq producer configs/demo.toml --take-over")
+@command("producer", epilog="Example: rolloutmq producer configs/demo.toml --take-over")
 def producer(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -130,7 +129,7 @@ def producer(
         raise typer.Exit(INTERRUPTED)
 
 
-@command("Run", "judge", epilog="Example: rolloutmq judge configs/mine.toml --workers 8")
+@command("judge", epilog="Example: rolloutmq judge configs/mine.toml --workers 8")
 def judge(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -148,7 +147,7 @@ def judge(
     settings = open_config(config, overrides)
     log_json("judge", settings.run.name)
     follow_owner()
-    from buffer.open_run import open_store, server_url
+    from buffer.run.open import open_store, server_url
     from producer_workers.judges.rq_worker import judge_url, serve_judges
 
     tasks = [task for task in settings.tasks.values() if task.judging.kind == "rq"]
@@ -187,15 +186,15 @@ def _open(
     metrics: str | None,
 ) -> tuple[Run, Config]:
     """Return the run, and the config with the commits of the Hub that the run was made with."""
-    from buffer.control.continuation import check_origin, read_origin
-    from buffer.open_run import open_store, server_url, wait_for_run
+    from buffer.run.continuation import check_origin, read_origin
+    from buffer.run.open import open_store, server_url, wait_for_run
     from rolloutmq.config.fingerprint import origin_of
 
     store = open_store(
         settings, server_url(settings, redis_url), name=f"rolloutmq-{name}", patient=True
     )
     if metrics is not None:
-        from rolloutmq.views.metrics.prometheus import serve_process
+        from rolloutmq.views.prometheus import serve_process
 
         serve_process(name, store, metrics)
     run = wait_for_run(store, settings.run.name)
@@ -212,8 +211,7 @@ async def _work(
     name: str,
     metrics: str | None,
     take_over: bool,
-    *,
-    is_live: bool,
+    role: str,
 ) -> bool:
     """Return whether a signal ended the work before the run was over."""
     from producer_workers.build import make_worker, start_engine
@@ -232,7 +230,7 @@ async def _work(
         return await start_engine(settings, run)
 
     async def work(engine: Engine, restarts: int) -> None:
-        member = make_worker(settings, run, engine, name, restarts=restarts, is_live=is_live)
+        member = make_worker(settings, run, engine, name, restarts=restarts, command=role)
         _on_signals(_drain, member, stopped)
         await member.run()
 

@@ -17,7 +17,7 @@ from buffer.maintenance.remove_run import remove_run
 from buffer.readable import format_size
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.options import (
     RUNS,
@@ -33,7 +33,7 @@ from rolloutmq.options import (
 )
 from rolloutmq.output import age, console, count, known, state, table
 from rolloutmq.run_owner import choose_folder, known_folders, last_change
-from rolloutmq.views.explain.inspection import count_judges
+from rolloutmq.views.explain.diagnosis import count_judges
 from rolloutmq.views.run_folder import RunFolder
 from rolloutmq.views.run_view import RunView, read_run_view
 from rolloutmq.web.report import write_report
@@ -74,7 +74,7 @@ class RunLine(NamedTuple):
         return roles + [worker.id for worker in self.view.live_workers]
 
 
-@command("Look", "runs", epilog=EPILOG)
+@command("runs", epilog=EPILOG)
 def runs(
     delete: Delete = None,
     yes: Yes = False,
@@ -245,7 +245,7 @@ Examples: rolloutmq report
 """
 
 
-@command("Look", "report", epilog=REPORT_EPILOG)
+@command("report", epilog=REPORT_EPILOG)
 def report(
     folder: Annotated[
         Path | None,

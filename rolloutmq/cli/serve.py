@@ -30,7 +30,7 @@ from rolloutmq.output import console, emit
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from rolloutmq.views.metrics.prometheus import RunCollector
+    from rolloutmq.views.prometheus import RunCollector
     from rolloutmq.web.access import Access
 
 WEB_EPILOG = """
@@ -53,7 +53,7 @@ TokenFile = Annotated[
 ]
 
 
-@command("Look", "web", epilog=WEB_EPILOG)
+@command("web", epilog=WEB_EPILOG)
 def web(
     host: Host = "127.0.0.1",
     port: Port = 9465,
@@ -127,7 +127,7 @@ def _serve_page(
     server.run(sockets=[listening])
 
 
-@command("Look", "metrics", epilog=METRICS_EPILOG)
+@command("metrics", epilog=METRICS_EPILOG)
 def metrics(
     serve: Annotated[
         bool,
@@ -150,7 +150,7 @@ def metrics(
     """
     from prometheus_client import generate_latest
 
-    from rolloutmq.views.metrics.prometheus import RunCollector
+    from rolloutmq.views.prometheus import RunCollector
 
     with open_server(redis_url, run_dir) as (store, _):
         collector = RunCollector(store, choose_run(store, run) if run else None)

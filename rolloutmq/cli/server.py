@@ -16,7 +16,7 @@ from buffer.errors import ConfigError, StoreUnavailable
 from buffer.ids import valid_name
 from buffer.janitor import Swept
 from buffer.redis.server.acl import ROLES, acl_line, user_name
-from buffer.run import Run
+from buffer.run.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.hang_up import stop_at_signals
 from rolloutmq.options import AsJson, Output, RunDir, Target, embedded_server, newest_server, on_run
@@ -25,7 +25,7 @@ from rolloutmq.output import console, emit, emit_line, facts, plural
 log = logging.getLogger("rolloutmq.janitor")
 
 
-@command("Administration", "janitor", epilog="Example: rolloutmq janitor --run demo --every 0.5")
+@command("janitor", epilog="Example: rolloutmq janitor --run demo --every 0.5")
 @on_run
 def janitor(
     target: Target,
@@ -88,7 +88,7 @@ SERVER_EPILOG = (
 )
 
 
-@command("Administration", "server", epilog=SERVER_EPILOG)
+@command("server", epilog=SERVER_EPILOG)
 def server(
     stop: Annotated[bool, typer.Option("--stop", help="Stop it; its data stays on disk.")] = False,
     run_dir: RunDir = None,
@@ -120,7 +120,6 @@ PASSWORD_BYTES = 32
 
 
 @command(
-    "Administration",
     "acl",
     epilog="Example: rolloutmq acl --run demo --secrets demo.secrets >> /etc/redis/users.acl",
 )

@@ -17,7 +17,7 @@ from buffer.ids import split_group_id
 from buffer.ledger.ledger import BatchLedger
 from buffer.manifest import Manifest
 from buffer.readable import format_size
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.staleness import staleness
 from consumer.handle.sample_log import Sample, SampleLog, TokenTexts, model_folders
 from producer_workers.user_code.failure import failure_text
@@ -27,8 +27,8 @@ from rolloutmq.output import count, facts, known, table
 from rolloutmq.views.found_group import FoundGroup, find_group, group_parts
 
 if TYPE_CHECKING:
-    from rolloutmq.check.judge import Verdict
     from rolloutmq.config.config import Config
+    from rolloutmq.views.rejudge import Verdict
 
 
 Member = Annotated[
@@ -48,7 +48,7 @@ def _show_logged(
     return _shown(FoundGroup(gid, sample=sample), member, tokens)
 
 
-@command("Look", "show", epilog="Example: rolloutmq show math-0000000042 --member 3")
+@command("show", epilog="Example: rolloutmq show math-0000000042 --member 3")
 @or_folder(_show_logged)
 def show(
     target: Target,
@@ -84,7 +84,7 @@ def _member(document: Mapping[str, Any], index: int) -> Any:
     return members[index]
 
 
-@command("Look", "rejudge", epilog="Example: rolloutmq rejudge math-0000000042 --member 3 --pdb")
+@command("rejudge", epilog="Example: rolloutmq rejudge math-0000000042 --member 3 --pdb")
 @on_run
 def rejudge(
     target: Target,
@@ -108,7 +108,7 @@ def rejudge(
     in the sample log, or a dead letter that has kept its responses. Exits with 1 if the judge
     raises.
     """
-    from rolloutmq.check.judge import debug, judge_again, responses_of
+    from rolloutmq.views.rejudge import debug, judge_again, responses_of
 
     found = find_group(target.run, gid, target.samples)
     task = _config(target, config).tasks.get(name := split_group_id(gid)[0])
@@ -159,7 +159,7 @@ def _batch_logged(folder: Path, error: RolloutMQError, step: int | None, is_eval
     return _logged(samples)
 
 
-@command("Look", "batch", epilog="Example: rolloutmq batch 7 --json | jq -r '.groups[].gid'")
+@command("batch", epilog="Example: rolloutmq batch 7 --json | jq -r '.groups[].gid'")
 @or_folder(_batch_logged)
 def batch(
     target: Target,
@@ -212,7 +212,7 @@ def _manifest(ledger: BatchLedger, step: int | None) -> Manifest:
 def _rewards(run: Run, manifest: Manifest) -> list[float | None]:
     """Return the mean score of each group; None if it has no score, or its record is gone."""
     reads = [("HGET", run.keys.group(gid), "reward") for gid in manifest.gids]
-    sums = run.store.each("batch", reads)
+    sums = run.store.send("batch", reads)
     pairs = zip(sums, manifest.entries, strict=True)
     return [float(total) / entry.samples if total else None for total, entry in pairs]
 

@@ -88,7 +88,7 @@ def _count(most: int, text: str) -> object:
     return typer.Option(min=1, max=most, help=text)
 
 
-@command("Run", "simulate", epilog=EPILOG)
+@command("simulate", epilog=EPILOG)
 def simulate(
     workers: Annotated[int, _count(1024, "Rollout workers, with one engine each.")],
     sequences: Annotated[int, _count(65_536, "Sequences that an engine generates at once.")] = 64,

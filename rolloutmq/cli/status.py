@@ -34,7 +34,7 @@ def _folder_status(folder: Path, error: StoreUnavailable, **_: object) -> Output
     return Output(document, [title, why, facts([*known.items()])])
 
 
-@command("Look", "status", epilog="Example: rolloutmq status --json | python -m json.tool")
+@command("status", epilog="Example: rolloutmq status --json | python -m json.tool")
 @or_folder(_folder_status)
 def status(
     target: Target,

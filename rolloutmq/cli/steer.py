@@ -10,16 +10,16 @@ from typing import Annotated, Literal
 import typer
 
 from buffer.control.control import Mode
-from buffer.control.settings import (
+from buffer.errors import ConfigError, PauseTimeout
+from buffer.readable import visible
+from buffer.run.run import Run
+from buffer.run.settings import (
     KeptSettings,
     LiveSettings,
     LiveTaskSettings,
     SettingsRecord,
     parse_change,
 )
-from buffer.errors import ConfigError, PauseTimeout
-from buffer.readable import visible
-from buffer.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.options import AsJson, Output, Target, on_run, require_known
 from rolloutmq.output import age, console, plural, table
@@ -32,7 +32,7 @@ Timeout = Annotated[
 ]
 
 
-@command("Steer", "pause", epilog="Example: rolloutmq pause --mode drain --wait")
+@command("pause", epilog="Example: rolloutmq pause --mode drain --wait")
 @on_run
 def pause(
     target: Target,
@@ -54,7 +54,7 @@ def pause(
     return _hold(target.run, Mode(mode), wait, timeout, as_json)
 
 
-@command("Steer", "resume", epilog="Example: rolloutmq resume --wait")
+@command("resume", epilog="Example: rolloutmq resume --wait")
 @on_run
 def resume(
     target: Target,
@@ -132,7 +132,7 @@ def _summary(confirmed: list[str], silent: list[str], took_s: float, waited: boo
 POLL_S = 0.2  # it must poll: nothing signals the end of the last lease
 
 
-@command("Steer", "drain", epilog="Example: rolloutmq drain && rolloutmq save backup")
+@command("drain", epilog="Example: rolloutmq drain && rolloutmq save backup")
 @on_run
 def drain(
     target: Target,
@@ -185,7 +185,7 @@ def _describe() -> str:
     return ", ".join([*own, *(f"tasks.<name>.{name}" for name in LiveTaskSettings.model_fields)])
 
 
-@command("Steer", "set", epilog=EPILOG)
+@command("set", epilog=EPILOG)
 @on_run
 def set_(
     target: Target,

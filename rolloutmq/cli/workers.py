@@ -9,16 +9,16 @@ import typer
 from rich.console import RenderableType
 from rich.table import Table
 
-from buffer.control.worker_record import WorkerRecord
+from buffer.control.worker_record import NUMBERS, WorkerRecord
 from rolloutmq.command_list import command
 from rolloutmq.options import Output, Target, Yes, on_run, require_known, require_yes
-from rolloutmq.output import age, faults_text, plural, table
+from rolloutmq.output import age, known, plural, table
 from rolloutmq.views.run_json import worker_json
 from rolloutmq.views.run_view import RunView, read_run_view
 from rolloutmq.views.screen import workers_table
 
 
-@command("Look", "workers", epilog="Example: rolloutmq workers --json | jq '.[].tokens_per_s'")
+@command("workers", epilog="Example: rolloutmq workers --json | jq '.[].tokens_per_s'")
 @on_run
 def workers(target: Target) -> Output:
     """List the workers of a run; of one that is over, those that have left.
@@ -44,25 +44,25 @@ def _shown(view: RunView, rows: Sequence[WorkerRecord]) -> list[RenderableType]:
         workers_table(rows, view.lease_ms, str(view.weights)),
         *([judges_table(judged)] if judged else []),
         *(
-            f"{row.id}: {row.replaced} processes of your functions hung, crashed or ran out of "
-            "memory, and were replaced; its log names them"
+            f"{row.id}: {of.note.format(number)}"
             for row in rows
-            if row.replaced
+            for name, of in NUMBERS.items()
+            if of.note and (number := getattr(row, name))
         ),
     ]
 
 
 def judges_table(rows: list[WorkerRecord]) -> Table:
-    numbers = ["judging", "judged", "failed", "median", "99th percentile"]
+    reported = {name: row.heading for name, row in NUMBERS.items() if row.table == "judges"}
+    numbers = [*reported.values(), "median", "99th percentile"]
     grid = table("worker", *numbers, right=numbers)
     for row in rows:
-        failed = faults_text(row.judge_failures)
         times = (age(1000 * row.judge_times.quantile_s(share)) for share in (0.5, 0.99))
-        grid.add_row(row.id, str(row.judging), str(row.judged), failed, *times)
+        grid.add_row(row.id, *(known(getattr(row, name), ",.0f") for name in reported), *times)
     return grid
 
 
-@command("Steer", "fence", epilog="Example: rolloutmq fence host7-1 --yes")
+@command("fence", epilog="Example: rolloutmq fence host7-1 --yes")
 @on_run
 def fence(
     target: Target,

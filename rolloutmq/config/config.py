@@ -18,11 +18,12 @@ from buffer.config.run_settings import (
     WeightsSection,
 )
 from buffer.config.section import Count, Section
-from buffer.control.settings import THRESHOLDS
 from buffer.errors import ConfigError
 from buffer.limits import Bytes, RunLimits, TaskLimits, TaskSettings
+from buffer.run.settings import THRESHOLDS
 from buffer.wire.staleness import stale_threshold
-from consumer.config.learner import CriticConfig, LearnerConfig
+from consumer.config.critic import CriticConfig
+from consumer.config.learner import LearnerConfig
 from consumer.config.trainer import (
     MOST_PROBLEMS,
     EvaluationSection,
@@ -30,7 +31,6 @@ from consumer.config.trainer import (
     TrainerSection,
     WandbSection,
 )
-from consumer.config.warm_start import TinyModelConfig, WarmStartConfig
 from producer_workers.config.engine import EngineConfig, VllmConfig
 from producer_workers.config.gateway import GatewaySection
 from producer_workers.config.producing import JudgesSection, ProducerSection, WorkerSection
@@ -45,6 +45,7 @@ from rolloutmq.config.cross_section_rules import (
     too_many_problems,
     training,
 )
+from rolloutmq.config.small_model import TinyModelConfig, WarmStartConfig
 
 Gpu = Annotated[int, Field(ge=0, le=1023)]
 
@@ -294,7 +295,7 @@ class Config(Section):
         """Return what the file says, for settings that depend on more than one key or the server.
 
         As long as that is the same, a value of `rolloutmq set` holds
-        (`buffer/control/settings.py`).
+        (`buffer/run/settings.py`).
         """
         marks = {"low_bytes": self.memory.low_water, "high_bytes": self.memory.high_water}
         return {

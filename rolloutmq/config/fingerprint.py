@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from buffer.control.origin import Origin, TaskOrigin
+from buffer.run.origin import Origin, TaskOrigin
 from producer_workers.config.dataset import DatasetSection
 from producer_workers.config.task import TaskSection
 from producer_workers.hub import Repository, model_repository

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import orjson
 
-from buffer.control.origin import Origin
 from buffer.errors import ConfigError
 from buffer.redis.whole_file import replace_file
+from buffer.run.origin import Origin
 from producer_workers.config.task import TaskSection
 from producer_workers.hub import Repository, model_repository
 from rolloutmq.config.config import Config

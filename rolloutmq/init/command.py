@@ -177,7 +177,7 @@ Gpus = Annotated[
 ]
 
 
-@command("Run", "init", epilog=EPILOG)
+@command("init", epilog=EPILOG)
 def init(
     folder: Folder,
     template: TemplateName,

@@ -76,7 +76,7 @@ Examples: rolloutmq run configs/demo.toml --set plan.steps=20
 """
 
 
-@command("Run", "run", epilog=RUN_EPILOG)
+@command("run", epilog=RUN_EPILOG)
 def run(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -117,7 +117,7 @@ def _detach(
     raise typer.Exit(start_detached(command, folder, console(), where=where))
 
 
-@command("Run", "create", epilog="Example: rolloutmq create configs/demo.toml")
+@command("create", epilog="Example: rolloutmq create configs/demo.toml")
 def create(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -140,7 +140,7 @@ def create(
         typer.echo(line)
 
 
-@command("Run", "train", epilog="Example: rolloutmq train configs/demo.toml --take-over")
+@command("train", epilog="Example: rolloutmq train configs/demo.toml --take-over")
 def train(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -171,21 +171,21 @@ def train(
         raise typer.Exit(INTERRUPTED)
 
 
-@command("Data", "warm-start", epilog="Example: rolloutmq warm-start configs/demo.toml")
+@command("warm-start", epilog="Example: rolloutmq warm-start configs/demo.toml")
 def warm_start(config: ConfigPath, overrides: Overrides = None) -> None:
     """Build and warm-start the small model of a config.
 
     The warm start is a short supervised phase on separate problems; the model is kept in the run's
     folder.
     """
+    from rolloutmq.config.small_model import small_model
+
     settings = open_config(config, overrides)
     follow_owner()
-    from rolloutmq.launch.prepare import make_model
-
-    make_model(settings)
+    small_model(settings).make()
 
 
-@command("Data", "export-model", epilog="Example: rolloutmq export-model configs/demo.toml 40 out")
+@command("export-model", epilog="Example: rolloutmq export-model configs/demo.toml 40 out")
 def export(
     config: ConfigPath,
     step: Annotated[int, typer.Argument(min=1, metavar="STEP", help="A step with a checkpoint.")],
@@ -207,7 +207,7 @@ def export(
     )
 
 
-@command("Run", "eval", epilog=EVAL_EPILOG)
+@command("eval", epilog=EVAL_EPILOG)
 def evaluate(
     config: ConfigPath,
     checkpoint: Annotated[
@@ -243,7 +243,7 @@ def evaluate(
     console().print(grid)
 
 
-@command("Administration", "gpu-check", epilog="Example: rolloutmq gpu-check --steps 3")
+@command("gpu-check", epilog="Example: rolloutmq gpu-check --steps 3")
 def gpu_check(
     steps: Annotated[int, typer.Option("--steps", min=1, help="Number of train steps.")] = 3,
     overrides: Overrides = None,
@@ -273,7 +273,7 @@ Now = Annotated[
 ]
 
 
-@command("Run", "stop", epilog=EPILOG)
+@command("stop", epilog=EPILOG)
 def stop(now: Now = False, run_dir: RunDir = None, as_json: AsJson = False) -> None:
     """Stop a run that `rolloutmq run` started, and wait for its end.
 

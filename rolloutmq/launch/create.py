@@ -13,15 +13,15 @@ from typing import Any
 
 from redis.exceptions import NoPermissionError
 
-from buffer.control.continuation import Start
-from buffer.control.settings import KeptSettings
 from buffer.errors import ConfigError, LostRun, RoleHeld, RunExists, raise_together
 from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration
-from buffer.open_run import embedded_server, open_store, run_nonce, write_nonce
-from buffer.redis.connection.url import mask_url
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.redis.url import mask_url
+from buffer.run.continuation import Start
+from buffer.run.open import embedded_server, open_store, run_nonce, write_nonce
+from buffer.run.run import Run
+from buffer.run.settings import KeptSettings
 from buffer.wire.rollout import FIRST_WEIGHTS
 from consumer.handle.checkpoint import CheckpointFolder
 from rolloutmq.config.config import Config

@@ -18,7 +18,7 @@ from rich.console import Console
 from buffer.errors import ConfigError, ModelError
 from buffer.ledger.position import Position
 from buffer.redis.server.embedded import EmbeddedServer
-from buffer.run import Run
+from buffer.run.run import Run
 from consumer.grpo.evaluation import log_wait_reason, outcome
 from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.publication import open_sender, publish

@@ -17,11 +17,11 @@ from rich.console import Console
 
 from buffer.control.control import Mode
 from buffer.errors import RolloutMQError, StoreError, StoreUnavailable
-from buffer.open_run import open_store, own_run
 from buffer.redis.server.embedded import EmbeddedServer
-from buffer.run import Run
+from buffer.run.open import open_store, own_run
+from buffer.run.run import Run
 from consumer.handle.checkpoint import CheckpointFolder
-from producer_workers.config.task import live_tasks
+from producer_workers.agent_loops.agent_loop import commands_of
 from rolloutmq.check.machine import placement_of
 from rolloutmq.config.config import Config
 from rolloutmq.hang_up import is_lost_terminal
@@ -207,9 +207,8 @@ class Launcher:
             may_idle=False,
         )
         self._producer = self._child("producer", ["producer"], no_gpu, count("enqueued"))
-        # a run of live tasks alone has nothing to do for other workers
-        live = live_tasks(config.tasks, config.worker.agent_loop)
-        verb = "gateway" if len(live) == len(config.tasks) else "worker"
+        commands = set(commands_of(config.tasks, config.worker.agent_loop).values())
+        verb = commands.pop() if len(commands) == 1 else "worker"
         self._workers = [
             self._child(
                 f"worker-{i}",

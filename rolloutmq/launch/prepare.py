@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-from buffer.control.settings import KeptSettings
-from buffer.errors import ConfigError, RoleHeld, RolloutMQError, raise_together
-from buffer.open_run import embedded_server, run_nonce
+from buffer.errors import RoleHeld, RolloutMQError, raise_together
 from buffer.redis.server.embedded import EmbeddedServer
-from buffer.run import Run
+from buffer.run.open import embedded_server, run_nonce
+from buffer.run.run import Run
+from buffer.run.settings import KeptSettings
 from consumer.grpo.models.model_folder import check_model_folder
 from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.step_log import read_evaluations
@@ -26,11 +22,7 @@ from rolloutmq.check.contained import STAGES, run_units
 from rolloutmq.check.machine import machine_errors
 from rolloutmq.config.config import Config
 from rolloutmq.config.sources import fetch, names_any
-from rolloutmq.output import console as open_console
 from rolloutmq.views.run_view import read_run_view
-
-if TYPE_CHECKING:
-    from consumer.grpo.models.warm_start import Demonstration
 
 
 def start_server(config: Config, flag: str | None) -> tuple[str, EmbeddedServer | None]:
@@ -69,66 +61,6 @@ def prepare_model(config: Config, command: Sequence[str], *, quiet: bool = False
         run_command(["warm-start", *command], quiet=quiet)
     check_model_folder(folder)
     return folder
-
-
-def make_model(config: Config) -> None:
-    """Write `<run folder>/model`, unless it exists or the config names another model.
-
-    `rolloutmq warm-start`: builds the small model of a config, and trains it on part of its task.
-    """
-    from consumer.grpo.models.tiny_model import build_tiny_model
-    from consumer.grpo.models.warm_start import WarmStartProgress, warm_start
-
-    folder = config.run.folder / "model"
-    console = open_console()
-    if config.policy.model is not None:
-        console.print(f"nothing to build: [policy] model = {config.policy.model}")
-        return
-    if folder.exists():
-        console.print(f"the model exists already: {folder}")
-        return
-    most = config.warm_start.max_steps
-    if most == 0:
-        build_tiny_model(folder, config.tiny_model, config.run.seed)
-        console.print(f"built a model with random weights: {folder}")
-        return
-    random_model = config.run.folder / "model.random"
-    shutil.rmtree(random_model, ignore_errors=True)
-    build_tiny_model(random_model, config.tiny_model, config.run.seed)
-    started = time.monotonic()
-    console.print(f"warm start: at most {most} steps")  # a log shows the bar only at its end
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        job = bar.add_task("", total=most)
-
-        def show(now: WarmStartProgress) -> None:
-            what = f"step {now.step} · loss {now.loss:.3f} · accuracy {now.accuracy:.2f}"
-            bar.update(job, completed=now.step, description=what)
-
-        warm_start(random_model, folder, _problems(config), config.warm_start, show)
-    shutil.rmtree(random_model)
-    console.print(f"warm start: {time.monotonic() - started:.0f} s, model in {folder}")
-
-
-def _problems(config: Config) -> list[Demonstration]:
-    """Return the problems to warm-start a model with. Raises ConfigError, DatasetError."""
-    from consumer.grpo.models.warm_start import read_problems
-
-    found: list[Demonstration] = []
-    for name, task in config.tasks.items():
-        if task.eval_of is None and task.dataset.is_generated:
-            file = config.run.folder / "problems" / name / "warm_start.jsonl"
-            if not file.exists():
-                hint = "`rolloutmq create CONFIG` writes it; warm_start_size must be set"
-                raise ConfigError(f"{file} is missing", hint=hint)
-            found += read_problems(file)
-    if not found:
-        raise ConfigError(
-            "there are no problems to warm-start a model with",
-            hint="set warm_start_size of a reasoning_gym data set, or [policy] model "
-            "to one that knows the task",
-        )
-    return found
 
 
 def await_roles(run: Run, report: Callable[[str], None]) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from buffer.errors import AccountError
 from buffer.ledger.account import FsckReport
-from buffer.run import Run
+from buffer.run.run import Run
 from consumer.handle.step_log import Evaluations, read_evaluations
 from rolloutmq.config.config import Config
 from rolloutmq.output import table
@@ -47,7 +47,7 @@ def finish(console: Console, config: Config, run: Run, where: str) -> str:
 
 def account_line(audit: FsckReport) -> str:
     faults = f" · {audit.faults[0]}" if audit.faults else ""
-    return f"account: lost {len(audit.lost)} · in two places {len(audit.doubled)}{faults}"
+    return f"account: lost {len(audit.lost)} · in two stages {len(audit.doubled)}{faults}"
 
 
 def accuracy_table(evaluations: Evaluations) -> Table:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from buffer.errors import ConfigError
 from buffer.imports import load_object
-from buffer.open_run import open_store, own_run, server_url, wait_for_run
 from buffer.redis.scripts import role_held
+from buffer.run.open import open_store, own_run, server_url, wait_for_run
 from producer_workers.follow_owner import OWNER
 from rolloutmq.launch.create import create_run, make_again
 from rolloutmq.observers import observe
@@ -23,7 +23,7 @@ from rolloutmq.views.setting_view import override_lines
 
 if TYPE_CHECKING:
     from buffer.redis.store import Store
-    from buffer.run import Run
+    from buffer.run.run import Run
     from rolloutmq.config.config import Config
 
 log = logging.getLogger("rolloutmq.trainer")
@@ -58,7 +58,7 @@ def open_run(
     store = open_store(settings, url, name="rolloutmq-trainer", patient=True)
     model_dir = settings.model_folder
     if metrics is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-        from rolloutmq.views.metrics.prometheus import serve_process
+        from rolloutmq.views.prometheus import serve_process
 
         serve_process("trainer", store, metrics)
     if own_rank():

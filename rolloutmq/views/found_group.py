@@ -13,7 +13,7 @@ from buffer.errors import AccountError, ConfigError
 from buffer.failure_text import headline
 from buffer.groups.record_walk import payload_of
 from buffer.ids import ENDS, IMPORTED_FROM, split_group_id, trace_id
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_json import group_json
 from buffer.wire.rollout import VersionSpan
@@ -34,7 +34,7 @@ class FoundGroup:
 
     gid: str
     trace: str = ""
-    places: list[str] = field(default_factory=list)
+    stages: list[str] = field(default_factory=list)
     record: dict[str, str] = field(default_factory=dict)
     letter: Any = None
     group: RolloutGroup | None = None
@@ -43,9 +43,9 @@ class FoundGroup:
     @property
     def gone(self) -> str:
         """How the group ended; "" if it has not."""
-        if self.record or not self.places:
+        if self.record or not self.stages:
             return ""
-        return f"{_WHY_GONE[self.places[0]]}; its payload is freed"
+        return f"{_WHY_GONE[self.stages[0]]}; its payload is freed"
 
     @property
     def may(self) -> tuple[str, ...]:
@@ -58,7 +58,7 @@ class FoundGroup:
         record = self.record
         match record.get("stage"):
             case None:
-                return self.places[0]
+                return self.stages[0]
             case "running":
                 return f"running on {record['owner']}"
             case "taken":
@@ -78,7 +78,7 @@ class FoundGroup:
         """
         document = {
             "gid": self.gid,
-            "places": self.places,
+            "places": self.stages,
             "record": self.record or None,
             "dead_letter": self.letter,
             "trace_id": self.trace,
@@ -101,12 +101,12 @@ def locate(run: Run, gid: str) -> FoundGroup:
             f"run {run.name!r} has no task {task!r}",
             hint=f"its tasks: {', '.join(run.limits.tasks)}",
         )
-    places = run.account.stages(task, draw)
+    stages = run.account.stages(task, draw)
     record = run.record(gid)
     trace = trace_id(run.nonce, gid)
     if not record:
-        return FoundGroup(gid, trace, [_end(run, gid, places)])
-    return FoundGroup(gid, trace, places, record, run.dead_letters.reason(gid))
+        return FoundGroup(gid, trace, [_end(run, gid, stages)])
+    return FoundGroup(gid, trace, stages, record, run.dead_letters.reason(gid))
 
 
 def find_group(run: Run, gid: str, samples: SampleLog | None = None) -> FoundGroup:
@@ -117,10 +117,10 @@ def find_group(run: Run, gid: str, samples: SampleLog | None = None) -> FoundGro
     return replace(found, group=run.buffer.read(payload_of(gid, found.record)))
 
 
-def _end(run: Run, gid: str, places: list[str]) -> str:
+def _end(run: Run, gid: str, stages: list[str]) -> str:
     """Return how a group without a record ended; raises as `locate`."""
     task, draw = split_group_id(gid)
-    if end := next((place for place in places if place in ENDS), None):
+    if end := next((stage for stage in stages if stage in ENDS), None):
         return end
     counters = run.progress(task)
     if draw >= IMPORTED_FROM + sum(int(counters.get(how, 0)) for how in ("put", "imported")):
@@ -133,7 +133,7 @@ def _end(run: Run, gid: str, places: list[str]) -> str:
             hint="see rolloutmq ls",
         )
     raise AccountError(
-        f"{gid} was started, but is in no place: it is lost",
+        f"{gid} was started, but is in no stage: it is lost",
         hint="rolloutmq fsck lists all such groups",
     )
 

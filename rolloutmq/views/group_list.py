@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from buffer.errors import PayloadMissing, WireError
 from buffer.groups.record_walk import payload_of
 from buffer.query.record import GroupRecord
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_json import group_json
 from consumer.handle.sample_log import TokenTexts, contains

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.text import Text
 
 from buffer.errors import StoreUnavailable
-from buffer.run import Run
+from buffer.run.run import Run
 from rolloutmq.views.history import History
 from rolloutmq.views.run_view import RunView, read_run_view
 from rolloutmq.views.screen import MOST_EVENTS, LiveNotes, live_screen, one_line

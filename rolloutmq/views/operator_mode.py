@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from buffer.control.control import ControlState, Mode
-from buffer.run import Run
+from buffer.run.run import Run
 from rolloutmq.views.run_view import read_run_view
 
 Report = Callable[[str], object]

@@ -1,6 +1,7 @@
 """A view of a run as JSON, for `--json` of the commands and for the browser view.
 
-What an account, a task's progress or a worker's record counts is here without being named.
+What an account, a task's progress or a worker's record counts, and what `numbers` lists, is here
+without being named.
 """
 
 from __future__ import annotations
@@ -11,34 +12,35 @@ from typing import Any
 from buffer.control.control import RoleHolder
 from buffer.control.worker_record import WorkerRecord
 from rolloutmq.views.explain.shares import shares_of
+from rolloutmq.views.numbers import json_of
 from rolloutmq.views.run_view import RunView, TaskView
 
-_RUN = ("run", "mode", "phase", "paused_by", "stuck_on", "created_ms", "acknowledged",
-        "tokens_per_s", "leases", "judging", "garbage")  # fmt: skip
-_TASK = ("in_flight", "in_flight_limit", "backlog", "ready", "too_old", "staleness", "mean_reward")
+_RUN = ("run", "mode", "phase", "paused_by", "stuck_on", "created_ms", "acknowledged")
 _SHARE = ("share", "number", "total", "level")
 
 
 def describe(view: RunView) -> dict[str, Any]:
     control, memory = view.control, view.memory
-    return _named(view, _RUN) | {
-        "nonce": view.meta.get("nonce"),
-        "mode_age_ms": view.paused_ms,
-        "epoch": int(control.get("epoch", 0)),
-        "open_lanes": control.get("lanes", "").split(),
-        "weights": view.weights._asdict() | {"path": control.get("weights_path", "")},
-        "steps": {"taken": view.taken, "committed": view.committed, "freed": view.freed},
-        "trainer": _role_json(view.trainer),
-        "producer": _role_json(view.producer),
-        "tasks": {task.account.task: _task_json(task, view.now_ms) for task in view.tasks},
-        "workers": [worker_json(worker, view) for worker in view.workers],
-        "ended_workers": [worker_json(worker, view) for worker in view.ended_workers],
-        "overdue_leases": view.overdue,
-        "dead_letters": view.dead,
-        "memory": {f"{name}_bytes": number for name, number in asdict(memory).items()},
-        "adds_up": not view.faults,
-        "faults": list(view.faults),
-    }
+    return (
+        _named(view, _RUN)
+        | json_of(view)
+        | {
+            "nonce": view.meta.get("nonce"),
+            "mode_age_ms": view.paused_ms,
+            "epoch": int(control.get("epoch", 0)),
+            "open_lanes": control.get("lanes", "").split(),
+            "weights": view.weights._asdict() | {"path": control.get("weights_path", "")},
+            "steps": {"taken": view.taken, "committed": view.committed, "freed": view.freed},
+            "trainer": _role_json(view.trainer),
+            "producer": _role_json(view.producer),
+            "tasks": {task.account.task: _task_json(task, view.now_ms) for task in view.tasks},
+            "workers": [worker_json(worker, view) for worker in view.workers],
+            "ended_workers": [worker_json(worker, view) for worker in view.ended_workers],
+            "memory": {f"{name}_bytes": number for name, number in asdict(memory).items()},
+            "adds_up": not view.faults,
+            "faults": list(view.faults),
+        }
+    )
 
 
 def _named(thing: object, names: tuple[str, ...]) -> dict[str, Any]:
@@ -56,7 +58,9 @@ def _task_json(task: TaskView, now_ms: int) -> dict[str, Any]:
         **task.counters,
         **account,
         "places": task.account.stages,
-        **_named(task, _TASK),
+        **json_of(task),
+        "backlog": task.backlog,
+        "staleness": task.staleness,
         "trouble": task.trouble(now_ms),
         "shares": {share.name: _named(share, _SHARE) for share in shares_of(task)},
         "stale_threshold": None if task.is_eval else task.stale_threshold,

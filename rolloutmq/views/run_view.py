@@ -16,11 +16,12 @@ from buffer.ids import LANES
 from buffer.ledger.account import TaskAccount
 from buffer.ledger.ledger import LedgerSteps
 from buffer.ledger.memory import MemoryUse
-from buffer.redis.key_fields import OPTIONAL, read_counts, require_fields, text_fields
-from buffer.run import Run
+from buffer.redis.key_fields import read_counts, require_fields, text_fields
+from buffer.redis.key_table import TABLE
+from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 
-COUNTERS = (*OPTIONAL["progress"], "reasserted", "regenerated")
+COUNTERS = tuple(TABLE["progress:<task>"].optional)
 BUCKETS = 16  # staleness is counted exactly up to here; older usable groups are counted together
 RECENT_MS = 60_000  # an error is shown for this time, and as long as every try fails
 
@@ -102,7 +103,7 @@ class TaskView:
         return {name: int(found[name]) for name in names if whole.fullmatch(found[name])}
 
     def recent(self, name: str) -> int:
-        """Return what a counter counted over the newest groups; `lua/include/earlier_counts.lua`.
+        """Return what a counter counted over the newest groups; `lua/shared/ends.lua`.
 
         `rolloutmq requeue` and a server that lost data lower counters: 0 then.
         """
@@ -299,7 +300,7 @@ def read_run_view(run: Run, *, events: int = 8) -> RunView:
 def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
     """Read what no script returns in one pipeline; return the replies by name."""
     keys = run.keys
-    control: Any = run.store.control
+    control: Any = run.store.client
     names: list[str] = []
     taken = run.ledger.steps()[0]
     seconds, micros = control.time()
@@ -330,7 +331,7 @@ def _read(run: Run, tasks: list[TaskAccount], events: int) -> dict[str, Any]:
 
 def _threshold(run: Run, task: str) -> int:
     # groups of an evaluation never expire: their ages are not shown
-    return int(run.limits.threshold(task) or 1)
+    return run.limits.threshold(task) or 1
 
 
 def _buckets(taken: int, threshold: int) -> list[tuple[str, str | int, str | int]]:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from buffer.control.control import RoleHolder
 from buffer.control.events import Event
-from buffer.control.worker_record import WorkerRecord
+from buffer.control.worker_record import NUMBERS, WorkerRecord
 from buffer.ledger.account import TaskAccount
 from rolloutmq.output import (
     age,
@@ -33,6 +33,7 @@ from rolloutmq.output import (
 )
 from rolloutmq.views.explain.shares import shares_of
 from rolloutmq.views.history import History
+from rolloutmq.views.numbers import Note, notes_of
 from rolloutmq.views.run_view import RunView, TaskView
 
 MOST_EVENTS = 5
@@ -155,7 +156,7 @@ def _mode(view: RunView) -> Text:
 
 
 def _facts(view: RunView) -> Table:
-    dead = Text(f"{view.dead}  (rolloutmq dead)", style="yellow") if view.dead else "0"
+    notes = Text(" · ").join(_said(note) for note in notes_of(view))
     refuses = "yellow" if view.memory.refuses_fresh else ""
     return facts(
         [
@@ -164,7 +165,7 @@ def _facts(view: RunView) -> Table:
             ("producer", _role(view.producer)),
             ("workers", _workers_text(view)),
             ("memory", Text(str(view.memory), style=refuses)),
-            ("dead letters", dead),
+            *([("notes", notes)] if notes else []),
         ]
     )
 
@@ -183,9 +184,14 @@ def _workers_text(view: RunView) -> Text:
         "silent": len(view.silent_workers),
         "gone": len(view.ended_workers),
     }
+    totals = {
+        row.total: sum(getattr(worker, name) or 0 for worker in view.live_workers)
+        for name, row in NUMBERS.items()
+        if row.total
+    }
     parts = [
         ", ".join(f"{number} {what}" for what, number in counts.items() if number) or "0 alive",
-        f"{count(view.tokens_per_s)} tokens/s",
+        *(f"{count(number)} {words}" for words, number in totals.items()),
         f"{plural(view.leases, 'group')} running{_judged(view)}",
     ]
     return Text(" · ".join(parts), style="" if live or view.mode == "finish" else "yellow")
@@ -259,16 +265,7 @@ def _task(task: TaskView) -> Iterator[Text]:
     if shares := list(shares_of(task)):
         parts = [(f"{each.name} {each.share:.0%}   ", _LEVELS[each.level]) for each in shares]
         yield Text.assemble(("shares       ", "dim"), *parts)
-    yield _staleness(task)
-    reasserted, regenerated = int(task.number("reasserted")), int(task.number("regenerated"))
-    if reasserted + regenerated:
-        restored = f"{plural(reasserted, 'group')} reasserted from checkpoints"
-        text = f"{restored}, {count(regenerated)} generated again"
-        yield Text.assemble(("lost data    ", "dim"), (text, "yellow"))
-
-
-def _staleness(task: TaskView) -> Text:
-    """Return the ready groups by their staleness at the next train step."""
+    # the ready groups by their staleness at the next train step
     most = max(task.staleness.values(), default=0)
     text = Text("staleness    ", style="dim")
     for label, groups in task.staleness.items():
@@ -276,12 +273,13 @@ def _staleness(task: TaskView) -> Text:
         text.append(bar(groups, most, 8).rstrip("░") or "▏", style="cyan")
         text.append(f" {groups}   ")
     text.append(f"limit {task.stale_threshold - 1}", style="dim")
-    if task.too_old:
-        text.append(f" · {task.too_old} too old, about to expire", style="yellow")
-    if ended := int(task.number("ended_early")):
-        tokens = count(int(task.number("discarded_tokens")))
-        text.append(f" · {ended} ended early, too old ({tokens} tokens)", style="dim")
-    return text
+    yield text
+    if notes := [_said(note) for note in notes_of(task)]:
+        yield Text.assemble(("groups       ", "dim"), Text(" · ").join(notes))
+
+
+def _said(note: Note) -> Text:
+    return Text(note.text, style=_LEVELS[note.level] or "dim")
 
 
 # -- only live -------------------------------------------------------------------
@@ -325,7 +323,8 @@ def _workers(view: RunView) -> Iterator[RenderableType]:
 
 def workers_table(rows: Sequence[WorkerRecord], lease_ms: int, newest: str) -> Table:
     """Return a row per worker; its weights are yellow unless they are the `newest`."""
-    numbers = ["seen", "holds", "load", "tok/s", "done", "bad"]
+    reported = {name: row.heading for name, row in NUMBERS.items() if row.table == "workers"}
+    numbers = ["seen", "holds", *reported.values(), "bad"]
     grid = table("worker", "state", "weights", *numbers, right=numbers)
     for row in rows:
         is_live = row.is_live(lease_ms)
@@ -336,9 +335,7 @@ def workers_table(rows: Sequence[WorkerRecord], lease_ms: int, newest: str) -> T
             Text(row.weights or "-", style="" if row.weights == newest else "yellow"),
             Text(seen, style="" if is_live or row.has_ended else "red"),
             f"{row.holds}/{row.concurrency}" if row.concurrency else str(row.holds),
-            known(row.requests),
-            count(row.tokens_per_s),
-            str(row.done),
+            *(known(getattr(row, name), ",.0f") for name in reported),
             faults_text(row.failed + row.quarantined),
         )
     return grid
@@ -379,10 +376,10 @@ def starting_lines(view: RunView, started_s: dict[str, float]) -> list[str]:
 
 def _progress(task: TaskView) -> str:
     """Return the progress of a task towards its evaluation or the first batch."""
-    places = task.account.stages
-    left = places["waiting"] + places["running"]
+    stages = task.account.stages
+    left = stages["waiting"] + stages["running"]
     name = task.account.task
     if task.is_eval:
-        done = sum(places.values()) - left
+        done = sum(stages.values()) - left
         return f"{name} is evaluated: {count(done)} done, {count(left)} open"
     return f"{name}: {count(task.ready)} groups ready for step 1, {count(left)} waiting or running"

@@ -11,14 +11,14 @@ from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
 from buffer.config.meanings import meanings
-from buffer.control.settings import (
+from buffer.limits import RunLimits, TaskLimits, TaskSettings
+from buffer.run.settings import (
     THRESHOLDS,
     LiveSettings,
     LiveTaskSettings,
     SettingsRecord,
     publications,
 )
-from buffer.limits import RunLimits, TaskLimits, TaskSettings
 
 
 @dataclass(frozen=True, slots=True)

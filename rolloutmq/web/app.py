@@ -22,7 +22,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from buffer.errors import ConfigError
-from buffer.run import Run
+from buffer.run.run import Run
 from consumer.handle.sample_log import SampleLog, TokenTexts, model_folders
 from rolloutmq.views.found_group import FoundGroup
 from rolloutmq.views.history import History

@@ -26,10 +26,10 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from buffer.control.control import Mode
-from buffer.control.settings import parse_change
 from buffer.errors import AccountError, ConfigError
 from buffer.groups.dead_letters import DeadLetter
-from buffer.run import Run
+from buffer.run.run import Run
+from buffer.run.settings import parse_change
 from consumer.handle.sample_log import Sample, SampleLog, TokenTexts, add_texts, contains
 from rolloutmq.options import read_where, require_known
 from rolloutmq.views.found_group import FoundGroup, find_group, locate

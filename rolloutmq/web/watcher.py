@@ -8,12 +8,13 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from typing import Any
 
+from buffer.control.worker_record import NUMBERS
 from buffer.errors import RolloutMQError
-from buffer.run import Run
-from rolloutmq.views.explain.diagnosis import Symptom, diagnose, worst_first
-from rolloutmq.views.explain.inspection import inspect
+from buffer.run.run import Run
+from rolloutmq.views.explain.diagnosis import Symptom, diagnose, inspect, worst_first
 from rolloutmq.views.explain.who_waited import Waits, read_waits
 from rolloutmq.views.history import History
+from rolloutmq.views.numbers import notes_of
 from rolloutmq.views.run_json import describe
 from rolloutmq.views.run_view import RunView, read_run_view
 
@@ -77,6 +78,14 @@ class Watcher:
             "now_ms": snap.now_ms,
             "status": describe(snap),
             "control": _control(snap),
+            "notes": {
+                "run": [note._asdict() for note in notes_of(snap)],
+                "tasks": {
+                    task.account.task: [note._asdict() for note in notes_of(task)]
+                    for task in snap.tasks
+                },
+            },
+            "worker_numbers": {name: row._asdict() for name, row in NUMBERS.items()},
             "findings": [asdict(finding) for finding in findings],
             "events": [
                 {"at_ms": at_ms, "event": name, **fields} for at_ms, name, fields in snap.events
@@ -152,8 +161,4 @@ def numbers_of(snap: RunView) -> dict[str, float]:
         f"worker_tokens_per_s/{worker.id}": worker.tokens_per_s
         for worker in snap.live_workers[:MOST_WORKERS]
     }
-    return numbers | {
-        "tokens_per_s": snap.tokens_per_s,
-        "judging": float(snap.judging),
-        "memory/held_bytes": float(snap.memory.held),
-    }
+    return numbers | {"tokens_per_s": snap.tokens_per_s}

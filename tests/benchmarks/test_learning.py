@@ -28,8 +28,8 @@ from benchmarks.learning.trial import (
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.wire.group import RolloutGroup
-from consumer.config.warm_start import WarmStartConfig
 from consumer.grpo.learner.train_controller import TrainController
+from rolloutmq.config.small_model import WarmStartConfig
 
 LITTLE = replace(SUMS, warm_start=WarmStartConfig(stop_accuracy=0.02, seed=1))
 SETTING = Setting(steps=4, batch=3, k=4, seed=5)
@@ -62,7 +62,7 @@ def test_a_student_is_trained_on_groups_with_the_values_of_its_teacher(tmp_path:
 @pytest.mark.slow
 def test_pipeline_at_staleness_0_is_the_loop_without_a_queue_step_by_step(tmp_path: Path) -> None:
     model = make_model(tmp_path, LITTLE)
-    one, other = (NotingController(make_controller(model, SETTING).learner) for _ in range(2))
+    one, other = (NotingController(make_controller(model, SETTING).policy) for _ in range(2))
     alone = train_in_process(one, SETTING, model, tmp_path / "alone")
     with EmbeddedServer(tmp_path / "server") as server:
         store = Store(server.url)

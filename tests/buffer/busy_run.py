@@ -11,7 +11,7 @@ from buffer.ids import group_id, new_nonce
 from buffer.limits import RunLimits
 from buffer.manifest import Manifest
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import LIMITS, Scene, extend, prompt, rollout
 

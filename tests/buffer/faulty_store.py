@@ -6,14 +6,14 @@ A repeated call is one whose reply was lost: the second time must change nothing
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import redis
 
-from buffer.redis.connection.bulk_io import Command
-from buffer.redis.scripts import Arg, KeysByName, Script, ScriptCall, TailArg, Upload, library
+from buffer.redis.bulk_io import Command
+from buffer.redis.scripts import Arg, Script, ScriptCall, library
 from buffer.redis.store import Store
 from tests.buffer.keyspace import changed, dump
 
@@ -62,51 +62,51 @@ class FaultyStore(Store):
         self._dies_in = "nothing"
         self._calls_left = 0
 
-    def call(
+    def send(
         self,
-        script: str,
-        keys: KeysByName,
-        args: Mapping[str, Arg],
-        tail_keys: Sequence[str | KeysByName] = (),
-        tail_args: Sequence[TailArg] = (),
+        what: str,
+        commands: Sequence[Command | ScriptCall],
         *,
         durable: bool = False,
+        starts_work: bool = False,
     ) -> list[Any]:
+        if self.one_by_one and len(commands) > 1:
+            return [self.send(what, [command], durable=durable)[0] for command in commands]
+        commands = [self._shown(command) for command in commands]
+        answers = super().send(what, commands, durable=durable, starts_work=starts_work)
+        if self.repeats and all(command[0] in ("SET", "UNLINK") for command in commands):
+            super().send(what, commands)
+        repeats = False
+        for call, reply in zip(commands, answers, strict=True):
+            if isinstance(call, ScriptCall):
+                self._note(call.script, reply)
+                is_whole = not has_more(call.script, call.args, reply)
+                repeats = repeats or (call.script in self.repeats and is_whole)
+        if repeats:
+            with self._nothing_changes(what):
+                again = super().send(what, commands, durable=durable)
+            for call, reply, second in zip(commands, answers, again, strict=True):
+                # who left has left: UNKNOWN is as good as OK then
+                if isinstance(call, ScriptCall) and call.script != "deregister":
+                    statuses = slice(0, None, 2) if call.script == "submit" else slice(1)
+                    assert second[statuses] == reply[statuses], (call, reply, second)
+        return answers
+
+    def _shown(self, command: Command | ScriptCall) -> Command | ScriptCall:
+        if not isinstance(command, ScriptCall):
+            return command
         if self.one_by_one:
-            entry = library()[script]
+            entry = library()[command.script]
             self.raw.script_load(entry.source)
-            sent: list[Any] = list(entry.command(keys, args, tail_keys, tail_args))
+            sent: list[Any] = list(entry.command(*command[1:]))
             _, _, count, *rest = sent
             self.look(entry, rest[:count], rest[count:])
-        if script == self._dies_in or not self._dies_in:
-            args = self._come_nearer_to_death(args)
-        reply = super().call(script, keys, args, tail_keys, tail_args, durable=durable)
-        self._note(script, reply)
-        if script in self.repeats and not has_more(script, args, reply):
-            with self._nothing_changes(script):
-                again = super().call(script, keys, args, tail_keys, tail_args, durable=durable)
-                # who left has left: UNKNOWN is as good as OK then
-                assert again[0] == reply[0] or script == "deregister", (script, reply, again)
-        return reply
+        if command.script == self._dies_in or not self._dies_in:
+            return command._replace(args=self._come_nearer_to_death(command.args))
+        return command
 
     def look(self, script: Script, keys: list[str], args: list[Arg]) -> None:
         """Receive a call that is about to be made."""
-
-    def call_and_read(
-        self,
-        script: str,
-        keys: KeysByName,
-        args: Mapping[str, Arg],
-        tail_args: Sequence[Arg],
-        read: Command,
-    ) -> tuple[list[Any], Any]:
-        reply = self.call(script, keys, args, (), tail_args)
-        return reply, self.retrying("read", lambda: self.control.execute_command(*read))
-
-    def call_many(self, script: str, calls: Iterable[ScriptCall]) -> list[list[Any]]:
-        if self.one_by_one:
-            return [self.call(script, *call) for call in calls]
-        return super().call_many(script, calls)
 
     def retrying(
         self,
@@ -122,28 +122,6 @@ class FaultyStore(Store):
             if not self.lives:
                 raise Died
         return answer
-
-    def upload_and_call(self, script: str, key: str, uploads: Iterable[Upload]) -> list[list[Any]]:
-        uploads = list(uploads)
-        if self.one_by_one:
-            for commands, _ in uploads:
-                self.write("upload", commands)
-            return [self.call(script, *call, durable=True) for _, call in uploads if call]
-        replies = super().upload_and_call(script, key, uploads)
-        for reply in replies:
-            self._note(script, reply)
-        if script in self.repeats:
-            with self._nothing_changes(script):
-                again = super().upload_and_call(script, key, uploads)
-                assert [reply[::2] for reply in again] == [reply[::2] for reply in replies]
-        return replies
-
-    def write(
-        self, what: str, commands: Sequence[Command], *, starts_work: bool = False
-    ) -> list[Any]:
-        if self.repeats:
-            super().write(what, commands, starts_work=starts_work)
-        return super().write(what, commands, starts_work=starts_work)
 
     @contextmanager
     def dying(self, script: str, calls: int) -> Iterator[None]:
@@ -181,10 +159,10 @@ def has_more(script: str, args: Mapping[str, Arg], reply: Sequence[Any]) -> bool
     if reply[0] != "OK":
         return False
     match script:
-        case "refresh" | "reissue" | "rescore" | "reap" | "fence_worker":
-            return int(reply[1]) >= int(args["limit"])
+        case "expire" | "reissue" | "rescore" | "reap" | "fence_worker":
+            return int(reply[1]) >= int(args["limit"] or 0)
         case "commit":
-            return int(reply[2]) < int(args["keep"])
+            return int(reply[2]) < int(args["keep"] or 0)
         case "forget":
             return int(reply[2]) > 0
     return False

@@ -19,7 +19,7 @@ from buffer.job import Job, PayloadRef
 from buffer.limits import RunLimits, TaskLimits
 from buffer.manifest import Manifest, NotReady
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan

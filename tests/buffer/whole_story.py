@@ -8,14 +8,14 @@ import orjson
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
-from buffer.control.settings import LiveSettings
 from buffer.control.task_status import TaskStop
 from buffer.ids import new_nonce
 from buffer.job import EndedEarly
 from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration
 from buffer.manifest import Manifest
-from buffer.run import Run
+from buffer.run.run import Run
+from buffer.run.settings import LiveSettings
 from buffer.weights.copies import CopySender
 from buffer.weights.redis_chunks import VersionStore
 from buffer.wire.rollout import PolicyVersion, Status

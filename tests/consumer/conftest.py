@@ -10,7 +10,7 @@ import pytest
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 from consumer.handle import taker
 from consumer.handle.rollout_consumer import RolloutConsumer

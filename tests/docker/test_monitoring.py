@@ -19,7 +19,7 @@ from buffer.control.events import REPORTED
 from buffer.redis.server.check import check_server
 from buffer.redis.server.embedded import valkey_binary
 from rolloutmq.command_list import all_commands
-from rolloutmq.views.metrics.prometheus import RunCollector
+from rolloutmq.views.prometheus import RunCollector
 from tests.cluster import Node, free_ports
 from tests.programs import printed, python
 from tests.rolloutmq.populate import Scene

@@ -16,8 +16,8 @@ from time import monotonic, sleep
 import psutil
 import pytest
 
-from consumer.config.warm_start import TinyModelConfig
-from consumer.grpo.models.tiny_model import build_tiny_model
+from rolloutmq.config.small_model import TinyModelConfig
+from rolloutmq.extensions.demo.tiny_model import build_tiny_model
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 400

@@ -8,15 +8,8 @@ from pathlib import Path
 import pytest
 
 from buffer.redis.server.embedded import EmbeddedServer
-from tests.docs.test_pages import ROOT
+from tests.docs.test_pages import files_of_the_readme
 from tests.warm_process import run_to_end
-
-
-def files_of_the_readme() -> dict[str, str]:
-    """Return the blocks that begin with the name of a file, by that name."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```\w+\n(# (my_[\w.]+)\n.*?)^```$", text, re.M | re.S)
-    return {name: code for code, name in blocks}
 
 
 @pytest.mark.slow
@@ -31,6 +24,6 @@ def test_your_own_trainer_runs_as_printed(tmp_path: Path) -> None:
         EmbeddedServer(tmp_path / "runs" / "mine" / "server").kill()
     assert "run      mine is ready to start" in created
     assert "rolloutmq producer my_run.toml" in created
-    assert "lost 0 · in two places 0 · trained twice 0" in printed
+    assert "lost 0 · in two stages 0 · trained twice 0" in printed
     log = (tmp_path / "runs" / "mine" / "logs" / "trainer.log").read_text(encoding="utf-8")
     assert re.findall(r"^step (\d): 8 rollouts", log, re.M) == [*"111122223333"]

@@ -12,7 +12,7 @@ from buffer.ids import new_nonce
 from buffer.ledger.position import Position
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from consumer.handle.rollout_consumer import RolloutConsumer
 from examples.batch_columns import rows, rows_of_lines

@@ -107,7 +107,7 @@ class Site:
         train(self.run, self.config, self.model, take_over=take_over)
 
     def fields(self, key: str) -> dict[str, str]:
-        found = self.store.control.hgetall(key)
+        found = self.store.client.hgetall(key)
         return {name.decode(): value.decode() for name, value in found.items()}
 
     def output(self) -> str:
@@ -253,14 +253,11 @@ def test_a_report_that_comes_late_is_added_to_its_step(site: Site) -> None:
 
 
 @pytest.mark.parametrize("site", ["unused:train"], indirect=True)
-def test_the_loop_of_the_readme_trains_every_step_once_although_it_dies(
+def test_reinforce_trains_every_step_once_although_it_dies(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it stands in consumer/README.md. It dies after its second commit, and is started again."""
-    text = (ROOT / "consumer" / "README.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"^```python\n(# reinforce\.py.*?)^```", text, re.DOTALL | re.MULTILINE)
-    program = tmp_path / "reinforce.py"
-    program.write_text(code, encoding="utf-8")
+    """It dies after its second commit, and is started again."""
+    program = ROOT / "examples" / "reinforce.py"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         sys, "argv", ["reinforce.py", site.url, site.run.name, str(site.config.policy.model), "4"]
@@ -283,8 +280,8 @@ def test_the_loop_of_the_readme_trains_every_step_once_although_it_dies(
         with monkeypatch.context() as patch:
             patch.setattr(RolloutConsumer, "commit", dying)
             with pytest.raises(Killed):
-                runpy.run_path(str(program))
-        runpy.run_path(str(program))
+                runpy.run_path(str(program), run_name="__main__")
+        runpy.run_path(str(program), run_name="__main__")
     assert [step for step, _ in trained] == [1, 2, 3, 4]
     assert len({gid for _, gids in trained for gid in gids}) == STEPS * GROUPS
     assert site.run.ledger.steps() == (STEPS, STEPS, STEPS)

@@ -87,7 +87,7 @@ from buffer.ids import new_nonce
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS, RolloutState, Status, VersionSpan
 from rolloutmq import RolloutConsumer
 from rolloutmq.observers import observe

@@ -1,4 +1,4 @@
-"""The package of docs/pages/your_judge.md adds a judge to tasks, from its wheel."""
+"""Packages add a judge to tasks (that of docs/pages/your_judge.md, from its wheel) and a kind of data set."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from buffer.config.attached import attached_types
 from buffer.errors import ConfigError
 from buffer.imports import attached
 from producer_workers.build import column_judges
+from producer_workers.config.dataset import DatasetSection
+from producer_workers.datasets.open import open_dataset
 from producer_workers.judges.watched_judges import WatchedJudges
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import validate_config
@@ -67,7 +70,7 @@ def test_its_columns_and_numbers_are_in_the_groups_that_workers_submit(
     async def scenario() -> str:
         (gid,) = yard.enqueue(1, tokens=(2,))
         async with yard.working(yard.worker(judges=watched, column_judges=judges)):
-            await yard.until_places(completed=1)
+            await yard.until_stages(completed=1)
         return str(gid)
 
     for state in yard.group(asyncio.run(scenario())).states:
@@ -101,3 +104,39 @@ def test_a_key_that_two_packages_attach_is_refused(
         monkeypatch.syspath_prepend(folder)
     with pytest.raises(ConfigError, match="two packages attach 'brevity'"):
         config_of(brevity={})
+
+
+SQUARES = """
+from typing import Literal
+
+from producer_workers.config.dataset import DatasetKind
+from producer_workers.datasets.records import RecordsDataset, problem_of
+
+
+class Squares(DatasetKind):
+    reader = "squares:open_squares"
+
+    kind: Literal["squares"]
+    size: int = 3
+
+
+def open_squares(section, problems_dir, split, seed):
+    rows = [{"question": f"{n} * {n}", "answer": str(n * n)} for n in range(section.size)]
+    return RecordsDataset(rows, "squares", problem_of)
+"""
+
+
+def test_a_kind_of_data_set_is_checked_and_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "squares-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: squares\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text("[rolloutmq.datasets]\nsquares = squares:Squares\n")
+    (tmp_path / "squares.py").write_text(SQUARES)
+    monkeypatch.syspath_prepend(tmp_path)
+    kinds = TypeAdapter[DatasetSection](DatasetSection)
+    rows = open_dataset(kinds.validate_python({"kind": "squares", "size": 5}), tmp_path)
+    assert (len(rows), rows.row(4).ground_truth) == (5, "16")
+    with pytest.raises(ValidationError, match=r"expected tags: 'jsonl'.*'squares'"):
+        kinds.validate_python({"kind": "cubes"})

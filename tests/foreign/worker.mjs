@@ -28,8 +28,8 @@ for (const script of ["register", "heartbeat", "reconcile", "claim", "submit", "
 // The group in work goes back as it came; where its lease is lost, the server knows already.
 class Abort extends Error {}
 
-const facts = { worker: name, nonce: newToken(), ack: 0, done: 0, concurrency: 1 };
-let stopping = false, due = 0, epoch, mode, lanes, path;
+const facts = { worker: name, nonce: newToken(), ack: 0, report: "concurrency=1" };
+let stopping = false, due = 0, done = 0, epoch, mode, lanes, path;
 
 // Run a script: its keys and arguments as scripts.json names them, then `keys` and `more`. `unit`: those of the tail, by name.
 async function call(script, { task = "", keys = [], more = [], unit, ...own } = {}) {
@@ -162,7 +162,8 @@ async function submit(gid, task, token, group, spans, scores) {
       await redis.set(prefix + key, data.subarray(n * CHUNK, (n + 1) * CHUNK), "EX", 3600);
     answer = await call("submit", { task, keys, unit });
   }
-  facts.done += answer[0] === "OK" ? 1 : 0; // FENCED: somebody else has the group, this result is not wanted
+  done += answer[0] === "OK" ? 1 : 0; // FENCED: somebody else has the group, this result is not wanted
+  facts.report = `done=${done} concurrency=1`;
 }
 
 process.on("SIGTERM", () => { stopping = true; });

@@ -47,10 +47,10 @@ def hand_in(scene: Scene, job: Job, data: bytes, group: RolloutGroup, worker: st
     """
     run = scene.run
     ref, commands = run.payloads.commands(job.gid, job.token, [data])
-    scene.store.write("payload write", commands)
+    scene.store.send("payload write", commands)
     submission = Submission(RunContext(scene.store, run.keys, run.limits), run.payloads)
-    unit = submission.unit(Result(job, group, 4), ref)
-    scene.store.call("submit", *submission.call(worker, job.task, [unit]))
+    unit = submission.arguments(Result(job, group, 4), ref)
+    scene.store.send("submit", [submission.call(worker, job.task, [unit])])
 
 
 def test_the_trainer_goes_on_whatever_a_worker_hands_in(scene: Scene) -> None:

@@ -26,7 +26,7 @@ from buffer.ledger.trainer_opening import Opening
 from buffer.limits import RunLimits, TaskLimits
 from buffer.manifest import Manifest
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.staleness import staleness
 from consumer.handle.rollout_consumer import RolloutConsumer
@@ -264,7 +264,7 @@ def test_trainers_that_are_killed_in_the_middle_of_it_are_followed_by_one_that_e
             assert subprocess.run(program, cwd=ROOT, check=False).returncode == -signal.SIGKILL
             run = site.connect(url)
             assert run.control.state().mode == "run"
-            assert run.store.control.hexists(run.keys.control, "recovering")
+            assert run.store.client.hexists(run.keys.control, "recovering")
             assert run.account.fsck().clean
             run.store.close()
     site.life()

@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from producer_workers.config.gateway import GatewaySection
 from producer_workers.worker.task_runner import TaskRunner
 from producer_workers.worker.worker import Worker
@@ -36,18 +36,14 @@ async def serve(url: str, name: str, worker: str, folder: str, ttl_s: str, death
     note_kept_turns(mortal)
     run = Run.open(Store(url), name)
     room = LiveRoom(Secret.read(Path(folder) / "key", run.nonce), float(ttl_s))
-    facts: dict[str, str] = {}
-    gateway = LiveGateway(GatewaySection(), room, run, (TASK,), facts)
+    gateway = LiveGateway(GatewaySection(), room, run, (TASK,))
     loop = LiveAgentLoop(
         judge=None, tokenizer=Characters(), eos_ids={END}, partial_rollout=True, parser="",
         gateway=gateway,
     )  # fmt: skip
     engine = await start_engine(mortal)
     runners = {TASK: TaskRunner(loop, partial_rollout=True)}
-    member = Worker(
-        run, engine, runners, worker_id=worker, limit_claim=room.limit_claim, facts=facts
-    )
-    room.on_demand = member.claim_soon
+    member = Worker(run, engine, runners, worker_id=worker)
     await gateway.start()
     part = Path(folder) / f"{worker}.part"
     part.write_text(gateway.url.removesuffix("/v1"))

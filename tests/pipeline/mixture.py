@@ -100,7 +100,7 @@ class Mixture:
     def ready(self) -> dict[str, int]:
         return {task: size.completed for task, size in self.run.buffer.count_statuses().items()}
 
-    def places(self, task: str = "math") -> dict[str, int]:
+    def stages(self, task: str = "math") -> dict[str, int]:
         """Where groups of a task are; only places that are not empty."""
         accounts = {account.task: account for account in self.run.account.totals().tasks}
         return {place: n for place, n in accounts[task].stages.items() if n}

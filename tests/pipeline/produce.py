@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.sampling import SampleParams
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.datasets.records import ToProblem, problem_of

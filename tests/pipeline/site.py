@@ -19,7 +19,7 @@ import redis
 from buffer.ledger.account import FsckReport
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.handle.step_log import StepLog
 from tests.pipeline.held_run import Hold

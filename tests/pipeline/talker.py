@@ -18,10 +18,11 @@ import orjson
 from numpy.typing import NDArray
 
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.sampling import SampleParams
 from producer_workers.config.distribution import Fixed
 from producer_workers.config.engine import SimulatedConfig
+from producer_workers.config.producing import WorkerSection
 from producer_workers.engines.base import Generation
 from producer_workers.engines.simulated import SimulatedEngine
 from producer_workers.worker.task_runner import TaskRunner
@@ -96,9 +97,8 @@ async def start_worker(run: Run, name: str, mortal: Mortal) -> Worker:
         judge=None, tokenizer=Characters(), eos_ids={END}, partial_rollout=True, agent=talk,
         resumable=True, parser="",
     )  # fmt: skip
-    return Worker(
-        run, engine, {TASK: TaskRunner(loop, partial_rollout=True)}, worker_id=name, concurrency=1
-    )
+    tasks = {TASK: TaskRunner(loop, partial_rollout=True)}
+    return Worker(run, engine, tasks, WorkerSection(concurrency=1), worker_id=name)
 
 
 async def main(url: str, name: str, worker: str, folder: str, death: str) -> None:

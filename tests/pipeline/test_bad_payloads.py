@@ -16,7 +16,7 @@ from aiohttp import web
 
 from buffer.control.control import Mode
 from buffer.errors import DatasetError, GroupChanged
-from buffer.replay_buffer import ReplayBuffer
+from buffer.groups.replay_buffer import ReplayBuffer
 from buffer.wire.group import RolloutGroup
 from producer_workers.config.task import JudgingSection
 from producer_workers.judges.load import HttpJudge
@@ -44,9 +44,9 @@ async def test_prompts(yard: Yard) -> None:
     bad, good = gids[::2], gids[1::2]
     for gid, kind in zip(bad, KINDS, strict=True):
         key = yard.run.keys.payload(gid, "init")
-        yard.store.control.set(key, GROUP[kind](yard.store.control.get(key)))
+        yard.store.client.set(key, GROUP[kind](yard.store.client.get(key)))
     async with yard.working(yard.worker()):
-        await yard.until_places(dead=len(bad), completed=len(good))
+        await yard.until_stages(dead=len(bad), completed=len(good))
     letters = dead(yard)
     assert set(letters) == set(bad)
     untyped = {
@@ -72,14 +72,14 @@ async def test_tokens_of_an_aborted_group_that_are_garbage_are_made_again(yard: 
     ) as engine:
         await yard.until_generating(engine, 2 * len(gids))
         yard.control(Mode.ABORT)
-        await yard.until_places(aborted=len(gids))
+        await yard.until_stages(aborted=len(gids))
     for gid, kind in zip(gids, KINDS, strict=True):
         key = yard.run.keys.payload(gid, yard.run.record(gid)["payload"])
-        yard.store.control.set(key, GROUP[kind](yard.store.control.get(key)))
+        yard.store.client.set(key, GROUP[kind](yard.store.client.get(key)))
     yard.control(Mode.RUN)
     assert yard.reissue() == len(gids)
     async with yard.working(yard.worker("w1", partial_rollout=True, concurrency=len(gids))):
-        await yard.until_places(completed=len(gids))
+        await yard.until_stages(completed=len(gids))
     yard.check()
 
 
@@ -112,7 +112,7 @@ def test_answers_of_a_judge(yard: Yard) -> None:
 
     async def judged(url: str) -> None:
         async with yard.working(yard.worker(judge=HttpJudge(url, JudgingSection(timeout_s=400.0)))):
-            await yard.until_places(dead=len(bad), completed=len(good))
+            await yard.until_stages(dead=len(bad), completed=len(good))
 
     asyncio.run(_serve(yard, answers, judged))
     untyped = {
@@ -155,17 +155,15 @@ async def test_hints_of_the_control_channel(yard: Yard, caplog: pytest.LogCaptur
 
     def lines() -> list[dict[str, str]]:
         return [
-            client
-            for client in yard.store.control.client_list()
-            if client["name"].endswith("-line")
+            client for client in yard.store.client.client_list() if client["name"].endswith("-line")
         ]
 
     async with yard.working(yard.worker()):
-        await yard.until_places(completed=len(gids))
+        await yard.until_stages(completed=len(gids))
         await yard.until(lambda: len(lines()) == 1)
         heard_on = [line["id"] for line in lines()]
         for kind in KINDS:
-            yard.store.control.publish(yard.run.keys.control, CONTROL[kind](hint))
+            yard.store.client.publish(yard.run.keys.control, CONTROL[kind](hint))
         await yard.until(
             lambda: (
                 caplog.text.count("ignoring an invalid message of the control channel")
@@ -175,7 +173,7 @@ async def test_hints_of_the_control_channel(yard: Yard, caplog: pytest.LogCaptur
         await yard.receipts(yard.control(Mode.DRAIN))
         await yard.receipts(yard.control(Mode.RUN))
         more = await asyncio.to_thread(yard.enqueue, 2)
-        await yard.until_places(completed=len(gids) + len(more))
+        await yard.until_stages(completed=len(gids) + len(more))
         assert [line["id"] for line in lines()] == heard_on
     yard.check()
 
@@ -213,7 +211,7 @@ def test_a_prompt_that_changed_is_not_submitted(yard: Yard, claimed: list[Rollou
     with pytest.raises(GroupChanged, match=gid) as error:
         asyncio.run(run_until_it_ends(yard, judge=judge))
     assert error.value.exit_code
-    assert yard.places() == {"running": 1}
+    assert yard.stages() == {"running": 1}
     assert yard.counters().get("completed", 0) == 0
 
 
@@ -245,11 +243,11 @@ def test_tokens_that_changed_are_not_submitted(
     with pytest.raises(GroupChanged, match=gid):
         asyncio.run(run_until_it_ends(yard, judge=judge, partial_rollout=partial_rollout))
     assert yard.run.record(gid)["payload"] == before
-    assert yard.places() == {"running": 1}
+    assert yard.stages() == {"running": 1}
 
 
 LOOP = """
-from buffer.replay_buffer import ReplayBuffer
+from buffer.groups.replay_buffer import ReplayBuffer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop as Faulty
 from tests.memory_fault import overwrite
 

@@ -330,8 +330,8 @@ def make_worker(
         judge=scorer, tokenizer=Characters(), eos_ids={END}, partial_rollout=partial, **parts
     )
     engine = NotingEngine(fills=fills, held=held)
-    runner = TaskRunner(loop, partial, function)
-    worker = Worker(yard.run, engine, {TASK: runner}, worker_id=name, judges=judges)
+    runner = TaskRunner(loop, partial, function, judges=judges)
+    worker = Worker(yard.run, engine, {TASK: runner}, worker_id=name)
     worker.engine = engine  # type: ignore[attr-defined]
     return worker
 
@@ -367,7 +367,7 @@ async def test_code_that_ruins_what_it_gets_changes_nothing_of_others(
     second = make_worker(yard, "w1", partial=partial, **parts)
     with vandal.at_work():
         async with yard.working(second):
-            await yard.until_places(completed=1)
+            await yard.until_stages(completed=1)
     made.extend(second.engine.made)  # type: ignore[attr-defined]
     vandal.check()
     assert kind is sample_filter or not vandal.fails, "nothing was tried again"
@@ -420,4 +420,4 @@ async def test_rubbish_in_a_loops_rollouts_fails_their_group_and_no_heartbeat(ya
     yard.enqueue(1)
     worker = make_worker(yard, "w1", partial=False, loop=partial(RuinsItself, yard), judge=None)
     async with yard.working(worker):
-        await yard.until(lambda: yard.places().get("dead", 0) == 1)
+        await yard.until(lambda: yard.stages().get("dead", 0) == 1)

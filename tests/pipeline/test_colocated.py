@@ -40,7 +40,8 @@ async def test_engines_are_asleep_whenever_the_trainer_works_and_make_every_batc
             yard.reissue()
 
     workers = [
-        yard.worker(f"w{n}", token_s=0.002, sleeps=True, concurrency=2) for n in range(WORKERS)
+        yard.worker(f"w{n}", token_s=0.002, sleep_when_paused=True, concurrency=2)
+        for n in range(WORKERS)
     ]
     async with (
         yard.working(workers[0]) as a,
@@ -50,12 +51,12 @@ async def test_engines_are_asleep_whenever_the_trainer_works_and_make_every_batc
         await asyncio.to_thread(train, [a, b, c])
     assert len(awake) == WORKERS * STEPS
     assert not any(awake)
-    assert yard.places()["archived"] == 3 * STEPS
+    assert yard.stages()["archived"] == 3 * STEPS
     yard.check()
 
 
 async def test_an_engine_stays_awake_while_a_lane_is_open_or_the_pause_keeps(yard: Yard) -> None:
-    async with yard.working(yard.worker(sleeps=True)) as engine:
+    async with yard.working(yard.worker(sleep_when_paused=True)) as engine:
         await yard.until(lambda: len(yard.run.fleet.workers()) == 1)
         for mode, lanes, asleep in (
             (Mode.ABORT, "eval", False),
@@ -74,12 +75,12 @@ async def test_the_receipt_of_a_sleeping_worker_comes_after_its_last_group(
 ) -> None:
     yard.enqueue(2, tokens=(40, 40))
     slept = threading.Event()
-    async with yard.working(yard.worker(held=True, sleeps=True)) as engine:
+    async with yard.working(yard.worker(held=True, sleep_when_paused=True)) as engine:
         await yard.until_generating(engine, 4)
         draining = yard.run.control.set_mode("operator", Mode.DRAIN)
         engine.let_go()
         await yard.receipts(draining)
         assert engine.asleep
-        assert yard.places() == {"completed": 2}
+        assert yard.stages() == {"completed": 2}
         slept.set()
     assert slept.is_set()

@@ -114,7 +114,7 @@ class Racers:
 
     def gossip(self, chance: random.Random) -> None:
         """Repeat hints of the channel: late, twice, and in another order."""
-        channel = self.yard.run.store.control.pubsub()
+        channel = self.yard.run.store.client.pubsub()
         channel.subscribe(self.yard.run.keys.control)
         while not self.is_over.is_set():
             message = channel.get_message(ignore_subscribe_messages=True, timeout=0.02)
@@ -122,7 +122,7 @@ class Racers:
                 self._hints.append(message["data"])
             if self._hints and chance.random() < 0.5:
                 # drops its own copy, which would be repeated for ever
-                self.yard.run.store.control.publish(self.yard.run.keys.control, self._hints.pop(0))
+                self.yard.run.store.client.publish(self.yard.run.keys.control, self._hints.pop(0))
                 channel.get_message(ignore_subscribe_messages=True, timeout=0.02)
         channel.close()
 
@@ -176,7 +176,7 @@ async def test_pauses_may_race_and_every_rollout_is_made_once_and_as_a_whole(
             await yard.receipts(yard.control(Mode.ABORT))
             await asyncio.to_thread(racers.run, racers.operate, racers.train)
             await yard.receipts(yard.run.control.state())
-            await yard.until_places(completed=GROUPS)
+            await yard.until_stages(completed=GROUPS)
         finally:
             racers.is_over.set()
             await background

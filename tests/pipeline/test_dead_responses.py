@@ -43,7 +43,7 @@ async def test_a_dead_letter_has_the_users_line_and_what_the_judge_got(
     if where == "process":
         judge = load_worker_judge(f"{broken.__name__}:odd_one", JudgingSection())
     async with yard.working(yard.worker(judge=judge)):
-        await yard.until_places(dead=1, completed=1)
+        await yard.until_stages(dead=1, completed=1)
         await yard.until(lambda: yard.run.record(bad)["payload"] != "init")
     letter = letters(yard)[bad]
     assert letter.cause.startswith("KeyError at broken.py:")
@@ -58,7 +58,7 @@ async def test_a_dead_letter_has_the_users_line_and_what_the_judge_got(
     # requeued, it begins with its prompt
     assert yard.run.jobs.requeue(bad) == "dead"
     async with yard.working(yard.worker("w1", judge=lambda **_: 1.0)) as engine:
-        await yard.until_places(completed=2)
+        await yard.until_stages(completed=2)
         assert {length for _, length, _ in engine.requests} == {3}
     yard.check()
 
@@ -78,9 +78,9 @@ async def test_a_loop_that_raises_leaves_what_it_had_made(yard: Yard) -> None:
     (gid,) = yard.enqueue(1)
     worker = yard.worker()
     loop = RaisingLoop(judge=None, tokenizer=Letters(), eos_ids={100})
-    worker._runner._runners = {TASK: TaskRunner(loop)}
+    worker._runner._tasks = {TASK: TaskRunner(loop)}
     async with yard.working(worker):
-        await yard.until_places(dead=1)
+        await yard.until_stages(dead=1)
         await yard.until(lambda: yard.run.record(gid)["payload"] != "init")
     letter = letters(yard)[gid]
     assert letter.cause.startswith("LookupError at test_dead_responses.py:")
@@ -94,9 +94,9 @@ async def test_rubbish_that_a_loop_leaves_is_not_kept_and_ends_no_worker(yard: Y
     worker = yard.worker()
     loop = RaisingLoop(judge=None, tokenizer=Letters(), eos_ids={100})
     loop.rubbish = {"no": "array"}
-    worker._runner._runners = {TASK: TaskRunner(loop)}
+    worker._runner._tasks = {TASK: TaskRunner(loop)}
     async with yard.working(worker):
-        await yard.until_places(dead=1)
+        await yard.until_stages(dead=1)
     assert yard.run.record(gid)["payload"] == "init"
     yard.check()
 
@@ -108,7 +108,7 @@ async def test_one_cause_keeps_few_responses_and_a_full_run_none(
     yard.run.limits.adopt(yard.run.limits.model_copy(update={"max_tries": 1}))
     yard.enqueue(5)
     async with yard.working(yard.worker(judge=broken.fail)):
-        await yard.until_places(dead=5)
+        await yard.until_stages(dead=5)
     without = [gid for gid in letters(yard) if yard.run.record(gid)["payload"] == "init"]
     assert len(without) == 3
     for gid, low_bytes, is_kept in zip(without, (2, 0), (False, True), strict=False):

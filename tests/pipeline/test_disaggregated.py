@@ -154,13 +154,13 @@ def test_a_last_batch_without_a_usable_group_is_made_again(
         take(first, 1)
         first.commit(1, keep=1)
         yard.publish(1)
-        asyncio.run(yard.until_places(archived=SHARE, completed=SHARE))
+        asyncio.run(yard.until_stages(archived=SHARE, completed=SHARE))
         # the producer is to make others only while the successor waits
         yard.control(Mode.ABORT)
         bad = {group_id(TASK, draw) for draw in range(SHARE, 2 * SHARE)}
         for gid in bad:
             key = yard.run.keys.payload(gid, yard.run.record(gid)["payload"])
-            yard.store.control.set(key, bytes(reversed(yard.store.control.get(key))))
+            yard.store.client.set(key, bytes(reversed(yard.store.client.get(key))))
         with pytest.raises(Fenced):
             first.take_batch(2, {TASK: SHARE}, waiting=replace)
         second = consumer_of(yard)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from buffer.errors import ModelError
-from buffer.redis.connection.retry import Backoff
+from buffer.redis.retry import Backoff
 from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine, engine_restarts
 from producer_workers.engines.base import Engine, EngineDeadError, Generation
@@ -51,7 +51,7 @@ async def test_groups_end_on_the_engine_that_replaces_a_dead_one(yard: Yard) -> 
     site = Site(yard, 7, 0, None)
     serving = asyncio.create_task(engine_restarts.serve(site.start, site.work, 3))
     # a group that waited for its judge when the engine died kept its tokens
-    await yard.until(lambda: yard.reissue() >= 0 and yard.places() == {"completed": 6})
+    await yard.until(lambda: yard.reissue() >= 0 and yard.stages() == {"completed": 6})
     site.member.stop()
     await serving
     assert site.members == [0, 1, 2]
@@ -155,7 +155,7 @@ def test_a_prompt_that_kills_vllm_each_time_is_a_dead_letter_and_nothing_beside_
 
     async def work(engine: Engine, _: int) -> None:
         member = yard.worker(engine=engine, concurrency=4)
-        ender = asyncio.create_task(yard.until_places(completed=3, dead=1))
+        ender = asyncio.create_task(yard.until_stages(completed=3, dead=1))
         ender.add_done_callback(lambda _: member.stop())
         try:
             await member.run()

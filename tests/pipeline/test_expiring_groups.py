@@ -12,10 +12,10 @@ import pytest
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
 from buffer.control.length_counts import CUT, FINISHED, count, read_counts
-from buffer.control.settings import LiveSettings
 from buffer.ids import new_nonce
 from buffer.job import Job, ReleaseKind
 from buffer.manifest import Manifest
+from buffer.run.settings import LiveSettings
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import rollout
 from tests.pipeline.yard import FIRST, LINEAGE, SOME, TASK, Yard
@@ -39,14 +39,14 @@ async def test_expiring_groups_end_in_the_engine_and_others_start(
         if mode is Mode.KEEP:
             await yard.receipts(yard.control(mode))
         train(yard, 1)
-        await yard.until_places(dropped=2, taken=1)
+        await yard.until_stages(dropped=2, taken=1)
         assert engine.unfinished() == 0
         yard.control(Mode.RUN)
         weights = yard.publish(1)
         await yard.until(lambda: engine.version() == weights)
         engine.let_go()
         yard.enqueue(1)  # under the old weights it would be expiring, too
-        await yard.until_places(dropped=2, taken=1, completed=1)
+        await yard.until_stages(dropped=2, taken=1, completed=1)
         await yard.until(lambda: counted(yard) == 2 * 2 + 2)
     counts = yard.run.read_progress().tasks[TASK]
     assert (counts.ended_early, counts.expirations) == (2, 2)
@@ -71,7 +71,7 @@ async def test_a_group_that_only_waits_for_its_judge_is_ended(yard: Yard) -> Non
     async with yard.working(yard.worker(judge=judge)):
         await yard.until(lambda: calls["asked"] == 2)
         train(yard, 1)
-        await yard.until_places(expired=1, taken=1)
+        await yard.until_stages(expired=1, taken=1)
     assert calls["cancelled"] == 2
     counts = yard.run.read_progress().tasks[TASK]
     assert (counts.ended_early, counts.discarded_tokens, counts.unmade_tokens) == (1, 20, 0)
@@ -87,14 +87,14 @@ async def test_a_resumed_group_is_as_old_as_the_tokens_it_brought(yard: Yard) ->
     async with yard.working(worker) as engine:
         await yard.until_generating(engine, 2)
         yard.control(Mode.ABORT)
-        await yard.until_places(aborted=1)
+        await yard.until_stages(aborted=1)
         train(yard, 1)
         yard.publish(1)
         yard.control(Mode.RUN)
         yard.reissue()
         await yard.until_generating(engine, 2)
         train(yard, 2)
-        await yard.until_places(dropped=1, taken=2)
+        await yard.until_stages(dropped=1, taken=2)
         assert engine.unfinished() == 0
     yard.check()
 
@@ -117,7 +117,7 @@ async def test_lengths_are_counted_once_though_a_lease_was_lost_before_the_relea
     async with yard.working(yard.worker(held=True)) as engine:
         await yard.until_engine(lambda: len(engine.requests) == 2)
         train(yard, 1)
-        await yard.until_places(dropped=1, taken=1)
+        await yard.until_stages(dropped=1, taken=1)
         await yard.until(lambda: counted(yard) > 0)
         assert counted(yard) == 1
     assert kinds == ["expired"] * 2
@@ -159,7 +159,7 @@ async def test_pause_waits_for_the_protected_group_and_aborts_the_others_with_th
         engine.make(250)
         await yard.receipts(aborting)
         assert yard.leases() == 0
-        assert yard.places() == {"completed": 1, "aborted": 1}
+        assert yard.stages() == {"completed": 1, "aborted": 1}
     assert yard.group(protected).lengths.tolist() == [250, 250]
     assert yard.group(other).status is Status.ABORTED
     assert yard.group(other).lengths.tolist() == [SOME, SOME]
@@ -174,7 +174,7 @@ async def test_pause_ends_a_protected_group_that_takes_too_long(
     async with yard.working(yard.worker(held=True)) as engine:
         await yard.until_generating(engine, 2)
         await yard.receipts(yard.control(Mode.ABORT))
-        assert yard.places() == {"expired": 1}
+        assert yard.stages() == {"expired": 1}
         assert engine.unfinished() == 0
     assert yard.run.record(gid)["aborts"] == "2"
     yard.check()
@@ -198,7 +198,7 @@ async def test_a_group_over_its_time_limit_counts_with_what_it_made(yard: Yard) 
     """In each of its three tries; a long response that is cut is no short one."""
     yard.enqueue(1, (10**6, 10**6))
     async with yard.working(yard.worker(token_s=0.001, group_time_limit_s=0.5)) as engine:
-        await yard.until_places(dead=1)
+        await yard.until_stages(dead=1)
         assert engine.unfinished() == 0
         await counts_as(yard, {"failed" + CUT: 6})
 
@@ -214,14 +214,14 @@ async def test_a_try_that_its_judge_failed_counts_with_its_whole_length(yard: Ya
 
     yard.enqueue(1, (7, 7))
     async with yard.working(yard.worker(judge=judge)):
-        await yard.until_places(completed=1)
+        await yard.until_stages(completed=1)
         await counts_as(yard, {"failed": 1, FINISHED: 2})
 
 
 async def test_what_a_filter_rejects_was_started(yard: Yard) -> None:
     yard.enqueue(2, (7, 7))
     async with yard.working(yard.worker(is_valid_sample=lambda _: False)):
-        await yard.until_places(filtered=2)
+        await yard.until_stages(filtered=2)
         await counts_as(yard, {"filtered": 4})
 
 
@@ -234,7 +234,7 @@ async def test_an_update_that_discards_tokens_cuts_what_it_interrupts(
     async with yard.working(worker) as engine:
         await yard.until_generating(engine, 2)
         yard.control(Mode.ABORT)
-        await yard.until_places(aborted=1)
+        await yard.until_stages(aborted=1)
         await counts_as(yard, {} if partial_rollout else {"interrupted" + CUT: 2})
 
 
@@ -243,5 +243,5 @@ async def test_an_expired_group_counts_with_its_ended_and_its_cut_responses(yard
     async with yard.working(yard.worker(held=True)) as engine:
         await yard.until_generating(engine, 1)
         train(yard, 1)
-        await yard.until_places(dropped=1, taken=1)
+        await yard.until_stages(dropped=1, taken=1)
         await counts_as(yard, {"expired": 1, "expired" + CUT: 1})

@@ -99,5 +99,5 @@ def test_agents_of_killed_workers_go_on_and_each_turn_that_they_got_is_trained_o
     yard.check()
     yard.run.payloads.collect()
     # what a script has not accepted expires
-    left = yard.store.control.keys(yard.run.keys.payload(gid, "*-turns*"))
-    assert all(yard.store.control.ttl(key) > 0 for key in left)
+    left = yard.store.client.keys(yard.run.keys.payload(gid, "*-turns*"))
+    assert all(yard.store.client.ttl(key) > 0 for key in left)

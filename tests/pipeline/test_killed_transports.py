@@ -74,7 +74,7 @@ def test_a_process_that_is_killed_in_the_middle_leaves_whole_versions_and_nothin
     sender.clear()
     assert not files_in(home)
     assert {path.name for path in folder.glob("*")} <= {"l1-000001"}
-    assert yard.store.control.exists(*(keys.weights_part(f"{LINEAGE}:2", n) for n in range(9))) == 0
+    assert yard.store.client.exists(*(keys.weights_part(f"{LINEAGE}:2", n) for n in range(9))) == 0
     for version in (2, 3):
         published = sender.write(PolicyVersion(LINEAGE, version), save(version))
     lines_until_killed("receiver", *run, *published)

@@ -120,7 +120,7 @@ def test_a_session_goes_on_at_another_gateway_whenever_its_gateway_is_killed(
     yard = gateways.yard
     url = gateways.start("g0")
     opened = gateways.open(url)
-    assert yard.places() == {"running": 1, "waiting": 2}, "one is claimed for one program"
+    assert yard.stages() == {"running": 1, "waiting": 2}, "one is claimed for one program"
     keys = [each["key"] for each in opened["sessions"]]
     assert [each["messages"] for each in opened["sessions"]] == [[user("drawn")]] * MEMBERS
     talks = [[user(f"question {n}")] for n in range(MEMBERS)]
@@ -141,7 +141,7 @@ def test_a_session_goes_on_at_another_gateway_whenever_its_gateway_is_killed(
     until(lambda: yard.run.record(opened["group"]).get("owner") == "g4")
     assert gateways.reward(url, keys[0], score=0.5).status_code == 410
     assert gateways.reward(url, keys[1], score=1.0).status_code == 200
-    until(lambda: yard.places() == {"completed": 1, "waiting": 2})
+    until(lambda: yard.stages() == {"completed": 1, "waiting": 2})
     group = yard.group(opened["group"])
     assert group.status is Status.COMPLETED
     assert [state.reward for state in group.states] == [{"score": 0.5}, {"score": 1.0}]
@@ -176,7 +176,7 @@ def test_a_turn_that_is_kept_but_not_answered_is_answered_by_the_next_gateway(
     ask(url, key, [*talk, user("c")])
     for one in (key, other):
         assert gateways.reward(url, one, score=1.0).status_code == 200
-    until(lambda: gateways.yard.places().get("completed") == 1)
+    until(lambda: gateways.yard.stages().get("completed") == 1)
     turns = trained(gateways.yard.group(opened["group"]).states)
     assert sorted(turns) == sorted(notes(gateways.folder, "sampled"))
 
@@ -216,7 +216,7 @@ def test_a_session_is_reached_by_any_living_gateway_and_its_responses_by_the_nex
     with pytest.raises(openai.NotFoundError):
         respond(second, key, id="resp_of_another")
     assert gateways.reward(second, key, score=1.0).status_code == 200
-    until(lambda: gateways.yard.places().get("completed") == 1)
+    until(lambda: gateways.yard.stages().get("completed") == 1)
     turns = trained(gateways.yard.group(opened["group"]).states)
     assert sorted(turns) == sorted(notes(gateways.folder, "sampled"))
     assert len(turns) == 7
@@ -243,7 +243,7 @@ def test_a_reward_counts_once_and_a_session_without_one_is_dropped(
     gateways.ttl_s = 1.0
     url = gateways.start("g1")
     yard.expire_lease("g0")
-    until(lambda: yard.places().get("dropped") == 1)
+    until(lambda: yard.stages().get("dropped") == 1)
     assert gateways.reward(url, second, score=1.0).status_code == 410
     with pytest.raises(openai.APIStatusError) as error:
         ask(url, second, [user("b")])
@@ -267,14 +267,14 @@ def test_a_pause_delays_a_program_and_strangers_learn_nothing(
     with ThreadPoolExecutor() as threads:
         yard.control(Mode.ABORT)
         asking = threads.submit(ask, url, key, [*talk, user("b")])
-        until(lambda: yard.places().get("aborted") == 1)
+        until(lambda: yard.stages().get("aborted") == 1)
         rewarding = threads.submit(gateways.reward, url, other, score=1.0)
         yard.control(Mode.RUN)
         assert yard.reissue() == 1
         assert len(asking.result()) == 4
         assert rewarding.result().status_code == 200
     assert gateways.reward(url, key, score=1.0).status_code == 200
-    until(lambda: yard.places().get("completed") == 1)
+    until(lambda: yard.stages().get("completed") == 1)
     assert len(trained(yard.group(opened["group"]).states)) == 3
 
     refused = set()

@@ -14,10 +14,10 @@ import pytest
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
-from buffer.control.settings import LiveSettings
 from buffer.limits import TaskLimits
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
+from buffer.run.settings import LiveSettings
 from buffer.wire.sampling import SampleParams
 from producer_workers.datasets.files import JsonlDataset
 from producer_workers.producer.producer import Producer
@@ -35,7 +35,7 @@ def change(yard: Yard, *assignments: str) -> None:
 
 def set_events(yard: Yard) -> list[str]:
     """field=value of every change, in order."""
-    rows = [fields for _, fields in yard.store.control.xrange(yard.run.keys.events)]
+    rows = [fields for _, fields in yard.store.client.xrange(yard.run.keys.events)]
     return [
         f"{row[b'field'].decode()}={row[b'value'].decode()}"
         for row in rows
@@ -81,7 +81,7 @@ async def test_the_producer_follows_weights_staleness_and_over_sampling_while_it
         thread.join()
     fields = [event.partition("=")[0] for event in set_events(yard)]
     assert fields == ["reweighted", "stale_threshold", "over_sample_threshold"]
-    assert yard.store.control.hget(yard.run.keys.meta, "limits_version") == b"3"
+    assert yard.store.client.hget(yard.run.keys.meta, "limits_version") == b"3"
 
 
 async def test_a_worker_follows_its_concurrency_while_it_runs(yard: Yard) -> None:

@@ -50,7 +50,7 @@ async def test_an_abort_without_partial_rollout_restarts_only_unfinished_members
         await yard.receipts(yard.control(Mode.ABORT))
         first = by_member(yard.group(gid))
         assert [len(first[n].response_ids) for n in range(3)] == [5, 0, 0]
-        assert yard.places() == {"aborted": 1}
+        assert yard.stages() == {"aborted": 1}
 
         yard.publish(3)
         yard.control(Mode.RUN)
@@ -67,7 +67,7 @@ async def test_an_abort_without_partial_rollout_restarts_only_unfinished_members
         yard.control(Mode.RUN)
         yard.reissue()
     async with yard.working(yard.worker("fast")) as engine:
-        await yard.until_places(completed=1)
+        await yard.until_stages(completed=1)
         assert [request.split("/")[1] for request, _, _ in engine.requests] == ["1"]
     last = by_member(yard.group(gid))
     asserts_same(first[0], last[0])
@@ -105,7 +105,7 @@ async def test_members_that_wait_for_the_judge_of_their_group_keep_their_tokens(
         yard.control(Mode.RUN)
         yard.reissue()
     async with yard.working(yard.worker("fast", judge=judge)) as engine:
-        await yard.until_places(completed=1)
+        await yard.until_stages(completed=1)
         assert len(engine.requests) == 1
     assert judge.judged == [2]
     assert yard.group(gid).scores.tolist() == [5.0, 40.0]
@@ -136,7 +136,7 @@ async def test_a_group_that_expires_restarts_only_members_that_are_too_old(
     states[2].status, states[2].finish_reason = Status.ABORTED, "abort"
     states[2].reward = None
     yard.run.buffer.submit("w9", job, RolloutGroup(gid, TASK, states), 22)
-    yard.run.store.control.hset(yard.run.keys.ledger("train"), "taken", 2)
+    yard.run.store.client.hset(yard.run.keys.ledger("train"), "taken", 2)
     assert yard.run.buffer.refresh_staleness(TASK) == {TASK: 1}
     before = by_member(yard.group(gid))
     yard.publish(2)
@@ -144,7 +144,7 @@ async def test_a_group_that_expires_restarts_only_members_that_are_too_old(
     (job,) = claim(yard, "w9", weights, 2).jobs
     yard.run.fleet.fence("w9")
     async with yard.working(yard.worker(partial_rollout=partial)) as engine:
-        await yard.until_places(completed=1)
+        await yard.until_stages(completed=1)
         members = sorted(request.split("/")[1] for request, _, _ in engine.requests)
         assert members == ["0", "2"]
         assert {length for _, length, _ in engine.requests} == {3}
@@ -156,7 +156,7 @@ async def test_a_group_that_expires_restarts_only_members_that_are_too_old(
     (record,) = yard.records()
     assert (record["version"], record["tokens"]) == ("2", str(6 + 6 + 5 + 400))
     assert yard.counters()["produced_tokens"] == 22 + 5 + 400
-    yard.run.store.control.hset(yard.run.keys.ledger("train"), "taken", 0)
+    yard.run.store.client.hset(yard.run.keys.ledger("train"), "taken", 0)
     yard.check()
 
 
@@ -196,7 +196,7 @@ def test_a_member_that_fails_is_generated_again_alone(yard: Yard) -> None:
 
     async def scenario() -> list[str]:
         async with yard.working(yard.worker(judge=judge)) as engine:
-            await yard.until_places(completed=1)
+            await yard.until_stages(completed=1)
             return members_of(engine)
 
     assert sorted(asyncio.run(scenario())) == ["0", "1", "1", "1", "2"]
@@ -213,7 +213,7 @@ def test_a_group_is_dropped_with_a_member_that_always_fails(make_yard: Callable[
 
     async def scenario() -> list[str]:
         async with yard.working(yard.worker(judge=FailsFor(1))) as engine:
-            await yard.until_places(dead=1)
+            await yard.until_stages(dead=1)
             return members_of(engine)
 
     # two tries of the member at the first claim, one at the last
@@ -230,11 +230,11 @@ async def test_a_group_is_trained_without_a_member_that_always_fails_if_two_are_
     (gid,) = yard.enqueue(1, [10] * size)
     worker = yard.worker(judge=FailsFor(1), on_failed_member="train")
     async with yard.working(worker):
-        await yard.until_places(**{"completed" if size == 3 else "dead": 1})
+        await yard.until_stages(**{"completed" if size == 3 else "dead": 1})
     if size == 3:
         assert sorted(by_member(yard.group(gid))) == [0, 2]
         assert yard.records()[0]["samples"] == "2"
-        taken = yard.run.buffer.take_batch(yard.trainer, 1, {TASK: 1})
+        taken = yard.run.take_batch(yard.trainer, 1, {TASK: 1})
         assert not isinstance(taken, NotReady)
         (group,) = taken[TASK]
         assert group.scores.tolist() == [1.0, 1.0]

@@ -55,18 +55,18 @@ def test_a_worker_samples_while_it_fetches_obeys_pauses_and_loads_only_the_newes
             # not frozen: what runs ends under the old weights, and a pause is carried out
             await yard.until_engine(lambda: engine._frozen_s is None)
             engine.let_go()
-            await yard.until_places(completed=1)
+            await yard.until_stages(completed=1)
             await yard.receipts(yard.control(Mode.DRAIN))
             yard.control(Mode.RUN)
             second = yard.enqueue(1)
             for version in (2, 3, 4):
                 yard.publish(version)
             await yard.until_idle()
-            assert yard.places() == {"completed": 1, "waiting": 1}
+            assert yard.stages() == {"completed": 1, "waiting": 1}
             assert engine.version() == FIRST
             shutil.rmtree(yard.folder / "weights-1")
             gate.set()
-            await yard.until_places(completed=2)
+            await yard.until_stages(completed=2)
             assert engine.version() == newest
             return second
 
@@ -90,7 +90,7 @@ async def test_a_pause_waits_for_no_fetch(
         announced = yard.announce(1)
         await yard.until(lambda: fetched == ["weights-1"])
         yard.enqueue(2)
-        await yard.until_places(completed=2)
+        await yard.until_stages(completed=2)
         assert yard.run.receipts.silent(announced.epoch) == ["w0"]
         gate.set()
         await yard.receipts(announced)
@@ -100,7 +100,7 @@ async def test_a_pause_waits_for_no_fetch(
         yard.name(1, *yard.located(1))
         yard.control(Mode.RUN)
         yard.enqueue(1)
-        await yard.until_places(completed=3)
+        await yard.until_stages(completed=3)
         assert engine.version() == PolicyVersion(LINEAGE, 1)
     assert fetched == ["weights-1"]
     yard.check()

@@ -18,7 +18,7 @@ from buffer.groups.submit import SubmitOutcome
 from buffer.ids import new_nonce
 from buffer.job import Job, Result
 from buffer.manifest import NotReady
-from buffer.redis.connection import retry as outage_clock
+from buffer.redis import retry as outage_clock
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.wire.group import RolloutGroup
@@ -69,7 +69,7 @@ def test_a_call_outlasts_its_deadline_while_there_is_patience_and_logs_it_once(
     rescuer = threading.Thread(target=come_back)
     rescuer.start()
     with caplog.at_level(logging.INFO, "rolloutmq.store"):
-        assert store.retrying("ping", lambda: store.control.ping())
+        assert store.retrying("ping", lambda: store.client.ping())
     rescuer.join()
     assert [record.message.split(":")[0] for record in caplog.records] == [
         "server unreachable or full",
@@ -80,7 +80,7 @@ def test_a_call_outlasts_its_deadline_while_there_is_patience_and_logs_it_once(
 def silent_since_long(yard: Yard) -> Yard:
     """Return `yard` with a producer that was last seen in 1970."""
     yard.run.control.open_producer(new_nonce(), take_over=True)
-    yard.run.store.control.hset(yard.run.keys.control, "producer_seen_ms", 1)
+    yard.run.store.client.hset(yard.run.keys.control, "producer_seen_ms", 1)
     return yard
 
 
@@ -209,7 +209,7 @@ async def test_results_that_piled_up_travel_together(yard: Yard, trips: Trips) -
     trips.gate.set()
     await asyncio.gather(*tasks[:39])
     assert trips.sizes == [1, 32, 6]
-    assert yard.places() == {"completed": 39, "running": 1}
+    assert yard.stages() == {"completed": 39, "running": 1}
 
 
 def test_each_group_has_its_own_outcome(yard: Yard, trips: Trips) -> None:
@@ -225,4 +225,4 @@ def test_each_group_has_its_own_outcome(yard: Yard, trips: Trips) -> None:
     outcomes = [type(outcome) for outcome in asyncio.run(scenario())]
     assert outcomes == [type(None), type(None), Fenced, ScriptError, type(None)]
     assert trips.sizes == [1, 4]
-    assert yard.places() == {"completed": 3, "waiting": 1, "running": 1}
+    assert yard.stages() == {"completed": 3, "waiting": 1, "running": 1}

@@ -228,6 +228,6 @@ def test_a_new_project_runs_to_its_end(tmp_path: Path) -> None:
     write_project(project, Choices("math", TINY, None, 0))
     flags = [word for change in CHANGES for word in ("--set", change)]
     said = run_to_end(project, "run", "config.toml", *flags)
-    assert "lost 0 · in two places 0 · trained twice 0" in said
+    assert "lost 0 · in two stages 0 · trained twice 0" in said
     folder = project / "runs" / "mine"
     assert sorted(read_evaluations(folder)) == [("held_out", 0), ("held_out", 1)]

@@ -192,7 +192,7 @@ def test_an_evaluation_of_which_most_fails_ends_without_other_problems(tmp_path:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{n}"}) + "\n" for n in range(6)))
     store = Store("memory://")
-    scene = Scene(store, store.control, "demo", RunLimits(max_tries=1, tasks=WITH_QUIZ))
+    scene = Scene(store, store.client, "demo", RunLimits(max_tries=1, tasks=WITH_QUIZ))
     scene.open_trainer()
     sampler = Sampler("quiz", JsonlDataset(rows), Letters(), SampleParams())
     producer = Producer(scene.run, {"quiz": sampler}, {"quiz": EvaluationStrategy()})

@@ -72,14 +72,14 @@ def test_groups_in_place_of_unusable_ones_are_made(
     async def work() -> Manifest | NotReady:
         async with yard.working(yard.worker()):
             play(producer, yard)
-            await yard.until_places(completed=2)
+            await yard.until_stages(completed=2)
             batch = ledger.take(nonce, 1, {TASK: 2})
             assert isinstance(batch, Manifest)
             for entry in batch.entries:
                 ledger.quarantine(nonce, 1, entry, "unusable")
             assert ledger.refill(nonce, 1) == NotReady({TASK: (0, 2)})
             play(producer, yard)
-            await yard.until_places(completed=2, dead=2)
+            await yard.until_stages(completed=2, dead=2)
             return ledger.refill(nonce, 1)
 
     filled = asyncio.run(work())
@@ -99,7 +99,7 @@ def test_prompts_that_no_worker_could_have_are_skipped_or_stop_their_task_alone(
     producer = make_producer(yard.run, path, share=7)
     take_the_role(producer, yard)
     play(producer, yard)
-    assert yard.places() == {"waiting": 7, "dropped": 1}
+    assert yard.stages() == {"waiting": 7, "dropped": 1}
     assert f"task {TASK}: row 3 is skipped: its prompt has" in caplog.text
     yard.check()
 
@@ -119,13 +119,13 @@ def test_two_producers_never_overshoot_when_one_is_fenced_in_the_middle(
 
     thread = threading.Thread(target=run_first)
     thread.start()
-    until(lambda: yard.places().get("waiting", 0) > 20 or not thread.is_alive())
+    until(lambda: yard.stages().get("waiting", 0) > 20 or not thread.is_alive())
     second = make_producer(yard.run, dataset, share=300, slice_size=5)
     take_the_role(second, yard)
     play(second, yard)
     thread.join(400)
     assert len(ended) == 1
-    assert yard.places()["waiting"] == 300
+    assert yard.stages()["waiting"] == 300
     check_draws(yard)
 
 
@@ -140,7 +140,7 @@ def test_no_draw_is_skipped_or_doubled_when_producers_are_killed(
     for _ in range(6):
         version += 1
         yard.publish(version)
-        start = yard.places().get("waiting", 0)
+        start = yard.stages().get("waiting", 0)
         words = (server_of("valkey").url, yard.run.name, str(dataset), str(share))
         process = start_program(produce.main, *words)
         until_waiting(yard, start + chance.randrange(1, share), partial(end_of, process))
@@ -149,19 +149,19 @@ def test_no_draw_is_skipped_or_doubled_when_producers_are_killed(
     last = make_producer(yard.run, dataset, share)
     take_the_role(last, yard)
     play(last, yard)
-    assert yard.places()["waiting"] == share * (version + 1)
+    assert yard.stages()["waiting"] == share * (version + 1)
     check_draws(yard)
 
 
 def until_waiting(yard: Yard, groups: int, over: Callable[[], str]) -> None:
-    until(lambda: yard.places().get("waiting", 0) >= groups, f"{groups} groups that wait", over)
+    until(lambda: yard.stages().get("waiting", 0) >= groups, f"{groups} groups that wait", over)
 
 
 def check_draws(yard: Yard) -> None:
     """Check that every draw up to the cursor is one group, in order, with its own prompt."""
     yard.check()
     cursor = yard.run.jobs.cursor(TASK)
-    stream = yard.store.control.xrange(yard.run.keys.jobs(TASK, "fresh"))
+    stream = yard.store.client.xrange(yard.run.keys.jobs(TASK, "fresh"))
     waiting = [fields[b"gid"].decode() for _, fields in stream]
     dropped = {draw for draw in range(cursor) if yard.run.account.stages(TASK, draw) == ["dropped"]}
     assert waiting == [group_id(TASK, draw) for draw in range(cursor) if draw not in dropped]
@@ -178,16 +178,16 @@ def test_full_run_draws_no_prompts_logs_it_once_and_continues_when_there_is_room
     producer = make_producer(yard.run, dataset, share=40)
     take_the_role(producer, yard)
     producer.round(yard.run.control.state())
-    started = yard.places()["waiting"]
+    started = yard.stages()["waiting"]
     limits = yard.run.limits
     yard.run.limits.adopt(limits.model_copy(update={"low_bytes": 1, "high_bytes": 2}))
     for _ in range(3):
         assert producer.round(yard.run.control.state()) == 0
-    assert yard.places()["waiting"] == started
+    assert yard.stages()["waiting"] == started
     assert caplog.text.count("no new prompts for now") == 1
     yard.run.limits.adopt(limits.model_copy(update={"low_bytes": 2**30, "high_bytes": 2**30}))
     play(producer, yard)
-    assert yard.places()["waiting"] == 40
+    assert yard.stages()["waiting"] == 40
     assert "new prompts again" in caplog.text
     yard.check()
 
@@ -248,5 +248,5 @@ def test_a_producer_whose_data_set_is_slow_is_alive_until_it_hangs(
     data.may_answer.set()
     thread.join(400)
     assert [type(error) for error in ended] == [Fenced]
-    assert "waiting" not in yard.places()
+    assert "waiting" not in yard.stages()
     yard.check()

@@ -12,10 +12,10 @@ import pytest
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
-from buffer.control.settings import LiveSettings
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.job import Job
 from buffer.limits import TaskLimits
+from buffer.run.settings import LiveSettings
 from buffer.wire.rollout import Status
 from tests.buffer.scene import rollout
 from tests.pipeline.mixture import Mixture
@@ -65,7 +65,7 @@ def test_what_is_available_does_not_fall_when_a_batch_is_taken_in_the_middle(
         assert mixture.round() == 0
         complete(mixture, jobs[5:])
         assert mixture.round() == 0
-    assert mixture.places() == {"completed": 4, "taken": 4}
+    assert mixture.stages() == {"completed": 4, "taken": 4}
     mixture.scene.check()
 
 
@@ -120,7 +120,7 @@ def test_sync_makes_up_for_what_was_filtered_and_what_failed_for_good(make_mixtu
         assert mixture.round() == 2
         complete(mixture, mixture.claim())
         assert mixture.round() == 0
-    assert mixture.places() == {"completed": 4, "filtered": 1, "dead": 1}
+    assert mixture.stages() == {"completed": 4, "filtered": 1, "dead": 1}
 
 
 def test_what_was_started_beyond_the_batch_counts_in_the_next_round(make_mixture: Make) -> None:
@@ -136,7 +136,7 @@ def test_what_was_started_beyond_the_batch_counts_in_the_next_round(make_mixture
         mixture.take(1)
         mixture.publish(1)
         assert mixture.round() == 4
-    assert mixture.places() == {"taken": 4, "running": 4, "waiting": 4}
+    assert mixture.stages() == {"taken": 4, "running": 4, "waiting": 4}
 
 
 def test_a_tail_batch_lasts_until_it_is_made(make_mixture: Make) -> None:

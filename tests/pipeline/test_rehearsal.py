@@ -78,7 +78,7 @@ def test_a_rehearsal_repeats_itself_and_leaves_nothing_behind() -> None:
     first, second = (rehearse(SUMS, judge="exact_match") for _ in range(2))
     assert [g.response_ids.tolist() for g in first] == [g.response_ids.tolist() for g in second]
     store = Store("memory://rehearsal")
-    assert list(store.control.scan_iter("rmq:*:payload:*")) == []
+    assert list(store.client.scan_iter("rmq:*:payload:*")) == []
     store.close()
 
 

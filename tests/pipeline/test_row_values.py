@@ -242,7 +242,7 @@ def test_what_a_check_accepts_is_enqueued_and_what_it_refuses_stops_the_task(
         producer = Producer(yard.run, {TASK: sampler}, strategies, slice_size=rows)
         yard.run.control.open_producer(producer.nonce, take_over=True)
         producer.round(yard.run.control.state())
-    assert yard.places() == {"waiting": len(KEPT)}
+    assert yard.stages() == {"waiting": len(KEPT)}
     stop = yard.run.task_stops.of(TASK)
     assert stop.kind == "broken"
     assert f"row {len(KEPT)}" in stop.reason

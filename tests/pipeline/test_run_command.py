@@ -63,7 +63,7 @@ def test_nothing_is_lost_or_trained_twice_when_a_run_is_stopped_and_each_process
     code, output = third.wait(), third.said()
     assert code == 0, output + site.words()
     assert "trainer was killed by SIGKILL" in output
-    assert "account: lost 0 · in two places 0 · trained twice 0" in output
+    assert "account: lost 0 · in two stages 0 · trained twice 0" in output
     assert b"trained twice" in (site.run_dir / "report.html").read_bytes()
     assert not (site.run_dir / "weights").exists()
     record = read_record(site.run_dir)
@@ -93,7 +93,7 @@ def stop_in_the_background(site: Site) -> None:
     done = in_process("stop", *where)
     assert done.returncode == 0, done.stderr
     printed = " ".join(done.stdout.split())
-    assert "lost 0 · in two places 0" in printed
+    assert "lost 0 · in two stages 0" in printed
     assert not site.server.is_running
     assert site.history().steps[-1].step == step
     assert f"at step {step} of {STEPS}" in printed  # what was trained is in the checkpoint
@@ -162,7 +162,7 @@ stop_accuracy = 0.2
     try:
         code, output = site.command("run")
         assert code == 0, output + site.words()
-        assert "account: lost 0 · in two places 0 · trained twice 0" in output
+        assert "account: lost 0 · in two stages 0 · trained twice 0" in output
         assert "held_out" in output
         assert (site.run_dir / "report.html").stat().st_size > 10_000
         assert [step.step for step in site.history().steps] == [1, 2, 3]

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from buffer.control.control import Mode
-from buffer.control.settings import LiveSettings, LiveTaskSettings
 from buffer.errors import TaskStopped
+from buffer.run.settings import LiveSettings, LiveTaskSettings
 from buffer.wire.group import GROUP_TIME
 from buffer.wire.rollout import RolloutState
 from consumer.handle.rollout_consumer import RolloutConsumer
@@ -20,6 +20,7 @@ from consumer.handle.wait_rules import WaitReason
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.distribution import Fixed
 from producer_workers.config.engine import SimulatedConfig
+from producer_workers.config.producing import WorkerSection
 from producer_workers.judges.judge import FunctionJudge
 from producer_workers.producer.producer import Producer
 from producer_workers.worker.task_runner import TaskRunner, not_all_equal
@@ -37,7 +38,7 @@ on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
 def produce(yard: Yard, producer: Producer) -> dict[str, int]:
     """Produce once; return where groups are."""
     producer.round(yard.run.control.renew_role("producer", producer.nonce))
-    return yard.places()
+    return yard.stages()
 
 
 @on_both
@@ -56,7 +57,7 @@ async def test_filtered_groups_are_counted_with_their_raw_rewards_and_made_up_fo
     worker = yard.worker(is_valid_sample=even_rows_only, judge=lambda **_: 0.5)
     async with yard.working(worker):
         await yard.until(lambda: produce(yard, producer).get("completed", 0) >= 6)
-    places = yard.places()
+    places = yard.stages()
     counters = yard.counters()
     assert places["completed"] == 6
     assert places["filtered"] > 0
@@ -91,7 +92,7 @@ async def test_a_group_is_kept_for_a_trained_role_with_different_scores_and_fail
         )
         made[place] = gid
         async with yard.working(worker):
-            await yard.until_places(**dict.fromkeys(made, 1))
+            await yard.until_stages(**dict.fromkeys(made, 1))
     group = yard.group(made["completed"])
     assert group.in_training.tolist() == [False, True] * 2
     assert group.mask.tolist() == [0] * 5 + [1] * 6 + [0] * 7 + [1] * 8
@@ -104,7 +105,7 @@ async def test_a_group_over_its_time_limit_fails_its_tries_and_frees_the_engine(
     slow = yard.enqueue(1, tokens=(2000, 1))
     yard.enqueue(2, tokens=(1, 1))  # they need no time
     async with yard.working(yard.worker(token_s=1.0, group_time_limit_s=0.3)) as engine:
-        await yard.until_places(dead=1, completed=2)
+        await yard.until_stages(dead=1, completed=2)
         assert engine.unfinished() == 0
     assert "took longer than 0.3 s" in str(yard.run.dead_letters.reason(slow[0]))
     yard.check()
@@ -174,13 +175,12 @@ def mixed_worker(
         return TaskRunner(loop, is_partial)
 
     runners = {task: runner(task) for task in TASKS}
-    return Worker(
-        mixture.run, engine, runners, worker_id="w0", concurrency=concurrency, drain_timeout_s=0.0
-    )
+    limits = WorkerSection(concurrency=concurrency, drain_timeout_s=0.0)
+    return Worker(mixture.run, engine, runners, limits, worker_id="w0")
 
 
 async def until_placed(mixture: Mixture, task: str, place: str, groups: int) -> None:
-    await asyncio.to_thread(until, lambda: mixture.places(task).get(place, 0) >= groups)
+    await asyncio.to_thread(until, lambda: mixture.stages(task).get(place, 0) >= groups)
 
 
 async def test_partial_rollout_is_a_matter_of_each_task(
@@ -233,7 +233,7 @@ def test_a_judge_that_hangs_holds_up_its_own_task_alone_and_no_engine(
         work = asyncio.create_task(worker.run())
         await until_placed(mixture, "code", "completed", 8)
         await until_placed(mixture, "math", "running", 3)
-        waiting = mixture.places("math")["running"]
+        waiting = mixture.stages("math")["running"]
         gate.set()
         await until_placed(mixture, "math", "completed", 20)
         worker.stop()
@@ -260,7 +260,7 @@ async def test_the_time_that_groups_take_is_counted(make_yard: Callable[..., Yar
     yard = make_yard()
     yard.enqueue(3, tokens=(5, 5))
     async with yard.working(yard.worker()):
-        await yard.until_places(completed=3)
+        await yard.until_stages(completed=3)
     progress = yard.run.read_progress([TASK]).tasks[TASK]
     assert progress.produced_groups == 3
     groups = yard.run.buffer.get(3, TASK)

@@ -71,7 +71,7 @@ async def test_a_judge_that_does_anything_fails_its_own_group_only(yard: Yard, f
         return broken(**given) if ground_truth == bad else 1.0
 
     async with yard.working(yard.worker(judge=FunctionJudge("mine", judge))):
-        await yard.until_places(dead=1, completed=3)
+        await yard.until_stages(dead=1, completed=3)
     letter = yard.run.dead_letters.reason(bad)["reason"]
     assert re.search(reason, letter), letter
     assert " at test_unreliable_judges.py:" in cause_of(letter)
@@ -99,7 +99,7 @@ async def test_a_judge_that_hangs_in_all_its_threads_leaves_them_to_the_next_gro
 
     judge = FunctionJudge("slow", all_of_them if sees_group else one, 0.3)
     async with yard.working(yard.worker(judge=judge)):
-        await yard.until_places(dead=1, completed=2)
+        await yard.until_stages(dead=1, completed=2)
     gate.set()
     assert "judge 'slow' exceeded its limit of 0.3 s" in yard.run.dead_letters.reason(bad)["reason"]
 
@@ -121,7 +121,7 @@ async def test_a_filter_that_does_anything_fails_its_own_group_only(
         return verdict(states) if states[0].ground_truth == bad else True
 
     async with yard.working(yard.worker(is_valid_sample=is_valid)):
-        await yard.until_places(dead=1, completed=2)
+        await yard.until_stages(dead=1, completed=2)
     assert reason in yard.run.dead_letters.reason(bad)["reason"]
 
 
@@ -146,9 +146,9 @@ async def test_an_agent_loop_that_exits_fails_its_own_group_only(yard: Yard, in_
     loop.bad = bad
     loop.in_task = in_task
     worker = yard.worker()
-    worker._runner._runners = {TASK: TaskRunner(loop)}
+    worker._runner._tasks = {TASK: TaskRunner(loop)}
     async with yard.working(worker):
-        await yard.until_places(dead=3)
+        await yard.until_stages(dead=3)
     assert "SystemExit" in yard.run.dead_letters.reason(bad)["reason"]
 
 
@@ -197,7 +197,7 @@ def test_a_pause_ends_a_judge_after_its_grace_and_its_group_is_only_judged_again
     async def pause(asked: int) -> None:
         await yard.until(lambda: gate.asked == asked)
         await yard.receipts(yard.control(Mode.ABORT))
-        assert yard.places() == {"aborted": 1}
+        assert yard.stages() == {"aborted": 1}
         if kind != "filter":
             assert unjudged(yard.group(gid))
         yard.control(Mode.RUN)
@@ -209,11 +209,11 @@ def test_a_pause_ends_a_judge_after_its_grace_and_its_group_is_only_judged_again
             await pause(calls)
             await pause(2 * calls)
             await yard.until(lambda: gate.asked == 3 * calls)
-        assert yard.places() == {"aborted": 1}, "a worker that leaves keeps the tokens, too"
+        assert yard.stages() == {"aborted": 1}, "a worker that leaves keeps the tokens, too"
         assert yard.reissue() == 1
         gate.is_open = True
         async with yard.working(worker("w1")) as other:
-            await yard.until_places(completed=1)
+            await yard.until_stages(completed=1)
             return len(engine.requests) + len(other.requests)
 
     assert asyncio.run(scenario()) == 2
@@ -233,7 +233,7 @@ async def test_neither_drain_nor_keep_ends_a_judge(yard: Yard) -> None:
         assert yard.leases() == 1
         gate.is_open = True
         await yard.receipts(draining)
-    assert yard.places() == {"completed": 1}
+    assert yard.stages() == {"completed": 1}
     assert gate.asked == 2
 
 
@@ -253,7 +253,7 @@ async def test_the_log_shows_where_a_judge_blocks_the_worker(
         return 1.0
 
     async with yard.working(yard.worker(judge=wait_in_loop)):
-        await yard.until_places(completed=1)
+        await yard.until_stages(completed=1)
     assert any("in wait_in_loop" in line for line in said()), said()
 
 
@@ -274,7 +274,7 @@ def test_groups_of_a_worker_whose_loop_is_stuck_go_back_and_it_goes_on_afterward
 
     async def scenario() -> None:
         async with yard.working(yard.worker(judge=FunctionJudge("blocks", blocks))):
-            await yard.until_places(completed=1)
+            await yard.until_stages(completed=1)
 
     working = threading.Thread(target=asyncio.run, args=(scenario(),))
     working.start()
@@ -288,7 +288,7 @@ def test_groups_of_a_worker_whose_loop_is_stuck_go_back_and_it_goes_on_afterward
     finally:
         lost.set()
         working.join()
-    assert yard.places() == {"completed": 1}
+    assert yard.stages() == {"completed": 1}
 
 
 async def test_a_group_that_is_judged_while_its_engine_dies_keeps_its_tokens(yard: Yard) -> None:

@@ -29,8 +29,7 @@ def chunks_of(yard: Yard) -> VersionStore:
 
 def keys_of(yard: Yard) -> set[str]:
     return {
-        key.decode()
-        for key in yard.store.control.scan_iter(f"{yard.run.keys.weights}*", count=1000)
+        key.decode() for key in yard.store.client.scan_iter(f"{yard.run.keys.weights}*", count=1000)
     }
 
 
@@ -60,7 +59,7 @@ def test_a_version_is_refused_that_is_not_what_was_published(
     yard: Yard, tmp_path: Path, damage: str
 ) -> None:
     _, checksum = CopySender(chunks_of(yard), tmp_path).write(PolicyVersion("ab12cd34", 4), save)
-    raw = yard.store.control
+    raw = yard.store.client
     part = yard.run.keys.weights_part
     if damage == "gone":
         raw.delete(part(LABEL, 7))
@@ -90,7 +89,7 @@ def test_only_the_newest_versions_and_no_unfinished_one_are_kept(yard: Yard) -> 
         transport.write(PolicyVersion(LINEAGE, version), save)
         transport.prune()
     assert chunks_of(yard).names() == [f"{LINEAGE}:2", f"{LINEAGE}:3"]
-    yard.store.control.delete(
+    yard.store.client.delete(
         yard.run.keys.weights_part(f"{LINEAGE}:2")
     )  # as a trainer leaves it that dies here
     CopySender(chunks_of(yard), yard.folder).clear()

@@ -19,7 +19,7 @@ from buffer.ids import new_nonce
 from buffer.maintenance import column_files
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from consumer.grpo.policy.mask_reader import MaskReader
 from consumer.grpo.policy.routing_replay import RecordedExperts
 from producer_workers.config.engine import TransformersConfig
@@ -53,12 +53,12 @@ async def test_no_group_is_lost_when_the_engine_dies(yard: Yard) -> None:
         async with yard.working(yard.worker(held=True, die_after=7)) as engine:
             await yard.until(lambda: bool(engine.requests) and not yard.run.fleet.workers())
     assert yard.leases() == 0
-    assert sum(yard.places().values()) == 6
+    assert sum(yard.stages().values()) == 6
     # any of those that were in the engine may have killed it
     assert sorted(record["tries"] for record in yard.records()) == ["0", "0", *["1"] * 4]
     assert yard.counters().get("failures_in_row", 0) == 0
     async with yard.working(yard.worker("w1")):
-        await yard.until_places(completed=6)
+        await yard.until_stages(completed=6)
     yard.check()
 
 
@@ -82,7 +82,7 @@ async def test_worker_ends_when_another_one_registers_under_its_name(yard: Yard)
 async def test_worker_ends_when_the_server_holds_another_run(yard: Yard) -> None:
     work = await begin(yard)
     keys = yard.run.keys
-    raw = yard.run.store.control
+    raw = yard.run.store.client
     raw.hset(keys.meta, "nonce", new_nonce())
     raw.unlink(keys.worker("w0"))
     with pytest.raises(LostRun, match="another run"):
@@ -94,7 +94,7 @@ async def test_worker_ends_when_a_key_is_damaged_that_every_result_needs(yard: Y
     """The group has not failed: it is given back when the lease runs out."""
     (gid,) = yard.enqueue(1)
     pool = yard.run.keys.pool(TASK, "completed")
-    yard.store.control.set(pool, "junk")
+    yard.store.client.set(pool, "junk")
     with pytest.raises(RunDamaged, match="of another type"):
         await asyncio.wait_for(await begin(yard), 400)
     assert yard.run.record(gid)["stage"] == "running"
@@ -115,7 +115,7 @@ async def test_work_is_dropped_and_nothing_submitted_when_a_lease_is_lost(yard: 
         assert len(engine.requests) == 8
     assert yard.counters()["leases_lost"] == 2
     assert yard.counters().get("produced_samples", 0) == 0
-    assert yard.places() == {"aborted": 2}
+    assert yard.stages() == {"aborted": 2}
     assert {r["tries"] for r in yard.records()} == {"1"}
     yard.check()
 
@@ -131,7 +131,7 @@ async def test_stop_ends_what_is_held_and_claims_nothing_more(yard: Yard) -> Non
         await yard.until_generating(engine, 4)
         worker.stop()
         engine.let_go()
-    assert yard.places() == {"completed": 2, "waiting": 4}
+    assert yard.stages() == {"completed": 2, "waiting": 4}
     assert not yard.run.fleet.workers()
     yard.check()
 
@@ -141,7 +141,7 @@ async def test_stop_hands_back_what_does_not_end_in_time(yard: Yard) -> None:
     worker = yard.worker(held=True, drain_timeout_s=0.2, partial_rollout=True)
     async with yard.working(worker) as engine:
         await yard.until_generating(engine, 4)
-    assert yard.places() == {"aborted": 2}
+    assert yard.stages() == {"aborted": 2}
     assert not yard.run.fleet.workers()
     yard.check()
 
@@ -154,7 +154,7 @@ async def test_stop_does_not_wait_for_long_answers_when_the_run_is_aborted(yard:
         worker.stop()
         await yard.until(lambda: [w.state for w in yard.run.fleet.workers()] == ["draining"])
         await yard.receipts(yard.control(Mode.ABORT))
-    assert yard.places() == {"aborted": 2}
+    assert yard.stages() == {"aborted": 2}
 
 
 @on_both
@@ -168,7 +168,7 @@ async def test_worker_leaves_when_the_run_is_finished(yard: Yard) -> None:
     await asyncio.to_thread(yard.control, Mode.FINISH)
     engine.let_go()
     await asyncio.wait_for(task, 400)
-    assert yard.places() == {"completed": 2}
+    assert yard.stages() == {"completed": 2}
     assert not yard.run.fleet.workers()
 
 
@@ -188,7 +188,7 @@ async def test_results_are_kept_and_submitted_after_the_server_was_killed(
         engine.let_go()
         await yard.until(lambda: "keeping finished groups" in caplog.text)
         own_server.start()
-        await yard.until_places(completed=6)
+        await yard.until_stages(completed=6)
         assert len(engine.requests) == 12
     assert {record["tries"] for record in yard.records()} == {"0"}
     assert yard.counters().get("leases_lost", 0) == 0
@@ -208,15 +208,15 @@ async def test_results_are_kept_and_submitted_after_the_server_was_full(
     yard.enqueue(6, (60, 60))
     async with yard.working(yard.worker(held=True, concurrency=3)) as engine:
         await yard.until_generating(engine, 6)
-        store.control.config_set("maxmemory", 1)
+        store.client.config_set("maxmemory", 1)
         engine.let_go()
         await yard.until_renewed()
-        assert yard.places() == {"running": 3, "waiting": 3}
+        assert yard.stages() == {"running": 3, "waiting": 3}
         epoch = yard.control(Mode.KEEP).epoch
         await yard.until(lambda: not yard.run.receipts.silent(epoch))
         yard.control(Mode.RUN)
-        store.control.config_set("maxmemory", 0)
-        await yard.until_places(completed=6)
+        store.client.config_set("maxmemory", 0)
+        await yard.until_stages(completed=6)
         assert len(engine.requests) == 12
     assert {record["tries"] for record in yard.records()} == {"0"}
     assert yard.counters().get("leases_lost", 0) == 0
@@ -245,7 +245,7 @@ def test_results_from_behind_a_broken_network_are_refused_once_others_made_them(
             network.close()
             assert await asyncio.to_thread(yard.run.fleet.fence, "lost") == 2
             async with yard.working(yard.worker("near")):
-                await yard.until_places(completed=2)
+                await yard.until_stages(completed=2)
             winners = {gid: yard.run.record(gid)["payload"] for gid in gids}
             engine.let_go()
             await yard.until(lambda: "keeping finished groups" in caplog.text)
@@ -277,9 +277,9 @@ async def test_workers_serve_only_the_lanes_that_they_are_for(yard: Yard) -> Non
         assert yard.reissue() == 2
         engine.let_go()
         fresh.extend(yard.enqueue(2))
-        await yard.until(lambda: yard.places() == {"waiting": 2, "completed": 2})
+        await yard.until(lambda: yard.stages() == {"waiting": 2, "completed": 2})
     async with yard.working(yard.worker("ends", lanes=["resume"], partial_rollout=True)):
-        await yard.until_places(completed=4)
+        await yard.until_stages(completed=4)
     assert len(yard.group(begun[0]).response_ids) == 2 * 50
     yard.check()
 
@@ -299,7 +299,7 @@ async def test_worker_reports_its_counts(yard: Yard) -> None:
 
     worker = yard.worker(judge=judge)
     async with yard.working(worker):
-        await yard.until_places(completed=3, dead=1)
+        await yard.until_stages(completed=3, dead=1)
         # two rollouts each, three tries of the poisoned one
         fares = (3, 3, 0, 2 * 3 + 2 * 3, 6)
         await yard.until(lambda: _fares(yard.run.fleet.workers()[0]) == fares)
@@ -326,7 +326,7 @@ async def test_a_group_that_only_waits_for_its_judge_is_counted_as_such(yard: Ya
         assert read_run_view(yard.run).judging == 1
         sampled.set()
         engine.let_go()
-        await yard.until_places(completed=2)
+        await yard.until_stages(completed=2)
         await yard.until(lambda: read_run_view(yard.run).judging == 0)
 
 
@@ -342,7 +342,7 @@ async def test_worker_submits_experts_and_masks_as_files_of_the_run_if_they_are_
     config = TransformersConfig(routed_experts=True, sampling_mask=True)
     engine = build_engine(config, model, FIRST)
     async with yard.working(yard.worker(engine=engine)):
-        await yard.until_places(completed=1)
+        await yard.until_stages(completed=1)
     await engine.shutdown()
     group = yard.group(gid)
     columns = yard.run.columns

@@ -168,7 +168,7 @@ def test_worker_claims_generates_and_submits_groups_of_any_size(yard: Yard, laun
     small = yard.enqueue(3, tokens=(7, 7))
     large = yard.enqueue(1, tokens=(3,) * 9)
     with launch(yard):
-        until(yard, lambda: yard.places() == {"completed": 4})
+        until(yard, lambda: yard.stages() == {"completed": 4})
     for gid in small + large:
         group = yard.group(gid)
         assert {len(state.response_ids) for state in group.states} == ({7} if gid in small else {3})
@@ -188,7 +188,7 @@ def test_worker_keeps_its_lease_with_heartbeats_while_it_generates_for_longer(
 ) -> None:
     yard.enqueue(1, tokens=(50, 50))
     with launch(yard, held=True):
-        until(yard, lambda: yard.places() == {"running": 1})
+        until(yard, lambda: yard.stages() == {"running": 1})
         asyncio.run(yard.until_renewed())
         assert yard.leases() == 1
         yard.run.receipts.wait(yard.control(Mode.ABORT), timeout_s=DEADLINE_S)
@@ -203,11 +203,11 @@ def test_worker_releases_what_it_holds_in_an_abort_and_confirms(yard: Yard, laun
         until(yard, lambda: yard.leases() > 0)
         yard.run.receipts.wait(yard.control(Mode.ABORT), timeout_s=DEADLINE_S)
         assert yard.leases() == 0
-        places = yard.places()
+        places = yard.stages()
         assert places.get("aborted", 0) >= 1
         assert places == {"aborted": places["aborted"], "waiting": 6 - places["aborted"]}
         asyncio.run(yard.until_idle())  # it could have claimed what waits
-        assert yard.places() == places
+        assert yard.stages() == places
         yard.run.receipts.wait(yard.control(Mode.RUN), timeout_s=DEADLINE_S)
         until(yard, lambda: yard.leases() > 0)
         yard.run.receipts.wait(yard.control(Mode.ABORT), timeout_s=DEADLINE_S)
@@ -225,7 +225,7 @@ def test_worker_freezes_and_continues_with_new_weights(yard: Yard, launch: Launc
         yard.publish(1)
         yard.run.receipts.wait(yard.control(Mode.RUN), timeout_s=DEADLINE_S)
         let_go()
-        until(yard, lambda: yard.places() == {"completed": 1})
+        until(yard, lambda: yard.stages() == {"completed": 1})
     stamps = [stamp for state in yard.group(gid).states for stamp in versions(state)]
     assert set(stamps) == {FIRST, PolicyVersion(LINEAGE, 1)}
     assert stamps[-1] == PolicyVersion(LINEAGE, 1)
@@ -242,7 +242,7 @@ def test_worker_that_lost_its_lease_changes_nothing(yard: Yard, launch: Launch) 
         assert yard.run.fleet.fence("w0") == 1
         let_go()
         # it joins again, and makes the group under another token
-        until(yard, lambda: yard.places() == {"completed": 1})
+        until(yard, lambda: yard.stages() == {"completed": 1})
         assert yard.run.record(gid)["payload"] not in (old, "init")
     assert yard.counters()["leases_lost"] == 1
     assert yard.counters()["produced_samples"] == 1
@@ -264,7 +264,7 @@ def test_leases_of_a_killed_worker_run_out_and_another_makes_its_groups(
     os.kill(victim.pid, signal.SIGKILL)
     victim.wait()
     with launch(yard):
-        until(yard, lambda: yard.places() == {"completed": 2})
+        until(yard, lambda: yard.stages() == {"completed": 2})
     assert yard.counters()["leases_lost"] >= 1
     yard.check()
 
@@ -282,7 +282,7 @@ def test_what_a_prompt_carries_comes_back_as_it_was(yard: Yard, launch: Launch) 
     }
     (gid,) = yard.enqueue(1, tokens=(3,), extra=carried)
     with launch(yard):
-        until(yard, lambda: yard.places() == {"completed": 1})
+        until(yard, lambda: yard.stages() == {"completed": 1})
     assert yard.group(gid).states[0].extra == carried
     assert yard.group(gid).states[0].ground_truth == gid
     yard.check()

@@ -39,7 +39,7 @@ async def test_abort_leaves_no_lease_and_keeps_tokens_only_when_partial_rollout_
         await yard.until_generating(engine, 6)
         await yard.receipts(yard.control(Mode.ABORT))
         assert yard.leases() == 0
-        assert yard.places() == {"aborted": 3}
+        assert yard.stages() == {"aborted": 3}
     for gid in gids:
         group = yard.group(gid)
         assert group.lengths.tolist() == [SOME if partial else 0] * 2
@@ -58,7 +58,7 @@ async def test_group_starts_again_from_its_prompt_when_its_tokens_were_lost(yard
         lost = yard.run.record(gid)["payload"]
         assert lost != "init"
         # as a node of a cluster does that dies without a replica
-        yard.run.store.bulk.delete(yard.run.keys.payload(gid, lost))
+        yard.run.store.client.delete(yard.run.keys.payload(gid, lost))
         yard.run.jobs.requeue(gid)
         yard.control(Mode.RUN)
         await yard.until_generating(engine, 2)
@@ -77,12 +77,12 @@ async def test_keep_loses_nothing_and_stamps_each_token_when_weights_change_in_t
         await yard.receipts(yard.control(Mode.KEEP))
         engine.make(1000)  # nothing: it is frozen
         await yard.until_renewed()  # what is frozen is still held
-        assert yard.places() == {"running": 2}
+        assert yard.stages() == {"running": 2}
         weights = yard.publish(1)
         yard.control(Mode.RUN)
         await yard.until(lambda: engine.version() == weights)
         engine.let_go()
-        await yard.until_places(completed=2)
+        await yard.until_stages(completed=2)
     for gid in gids:
         for state in yard.group(gid).states:
             assert versions(state) == [FIRST] * SOME + [weights] * (100 - SOME)
@@ -98,9 +98,9 @@ async def test_drain_ends_what_runs_and_claims_nothing_when_more_waits(yard: Yar
         draining = yard.control(Mode.DRAIN)
         engine.let_go()
         await yard.receipts(draining)
-        assert yard.places() == {"completed": 2, "waiting": 3}
+        assert yard.stages() == {"completed": 2, "waiting": 3}
         yard.control(Mode.RUN)
-        await yard.until_places(completed=5)
+        await yard.until_stages(completed=5)
     yard.check()
 
 
@@ -146,10 +146,10 @@ async def test_a_worker_that_joins_during_a_pause_starts_paused(yard: Yard) -> N
     async with yard.working(yard.worker()) as engine:
         await yard.until(lambda: [w.state for w in yard.run.fleet.workers()] == ["paused"])
         await yard.receipts(state)
-        assert yard.places() == {"waiting": 2}
+        assert yard.stages() == {"waiting": 2}
         assert not engine.requests
         yard.control(Mode.RUN)
-        await yard.until_places(completed=2)
+        await yard.until_stages(completed=2)
 
 
 async def test_an_evaluation_runs_when_only_its_lane_is_open(
@@ -164,10 +164,10 @@ async def test_an_evaluation_runs_when_only_its_lane_is_open(
         # the receipt
         state = yard.run.control.set_mode("operator", Mode.ABORT, lanes="resume")
         await yard.receipts(state)
-        assert yard.places() == {"aborted": 3}
+        assert yard.stages() == {"aborted": 3}
     assert yard.reissue() == 3
     async with yard.working(yard.worker("w1", partial_rollout=True)) as engine:
-        await yard.until_places(completed=3)
+        await yard.until_stages(completed=3)
         assert len(engine.requests) == 6
         await yard.receipts(state)
     yard.check()
@@ -191,10 +191,10 @@ async def test_torn_weights_are_refused_without_harm_until_good_ones_come(
         await yard.until(lambda: "refused" in caplog.text)
         # running groups end under the old weights: the engine is not left paused
         engine.let_go()
-        await yard.until_places(completed=2)
+        await yard.until_stages(completed=2)
         yard.enqueue(1)
         await yard.until_idle()
-        assert yard.places() == {"completed": 2, "waiting": 1}
+        assert yard.stages() == {"completed": 2, "waiting": 1}
         assert engine.version() == FIRST
         # neither does a pause wait for weights that do not load
         await yard.receipts(yard.control(mode))
@@ -203,7 +203,7 @@ async def test_torn_weights_are_refused_without_harm_until_good_ones_come(
         assert engine.version() == FIRST
         # made whole in place: found out without any further message
         (folder / "model.safetensors").write_bytes(whole)
-        await yard.until_places(completed=3)
+        await yard.until_stages(completed=3)
         assert engine.version() == PolicyVersion(LINEAGE, 1)
     refusals = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
     assert len(refusals) == 1
@@ -254,7 +254,7 @@ async def test_an_aborted_group_is_completed_by_another_worker_from_where_it_was
     yard.control(Mode.RUN)
     assert yard.reissue() == 1
     async with yard.working(yard.worker("second", partial_rollout=True)) as engine:
-        await yard.until_places(completed=1)
+        await yard.until_stages(completed=1)
         # the completed member is not asked for again; the others only for what is left, behind
         # what they have
         asked = sorted((prompt, params.max_tokens) for _, prompt, params in engine.requests)

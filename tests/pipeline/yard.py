@@ -17,7 +17,7 @@ from buffer.ids import group_id, new_nonce
 from buffer.job import PayloadRef
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
@@ -26,6 +26,7 @@ from buffer.wire.sampling import SampleParams
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.distribution import Fixed
 from producer_workers.config.engine import SimulatedConfig
+from producer_workers.config.producing import WorkerSection
 from producer_workers.engines.base import Generation, GenerationError
 from producer_workers.engines.simulated import SimulatedEngine, _Run
 from producer_workers.judges.judge import FunctionJudge, call_here
@@ -186,7 +187,7 @@ class Yard:
     def expire_lease(self, worker: str) -> None:
         """Make the last heartbeat of a worker older than a lease, and take back its groups."""
         for key in (self.run.keys.workers, self.run.keys.leases):
-            self.store.control.zadd(key, {worker: 1}, xx=True)
+            self.store.client.zadd(key, {worker: 1}, xx=True)
         self.run.janitor.sweep()
 
     def control(self, mode: Mode) -> ControlState:
@@ -248,7 +249,7 @@ class Yard:
         engine = options.pop("engine", None) or WatchedEngine(config, FIRST, held=held)
         is_partial = options.pop("partial_rollout", False)
         grace_s = options.pop("grace_s", 10.0)
-        judges = options.setdefault("judges", WatchedJudges())
+        judges = WatchedJudges()
         judge = judge if hasattr(judge, "name") else FunctionJudge("test", judge)
         chosen = {
             key: options.pop(key)
@@ -271,14 +272,10 @@ class Yard:
             eos_ids={100},
             partial_rollout=is_partial,
         )
-        options = {"concurrency": 4, **options}
-        worker = Worker(
-            self.run,
-            engine,
-            {TASK: TaskRunner(loop, is_partial, **chosen)},
-            worker_id=name,
-            **options,
-        )
+        tasks = {TASK: TaskRunner(loop, is_partial, **chosen, judges=judges)}
+        weights_url = options.pop("weights_url", None)
+        limits = WorkerSection(**{"concurrency": 4, **options})
+        worker = Worker(self.run, engine, tasks, limits, worker_id=name, weights_url=weights_url)
         worker.engine = engine  # type: ignore[attr-defined]
         return worker
 
@@ -316,7 +313,7 @@ class Yard:
     def leases(self) -> int:
         return self.run.account.totals().leases
 
-    def places(self) -> dict[str, int]:
+    def stages(self) -> dict[str, int]:
         """Where groups are; only places that are not empty."""
         return {place: n for place, n in self.run.account.totals().tasks[0].stages.items() if n}
 
@@ -346,8 +343,8 @@ class Yard:
         end = time.monotonic() + DEADLINE_S
         while not await asyncio.to_thread(condition):
             if (errors := self._errors()) and not await asyncio.to_thread(condition):
-                raise AssertionError(f"never came; groups are {self.places()}") from errors[0]
-            assert time.monotonic() < end, f"never came; groups are {self.places()}"
+                raise AssertionError(f"never came; groups are {self.stages()}") from errors[0]
+            assert time.monotonic() < end, f"never came; groups are {self.stages()}"
             await asyncio.sleep(0.01)
 
     def _errors(self) -> list[BaseException]:
@@ -360,8 +357,8 @@ class Yard:
             while not condition():
                 await asyncio.sleep(0.01)
 
-    async def until_places(self, **places: int) -> None:
-        await self.until(lambda: self.places() == places)
+    async def until_stages(self, **stages: int) -> None:
+        await self.until(lambda: self.stages() == stages)
 
     async def until_renewed(self) -> None:
         """Wait until five heartbeats have moved the deadline of the only worker with leases."""
@@ -369,7 +366,7 @@ class Yard:
         await self.until(lambda: self._lease_end() >= wanted)
 
     def _lease_end(self) -> float:
-        ((_, deadline),) = self.store.control.zrange(self.run.keys.leases, 0, -1, withscores=True)
+        ((_, deadline),) = self.store.client.zrange(self.run.keys.leases, 0, -1, withscores=True)
         return float(deadline)
 
     async def until_idle(self) -> None:

@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]
 def store(server: EmbeddedServer) -> Iterator[Store]:
     """An empty server."""
     opened = Store(server.url, deadline_s=400.0)
-    opened.control.flushall()
+    opened.client.flushall()
     yield opened
     opened.close()
 

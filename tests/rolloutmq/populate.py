@@ -15,7 +15,7 @@ from buffer.job import Job, PayloadRef
 from buffer.limits import RunLimits, TaskLimits
 from buffer.manifest import Manifest
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
@@ -170,7 +170,7 @@ def populate_as_documented(store: Store) -> Scene:
 def forge(scene: Scene, text: str) -> None:
     """A text of a hostile worker wherever the keys that it may write hold one."""
     keys = scene.run.keys
-    client = cast(Any, scene.run.store.control)
+    client = cast(Any, scene.run.store.client)
     for worker in client.zrange(keys.workers, 0, -1):
         names = {field.name for field in fields(WorkerRecord)} | {"host", "surprise"}
         # but for those without which it would be silent

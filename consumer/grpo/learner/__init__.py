@@ -1,1 +1,1 @@
-"""From groups to new weights: advantages, losses, and the steps of policy and critic."""
+"""From groups to new weights: filter, advantages, losses, and the optimizer steps."""

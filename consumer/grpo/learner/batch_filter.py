@@ -11,10 +11,12 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
+from buffer.control.length_counts import FINISHED
 from buffer.errors import ConfigError
 from buffer.wire.columns import known_column
 from buffer.wire.group import RolloutGroup
@@ -49,6 +51,30 @@ class Filtered:
     groups: list[RolloutGroup]
     counts: dict[str, int]
     reasons: list[str]
+
+    def fates(
+        self, groups: Sequence[RolloutGroup], has_gradient: NDArray[np.bool_] | None
+    ) -> list[str]:
+        """Return for each rollout why it has no gradient, or FINISHED; "" for untrained roles.
+
+        Beside the reasons of the filter: `stale` if all its tokens are too old, `no_advantage` if
+        its score is as good as the others. `groups`: the whole batch. `has_gradient`: by its
+        advantage, of each rollout to train; None: all.
+        """
+        advantages = iter(() if has_gradient is None else has_gradient.tolist())
+        reasons, included = iter(self.reasons), {id(group) for group in self.groups}
+        fates: list[str] = []
+        for group in groups:
+            own = [*islice(reasons, len(group))]
+            if id(group) in included:
+                rollout = np.repeat(np.arange(len(group)), group.lengths)
+                is_trained = np.bincount(rollout, group.mask, len(group)) > 0
+                for n, reason in enumerate(own):
+                    advantage = FINISHED if next(advantages, True) else "no_advantage"
+                    found = reason or (advantage if is_trained[n] else "stale")
+                    own[n] = found if group.in_training[n] else ""
+            fates += own
+        return fates
 
     def metrics(self) -> dict[str, float]:
         return {f"filtered/{reason}": float(self.counts.get(reason, 0)) for reason in REASONS}
@@ -118,9 +144,9 @@ class BatchFilter:
             raise ConfigError(
                 "the groups of the batch have token columns that the loss does not read: the log "
                 "names them",
-                hint="read token_rewards by [trainer] advantages = turns or gae, teacher_logprobs "
-                "by [learner.distillation], others by an advantages or objective function of yours "
-                "(docs/pages/loss.md); or remove them from the judge's answers",
+                hint="docs/pages/loss.md says which [trainer] advantages read token_rewards; "
+                "teacher_logprobs are read by [learner.distillation], others by an advantages or "
+                "objective function of yours; or remove them from the judge's answers",
             )
         return Filtered(kept, dict(counts), reasons)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,18 +14,22 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 
-from consumer.config.learner import CriticConfig, OptimizerKind, ShardingConfig
+from consumer.config.critic import CriticConfig
+from consumer.grpo.learner.advantages import EPS
 from consumer.grpo.learner.group_rewards import GroupRewards, SampledTokens
-from consumer.grpo.model_state.learner_state import capture, restore, shard_rows
-from consumer.grpo.model_state.optimizers import gradient_step, make_optimizer, set_rate
-from consumer.grpo.model_state.saved_state import Rows
+from consumer.grpo.model_state.learner_state import TrainedModel
+from consumer.grpo.model_state.optimizers import (
+    gradient_step,
+    make_optimizer,
+    mean_metrics,
+    set_rate,
+)
 from consumer.grpo.model_state.sharding import place, set_gradient_sync, shard
 from consumer.grpo.models.model_folder import load_model
 from consumer.grpo.models.shards import empty_model, load_shards
-from consumer.grpo.policy.micro_batch import MicroBatch, MicroBatches
-from consumer.handle.ranks import ALONE, Ranks
-
-PREFIX = "critic/"  # names of a critic's tensors in the state begin with it
+from consumer.grpo.policy.micro_batch import MicroBatch, TrainBatch, Update
+from consumer.grpo.policy.policy import Policy
+from consumer.handle.ranks import Ranks
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -50,105 +55,105 @@ class ValueModel(nn.Module):
         return values
 
 
-class Critic:
-    """Estimates the value of each token's state; `step` counts optimizer steps.
+class Critic(TrainedModel):
+    """Estimates the value of each token's state, for GAE: the column `values`.
 
-    Starts from `model_dir` with a value head of zeros. `optimizer`, `bf16`,
-    `gradient_checkpointing`, `sharding` and `updates_per_batch` are the policy's ([learner]). All
-    ranks call the same methods.
+    Starts from `model_dir` with a value head of zeros. Kind of optimizer, precision, gradient
+    checkpointing, sharding and `updates_per_batch` are those of `policy`.
     """
 
     def __init__(
-        self,
-        model_dir: Path,
-        config: CriticConfig,
-        *,
-        device: str = "cpu",
-        seed: int = 0,
-        optimizer: OptimizerKind = "adamw",
-        bf16: bool = False,
-        gradient_checkpointing: bool = False,
-        ranks: Ranks = ALONE,
-        sharding: ShardingConfig | None = None,
-        updates_per_batch: int = 1,
+        self, model_dir: Path, config: CriticConfig, policy: Policy, *, seed: int = 0
     ) -> None:
         self.config = config
-        self._warmup_steps = config.warmup_steps * updates_per_batch
-        self._bf16 = bf16
-        self.device = torch.device(device)
-        self.step = 0
-        self._ranks = ranks
-        self._sharding = sharding or ShardingConfig()
+        own, self._ranks, self._bf16 = policy.config, policy.ranks, policy.bf16
+        self._warmup_steps = config.warmup_steps * own.updates_per_batch
+        self._sharding = own.sharding
+        device = policy.device
         torch.manual_seed(seed)
-        self.model = self._load(model_dir).train()
-        if gradient_checkpointing:
-            self.model.body.gradient_checkpointing_enable({"use_reentrant": False})
-        self.parameters = dict(self.model.named_parameters())
-        self._optimizer = make_optimizer(
-            optimizer, self.parameters.values(), rate=config.learning_rate, ranks=ranks.size
-        )
-
-    def _load(self, model_dir: Path) -> ValueModel:
         if self._ranks.size == 1:
-            return ValueModel(load_model(model_dir).base_model).to(self.device)
-        body = empty_model(model_dir, kind=AutoModel)
-        model = ValueModel(body)
-        model.head.to(self.device)
-        shard(model, body, self.device, self._sharding)
-        load_shards(body, model_dir)
-        place(model, self.device, self._sharding)
-        return model
-
-    def on_device(self) -> tuple[list[nn.Module], torch.optim.Optimizer]:
-        return [self.model], self._optimizer
+            self.model = ValueModel(load_model(model_dir).base_model).to(device)
+        else:
+            body = empty_model(model_dir, kind=AutoModel)
+            self.model = ValueModel(body)
+            self.model.head.to(device)
+            shard(self.model, body, device, own.sharding)
+            load_shards(body, model_dir)
+            place(self.model, device, own.sharding)
+        self.model.train()
+        if own.gradient_checkpointing:
+            self.model.body.gradient_checkpointing_enable({"use_reentrant": False})
+        parameters = dict(self.model.named_parameters())
+        optimizer = make_optimizer(
+            own.optimizer, parameters.values(), rate=config.learning_rate, ranks=self._ranks.size
+        )
+        super().__init__(parameters, optimizer, device, [self.model], prefix="critic/")
 
     @torch.no_grad()
-    def values(self, batch: MicroBatch) -> Tensor:
-        """Return the expected return before each of the N response tokens, float32[N]."""
-        return self._forward(batch)
+    def compute_values(self, batch: TrainBatch) -> None:
+        """Compute the expected return before each response token of the batch."""
+        for update in batch.updates:
+            update.values = [self._forward(part) for part in update.batches]
 
-    def update(
-        self, batches: MicroBatches, old: Sequence[Tensor], returns: Sequence[Tensor]
-    ) -> dict[str, float] | None:
-        """Take one optimizer step towards `returns`; return the metrics of all ranks.
+    def values(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
+        """Return what `compute_values` has computed, float32[R] of each group; nan: nothing."""
+        values = [np.full(len(group.mask), np.nan, np.float32) for group in batch.groups]
+        for update in batch.updates:
+            update.batches.fill(values, update.values)
+        return values
 
-        None: skipped, as the gradient is not finite. `old`: values before the step; both are
-        float32[N] per micro-batch.
+    def advantages(self, groups: Sequence[GroupRewards]) -> list[NDArray[np.float32]]:
+        return gae_advantages(groups, gamma=self.config.gamma, lam=self.config.lam)
+
+    def set_returns(
+        self,
+        batch: TrainBatch,
+        advantages: Sequence[NDArray[np.float32]],
+        values: Sequence[NDArray[np.float32]],
+    ) -> list[NDArray[np.float32]]:
+        """Set what `train` fits values to; return the advantages, scaled to mean 0 and std 1."""
+        returns = [own + np.nan_to_num(v) for own, v in zip(advantages, values, strict=True)]
+        for update in batch.updates:
+            update.returns = update.batches.per_token(returns)
+        known = [
+            (group.sampled_mask > 0) & ~np.isnan(own)
+            for group, own in zip(batch.groups, values, strict=True)
+        ]
+        return _standardize(advantages, known, self._ranks)
+
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        """Take the optimizer steps of a batch towards its returns; return the metrics of all ranks.
+
+        A step whose gradient is not finite is skipped and counts in `critic/skipped_updates`.
         """
+        return mean_metrics([self._update(update) for update in batch.updates], "critic")
+
+    def _update(self, update: Update) -> dict[str, float] | None:
+        batches = update.batches
         [count] = self._ranks.sum([batches.trained_tokens])
         tokens = max(1.0, count)
-        self._optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
         total = 0.0
         abs_error = 0.0
         for index, batch in enumerate(batches):
+            old, returns = update.values[index], update.returns[index]
             values = self._forward(batch)
-            error = value_loss(values, old[index], returns[index], batch.mask, self.config.clip)
-            loss = error / tokens
+            loss = value_loss(values, old, returns, batch.mask, self.config.clip) / tokens
             is_last = index == len(batches) - 1
             set_gradient_sync(self.model, is_last=is_last, config=self._sharding)
             # gradients are averaged over ranks, and the loss is a sum over them
             torch.autograd.backward(loss * self._ranks.size)
             total += float(loss.detach())
-            abs_error += float(((returns[index] - old[index]) * batch.mask).abs().sum()) / tokens
+            abs_error += float(((returns - old) * batch.mask).abs().sum()) / tokens
         total, abs_error = self._ranks.sum([total, abs_error])
         warmup = min(1.0, (self.step + 1) / max(1, self._warmup_steps))
-        set_rate(self._optimizer, self.config.learning_rate * warmup)
-        norm = gradient_step(self._optimizer, self.config.max_grad_norm)
+        set_rate(self.optimizer, self.config.learning_rate * warmup)
+        norm = gradient_step(self.optimizer, self.config.max_grad_norm)
         self.step += 1
         if norm is None:
             log.error("the gradient of the critic's step %s is not finite: skipped", self.step)
             return None
         return {"critic/loss": total, "critic/abs_error": abs_error, "critic/grad_norm": norm}
-
-    def state_tensors(self) -> dict[str, Tensor]:
-        return capture(self.parameters, self._optimizer, self.step, self.device, PREFIX)
-
-    def shard_rows(self) -> dict[str, Rows]:
-        return shard_rows(self.parameters, PREFIX)
-
-    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from the result of `state_tensors()`. Raises ModelError for another model's."""
-        self.step = restore(state, self.parameters, self._optimizer, self.device, PREFIX)
 
     def _forward(self, batch: MicroBatch) -> Tensor:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self._bf16):
@@ -211,3 +216,18 @@ def _discounted_sums(
         )
         reach *= 2
     return sums
+
+
+def _standardize(
+    columns: Sequence[NDArray[np.float32]], known: Sequence[NDArray[np.bool_]], ranks: Ranks
+) -> list[NDArray[np.float32]]:
+    """Scale columns to mean 0 and standard deviation 1 over the `known` tokens of all ranks."""
+    parts = [column[own] for column, own in zip(columns, known, strict=True)]
+    joined = np.concatenate([np.zeros(0), *parts])
+    count, total = ranks.sum([len(joined), float(joined.sum())])
+    if count < 2:
+        return [*columns]
+    mean = total / count
+    [squares] = ranks.sum([float(np.square(joined - mean).sum())])
+    std = math.sqrt(squares / (count - 1))
+    return [((column - mean) / (std + EPS)).astype(np.float32) for column in columns]

@@ -7,64 +7,86 @@
     batch = controller.compute_advantages(batch)
     metrics = controller.train(batch)
 
-A call that the config does not need (values without a critic) returns the batch unchanged.
+A call that the config does not need (values without a critic) returns the batch unchanged. With
+several ranks, the loss divides by the counts of all, so the gradient equals that of one rank with
+the whole batch.
+
+Invariant: a controller that loads another's state continues bit for bit as that one would have
+(same machine, same number of threads).
 """
 
 from __future__ import annotations
 
-import math
+import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from buffer.control.length_counts import FINISHED
-from buffer.errors import ConfigError
+from buffer.errors import ConfigError, GradientNotFinite
 from buffer.imports import is_dotted_path
 from buffer.wire.group import RolloutGroup
 from consumer.config.learner import LearnerConfig
 from consumer.config.trainer import TrainingConfig
 from consumer.grpo.learner.advantages import (
-    EPS,
     OVER_BATCH,
     Estimator,
     estimate,
     load_estimator,
     per_token,
 )
-from consumer.grpo.learner.batch_filter import BatchFilter, Filtered
-from consumer.grpo.learner.critic import Critic, gae_advantages
+from consumer.grpo.learner.batch_filter import BatchFilter
+from consumer.grpo.learner.critic import Critic
+from consumer.grpo.learner.distillation import Distillation, TeacherWeights, of_covered_tokens
 from consumer.grpo.learner.group_rewards import GroupRewards
-from consumer.grpo.learner.learner import Learner
-from consumer.grpo.model_state.optimizers import mean_metrics
+from consumer.grpo.learner.losses import (
+    Samples,
+    TokenColumns,
+    derived_metrics,
+    load_objective,
+    policy_loss,
+    token_weights,
+)
+from consumer.grpo.model_state.learner_state import TrainedModel
+from consumer.grpo.model_state.optimizers import (
+    gradient_step,
+    mean_metrics,
+    scheduled_rate,
+    set_rate,
+)
 from consumer.grpo.model_state.saved_state import Rows
-from consumer.grpo.policy.micro_batch import TrainBatch
-from consumer.handle.ranks import Ranks
+from consumer.grpo.model_state.sharding import average_gradients, set_gradient_sync
+from consumer.grpo.policy.micro_batch import TrainBatch, Update
+from consumer.grpo.policy.policy import Policy
+from consumer.handle.batch import BatchTable
+
+log = logging.getLogger("rolloutmq.trainer")
 
 COMPUTED = {"otb": "energy", "gae": "values"}
 """Advantages that need a forward pass, and the token column that it computes for them."""
 
 
 class TrainController:
-    """Trains a `Learner` on groups, by an advantage estimator or by a critic.
+    """Trains a `policy` on groups, by an advantage estimator or by a critic.
 
     `advantages`: as in [trainer]; "gae" (generalized advantage estimation) needs a `critic`.
-    `overlong_buffer_tokens`, `reward_weights`: see `advantages.py`. Raises ConfigError where these
-    do not fit together.
+    `overlong_buffer_tokens`, `reward_weights`: see `advantages.py`. `teacher_weights`: see
+    `distillation.py`. Raises ConfigError where these do not fit together.
     """
 
     def __init__(
         self,
-        learner: Learner,
+        policy: Policy,
         advantages: str = "grpo",
         *,
         overlong_buffer_tokens: int | None = None,
         reward_weights: Mapping[str, float] | None = None,
+        teacher_weights: TeacherWeights | None = None,
         critic: Critic | None = None,
         batch_filter: BatchFilter | None = None,
     ) -> None:
@@ -73,52 +95,48 @@ class TrainController:
                 "advantages = gae needs a critic, and no other estimator uses one",
                 hint="set [critic], or another [trainer] advantages",
             )
-        self.learner = learner
+        self.policy = policy
         self.critic = critic
+        # in this order: loading one sets the generators of random numbers, and the policy's count
+        self.models: list[TrainedModel] = [critic, policy] if critic else [policy]
+        self.skipped_in_a_row = 0  # steps whose gradient was not finite
+        self._config = policy.config
+        self._ranks = policy.ranks
         self._name = advantages
-        if critic:
-            config = critic.config
-            self._estimator: Estimator = partial(gae_advantages, gamma=config.gamma, lam=config.lam)
-        else:
-            self._estimator = load_estimator(advantages, reward_weights)
+        self._estimator: Estimator = (
+            critic.advantages if critic else load_estimator(advantages, reward_weights)
+        )
         self._overlong_buffer_tokens = overlong_buffer_tokens
-        self._filter = batch_filter or BatchFilter(recorded=learner.recorded, masks=learner.masks)
+        self._distillation = Distillation.of(self._config, teacher_weights or {})
+        # before hours of rollouts, where it does not exist
+        load_objective(self._config.loss.objective)
+        self._filter = batch_filter or BatchFilter(recorded=policy.recorded, masks=policy.masks)
         # Of the newest batch, as computed: per rollout, or per trained token (by GAE, unscaled).
         self.advantages: NDArray[np.float32] = np.zeros(0, np.float32)
         # Of each rollout of the newest batch: what kept it from a gradient, or FINISHED.
         self.fates: list[str] = []
 
     @classmethod
-    def of(cls, config: TrainingConfig, learner: Learner, model_dir: Path) -> TrainController:
+    def of(cls, config: TrainingConfig, policy: Policy, model_dir: Path) -> TrainController:
         """Create the controller of [trainer] and [critic]; a critic starts from `model_dir`."""
         section = config.trainer
         critic = None
         if section.is_gae:
-            critic = Critic(
-                model_dir,
-                config.critic,
-                device=str(learner.device),
-                seed=config.run.seed,
-                optimizer=learner.config.optimizer,
-                bf16=learner.bf16,
-                gradient_checkpointing=learner.config.gradient_checkpointing,
-                ranks=learner.ranks,
-                sharding=config.learner.sharding,
-                updates_per_batch=config.learner.updates_per_batch,
-            )
+            critic = Critic(model_dir, config.critic, policy, seed=config.run.seed)
         batch_filter = BatchFilter(
             section.max_sequence_tokens,
             mask_truncated=section.mask_truncated,
-            recorded=learner.recorded,
-            masks=learner.masks,
+            recorded=policy.recorded,
+            masks=policy.masks,
             read_columns=read_columns(section.advantages, config.learner),
             needs_rewards=section.advantages != "none",
         )
         return cls(
-            learner,
+            policy,
             section.advantages,
             overlong_buffer_tokens=section.overlong_buffer_tokens,
             reward_weights=section.reward_weights,
+            teacher_weights=config.column_weights,
             critic=critic,
             batch_filter=batch_filter,
         )
@@ -131,33 +149,10 @@ class TrainController:
         batch = self.compute_ref_logprobs(batch)
         batch = self.compute_values(batch)
         batch = self.compute_advantages(batch)
-        self.fates = self._fates(groups, filtered, batch)
+        outcome = batch.outcome
+        has_gradient = None if outcome is None else self._with_gradient(filtered.groups, outcome)
+        self.fates = filtered.fates(groups, has_gradient)
         return self.train(batch) | filtered.metrics()
-
-    def _fates(
-        self, groups: Sequence[RolloutGroup], filtered: Filtered, batch: TrainBatch
-    ) -> list[str]:
-        """Return for each rollout why it has no gradient, or FINISHED; "" for untrained roles.
-
-        Beside the reasons of the filter: `stale` if all its tokens are too old, `no_advantage` if
-        its score is as good as the others.
-        """
-        advantages = batch.outcome
-        kept = None if advantages is None else self._with_gradient(filtered.groups, advantages)
-        has_gradient = iter(() if kept is None else kept.tolist())
-        reasons, included = iter(filtered.reasons), {id(group) for group in filtered.groups}
-        fates: list[str] = []
-        for group in groups:
-            own = [*islice(reasons, len(group))]
-            if id(group) in included:
-                rollout = np.repeat(np.arange(len(group)), group.lengths)
-                is_trained = np.bincount(rollout, group.mask, len(group)) > 0
-                for n, reason in enumerate(own):
-                    advantage = FINISHED if next(has_gradient, True) else "no_advantage"
-                    found = reason or (advantage if is_trained[n] else "stale")
-                    own[n] = found if group.in_training[n] else ""
-            fates += own
-        return fates
 
     def pack_pad_dispatch(self, groups: Sequence[RolloutGroup]) -> TrainBatch:
         """Pack this rank's groups, without the rollouts that have no policy gradient.
@@ -167,38 +162,95 @@ class TrainController:
         """
         if self._name in COMPUTED:
             kept = [np.zeros(0, np.bool_), *map(self._filter.computable, groups)]
-            return self.learner.pack(groups, keep=np.concatenate(kept))
+            return self.pack(groups, keep=np.concatenate(kept))
         advantages = self.outcome_advantages(groups)
         keep = self._with_gradient(groups, advantages)
-        return replace(self.learner.pack(groups, keep=keep), outcome=advantages)
+        return replace(self.pack(groups, keep=keep), outcome=advantages)
 
     def _with_gradient(
         self, groups: Sequence[RolloutGroup], advantages: Sequence[NDArray[np.float32]]
     ) -> NDArray[np.bool_] | None:
         """Return which rollouts have a gradient, bool[sum k]; None: all."""
-        largest = [
-            _largest(per_token(own, group.lengths) * group.mask, group.lengths)
-            for own, group in zip(advantages, groups, strict=True)
-        ]
-        return self.learner.keep(np.concatenate([np.zeros(0, np.float32), *largest]))
+        largest = [np.zeros(0, np.float32)]
+        for own, group in zip(advantages, groups, strict=True):
+            rollout = np.repeat(np.arange(len(group)), group.lengths)
+            sizes = np.abs(per_token(own, group.lengths) * group.mask)
+            largest.append(np.bincount(rollout, sizes, len(group)).astype(np.float32))
+        return self.keep(np.concatenate(largest))
+
+    def keep(self, advantages: NDArray[np.float32]) -> NDArray[np.bool_] | None:
+        """Return which rollouts need a forward pass, bool[sum k]; None: all of them.
+
+        By an objective of ours, a rollout with advantage 0 has no policy gradient; it still counts
+        in the loss's divisors.
+        """
+        loss = self._config.loss
+        has_other = loss.kl_coef or loss.entropy_coef or self._distillation
+        return None if has_other or is_dotted_path(loss.objective) else advantages != 0
+
+    def pack(
+        self, groups: Sequence[RolloutGroup], *, keep: NDArray[np.bool_] | None = None
+    ) -> TrainBatch:
+        """Pack this rank's groups into micro-batches, divided into `updates_per_batch` updates.
+
+        `keep`: bool[sum k], which rollouts to pack; default: all that have a trained token. All
+        ranks get equal numbers of updates and of micro-batches in each. Raises as
+        `Packer.pack_pad_dispatch`.
+        """
+        table = BatchTable.of(groups)
+        kept = table.trained > 0 if keep is None else keep
+        counted = np.concatenate([np.zeros(0, np.bool_), *(g.in_training for g in groups)])
+        updates = []
+        for chosen in np.array_split(np.arange(len(groups)), self._config.updates_per_batch):
+            # with several ranks, all take part in every update, also one without groups
+            if not len(chosen) and self._ranks.size == 1:
+                continue
+            part = np.isin(table.group, chosen)
+            batches = self.policy.packer.pack_pad_dispatch(table, keep=kept & part)
+            batches.pad(self._ranks.max(len(batches)))
+            own = [int(table.trained[part].sum()), int((part & counted).sum())]
+            tokens, samples = self._ranks.sum(own)
+            gids = [groups[n].gid for n in np.unique(table.group[part]).tolist()]
+            updates.append(Update(batches, tokens, int(samples), gids))
+        return TrainBatch(groups, updates)
 
     def compute_old_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Compute the logprobs under the weights before the batch, if the loss reads them."""
-        return self.learner.compute_old_logprobs(batch)
+        """Compute the log-probabilities under the weights before this batch.
+
+        Leaves the batch as it is unless the ratio is to them and there are several updates.
+        """
+        if self._needs_old_logprobs:
+            for update in batch.updates:
+                update.old_logprobs = [self.policy.logprobs(part) for part in update.batches]
+        return batch
+
+    @property
+    def _needs_old_logprobs(self) -> bool:
+        return self._config.updates_per_batch > 1 and not self._config.is_against_rollout
 
     def compute_ref_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        return self.learner.compute_ref_logprobs(batch)
+        """Compute the logprobs under the reference of the KL, unless `kl_coef` is 0."""
+        policy, teacher = self.policy, self._config.loss.kl_reference
+        for update in batch.updates:
+            if policy.reference:
+                update.ref_logprobs = [policy.reference_logprobs(part) for part in update.batches]
+            elif teacher:
+                update.ref_logprobs = update.batches.column(f"teacher_logprobs/{teacher}")
+        return batch
 
     def compute_values(self, batch: TrainBatch) -> TrainBatch:
         if self.critic:
-            for update in batch.updates:
-                update.values = [self.critic.values(part) for part in update.batches]
+            self.critic.compute_values(batch)
         return batch
 
     def compute_advantages(self, batch: TrainBatch) -> TrainBatch:
         """Compute advantages by the estimator; those of a critic are scaled to mean 0, std 1."""
         groups = batch.groups
-        computed = self._computed(batch)
+        computed: list[NDArray[np.float32]] = []
+        if self.critic:
+            computed = self.critic.values(batch)
+        elif self._name == "otb":
+            computed = self.compute_energies(batch)
         found = batch.outcome
         if found is None:
             found = self.outcome_advantages(groups, computed)
@@ -208,39 +260,18 @@ class TrainController:
         ]
         self.advantages = np.concatenate([np.zeros(0, np.float32), *shown])
         if self.critic:
-            returns = [own + np.nan_to_num(v) for own, v in zip(found, computed, strict=True)]
-            for update in batch.updates:
-                update.returns = update.batches.per_token(returns)
-            known = [
-                (group.sampled_mask > 0) & ~np.isnan(values)
-                for group, values in zip(groups, computed, strict=True)
-            ]
-            found = _standardize(found, known, self.learner.ranks)
+            found = self.critic.set_returns(batch, found, computed)
         batch.set_advantages(
             [per_token(own, group.lengths) for own, group in zip(found, groups, strict=True)]
         )
         return batch
 
-    def _computed(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
-        """Return the column of `COMPUTED`, float32[R] of each group; [] for other advantages."""
-        if self._name == "otb":
-            return self.learner.compute_energies(batch)
-        if self.critic is None:
-            return []
-        values = [np.full(len(group.mask), np.nan, np.float32) for group in batch.groups]
+    def compute_energies(self, batch: TrainBatch) -> list[NDArray[np.float32]]:
+        """Return `Policy.energies`, float32[R] of each group; 0 where a token was not sampled."""
+        energies = [np.zeros(len(group.mask), np.float32) for group in batch.groups]
         for update in batch.updates:
-            update.batches.fill(values, update.values)
-        return values
-
-    def train(self, batch: TrainBatch) -> dict[str, float]:
-        metrics = self.learner.train(batch)
-        if self.critic is None or not batch.updates:
-            return metrics
-        losses = [
-            self.critic.update(update.batches, update.values, update.returns)
-            for update in batch.updates
-        ]
-        return metrics | mean_metrics(losses, "critic")
+            update.batches.fill(energies, [self.policy.energies(part) for part in update.batches])
+        return [own * g.sampled_mask for own, g in zip(energies, batch.groups, strict=True)]
 
     def outcome_advantages(
         self, groups: Sequence[RolloutGroup], computed: Sequence[NDArray[np.float32]] = ()
@@ -252,7 +283,7 @@ class TrainController:
         own = [GroupRewards.of(group, self._overlong_buffer_tokens) for group in groups]
         for group, column in zip(own, computed, strict=False):
             group.tokens[COMPUTED[self._name]] = column
-        ranks = self.learner.ranks
+        ranks = self._ranks
         is_of_user = is_dotted_path(self._name)
         if ranks.size == 1 or not (is_of_user or self._name in OVER_BATCH):
             return estimate(self._name, self._estimator, own)
@@ -262,19 +293,125 @@ class TrainController:
         first = sum(map(len, parts[: ranks.rank]))
         return advantages[first : first + len(groups)]
 
+    def train(self, batch: TrainBatch) -> dict[str, float]:
+        """Take the optimizer steps of a batch whose advantages are set; return the metrics.
+
+        Metrics are means over trained tokens; `optim/*` and `loss/policy` over optimizer steps. A
+        step whose gradient is not finite is skipped and counts in `optim/skipped_updates`. Raises
+        ConfigError where the loss lacks log-probabilities, GradientNotFinite after
+        `max_skipped_updates` such steps in a row.
+        """
+        needed = {
+            "old_logprobs": self._needs_old_logprobs,
+            "ref_logprobs": self._config.loss.kl_coef > 0,
+        }
+        for name, is_needed in needed.items():
+            if is_needed and any(
+                len(getattr(update, name)) < len(update.batches) for update in batch.updates
+            ):
+                raise ConfigError(f"the batch has no {name}", hint=f"call compute_{name} first")
+        metrics = mean_metrics([self._update(update) for update in batch.updates], "optim")
+        if self.critic and batch.updates:
+            metrics |= self.critic.train(batch)
+        return metrics
+
+    def _update(self, update: Update) -> dict[str, float] | None:
+        """Take one optimizer step and return its metrics; None where it was skipped."""
+        sums: Counter[str] = Counter()
+        self.policy.optimizer.zero_grad(set_to_none=True)
+        for index in range(len(update.batches)):
+            sums.update(self._backward(update, index))
+        sums = Counter(dict(zip(sums, self._ranks.sum(list(sums.values())), strict=True)))
+        optim = self._optimize(update)
+        if optim is None:
+            return None
+        metrics = {"loss/policy": sums.pop("loss/policy", 0.0)}
+        computed = sums.pop("tokens", 0.0)
+        means = {name: value / max(1.0, computed) for name, value in sums.items()}
+        metrics |= derived_metrics(of_covered_tokens(means))
+        metrics["batch/trained_share"] = computed / max(1.0, update.tokens)
+        return metrics | optim
+
+    def _backward(self, update: Update, index: int) -> dict[str, float]:
+        """Add the gradient of a micro-batch; return its metrics, summed over trained tokens."""
+        config, loss_config = self._config, self._config.loss
+        batch = update.batches[index]
+        current = self.policy.score(batch, entropy_gradient=loss_config.entropy_coef > 0)
+        samples = Samples(batch.mask, batch.sample, batch.trained_tokens)
+        old_logprobs = current.logprobs.detach()
+        if config.is_against_rollout:
+            old_logprobs = batch.rollout_logprobs
+        elif update.old_logprobs:
+            old_logprobs = update.old_logprobs[index]
+        columns = TokenColumns(
+            logprobs=current.logprobs,
+            old_logprobs=old_logprobs,
+            rollout_logprobs=batch.rollout_logprobs,
+            advantages=update.advantages[index],
+            samples=samples,
+            entropy=current.entropy,
+            ref_logprobs=update.ref_logprobs[index] if update.ref_logprobs else None,
+            optional=batch.optional,
+            old_is_rollout=config.is_against_rollout,
+        )
+        if self._distillation:
+            columns = self._distillation.apply(columns, batch, current.others)
+        weights = token_weights(
+            samples, loss_config, batch_tokens=update.tokens, batch_samples=update.samples
+        )
+        loss, metrics = policy_loss(columns, weights, loss_config)
+        is_last = index == len(update.batches) - 1
+        set_gradient_sync(self.policy.logits, is_last=is_last, config=config.sharding)
+        # gradients are averaged over ranks, and the loss is a sum over them
+        torch.autograd.backward(loss * self._ranks.size)
+        # one transfer from the device for all of them
+        values = torch.stack([loss.detach(), batch.mask.sum(), *metrics.values()]).tolist()
+        return dict(zip(["loss/policy", "tokens", *metrics], values, strict=True))
+
+    def _optimize(self, update: Update) -> dict[str, float] | None:
+        """Take the step along the gradient; None: it is not finite, and no weight was changed."""
+        policy = self.policy
+        rate = scheduled_rate(self._config, policy.step)
+        policy.step += 1
+        if not update.batches:
+            # no gradient: a step would still move the weights by the decaying moments
+            return {"optim/grad_norm": 0.0, "optim/learning_rate": rate}
+        set_rate(policy.optimizer, rate)
+        if policy.has_adapter:
+            average_gradients(policy.parameters.values(), self._ranks)
+        norm = gradient_step(policy.optimizer, self._config.max_grad_norm)
+        if norm is not None:
+            self.skipped_in_a_row = 0
+            return {"optim/grad_norm": norm, "optim/learning_rate": rate}
+        self.skipped_in_a_row += 1
+        what = (
+            f"the gradient of optimizer step {policy.step} is not finite: no weight was changed. "
+            f"Its groups: {', '.join(update.gids)}"
+        )
+        log.error(what)
+        if self.skipped_in_a_row >= self._config.max_skipped_updates:
+            raise GradientNotFinite(
+                f"{self.skipped_in_a_row} optimizer steps in a row were skipped; {what}",
+                hint="lower [learner] learning_rate, then restart from an older checkpoint: the "
+                "weights may be where gradients overflow; or raise [learner] max_skipped_updates",
+            )
+        return None
+
     def state_tensors(self) -> dict[str, Tensor]:
-        critic = self.critic.state_tensors() if self.critic else {}
-        return self.learner.state_tensors() | critic
+        """Return what a resume of this rank needs, on the CPU (see `learner_state.py`)."""
+        state = {"skipped": torch.tensor(self.skipped_in_a_row)}
+        for model in self.models:
+            state |= model.state_tensors()
+        return state
 
     def shard_rows(self) -> dict[str, Rows]:
-        critic = self.critic.shard_rows() if self.critic else {}
-        return self.learner.shard_rows() | critic
+        return {name: rows for model in self.models for name, rows in model.shard_rows().items()}
 
     def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
-        if self.critic:
-            self.critic.load_state_tensors(state)
-        # last: both set the generators of random numbers, and those of the learner count
-        self.learner.load_state_tensors(state)
+        """Continue from `state_tensors()`. Raises ModelError for another's."""
+        for model in self.models:
+            model.load_state_tensors(state)
+        self.skipped_in_a_row = int(state["skipped"])
 
 
 def read_columns(advantages: str, learner: LearnerConfig) -> frozenset[str] | None:
@@ -287,24 +424,3 @@ def read_columns(advantages: str, learner: LearnerConfig) -> frozenset[str] | No
         f"teacher_logprobs/{learner.loss.kl_reference}": learner.loss.kl_reference is not None,
     }
     return frozenset(name for name, is_read in read.items() if is_read)
-
-
-def _largest(advantages: NDArray[np.float32], lengths: NDArray[np.int32]) -> NDArray[np.float32]:
-    """Return an advantage of each rollout, float32[k], that is 0 where all its tokens have 0."""
-    rollout = np.repeat(np.arange(len(lengths)), lengths)
-    return np.bincount(rollout, np.abs(advantages), len(lengths)).astype(np.float32)
-
-
-def _standardize(
-    columns: Sequence[NDArray[np.float32]], known: Sequence[NDArray[np.bool_]], ranks: Ranks
-) -> list[NDArray[np.float32]]:
-    """Scale columns to mean 0 and standard deviation 1 over the `known` tokens of all ranks."""
-    parts = [column[own] for column, own in zip(columns, known, strict=True)]
-    joined = np.concatenate([np.zeros(0), *parts])
-    count, total = ranks.sum([len(joined), float(joined.sum())])
-    if count < 2:
-        return [*columns]
-    mean = total / count
-    [squares] = ranks.sum([float(np.square(joined - mean).sum())])
-    std = math.sqrt(squares / (count - 1))
-    return [((column - mean) / (std + EPS)).astype(np.float32) for column in columns]

@@ -9,116 +9,127 @@ adapter/base, adapter/alpha  of a LoRA adapter, which checks them itself (lora.p
 
 With sharded weights, a rank's state holds its rows of parameters and moments.
 
-Invariant: after `restore` of what `capture` returned, a learner continues bit for bit.
+Invariant: after `load_state_tensors` of what `state_tensors` returned, training continues bit for
+bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from buffer.errors import ModelError
+from consumer.config.learner import OptimizerKind
 from consumer.grpo.model_state.optimizers import SHARDED, STATES, kind_of
 from consumer.grpo.model_state.saved_state import Rows
 from consumer.grpo.model_state.sharding import local_part, rows_of, shard_like
 
 
-def capture(
-    parameters: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
-    step: int,
-    device: torch.device,
-    prefix: str = "",
-) -> dict[str, Tensor]:
-    """Return contiguous copies on the CPU, which further training does not change."""
-    state = {f"model/{name}": _copy(tensor) for name, tensor in parameters.items()}
-    for name, parameter in parameters.items():
-        for slot, value in optimizer.state[parameter].items():
-            state[f"optimizer/{slot}/{name}"] = _copy(torch.as_tensor(value))
-    state["rng/cpu"] = torch.get_rng_state().clone()
-    if device.type == "cuda":
-        state["rng/cuda"] = torch.cuda.get_rng_state(device)
-    state["step"] = torch.tensor(step)
-    return {f"{prefix}{name}": tensor for name, tensor in state.items()}
+class TrainedModel:
+    """Parameters with their `optimizer` on a `device`; `step` counts optimizer steps.
 
-
-def shard_rows(parameters: Mapping[str, Tensor], prefix: str = "") -> dict[str, Rows]:
-    sharded = {
-        name: rows_of(parameter)
-        for name, parameter in parameters.items()
-        if isinstance(parameter, DTensor)
-    }
-    groups = ["model", *(f"optimizer/{slot}" for slot in SHARDED)]
-    return {f"{prefix}{group}/{name}": rows for group in groups for name, rows in sharded.items()}
-
-
-@torch.no_grad()
-def restore(
-    state: Mapping[str, Tensor],
-    parameters: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-    prefix: str = "",
-) -> int:
-    """Load `state`; return its step.
-
-    Raises ModelError, and changes nothing, for another model's.
+    `modules`: all that computes on the device. `prefix`: what the names of its tensors in the state
+    begin with.
     """
-    _check(state, parameters, prefix)
-    _check_optimizer(state, optimizer, prefix)
-    kind = kind_of(optimizer)
-    for name, parameter in parameters.items():
-        local_part(parameter).copy_(state[f"{prefix}model/{name}"])
-        names = {slot: f"{prefix}optimizer/{slot}/{name}" for slot in STATES[kind]}
-        optimizer.state[parameter] = {
-            slot: _like(parameter, slot, state[key].to(parameter.device, copy=True))
-            if slot != "step" or kind == "adamw"
-            else int(state[key])  # bitsandbytes counts in Python
-            for slot, key in names.items()
-            if key in state
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        modules: Sequence[nn.Module] = (),
+        prefix: str = "",
+    ) -> None:
+        self.parameters = parameters
+        self.optimizer = optimizer
+        self.device = device
+        self.modules = modules
+        self.prefix = prefix
+        self.step = 0
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return contiguous copies on the CPU, which further training does not change."""
+        state = {f"model/{name}": _copy(tensor) for name, tensor in self.parameters.items()}
+        for name, parameter in self.parameters.items():
+            for slot, value in self.optimizer.state[parameter].items():
+                state[f"optimizer/{slot}/{name}"] = _copy(torch.as_tensor(value))
+        state["rng/cpu"] = torch.get_rng_state().clone()
+        if self.device.type == "cuda":
+            state["rng/cuda"] = torch.cuda.get_rng_state(self.device)
+        state["step"] = torch.tensor(self.step)
+        return {f"{self.prefix}{name}": tensor for name, tensor in state.items()}
+
+    def shard_rows(self) -> dict[str, Rows]:
+        """Return which rows of its sharded tensors this rank has, by their names in the state."""
+        sharded = {
+            name: rows_of(parameter)
+            for name, parameter in self.parameters.items()
+            if isinstance(parameter, DTensor)
         }
-    torch.set_rng_state(state[f"{prefix}rng/cpu"])
-    if device.type == "cuda" and f"{prefix}rng/cuda" in state:
-        torch.cuda.set_rng_state(state[f"{prefix}rng/cuda"], device)
-    return int(state[f"{prefix}step"])
+        groups = ["model", *(f"optimizer/{slot}" for slot in SHARDED)]
+        return {
+            f"{self.prefix}{group}/{name}": rows
+            for group in groups
+            for name, rows in sharded.items()
+        }
 
+    @torch.no_grad()
+    def load_state_tensors(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from `state_tensors()`.
 
-def _check(state: Mapping[str, Tensor], parameters: Mapping[str, Tensor], prefix: str) -> None:
-    expected = {
-        f"{prefix}model/{name}": tuple(local_part(parameter).shape)
-        for name, parameter in parameters.items()
-    }
-    names = [name for name in state if name.startswith(f"{prefix}model/")]
-    found = {name: tuple(state[name].shape) for name in names}
-    if found != expected:
-        all_names = expected.keys() | found.keys()
-        different = sorted(name for name in all_names if expected.get(name) != found.get(name))
-        raise ModelError(
-            f"the learner's state is of another model: {len(different)} tensors differ, "
-            f"the first is {different[0]}",
-            hint="resume with the model and the config of the checkpoint",
-        )
-    missing = {f"{prefix}step", f"{prefix}rng/cpu"} - state.keys()
-    if missing:
-        raise ModelError(f"the learner's state is incomplete: it lacks {sorted(missing)}")
+        Raises ModelError, and changes nothing, for the state of another model or optimizer.
+        """
+        start, kind = self.prefix, kind_of(self.optimizer)
+        self._check(state)
+        self._check_optimizer(state, kind)
+        for name, parameter in self.parameters.items():
+            local_part(parameter).copy_(state[f"{start}model/{name}"])
+            names = {slot: f"{start}optimizer/{slot}/{name}" for slot in STATES[kind]}
+            self.optimizer.state[parameter] = {
+                slot: _like(parameter, slot, state[key].to(parameter.device, copy=True))
+                if slot != "step" or kind == "adamw"
+                else int(state[key])  # bitsandbytes counts in Python
+                for slot, key in names.items()
+                if key in state
+            }
+        torch.set_rng_state(state[f"{start}rng/cpu"])
+        if self.device.type == "cuda" and f"{start}rng/cuda" in state:
+            torch.cuda.set_rng_state(state[f"{start}rng/cuda"], self.device)
+        self.step = int(state[f"{start}step"])
 
-
-def _check_optimizer(
-    state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, prefix: str
-) -> None:
-    known = STATES[kind_of(optimizer)]
-    start = f"{prefix}optimizer/"
-    slots = {name.removeprefix(start).split("/")[0] for name in state if name.startswith(start)}
-    for kind, names in STATES.items():
-        if slots - set(known) and slots <= set(names):
+    def _check(self, state: Mapping[str, Tensor]) -> None:
+        start = f"{self.prefix}model/"
+        expected = {
+            f"{start}{name}": tuple(local_part(parameter).shape)
+            for name, parameter in self.parameters.items()
+        }
+        # one at a time: a state may read its tensors from files
+        found = {name: tuple(state[name].shape) for name in state if name.startswith(start)}
+        if found != expected:
+            all_names = expected.keys() | found.keys()
+            different = sorted(name for name in all_names if expected.get(name) != found.get(name))
             raise ModelError(
-                f"the checkpoint holds the state of [learner] optimizer = {kind}, not of "
-                f"{kind_of(optimizer)}: they cannot be converted",
-                hint=f"optimizer = {kind} continues this run; another one needs a new run",
+                f"the learner's state is of another model: {len(different)} tensors differ, "
+                f"the first is {different[0]}",
+                hint="resume with the model and the config of the checkpoint",
             )
+        missing = {f"{self.prefix}step", f"{self.prefix}rng/cpu"} - state.keys()
+        if missing:
+            raise ModelError(f"the learner's state is incomplete: it lacks {sorted(missing)}")
+
+    def _check_optimizer(self, state: Mapping[str, Tensor], kind: OptimizerKind) -> None:
+        start = f"{self.prefix}optimizer/"
+        slots = {name.removeprefix(start).split("/")[0] for name in state if name.startswith(start)}
+        for other, names in STATES.items():
+            if slots - set(STATES[kind]) and slots <= set(names):
+                raise ModelError(
+                    f"the checkpoint holds the state of [learner] optimizer = {other}, not of "
+                    f"{kind}: they cannot be converted",
+                    hint=f"optimizer = {other} continues this run; another one needs a new run",
+                )
 
 
 def _like(parameter: Tensor, slot: str, tensor: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Models of the trainer: folders, the tiny model of the demo and its warm start."""
+"""Model folders, and how models run on a device."""

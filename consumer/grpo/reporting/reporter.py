@@ -13,9 +13,10 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from buffer.errors import RolloutMQError
+from buffer.groups.replay_buffer import ReplayBuffer
 from buffer.manifest import Manifest, ManifestEntry
-from buffer.redis.connection.retry import LogOnce
-from buffer.replay_buffer import ReplayBuffer
+from buffer.observers import Observer
+from buffer.redis.retry import LogOnce
 from buffer.wire.group import RolloutGroup
 from buffer.wire.staleness import staleness
 from consumer.config.trainer import TrainingConfig
@@ -31,8 +32,11 @@ MOST_WAITING = 16  # reports in the queue above which samples, but never metrics
 FLUSH_S = 30.0  # a checkpoint, and the end of the trainer, wait this long
 
 
-class Reporter:
-    """Owns the destinations: only its thread calls them after `open`."""
+class Reporter(Observer):
+    """Passes what a trainer reports to the destinations, which only its thread calls after `open`.
+
+    It observes one trainer: a step's line names the groups that were delivered for it.
+    """
 
     def __init__(self, config: TrainingConfig, buffer: ReplayBuffer, model_dir: Path) -> None:
         self._config = config
@@ -50,6 +54,17 @@ class Reporter:
             for writer in destinations
         ]
         self._thread.start()
+
+    def delivered(
+        self, manifest: Manifest, groups: Sequence[RolloutGroup], lineage: str, waited_s: float
+    ) -> None:
+        self._lineage, self._gids = lineage, manifest.gids
+
+    def reported(self, step: int, metrics: Mapping[str, float], task: str) -> None:
+        if task:
+            self.add_evaluation(step, task, dict(metrics))
+        else:
+            self.add_step(step, self._lineage, self._gids, dict(metrics))
 
     def add_step(self, step: int, lineage: str, gids: list[str], metrics: dict[str, float]) -> None:
         """Report a step, which is in the log when this returns. Raises OSError."""

@@ -52,7 +52,7 @@ LARGEST_ANSWER = 2**20  # bytes
 LONGEST_STDERR = 2000  # bytes of a dead process's stderr that are told
 
 TASK_PATH = "task_path"
-"""Key of `extra`: the folder of the task (`producer_workers.datasets.environment_tasks`)."""
+"""Key of `extra`: the folder of the task (`rolloutmq.extensions.environments.rows`)."""
 
 SCORED_ERRORS = frozenset(
     {

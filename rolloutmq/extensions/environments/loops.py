@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 from buffer.errors import ConfigError
 from buffer.imports import load_object, require
-from producer_workers.datasets.environment_tasks import REQUIREMENT as VERIFIERS
 from rolloutmq.extensions.environments.harbor import HarborAgent
 from rolloutmq.extensions.environments.openenv import REQUIREMENT as OPENENV
+from rolloutmq.extensions.environments.rows import REQUIREMENT as VERIFIERS
 from rolloutmq.extensions.gateway.agents import AgentError, FunctionAgent
 from rolloutmq.extensions.gateway.loop import GatewayAgentLoop
 
@@ -25,14 +25,12 @@ class EpisodeLoop(GatewayAgentLoop):
     """Plays episodes with the function at `play`, whose keyword arguments are its options."""
 
     play: ClassVar[str]
-    needs: ClassVar[tuple[str, str] | None] = None
-    """a module, and the requirement that installs it"""
     error: ClassVar[type[AgentError]] = AgentError
     can_resume: ClassVar[bool] = False
 
     def __init__(self, *, time_limit_s: float = 600.0, **given: Any) -> None:
-        if self.needs:
-            require(*self.needs)
+        for module, requirement in self.needs.items():
+            require(module, requirement)
         if given.get("resumable") and not self.can_resume:
             raise ConfigError("these episodes begin again: they cannot be resumable")
         function = load_object(self.play, kind="agent")
@@ -46,7 +44,7 @@ class VerifiersAgentLoop(EpisodeLoop):
     """Plays tasks of an environment of verifiers, which a data set of this kind names."""
 
     play = "rolloutmq.extensions.environments.verifiers:play"
-    needs = ("verifiers.v1", VERIFIERS)
+    needs: ClassVar[Mapping[str, str]] = {**EpisodeLoop.needs, "verifiers.v1": VERIFIERS}
 
 
 class OpenEnvAgentLoop(EpisodeLoop):
@@ -57,7 +55,7 @@ class OpenEnvAgentLoop(EpisodeLoop):
     """
 
     play = "rolloutmq.extensions.environments.openenv:play"
-    needs = ("openenv.core", OPENENV)
+    needs: ClassVar[Mapping[str, str]] = {**EpisodeLoop.needs, "openenv.core": OPENENV}
     error = FailedEpisode
     can_resume = True
 

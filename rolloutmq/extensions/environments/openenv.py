@@ -18,8 +18,8 @@ import orjson
 
 from buffer.errors import ConfigError, RolloutMQError, ServiceAway
 from buffer.imports import import_package, is_dotted_path, load_function
-from producer_workers.datasets.environment_tasks import NOTHING_ASKED
 from producer_workers.user_code.http_request import AWAY
+from rolloutmq.extensions.environments.rows import NOTHING_ASKED
 from rolloutmq.extensions.gateway.agents import AgentTask
 
 REQUIREMENT = "openenv>=0.10,<0.11"

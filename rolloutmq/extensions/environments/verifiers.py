@@ -19,7 +19,7 @@ import orjson
 
 from buffer.errors import RolloutMQError
 from buffer.imports import import_package
-from producer_workers.datasets.environment_tasks import REQUIREMENT, environment_config
+from rolloutmq.extensions.environments.rows import REQUIREMENT, environment_config
 from rolloutmq.extensions.gateway.agents import BY_HEADER, AgentTask
 
 log = logging.getLogger("rolloutmq.worker")

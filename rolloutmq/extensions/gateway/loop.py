@@ -16,13 +16,16 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain, groupby
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from buffer.errors import ConfigError, JudgeError, JudgeInterrupted, WireError
-from buffer.run import Run
+from buffer.job import Job
+from buffer.run.run import Run
+from buffer.wire.group import RolloutGroup
 from buffer.wire.own_copy import own_copy
 from buffer.wire.rollout import RolloutState, Status, has_ended
 from buffer.wire.sampling import SampleParams
+from producer_workers.agent_loops.agent_loop import AgentLoop, Generate
 from producer_workers.agent_loops.chat_delta import ChatDelta
 from producer_workers.agent_loops.mcp_server import keep_loopback_direct
 from producer_workers.agent_loops.single_turn import run_all
@@ -53,9 +56,10 @@ from rolloutmq.extensions.gateway.segment import Segment, share_prompt
 from rolloutmq.extensions.gateway.server import Gateway
 from rolloutmq.extensions.gateway.session import Session
 from rolloutmq.extensions.gateway.session_record import SessionRecord, without_record
+from rolloutmq.extensions.gateway.turn_keeper import TurnKeeper
 
 
-class GatewayAgentLoop:
+class GatewayAgentLoop(AgentLoop):
     """Runs one agent for each rollout of a group, for up to `time_limit_s` seconds.
 
     `agent` is a function or "module:function", with `agent_options` as its keyword arguments; or
@@ -67,6 +71,7 @@ class GatewayAgentLoop:
     """
 
     makes_prompts = True  # what its sessions have in common
+    needs: ClassVar[Mapping[str, str]] = {"aiohttp": "aiohttp"}
     answers_again = False  # a program asks again for the last turn before its session moved
 
     def __init__(
@@ -111,17 +116,22 @@ class GatewayAgentLoop:
         self._gateway = gateway or Gateway()
         self._trains_all = train == "all"
 
-    @staticmethod
-    def open_gateway(
-        config: ProducingConfig, run: Run, tasks: Sequence[str], facts: dict[str, str]
-    ) -> Gateway:
-        """Return the gateway that all such loops of a worker share."""
-        return Gateway(config.gateway)
+    @classmethod
+    def of_worker(
+        cls, config: ProducingConfig, run: Run, tasks: Collection[str], **given: Any
+    ) -> AgentLoop:
+        return cls(gateway=Gateway.shared(config.gateway), **given)
 
-    def with_turns(
-        self, states: Sequence[RolloutState], turns: Sequence[RolloutState], gid: str
-    ) -> Rollouts:
-        return with_turns(states, turns, gid, trains_all=self._trains_all)
+    def resume(self, group: RolloutGroup) -> RolloutGroup:
+        if not group.turns:
+            return group
+        states = with_turns(group.states, group.turns, group.gid, trains_all=self._trains_all)
+        return group.continued(states)
+
+    def for_claim(self, run: Run, job: Job, group: RolloutGroup) -> Generate:
+        if not self.keeps_turns:
+            return self.generate_group
+        return partial(self.generate_group, keeper=TurnKeeper(run, job, group))
 
     async def open(self) -> None:
         await self._gateway.start()

@@ -13,7 +13,8 @@ import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
+from weakref import WeakValueDictionary
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
@@ -73,6 +74,9 @@ KEY_IN_PATH = (
 )
 
 
+_SHARED = WeakValueDictionary[tuple[type, int], Any]()  # by the id of the section that each holds
+
+
 class Gateway:
     """The server of a worker, shared by all sessions of its groups. `url` is OpenAI's."""
 
@@ -82,6 +86,17 @@ class Gateway:
         self._changing = asyncio.Lock()
         self._runner: web.AppRunner | None = None
         self.url = ""
+
+    @classmethod
+    def shared(cls, section: GatewaySection, *parts: Any) -> Self:
+        """Return the gateway of this process for `section`; make it with `parts` if there is none.
+
+        All loops of a worker share one, and open and close it together.
+        """
+        gateway: Self | None = _SHARED.get((cls, id(section)))
+        if gateway is None:
+            gateway = _SHARED[cls, id(section)] = cls(section, *parts)
+        return gateway
 
     def admit(self, sessions: AgentSessions, key: str = "") -> str:
         """Return the key with which requests reach these sessions until it is dismissed.

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-import numpy as np
 from pydantic import Field, RootModel
 
 from buffer.config.section import Section
@@ -77,18 +76,6 @@ class Teachers(RootModel[dict[Name, TeacherSection]], AttachedJudge):
     @property
     def weights(self) -> Mapping[str, float]:
         return {name: section.weight for name, section in self.root.items()}
-
-    def made_up(self, tokens: int, words: Sequence[int]) -> Mapping[str, Any]:
-        draw = np.random.default_rng(tokens)
-        top_k = {name: min(each.top_k, len(words)) for name, each in self.root.items()}
-        tops = {name: k for name, k in top_k.items() if k}
-        return {
-            "teacher_logprobs": {name: draw.uniform(-6, -1, tokens) for name in top_k},
-            "teacher_top_ids": {name: np.tile(words[:k], (tokens, 1)) for name, k in tops.items()},
-            "teacher_top_logprobs": {
-                name: np.full((tokens, k), -np.log(k + 1)) for name, k in tops.items()
-            },
-        }
 
     @property
     def repositories(self) -> list[Repository]:

@@ -24,7 +24,7 @@ from buffer.ids import trace_id
 from buffer.job import Job, ReleaseKind, Result
 from buffer.manifest import Manifest
 from buffer.observers import Observer
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Tracing(Observer):
         heads = [
             ("XRANGE", keys.jobs(task, lane), "-", "+", "COUNT", limit) for task, lane in queues
         ]
-        found = self._run.store.each("heads", heads, "control")
+        found = self._run.store.send("heads", heads)
         self._waiting_since = {
             fields[b"gid"].decode(): int(entry.partition(b"-")[0]) * 1_000_000
             for head in found

@@ -24,7 +24,7 @@ from skyrl.train.utils.callbacks import CallbackInput, TrainingCallback
 from buffer.errors import ConfigError
 from buffer.ledger.position import Position
 from buffer.redis.whole_file import replace_file
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights.transport import WeightsSender
 from consumer.handle.async_consumer import AsyncRolloutConsumer
 from consumer.handle.batch import Batch

@@ -13,7 +13,7 @@ from buffer.ledger.position import Position
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.redis.whole_file import replace_file
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion
 from consumer.handle.rollout_consumer import Batch, RolloutConsumer, Stopped

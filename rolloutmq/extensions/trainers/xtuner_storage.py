@@ -32,7 +32,7 @@ from buffer.ledger.position import Position
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.redis.whole_file import replace_file
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import OF_RESPONSE, RolloutState, Status, VersionSpan
 from consumer.handle.rollout_consumer import RolloutConsumer
 from rolloutmq.extensions.trainers import plain_values
@@ -296,7 +296,7 @@ class RunStorage(theirs.NaiveStorage):  # type: ignore[misc]
         seen = Position.model_validate(before.get("position", {}))
         EndedDraws(run.context, self._consumer.nonce).end(seen, ())
         for gid in before.get("dropped", ()):
-            run.buffer.delete(gid)
+            run.delete(gid)
             self._dropped.discard(gid)
         while run.janitor.sweep().has_more:
             pass

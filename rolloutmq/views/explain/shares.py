@@ -1,6 +1,6 @@
 """Shares of a task's newest groups that are missing from its training data, or distort it.
 
-The newest 128 to 256 produced groups are counted (`include/earlier_counts.lua`), or all groups of
+The newest 128 to 256 produced groups are counted (`lua/shared/ends.lua`), or all groups of
 a young run.
 """
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from buffer.control.events import Event
-from buffer.run import Run
+from buffer.run.run import Run
 from consumer.handle.step_log import TrainedStep
 from rolloutmq.output import age, plural
 from rolloutmq.views.run_view import RunView

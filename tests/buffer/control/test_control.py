@@ -11,11 +11,8 @@ from functools import partial
 import pytest
 import redis
 
-from buffer import run_fields
-from buffer.control.continuation import Start
 from buffer.control.control import Mode, Role
 from buffer.control.control_line import ControlConnection
-from buffer.control.settings import LiveSettings
 from buffer.errors import (
     LostRun,
     RoleHeld,
@@ -27,7 +24,10 @@ from buffer.errors import (
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run import record
+from buffer.run.continuation import Start
+from buffer.run.run import Run
+from buffer.run.settings import LiveSettings
 from tests.buffer.scene import FIRST, LIMITS, Scene
 
 ALL = ("eval", "resume", "fresh")
@@ -98,17 +98,17 @@ def test_role_of_a_dead_holder_is_free_although_the_clock_was_stepped_back(
 def test_a_run_that_is_created_while_another_process_opens_it_is_not_damaged(
     store: Store, run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = run_fields.read_hash
+    read = record.read_hash
 
     def create_after(store: Store, what: str, key: str) -> dict[str, str]:
-        monkeypatch.setattr(run_fields, "read_hash", read)
+        monkeypatch.setattr(record, "read_hash", read)
         fields = read(store, what, key)
         if not fields:
-            monkeypatch.setattr(run_fields, "read_hash", read)
+            monkeypatch.setattr(record, "read_hash", read)
             Run.create(store, run_name, new_nonce(), LIMITS)
         return fields
 
-    monkeypatch.setattr(run_fields, "read_hash", create_after)
+    monkeypatch.setattr(record, "read_hash", create_after)
     assert Run.open(store, run_name).name == run_name
 
 
@@ -159,7 +159,7 @@ def test_a_line_of_a_worker_that_was_replaced_or_cut_off_says_so(scene: Scene) -
             assert select.select([line], [], [], 60)[0]
             line.receive(answers.append, lambda *what: answers.append(what))
         assert answers == [(None, 1, 1)]
-        scene.run.store.control.client_kill_filter(_type="pubsub")
+        scene.run.store.client.client_kill_filter(_type="pubsub")
         assert select.select([line], [], [], 60)[0]
         with pytest.raises(redis.ConnectionError, match="closed the connection"):
             line.receive(answers.append, lambda *what: answers.append(what))
@@ -168,8 +168,8 @@ def test_a_line_of_a_worker_that_was_replaced_or_cut_off_says_so(scene: Scene) -
 def test_bell_wakes_whoever_waits_and_is_bounded(scene: Scene) -> None:
     bell = scene.keys.wake_up("producer")
     scene.pause()
-    assert scene.store.wait_for_wake_up(bell, 5)
-    assert not scene.store.wait_for_wake_up(bell, 0.0)
+    assert scene.store.wait(bell, 5)
+    assert not scene.store.wait(bell, 0.0)
     scene.raw.rpush(bell, *["1"] * 63)
     for mode in (Mode.DRAIN, Mode.ABORT, Mode.KEEP):
         scene.pause(mode)

@@ -12,7 +12,7 @@ from buffer.control.worker_record import HeartbeatReport, WorkerState
 from buffer.errors import Fenced, RunNotFound
 from buffer.ids import group_id, new_nonce
 from buffer.limits import RunLimits, TaskLimits
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 from tests.buffer.scene import FIRST, LIMITS, Scene
 
@@ -223,7 +223,10 @@ def test_pulse_is_what_the_record_shows(scene: Scene) -> None:
 
 def test_whatever_a_foreign_worker_writes_its_record_can_be_read(scene: Scene) -> None:
     scene.beat([])
-    numbers = dict.fromkeys(("done", "requests", "tokens_per_s", "seen_ms", "ack"), b"1\xff")
+    numbers = {
+        **dict.fromkeys(("done", "seen_ms", "ack"), b"1\xff"),
+        "report": b"done=1\xff requests=x tokens_per_s= seen_ms=5 state=\xff =1 judged judging=2",
+    }
     texts = {
         "state": b"alive\xff",
         "id": "someone else",
@@ -235,6 +238,7 @@ def test_whatever_a_foreign_worker_writes_its_record_can_be_read(scene: Scene) -
     (row,) = scene.run.fleet.workers()
     assert (row.id, row.holds, row.state) == ("w0", 0, "alive\ufffd")
     assert (row.done, row.requests, row.tokens_per_s, row.seen_ms, row.ack) == (0, None, 0.0, 0, 0)
+    assert row.judging == 2
     assert (row.facts, row.is_live(60_000)) == ({"model": "tiny"}, False)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from buffer.config.assignments import parse_settings
-from buffer.control.settings import LiveSettings
 from buffer.errors import Fenced
 from buffer.job import EndedEarly, Job
+from buffer.run.settings import LiveSettings
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.scene import FIRST, Scene
 

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from buffer.control.settings import LiveSettings
+from buffer.run.settings import LiveSettings
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status, VersionSpan
 from buffer.wire.staleness import AgeLimit
 from tests.buffer.scene import Scene, rollout

@@ -25,7 +25,7 @@ def test_fifo_is_the_order_of_arrival_among_64_versions(
 ) -> None:
     limits = RunLimits(tasks={"math": TaskLimits()}, order="fifo", stale_threshold=71)
     store = Store("memory://order")
-    scene = Scene(store, store.control, "order", limits)
+    scene = Scene(store, store.client, "order", limits)
     pool = scene.keys.pool("math", "completed")
     for arrival, version in enumerate(versions):
         gid = f"math-{arrival:010d}"

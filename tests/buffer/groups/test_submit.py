@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from buffer.errors import Fenced, RunDamaged, WireError
 from buffer.groups.submit import Stored
 from buffer.job import Result
 from buffer.limits import TaskLimits
+from buffer.redis import bulk_io
 from buffer.wire import group_bytes
 from buffer.wire.group import GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import PolicyVersion, Status
@@ -103,14 +105,20 @@ def test_groups_are_prepared_once_and_stored_once_when_the_connection_breaks_bet
     results = finished(scene, 20)
     results[7].group.columns["spans"][0, 2] = 99
     prepared: list[str] = []
-    prepare = group_bytes.pieces_each
+    prepare, transmit = group_bytes.pieces_each, bulk_io._transmit
 
-    def breaking(groups: Sequence[RolloutGroup]) -> list[list[bytes | memoryview] | Exception]:
+    def noting(groups: Sequence[RolloutGroup]) -> list[list[bytes | memoryview] | Exception]:
         prepared.extend(group.gid for group in groups)
-        scene.raw.client_kill_filter(_type="normal", skipme=True)
         return prepare(groups)
 
-    monkeypatch.setattr(group_bytes, "pieces_each", breaking)
+    def breaking(sock: Any, commands: Sequence[bulk_io.Command]) -> None:
+        transmit(sock, commands[:15])
+        scene.raw.client_kill_filter(_type="normal", skipme=True)
+        monkeypatch.setattr(bulk_io, "_transmit", transmit)
+        transmit(sock, commands[15:])
+
+    monkeypatch.setattr(group_bytes, "pieces_each", noting)
+    monkeypatch.setattr(bulk_io, "_transmit", breaking)
     retries = scene.store.retries
     outcomes = scene.run.buffer.submit_many("w0", results)
     assert scene.store.retries > retries

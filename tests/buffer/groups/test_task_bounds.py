@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from buffer.control.settings import LiveSettings, LiveTaskSettings
 from buffer.job import Job
 from buffer.limits import TaskLimits
+from buffer.run.settings import LiveSettings, LiveTaskSettings
 from tests.buffer.scene import Scene
 
 MakeScene = Callable[..., Scene]

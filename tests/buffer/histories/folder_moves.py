@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from buffer.run import Run
+from buffer.run.run import Run
 from tests.buffer.histories.server_moves import ServerMoves
 from tests.buffer.histories.settings_moves import SettingsMoves
 

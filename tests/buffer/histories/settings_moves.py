@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-from buffer.control.settings import LiveSettings
 from buffer.errors import ConfigError
+from buffer.run.settings import LiveSettings
 from tests.buffer.histories.world import World
 
 NO_MARK = 10**9

@@ -270,7 +270,7 @@ def a_fork_counts_for_groups_in_a_batch(scene: Scene) -> None:
     swap_out_and_forget_it(scene, trainer)
     # the weights that made it were forked away at step 0; the trainer that is there now opened at
     # step 1
-    assert scene.pool("completed") == [(bad, -int(scene.run.limits.token_lead("math") or 0))]
+    assert scene.pool("completed") == [(bad, -(scene.run.limits.token_lead("math") or 0))]
     assert scene.record(bad)["version"] == "0"
     assert scene.take(1).gids == [other]
     scene.check()

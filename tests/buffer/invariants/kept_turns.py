@@ -138,23 +138,23 @@ def a_late_copy_of_kept_turns_changes_nothing(scene: Scene) -> None:
     (job,) = scene.claim()
     kept = scene.turns(job)
     calls = []
-    upload = scene.run.store.upload_and_call
+    send = scene.run.store.send
 
-    def noted(script: str, key: str, uploads: Any) -> Any:
-        calls.append((script, key, list(uploads)))
-        return upload(*calls[-1])
+    def noted(what: str, commands: Any, **options: Any) -> Any:
+        calls.append((what, commands))
+        return send(what, commands, **options)
 
-    scene.run.store.upload_and_call = noted  # type: ignore[method-assign]
+    scene.run.store.send = noted  # type: ignore[method-assign]
     _say(kept, 1)
     _say(kept, 2)
     for call in (*calls, *reversed(calls)):
-        assert upload(*call) == [["OK"]]
+        assert send(*call)[-1] == ["OK"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("buffer.groups.kept_turns.MOST_CHUNKS", 2)
         _say(kept, 3)
-    scene.run.store.upload_and_call = upload  # type: ignore[method-assign]
+    scene.run.store.send = send  # type: ignore[method-assign]
     scene.run.payloads.collect()
     for call in (*calls, *reversed(calls)):
-        upload(*call)
+        send(*call)
         scene.check()
     assert _said(scene, job.gid) == [1, 2, 3]

@@ -27,7 +27,7 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Scene]:
     server = OwnServer(request.param, tmp_path)
     server.start(*SAFE)
     store = Store(server.url, deadline_s=30.0)
-    store.retrying("start", store.control.ping)
+    store.retrying("start", store.client.ping)
     raw: Any = raw_client(server.url)
     scene = Scene(store, raw, "full", LIMITS.model_copy(update={"stale_threshold": 1000}))
     scene.open_trainer()

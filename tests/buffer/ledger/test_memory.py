@@ -18,7 +18,7 @@ from buffer.ids import group_id, new_nonce
 from buffer.ledger.record_check import RecordCheck
 from buffer.manifest import NotReady
 from buffer.redis.key_fields import Damage
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, VersionSpan

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from buffer.config.assignments import parse_settings
-from buffer.control.settings import LiveSettings
 from buffer.job import Job
+from buffer.run.settings import LiveSettings
 from buffer.wire.rollout import PolicyVersion
 from tests.buffer.scene import FIRST, Scene
 

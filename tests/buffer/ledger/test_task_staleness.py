@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from buffer.config.assignments import parse_settings
-from buffer.control.settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.limits import TaskLimits
 from buffer.manifest import NotReady
-from buffer.run import Run
+from buffer.run.run import Run
+from buffer.run.settings import LiveSettings
 from buffer.wire.rollout import PolicyVersion, Status
 from tests.buffer.checkpointing import Trainer
 from tests.buffer.invariants.batches import swap_out_and_forget_it

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from buffer.errors import SnapshotError, WireError
 from buffer.ids import group_id
 from buffer.maintenance.column_files import ColumnFolder
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import Status
 from tests.buffer.keyspace import run_keys
 from tests.buffer.scene import Scene

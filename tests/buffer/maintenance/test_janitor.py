@@ -13,7 +13,7 @@ from buffer.errors import LostRun
 from buffer.ids import group_id
 from buffer.janitor import Swept
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from tests.buffer.faulty_store import Died, FaultyStore
 from tests.buffer.scene import Scene
 

@@ -16,7 +16,7 @@ from buffer.limits import REGENERATING
 from buffer.maintenance import regeneration
 from buffer.maintenance.regeneration import Regeneration
 from buffer.maintenance.remove_run import clear_keys
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import Status
 from tests.buffer.damage import every_harm
 from tests.buffer.keyspace import exact, run_keys

@@ -12,7 +12,7 @@ import pytest
 
 from buffer.errors import LostRun
 from buffer.maintenance.remove_run import remove_run
-from buffer.redis.connection.bulk_io import Command
+from buffer.redis.bulk_io import Command
 from buffer.redis.scripts import Script, library
 from buffer.weights.copies import CopySender
 from buffer.weights.redis_chunks import VersionStore
@@ -57,9 +57,9 @@ def test_a_call_of_any_script_for_a_removed_run_changes_nothing_and_says_so(
     # while it is removed, only `regenerate` may go on with it
     refused = writing - (OPENING if is_over else {"regenerate"})
     for name in (OPENING - {"create_run", "regenerate"}) if is_over else ():
-        assert store.control.execute_command(*last_calls[name])[0] in (b"NO_RUN", b"LOST")
+        assert store.client.execute_command(*last_calls[name])[0] in (b"NO_RUN", b"LOST")
     for name in sorted(refused):
-        call = partial(store.control.execute_command, *last_calls[name])
+        call = partial(store.client.execute_command, *last_calls[name])
         with pytest.raises(LostRun, match=f"removed.*{name}: there is no {re.escape(keys.meta)}"):
             store.retrying(name, call)
     assert scene.dump() == before
@@ -71,13 +71,14 @@ def test_a_call_of_any_script_for_a_removed_run_changes_nothing_and_says_so(
 def test_weights_of_a_run_that_is_removed_while_they_are_stored_leave_nothing(
     scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, write = scene.run.store, scene.run.store.write
+    store, send = scene.run.store, scene.run.store.send
 
-    def remove(*given: Any) -> Any:
-        remove_run(store, scene.keys)
-        return write(*given)
+    def remove(what: str, *given: Any, **options: Any) -> Any:
+        if what == "weights":
+            remove_run(store, scene.keys)
+        return send(what, *given, **options)
 
-    monkeypatch.setattr(store, "write", remove)
+    monkeypatch.setattr(store, "send", remove)
     with pytest.raises(LostRun):
         CopySender(VersionStore(store, scene.keys), tmp_path).write(FIRST, save_weights)
     assert scene.dump() == {}

@@ -124,7 +124,7 @@ def test_indexes_agree_with_a_scan_after_moves_by_hand(
 
 
 def calls(scene: Scene, *commands: str) -> int:
-    counted = scene.run.store.control.info("commandstats")
+    counted = scene.run.store.client.info("commandstats")
     return sum(
         int(counted.get(f"cmdstat_{command}", {"calls": 0})["calls"]) for command in commands
     )

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from buffer.errors import PayloadMissing, RunDamaged, StoreError
-from buffer.redis.connection.bulk_io import Parts
-from buffer.redis.connection.nodes import Servers
+from buffer.redis.bulk_io import Parts
+from buffer.redis.url import Servers
 from tests.buffer.scene import Scene
 from tests.servers import SAFE, raw_client, start_redis
 
@@ -45,7 +45,7 @@ def test_values_are_cut_at_size_classes_where_the_server_has_them_and_read_anywh
     scene: Scene,
 ) -> None:
     servers = scene.store.servers
-    allocator = servers.client("control").info("memory").get("mem_allocator", "hidden")
+    allocator = servers.client().info("memory").get("mem_allocator", "hidden")
     is_cut = not allocator.startswith("libc")
     assert servers.has_size_classes == is_cut
     data = payload(165_888)
@@ -83,7 +83,7 @@ def test_receive_finds_more_or_less_than_was_expected(
     scene: Scene, key: str, size: int, own_pages: bool
 ) -> None:
     values = [payload(n) for n in (100_000, 3, 70_000)]
-    scene.store.write(
+    scene.store.send(
         "test", [("SET", name, value) for name, value in zip(names(key, 3), values, strict=True)]
     )
     entries = [(names(key, 2), size), (names(key, 3)[2:], size)]
@@ -102,7 +102,7 @@ def _whole(values: Sequence[Sequence[bytes]], found: Sequence[Parts]) -> list[li
 
 
 def test_receive_tells_which_values_are_missing(scene: Scene, key: str) -> None:
-    scene.store.write("test", [("SET", names(key, 1)[0], b"here")])
+    scene.store.send("test", [("SET", names(key, 1)[0], b"here")])
     missing, there = scene.store.read("test", [(names(key, 3), 300), (names(key, 1), 4)])
     assert missing.count(None) == 2
     assert [bytes(part or b"") for part in there] == [b"here"]
@@ -137,7 +137,5 @@ def test_what_is_no_value_is_told_as_the_library_tells_it(scene: Scene, key: str
 
 def test_send_raises_the_first_error_and_takes_all_answers(scene: Scene, key: str) -> None:
     with pytest.raises(StoreError, match="value is not an integer"):
-        scene.store.write(
-            "test", [("SET", key, b"x"), ("INCR", key), ("SET", key, payload(10_000))]
-        )
-    assert scene.store.write("test", [("STRLEN", key), ("GET", names(key, 1)[0])]) == [10_000, None]
+        scene.store.send("test", [("SET", key, b"x"), ("INCR", key), ("SET", key, payload(10_000))])
+    assert scene.store.send("test", [("STRLEN", key), ("GET", names(key, 1)[0])]) == [10_000, None]

@@ -15,7 +15,7 @@ from buffer.redis.keys import Keys
 from buffer.redis.server.check import check_all, require_all_safe
 from buffer.redis.server.embedded import valkey_binary
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from tests.buffer.keyspace import payload_keys
 from tests.buffer.scene import Scene
 from tests.cluster import Cluster, Node, free_ports, start_cluster
@@ -114,7 +114,7 @@ def test_a_run_goes_on_while_its_slot_moves(
     move_slot(cluster, target, source, slot, lambda: True)
     live(scene, next(steps))
     assert (
-        store.servers.client("control", scene.keys.meta).connection_pool.connection_kwargs["port"]
+        store.servers.client(scene.keys.meta).connection_pool.connection_kwargs["port"]
         == source.port
     )
     scene.check()

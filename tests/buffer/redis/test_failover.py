@@ -19,9 +19,9 @@ from redis.retry import Retry
 from buffer.errors import ConfigError, Fenced, StoreUnavailable
 from buffer.limits import RunLimits
 from buffer.manifest import Manifest
-from buffer.redis.connection.url import open_client
 from buffer.redis.server.embedded import valkey_binary
 from buffer.redis.store import Store
+from buffer.redis.url import open_client
 from tests.buffer.scene import LIMITS, Scene
 from tests.cluster import MASTERS, Cluster, Node, start_cluster
 from tests.sentinels import Watched, start_watched
@@ -141,7 +141,7 @@ def test_a_durable_call_is_not_answered_while_no_replica_has_it(
         with pytest.raises(StoreUnavailable, match="only 0 of 1 replicas have it"):
             scene.take(1)
         raw.connection_pool.disconnect()
-        store.control.connection_pool.disconnect()
+        store.client.connection_pool.disconnect()
     for replica in watched.replicas:
         replica.signal(signal.SIGCONT)
     scene.run.store.deadline_s = PATIENT_S

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from buffer.errors import ConfigError, RunNotFound
 from buffer.ids import new_nonce
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from tests.buffer.scene import FIRST, LIMITS, Scene
 
 
@@ -32,16 +32,16 @@ def test_stores_that_name_the_same_memory_see_the_same_run(run_name: str) -> Non
 def test_bits_of_a_range_are_counted(bitmap: bytes, first: int, last: int) -> None:
     bits = "".join(f"{byte:08b}" for byte in bitmap)
     with closing(Store("memory://")) as store:
-        store.control.set("bitmap", bitmap)
-        assert store.control.bitcount("bitmap") == bits.count("1")
-        assert store.control.bitcount("bitmap", first, last, "BIT") == bits[first : last + 1].count(
+        store.client.set("bitmap", bitmap)
+        assert store.client.bitcount("bitmap") == bits.count("1")
+        assert store.client.bitcount("bitmap", first, last, "BIT") == bits[first : last + 1].count(
             "1"
         )
 
 
 def test_threads_share_the_work_and_wake_each_other(run_name: str) -> None:
     with closing(Store("memory://")) as store:
-        scene = Scene(store, store.control, run_name)
+        scene = Scene(store, store.client, run_name)
         workers = [f"w{i}" for i in range(4)]
         for name in workers:
             scene.worker(name)
@@ -52,7 +52,7 @@ def test_threads_share_the_work_and_wake_each_other(run_name: str) -> None:
                     scene.submit(jobs[0], worker=name)
                 if len(scene.pool("completed")) == 20:
                     return
-                store.wait_for_wake_up(scene.keys.wake_up("workers"), 0.05, shared=True)
+                store.wait(scene.keys.wake_up("workers"), 0.05, shared=True)
 
         threads = [threading.Thread(target=work, args=(name,)) for name in workers]
         for thread in threads:
@@ -69,7 +69,7 @@ def test_threads_share_the_work_and_wake_each_other(run_name: str) -> None:
 def test_missing_package_is_an_error_with_the_line_that_installs_it(
     package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "buffer.redis.connection.in_memory", raising=False)
+    monkeypatch.delitem(sys.modules, "buffer.redis.server.in_memory", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError) as caught:
         Store("memory://")

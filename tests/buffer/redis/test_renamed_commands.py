@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from buffer.errors import StoreError
-from buffer.open_run import can_wait_for_disk
 from buffer.redis.server.check import check_all
 from buffer.redis.store import Store
+from buffer.run.open import can_wait_for_disk
 from tests.buffer.busy_run import busy_run, moves
 from tests.servers import SAFE, raw_client, start_redis
 

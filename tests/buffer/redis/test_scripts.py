@@ -11,32 +11,30 @@ import pytest
 
 import buffer.redis.keys
 from buffer.errors import ScriptError
-from buffer.redis.keys import SLOTS, TABLE, Keys
+from buffer.redis.key_table import TABLE
+from buffer.redis.keys import SLOTS, Keys
 from buffer.redis.script_contract import BIGGEST, JUDGED, NAMED, ScriptHeader, Slot
-from buffer.redis.scripts import Arg, Script, assemble, includes, library, sources
+from buffer.redis.scripts import (
+    Arg,
+    Script,
+    assemble,
+    library,
+    shared_functions,
+    sources,
+    words_of,
+)
 
 BUFFER = Path(buffer.redis.keys.__file__).parents[1]
 MODULES = sorted(BUFFER.rglob("*.py"))
 SOURCES = dict(sorted(sources().items()))
-BODIES = {name: text for name, text in SOURCES.items() if not name.startswith("include/")}
-TOPICS = {
-    name.removeprefix("include/"): text for name, text in SOURCES.items() if name not in BODIES
-}
+BODIES = {name: text for name, text in SOURCES.items() if not name.startswith("shared/")}
+SHARED = shared_functions(SOURCES)
 WRITES = r"'(H(SET|DEL|INCRBY\w*)|Z(ADD|REM)\w*|X(ADD|DEL)|S(ADD|REM|ET|ETBIT)|R?PUSH|L(TRIM|PUSH)|UNLINK|DEL|PERSIST)'"
 
 
 def code_of(name: str) -> str:
     """Return the body without its comments."""
     return re.sub(r"--.*", "", SOURCES[name])
-
-
-def functions_of(name: str) -> set[str]:
-    """Names that a file declares for all of its lines, and for the files that include it."""
-    declared = re.findall(r"^local (?:function )?(\w+(?:, \w+)*)", code_of(name), re.MULTILINE)
-    return {name for names in declared for name in names.split(", ")}
-
-
-HOMES = {function: topic for topic in TOPICS for function in functions_of(f"include/{topic}")}
 
 
 def slots(name: str, array: str) -> list[Slot]:
@@ -93,14 +91,39 @@ def test_body_uses_every_name_of_the_header_and_no_number(name: str) -> None:
         word for array in ("KEYS", "ARGV") for slot in slots(name, array) for word in slot.names
     }
     assert names - of_units <= words
-    assert not names & {*HOMES, "redis", "string", "table", "math"}
+    assert not names & {*SHARED, "redis", "string", "table", "math"}
+
+
+OF_LUA = {"ipairs", "pairs", "tonumber", "tostring", "unpack", "function"}
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_file_includes_what_it_uses_and_nothing_else(name: str) -> None:
-    code = re.sub(r"'[^']*'", "''", code_of(name))
-    used = set(re.findall(r"(?<![.\w])\w+", code)) - functions_of(name)
-    assert {HOMES[word] for word in used if word in HOMES} == set(includes(SOURCES[name]))
+def test_every_function_that_is_called_exists(name: str) -> None:
+    code = code_of(name)
+    called = set(re.findall(r"(?<![.\w])(\w+)\(", re.sub(r"'[^']*'", "''", code)))
+    declared = re.findall(r"local function (\w+)", code) + re.findall(r"\b(\w+) = function", code)
+    words = {"and", "or", "if", "in", "return", "not", "elseif", "while"}
+    assert called - words <= {*declared, *SHARED, *OF_LUA}
+
+
+def test_script_has_the_functions_that_it_names_and_no_other() -> None:
+    for name, script in library().items():
+        code = re.sub(r"--.*", "", script.source)
+        declared = re.findall(r"^local function (\w+)", code, re.MULTILINE)
+        assert [each for each in declared if len(re.findall(rf"\b{each}\b", code)) < 2] == [], name
+
+
+def test_every_shared_function_is_one_paragraph_and_has_a_user() -> None:
+    used = {word for text in [*BODIES.values(), *SHARED.values()] for word in words_of(text)}
+    assert {*SHARED} - used <= {*_CHECKS_OF_ARGUMENTS}
+    for topic in SOURCES.keys() - BODIES.keys():
+        heading, *paragraphs = SOURCES[topic].strip("\n").split("\n\n")
+        assert heading.startswith(f"-- {topic.removeprefix('shared/')}: ")
+        assert [each for each in paragraphs if each not in SHARED.values()] == []
+
+
+_CHECKS_OF_ARGUMENTS = {"is_count", "is_ages", "is_lanes", "is_number", "missing_run"}
+"""The checks of headers name them."""
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -109,15 +132,13 @@ def test_header_lists_exactly_the_replies_of_the_body(name: str) -> None:
     listed = re.search(r"-- replies (.*?)\n-- keeps", BODIES[name], re.DOTALL)
     assert listed
     replies = re.findall(r"(?:^|\| +)([A-Z_]+)\b", re.sub(r"\n--", "", listed[1]))
-    sent = re.findall(r"(?:\{|reply\[1\] = |table\.insert\(reply, 1, )'([A-Z_]+)'", code)
+    sent = re.findall(r"(?:\{|reply\[1\] = |refused\(|table\.insert\(reply, 1, )'([A-Z_]+)'", code)
     assert set(replies) == set(sent)
 
 
-def test_include_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ScriptError, match=r"lua/include/nowhere\.lua"):
-        assemble(
-            {**SOURCES, "beat": SOURCES["beat"].replace("-- include: ", "-- include: nowhere, ")}
-        )
+def test_function_that_two_files_declare_is_refused() -> None:
+    with pytest.raises(ScriptError, match="declares num, as another file does"):
+        assemble({**SOURCES, "shared/more": "-- more: x.\n\nlocal function num() end\n"})
 
 
 FACTS: dict[str, str | int] = {
@@ -148,11 +169,7 @@ def test_keys_and_types_are_those_of_the_key_table(name: str) -> None:
         for key, kind in zip(slot.names, slot.types, strict=True):
             role = kind_of_key(key)
             assert role in known, f"{name}.lua: {key} is not in the table of buffer/redis/keys.py"
-            if kind == "prefix":
-                line = re.search(rf"^-- KEYS {key} .*\((\w+)\)$", BODIES[name], re.MULTILINE)
-                assert line, f"{name}.lua: of which type are the keys with the prefix {key}?"
-                kind = line[1]
-            assert known[role] == kind.rstrip("*"), f"{name}.lua: {key} is a {known[role]}"
+            assert kind == "prefix" or known[role] == kind.rstrip("*"), f"{name}.lua: {key}"
 
 
 def test_every_slot_of_the_keys_is_named_by_a_script() -> None:
@@ -175,7 +192,8 @@ def test_every_script_has_a_caller_and_every_call_a_script() -> None:
             match node:
                 case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
                     first_arguments.add(name)
-                    if getattr(function, "attr", "") in ("call", "call_many", "upload_and_call"):
+                    words = (getattr(function, "attr", ""), getattr(function, "id", ""))
+                    if words[0] == "call" or words[1] == "ScriptCall":
                         called.add(name)
     assert called <= set(BODIES) == set(library())
     # the store itself calls `sync` behind durable writes, a control connection its receipts
@@ -271,7 +289,6 @@ def test_header_is_read_with_types_and_bounds() -> None:
     assert header.tail("KEYS") == Slot("KEYS", 3, True, ("c", "d"), ("LIST", "ZSET"), 1, 9)
     assert header.fixed("ARGV") == ("e", "f")
     assert header.tail("ARGV") == Slot("ARGV", 3, True, ("g", "h"), ("name", "1..9"), 0, None)
-    assert header.checks() == ["refuse", "missing_run", "as_int", "is_count"]
 
 
 @pytest.mark.parametrize(
@@ -296,9 +313,9 @@ def test_header_line_without_a_contract_is_refused(line: str) -> None:
 
 def test_every_named_type_is_known_and_used() -> None:
     defined = {
-        topic.removeprefix("is_")
-        for topic, text in TOPICS.items()
-        if f"function {topic}(value)" in text
+        name.removeprefix("is_")
+        for name, text in SHARED.items()
+        if name.startswith("is_") and f"function {name}(value)" in text
     }
     used = {
         word

@@ -12,11 +12,11 @@ import redis
 
 from buffer.errors import ConfigError, RunDamaged, ScriptError, StoreError, StoreUnavailable
 from buffer.ids import new_nonce
-from buffer.redis.connection.retry import is_transient
-from buffer.redis.connection.url import open_client
+from buffer.redis.retry import is_transient
 from buffer.redis.scripts import library
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.redis.url import open_client
+from buffer.run.run import Run
 from tests.buffer.cutting_proxy import CuttingProxy
 from tests.buffer.scene import FIRST, LIMITS, Scene
 from tests.servers import SAFE, OwnServer, Server, raw_client
@@ -110,7 +110,7 @@ def test_durable_calls_wait_for_the_disk_where_the_server_can_say_so(
 ) -> None:
     store = Store(server.url, deadline_s=5.0)
     store.waits_for_disk = True
-    store.control.script_flush()
+    store.client.script_flush()
     run = Run.create(store, run_name, new_nonce(), LIMITS, FIRST, "/w")
     assert Run.open(store, run_name).nonce == run.nonce
     store.close()
@@ -128,7 +128,7 @@ def test_nothing_acknowledged_is_lost_when_the_server_is_killed(mortal: OwnServe
         state = scene.dump()
         mortal.kill()
         mortal.start(*SAFE)
-        store.retrying("restart", store.control.ping)
+        store.retrying("restart", store.client.ping)
         raw.close()
         assert scene.dump() == state
         assert scene.take(step) == manifests[-1]
@@ -157,11 +157,11 @@ def test_calls_wait_for_a_server_that_is_away_and_go_on_when_it_is_back(mortal: 
 def test_deadline_ends_the_waiting(tmp_path: Path) -> None:
     store = Store(f"unix://{tmp_path}/nobody", deadline_s=0.2)
     with pytest.raises(StoreUnavailable, match="nobody") as caught:
-        store.retrying("ping", store.control.ping)
+        store.retrying("ping", store.client.ping)
     assert "start the server" in caught.value.hint
     assert store.retries > 0
     with pytest.raises(StoreUnavailable):
-        store.retrying("ping", store.control.ping, deadline_s=0.0)
+        store.retrying("ping", store.client.ping, deadline_s=0.0)
     store.close()
 
 
@@ -197,7 +197,7 @@ def test_password_never_appears_when_nobody_answers(
 ) -> None:
     store = Store(url, deadline_s=0.05)
     with pytest.raises(StoreUnavailable) as caught:
-        store.retrying("ping", store.control.ping)
+        store.retrying("ping", store.client.ping)
     shown = f"{caught.value} {caught.value.hint} {caught.value.__cause__} {caplog.text}"
     assert "secret" not in shown
     store.close()
@@ -216,9 +216,9 @@ def test_bad_url_is_a_config_error_without_the_password(url: str) -> None:
 
 def test_errors_that_waiting_cannot_help_are_not_retried(store: Store, run_name: str) -> None:
     store = store.at(run_name)
-    store.control.set(run_name, "text")
+    store.client.set(run_name, "text")
     with pytest.raises(RunDamaged, match="push: a key of the run is of another type"):
-        store.retrying("push", lambda: store.control.lpush(run_name, "x"))
+        store.retrying("push", lambda: store.client.lpush(run_name, "x"))
     assert store.retries == 0
     with pytest.raises(ScriptError):
         store.call("beat", {}, {})

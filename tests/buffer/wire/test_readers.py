@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -66,14 +65,8 @@ def test_a_reader_in_javascript_finds_the_same(which: Path | None, large: Path) 
 
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
-def test_the_reader_in_the_readme_works_as_written(path: Path, tmp_path: Path) -> None:
-    text = (ROOT / "buffer" / "README.md").read_text(encoding="utf-8")
-    block = re.search(
-        r"## Reading a group without this project\n.*?```python\n(.*?)```", text, re.DOTALL
-    )
-    assert block
-    program = tmp_path / "read.py"
-    program.write_text(block[1], encoding="utf-8")
+def test_the_reader_in_python_works_without_this_project(path: Path) -> None:
+    program = ROOT / "tests" / "foreign" / "read_group.py"
     words: list[str | Path] = [sys.executable, "-I", program, path]
     said = subprocess.run(words, capture_output=True, check=True, timeout=400, text=True).stdout
     expected = [

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from buffer.errors import PublicationFailed
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights import delta
 from buffer.weights.folder_manifest import verify
 from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import PublishedWeights, Save
 from buffer.wire.rollout import PolicyVersion
-from consumer.grpo.learner.learner import Learner
+from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.trainer import Trainer
 from consumer.handle.rollout_consumer import RolloutConsumer
 from rolloutmq.config.config import Config
@@ -57,12 +57,12 @@ def test_a_slow_publication_delays_the_step_after_the_next_and_no_version_is_lef
     """Version 1 is written only once step 2 is trained; step 3 is trained with 1 announced."""
     trained = threading.Event()
     announced: dict[int, int] = {}
-    original = Learner.train
+    original = TrainController.train
 
-    def train(self: Learner, *args: Any) -> dict[str, float]:
-        announced[self.step + 1] = run.control.state().weights.version
+    def train(self: TrainController, *args: Any) -> dict[str, float]:
+        announced[self.policy.step + 1] = run.control.state().weights.version
         metrics = original(self, *args)
-        if self.step == 2:
+        if self.policy.step == 2:
             trained.set()
         return metrics
 
@@ -70,7 +70,7 @@ def test_a_slow_publication_delays_the_step_after_the_next_and_no_version_is_lef
         assert version != 1 or trained.wait(400)
 
     written = wrap_write(monkeypatch, wait)
-    monkeypatch.setattr(Learner, "train", train)
+    monkeypatch.setattr(TrainController, "train", train)
     with at_work(run, math=DRAWS):
         assert Trainer(run, config, model_dir).fit(take_over=True)
     assert announced[2] == 0

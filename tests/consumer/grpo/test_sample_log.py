@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from buffer.job import PayloadRef
 from buffer.manifest import Manifest, ManifestEntry
@@ -182,3 +183,13 @@ def test_a_destination_that_hangs_or_fails_delays_and_ends_nothing(
     assert 0 < len(logged) < len(steps)
     (line,) = log.read(1)
     assert line == describe_sample(group(1), 1, "best", -4, TokenTexts([]))
+
+
+def test_a_browser_gets_the_text_of_each_token(model_dir: Path, tmp_path: Path) -> None:
+    question = "4 + 17 - 2 ="
+    ids = AutoTokenizer.from_pretrained(model_dir).encode(question, add_special_tokens=False)
+    texts = TokenTexts([tmp_path / "no model here", model_dir]).of(ids)
+    assert texts is not None
+    assert "".join(texts) == question
+    assert len(texts) == len(ids) > 3
+    assert TokenTexts([tmp_path]).of(ids) is None

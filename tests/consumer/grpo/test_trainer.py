@@ -15,14 +15,14 @@ from safetensors.torch import load_file
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
-from buffer.control.settings import LiveSettings
 from buffer.errors import Fenced, GroupChanged, LedgerError, LostRun
-from buffer.run import Run
+from buffer.run.run import Run
+from buffer.run.settings import LiveSettings
 from buffer.weights.shared_folder import FolderSender
 from buffer.wire.group import RolloutGroup
 from consumer.grpo.export import export_model
-from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
+from consumer.grpo.policy.policy import Policy
 from consumer.grpo.trainer import Trainer
 from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.rollout_consumer import RolloutConsumer
@@ -97,7 +97,7 @@ def last_state(config: Config) -> dict[str, torch.Tensor]:
 
 def published(run: Run) -> list[str]:
     """Return the versions of all published weights, in order."""
-    rows = [fields for _, fields in run.store.control.xrange(run.keys.events)]
+    rows = [fields for _, fields in run.store.client.xrange(run.keys.events)]
     return [
         row[b"weights"].decode().rpartition(":")[2] for row in rows if row[b"event"] == b"weights"
     ]
@@ -147,7 +147,7 @@ def test_undisturbed_trainer_ends_with_a_clean_account(
     assert steps[-1]["trained_len/mean/math"] == lengths
     assert 0.7 < steps[-1]["length_bias/mean/math"] < 1.4
     # what makes the comparison of the other tests mean something: training did move the weights
-    start = Learner(model_dir, config.learner, seed=3).parameters
+    start = Policy(model_dir, config.learner, seed=3).parameters
     assert any(not torch.equal(start[n], undisturbed["state"][f"model/{n}"]) for n in start)
     kept = list((config.run.folder / "weights").iterdir())
     assert len(kept) == 2
@@ -161,7 +161,7 @@ CRASHES: list[tuple[type, str, int]] = [
     (FolderSender, "write", 1),
     (RolloutConsumer, "evaluate", 1),
     (RolloutConsumer, "take_batch", 1),
-    (Learner, "train", 4),
+    (TrainController, "train", 4),
     (FolderSender, "write", 4),
     (RolloutConsumer, "pause", 4),
     (RolloutConsumer, "publish_weights", 4),
@@ -227,17 +227,17 @@ def test_stopped_trainer_keeps_its_step_and_continues_from_it(
     with at_work(run, stamp=0, math=DRAWS) as crew:
         trainer = Trainer(run, config, model_dir)
         config.run.folder.mkdir()
-        original = Learner.train
+        original = TrainController.train
 
-        def stop_after(self: Learner, *args: Any) -> dict[str, float]:
+        def stop_after(self: TrainController, *args: Any) -> dict[str, float]:
             metrics = original(self, *args)
-            if self.step == 3:
+            if self.policy.step == 3:
                 crew.silent = True
                 threading.Timer(0.2, trainer.consumer.stop).start()
             return metrics
 
         with monkeypatch.context() as patch:
-            patch.setattr(Learner, "train", stop_after)
+            patch.setattr(TrainController, "train", stop_after)
             assert not trainer.fit()
         state = run.control.state()
         assert state.mode == "run"
@@ -312,7 +312,7 @@ def test_learner_and_engines_take_turns_and_no_number_changes_when_they_share_a_
 
         return call
 
-    monkeypatch.setattr(Learner, "train", watched(Learner.train, "train"))
+    monkeypatch.setattr(TrainController, "train", watched(TrainController.train, "train"))
     monkeypatch.setattr(RolloutConsumer, "take_batch", watched(RolloutConsumer.take_batch, "take"))
     with at_work(run, stamp=0, math=DRAWS):
         assert trainer.fit(take_over=True)
@@ -417,15 +417,15 @@ def test_fenced_trainer_writes_nothing_that_the_next_one_reads(
         update={"policy": config.policy.model_copy(update={"sync_weights_interval": 3})}
     )
     second = RolloutConsumer(run)
-    original = Learner.train
+    original = TrainController.train
 
-    def taken_over(self: Learner, *args: Any) -> dict[str, float]:
+    def taken_over(self: TrainController, *args: Any) -> dict[str, float]:
         metrics = original(self, *args)
-        if self.step == 2:
+        if self.policy.step == 2:
             second.open(0, take_over=True)
         return metrics
 
-    monkeypatch.setattr(Learner, "train", taken_over)
+    monkeypatch.setattr(TrainController, "train", taken_over)
     with at_work(run, stamp=0, math=DRAWS), pytest.raises(Fenced):
         train(run, config, model_dir)
     assert [step.step for step in history(config).steps] == [1]
@@ -449,7 +449,7 @@ def test_trainer_continues_when_the_server_lost_steps_or_everything(
         with at_work(run, stamp=None if options else 0, math=DRAWS):
             return Trainer(run, longer, model_dir).fit(take_over=True, **options)
 
-    raw = run.store.at(run.keys.meta).control
+    raw = run.store.at(run.keys.meta).client
     assert train_to(2)
     moment = remember(raw, run.name)
     assert train_to(4)
@@ -491,7 +491,7 @@ def test_trainer_ends_as_if_undisturbed_from_an_older_checkpoint_or_none(
     Kept batches are delivered again, and the weights are the same; freed ones are generated
     again, in another order, if that is requested.
     """
-    raw = run.store.at(run.keys.meta).control
+    raw = run.store.at(run.keys.meta).client
     original = StepWriter.add_step
     moments: dict[int, Any] = {}
 

@@ -16,8 +16,8 @@ import orjson
 import torch
 
 from buffer.errors import GroupChanged
-from buffer.open_run import wait_for_run
 from buffer.redis.store import Store
+from buffer.run.open import wait_for_run
 from buffer.wire.group import RolloutGroup
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.trainer import Trainer

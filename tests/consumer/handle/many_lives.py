@@ -30,16 +30,16 @@ import torch
 
 import consumer
 from buffer.errors import LedgerError, LostRun
-from buffer.open_run import wait_for_run
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.open import wait_for_run
+from buffer.run.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from consumer.grpo.learner.advantages import grpo_advantages
-from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.model_state.saved_state import SavedState
+from consumer.grpo.policy.policy import Policy
 from consumer.grpo.trainer import Trainer
 from consumer.grpo.trainer_rank import TrainerRank
 from consumer.handle.batch import Batch
@@ -280,7 +280,8 @@ class Lives:
         say({"deaths": len(self.lines), "lines": sorted(set(self.lines))} | self.replay(log))
 
     def replay(self, log: StepLog) -> dict[str, float]:
-        learner = Learner(self.model, self.config.learner, device="cpu", seed=self.config.run.seed)
+        policy = Policy(self.model, self.config.learner, device="cpu", seed=self.config.run.seed)
+        learner = TrainController(policy)
         first = {name: tensor.clone() for name, tensor in learner.state_tensors().items()}
         for step in log.steps:
             groups = [group_bytes.decode((self.deliveries / gid).read_bytes()) for gid in step.gids]

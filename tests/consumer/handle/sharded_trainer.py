@@ -20,7 +20,7 @@ from buffer.errors import GroupChanged
 from buffer.ledger.position import Position
 from buffer.redis.payloads import checksum
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire import group_bytes
 from consumer.handle.batch import Batch
 from consumer.handle.ranks import join

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire import group_bytes
 from consumer.handle.async_consumer import AsyncRolloutConsumer
 from consumer.handle.batch import Stopped

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from buffer.errors import GroupChanged
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.rollout import FIRST_WEIGHTS
 from consumer.handle.batch import Batch
 from consumer.handle.rollout_consumer import RolloutConsumer

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from buffer.ids import group_id
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire import group_bytes
 from consumer.handle.prefetch import Prefetcher
 from tests.consumer.conftest import Trainers

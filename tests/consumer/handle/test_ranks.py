@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from buffer.errors import GroupChanged
-from buffer.run import Run
+from buffer.run.run import Run
 from consumer.grpo.model_state.saved_state import SavedState
 from consumer.grpo.models.model_folder import load_model
 from tests.consumer.grpo.learner.sharded_learner import CUT, STEPS, Life, main
@@ -206,7 +206,7 @@ def test_ranks_share_whole_steps_and_one_that_dies_fails_the_step_for_all(
     with at_work(run, math=17):
         until(lambda: run.buffer.count("math") == 17, "all groups")
     bad = run.buffer.peek(6, "math")[5].gid  # of the second step
-    run.store.control.set(run.keys.payload(bad, run.record(bad)["payload"]), b"nonsense")
+    run.store.client.set(run.keys.payload(bad, run.record(bad)["payload"]), b"nonsense")
 
     lives = [{"first": 1, "last": 4, "die_at": 3}, {"first": 3, "last": 4}]
     order = {"url": server.url, "run": run.name, "folder": tmp_path, "lives": lives}

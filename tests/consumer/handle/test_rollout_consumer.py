@@ -26,7 +26,7 @@ from buffer.ids import group_id, new_nonce
 from buffer.ledger.ledger import BAD_GROUPS
 from buffer.manifest import NotReady
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights.shared_folder import FolderSender
 from buffer.weights.transport import PublishedWeights
 from buffer.wire import group_bytes
@@ -91,9 +91,9 @@ def spoil(run: Run, gid: str, data: bytes | None) -> None:
     record = run.record(gid)
     key = run.keys.payload(gid, record["payload"])
     if data is None:
-        run.store.control.delete(key)
+        run.store.client.delete(key)
     else:
-        run.store.control.set(key, data)
+        run.store.client.set(key, data)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1 no msgpack", None])
@@ -256,7 +256,7 @@ def test_a_waiting_take_is_fenced_when_a_second_trainer_takes_over(
 def test_heartbeat_reports_a_server_that_refuses(
     server: Server, run: Run, trainer: Trainers, store: Store
 ) -> None:
-    raw: Any = store.control
+    raw: Any = store.client
     raw.acl_setuser(
         "limited",
         enabled=True,
@@ -533,8 +533,8 @@ def test_a_server_that_came_back_empty_is_a_lost_run_and_not_another_trainer(
     consumer = trainer(run)
     producer = new_nonce()
     run.control.open_producer(producer)
-    for key in run.store.control.scan_iter(f"rmq:{{{run.name}}}:*"):
-        run.store.control.delete(key)
+    for key in run.store.client.scan_iter(f"rmq:{{{run.name}}}:*"):
+        run.store.client.delete(key)
     with pytest.raises(LostRun, match="its data was lost") as lost:
         consumer.take_batch(1, {"math": 1}, deadline_s=400.0)
     assert "regenerate=True" in lost.value.hint

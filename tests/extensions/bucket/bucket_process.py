@@ -32,7 +32,8 @@ def main(end: str, *rest: str) -> None:
             sys.stdin.readline()
             say(*sender.write(PolicyVersion(LINEAGE, version), save(version)))
     else:
-        receiver = WeightsReceiver(Store(rest[0], deadline_s=400.0), Keys(rest[1]))
+        store, url = Store(rest[0], deadline_s=400.0), rest[2].rpartition("/")[0]
+        receiver = WeightsReceiver(store, Keys(rest[1]), url)
         sys.stdin.readline()
         say(receiver.fetch(PublishedWeights(*rest[2:])))
 

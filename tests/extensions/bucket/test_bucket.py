@@ -68,8 +68,12 @@ def answer(process: subprocess.Popen[str]) -> PublishedWeights:
 
 
 def fetched(yard: Yard, published: PublishedWeights, version: int) -> bool:
-    with closing(WeightsReceiver(yard.store, yard.run.keys)) as receiver:
+    with closing(receiver_of(yard, published.address.rpartition("/")[0])) as receiver:
         return is_whole(receiver.fetch(published), version)
+
+
+def receiver_of(yard: Yard, url: str | None) -> WeightsReceiver:
+    return WeightsReceiver(yard.store, yard.run.keys, url)
 
 
 def files_in(folder: Path) -> list[Path]:
@@ -96,12 +100,30 @@ def test_a_trainer_that_is_killed_in_an_upload_leaves_whole_versions_and_the_nex
     assert fetched(yard, sender.write(TWO, save(2)), 2)
 
 
-def test_a_receiver_creates_no_folder_for_an_address_from_redis(yard: Yard, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "own", [None, "file:///elsewhere", "file://{there}/deeper", "file://{there}"]
+)
+def test_a_receiver_opens_no_url_that_only_redis_names_and_creates_no_folder(
+    yard: Yard, tmp_path: Path, own: str | None
+) -> None:
     there = tmp_path / "there"
+    url = own and own.format(there=there)
     published = PublishedWeights(f"file://{there}/{LINEAGE}-000001-{'0' * 32}", "0" * 32)
-    with pytest.raises(WireError), closing(WeightsReceiver(yard.store, yard.run.keys)) as receiver:
+    says = r"\[weights\] url of this process is" if url != f"file://{there}" else "there/: "
+    with pytest.raises(WireError, match=says), closing(receiver_of(yard, url)) as receiver:
         receiver.fetch(published)
     assert not there.exists()
+
+
+def test_a_worker_whose_config_names_another_bucket_says_so(yard: Yard, tmp_path: Path) -> None:
+    async def scenario() -> str:
+        sender = CopySender(Bucket(f"file://{tmp_path}/theirs"), tmp_path)
+        async with yard.working(yard.worker(weights_url=f"file://{tmp_path}/own")):
+            yard.name(1, *await asyncio.to_thread(sender.write, ONE, save(1)))  # type: ignore[arg-type]
+            await yard.until(lambda: any(worker.refusal for worker in yard.run.fleet.workers()))
+            return yard.run.fleet.workers()[0].refusal
+
+    assert f"url of this process is file://{tmp_path}/own" in asyncio.run(scenario())
 
 
 def test_a_worker_that_is_killed_in_a_download_leaves_nothing_that_others_would_use(
@@ -143,7 +165,7 @@ async def test_a_worker_says_that_it_cannot_read_a_version_goes_on_and_loads_the
     # the worker's process reads it through the link
     monkeypatch.setenv("AWS_ENDPOINT_URL", link.endpoint)
     open_versions.cache_clear()
-    async with yard.working(yard.worker()) as engine:
+    async with yard.working(yard.worker(weights_url=url)) as engine:
         link.hold(CONFIG_BYTES // 2)
         yard.name(1, *published)  # type: ignore[arg-type]
         await yard.until(link.held.is_set)
@@ -157,7 +179,7 @@ async def test_a_worker_says_that_it_cannot_read_a_version_goes_on_and_loads_the
         published = await asyncio.to_thread(sender.write, TWO, save(2))
         yard.name(2, *published)  # type: ignore[arg-type]
         yard.enqueue(1)
-        await yard.until_places(completed=1)
+        await yard.until_stages(completed=1)
         assert engine.version() == TWO
     open_versions.cache_clear()
     yard.check()
@@ -170,7 +192,7 @@ def test_changes_are_read_by_who_follows_and_who_is_late_and_only_what_they_need
         "folder", yard.store, yard.run.keys, tmp_path, keep=2, delta_base_every=3, url=url
     )
     bucket = Bucket(url)
-    follower = WeightsReceiver(yard.store, yard.run.keys)
+    follower = receiver_of(yard, url)
     for version in range(1, 6):
         published = sender.write(PolicyVersion(LINEAGE, version), save(version))
         sender.prune()
@@ -201,7 +223,7 @@ def test_a_flipped_byte_is_refused_and_the_right_one_is_read(
     right = bytes(store.get(path).bytes())
     for wrong in (right[:-1] + bytes([right[-1] ^ 1]), right[:-1]):
         store.put(path, wrong)
-        with closing(WeightsReceiver(yard.store, yard.run.keys)) as receiver:
+        with closing(receiver_of(yard, url)) as receiver:
             with pytest.raises((WireError, ModelError), match=r"checksum|bytes"):
                 receiver.fetch(published)
             assert not [path for path in files_in(home) if path.suffix != ".lock"]
@@ -229,7 +251,7 @@ def test_a_folder_and_memory_are_places_too(
     older, newer = (sender.write(version, save(version.version)) for version in (ONE, TWO))
     sender.prune()
     assert fetched(yard, newer, 2)
-    with closing(WeightsReceiver(yard.store, yard.run.keys)) as receiver:
+    with closing(receiver_of(yard, url)) as receiver:
         receiver.check(newer)
         with pytest.raises(WireError, match="there are no weights"):
             receiver.check(older)
@@ -241,7 +263,7 @@ def test_a_bucket_that_is_missing_is_named_to_both_sides(
     absent = f"{url.replace('s3://', 's3://absent-')}/run"
     with pytest.raises(PublicationFailed, match=absent):
         CopySender(Bucket(absent), tmp_path).write(ONE, save(1))
-    with closing(WeightsReceiver(yard.store, yard.run.keys)) as receiver:
+    with closing(receiver_of(yard, absent)) as receiver:
         for address in (f"{absent}/x", "s4://bucket/run/x"):
             with pytest.raises(WireError, match=address.partition("://")[0]):
                 receiver.fetch(PublishedWeights(address, "0" * 32))

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from buffer.wire.rollout import RolloutState, Status
-from producer_workers.config.dataset import HarborSection
 from producer_workers.datasets.open import open_dataset
+from rolloutmq.extensions.environments.datasets import HarborSection
 from rolloutmq.extensions.environments.loops import HarborAgentLoop
 from tests.producer_workers.recorder import Recorder, questions, run
 from tests.waits import until

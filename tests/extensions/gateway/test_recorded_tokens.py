@@ -18,11 +18,11 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
 from buffer.wire.sampling_mask import SamplingMask
 from producer_workers.engines.base import Generation
-from producer_workers.worker.turn_keeper import TurnKeeper
 from rolloutmq.extensions.gateway.agents import AgentTask
 from rolloutmq.extensions.gateway.history import Conversation
 from rolloutmq.extensions.gateway.kept_turns import TurnWriter, with_turns
 from rolloutmq.extensions.gateway.segment import Segment
+from rolloutmq.extensions.gateway.turn_keeper import TurnKeeper
 from tests.producer_workers.agents import TOOL
 from tests.producer_workers.recorder import Recorder, loop_of, questions, run
 from tests.thoroughness import examples

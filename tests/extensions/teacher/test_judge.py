@@ -61,7 +61,7 @@ def test_each_rollout_has_the_columns_of_the_teachers_of_its_source_and_its_own_
     async def scenario() -> str:
         (gid,) = yard.enqueue_states(states)
         async with yard.working(taught.worker()):
-            await yard.until_places(completed=1)
+            await yard.until_stages(completed=1)
         return gid
 
     group = yard.group(asyncio.run(scenario()))
@@ -90,11 +90,11 @@ def test_neither_a_filtered_group_nor_a_rollout_that_is_not_trained_is_scored(
     async def scenario() -> str:
         yard.enqueue(1)
         async with yard.working(taught.worker(is_valid_sample=lambda _: False)):
-            await yard.until_places(filtered=1)
+            await yard.until_stages(filtered=1)
         assert texts() == []
         (gid,) = yard.enqueue(1)
         async with yard.working(taught.worker("w1", loop=Critic)):
-            await yard.until_places(completed=1, filtered=1)
+            await yard.until_stages(completed=1, filtered=1)
         return gid
 
     speaker, critic = yard.group(asyncio.run(scenario())).states
@@ -124,13 +124,13 @@ def test_a_text_that_cannot_be_scored_is_tried_again_and_then_fails_its_group_by
     async def scenario() -> None:
         (gid,) = yard.enqueue(1, tokens=(8,))
         async with yard.working(Taught(yard, tiny_model, broken, retries=0).worker()):
-            await yard.until_places(dead=1)
+            await yard.until_stages(dead=1)
         reason = yard.run.dead_letters.reason(gid)["reason"]
         assert "teacher big" in reason
         assert "fail_every" in reason
         yard.run.jobs.requeue(gid)
         async with yard.working(Taught(yard, tiny_model, broken, retries=1).worker("w1")):
-            await yard.until_places(completed=1)
+            await yard.until_stages(completed=1)
 
     asyncio.run(scenario())
     yard.check()
@@ -145,7 +145,7 @@ def test_an_engine_that_dies_is_replaced_and_no_group_is_sampled_again(
     async def scenario() -> int:
         yard.enqueue(2)
         async with yard.working(taught.worker()) as engine:
-            await yard.until_places(completed=2)
+            await yard.until_stages(completed=2)
             return len(engine.requests)
 
     assert asyncio.run(scenario()) == 4
@@ -186,11 +186,11 @@ def test_a_pause_leaves_the_tokens_and_the_next_claim_scores_them(
         async with yard.working(taught.worker(grace_s=0.0)) as engine:
             await yard.until(lambda: texts())
             yard.control(Mode.ABORT)
-            await yard.until_places(aborted=1)
+            await yard.until_stages(aborted=1)
             gate.set()
             yard.control(Mode.RUN)
             yard.reissue()
-            await yard.until_places(completed=1)
+            await yard.until_stages(completed=1)
             return gid, len(engine.requests)
 
     gid, requests = asyncio.run(scenario())
@@ -210,7 +210,7 @@ def test_a_worker_that_leaves_hands_groups_back_without_a_lost_try(
         monkeypatch.setattr(Scorer, "gate", asyncio.Event())
         async with yard.working(taught.worker(drain_timeout_s=0.0)):
             await yard.until(lambda: texts())
-        await yard.until_places(aborted=1)
+        await yard.until_stages(aborted=1)
 
     asyncio.run(scenario())
     (record,) = yard.records()

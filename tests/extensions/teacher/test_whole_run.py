@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from buffer.control.control import Mode
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from tests.consumer.grpo.models.tiny import build_model
 from tests.pipeline.site import Site
@@ -88,7 +88,7 @@ def kill_worker(run: Run) -> None:
     def scoring() -> int:
         for each in run.fleet.workers():
             if each.judging:  # for some milliseconds
-                pid: Any = run.store.control.hget(run.keys.worker(each.id), "pid")
+                pid: Any = run.store.client.hget(run.keys.worker(each.id), "pid")
                 return int(pid)
         return 0
 

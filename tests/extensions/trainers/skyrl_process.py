@@ -29,7 +29,7 @@ from skyrl.train.config import (  # noqa: E402
 )
 
 from buffer.redis.store import Store  # noqa: E402
-from buffer.run import Run  # noqa: E402
+from buffer.run.run import Run  # noqa: E402
 from buffer.weights.checksums import write_tensors  # noqa: E402
 from buffer.weights.shared_folder import FolderSender  # noqa: E402
 from rolloutmq.extensions.trainers.skyrl import RunGenerator  # noqa: E402

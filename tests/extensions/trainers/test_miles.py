@@ -24,7 +24,7 @@ from miles.utils.types import AdapterRef, RewardSpec, Sample
 
 from buffer.errors import WireError
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from rolloutmq.extensions.trainers.miles import RunDataBuffer, Versions, put_together, taken_apart

@@ -15,7 +15,7 @@ import pytest
 from buffer.ids import group_id
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire import group_bytes
 from buffer.wire.rollout import FIRST_WEIGHTS
 from tests.consumer.handle.crew import answer, at_work, prompt

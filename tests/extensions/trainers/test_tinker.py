@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from buffer.errors import ConfigError
 from buffer.ids import group_id
-from buffer.open_run import wait_for_run
 from buffer.redis.store import Store
+from buffer.run.open import wait_for_run
 from buffer.weights.checksums import write_tensors
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status

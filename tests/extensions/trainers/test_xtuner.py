@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from tests.extensions.trainers.sources import source_of
 from tests.extensions.trainers.xtuner_sources import COMMIT, URL
 from tests.servers import Server

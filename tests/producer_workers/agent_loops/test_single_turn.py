@@ -201,6 +201,34 @@ class Sync:
     def generate_group(self, states: list[RolloutState], engine: Any, gid: str) -> Any: ...
 
 
+class Plain:
+    """A loop that inherits nothing; its `interrupt` is a coroutine function, so no member of a loop."""
+
+    makes_prompts = True
+
+    def __init__(self, **_: Any) -> None:
+        self.calls: list[str] = []
+
+    async def generate_group(self, states: list[RolloutState], engine: Any, gid: str) -> Any:
+        return states
+
+    async def open(self) -> None:
+        self.calls.append("open")
+
+    async def interrupt(self) -> None:
+        self.calls.append("interrupt")
+
+
+def test_a_loop_that_does_not_inherit_has_the_members_that_it_defines() -> None:
+    given: dict[str, Any] = {"judge": None, "tokenizer": None, "eos_ids": [2]}
+    loop = load_agent_loop(Plain, **given)
+    assert loop.makes_prompts
+    asyncio.run(loop.open())
+    loop.interrupt()
+    asyncio.run(loop.close())
+    assert loop.generate_group.__self__.calls == ["open"]  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [

@@ -36,9 +36,11 @@ from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.image_records import ImagePrompts, show_images
 from producer_workers.datasets.open import open_dataset
 from producer_workers.engines import build_engine
-from producer_workers.engines.base import GenerationError, shown
+from producer_workers.engines.base import GenerationError
 from producer_workers.images import ImageError, ImageFolder, collapse, find_runs, load_image
 from producer_workers.producer.sampler import Sampler
+from producer_workers.worker.inbox import Inbox
+from producer_workers.worker.shared_engine import SharedEngine
 from rolloutmq.config.load import load_config
 from tests.producer_workers.engines.tiny_vision_model import (
     FIRST,
@@ -457,15 +459,15 @@ FIRST_WEIGHTS = PolicyVersion("main", 0)
     "config", [HttpConfig(url="http://127.0.0.1:9"), TransformersConfig()], ids=lambda c: c.kind
 )
 def test_engine_that_shows_no_images_is_asked_for_nothing_with_some(config: EngineConfig) -> None:
-    engine = build_engine(config, Path(), FIRST_WEIGHTS)
-    with shown(engine, "see-0000000000", []):
+    engine = SharedEngine(build_engine(config, Path(), FIRST_WEIGHTS), Inbox())
+    with engine.shown("see-0000000000", []):
         pass
     with (
         pytest.raises(
             GenerationError,
             match=f"see-0000000000 has images, which the engine {config.kind} cannot show",
         ),
-        shown(engine, "see-0000000000", SHOWN),
+        engine.shown("see-0000000000", SHOWN),
     ):
         pytest.fail("it went on")
 

@@ -17,11 +17,9 @@ from buffer.wire.sampling import SampleParams
 from producer_workers.config import dataset as sections
 from producer_workers.config.dataset import (
     LARGEST_ROW,
-    HarborSection,
     HuggingFaceSection,
     ImagesSection,
     JsonlSection,
-    NemoGymSection,
     ParquetSection,
     PythonSection,
 )
@@ -106,15 +104,6 @@ def test_no_more_of_a_line_is_read_than_a_row_may_have(tmp_path: Path) -> None:
         tracemalloc.stop()
 
 
-def test_an_instruction_of_harbor_over_the_limit_is_not_read(tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
-    (tmp_path / "one" / "task.toml").touch()
-    with (tmp_path / "one" / "instruction.md").open("wb") as file:
-        file.truncate(LARGEST_ROW + 1)
-    with pytest.raises(DatasetError, match=r"one/instruction\.md: has more than"):
-        open_here(HarborSection(kind="harbor", path=tmp_path), tmp_path)
-
-
 @pytest.mark.parametrize("tokens", [None, 10])
 def test_a_prompt_over_the_limit_is_skipped_before_it_is_encoded(
     tokenizer: Any, tokens: int | None, monkeypatch: pytest.MonkeyPatch
@@ -186,19 +175,16 @@ def test_null_in_a_message_is_no_text(tmp_path: Path) -> None:
     assert problem.tools == [{"default": None}], "what JSON says of a schema stays"
 
 
-@pytest.mark.parametrize("place", ["top", "deep", "row of an agent"])
+@pytest.mark.parametrize("place", ["top", "deep"])
 def test_a_key_that_is_written_twice_is_refused(tmp_path: Path, place: str) -> None:
     """Which of the two values counts would be the parser's choice."""
     lines = {
         "top": '{"question": "1+1?", "answer": "2", "answer": "3"}',
         "deep": '{"question": "1+1?", "meta": [{"answer": 1, "a": 2, "answer": 1}]}',
-        "row of an agent": '{"responses_create_params": {"input": "x", "answer": 1, "answer": 2}}',
     }
     path = tmp_path / "rows.jsonl"
     path.write_text(lines[place])
-    section: Any = JsonlSection(kind="jsonl", path=path)
-    if place == "row of an agent":
-        section = NemoGymSection(kind="nemo_gym", path=path, url="http://host")
+    section = JsonlSection(kind="jsonl", path=path)
     with pytest.raises(DatasetError, match=r"rows\.jsonl:1: .*the key 'answer' is written twice"):
         open_here(section, tmp_path)
 
@@ -221,12 +207,3 @@ def test_hidden_files_and_dangling_links_of_a_folder_stop_no_task(
     assert len(with_litter(tmp_path)) == 1
     assert "gone.parquet" in caplog.text, "a link that leads nowhere is told"
     assert "._rows" not in caplog.text
-
-
-def test_hidden_folders_and_dangling_links_are_no_tasks_of_harbor(tmp_path: Path) -> None:
-    for name in ("task", ".cache"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "instruction.md").write_text("do it")
-    (tmp_path / "task" / "task.toml").touch()
-    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
-    assert len(open_here(HarborSection(kind="harbor", path=tmp_path), tmp_path)) == 1

@@ -21,16 +21,18 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights.safetensors_files import MODEL_LOADING
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 from buffer.wire.sampling import SampleParams
-from consumer.grpo.learner.learner import Learner
+from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.model_state.weights_folder import WeightsSnapshot
+from consumer.grpo.policy.policy import Policy
 from consumer.grpo.trainer import Trainer
 from consumer.handle.step_log import StepLog
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
+from producer_workers.config.producing import WorkerSection
 from producer_workers.datasets.records import RecordsDataset, problem_of
 from producer_workers.engines.base import Engine
 from producer_workers.judges.judge import FunctionJudge
@@ -129,7 +131,8 @@ class AdapterRun:
         loop = SingleTurnAgentLoop(
             judge=FunctionJudge("by_place", by_place), tokenizer=Characters(), eos_ids=set()
         )
-        worker = Worker(run, engine, {TASK: TaskRunner(loop)}, worker_id="w0", drain_timeout_s=0.0)
+        limits = WorkerSection(drain_timeout_s=0.0)
+        worker = Worker(run, engine, {TASK: TaskRunner(loop)}, limits, worker_id="w0")
         working = asyncio.create_task(worker.run())
         try:
             with producing(run):
@@ -146,22 +149,22 @@ class AdapterRun:
         assert run.account.fsck().clean
 
     def _watch(self, patch: pytest.MonkeyPatch) -> None:
-        learner_train = Learner.train
-        snapshot = Learner.snapshot
+        original = TrainController.train
+        snapshot = Policy.snapshot
 
-        def train(learner: Learner, batch: Any) -> dict[str, float]:
+        def train(controller: TrainController, batch: Any) -> dict[str, float]:
             self.groups.append(batch.groups)
-            return learner_train(learner, batch)
+            return original(controller, batch)
 
-        def take(learner: Learner, *, to_publish: bool = False) -> WeightsSnapshot:
-            taken = snapshot(learner, to_publish=to_publish)
+        def take(policy: Policy, *, to_publish: bool = False) -> WeightsSnapshot:
+            taken = snapshot(policy, to_publish=to_publish)
             if to_publish:
-                (kept := self.adapter(learner.step)).mkdir(parents=True, exist_ok=True)
+                (kept := self.adapter(policy.step)).mkdir(parents=True, exist_ok=True)
                 taken.write(kept)
             return taken
 
-        patch.setattr(Learner, "train", train)
-        patch.setattr(Learner, "snapshot", take)
+        patch.setattr(TrainController, "train", train)
+        patch.setattr(Policy, "snapshot", take)
 
 
 def stamped(state: RolloutState) -> NDArray[np.int64]:

@@ -16,7 +16,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from buffer.redis.store import Store
-from buffer.run import Run as RunHandle
+from buffer.run.run import Run as RunHandle
 from buffer.wire.rollout import MediaRef, PolicyVersion
 from buffer.wire.sampling import SampleParams
 from consumer.handle.step_log import StepLog

@@ -24,7 +24,7 @@ from buffer.control.control import ControlState, Mode
 from buffer.ids import new_nonce
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.weights import delta, folder_manifest
 from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.transport import TransportName

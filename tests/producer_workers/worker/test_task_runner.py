@@ -115,7 +115,7 @@ def ignore(_: Sequence[RolloutState]) -> None:
 def test_a_session_with_a_segment_that_is_too_old_starts_again_as_one_member() -> None:
     states = [segment(0, 5), segment(0, 2), segment(1, 5), segment(1, 4)]
     lost: list[RolloutState] = []
-    left = restart_too_old(states, AgeLimit(3, "", []), lambda each: lost.extend(copy(each)))
+    left = restart_too_old(states, AgeLimit(3, None, []), lambda each: lost.extend(copy(each)))
     assert [len(state.response_ids) for state in lost] == [1, 1]
     assert [(state.index, len(state.response_ids)) for state in left] == [(0, 0), (1, 1), (1, 1)]
     assert (left[0].status, left[0].session_id) == (Status.INIT, "s0")
@@ -123,13 +123,13 @@ def test_a_session_with_a_segment_that_is_too_old_starts_again_as_one_member() -
 
 def test_a_member_that_was_put_as_expired_starts_again() -> None:
     states = [segment(0, 5, Status.EXPIRED), segment(1, 5)]
-    left = restart_too_old(states, AgeLimit(3, "", []), ignore)
+    left = restart_too_old(states, AgeLimit(3, None, []), ignore)
     assert [state.status for state in left] == [Status.INIT, Status.COMPLETED]
 
 
 def test_a_member_of_weights_that_were_rolled_back_counts_as_the_fork() -> None:
     states = [segment(0, 9), segment(1, 4)]
-    left = restart_too_old(states, AgeLimit(4, "", [("l1", 0), ("l2", 3)]), ignore)
+    left = restart_too_old(states, AgeLimit(4, None, [("l1", 0), ("l2", 3)]), ignore)
     assert [len(state.response_ids) for state in left] == [0, 0]
-    left = restart_too_old([segment(0, 9)], AgeLimit(3, "", [("l1", 0), ("l2", 3)]), ignore)
+    left = restart_too_old([segment(0, 9)], AgeLimit(3, None, [("l1", 0), ("l2", 3)]), ignore)
     assert len(left[0].response_ids) == 1

@@ -11,15 +11,13 @@ from typing import Any
 import orjson
 import pytest
 
-from consumer.config.warm_start import TinyModelConfig
-from consumer.grpo.models.tiny_model import build_tiny_model
 from rolloutmq.check.command import settings_findings
 from rolloutmq.check.contained import STAGES, run_units, units_of
 from rolloutmq.check.finding import Finding
-from rolloutmq.check.memory import memory_findings, trainer_bytes
-from rolloutmq.check.shape import shape_of
+from rolloutmq.check.memory import memory_findings, shape_of, trainer_bytes
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import inspect_config
+from tests.consumer.grpo.models.tiny import build_model
 from tests.rolloutmq.conftest import ROOT, Command
 
 CONFIG = """
@@ -88,9 +86,7 @@ def found(*overrides: str, stages: Sequence[str] = STAGES, section: str = "") ->
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a small model with random weights."""
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    build_tiny_model(folder, TinyModelConfig(max_positions=128), seed=0)
-    return folder
+    return build_model(tmp_path_factory.mktemp("models"), max_positions=128)
 
 
 @pytest.fixture
@@ -234,16 +230,6 @@ def test_a_data_source_without_a_judge_is_found_behind_the_first_prompts(project
     assert "'b'" in error.what
 
 
-def test_problems_of_an_evaluation_that_are_trained_are_named(project: Path) -> None:
-    rows = [{"question": f"{n}  + 1 =", "answer": f"{n + 1}"} for n in (300, 7, 301, 3)]
-    (project / "held.jsonl").write_bytes(b"\n".join(map(orjson.dumps, rows)))
-    held = "tasks.held={eval_of='sums', dataset={kind='jsonl', path='held.jsonl'}}"
-    warnings = [each.what for each in found(held, stages=["data"]) if each.level == "warning"]
-    (warning,) = [what for what in warnings if "training set" in what]
-    assert "2 of its 4 problems are in the training set of task sums" in warning
-    assert "(rows 1, 3)" in warning
-
-
 def errors(*overrides: str, section: str) -> list[Finding]:
     """Return the errors that a section of the data's stage has."""
     every = found(*overrides, stages=["data"], section=section)
@@ -329,8 +315,6 @@ def test_memory_that_is_short_is_found(
         ([3, 500], "error"),
         (1, "ok"),
         ([50, 1], "ok"),
-        (3, "warning"),  # a token of control, but not the one that ends a turn
-        (50, "error"),  # an ordinary character
     ],
 )
 def test_a_model_whose_responses_cannot_end_is_found(
@@ -339,119 +323,9 @@ def test_a_model_whose_responses_cannot_end_is_found(
     changed("generation_config.json", eos_token_id=eos)
     folder = changed("config.json", eos_token_id=eos)
     units = {unit.what: unit for unit in units_of("model", config_of(f"policy.model={folder}"))}
-    wrong = list(units[f"{folder}, its tokenizer"].findings())
+    wrong = [each for each in units[f"{folder}, its files"].findings() if each.level != "ok"]
     assert [each.level for each in wrong] == ([] if level == "ok" else [level])
-
-
-ROLES = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
-OPENS = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-THINKS = "{% if add_generation_prompt %}<|assistant|><think>{% endif %}"
-BARE = "{% for m in messages %}[{{ m.content }}]<|end|>{% endfor %}"
-
-
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [
-        (ROLES + OPENS, None),
-        (ROLES + THINKS, None),
-        ("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}", None),
-        (ROLES, r"opens no turn of the assistant: prompts end without '<|assistant|>'"),
-        (BARE, r"prompts end without '['"),
-        ((ROLES + OPENS).replace("<|end|>", "<|unk|>"), "ends a turn of the assistant with"),
-        ((ROLES + OPENS).replace("<|end|>", ""), None),  # nothing ends a turn: nothing to compare
-        ("{{ raise_exception('no') }}", None),
-    ],
-)
-def test_a_template_whose_turns_are_not_those_of_the_prompts_is_found(
-    project: Path, changed: Callable[..., Path], template: str, said: str | None
-) -> None:
-    folder = changed("tokenizer_config.json", chat_template=template)
-    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    units = {unit.what: unit for unit in units_of("model", config_of(f"policy.model={folder}"))}
-    wrong = [each for each in units[f"{folder}, its tokenizer"].findings() if each.level != "ok"]
-    assert len(wrong) == (said is not None), wrong
-    assert said is None or said in wrong[0].what
-
-
-def test_a_stop_of_the_tasks_may_end_a_turn(project: Path, changed: Callable[..., Path]) -> None:
-    folder = changed("generation_config.json", eos_token_id=3)
-    changed("config.json", eos_token_id=3)
-    for stop in ("sample.stop_token_ids=[1]", "sample.stops=['<|end|>']"):
-        config = config_of(f"policy.model={folder}", f"tasks.sums.{stop}")
-        units = {unit.what: unit for unit in units_of("model", config)}
-        assert not [*units[f"{folder}, its tokenizer"].findings()]
 
 
 def config_of(*overrides: str) -> Config:
     return inspect_config(Path("mine.toml"), overrides)[0]
-
-
-@pytest.mark.parametrize(
-    ("template", "drops"),
-    [
-        ("hello", True),
-        ("{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}", True),
-        ("{% for m in messages %}{{ m.content[:4] }}{% endfor %}", False),
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", False),
-    ],
-)
-def test_a_template_that_drops_the_text_of_the_user_is_found(
-    project: Path, changed: Callable[..., Path], template: str, drops: bool
-) -> None:
-    folder = changed("tokenizer_config.json", chat_template=template)
-    (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-    errors = [
-        each
-        for each in found(f"policy.model={folder}", stages=["data"], section="data")
-        if each.level == "error"
-    ]
-    assert len(errors) == drops
-
-
-OWN_LEARNING = """
-import numpy as np
-def zeros(groups): return [np.zeros(len(group.scores)) for group in groups]
-def likelier(columns, config): return -columns.logprobs
-def needs_more(groups): return [group.rewards["style"] for group in groups]
-"""
-
-
-@pytest.mark.parametrize(
-    ("overrides", "responsible"),
-    [
-        ([], ""),
-        (["trainer.max_sequence_tokens=12"], "[trainer] max_sequence_tokens = 12"),
-        (["trainer.advantages=my_learning:zeros"], "[trainer] advantages = my_learning:zeros"),
-        (
-            ["trainer.advantages=pass_at_k", "tasks.sums.prompt_repeat_k=4"],
-            "advantages = pass_at_k",
-        ),
-        (["trainer.advantages=my_learning:zeros", "learner.loss.entropy_coef=0.1"], ""),
-        (["learner.loss.objective=my_learning:likelier"], ""),
-        (["trainer.advantages=gae", "trainer.mask_truncated=true"], ""),
-        (["trainer.advantages=turns", "learner.updates_per_batch=4"], ""),
-        (["trainer.advantages=otb", "learner.loss.objective=cispo"], ""),
-        (["trainer.advantages=gdpo", "trainer.reward_weights={right=1.0}"], ""),
-        ([TEACHER, READ, "trainer.advantages=none"], ""),
-    ],
-    ids=str,
-)
-def test_made_up_rollouts_show_which_setting_prevents_all_training(
-    project: Path, overrides: list[str], responsible: str
-) -> None:
-    (project / "my_learning.py").write_text(OWN_LEARNING, encoding="utf-8")
-    [finding] = [
-        each
-        for each in found(*overrides, stages=["model"], section="training")
-        if each.section == "training"
-    ]
-    assert finding.level == ("error" if responsible else "ok"), finding
-    assert responsible in finding.what
-
-
-def test_a_function_that_made_up_rollouts_do_not_suit_is_a_warning(project: Path) -> None:
-    (project / "my_learning.py").write_text(OWN_LEARNING, encoding="utf-8")
-    asked = found("trainer.advantages=my_learning:needs_more", stages=["model"], section="training")
-    [finding] = [each for each in asked if each.section == "training"]
-    assert finding.level == "warning", finding
-    assert "style" in finding.what

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.redis.connection.url import mask_url
 from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.url import mask_url
 from tests.rolloutmq.conftest import ROOT, Command
 from tests.rolloutmq.populate import Scene
 
@@ -52,7 +52,7 @@ def test_no_command_shows_it_of_a_server_that_is_there(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    scene.run.store.control.execute_command(
+    scene.run.store.client.execute_command(
         "ACL", "SETUSER", "u", "on", f">{SECRET}", "~*", "&*", "+@all"
     )
     monkeypatch.setenv("REDIS_URL", server.url.replace("unix://", f"unix://u:{SECRET}@"))

@@ -38,7 +38,7 @@ COMMANDS = [
 @pytest.fixture(scope="module")
 def documented(server: EmbeddedServer) -> Iterator[EmbeddedServer]:
     store = Store(server.url, deadline_s=400.0)
-    store.control.flushall()
+    store.client.flushall()
     populate_as_documented(store)
     yield server
     store.close()

@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
-from buffer.control.settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.limits import RunLimits, TaskLimits
+from buffer.run.settings import LiveSettings
 from rolloutmq.config.config import Config
 from rolloutmq.config.cross_section_rules import RULES, RULES_OF_TASKS, RULES_OF_TRAINING
 from rolloutmq.config.load import inspect_config, load_config, validate_config

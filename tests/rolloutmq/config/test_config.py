@@ -9,9 +9,9 @@ from buffer.config.assignments import parse_settings
 from buffer.config.meanings import meanings
 from buffer.config.run_settings import PolicySection, RedisSection
 from buffer.config.section import Section
-from buffer.control.settings import LiveSettings
 from buffer.errors import ConfigError
 from buffer.limits import RunLimits
+from buffer.run.settings import LiveSettings
 from producer_workers.build import task_names
 from producer_workers.config.dataset import JsonlSection
 from rolloutmq.config.config import Config
@@ -236,10 +236,10 @@ def test_live_tasks_are_served_by_gateways_alone(tmp_path: Path) -> None:
     other = '\n[tasks.chat]\nagent_loop = "live"\njudge = "environment"\n'
     other += '[tasks.chat.dataset]\nkind = "jsonl"\npath = "chat.jsonl"\n'
     both = load(tmp_path, GOOD + other)
-    assert (task_names(both, False), task_names(both, True)) == (["math"], ["chat"])
-    for is_live, loop in ((True, "single_turn"), (False, "live")):
+    assert (task_names(both, "worker"), task_names(both, "gateway")) == (["math"], ["chat"])
+    for command, loop in (("gateway", "single_turn"), ("worker", "live")):
         with pytest.raises(ConfigError, match="no task"):
-            task_names(load(tmp_path, GOOD, f"worker.agent_loop={loop}"), is_live)
+            task_names(load(tmp_path, GOOD, f"worker.agent_loop={loop}"), command)
 
 
 def test_stale_threshold_counts_train_steps() -> None:
@@ -258,9 +258,9 @@ def test_a_task_may_have_a_staleness_limit_of_its_own(tmp_path: Path) -> None:
     text = GOOD + HELD_OUT + "[tasks.math.strategy]\nover_sample_threshold = 0.5\n"
     sets = ("policy.max_staleness=1", "policy.sync_weights_interval=2", "evaluation.every_steps=2")
     limits = load(tmp_path, text, *sets).limits()
-    assert [limits.threshold(task) for task in ("math", "math_eval")] == [4, ""]
+    assert [limits.threshold(task) for task in ("math", "math_eval")] == [4, None]
     limits = load(tmp_path, text, *sets, "tasks.math.max_staleness=3").limits()
-    assert [limits.threshold(task) for task in ("math", "math_eval")] == [8, ""]
+    assert [limits.threshold(task) for task in ("math", "math_eval")] == [8, None]
     assert limits.horizon_of(1) == 4
     limits = load(tmp_path, text, *sets, "tasks.math.max_ahead=0").limits()
     assert (limits.threshold("math"), limits.horizon_of(1)) == (4, 2)

@@ -13,10 +13,10 @@ from pathlib import Path
 import orjson
 import pytest
 
-from buffer.control.origin import Origin
 from buffer.redis.keys import Keys
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
+from buffer.run.origin import Origin
 from tests.consumer.grpo.models.tiny import build_model
 from tests.fake_hub import FakeHub, fake_hub
 from tests.rolloutmq.conftest import ROOT, in_process, rolloutmq
@@ -92,7 +92,7 @@ def test_a_run_from_the_hub(tmp_path: Path) -> None:
         (big,) = (there / "home/hub/models--qwen--big/snapshots").iterdir()
         store = Store(server.url)
         origin = Origin.from_meta(
-            {k.decode(): v.decode() for k, v in store.control.hgetall(Keys("far").meta).items()}
+            {k.decode(): v.decode() for k, v in store.client.hgetall(Keys("far").meta).items()}
         )
         store.close()
         assert origin is not None
@@ -112,7 +112,7 @@ def work_until_registered(
     )
     store = Store(server.url)
     try:
-        while store.control.zscore(Keys("far").workers, name) is None:
+        while store.client.zscore(Keys("far").workers, name) is None:
             assert worker.poll() is None, worker.stderr and worker.stderr.read()
             time.sleep(0.1)
     finally:

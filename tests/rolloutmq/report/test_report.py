@@ -33,7 +33,7 @@ def run_folder(tmp_path: Path) -> Path:
     demo = str(ROOT / "configs" / "demo.toml")
     command = [demo, "--set", "redis.url=redis://u:s3cret@127.0.0.1:1/0"]
     with own(folder, "demo", command, 30) as owned:
-        owned.note(owned.record.stage, account="account: lost 0 · in two places 0")
+        owned.note(owned.record.stage, account="account: lost 0 · in two stages 0")
     writer = StepWriter(folder)
     for step in range(1, 31):
         metrics = {
@@ -87,7 +87,7 @@ def test_the_page_shows_the_run_and_loads_nothing(
     shown = until(chromium, "Training")
     head = chromium.find_element("tag name", "header").text
     assert "step 30 of 30" in head
-    assert "account: lost 0 · in two places 0" in head
+    assert "account: lost 0 · in two stages 0" in head
     assert "Groups by stage" not in shown
     for chart in ("reward", "evaluation", "loss"):
         until_legend(chromium, chart, {"reward": "1", "evaluation": "0.75", "loss": "0.5"}[chart])

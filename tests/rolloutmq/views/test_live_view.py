@@ -10,7 +10,7 @@ from rich.console import Console
 
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from rolloutmq.views.explain.diagnosis import diagnose
 from rolloutmq.views.history import TRAINER, WORKERS, History
 from rolloutmq.views.live import watch
@@ -52,7 +52,7 @@ def test_a_worker_that_has_not_joined_yet_loads_its_engine(scene: Scene) -> None
 
 
 def test_view_is_red_when_the_account_does_not_add_up(scene: Scene, store: Store) -> None:
-    store.control.hincrby(scene.run.keys.progress("math"), "enqueued", 1)
+    store.client.hincrby(scene.run.keys.progress("math"), "enqueued", 1)
     text = drawn(read_run_view(scene.run), force_terminal=True, color_system="standard")
     assert "\x1b[1;31mTHE ACCOUNT DOES NOT ADD UP" in text
 
@@ -66,9 +66,9 @@ def test_snapshot_costs_the_same_whatever_the_pools_hold(store: Store) -> None:
 
 
 def _commands_of(run: Run) -> int:
-    before = int(run.store.control.info("stats")["total_commands_processed"])
+    before = int(run.store.client.info("stats")["total_commands_processed"])
     read_run_view(run)
-    return int(run.store.control.info("stats")["total_commands_processed"]) - before
+    return int(run.store.client.info("stats")["total_commands_processed"]) - before
 
 
 def test_history_says_who_waits(scene: Scene) -> None:
@@ -94,7 +94,7 @@ def test_a_worker_that_was_lost_without_a_heartbeat_has_no_age(scene: Scene) -> 
     for worker in ("w0", "w1"):
         assert scene.run.fleet.deregister(worker, scene.workers[worker])
     lost = {"event": "worker_lost", "worker": "w9"}
-    scene.run.store.control.xadd(scene.run.keys.events, lost)
+    scene.run.store.client.xadd(scene.run.keys.events, lost)
     rows = describe(read_run_view(scene.run))["ended_workers"]
     assert [row["id"] for row in rows if row["silent_ms"] is None] == ["w9"]
     assert len(rows) == 3

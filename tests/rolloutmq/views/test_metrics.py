@@ -22,7 +22,7 @@ from buffer.ids import new_nonce
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from rolloutmq.http_endpoint import MetricsEndpoint
-from rolloutmq.views.metrics.prometheus import RunCollector, serve_process
+from rolloutmq.views.prometheus import RunCollector, serve_process
 from tests.rolloutmq.conftest import Command
 from tests.rolloutmq.populate import Scene
 from tests.waits import DEADLINE_S, until
@@ -134,7 +134,7 @@ def test_the_last_step_is_what_the_newest_trainer_reported(
     found = samples(fetch(f"{endpoint.url}/metrics"))
     assert (found["rolloutmq_step",], found["rolloutmq_step_reward_mean", "math"]) == (3, 0.125)
     assert ("rolloutmq_step_kl", "reference") not in found
-    scene.run.store.control.hset(scene.run.keys.report, "train", "[]")
+    scene.run.store.client.hset(scene.run.keys.report, "train", "[]")
     assert ("rolloutmq_step",) not in samples(fetch(f"{endpoint.url}/metrics"))
 
 
@@ -215,7 +215,7 @@ def test_a_process_tells_of_its_calls_and_of_a_server_that_was_away(
 
         back = threading.Thread(target=come_back)
         back.start()
-        store.retrying("look", store.control.ping)
+        store.retrying("look", store.client.ping)
         back.join()
         text = fetch(f"{served.url}/metrics")
         found = samples(text)

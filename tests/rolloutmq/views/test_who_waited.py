@@ -76,8 +76,8 @@ def test_the_trainer_waited_for_a_share_of_the_last_steps(scene: Scene, command:
     now_s = read_run_view(scene.run).now_ms / 1000
     metrics = {"time/wait_s": 6.0, "time/train_s": 3.0, "time/step_s": 10.0}
     steps = [TrainedStep(n, "l1", (), metrics, now_s - 500 + 10 * n) for n in range(1, 31)]
-    scene.run.store.control.delete(scene.run.keys.events)
-    scene.run.store.control.xadd(scene.run.keys.events, {"event": "created"}, id="1-1")
+    scene.run.store.client.delete(scene.run.keys.events)
+    scene.run.store.client.xadd(scene.run.keys.events, {"event": "created"}, id="1-1")
     found = waits(scene, steps)
     assert found.steps == 10
     assert found.ended_s - found.began_s == pytest.approx(100)
@@ -116,7 +116,7 @@ def test_a_worker_that_leaves_and_joins_again_has_no_lane_between(store: Store) 
 
 def test_events_of_a_hostile_worker_are_drawn_or_left_out(scene: Scene) -> None:
     forge(scene, "<script>")
-    client = scene.run.store.control
+    client = scene.run.store.client
     for groups in ("9" * 5000, "-1", "x", ""):
         client.xadd(scene.run.keys.events, {"event": "claimed", "worker": "w0", "groups": groups})
     client.xadd(scene.run.keys.events, {"event": "claimed", "worker": "w0"})

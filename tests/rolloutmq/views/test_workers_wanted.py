@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolloutmq.views.metrics.prometheus import Observation, WorkersWanted
+from rolloutmq.views.prometheus import Observation, WorkersWanted
 from tests.thoroughness import examples
 
 

@@ -56,7 +56,7 @@ def test_the_run_at_one_glance(chromium: Chrome, address: str, scene: Scene, sho
     assert [lane.text for lane in lanes] == ["w0", "w1"]
     assert all(lane.find_elements(By.TAG_NAME, "rect") for lane in lanes)
     chromium.save_screenshot(str(shots / "run.png"))
-    scene.run.store.control.hincrby(scene.run.keys.progress("math"), "enqueued", 1)
+    scene.run.store.client.hincrby(scene.run.keys.progress("math"), "enqueued", 1)
     until(chromium, "does not add up", "#account")
 
 

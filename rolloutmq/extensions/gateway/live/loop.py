@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from typing import Any
 
 from buffer.errors import ConfigError
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import LIVE_OPENING
 from buffer.wire.rollout import RolloutState
+from producer_workers.agent_loops.agent_loop import AgentLoop, Vacancy
 from producer_workers.config.producing import ProducingConfig
 from producer_workers.engines.base import Engine
 from rolloutmq.extensions.gateway.agents import Begin, Earned
@@ -41,6 +42,9 @@ class LiveAgentLoop(GatewayAgentLoop):
 
     answers_again = True  # the gateway may have died before it answered
 
+    claims_on_demand = True
+    command = "gateway"
+
     def __init__(self, *, gateway: LiveGateway, **given: Any) -> None:
         if not given.get("partial_rollout"):
             raise ConfigError(
@@ -48,18 +52,27 @@ class LiveAgentLoop(GatewayAgentLoop):
                 hint="set enable_partial_rollout = true in the task's strategy",
             )
         self._room = gateway.room
+        self._address = gateway.address
         super().__init__(gateway=gateway, agent=LiveAgent(gateway.room), **given)
 
-    @staticmethod
-    def open_gateway(
-        config: ProducingConfig, run: Run, tasks: Sequence[str], facts: dict[str, str]
-    ) -> LiveGateway:
+    @classmethod
+    def of_worker(
+        cls, config: ProducingConfig, run: Run, tasks: Collection[str], **given: Any
+    ) -> AgentLoop:
         section = config.gateway
         if section.key_file is None:
             hint = 'set [gateway] key_file = "sessions.key": the file is made if it is missing'
             raise ConfigError("live sessions need a key that opens them", hint=hint)
         room = LiveRoom(Secret.read(section.key_file, run.nonce), section.session_ttl_s)
-        return LiveGateway(section, room, run, tuple(tasks), facts)
+        return cls(gateway=LiveGateway.shared(section, room, run, tuple(tasks)), **given)
+
+    async def open(self) -> None:
+        await super().open()
+        self._room.on_demand = self.claim_soon
+        self.facts = self._address()
+
+    def limit_claim(self, vacancy: Vacancy, held: int) -> Vacancy:
+        return self._room.limit_claim(vacancy, held)
 
     async def generate_group(
         self, states: list[RolloutState], engine: Engine, gid: str, keeper: Keeper | None = None

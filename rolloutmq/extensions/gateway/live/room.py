@@ -22,7 +22,7 @@ from typing import Any
 from buffer.errors import GroupAbandoned, JudgeInterrupted
 from buffer.ids import split_group_id
 from buffer.wire.rollout import RolloutState
-from producer_workers.worker.claims import Vacancy
+from producer_workers.agent_loops.agent_loop import Vacancy
 from rolloutmq.extensions.gateway.agents import AgentTask, Earned
 from rolloutmq.extensions.gateway.live.secret import Secret, SessionName
 

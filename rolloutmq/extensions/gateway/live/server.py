@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import MutableMapping
 from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
@@ -20,8 +19,8 @@ from aiohttp import web
 
 from buffer.errors import UserCodeError, WireError
 from buffer.ids import split_group_id
-from buffer.run import Run
-from buffer.run_fields import read_hash
+from buffer.run.record import read_hash
+from buffer.run.run import Run
 from buffer.wire.foreign_json import read_json
 from buffer.wire.rollout import RolloutState, has_ended
 from producer_workers.config.gateway import GatewaySection
@@ -51,10 +50,7 @@ class SessionRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class LiveGateway(Gateway):
-    """The gateway of a process that serves the live `tasks` of a run.
-
-    `facts`: what its worker registers, to which it adds its address, for the other gateways.
-    """
+    """The gateway of a process that serves the live `tasks` of a run."""
 
     def __init__(
         self,
@@ -62,18 +58,16 @@ class LiveGateway(Gateway):
         room: LiveRoom,
         run: Run,
         tasks: tuple[str, ...],
-        facts: MutableMapping[str, str],
     ) -> None:
         super().__init__(section)
         self.room = room
         self._run = run
         self._tasks = tasks
-        self._facts = facts
         self._moved = asyncio.Event()  # of the next move
 
-    async def start(self) -> None:
-        await super().start()
-        self._facts[_ADDRESS] = self.url.removesuffix("/v1")
+    def address(self) -> dict[str, str]:
+        """Return the fact with which the worker of a started gateway tells others where it is."""
+        return {_ADDRESS: self.url.removesuffix("/v1")}
 
     def admit(self, sessions: AgentSessions, key: str = "") -> str:
         key = super().admit(sessions, key)
@@ -197,7 +191,7 @@ class LiveGateway(Gateway):
         run, owner = self._run, record["owner"]
         facts = await asyncio.to_thread(read_hash, run.store, "worker", run.keys.worker(owner))
         url = facts.get(_ADDRESS, "")
-        is_other = re.fullmatch(r"https?://[^\s?#]+", url) and url != self._facts[_ADDRESS]
+        is_other = re.fullmatch(r"https?://[^\s?#]+", url) and url != self.address()[_ADDRESS]
         return url if is_other and await _answers(url) else ""
 
     async def _serve(self, kind: type[AgentRequest], request: web.Request) -> web.StreamResponse:

@@ -21,19 +21,21 @@ export const workers = {
     rate?.close();
     rate = null;
   },
-  update({ status }) {
+  update({ status, worker_numbers: rows }) {
     const found = status.workers.length ? status.workers : status.ended_workers;
-    patch(places.now, [...found.filter((w) => w.barred_for_ms !== null).map(reasonBarred), found.length ? table(columns(status), found) : el("p", { class: "near" }, "No worker has registered: `rolloutmq worker CONFIG` starts one, which joins once its engine is loaded.")]);
+    patch(places.now, [...found.filter((w) => w.barred_for_ms !== null).map(reasonBarred), found.length ? table(columns(status, rows), found) : el("p", { class: "near" }, "No worker has registered: `rolloutmq worker CONFIG` starts one, which joins once its engine is loaded.")]);
     const worker = found.find(({ id }) => id === one);
     if (!one) return;
-    if (worker) patch(document.getElementById("worker-now"), [details(worker)]);
+    if (worker) patch(document.getElementById("worker-now"), [details(worker, rows)]);
     const values = data.live.columns[`worker_tokens_per_s/${one}`];
     rate.node.hidden = !values; // a worker that has left has none
     if (values) rate.show([{ label: one, x: data.live.x, values, colour: "--s0" }], 0, false);
   },
 };
 
-function columns(status) {
+const inTable = ([, { table }]) => table === "workers";
+
+function columns(status, rows) {
   const newest = `${status.weights.lineage}:${status.weights.version}`;
   const kind = { idle: "dim", paused: "near", draining: "near", starting: "near" };
   return [
@@ -41,8 +43,8 @@ function columns(status) {
     ["state", (w) => el("span", { class: w.barred_for_ms !== null ? "bad" : kind[w.state] ?? "" }, w.barred_for_ms !== null ? "barred" : w.state)],
     ["weights", (w) => el("span", { class: w.weights === newest ? "" : "near" }, w.weights || "–")],
     ["heartbeat", (w) => ago(w.silent_ms), true], ["registered", (w) => ago(w.registered_ms), true],
-    ["holds", (w) => `${w.holds}${w.concurrency ? ` / ${w.concurrency}` : ""}`, true], ["judging", (w) => number(w.judging), true],
-    ["tokens/s", (w) => number(w.tokens_per_s), true], ["done", (w) => number(w.done), true],
+    ["holds", (w) => `${w.holds}${w.concurrency ? ` / ${w.concurrency}` : ""}`, true],
+    ...Object.entries(rows).filter(inTable).map(([name, { heading }]) => [heading, (w) => number(w[name]), true]),
     ["per hour", (w) => number(perHour(w)), true], ["failed", (w) => el("span", { class: w.failed ? "near" : "dim" }, number(w.failed)), true],
   ];
 }
@@ -55,13 +57,12 @@ const ago = (ms) => (ms === null ? "–" : `${age(ms)} ago`);
 const workedMs = (w) => w.registered_ms - (w.alive ? 0 : w.silent_ms);
 const perHour = (w) => (w.registered_ms !== null && workedMs(w) > 0 ? (3_600_000 * w.done) / workedMs(w) : null);
 
-function details(w) {
+function details(w, rows) {
   const tries = w.done + w.failed;
   const facts = [
     ["Groups", `${number(w.done)} done, ${number(w.failed)} failed${tries ? ` (${number((100 * w.failed) / tries, 1)} %)` : ""}, ${number(w.quarantined)} refused by the trainer`],
-    ["Judges", `${number(w.judged)} answers, ${number(w.judge_failures)} failures`],
-    w.replaced && ["Your functions", `${number(w.replaced)} of their processes hung or crashed, and were replaced`],
-    ["Engine", `${w.engine}${w.requests === null ? "" : `, ${number(w.requests)} requests in it`}`],
+    ["Engine", w.engine],
+    ...Object.entries(rows).filter((row) => !inTable(row)).map(([name, { heading, note }]) => [heading, `${number(w[name])}${note && w[name] ? `: ${note.replace("{}", number(w[name]))}` : ""}`]),
     w.refusal && ["Refused weights", w.refusal],
     ...Object.entries(w.facts).map(([name, value]) => [name, value]),
   ].filter(Boolean);

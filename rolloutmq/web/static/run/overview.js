@@ -198,29 +198,29 @@ function drawTime() {
   }
 }
 
-function drawTasks({ status }) {
+function drawTasks({ status, notes }) {
   const tasks = Object.entries(status.tasks);
   const count = (n) => el("span", { class: n ? "" : "dim" }, number(n));
   const columns = [["stage", (row) => row], ...tasks.map(([name, task]) => [name, (row) => count(task.places[row]), true])];
   const groups = panel("Groups by stage", null, table(columns, STAGES));
   groups.classList.add(tasks.length > 3 ? "wide" : "tall");
-  patch(places.tasks, [groups, ...tasks.map(task), memory(status)]);
+  patch(places.tasks, [groups, ...tasks.map(([name, task]) => panelOf(name, task, notes.tasks[name])), memory(status, notes.run)]);
 }
 
-function task([name, task]) {
+function panelOf(name, task, notes) {
   const found = Object.entries(task.staleness), ages = found.some(([, n]) => n) ? found : [], most = Math.max(1, ...ages.map(([, n]) => n));
   const failed = task.places.dead ? `, without ${task.places.dead} that failed` : "";
   return panel(name, `mean score ${number(task.mean_reward, 3)}${failed}`,
     bars(bar("ahead", task.in_flight, task.in_flight_limit || task.in_flight, `${task.in_flight} / ${task.in_flight_limit}`, task.in_flight_limit && task.in_flight >= task.in_flight_limit ? "near" : ""),
       ages.map(([staleness, n]) => bar(`staleness ${staleness}`, n, most, number(n))),
       Object.entries(task.shares).map(([name, { share, level }]) => bar(name, share, 1, `${number(100 * share)} %`, LEVELS[level]))),
-    task.too_old ? el("p", { class: "near" }, `${task.too_old} too old, about to expire`) : null,
-    task.ended_early ? el("p", { class: "dim" }, `${task.ended_early} ended early, too old (${number(task.discarded_tokens)} tokens)`) : null,
+    ...notes.map(({ text, level }) => el("p", { class: LEVELS[level] ?? "dim" }, text)),
     task.trouble ? el("p", { class: "bad" }, task.trouble) : null);
 }
 
-function memory({ memory: { held_bytes, low_bytes, high_bytes } }) {
-  return panel("Memory", null, ...(high_bytes
+function memory({ memory: { held_bytes, low_bytes, high_bytes } }, notes) {
+  const said = notes.map(({ text, level }) => el("p", { class: LEVELS[level] ?? "dim" }, text));
+  return panel("Memory", null, ...said, ...(high_bytes
     ? [bars(bar("payloads", held_bytes, high_bytes, bytes(held_bytes))), el("p", { class: "dim" }, `new prompts wait above ${bytes(low_bytes)}`)]
     : [el("p", {}, `payloads hold ${bytes(held_bytes)}`), el("p", { class: "dim" }, "no limit is set")]));
 }

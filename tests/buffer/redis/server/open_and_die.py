@@ -13,7 +13,7 @@ from typing import Any
 
 from buffer.ledger.position import Position
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from consumer.handle.rollout_consumer import RolloutConsumer
 
 call = Store.call

@@ -15,13 +15,13 @@ from rq.serializers import JSONSerializer
 
 from buffer.config.assignments import parse_settings
 from buffer.control.control import Mode
-from buffer.control.settings import LiveSettings
 from buffer.errors import StoreUnavailable
-from buffer.open_run import can_wait_for_disk
 from buffer.redis.server.acl import ROLES, acl_line, user_name
 from buffer.redis.server.check import require_all_safe
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.open import can_wait_for_disk
+from buffer.run.run import Run
+from buffer.run.settings import LiveSettings
 from buffer.wire.rollout import PolicyVersion, RolloutState
 from producer_workers.judges.judge import rollout_fields
 from producer_workers.judges.rq_worker import FUNCTION, JudgeJob, JudgeWorker, open_queue

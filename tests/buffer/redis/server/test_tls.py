@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from buffer.errors import StoreError
-from buffer.redis.connection_errors import describe_connection_error
+from buffer.redis.errors import describe_connection_error
 from buffer.redis.server.check import require_all_safe
 from buffer.redis.store import Store
 from tests.buffer.scene import Scene
@@ -60,7 +60,7 @@ def test_who_has_no_certificate_or_a_foreign_one_is_refused(
     for url in (authority.url(port), authority.url(port) + other, foreign.url(port, "client")):
         store = Store(url, deadline_s=0.0)
         with pytest.raises(StoreError):
-            store.retrying("ping", store.control.ping)
+            store.retrying("ping", store.client.ping)
         store.close()
     with (
         raw_client(foreign.url(port, "client")) as client,

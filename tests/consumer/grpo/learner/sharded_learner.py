@@ -20,11 +20,12 @@ import torch.distributed as dist
 from pydantic import BaseModel
 
 from buffer.wire.group import RolloutGroup
-from consumer.config.learner import CriticConfig, LearnerConfig
+from consumer.config.critic import CriticConfig
+from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.critic import Critic
-from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.model_state.saved_state import SavedState, write_state
+from consumer.grpo.policy.policy import Policy
 from consumer.handle.ranks import ALONE, Ranks, balanced_shares
 from tests.consumer.grpo.models.tiny import make_group, taught
 
@@ -73,12 +74,13 @@ def groups_of(step: int, rank: int, ranks: int, *teachers: str) -> list[RolloutG
 
 def make_controller(life: Life, ranks: Ranks) -> TrainController:
     config = LearnerConfig.model_validate(CONFIG | life.options)
+    policy = Policy(life.model, config, seed=7, ranks=ranks)
     weights = {"task": TEACHERS}
-    learner = Learner(life.model, config, seed=7, ranks=ranks, teacher_weights=weights)
     if not life.has_critic:
-        return TrainController(learner, "reinforce_pp")  # sees the scores of all ranks
-    critic = Critic(life.model, CriticConfig(learning_rate=1e-2, lam=0.9), seed=7, ranks=ranks)
-    return TrainController(learner, "gae", critic=critic)
+        # sees the scores of all ranks
+        return TrainController(policy, "reinforce_pp", teacher_weights=weights)
+    critic = Critic(life.model, CriticConfig(learning_rate=1e-2, lam=0.9), policy, seed=7)
+    return TrainController(policy, "gae", teacher_weights=weights, critic=critic)
 
 
 def live(folder: Path, life: Life, ranks: Ranks) -> None:
@@ -93,7 +95,7 @@ def live(folder: Path, life: Life, ranks: Ranks) -> None:
         metrics.append(controller.fit(groups_of(step, ranks.rank, ranks.size, *teachers)))
         if step == CUT:
             write_state(folder / "state" / life.name, controller.state_tensors(), rows, ranks)
-    controller.learner.save_weights(folder / life.name, to_publish=True)
+    controller.policy.save_weights(folder / life.name, to_publish=True)
     (folder / f"{life.name}-{ranks.rank}.json").write_bytes(orjson.dumps(metrics))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from buffer.ledger.ledger import BatchLedger
-from buffer.run import Run
+from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.handle.rollout_consumer import RolloutConsumer
 from rolloutmq.config.config import Config

@@ -14,8 +14,8 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import MediaRef, Status
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.batch_filter import BatchFilter
-from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
+from consumer.grpo.policy.policy import Policy
 from tests.consumer.grpo.models.tiny import make_group
 
 
@@ -50,7 +50,7 @@ def failed() -> RolloutGroup:
 
 
 def make_controller(model_dir: Path, batch_filter: BatchFilter | None = None) -> TrainController:
-    learner = Learner(model_dir, LearnerConfig(learning_rate=1e-3), seed=7)
+    learner = Policy(model_dir, LearnerConfig(learning_rate=1e-3), seed=7)
     return TrainController(learner, batch_filter=batch_filter)
 
 

@@ -11,8 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.advantages import grpo_advantages
-from consumer.grpo.learner.learner import Learner
+from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.models.model_folder import load_model
+from consumer.grpo.policy.policy import Policy
 from consumer.grpo.policy.vocabulary_projection import LogitTransform, project
 from tests.consumer.grpo.models.tiny import make_group, train_step
 
@@ -28,8 +29,8 @@ DEVICES = [
 ]
 
 
-def make_learner(model_dir: Path, device: str, *, bf16: bool = True) -> Learner:
-    return Learner(model_dir, LearnerConfig(learning_rate=1e-3, bf16=bf16), device=device, seed=7)
+def make_learner(model_dir: Path, device: str, *, bf16: bool = True) -> Policy:
+    return Policy(model_dir, LearnerConfig(learning_rate=1e-3, bf16=bf16), device=device, seed=7)
 
 
 def make_batch(step: int) -> tuple[list[Any], Any]:
@@ -67,7 +68,7 @@ def test_logprobs_in_bfloat16_are_near_those_in_float32_but_not_the_same(
 ) -> None:
     exact = make_learner(model_dir, device, bf16=False)
     rounded = make_learner(model_dir, device)
-    (update,) = exact.pack(make_batch(0)[0]).updates
+    (update,) = TrainController(exact).pack(make_batch(0)[0]).updates
     (batch,) = update.batches
     apart = (exact.logprobs(batch) - rounded.logprobs(batch)).abs()
     assert 1e-4 < apart.max() < 0.1
@@ -118,7 +119,3 @@ def test_published_weights_are_the_parameters_rounded_once(
     assert kept.keys() == published.keys()  # a tied head is stored in neither
     assert all(torch.equal(published[name], tensor.bfloat16()) for name, tensor in kept.items())
     assert load_model(tmp_path / "published", dtype=torch.bfloat16).dtype == torch.bfloat16
-
-
-def test_peak_memory_is_reported_for_a_gpu_only(model_dir: Path) -> None:
-    assert make_learner(model_dir, "cpu").peak_memory_bytes() is None

@@ -17,10 +17,10 @@ from buffer.wire.group import RolloutGroup
 from consumer.config.learner import DistillationConfig, LearnerConfig, LossConfig
 from consumer.grpo.learner.batch_filter import BatchFilter
 from consumer.grpo.learner.distillation import Distillation
-from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.losses import Samples, TokenColumns, policy_loss
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.policy.micro_batch import MicroBatch
+from consumer.grpo.policy.policy import Policy
 from tests.consumer.grpo.models.tiny import make_group, taught
 
 STATES, WORDS, TOP = 4, 7, 3
@@ -214,9 +214,12 @@ def make_controller(model_dir: Path, advantages: str = "grpo", **options: Any) -
     config = LearnerConfig.model_validate(
         {"learning_rate": 1e-2, "token_budget": 400, "distillation": {}} | options
     )
-    learner = Learner(model_dir, config, seed=7, teacher_weights=WEIGHTS)
-    chosen = BatchFilter(needs_rewards=advantages != "none")
-    return TrainController(learner, advantages, batch_filter=chosen)
+    return TrainController(
+        Policy(model_dir, config, seed=7),
+        advantages,
+        teacher_weights=WEIGHTS,
+        batch_filter=BatchFilter(needs_rewards=advantages != "none"),
+    )
 
 
 def batch_of(*groups: RolloutGroup, score: float | None = None) -> list[RolloutGroup]:
@@ -230,16 +233,16 @@ def batch_of(*groups: RolloutGroup, score: float | None = None) -> list[RolloutG
     return made
 
 
-def sampled_logprobs(learner: Learner, group: RolloutGroup) -> NDArray[np.float32]:
+def sampled_logprobs(learner: Policy, group: RolloutGroup) -> NDArray[np.float32]:
     found = [np.zeros(len(group.response_ids), np.float32)]
-    [update] = learner.pack([group]).updates
+    [update] = TrainController(learner).pack([group]).updates
     update.batches.fill(found, [learner.logprobs(part) for part in update.batches])
     return found[0]
 
 
 def sampled_by(model_dir: Path, group: RolloutGroup) -> RolloutGroup:
     """Return the group with the logprobs of the model, as if it had sampled the tokens."""
-    group.columns["logprobs"] = sampled_logprobs(make_controller(model_dir).learner, group)
+    group.columns["logprobs"] = sampled_logprobs(make_controller(model_dir).policy, group)
     return group
 
 
@@ -274,17 +277,17 @@ def test_groups_without_rewards_or_with_equal_ones_learn_from_their_teacher(
     """The teacher finds the tokens of every second rollout likelier than the policy does."""
     controller = make_controller(model_dir, advantages)
     [bare] = [group] = batch_of(sampled_by(model_dir, make_group(1)), score=score)
-    before = {name: p.detach().clone() for name, p in controller.learner.parameters.items()}
+    before = {name: p.detach().clone() for name, p in controller.policy.parameters.items()}
     found = controller.fit([bare])
     assert found["distill/coverage"] == 0
-    assert all(torch.equal(before[n], p) for n, p in controller.learner.parameters.items())
+    assert all(torch.equal(before[n], p) for n, p in controller.policy.parameters.items())
     signs = np.repeat([1.0, -1.0, 1.0, -1.0], group.lengths).astype(np.float32)
     group.columns["teacher_logprobs/big"] = group.logprobs + signs
     found = controller.fit([group])
     assert found["distill/coverage"] == found["batch/trained_share"] == 1
     trained = group.mask > 0
     assert found["distill/reverse_kl"] == pytest.approx(-signs[trained].mean(), abs=1e-4)
-    moved = (sampled_logprobs(controller.learner, group) - group.logprobs)[trained]
+    moved = (sampled_logprobs(controller.policy, group) - group.logprobs)[trained]
     assert (moved * signs[trained]).mean() > 0.05
 
 
@@ -292,11 +295,11 @@ def test_a_teachers_column_stands_in_for_the_reference_model(model_dir: Path) ->
     loss: dict[str, Any] = {"kl_coef": 0.5}
     own = make_controller(model_dir, distillation=None, loss=loss)
     group = make_group(1)
-    reference = sampled_logprobs(own.learner, group)
+    reference = sampled_logprobs(own.policy, group)
     group.columns["teacher_logprobs/frozen"] = reference
     loss |= {"kl_reference": "frozen"}
     given = make_controller(model_dir, distillation=None, loss=loss)
-    assert given.learner.reference is None
+    assert given.policy.reference is None
     for _ in range(3):
         expected = own.fit([group])
         assert given.fit([group]) == pytest.approx(expected, rel=1e-4, abs=1e-6)

@@ -14,16 +14,19 @@ from buffer.errors import ConfigError, GradientNotFinite, ModelError
 from buffer.wire.group import RolloutGroup
 from consumer.config.learner import LearnerConfig, LoraConfig, LossConfig
 from consumer.grpo.learner.advantages import grpo_advantages
-from consumer.grpo.learner.learner import Learner
+from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.model_state.optimizers import scheduled_rate
 from consumer.grpo.models.model_folder import load_model
-from consumer.grpo.policy.vocabulary_projection import TokenLogprobs
+from consumer.grpo.policy.policy import Policy
 from tests.consumer.grpo.models.tiny import make_group, set_advantages, train_step
 
 
-def make_learner(model_dir: Path, *, loss: dict[str, Any] | None = None, **options: Any) -> Learner:
+def make_learner(
+    model_dir: Path, *, loss: dict[str, Any] | None = None, **options: Any
+) -> TrainController:
     options = {"learning_rate": 1e-3, "warmup_steps": 2, "decay_steps": 6} | options
-    return Learner(model_dir, LearnerConfig(loss=LossConfig(**(loss or {})), **options), seed=7)
+    config = LearnerConfig(loss=LossConfig(**(loss or {})), **options)
+    return TrainController(Policy(model_dir, config, seed=7))
 
 
 def make_batch(step: int, groups: int = 3) -> tuple[list[RolloutGroup], np.ndarray]:
@@ -31,8 +34,8 @@ def make_batch(step: int, groups: int = 3) -> tuple[list[RolloutGroup], np.ndarr
     return batch, grpo_advantages([g.scores for g in batch])
 
 
-def weights(learner: Learner) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in learner.parameters.items()}
+def weights(learner: TrainController) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in learner.policy.parameters.items()}
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_train_step_changes_no_weight_when_all_advantages_are_zero(model_dir: Pa
     metrics = train_step(learner, batch, np.zeros_like(advantages))
     assert all(torch.equal(before[n], tensor) for n, tensor in weights(learner).items())
     assert metrics["optim/grad_norm"] == 0.0
-    assert learner.step == 2
+    assert learner.policy.step == 2
 
 
 def test_train_step_works_when_only_one_part_of_the_batch_teaches_something(
@@ -127,7 +130,7 @@ def test_train_step_works_when_only_one_part_of_the_batch_teaches_something(
     batch, advantages = make_batch(0)
     advantages[4:8] = 0.0
     assert "policy/entropy" in train_step(learner, batch, advantages)
-    assert learner.step == 3
+    assert learner.policy.step == 3
 
 
 def test_steps_without_a_finite_gradient_are_skipped_until_there_are_too_many_in_a_row(
@@ -185,21 +188,22 @@ def test_one_update_is_weighted_by_importance_without_a_second_forward_pass(
     groups, advantages = make_batch(0)
     (update,) = learner.pack(groups).updates
     (packed,) = update.batches
-    current = learner._score(learner._policy, packed).logprobs
+    current = learner.policy.score(packed).logprobs
     weight = (current.detach() - packed.rollout_logprobs).exp().clamp(max=1.5)
     gain = torch.from_numpy(advantages)[packed.rollout][packed.sample] * packed.mask
     gradients = torch.autograd.grad(
-        -(weight * gain * current).sum() / packed.mask.sum(), list(learner.parameters.values())
+        -(weight * gain * current).sum() / packed.mask.sum(),
+        list(learner.policy.parameters.values()),
     )
     norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
     passes = []
-    score = learner._score
+    score = learner.policy.score
 
-    def counted(*args: Any, **options: Any) -> TokenLogprobs:
+    def counted(*args: Any, **options: Any) -> Any:
         passes.append(args)
         return score(*args, **options)
 
-    monkeypatch.setattr(learner, "_score", counted)
+    monkeypatch.setattr(learner.policy, "score", counted)
     metrics = train_step(learner, groups, advantages)
     assert metrics["optim/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
     assert metrics["policy/ratio"] == 1.0
@@ -325,8 +329,8 @@ def test_weight_decay_leaves_norms_and_biases_alone(model_dir: Path) -> None:
     decayed = make_learner(model_dir, weight_decay=0.5)
     for learner in (plain, decayed):
         train_step(learner, *make_batch(0))
-    for name, tensor in plain.parameters.items():
-        assert torch.equal(tensor, decayed.parameters[name]) == (tensor.ndim == 1), name
+    for name, tensor in plain.policy.parameters.items():
+        assert torch.equal(tensor, decayed.policy.parameters[name]) == (tensor.ndim == 1), name
 
 
 def test_the_learning_rate_is_scheduled_by_train_steps(model_dir: Path) -> None:
@@ -353,15 +357,15 @@ def test_learning_rate_falls_along_half_a_cosine(model_dir: Path) -> None:
         schedule="cosine",
     )
     rates = []
-    for learner.step in range(6):
-        rates.append(scheduled_rate(learner.config, learner.step))
+    for learner.policy.step in range(6):
+        rates.append(scheduled_rate(learner.policy.config, learner.policy.step))
     assert rates == pytest.approx([(1 + np.cos(np.pi * min(step, 4) / 4)) / 2 for step in range(6)])
 
 
 def test_save_weights_writes_what_load_model_reads(model_dir: Path, tmp_path: Path) -> None:
     learner = make_learner(model_dir)
     train_step(learner, *make_batch(0))
-    learner.save_weights(tmp_path)
+    learner.policy.save_weights(tmp_path)
     loaded = dict(load_model(tmp_path).named_parameters())
     assert all(torch.equal(tensor, loaded[name]) for name, tensor in weights(learner).items())
 

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from buffer.wire.sampling import SampleParams
-from consumer.config.learner import CriticConfig, LearnerConfig
+from consumer.config.critic import CriticConfig
+from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.advantages import (
     ESTIMATORS,
     Estimator,
@@ -29,8 +30,8 @@ from consumer.grpo.learner.advantages import (
 from consumer.grpo.learner.batch_filter import BatchFilter
 from consumer.grpo.learner.critic import Critic, gae_advantages
 from consumer.grpo.learner.group_rewards import GroupRewards
-from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
+from consumer.grpo.policy.policy import Policy
 
 GAMMA, LAM = 0.9, 0.8
 MAX_TOKENS = 12
@@ -291,10 +292,10 @@ def test_what_is_masked_later_changes_no_advantage_of_the_others(
     name: str, model_dir: Path
 ) -> None:
     """Energies and values are computed for what was sampled, also where it is not trained."""
-    learner = Learner(model_dir, LearnerConfig(token_budget=40), seed=7)
+    learner = Policy(model_dir, LearnerConfig(token_budget=40), seed=7)
     critic = None
     if name == "gae":
-        critic = Critic(model_dir, CriticConfig(gamma=GAMMA, lam=LAM))
+        critic = Critic(model_dir, CriticConfig(gamma=GAMMA, lam=LAM), learner)
         torch.nn.init.normal_(critic.model.head.weight)
     controller = TrainController(learner, name, critic=critic)
     found = []

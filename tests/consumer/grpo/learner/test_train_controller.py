@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from buffer.control.length_counts import FINISHED
 from buffer.errors import ConfigError
 from buffer.wire.group import RolloutGroup
-from consumer.config.learner import CriticConfig, LearnerConfig, LossConfig
+from consumer.config.critic import CriticConfig
+from consumer.config.learner import LearnerConfig, LossConfig
 from consumer.grpo.learner.batch_filter import BatchFilter
 from consumer.grpo.learner.critic import Critic, value_loss
 from consumer.grpo.learner.group_rewards import GroupRewards
-from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController, read_columns
+from consumer.grpo.policy.policy import Policy
 from consumer.grpo.reporting.metrics import BatchColumns
 from tests.consumer.grpo.learner import own_objective
 from tests.consumer.grpo.models.tiny import make_group
@@ -27,19 +28,12 @@ from tests.consumer.grpo.models.tiny import make_group
 
 def make_controller(model_dir: Path, *, critic: bool = False, **options: Any) -> TrainController:
     loss = LossConfig(**options.pop("loss", {}))
-    learner = Learner(
+    learner = Policy(
         model_dir, LearnerConfig(learning_rate=1e-3, token_budget=40, loss=loss, **options), seed=7
     )
     config = CriticConfig(learning_rate=1e-2, lam=0.9, gamma=0.99)
     if critic:
-        value_model = Critic(
-            model_dir,
-            config,
-            seed=3,
-            bf16=learner.bf16,
-            gradient_checkpointing=learner.config.gradient_checkpointing,
-        )
-        return TrainController(learner, "gae", critic=value_model)
+        return TrainController(learner, "gae", critic=Critic(model_dir, config, learner, seed=3))
     return TrainController(learner)
 
 
@@ -96,8 +90,10 @@ def test_critic_learns_what_a_group_is_worth(model_dir: Path) -> None:
 def test_the_learning_rate_of_a_critic_has_a_warm_up_of_its_own(model_dir: Path) -> None:
     moves = []
     for warmup_steps in (0, 4):
-        critic = Critic(model_dir, CriticConfig(learning_rate=1e-2, warmup_steps=warmup_steps))
-        controller = TrainController(make_controller(model_dir).learner, "gae", critic=critic)
+        policy = make_controller(model_dir).policy
+        config = CriticConfig(learning_rate=1e-2, warmup_steps=warmup_steps)
+        critic = Critic(model_dir, config, policy)
+        controller = TrainController(policy, "gae", critic=critic)
         before = critic.parameters["head.bias"].detach().clone()
         controller.fit(make_batch())
         moves.append(float((critic.parameters["head.bias"] - before).detach().abs()))
@@ -152,7 +148,7 @@ def with_token_rewards(groups: list[Any]) -> list[Any]:
 
 
 def test_advantages_of_the_user_are_per_rollout_or_per_token(model_dir: Path) -> None:
-    learner = make_controller(model_dir).learner
+    learner = make_controller(model_dir).policy
     groups = with_token_rewards(make_batch())
     for name in ("by_token", "best_of"):
         controller = TrainController(learner, f"{OWN}:{name}")
@@ -182,8 +178,8 @@ def test_a_role_that_is_not_trained_changes_no_weight_and_no_divisor(
         for state in mixed:
             state.prompt_ids = group.prompt_ids
         others.append(RolloutGroup(group.gid, group.task, mixed))
-    one = TrainController(alone.learner, advantages).fit(groups)
-    two = TrainController(beside.learner, advantages).fit(others)
+    one = TrainController(alone.policy, advantages).fit(groups)
+    two = TrainController(beside.policy, advantages).fit(others)
     assert two == one
     state = alone.state_tensors()
     assert all(torch.equal(tensor, state[name]) for name, tensor in beside.state_tensors().items())
@@ -203,18 +199,18 @@ def test_a_function_of_the_user_is_called_once_for_a_batch(
         return [group.scores - group.scores.max() for group in groups]
 
     monkeypatch.setattr(own_objective, "best_of", best_of)
-    TrainController(make_controller(model_dir).learner, f"{OWN}:best_of").fit(make_batch())
+    TrainController(make_controller(model_dir).policy, f"{OWN}:best_of").fit(make_batch())
     assert seen == [3]
 
 
 def test_energies_are_the_squared_norms_of_the_logits_gradients(model_dir: Path) -> None:
-    learner = make_controller(model_dir).learner
+    learner = make_controller(model_dir).policy
     groups = make_batch()
     controller = TrainController(learner, "otb")
     batch = controller.pack_pad_dispatch(groups)
     for update in batch.updates:
         update.batches.pad(len(update.batches) + 1)  # as beside a rank with more of them
-    energies = learner.compute_energies(batch)
+    energies = controller.compute_energies(batch)
     for group, energy in zip(groups, energies, strict=True):
         token = 0
         for state in group.states:
@@ -232,7 +228,7 @@ def test_energies_are_the_squared_norms_of_the_logits_gradients(model_dir: Path)
 
 
 def test_advantages_that_do_not_fit_the_groups_are_named(model_dir: Path) -> None:
-    learner = make_controller(model_dir).learner
+    learner = make_controller(model_dir).policy
     with pytest.raises(ConfigError, match="missing"):
         TrainController(learner, f"{OWN}:missing")
     controller = TrainController(learner, f"{OWN}:too_few")
@@ -287,7 +283,7 @@ def test_a_column_that_nothing_reads_is_refused(
 
 def test_gae_without_a_critic_is_refused(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="needs a critic"):
-        TrainController(make_controller(model_dir).learner, "gae")
+        TrainController(make_controller(model_dir).policy, "gae")
 
 
 def test_each_rollout_has_the_reason_that_kept_it_from_a_gradient(model_dir: Path) -> None:
@@ -309,7 +305,7 @@ def test_each_rollout_has_the_reason_that_kept_it_from_a_gradient(model_dir: Pat
         ]
         return [overlong, *made, stale]
 
-    learner = make_controller(model_dir).learner
+    learner = make_controller(model_dir).policy
     controller = TrainController(learner, batch_filter=BatchFilter(12, mask_truncated=True))
     controller.fit(batch())
     yes = FINISHED
@@ -325,7 +321,7 @@ def test_each_rollout_has_the_reason_that_kept_it_from_a_gradient(model_dir: Pat
     assert columns.lengths_by_fate()["task", "overlong"] == [9]
     assert columns.lengths_by_fate()["t", "truncated"] == [5]
     # the KL to a reference has a gradient where the advantage has none
-    learner = make_controller(model_dir, loss={"kl_coef": 0.1}).learner
+    learner = make_controller(model_dir, loss={"kl_coef": 0.1}).policy
     with_kl = TrainController(learner, batch_filter=BatchFilter(12, mask_truncated=True))
     with_kl.fit(batch())
     assert "no_advantage" not in with_kl.fates

@@ -11,27 +11,26 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from buffer.errors import ConfigError, ModelError
-from consumer.config.learner import CriticConfig, LearnerConfig, OptimizerKind
+from consumer.config.critic import CriticConfig
+from consumer.config.learner import LearnerConfig, OptimizerKind
 from consumer.grpo.learner.critic import Critic
-from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.model_state.optimizers import make_optimizer
-from consumer.grpo.models.tiny_model import build_tiny_model
-from tests.consumer.grpo.models.tiny import SPEC, build_model, make_group
+from consumer.grpo.policy.policy import Policy
+from tests.consumer.grpo.models.tiny import build_model, make_group
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "wide"
     # some tensors of more than 4,096 values, which have 8 bits, and some of fewer
-    build_tiny_model(folder, SPEC.model_copy(update={"intermediate": 200}), seed=0)
-    return folder
+    return build_model(tmp_path_factory.mktemp("models"), intermediate=200)
 
 
 def make_controller(model_dir: Path, optimizer: OptimizerKind) -> TrainController:
     config = LearnerConfig(optimizer=optimizer, learning_rate=1e-3)
-    critic = Critic(model_dir, CriticConfig(), seed=7, optimizer=optimizer)
-    return TrainController(Learner(model_dir, config, seed=7), "gae", critic=critic)
+    policy = Policy(model_dir, config, seed=7)
+    critic = Critic(model_dir, CriticConfig(), policy, seed=7)
+    return TrainController(policy, "gae", critic=critic)
 
 
 def fit(controller: TrainController, step: int) -> dict[str, Any]:
@@ -82,5 +81,5 @@ def test_several_ranks_and_a_missing_package_are_refused(
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
     with pytest.raises(ConfigError, match="needs the package bitsandbytes") as refused:
-        Learner(build_model(tmp_path), LearnerConfig(optimizer="adamw_8bit"))
+        Policy(build_model(tmp_path), LearnerConfig(optimizer="adamw_8bit"))
     assert "pip install 'bitsandbytes" in str(refused.value.hint)

@@ -25,7 +25,7 @@ from transformers import (
 
 from buffer.errors import ConfigError
 from consumer.config.learner import Attention, LearnerConfig
-from consumer.grpo.learner.learner import Learner
+from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.models import device_choices
 from consumer.grpo.models.device_choices import ModelOnDevice, choose_attention
 from consumer.grpo.models.model_folder import load_model
@@ -33,6 +33,7 @@ from consumer.grpo.models.varlen_attention import TORCH_VARLEN
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
 from consumer.grpo.policy.micro_batch import Packer
 from consumer.grpo.policy.model_checks import keeps_samples_apart
+from consumer.grpo.policy.policy import Policy
 from consumer.handle.batch import BatchTable
 from tests.consumer.grpo.models.tiny import make_group
 
@@ -94,7 +95,7 @@ def test_auto_chooses_the_best_attention_that_can_run(
 
 def test_an_attention_that_cannot_run_is_refused_with_the_reason(model_dir: Path) -> None:
     with pytest.raises(ConfigError, match="torch_varlen: it needs a CUDA device"):
-        Learner(model_dir, LearnerConfig(attn_implementation="torch_varlen", bf16=True))
+        Policy(model_dir, LearnerConfig(attn_implementation="torch_varlen", bf16=True))
 
 
 def test_reasons_on_a_gpu_name_what_is_missing() -> None:
@@ -110,9 +111,9 @@ def test_gpt_oss_loads_and_keeps_its_samples_apart(tmp_path: Path) -> None:
     config = GptOssConfig(**TINY, num_local_experts=4, num_experts_per_tok=2)
     torch.manual_seed(0)
     GptOssForCausalLM(config).save_pretrained(tmp_path)
-    learner = Learner(tmp_path, LearnerConfig())
+    learner = Policy(tmp_path, LearnerConfig())
     groups = [make_group(0, prompt=3, lengths=[9, 2, 2])]
-    (update,) = learner.pack(groups).updates
+    (update,) = TrainController(learner).pack(groups).updates
     # its mask does not see where positions start again
     assert all(len(batch.rollout) == len(batch.input_ids) for batch in update.batches)
 

@@ -11,18 +11,19 @@ from numpy.typing import NDArray
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status
 from buffer.wire.sampling_mask import SamplingMask
-from consumer.config.warm_start import TinyModelConfig
-from consumer.grpo.learner.learner import Learner
-from consumer.grpo.models.tiny_model import build_tiny_model
+from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.policy.micro_batch import TrainBatch
+from consumer.grpo.policy.policy import Policy
+from rolloutmq.config.small_model import TinyModelConfig
+from rolloutmq.extensions.demo.tiny_model import build_tiny_model
 
 SPEC = TinyModelConfig(hidden=32, layers=2, heads=2, kv_heads=1, head_dim=32, intermediate=48)
 
 
-def build_model(folder: Path, *, seed: int = 0, layers: int = 2) -> Path:
-    """Create a tiny model folder below `folder`."""
+def build_model(folder: Path, *, seed: int = 0, **changes: int) -> Path:
+    """Create a tiny model folder below `folder`; `changes`: of `SPEC`."""
     path = folder / f"model-{seed}"
-    build_tiny_model(path, SPEC.model_copy(update={"layers": layers}), seed)
+    build_tiny_model(path, SPEC.model_copy(update=changes), seed)
     return path
 
 
@@ -55,14 +56,17 @@ def make_group(
 
 
 def train_step(
-    learner: Learner, groups: Sequence[RolloutGroup], advantages: NDArray[np.float32]
+    trainer: Policy | TrainController,
+    groups: Sequence[RolloutGroup],
+    advantages: NDArray[np.float32],
 ) -> dict[str, float]:
     """Train on one batch with given advantages, float32[sum k], as `TrainController.fit` does."""
-    batch = learner.pack(groups, keep=learner.keep(advantages))
-    batch = learner.compute_old_logprobs(batch)
-    batch = learner.compute_ref_logprobs(batch)
+    controller = TrainController(trainer) if isinstance(trainer, Policy) else trainer
+    batch = controller.pack(groups, keep=controller.keep(advantages))
+    batch = controller.compute_old_logprobs(batch)
+    batch = controller.compute_ref_logprobs(batch)
     set_advantages(batch, advantages)
-    return learner.train(batch)
+    return controller.train(batch)
 
 
 def set_advantages(batch: TrainBatch, advantages: NDArray[np.float32]) -> None:

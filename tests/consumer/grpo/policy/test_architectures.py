@@ -13,10 +13,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from buffer.errors import ModelError
 from consumer.config.learner import LearnerConfig
-from consumer.grpo.learner.learner import Learner
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
 from consumer.grpo.policy.micro_batch import Packer
 from consumer.grpo.policy.model_checks import check_logprobs, keeps_samples_apart
+from consumer.grpo.policy.policy import Policy
 from consumer.handle.batch import BatchTable
 from tests.consumer.grpo.models.tiny import make_group
 
@@ -124,4 +124,4 @@ def test_a_model_whose_logits_cannot_be_computed_is_refused_with_the_reason(
     changes = {"is_decoder": True} if name == "bert" else {}
     build(name, **changes).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=r"log-probabilities of \w+ cannot be computed"):
-        Learner(tmp_path, LearnerConfig())
+        Policy(tmp_path, LearnerConfig())

@@ -9,7 +9,7 @@ import pytest
 
 from buffer.errors import ConfigError
 from consumer.config.learner import LearnerConfig
-from consumer.grpo.learner.learner import Learner
+from consumer.grpo.policy.policy import Policy
 from tests.consumer.grpo.models.tiny import build_model
 from tests.consumer.handle.test_ranks import build_mixture
 
@@ -17,7 +17,7 @@ from tests.consumer.handle.test_ranks import build_mixture
 def test_a_mixture_of_experts_is_not_compiled(tmp_path: Path) -> None:
     model = build_mixture(tmp_path / "mixture")
     with pytest.raises(ConfigError, match="mixture of experts"):
-        Learner(model, LearnerConfig(compile=True))
+        Policy(model, LearnerConfig(compile=True))
 
 
 def test_without_a_compiler_a_learner_says_what_it_lacks(
@@ -25,4 +25,4 @@ def test_without_a_compiler_a_learner_says_what_it_lacks(
 ) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match=r"compile = true needs .* none of g\+\+"):
-        Learner(build_model(tmp_path), LearnerConfig(compile=True))
+        Policy(build_model(tmp_path), LearnerConfig(compile=True))

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from buffer.errors import ModelError
 from buffer.weights.safetensors_files import BASE_CHECKSUM, PEFT_PREFIX, model_checksum
 from consumer.config.learner import LearnerConfig, LoraConfig, LossConfig
-from consumer.grpo.learner.learner import Learner
+from consumer.grpo.learner.train_controller import TrainController
+from consumer.grpo.policy.policy import Policy
 from rolloutmq.config.config import Config
 from tests.consumer.grpo.learner.test_learner import make_batch
 from tests.consumer.grpo.models.tiny import build_model, set_advantages, train_step
@@ -26,9 +27,9 @@ from tests.consumer.grpo.models.tiny import build_model, set_advantages, train_s
 LORA = LoraConfig(rank=4, alpha=8)
 
 
-def make_learner(model_dir: Path, lora: LoraConfig | None = LORA, **options: Any) -> Learner:
+def make_learner(model_dir: Path, lora: LoraConfig | None = LORA, **options: Any) -> Policy:
     loss = LossConfig(kl_coef=0.1)
-    return Learner(
+    return Policy(
         model_dir, LearnerConfig(learning_rate=1e-2, lora=lora, loss=loss, **options), seed=7
     )
 
@@ -72,7 +73,7 @@ def test_only_the_adapter_is_trained_and_its_files_say_what_the_model_became(
     with safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
         assert file.metadata()[BASE_CHECKSUM] == model_checksum(model_dir)
     plain = make_learner(merged(model_dir, tmp_path, tmp_path / "merged"), lora=None)
-    part = plain.pack(make_batch(9)[0]).updates[0].batches[0]
+    part = TrainController(plain).pack(make_batch(9)[0]).updates[0].batches[0]
     torch.testing.assert_close(plain.logprobs(part), learner.logprobs(part), atol=1e-5, rtol=0)
     assert (
         make_learner(model_dir, lora=None).logprobs(part) - learner.logprobs(part)
@@ -81,7 +82,7 @@ def test_only_the_adapter_is_trained_and_its_files_say_what_the_model_became(
 
 def test_the_reference_of_a_kl_term_is_the_model_with_its_adapter_off(model_dir: Path) -> None:
     learner = make_learner(model_dir)
-    other = make_learner(model_dir)
+    other = TrainController(make_learner(model_dir))
     plain = make_learner(model_dir, lora=None)
     assert learner.reference is not None
     for step in range(3):
@@ -95,7 +96,7 @@ def test_the_reference_of_a_kl_term_is_the_model_with_its_adapter_off(model_dir:
                 assert torch.equal(plain.logprobs(part), logprobs)
     assert metrics["policy/kl_ref"] > 1e-3
     assert all(
-        torch.equal(tensor, other.state_tensors()[name])
+        torch.equal(tensor, other.policy.state_tensors()[name])
         for name, tensor in learner.state_tensors().items()
     )
 

@@ -16,11 +16,12 @@ from buffer.errors import ConfigError, WireError
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import MediaRef, RolloutState
 from consumer.config.learner import LearnerConfig
-from consumer.grpo.learner.learner import Learner
+from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.models.model_folder import load_model
 from consumer.grpo.policy.logprobs import TargetLogits, token_logprobs
 from consumer.grpo.policy.micro_batch import MicroBatch, Packer
 from consumer.grpo.policy.model_checks import keeps_samples_apart
+from consumer.grpo.policy.policy import Policy
 from consumer.handle.batch import BatchTable
 from tests.consumer.grpo.models.tiny import build_model, make_group
 from tests.thoroughness import examples
@@ -198,10 +199,10 @@ def test_a_model_that_mixes_samples_of_a_row_is_found_out_and_gets_one_in_each(
         OPTConfig(vocab_size=128, num_hidden_layers=2, num_attention_heads=2, **shape)
     )
     model.save_pretrained(tmp_path)
-    learner = Learner(tmp_path, LearnerConfig(token_budget=200))
+    learner = Policy(tmp_path, LearnerConfig(token_budget=200))
     assert "OPTForCausalLM crosses samples" in caplog.text
     groups = make_groups([(7, [9, 2, 1]), (3, [2, 0, 4])])
-    (update,) = learner.pack(groups).updates
+    (update,) = TrainController(learner).pack(groups).updates
     assert all(len(batch.rollout) == len(batch.input_ids) for batch in update.batches)
     (mixed,) = Packer(200).pack_pad_dispatch(BatchTable.of(groups))
     assert len(mixed.rollout) > len(mixed.input_ids), (

@@ -19,8 +19,8 @@ from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 from buffer.wire.sampling import SampleParams
 from consumer.config.learner import LearnerConfig, LossConfig
-from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
+from consumer.grpo.policy.policy import Policy
 from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines import build_engine
 from tests.consumer.grpo.models.tiny import build_model, set_advantages, train_step
@@ -77,11 +77,11 @@ async def roll_out(folder: Path) -> RolloutGroup:
     return RolloutGroup("moe-0000000001", "moe", states)
 
 
-def learner(folder: Path, *, columns: ColumnFolder = NO_FILES, **options: Any) -> Learner:
-    return Learner(folder, LearnerConfig(**{"learning_rate": 1e-3, **options}), columns=columns)
+def learner(folder: Path, *, columns: ColumnFolder = NO_FILES, **options: Any) -> Policy:
+    return Policy(folder, LearnerConfig(**{"learning_rate": 1e-3, **options}), columns=columns)
 
 
-def mismatch(trainer: Learner, group: RolloutGroup) -> float:
+def mismatch(trainer: Policy, group: RolloutGroup) -> float:
     return train_step(trainer, [group], ADVANTAGES)["mismatch/abs_logprob"]
 
 
@@ -113,10 +113,11 @@ def test_replayed_gates_learn_by_the_true_gradient(
 ) -> None:
     """Return the slope of the loss along its gradient with respect to a gate, numerically."""
     loss = LossConfig(kl_coef=kl)
-    trainer = learner(
+    policy = learner(
         other_gates, replay_routing=True, gradient_checkpointing=checkpointing, loss=loss
     )
-    gate = trainer.parameters["model.layers.1.mlp.gate.weight"]
+    trainer = TrainController(policy)
+    gate = policy.parameters["model.layers.1.mlp.gate.weight"]
     packed = trainer.pack([group])
     packed = trainer.compute_ref_logprobs(packed)
     set_advantages(packed, ADVANTAGES)

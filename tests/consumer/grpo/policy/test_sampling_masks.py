@@ -21,9 +21,9 @@ from buffer.wire.sampling import SampleParams
 from buffer.wire.sampling_mask import SamplingMask
 from consumer.config.learner import LearnerConfig, LoraConfig
 from consumer.grpo.learner.batch_filter import BatchFilter
-from consumer.grpo.learner.learner import Learner
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.policy import vocabulary_projection
+from consumer.grpo.policy.policy import Policy
 from consumer.grpo.policy.vocabulary_projection import LogitTransform, SampledFrom, project
 from producer_workers.config.engine import TransformersConfig
 from producer_workers.engines import build_engine
@@ -171,11 +171,11 @@ async def roll_out(folder: Path, params: SampleParams, pauses: int = 0) -> Rollo
     return RolloutGroup("math-0000000001", "math", states)
 
 
-def learner(folder: Path, *, columns: ColumnFolder = NO_FILES, **options: Any) -> Learner:
-    return Learner(folder, LearnerConfig(**{"learning_rate": 1e-3, **options}), columns=columns)
+def learner(folder: Path, *, columns: ColumnFolder = NO_FILES, **options: Any) -> Policy:
+    return Policy(folder, LearnerConfig(**{"learning_rate": 1e-3, **options}), columns=columns)
 
 
-def mismatch(trainer: Learner, group: RolloutGroup) -> float:
+def mismatch(trainer: Policy, group: RolloutGroup) -> float:
     """The mean distance of the logprobs of trainer and engine, whose weights are the same."""
     return train_step(trainer, [group], ADVANTAGES)["mismatch/abs_logprob"]
 

@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from consumer.config.learner import LearnerConfig
-from consumer.config.warm_start import TinyModelConfig
-from consumer.grpo.learner.learner import Learner
-from consumer.grpo.models.tiny_model import build_tiny_model
 from consumer.grpo.policy import vocabulary_projection
+from consumer.grpo.policy.policy import Policy
 from consumer.grpo.policy.vocabulary_projection import LogitTransform, project
-from tests.consumer.grpo.models.tiny import make_group, train_step
+from tests.consumer.grpo.models.tiny import build_model, make_group, train_step
 from tests.thoroughness import examples
 
 GIB = 2**30
@@ -159,10 +157,9 @@ def test_an_answer_of_four_token_budgets_is_trained_and_its_attention_needs_no_m
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its row holds no other sample; a mask of an answer of 32,768 tokens would take 4 GiB."""
-    spec = TinyModelConfig(hidden=32, layers=1, heads=1, kv_heads=1, head_dim=32, intermediate=32)
-    build_tiny_model(tmp_path / "model", spec, seed=0)
+    model = build_model(tmp_path, layers=1, heads=1, intermediate=32)
     config = LearnerConfig(token_budget=2048, gradient_checkpointing=True)
-    learner = Learner(tmp_path / "model", config)
+    learner = Policy(model, config)
     attention = nn.functional.scaled_dot_product_attention
     masks: dict[int, Any] = {}
 

@@ -51,7 +51,7 @@ def deserted(store: Store) -> Scene:
     limits = LIMITS.model_copy(
         update={"lease_ms": LEASE_MS, "heartbeat_ms": 100, "worker_timeout_ms": 2 * LEASE_MS}
     )
-    scene = Scene(store, store.control, "demo", RunLimits(**limits.model_dump()))
+    scene = Scene(store, store.client, "demo", RunLimits(**limits.model_dump()))
     scene.open_trainer()
     scene.enqueue(60)
     scene.claim(40)

@@ -43,8 +43,8 @@ def test_fsck_of_a_sound_run(scene: Scene, command: Command) -> None:
 
 def test_fsck_finds_a_lost_group(scene: Scene, store: Store, command: Command) -> None:
     keys = scene.run.keys
-    store.control.zrem(
-        keys.pool("math", "completed"), *store.control.zrange(keys.pool("math", "completed"), 0, -1)
+    store.client.zrem(
+        keys.pool("math", "completed"), *store.client.zrange(keys.pool("math", "completed"), 0, -1)
     )
     done = command("fsck", "--json")
     assert done.returncode == 6
@@ -54,7 +54,7 @@ def test_fsck_finds_a_lost_group(scene: Scene, store: Store, command: Command) -
 
 
 def test_fsck_finds_a_doubled_group(scene: Scene, store: Store, command: Command) -> None:
-    store.control.setbit(scene.run.keys.ended("math", "archived"), 3, 1)
+    store.client.setbit(scene.run.keys.ended("math", "archived"), 3, 1)
     done = command("fsck", "--json")
     assert done.returncode == 6
     assert f"{gid(3)} (pool, archived)" in done.stdout
@@ -146,7 +146,7 @@ def test_diagnosis_of_workers_without_the_newest_weights(scene: Scene) -> None:
     scene.run.control.publish_weights(scene.trainer, PolicyVersion("l1", 2), "/weights/2", "")
     # they load them now
     assert all("weights" not in each.what for each in diagnose(read_run_view(scene.run)))
-    scene.run.store.control.hincrby(scene.run.keys.control, "weights_ms", -31_000)
+    scene.run.store.client.hincrby(scene.run.keys.control, "weights_ms", -31_000)
     assert "the newest weights are l1:2, but w0 has l0:0, w1 has l0:0" in _found(scene)
 
 
@@ -158,7 +158,7 @@ def test_diagnosis_of_a_producer_that_enqueues_nothing(store: Store) -> None:
     scene.open_trainer()
     # right after a result, the producer may only not have seen yet that there is room
     assert "none waits or runs" not in _found(scene)
-    client = scene.run.store.control
+    client = scene.run.store.client
     seconds, _ = client.time()
     client.delete(scene.run.keys.events)
     client.xadd(scene.run.keys.events, {"kind": "filtered"}, id=f"{1000 * (seconds - 31)}-0")

@@ -93,7 +93,7 @@ def test_export_names_what_it_cannot_read_and_goes_on(
     scene: Scene, command: Command, tmp_path: Path
 ) -> None:
     run = scene.run
-    client = cast(Any, scene.run.store.control)
+    client = cast(Any, scene.run.store.client)
     ready = {row.gid: run.record(row.gid) for row in run.groups.find({"status": "completed"})}
     (gone, record), (kept, _) = sorted(ready.items())
     client.delete(run.keys.payload(gone, record["payload"]))
@@ -114,7 +114,7 @@ def test_export_of_failed_groups_is_not_stopped_by_what_killed_them(
     path = tmp_path / "f.jsonl"
     (dead,) = (row.gid for row in scene.run.groups.find({"status": "failed"}))
     assert json_of(command("export", str(path), "--status", "failed", "--json"))["groups"] == 1
-    cast(Any, scene.run.store.control).delete(scene.run.keys.payload(dead, "init"))
+    cast(Any, scene.run.store.client).delete(scene.run.keys.payload(dead, "init"))
     path.unlink()
     assert list(
         json_of(command("export", str(path), "--status", "failed", "--json"))["unreadable"]
@@ -176,7 +176,7 @@ def test_export_follows_a_run_and_replaces_the_file_of_one_that_died_before_it_w
 
     def train_on() -> None:
         # a listening client is blocked: from then on, an event proves that it was followed
-        while not scene.run.store.control.info("clients")["blocked_clients"]:
+        while not scene.run.store.client.info("clients")["blocked_clients"]:
             time.sleep(0.02)
         commit(2)
         while scene.run.ledger.archive.steps():

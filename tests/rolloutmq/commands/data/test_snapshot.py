@@ -6,7 +6,7 @@ from pathlib import Path
 
 from buffer.control.control import Mode
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from tests.rolloutmq.conftest import Command, json_of
 from tests.rolloutmq.populate import Scene
 

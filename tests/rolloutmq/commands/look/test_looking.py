@@ -42,14 +42,14 @@ def test_status_counts_every_group_once(scene: Scene, command: Command) -> None:
 
 
 def test_what_was_put_right_after_a_loss_is_told(scene: Scene, command: Command) -> None:
-    assert "lost data" not in command("status").stdout
+    assert "reasserted" not in command("status").stdout
     position = Position(step=2, lineage="l1", cursors={"math": 14})
     position.trained.add_batch(2, [gid(draw) for draw in range(4)])
     scene.run.trainers.open(new_nonce(), lineage="l2", take_over=True, position=position)
     task = json_of(command("status", "--json"))["tasks"]["math"]
     assert (task["reasserted"], task["regenerated"]) == (1, 2)
-    assert "1 group reasserted from checkpoints, 2 generated again" in command("status").stdout
-    events = scene.run.store.control.xlen(scene.run.keys.events)
+    assert "1 reasserted from checkpoints · 2 generated again" in command("status").stdout
+    events = scene.run.store.client.xlen(scene.run.keys.events)
     assert "reasserted" in command("logs", "events", "-n", str(events)).stdout
     assert json_of(command("fsck", "--json"))["clean"]
 
@@ -167,7 +167,7 @@ def test_what_was_said_is_read_of_a_run_that_is_over(
 def test_show_of_a_lost_group_is_an_account_error(
     scene: Scene, store: Store, command: Command
 ) -> None:
-    store.control.delete(scene.run.keys.group(gid(11)))
+    store.client.delete(scene.run.keys.group(gid(11)))
     done = command("show", gid(11))
     assert done.returncode == 6
     assert "it is lost" in done.stderr
@@ -197,7 +197,7 @@ def test_events_are_followed_and_ctrl_c_leaves_with_130(
         assert process.stderr is not None
         # blocked clients are those that listen: only then does a new event prove that it was
         # followed
-        while not scene.run.store.control.info("clients")["blocked_clients"]:
+        while not scene.run.store.client.info("clients")["blocked_clients"]:
             assert process.poll() is None
             time.sleep(0.02)
         scene.join("w9")
@@ -223,7 +223,7 @@ def test_a_counter_that_nobody_named_is_in_the_json_of_its_task(
     scene: Scene, command: Command
 ) -> None:
     written = {"new_things": 7, "failed:KeyError": 2, "raw_rewards_sum": 3, "strange": "9x"}
-    scene.run.store.control.hset(scene.run.keys.progress("math"), mapping=written)
+    scene.run.store.client.hset(scene.run.keys.progress("math"), mapping=written)
     task = json_of(command("status", "--json"))["tasks"]["math"]
     assert task["new_things"] == 7
     assert not task.keys() & {"failed:KeyError", "raw_rewards_sum", "strange"}

@@ -67,9 +67,9 @@ def rejudge(scene: Scene, command: Command, tmp_path: Path) -> Any:
     def run(draw: int, judge: str, *flags: str) -> Any:
         path = tmp_path / "c.toml"
         path.write_text(CONFIG.format(judge=judge))
-        before = exact(scene.run.store.control, scene.run.name)
+        before = exact(scene.run.store.client, scene.run.name)
         done = command("rejudge", group_id("math", draw), "--config", str(path), *flags)
-        assert exact(scene.run.store.control, scene.run.name) == before
+        assert exact(scene.run.store.client, scene.run.name) == before
         return done
 
     return run

@@ -14,7 +14,7 @@ from buffer.maintenance.remove_run import remove_run
 from buffer.redis.keys import Keys
 from buffer.redis.server.embedded import EmbeddedServer, valkey_binary
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from producer_workers.judges.rq_worker import FUNCTION, JudgeJob, JudgeWorker, open_queue
 from rolloutmq.run_owner import own
 from tests.buffer.scene import LIMITS
@@ -55,7 +55,7 @@ def test_runs_lists_every_run_and_removes_only_the_one_that_is_named(
     assert (asked.returncode, "12 groups; nothing was changed" in asked.stderr) == (2, True)
     before = other.run.account.totals()
     assert command("runs", "--delete", "demo", "--yes").returncode == 0
-    assert [key for key in store.control.scan_iter("rmq:{demo}:*")] == []
+    assert [key for key in store.client.scan_iter("rmq:{demo}:*")] == []
     assert other.run.account.totals() == before
     assert Run.names(store) == ["demo2"]
 
@@ -73,7 +73,7 @@ def test_the_files_of_a_run_go_with_it(store: Store, command: Command, tmp_path:
 def test_a_removed_run_takes_the_keys_of_its_judges_along_unless_one_lives(
     scene: Scene, store: Store, command: Command
 ) -> None:
-    raw = store.control
+    raw = store.client
     queues = {run: open_queue(raw, run, job_class=JudgeJob) for run in ("demo", "demo2")}
     for run, queue in queues.items():
         queue.enqueue(FUNCTION, job_id=f"{Keys(run).judge_jobs}a", args=("j", [], 1.0, 0))
@@ -95,7 +95,7 @@ def test_a_removed_run_takes_the_keys_of_its_judges_along_unless_one_lives(
 
 def leave(scene: Scene) -> None:
     """Everybody is gone."""
-    control = scene.run.store.control
+    control = scene.run.store.client
     keys = scene.run.keys
     scene.run.control.renew_role("trainer", scene.trainer, closing=True)
     scene.run.control.renew_role("producer", scene.producer, closing=True)
@@ -124,7 +124,7 @@ def test_a_removal_that_was_cut_off_is_seen_and_repeated(
     assert json_of(command("runs", "--json")) == [{"run": "demo", "mode": "incomplete"}]
     assert "being removed" in command("status", "--run", "demo").stderr
     assert command("runs", "--delete", "demo", "--yes").returncode == 0
-    assert [*store.control.scan_iter("*")] == []
+    assert [*store.client.scan_iter("*")] == []
 
 
 def test_a_run_in_a_cluster_is_removed(tmp_path: Any) -> None:

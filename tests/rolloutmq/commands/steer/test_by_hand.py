@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from buffer.ids import group_id
 from buffer.limits import TaskLimits
-from buffer.run import Run
+from buffer.run.run import Run
 from tests.rolloutmq.conftest import Command, json_of
 from tests.rolloutmq.populate import Scene
 

@@ -10,7 +10,7 @@ from buffer.control.control import Mode
 from buffer.control.worker_record import WorkerState
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
-from buffer.run import Run
+from buffer.run.run import Run
 from tests.rolloutmq.conftest import Command, json_of
 from tests.rolloutmq.populate import Scene
 
@@ -34,7 +34,7 @@ def test_resume_leaves_the_trainers_pause(scene: Scene, command: Command) -> Non
 
 def test_resume_ends_the_pause_of_a_trainer_that_died_in_it(scene: Scene, command: Command) -> None:
     scene.run.control.set_mode("trainer", Mode.ABORT, nonce=scene.trainer)
-    scene.run.store.control.hset(scene.run.keys.control, "trainer_seen_ms", 1)  # silent since 1970
+    scene.run.store.client.hset(scene.run.keys.control, "trainer_seen_ms", 1)  # silent since 1970
     assert "that trainer is gone: run `rolloutmq resume`" in " ".join(
         command("status").stdout.split()
     )

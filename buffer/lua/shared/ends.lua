@@ -1,0 +1,108 @@
+-- ends: how groups end, and tasks of which every try fails.
+
+-- Return archived, filtered or dropped; nil if the draw has not ended.
+local function ended_place(bitmaps, draw)
+  for _, place in ipairs({'archived', 'filtered', 'dropped'}) do
+    if redis.call('GETBIT', bitmaps[place], draw) == 1 then return place end
+  end
+end
+
+-- The JSON of a letter. `reason`: a JSON string; `step`: of the batch from which the group was quarantined, or nil.
+local function letter_of(reason, worker, step)
+  return '{"reason":' .. reason .. ',"worker":"' .. worker .. '"' .. (step and ',"step":' .. int(step) or '') .. '}'
+end
+
+local function to_dead_letter(keys, gid, letter)
+  redis.call('HSET', keys.groups .. gid, 'stage', 'dead', 'status', 'failed', 'token', '')
+  redis.call('ZADD', keys.dead, int(now_ms()), gid)
+  redis.call('SET', keys.dead_letters .. gid, letter)
+  redis.call('HINCRBY', keys.progress, 'dead', 1)
+end
+
+-- The fields that `expire_groups` needs of a record.
+local EXPIRING = {'payload', 'chunks', 'size', 'prompt', 'draw', 'newest'}
+
+-- Put groups that can serve no train step any more into the pool of expired groups, or drop them. They have no job, lease
+-- or place in a pool any more; one that was in a pool has its `arrival` still. A group keeps its bytes if some members are
+-- not older than `cut`: the worker that claims it reads which (I14). Return their stage.
+local function expire_groups(keys, groups, retryable, cut)
+  local freed, scored, ended, went = {}, {}, {}, 0
+  for _, one in ipairs(groups) do
+    local gid, record = one.gid, keys.groups .. one.gid
+    local payload, chunks, size, prompt, draw, newest = unpack(one.held)
+    local keeps_bytes = payload == 'init' or (retryable and newest and num(newest) >= cut)
+    if not keeps_bytes then
+      freed[#freed + 1] = gid .. ' ' .. payload .. ' ' .. chunks
+      went = went + num(size)
+    end
+    if retryable then
+      local fields = {'status', 'expired', 'version', '', 'lineage', '', 'cut', int(cut)}
+      if not keeps_bytes then
+        fields = {'payload', 'init', 'chunks', 1, 'size', num(prompt), 'crc', '', 'tokens', 0, unpack(fields)}
+      end
+      if not one.arrival then
+        one.arrival = next_arrival(keys.progress)
+        redis.call('HDEL', record, 'lane', 'entry', 'claimed_ms')
+        redis.call('HSET', record, 'stage', 'pool', 'token', '', 'owner', '', 'arrival', one.arrival)
+      end
+      redis.call('HSET', record, unpack(fields))
+      scored[#scored + 1], scored[#scored + 2] = '+inf', one.arrival .. ':' .. gid
+    else
+      freed[#freed + 1], ended[#ended + 1] = gid .. ' init 1', record
+      went = went + num(prompt)
+      redis.call('SETBIT', keys.dropped, draw, 1)
+    end
+  end
+  if retryable then
+    redis.call('ZADD', keys.expired, unpack(scored))
+  else
+    redis.call('UNLINK', unpack(ended))
+    redis.call('HINCRBY', keys.progress, 'dropped', #groups)
+  end
+  if #freed > 0 then redis.call('SADD', keys.garbage, unpack(freed)) end
+  count_bytes(keys.bytes, 0, went)
+  redis.call('HINCRBY', keys.progress, 'expirations', #groups)
+  return retryable and 'pool' or 'dropped'
+end
+
+-- Start no more groups of a task until `resume_task`: enqueue, reissue and claim refuse it from now on.
+local function stop_task(progress, task, reason, bell_trainer, events)
+  redis.call('HSET', progress, 'stopped', reason)
+  wake(bell_trainer, 1)
+  log_event(events, 'stopped', 'task', task, 'reason', string.sub(reason, 1, 100))
+end
+
+-- Count a failed try by its cause: at most 8 causes of a task have a count of their own.
+local function count_cause(progress, cause)
+  cause = 'failed:' .. (cause == '' and 'other' or cause)
+  if redis.call('HEXISTS', progress, cause) == 0 then
+    if num(redis.call('HGET', progress, 'causes')) >= 8 then cause = 'failed:other' end
+    redis.call('HINCRBY', progress, 'causes', 1)
+  end
+  redis.call('HINCRBY', progress, cause, 1)
+end
+
+-- Count a failed try. Return the failures in a row, if they are `patience`, or `first` while nothing has succeeded, and
+-- may not be the fault of one worker: the failures of one worker alone count for its share of the live workers.
+local function note_failure(progress, workers, worker, lease_ms, message, cause, patience, first)
+  local before, now = redis.call('HMGET', progress, 'failures_in_row', 'failing_worker', 'raw_rewards_count'), now_ms()
+  local failures = num(before[1]) + 1
+  local alone = (failures == 1 or before[2] == worker) and worker or ''
+  redis.call('HINCRBY', progress, 'failed', 1)
+  count_cause(progress, cause)
+  redis.call('HSET', progress, 'failures_in_row', int(failures), 'failing_worker', alone, 'error', message, 'error_ms', int(now))
+  local most = num(before[3]) == 0 and first or patience
+  local share = alone == '' and 1 or math.max(1, redis.call('ZCOUNT', workers, int(now - lease_ms), '+inf'))
+  return most and failures >= most * share and failures or nil
+end
+
+-- Keep these counts of a task each time that about 128 more of its groups were produced (one call may produce several),
+-- and those kept before: the difference of now and `counts_before` is that of the newest 128 to 256 groups.
+local function keep_counts(progress, before, produced)
+  if math.floor(before / 128) == math.floor(produced / 128) then return end
+  local names = {'produced_groups', 'filtered', 'dead', 'expirations', 'consumed', 'raw_rewards_count', 'truncated',
+    'unparsed'}
+  local found = redis.call('HMGET', progress, 'counts_kept', unpack(names))
+  for i, name in ipairs(names) do names[i] = name .. '=' .. (found[i + 1] or 0) end
+  redis.call('HSET', progress, 'counts_before', found[1] or '', 'counts_kept', table.concat(names, ' '))
+end

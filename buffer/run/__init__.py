@@ -1,0 +1,1 @@
+"""A run: made, continued after an edited config, opened, and changed while it continues."""
