@@ -11,8 +11,8 @@ from buffer.control.worker_record import HeartbeatReport, WorkerRecord, WorkerSt
 from buffer.errors import Fenced, RunNotFound, ScriptError
 from buffer.ids import valid_name
 from buffer.job import Job, digest_of
-from buffer.redis.connection.bulk_io import Command
-from buffer.redis.connection.retry import SYSTEM_RANDOM
+from buffer.redis.bulk_io import Command
+from buffer.redis.retry import SYSTEM_RANDOM
 from buffer.redis.scripts import ScriptCall
 from buffer.redis.store import RunContext
 from buffer.wire.rollout import PolicyVersion

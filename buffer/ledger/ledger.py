@@ -32,8 +32,6 @@ _GAP = (
     "again from the newest checkpoint"
 )
 
-"""Attempts to put the groups in order before a script that takes some of them."""
-
 
 class LedgerSteps(NamedTuple):
     """The newest steps that were taken, committed, and archived."""

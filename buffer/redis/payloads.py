@@ -20,7 +20,7 @@ from isal import isal_zlib
 
 from buffer.errors import PayloadMissing, WireError
 from buffer.job import PayloadRef
-from buffer.redis.connection.bulk_io import Pieces
+from buffer.redis.bulk_io import Pieces
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
 from buffer.wire.framing import Compression, compress

@@ -35,7 +35,7 @@ from buffer.control.task_status import ProduceBatchStatus, TaskStop, batch_statu
 from buffer.errors import ExpiredBatch, NoBatch, ProducerGone, TaskStopped, WeightsRefused
 from buffer.ledger.account import TaskAccount
 from buffer.manifest import NotReady
-from buffer.redis.connection.retry import OutageClock
+from buffer.redis.retry import OutageClock
 from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.staleness import staleness

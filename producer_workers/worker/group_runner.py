@@ -35,7 +35,7 @@ from buffer.errors import (
 from buffer.failure_text import cause_of, headline, message_of
 from buffer.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.observers import all_of
-from buffer.redis.connection.retry import LogOnce
+from buffer.redis.retry import LogOnce
 from buffer.run.run import Run
 from buffer.wire.group import GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import UNJUDGED, RolloutState, Status, has_ended

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import redis
 
-from buffer.redis.connection.bulk_io import Command
+from buffer.redis.bulk_io import Command
 from buffer.redis.scripts import Arg, Script, ScriptCall, library
 from buffer.redis.store import Store
 from tests.buffer.keyspace import changed, dump

@@ -16,7 +16,7 @@ from buffer.errors import RolloutMQError
 from buffer.groups.replay_buffer import ReplayBuffer
 from buffer.manifest import Manifest
 from buffer.observers import Observer
-from buffer.redis.connection.retry import LogOnce
+from buffer.redis.retry import LogOnce
 from buffer.wire.group import RolloutGroup
 from buffer.wire.staleness import staleness
 from consumer.config.trainer import TrainingConfig

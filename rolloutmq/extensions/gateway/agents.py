@@ -29,7 +29,7 @@ import orjson
 from buffer.errors import ConfigError, ServiceAway, UserCodeError
 from buffer.failure_text import trace_text
 from buffer.imports import load_object
-from buffer.redis.connection.retry import Backoff
+from buffer.redis.retry import Backoff
 from producer_workers.follow_owner import kill_session
 from producer_workers.user_code.border import TURN_REWARDS, Border, Rules, check_answer
 from producer_workers.user_code.process_function import call_of

@@ -11,7 +11,8 @@ import pytest
 
 import buffer.redis.keys
 from buffer.errors import ScriptError
-from buffer.redis.keys import SLOTS, TABLE, Keys
+from buffer.redis.key_table import TABLE
+from buffer.redis.keys import SLOTS, Keys
 from buffer.redis.script_contract import BIGGEST, JUDGED, NAMED, ScriptHeader, Slot
 from buffer.redis.scripts import (
     Arg,
