@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from buffer.errors import LostRun
 from buffer.groups.job_queue import JobQueue
-from buffer.groups.pools import expire
+from buffer.groups.replay_buffer import ReplayBuffer
 from buffer.ledger.ledger import BatchLedger
 from buffer.maintenance.column_files import ColumnFolder, ColumnSweep
 from buffer.redis.payloads import PayloadStore
@@ -49,14 +49,15 @@ class Janitor:
         context: RunContext,
         nonce: str,
         jobs: JobQueue,
+        buffer: ReplayBuffer,
         ledgers: Sequence[BatchLedger],
         payloads: PayloadStore,
         columns: ColumnFolder,
     ) -> None:
-        self._context = context
         self._store, self._keys, self._limits, _ = context
         self._nonce = nonce
         self._jobs = jobs
+        self._buffer = buffer
         self._ledgers = ledgers
         self._payloads = payloads
         self._columns = ColumnSweep(self._store, self._keys, columns, ledgers)
@@ -72,7 +73,7 @@ class Janitor:
             return Swept()
         reaped = self._jobs.reap(REAP)
         expired = [
-            expire(self._context, task, status, EXPIRE)
+            self._buffer.expire(task, status, EXPIRE)
             for task in self._limits.training_tasks
             for status in ("completed", "aborted")
         ]

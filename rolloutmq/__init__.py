@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from buffer.control.control import Mode as Mode
     from buffer.errors import ConfigError as ConfigError
     from buffer.errors import RolloutMQError as RolloutMQError
+    from buffer.groups.replay_buffer import ReplayBuffer as ReplayBuffer
     from buffer.ledger.position import Position as Position
     from buffer.limits import RunLimits as RunLimits
     from buffer.limits import TaskLimits as TaskLimits
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from buffer.observers import Observer as Observer
     from buffer.redis.server.embedded import EmbeddedServer as EmbeddedServer
     from buffer.redis.store import Store as Store
-    from buffer.replay_buffer import ReplayBuffer as ReplayBuffer
     from buffer.run.run import Run as Run
     from buffer.weights.shared_folder import FolderSender as FolderSender
     from buffer.wire.group import RolloutGroup as RolloutGroup
@@ -72,7 +72,7 @@ _NAMES = {
     "buffer.observers": "Observer",
     "buffer.redis.server.embedded": "EmbeddedServer",
     "buffer.redis.store": "Store",
-    "buffer.replay_buffer": "ReplayBuffer",
+    "buffer.groups.replay_buffer": "ReplayBuffer",
     "buffer.run.run": "Run",
     "buffer.weights.shared_folder": "FolderSender",
     "buffer.wire.group": "RolloutGroup",

@@ -18,9 +18,9 @@ from typing import Any, Literal, NamedTuple
 
 from buffer.control.events import ReportedStep
 from buffer.control.worker_record import Histogram, join_counts
-from buffer.errors import Fenced, RunDamaged, RunError, RunNotFound
+from buffer.errors import Fenced, RunDamaged, RunNotFound
 from buffer.ids import LANES, new_nonce
-from buffer.redis.connection_errors import lost_run
+from buffer.redis.errors import lost_run
 from buffer.redis.eviction import EvictionWatch
 from buffer.redis.key_fields import HINT, key_gone
 from buffer.redis.scripts import opened, unfenced
@@ -224,7 +224,12 @@ class RunControl:
         """Return the control state. Raises RunNotFound."""
         fields: list[Any] = self._store.ask("control", "HMGET", self._keys.control, *STATE_FIELDS)
         if fields[0] is None:
-            raise self._no_run()
+            if self._is_damaged():
+                raise key_gone(self._keys.control)
+            raise RunNotFound(
+                f"there is no run {self._keys.run!r} on this server",
+                hint="it was never created there, or the server lost its data",
+            )
         return ControlState.parse([(field or b"").decode(errors="replace") for field in fields])
 
     def set_mode(
@@ -341,8 +346,7 @@ class RunControl:
         try:
             yield
         except Fenced as error:
-            control = self._store.client
-            if self._store.retrying("role", lambda: control.hexists(self._keys.control, role)):
+            if self._store.ask("role", "HEXISTS", self._keys.control, role):
                 raise
             if self._is_damaged():
                 raise key_gone(self._keys.control) from error
@@ -350,14 +354,8 @@ class RunControl:
 
     def holder(self, role: Role) -> RoleHolder:
         names = (role, *(f"{role}_{name}" for name in OF_A_HOLDER))
-
-        def read() -> list[Any]:
-            with self._store.client.pipeline(transaction=False) as pipe:
-                pipe.hmget(self._keys.control, *names)
-                pipe.execute_command("TIME")
-                return list(pipe.execute())
-
-        fields, (seconds, micros) = self._store.retrying("role", read)
+        read = ("HMGET", self._keys.control, *names)
+        fields, (seconds, micros) = self._store.send("role", [read, ("TIME",)])
         known = zip(names, fields, strict=True)
         control = {name: field.decode() for name, field in known if field is not None}
         now_ms = int(seconds) * 1000 + int(micros) // 1000
@@ -370,11 +368,3 @@ class RunControl:
     def _is_damaged(self) -> bool:
         keys = (self._keys.meta, self._keys.control)
         return self._store.send("run", [("EXISTS", key) for key in keys]) == [1, 0]
-
-    def _no_run(self) -> RunError:
-        if self._is_damaged():
-            return key_gone(self._keys.control)
-        return RunNotFound(
-            f"there is no run {self._keys.run!r} on this server",
-            hint="it was never created there, or the server lost its data",
-        )

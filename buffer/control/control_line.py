@@ -19,10 +19,10 @@ import redis
 
 from buffer.control.control import STATE_FIELDS, ControlState
 from buffer.errors import RunDamaged
-from buffer.redis.connection.url import open_client
 from buffer.redis.keys import Keys, SlotKeys
 from buffer.redis.scripts import Arg
 from buffer.redis.store import Store
+from buffer.redis.url import open_client
 
 log = logging.getLogger("rolloutmq.worker")
 
@@ -35,13 +35,6 @@ def receipt(keys: Keys, worker: str, nonce: str, ack: int) -> tuple[SlotKeys, di
     return keys.slots(worker=worker), {"nonce": nonce, "ack": ack}
 
 
-def _socket_of(connection: Any) -> Any:
-    found = getattr(connection, "_sock", None)
-    if not isinstance(found, socket.socket):
-        raise redis.ConnectionError("a server in memory has no socket")
-    return found
-
-
 def read_hint(message: bytes) -> ControlState | None:
     """Return the state in a message of the control channel; None for an invalid one."""
     try:
@@ -50,12 +43,6 @@ def read_hint(message: bytes) -> ControlState | None:
     except (RunDamaged, UnicodeDecodeError) as error:
         log.warning("ignoring an invalid message of the control channel: %s", error)
         return None
-
-
-def _parse_reply(reply: list[bytes]) -> ControlState | None:
-    """Return the state in a reply of `receipt`; None for UNKNOWN and REPLACED."""
-    code, *fields = [part.decode(errors="replace") for part in reply]
-    return None if code in ("UNKNOWN", "REPLACED") else ControlState.parse(fields)
 
 
 class ControlConnection:
@@ -76,7 +63,9 @@ class ControlConnection:
         self._receipt = self._script.command(*receipt(keys, worker, nonce, 0))[:-1]
         try:
             self._connection: Any = client.connection_pool.get_connection()
-            self._socket = _socket_of(self._connection)
+            self._socket: Any = getattr(self._connection, "_sock", None)
+            if not isinstance(self._socket, socket.socket):
+                raise redis.ConnectionError("a server in memory has no socket")
             self._socket.setblocking(False)
             self._send(("HELLO", 3), ("SUBSCRIBE", keys.control))
         except BaseException:
@@ -110,20 +99,22 @@ class ControlConnection:
         the state is None if the server does not know this registration.
         """
         self._receive()
-        while (item := self._next()) is not _NOT_YET:
+        while True:
+            try:
+                item = self._reader.gets()
+            except hiredis.ProtocolError as error:
+                raise redis.InvalidResponse(str(error)) from error
+            if item is _NOT_YET:
+                return
             if isinstance(item, hiredis.ReplyError):
                 raise redis.ResponseError(str(item))
             if isinstance(item, hiredis.PushNotification):
                 if item[0] == b"message" and (state := read_hint(item[2])):
                     hint(state)
             elif isinstance(item, list):
-                answer(_parse_reply(item), *self._asked.popleft())
-
-    def _next(self) -> Any:
-        try:
-            return self._reader.gets()
-        except hiredis.ProtocolError as error:
-            raise redis.InvalidResponse(str(error)) from error
+                code, *fields = [part.decode(errors="replace") for part in item]
+                is_known = code not in ("UNKNOWN", "REPLACED")
+                answer(ControlState.parse(fields) if is_known else None, *self._asked.popleft())
 
     def _send(self, *commands: tuple[Any, ...]) -> None:
         packed = b"".join(map(hiredis.pack_command, commands))

@@ -28,17 +28,18 @@ class EventLog:
 
     def newest(self) -> str:
         """Return the id of the newest event; START without events."""
-        found: Any = self._store.retrying(
-            "events", lambda: self._store.client.xrevrange(self._keys.events, count=1)
-        )
+        found = self._newest(1)
         return found[0][0].decode() if found else START
 
     def last(self, count: int) -> list[Event]:
         """Return the newest events, oldest first."""
-        found: Any = self._store.retrying(
-            "events", lambda: self._store.client.xrevrange(self._keys.events, count=count)
+        return [parse_event(entry) for entry in reversed(self._newest(count))]
+
+    def _newest(self, count: int) -> list[tuple[bytes, dict[bytes, bytes]]]:
+        found: list[tuple[bytes, dict[bytes, bytes]]] = self._store.ask(
+            "events", "XREVRANGE", self._keys.events, "+", "-", "COUNT", count
         )
-        return [parse_event(entry) for entry in reversed(found)]
+        return found
 
     def read(
         self, after: str = START, *, limit: int = 500, block_ms: int | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from buffer.control.control import STATE_FIELDS, ControlState
 from buffer.control.length_counts import Counts, read_counts
@@ -12,7 +11,8 @@ from buffer.control.worker_record import HeartbeatReport, WorkerRecord, WorkerSt
 from buffer.errors import Fenced, RunNotFound, ScriptError
 from buffer.ids import valid_name
 from buffer.job import Job, digest_of
-from buffer.redis.connection.retry import SYSTEM_RANDOM
+from buffer.redis.bulk_io import Command
+from buffer.redis.retry import SYSTEM_RANDOM
 from buffer.redis.scripts import ScriptCall
 from buffer.redis.store import RunContext
 from buffer.wire.rollout import PolicyVersion
@@ -235,76 +235,56 @@ class Fleet:
         return int(bad_groups)
 
     def refusals(self, weights: PolicyVersion) -> Refusals:
-        """Return which live workers could not load `weights`, and why, in two round trips."""
-        found = self._store.retrying("refusals", self._refusals)
+        """Return which live workers could not load `weights`, and why."""
+        key = self._keys.workers
+        _, (seconds, micros) = self._store.send("refusals", [("EXISTS", key), ("TIME",)])
+        alive_since_ms = seconds * 1000 + micros // 1000 - self._limits.lease_ms
+        found = self._store.ask("refusals", "ZRANGEBYSCORE", key, alive_since_ms, "+inf")
+        live = [worker.decode() for worker in found]
+        reads = [("HGET", self._keys.worker(worker), "refusal") for worker in live]
         label = f"{weights} "
         reasons = {
-            worker.decode(): text.decode(errors="replace").removeprefix(label)
-            for worker, text in found.items()
+            worker: text.decode(errors="replace").removeprefix(label)
+            for worker, text in zip(live, self._store.send("refusals", reads), strict=True)
             if text and text.startswith(label.encode())
         }
-        return Refusals(weights, len(found), reasons)
-
-    def _refusals(self) -> dict[bytes, bytes | None]:
-        client: Any = self._store.client
-        seconds, micros = client.time()
-        alive_since_ms = seconds * 1000 + micros // 1000 - self._limits.lease_ms
-        live = client.zrangebyscore(self._keys.workers, alive_since_ms, "+inf")
-        with client.pipeline(transaction=False) as pipe:
-            for worker in live:
-                pipe.hget(self._keys.worker(worker.decode()), "refusal")
-            return dict(zip(live, pipe.execute(), strict=True))
+        return Refusals(weights, len(live), reasons)
 
     def response_lengths(self) -> dict[str, dict[str, Counts]]:
         """Return the response lengths that all workers counted, by task and fate.
 
         Of many workers, it is an estimate.
         """
-        return self._store.retrying("response lengths", self._response_lengths)
-
-    def _response_lengths(self) -> dict[str, dict[str, Counts]]:
-        client: Any = self._store.client
-        known = client.zrange(self._keys.workers, 0, -1)
+        known = self._store.ask("response lengths", "ZRANGE", self._keys.workers, 0, -1)
         chosen = SYSTEM_RANDOM.sample(known, min(len(known), MOST_COUNTED))
-        with client.pipeline(transaction=False) as pipe:
-            for worker in chosen:
-                pipe.hget(self._keys.worker(worker.decode()), "lengths")
-            texts = [(text or b"").decode(errors="replace") for text in pipe.execute()]
+        reads = [("HGET", self._keys.worker(worker.decode()), "lengths") for worker in chosen]
+        found = self._store.send("response lengths", reads)
+        texts = [(text or b"").decode(errors="replace") for text in found]
         return read_counts(texts, len(known) / max(1, len(chosen)))
 
     def ended(self) -> list[WorkerRecord]:
         """Return the last records of workers that left or were lost, among the newest events."""
-        return self._store.retrying("ended workers", self._ended)
-
-    def _ended(self) -> list[WorkerRecord]:
-        client = self._store.client
-        seconds, micros = client.time()
+        newest = ("XREVRANGE", self._keys.events, "+", "-", "COUNT", SEARCHED_EVENTS)
+        events, (seconds, micros) = self._store.send("ended workers", [newest, ("TIME",)])
+        now_ms = seconds * 1000 + micros // 1000
         found: dict[str, WorkerRecord] = {}
-        for _, fields in client.xrevrange(self._keys.events, count=SEARCHED_EVENTS):
+        for _, fields in events:
             name, worker = (fields.pop(key, b"").decode() for key in (b"event", b"worker"))
             if name in _ENDS and worker not in found:
                 written = fields | {b"state": _ENDS[name].value.encode()}
-                now_ms = seconds * 1000 + micros // 1000
                 found[worker] = read_record(worker, written, 0, None, now_ms)
         return [*found.values()]
 
     def workers(self) -> list[WorkerRecord]:
         """Return the records of all known workers, by their last heartbeat, oldest first."""
-        return self._store.retrying("workers", self._workers)
-
-    def _workers(self) -> list[WorkerRecord]:
-        client = self._store.client
         keys = self._keys
-        seconds, micros = client.time()
-        ids = [w.decode() for w in client.zrange(keys.workers, 0, -1)]
+        ids = [w.decode() for w in self._store.ask("workers", "ZRANGE", keys.workers, 0, -1)]
         if not ids:
             return []
-        pipe = client.pipeline(transaction=False)
+        reads: list[Command] = [("HMGET", keys.bad_submissions, *ids), ("TIME",)]
         for worker in ids:
-            pipe.hgetall(keys.worker(worker))
-            pipe.hlen(keys.leased(worker))
-        pipe.hmget(keys.bad_submissions, ids)
-        *replies, suspicions = pipe.execute()
+            reads += [("HGETALL", keys.worker(worker)), ("HLEN", keys.leased(worker))]
+        suspicions, (seconds, micros), *replies = self._store.send("workers", reads)
         now_ms = seconds * 1000 + micros // 1000
         rows = zip(ids, replies[::2], replies[1::2], suspicions, strict=True)
         return [

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from buffer.control.control import ControlState
 from buffer.control.fleet import Fleet
 from buffer.errors import PauseTimeout
-from buffer.redis.connection.retry import OutageClock
+from buffer.redis.retry import OutageClock
 from buffer.redis.store import RunContext
 
 log = logging.getLogger("rolloutmq.control")
@@ -30,14 +30,6 @@ POLL_S = 0.01
 OPERATOR_POLL_S = 0.05
 
 
-def _timeout(silent: list[str], seconds: float) -> PauseTimeout:
-    return PauseTimeout(
-        f"no receipt after {seconds:.1f} s from {', '.join(silent)}",
-        hint="run.fleet.fence(WORKER) takes a worker's groups back",
-        command_hint="`rolloutmq fence WORKER --yes` takes a worker's groups back",
-    )
-
-
 class Receipts:
     def __init__(self, context: RunContext, fleet: Fleet) -> None:
         self._store, self._keys, self._limits, _ = context
@@ -48,11 +40,7 @@ class Receipts:
         _, *workers = self._store.call(
             "silent",
             self._keys.slots(),
-            {
-                "epoch": epoch,
-                "lease_ms": self._limits.lease_ms,
-                "limit": WORKERS,
-            },
+            {"epoch": epoch, "lease_ms": self._limits.lease_ms, "limit": WORKERS},
         )
         return workers
 
@@ -82,16 +70,18 @@ class Receipts:
                 return time.monotonic() - started
             if answered.poll() > limit_s:
                 if not fences:
-                    raise _timeout(silent, time.monotonic() - started)
+                    raise PauseTimeout(
+                        f"no receipt after {time.monotonic() - started:.1f} s from "
+                        f"{', '.join(silent)}",
+                        hint="run.fleet.fence(WORKER) takes a worker's groups back",
+                        command_hint="`rolloutmq fence WORKER --yes` takes a worker's groups back",
+                    )
                 for worker in silent:
                     log.warning("no receipt in time; fencing the worker", extra={"worker": worker})
                     self._fleet.fence(worker)
-            self._wait_for_more(len(silent), fences)
-
-    def _wait_for_more(self, silent: int, is_trainer: bool) -> None:
-        # a wake-up reaches one waiter only: an operator who took it would delay the trainer's pause
-        if not is_trainer:
-            time.sleep(OPERATOR_POLL_S)
-            return
-        self._store.wait(self._keys.wake_up("receipts"), 0.1)
-        time.sleep(min(POLL_S, RECEIPT_S * silent))
+            if fences:
+                self._store.wait(self._keys.wake_up("receipts"), 0.1)
+                time.sleep(min(POLL_S, RECEIPT_S * len(silent)))
+            else:
+                # a wake-up reaches one waiter: an operator who took it would delay the trainer
+                time.sleep(OPERATOR_POLL_S)

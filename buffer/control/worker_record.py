@@ -256,7 +256,8 @@ def read_record(
     known: dict[str, Any] = {name: value for name, value in parsed.items() if value is not None}
     reserved = (*_PARSERS, *OF_THE_READER, *_PRIVATE)
     facts = {name: text for name, text in texts.items() if name not in reserved}
-    _, bad_groups, barred_ms = _suspicion(suspicion or b"")
+    entry = re.fullmatch(rb"(\d+) (\d+) (\d+)", suspicion or b"")
+    bad_groups, barred_ms = (int(entry[2]), int(entry[3])) if entry else (0, 0)
     return WorkerRecord(
         id=worker,
         silent_ms=now_ms - known.get("seen_ms", 0),
@@ -266,12 +267,6 @@ def read_record(
         facts=facts,
         **known,
     )
-
-
-def _suspicion(entry: bytes) -> tuple[int, int, int]:
-    """Return the numbers of an entry of `bad_submissions`; 0 for an invalid entry."""
-    found = re.fullmatch(rb"(\d+) (\d+) (\d+)", entry)
-    return (int(found[1]), int(found[2]), int(found[3])) if found else (0, 0, 0)
 
 
 def _whole(text: str) -> int | None:

@@ -15,6 +15,7 @@ from buffer.curation.line_file import new_file
 from buffer.curation.rollout_line import lines_of
 from buffer.errors import LedgerError, PayloadMissing, WireError
 from buffer.groups.record_walk import Record, RecordWalk, payload_of
+from buffer.groups.replay_buffer import ReplayBuffer
 from buffer.job import PayloadRef
 from buffer.ledger.ledger import BatchLedger
 from buffer.query.language import Node, matches
@@ -23,7 +24,6 @@ from buffer.query.scan import moment_of
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import Advance, no_advance
 from buffer.redis.store import Store
-from buffer.replay_buffer import ReplayBuffer
 from buffer.wire.staleness import staleness
 
 _MAX_READS = 3  # attempts, if the bytes are freed after the record was read

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,10 @@ from buffer.control.fleet import STAMP_FIELDS, Fleet, LimitsStamp, parse_stamp
 from buffer.control.progress import ProduceProgress, read_progress
 from buffer.control.receipts import Receipts
 from buffer.control.task_status import TaskStops
-from buffer.errors import RunExists
+from buffer.errors import GroupHeld, RunExists
 from buffer.groups.dead_letters import DeadLetters
 from buffer.groups.job_queue import JobQueue
+from buffer.groups.replay_buffer import ReplayBuffer
 from buffer.ids import new_nonce
 from buffer.janitor import Janitor
 from buffer.ledger import memory
@@ -23,6 +25,7 @@ from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.trainer_opening import TrainerOpening
 from buffer.limits import REGENERATING, SCHEMA, RunLimits
 from buffer.maintenance.column_files import ColumnFolder
+from buffer.manifest import NotReady
 from buffer.observers import Observer
 from buffer.query.language import TRUE, AllOf, parse
 from buffer.query.scan import GroupScan
@@ -30,7 +33,6 @@ from buffer.redis.keys import EVERY_CONTROL, EVERY_META, Keys, run_of_key
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import Advance, no_advance
 from buffer.redis.store import RunContext, Store
-from buffer.replay_buffer import ReplayBuffer
 from buffer.run.continuation import BY_HAND, Start, settings_for
 from buffer.run.origin import Origin
 from buffer.run.record import (
@@ -42,6 +44,7 @@ from buffer.run.record import (
     write_meta,
 )
 from buffer.run.settings import LiveSettings, SettingsRecord, change_settings
+from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 
 if TYPE_CHECKING:  # whole rooms that most processes never enter: methods import them
@@ -91,7 +94,9 @@ class Run:
         self.account = Account(context)
         self.memory = memory.Memory(context)
         ledgers = (self.ledger, self.evaluations)
-        self.janitor = Janitor(context, nonce, self.jobs, ledgers, self.payloads, self.columns)
+        self.janitor = Janitor(
+            context, nonce, self.jobs, self.buffer, ledgers, self.payloads, self.columns
+        )
         self.groups = GroupScan(context, ledgers)
 
     @classmethod
@@ -314,6 +319,36 @@ class Run:
             if write_meta(self.store, self.keys, operation, version, fields):
                 self.refresh_limits()
                 return changed
+
+    def take_batch(
+        self, nonce: str, step: int, counts: Mapping[str, int], *, strict: bool = True
+    ) -> dict[str, list[RolloutGroup]] | NotReady:
+        """Take the groups of train step `step`, and return them by task.
+
+        `counts`: groups of each task, of which it takes all or none (NotReady); without `strict`,
+        those that are ready. `nonce` is that of the open trainer. A step that was taken before is
+        returned as it was (I5). Raises Fenced, LedgerError, PayloadMissing or WireError;
+        `RolloutConsumer` instead waits, and quarantines unreadable groups.
+        """
+        answer = self.ledger.take(nonce, step, counts, strict=strict)
+        if isinstance(answer, NotReady):
+            return answer
+        groups = self.buffer.load(answer)
+        return {task: [group for group in groups if group.task == task] for task in counts}
+
+    def delete(self, which: str | Mapping[str, Any]) -> int:
+        """Drop a group by its gid, or all groups in pools that match a query; return how many.
+
+        A single group may also wait or be dead. Raises GroupHeld if it runs, is in a batch, or has
+        ended otherwise, and QueryError for a wrong query.
+        """
+        if isinstance(which, str):
+            return int(self.jobs.drop(which) != "dropped")
+        deleted = 0
+        for record in self.groups.find({"$and": [{"stage": "pool"}, which]}):
+            with contextlib.suppress(GroupHeld):
+                deleted += self.jobs.drop(record.gid) != "dropped"
+        return deleted
 
     def read_progress(self, tasks: Iterable[str] | None = None) -> ProduceProgress:
         """Return the progress of these tasks (default: those of training). Raises KeyError."""

@@ -176,7 +176,10 @@ def _pack(old: NDArray[np.uint16], new: NDArray[np.uint16]) -> tuple[int, bytes]
 def _unpack(base: NDArray[np.uint16], count: int, data: bytes) -> NDArray[np.uint16]:
     """Return the changed words; `base` is changed in place. Raises WireError."""
     blocks = -(-len(base) // BLOCK_WORDS)
-    raw = np.frombuffer(_inflate(data), np.uint8)
+    try:
+        raw = np.frombuffer(isal_zlib.decompress(data), np.uint8)
+    except IsalError as error:  # type: ignore[misc]  # typed as an instance
+        raise WireError(f"a chunk of changed weights cannot be read: {error}") from error
     if len(raw) != 4 * blocks + 4 * count:
         raise WireError("a chunk of changed weights has another size than its index says")
     counts = raw[: 4 * blocks].view("<u4")
@@ -187,16 +190,9 @@ def _unpack(base: NDArray[np.uint16], count: int, data: bytes) -> NDArray[np.uin
     places = np.cumsum(steps, dtype=np.uint16)
     starts = np.repeat(np.arange(blocks, dtype=np.int64) * BLOCK_WORDS, counts)
     if len(starts) != count or (count and starts[-1] + places[-1] >= len(base)):
-        raise WireError("a chunk of changed weights changes words that do not exist")
+        raise WireError("a chunk of changed weights writes past the end of its tensor")
     base[starts + places] += added
     return base
-
-
-def _inflate(data: bytes) -> bytes:
-    try:
-        return bytes(isal_zlib.decompress(data))
-    except IsalError as error:  # type: ignore[misc]  # typed as an instance
-        raise WireError(f"a chunk of changed weights cannot be read: {error}") from error
 
 
 class DeltaSender:

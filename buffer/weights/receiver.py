@@ -9,6 +9,7 @@ Invariant: the folder that `fetch` returns has the checksums of the whole versio
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from buffer.errors import ConfigError, WireError
@@ -59,7 +60,19 @@ class WeightsReceiver:
             published = delta.base_of(folder)
             folder = self._wholes.get(published.checksum) or self._fetch_one(published)
         for changed, changes in reversed(chain):
-            folder = self._apply(changes, folder, published, changed)
+            base = folder
+            try:
+                folder = self._folders.get(
+                    f"whole-{changed.checksum}",
+                    fill=partial(delta.apply, changes, base),
+                    check=partial(delta.check, changes),
+                )
+            except BaseException:
+                # the base may be damaged: the next try fetches it again
+                self._wholes.pop(published.checksum, None)
+                raise
+            if base != self._running:
+                self._folders.release(base)
             published = changed
         if published.checksum:
             self._wholes[published.checksum] = folder
@@ -112,20 +125,3 @@ class WeightsReceiver:
             f"the trainer published weights at {address}, and [weights] url of this process {own}",
             hint="give this process the [weights] url and [run] name of the trainer's config",
         )
-
-    def _apply(
-        self, changes: Path, base: Path, published: PublishedWeights, changed: PublishedWeights
-    ) -> Path:
-        try:
-            result = self._folders.get(
-                f"whole-{changed.checksum}",
-                fill=lambda folder: delta.apply(changes, base, folder),
-                check=lambda folder: delta.check(changes, folder),
-            )
-        except BaseException:
-            # the base may be damaged: the next try fetches it again
-            self._wholes.pop(published.checksum, None)
-            raise
-        if base != self._running:
-            self._folders.release(base)
-        return result

@@ -67,7 +67,10 @@ class VersionStore:
             count = _chunk_count(size)
             with (folder / file).open("wb") as stream:
                 for names in _batches(self._chunk_names(label, number, count)):
-                    stream.writelines(self._get_chunks(label, names))
+                    found = self._store.send("weights", [("GET", name) for name in names])
+                    if lost := found.count(None):
+                        raise WireError(f"{lost} chunks of the weights {label} are missing")
+                    stream.writelines(found)
             number += count
 
     def drop(self, label: str) -> None:
@@ -91,13 +94,6 @@ class VersionStore:
     def _chunk_names(self, label: str, before: int, count: int) -> list[str]:
         """Return the keys of `count` chunks that follow `before` others."""
         return [self._keys.weights_part(label, before + n) for n in range(1, count + 1)]
-
-    def _get_chunks(self, label: str, names: list[str]) -> list[bytes]:
-        found: list[bytes | None] = self._store.send("weights", [("GET", name) for name in names])
-        chunks = [chunk for chunk in found if chunk is not None]
-        if len(chunks) != len(found):
-            raise WireError(f"{len(found) - len(chunks)} chunks of the weights {label} are missing")
-        return chunks
 
     def _call(self, *command: Any) -> Any:
         return self._store.send("weights", [command])[0]

@@ -13,11 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
-from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from buffer.wire.rollout import UNJUDGED, RolloutState, Status
-from buffer.wire.sampling_mask import SamplingMask
+from buffer.wire.columns import COLUMNS, LargeColumn, column_named
+from buffer.wire.rollout import RolloutState, Status
 
 T = TypeVar("T")
 
@@ -81,26 +80,23 @@ def own_rollout(state: RolloutState, **instead: Any) -> RolloutState:
     for name, value in into.items():
         if type(value) in _IMMUTABLE or name in instead:
             continue
-        if name == "routed_experts" and isinstance(value, np.ndarray):
-            into[name] = read_only(value)
-        elif isinstance(value, SamplingMask):
-            into[name] = value.read_only()
+        if name == "columns":
+            into[name] = {key: _own_column(key, own) for key, own in value.items()}
         else:
-            into[name] = own_copy(value)
+            into[name] = _own_column(name, value) if name in COLUMNS else own_copy(value)
     into.update(instead)
     return made
 
 
+def _own_column(name: str, value: Any) -> Any:
+    column = column_named(name)
+    return column.read_only(value) if isinstance(column, LargeColumn) else own_copy(value)
+
+
 def readers_copy(value: Any) -> Any:
-    """Return an `own_copy` of a rollout, a list of them, or a value, without `UNJUDGED`."""
+    """Return an `own_copy` of a rollout, a list of them, or a value, without large columns."""
     if isinstance(value, RolloutState):
-        return own_rollout(value.model_copy(update=UNJUDGED))
+        return own_rollout(value.slim())
     if isinstance(value, list):
         return [readers_copy(item) for item in value]
     return own_copy(value)
-
-
-def read_only(column: NDArray[Any]) -> NDArray[Any]:
-    view = column.view()
-    view.flags.writeable = False
-    return view

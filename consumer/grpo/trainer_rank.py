@@ -83,7 +83,7 @@ class TrainerRank:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self.parts = WeightParts(ranks)
         self.orders = RankOrders(ranks)
-        self.orders.add(self)
+        self.orders.add("trainer", self)
         self.reader = ShareReader(run, self.orders)
 
     def follow(self) -> None:

@@ -9,11 +9,12 @@ it in.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator
 
+from buffer.config.attached import AttachedKinds
 from buffer.config.section import YEAR_S, Count, DottedPath, Section
 from producer_workers.config.distribution import Distribution, Fixed, LogNormal
 
@@ -24,6 +25,8 @@ OWNED_ARGUMENTS = frozenset(
     | {"enable_lora", "max_lora_rank", "max_loras"}
     | {"tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"}
 )
+
+NO_ADAPTERS = "[engine] loads adapters, but none are published: add [learner.lora]"
 
 
 class GpuMemory(NamedTuple):
@@ -53,6 +56,8 @@ class EngineSettings(Section):
     has_masks: ClassVar[bool] = False
     """whether it can record what each token was sampled from, by its setting `sampling_mask`"""
 
+    kind: str
+    """the kind of engine, a literal in the section of each"""
     restarts: Count = Field(3, ge=0)
     """engines that may replace dead ones; the death of one that ran for 10 minutes is not counted
     """
@@ -62,14 +67,9 @@ class EngineSettings(Section):
         """Return the number of processes, with a device each, that hold weights or a part."""
         return 1
 
-    @property
-    def wants_adapters(self) -> bool:
-        """Return whether the engine loads LoRA adapters in place of whole weights."""
-        return False
-
-    def adapter_problem(self, rank: int) -> str:
-        """Return why the engine cannot load adapters of this rank; "" where it can."""
-        return ""
+    def rules(self, config: Any) -> Iterator[str]:
+        """Yield where these values contradict another section of the config."""
+        yield from ()
 
     @property
     def gpu_memory(self) -> GpuMemory | None:
@@ -171,14 +171,31 @@ class VllmConfig(EngineSettings):
         """Return the product of the three parallel sizes."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
 
-    @property
-    def wants_adapters(self) -> bool:
-        return self.max_lora_rank is not None
-
-    def adapter_problem(self, rank: int) -> str:
-        if (self.max_lora_rank or 0) >= rank:
-            return ""
-        return f"[learner.lora] rank = {rank} needs [engine] max_lora_rank of at least that"
+    def rules(self, config: Any) -> Iterator[str]:
+        # vLLM ends with an error where free memory changes while it measures what a cache may have
+        if config.trainer.flow == "colocated" and self.kv_cache_memory_bytes is None:
+            yield (
+                "[trainer] flow = colocated needs [engine] kv_cache_memory_bytes: while vLLM "
+                "measures the free memory of the GPU, the trainer must not use or free any"
+            )
+        lora = config.learner.lora
+        if lora and (self.max_lora_rank or 0) < lora.rank:
+            yield f"[learner.lora] rank = {lora.rank} needs [engine] max_lora_rank of at least that"
+        # a trainer of the user's own may publish adapters
+        if self.max_lora_rank is not None and not lora and config.trainer.loop is None:
+            yield f"{NO_ADAPTERS}, or leave out [engine] max_lora_rank"
+        trained = [task for task in config.tasks.values() if task.eval_of is None]
+        is_cut = any(task.sample.to_params().changes() for task in trained)
+        # vLLM records masks of all requests, or of none
+        if self.sampling_mask or (is_cut and not config.learner.allow_truncated_sampling):
+            for name, task in config.tasks.items():
+                if task.sample.temperature and not task.sample.to_params().always_cuts():
+                    yield (
+                        f"task {name} is sampled from the whole vocabulary, and vLLM then records "
+                        "the whole vocabulary for each of its tokens, as it records what top_p and "
+                        f"the like left of other tasks: set sample.top_k of task {name}, such as "
+                        "1000"
+                    )
 
     @property
     def gpu_memory(self) -> GpuMemory:
@@ -236,12 +253,12 @@ class HttpConfig(EngineSettings):
     load_timeout_s: float = Field(600.0, gt=0, le=YEAR_S)
     """time limit of a weight update"""
 
-    @property
-    def wants_adapters(self) -> bool:
-        return self.weights == "adapters"
-
-    def adapter_problem(self, rank: int) -> str:
-        return "" if self.wants_adapters else '[learner.lora] needs [engine] weights = "adapters"'
+    def rules(self, config: Any) -> Iterator[str]:
+        wants_adapters = self.weights == "adapters"
+        if config.learner.lora and not wants_adapters:
+            yield '[learner.lora] needs [engine] weights = "adapters"'
+        if wants_adapters and not config.learner.lora and config.trainer.loop is None:
+            yield f"{NO_ADAPTERS}, or leave out [engine] weights"
 
 
 class TransformersConfig(EngineSettings):
@@ -328,7 +345,10 @@ class PythonConfig(EngineSettings):
 
 
 EngineConfig = Annotated[
-    VllmConfig | HttpConfig | TransformersConfig | SimulatedConfig | PythonConfig,
-    Field(discriminator="kind"),
+    EngineSettings,
+    AttachedKinds(
+        "rolloutmq.engines",
+        (VllmConfig, HttpConfig, TransformersConfig, SimulatedConfig, PythonConfig),
+    ),
 ]
-"""All kinds of engines. To add one, write its section and add it here."""
+"""Any kind of engine: these, and those that packages attach."""

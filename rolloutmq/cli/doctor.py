@@ -23,8 +23,7 @@ from rolloutmq.options import (
     open_server,
 )
 from rolloutmq.output import age
-from rolloutmq.views.explain.diagnosis import Symptom, last_event_ms, marked
-from rolloutmq.views.explain.inspection import diagnose_run
+from rolloutmq.views.explain.diagnosis import Symptom, diagnose_run, last_event_ms, marked
 from rolloutmq.views.run_view import RunView
 
 

@@ -33,7 +33,7 @@ from rolloutmq.options import (
 )
 from rolloutmq.output import age, console, count, known, state, table
 from rolloutmq.run_owner import choose_folder, known_folders, last_change
-from rolloutmq.views.explain.inspection import count_judges
+from rolloutmq.views.explain.diagnosis import count_judges
 from rolloutmq.views.run_folder import RunFolder
 from rolloutmq.views.run_view import RunView, read_run_view
 from rolloutmq.web.report import write_report

@@ -23,7 +23,6 @@ from consumer.config.trainer import (
     TrainerSection,
 )
 from producer_workers.agent_loops.agent_loop import BUILT_IN, has_agents
-from producer_workers.config.engine import EngineSettings, VllmConfig
 from producer_workers.config.task import TaskSection, attached_kinds
 from producer_workers.hub import is_id
 
@@ -157,14 +156,6 @@ RULES = (
     Rule(lambda c: c.evaluation.flow == "exclusive" and c.policy.pause_mode == "keep",
         "[evaluation] flow = exclusive needs [policy] pause_mode abort or drain",
         "keep would freeze evaluations, too"),
-    # vLLM ends with an error where free memory changes while it measures how much a cache may have
-    Rule(lambda c: c.trainer.flow == "colocated" and _measures_memory(c.engine),
-        "[trainer] flow = colocated needs [engine] kv_cache_memory_bytes",
-        "while vLLM measures the free memory of the GPU, the trainer must not use or free any"),
-    # a trainer of the user's own may publish adapters
-    Rule(lambda c: not c.learner.lora and c.engine.wants_adapters and c.trainer.loop is None,
-        "[engine] loads adapters, but none are published",
-        "add [learner.lora], or leave out [engine] max_lora_rank or weights"),
     Rule(lambda c: c.critic != CriticConfig() and c.trainer.loop is None and not c.trainer.is_gae,
         "[critic] is read with [trainer] advantages = gae only, not with {c.trainer.advantages}",
         "leave it out"),
@@ -231,10 +222,6 @@ def _ranks(config: Any) -> int:
     return int(config.launch.ranks(has_own_loop=config.trainer.loop is not None))
 
 
-def _measures_memory(engine: EngineSettings) -> bool:
-    return engine.gpu_memory is not None and engine.gpu_memory.cache_bytes is None
-
-
 def _has_roles(config: Any, task: TaskSection) -> bool:
     loop = task.loop(config.worker.agent_loop)
     return loop not in BUILT_IN or has_agents(loop)
@@ -251,13 +238,8 @@ def _compared(trainer: TrainerSection) -> int:
     return 2 if trainer.advantages in WITHIN_A_GROUP else 1
 
 
-def _engine_loads_the_adapter(config: Config) -> Iterator[str]:
-    lora = config.learner.lora
-    if lora and (problem := config.engine.adapter_problem(lora.rank)):
-        yield problem
-
-
-def _attached_judges_fit(config: Config) -> Iterator[str]:
+def _kinds_fit(config: Config) -> Iterator[str]:
+    yield from config.engine.rules(config)
     for kind in attached_kinds(config.tasks):
         yield from kind.rules(config)
     reference = config.learner.loss.kl_reference
@@ -309,22 +291,6 @@ def _distributions_are_whole(config: Config) -> Iterator[str]:
             )
 
 
-def _masks_are_bounded(config: Config) -> Iterator[str]:
-    if not isinstance(config.engine, VllmConfig):
-        return
-    is_cut = any(task.sample.to_params().changes() for task in training(config.tasks).values())
-    # vLLM records masks of all requests, or of none
-    if not config.engine.sampling_mask and (config.learner.allow_truncated_sampling or not is_cut):
-        return
-    for name, task in config.tasks.items():
-        if task.sample.temperature and not task.sample.to_params().always_cuts():
-            yield (
-                f"task {name} is sampled from the whole vocabulary, and vLLM then records the "
-                "whole vocabulary for each of its tokens, as it records what top_p and the like "
-                f"left of other tasks: set sample.top_k of task {name}, such as 1000"
-            )
-
-
 def _evaluations_are_asked_for(config: Config) -> Iterator[str]:
     if not config.held_out_tasks:
         for key, value in config.evaluation:
@@ -351,11 +317,9 @@ def too_many_problems(task: str, problems: int) -> str:
 
 _FUNCTIONS: tuple[Callable[[Config], Iterator[str]], ...] = (
     memory_problem,
-    _engine_loads_the_adapter,
     _responses_fit_the_context,
     _distributions_are_whole,
-    _masks_are_bounded,
-    _attached_judges_fit,
+    _kinds_fit,
     _columns_replace_rewards,
     _evaluations_are_asked_for,
     _evaluation_is_one_batch,

@@ -8,7 +8,8 @@ import re
 
 import pytest
 
-from buffer.replay_buffer import ReplayBuffer
+from buffer.groups.replay_buffer import ReplayBuffer
+from buffer.run.run import Run
 from tests.docs.test_names import defined_names
 from tests.programs import ROOT
 
@@ -200,6 +201,7 @@ def test_a_call_of_the_replay_buffer_can_be_made_as_printed(call: str) -> None:
     made = ast.parse(call.replace("…", "0"), mode="eval").body
     assert isinstance(made, ast.Call)
     assert isinstance(made.func, ast.Name)
-    signature = inspect.signature(getattr(ReplayBuffer, made.func.id))
+    owner = ReplayBuffer if hasattr(ReplayBuffer, made.func.id) else Run
+    signature = inspect.signature(getattr(owner, made.func.id))
     given = {str(each.arg): 0 for each in made.keywords}
     signature.bind(None, *made.args, **given)

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from buffer.control.control import Mode
 from buffer.errors import DatasetError, GroupChanged
-from buffer.replay_buffer import ReplayBuffer
+from buffer.groups.replay_buffer import ReplayBuffer
 from buffer.wire.group import RolloutGroup
 from producer_workers.config.task import JudgingSection
 from producer_workers.judges.load import HttpJudge
@@ -247,7 +247,7 @@ def test_tokens_that_changed_are_not_submitted(
 
 
 LOOP = """
-from buffer.replay_buffer import ReplayBuffer
+from buffer.groups.replay_buffer import ReplayBuffer
 from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop as Faulty
 from tests.memory_fault import overwrite
 

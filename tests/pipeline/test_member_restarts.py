@@ -234,7 +234,7 @@ async def test_a_group_is_trained_without_a_member_that_always_fails_if_two_are_
     if size == 3:
         assert sorted(by_member(yard.group(gid))) == [0, 2]
         assert yard.records()[0]["samples"] == "2"
-        taken = yard.run.buffer.take_batch(yard.trainer, 1, {TASK: 1})
+        taken = yard.run.take_batch(yard.trainer, 1, {TASK: 1})
         assert not isinstance(taken, NotReady)
         (group,) = taken[TASK]
         assert group.scores.tolist() == [1.0, 1.0]

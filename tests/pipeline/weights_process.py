@@ -23,7 +23,6 @@ from buffer.run.run import Run
 from buffer.weights import checksums, delta
 from buffer.weights.checksums import RawTensor, WrittenFiles, write_tensors
 from buffer.weights.receiver import WeightsReceiver
-from buffer.weights.redis_chunks import VersionStore
 from buffer.weights.transport import PublishedWeights, Save, TransportName
 from buffer.weights.transports import open_sender
 from buffer.wire.rollout import PolicyVersion
@@ -33,10 +32,10 @@ WORDS = 100_000
 
 MIDDLES: dict[tuple[str, str, bool], tuple[Any, str, int]] = {
     ("sender", "folder", False): (checksums, "write_at", 1),
-    ("sender", "redis", False): (Store, "write", 2),
+    ("sender", "redis", False): (Store, "send", 6),
     ("sender", "redis", True): (delta, "_pack", 1),
     ("receiver", "folder", False): (checksums, "_hash_part", 1),
-    ("receiver", "redis", False): (VersionStore, "_get_chunks", 2),
+    ("receiver", "redis", False): (Store, "send", 3),
     ("receiver", "redis", True): (delta, "_unpack", 1),
 }
 """By end, transport and whether it is changes: which call, and how many of them, are made."""

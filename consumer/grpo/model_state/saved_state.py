@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from buffer.errors import ModelError, RolloutMQError
+from consumer.handle.checkpoint import ROWS, opened, spans_of, state_name, state_paths
 from consumer.handle.ranks import Ranks
-from consumer.handle.state_files import ROWS, opened, spans_of, state_name, state_paths
 
 
 class Rows(NamedTuple):

@@ -34,7 +34,7 @@ from miles.utils.misc import load_function
 from miles.utils.types import AdapterRef, RewardSpec, Sample
 
 from buffer.errors import ConfigError, WireError
-from buffer.groups.pools import MAX_READ
+from buffer.groups.replay_buffer import MAX_READ
 from buffer.limits import RunLimits, TaskLimits
 from buffer.redis.store import Store
 from buffer.run.run import Run
@@ -240,7 +240,7 @@ class RunDataBuffer(DataBuffer):  # type: ignore[misc]
             if current_version is not None and self._args.max_weight_staleness is not None:
                 oldest = self._versions.step(current_version - self._args.max_weight_staleness)
                 stale = {"stage": "pool", "version": {"$lt": oldest}}
-                deleted = await asyncio.to_thread(run.buffer.delete, stale)
+                deleted = await asyncio.to_thread(run.delete, stale)
                 self._counts["stale_groups_filtered"] += deleted
             await self._take()
         return self._groups.popleft()

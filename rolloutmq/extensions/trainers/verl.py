@@ -227,7 +227,7 @@ class MessageQueueClient:
     def get_validate_sync(self) -> Any | None:
         """Return the next result of a validation; None without one."""
         groups = self._run.buffer.get(1, VALIDATION)
-        if not groups or not self._run.buffer.delete(groups[0].gid):
+        if not groups or not self._run.delete(groups[0].gid):
             return None
         extra = groups[0].shared.extra
         value = plain_values.decode(extra[KEY])

@@ -296,7 +296,7 @@ class RunStorage(theirs.NaiveStorage):  # type: ignore[misc]
         seen = Position.model_validate(before.get("position", {}))
         EndedDraws(run.context, self._consumer.nonce).end(seen, ())
         for gid in before.get("dropped", ()):
-            run.buffer.delete(gid)
+            run.delete(gid)
             self._dropped.discard(gid)
         while run.janitor.sweep().has_more:
             pass

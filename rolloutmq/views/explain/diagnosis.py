@@ -1,27 +1,44 @@
-"""Find out what a run waits for, since when, and what to do, from one view of it.
+"""Find out what a run waits for, since when, and what to do: the last section of `status`.
 
-`status` ends with it; `doctor` and the browser add what `inspection` reads.
+`diagnose` needs one view of a run. `inspect` adds, for `doctor` and the browser, what the view does
+not have: damage, the judge queue, dead letters, stragglers. Each may be inaccessible (missing
+rights), and is then left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
 
+from redis.exceptions import ResponseError
 from rich.text import Text
 
 from buffer.control.task_status import TaskStop
+from buffer.errors import RunError, SchemaVersionError, StoreError, StoreUnavailable
+from buffer.failure_text import headline, trace_of
+from buffer.groups.dead_letters import by_cause
+from buffer.redis.keys import Keys
+from buffer.redis.store import Store
+from buffer.run.run import Run
+from consumer.handle.step_log import TrainedStep, read_steps
 from rolloutmq.output import age, plural
 from rolloutmq.views.explain.shares import shares_of
-from rolloutmq.views.run_view import RunView, TaskView
+from rolloutmq.views.explain.who_waited import read_waits
+from rolloutmq.views.run_view import RunView, read_run_view
 
 Level = Literal["note", "warning", "error", "stuck", "fault"]
 
 PATIENCE_MS = 30_000  # a shorter pause of the trainer, or wait, is normal
 LOADING_MS = 5_000  # a worker that loads weights, or has not reported it yet, needs that long
 MOST_BIAS = 0.1  # the mean trained length may be this much below the mean started one
+FEW = 20_000  # groups and keys up to which all of a run is checked, within a second or two
+FEW_LETTERS = 500  # newest dead letters whose causes are counted
+SHOWN = 5  # faults, or causes, that are shown one by one
 
 _MARKS = {
     "ok": ("[ok  ]", "green"),
@@ -72,11 +89,15 @@ def diagnose(snap: RunView) -> list[Symptom]:
 
     During a pause, no process loads weights or starts groups: only the pause itself is reported.
     """
-    parts = [_account, _pauses, _roles, _workers, _unclaimed, _leases, _memory, _tasks, _shares]
+    parts = [_account, _pauses, _roles, _workers, _unclaimed, _memory, _tasks, _shares]
     parts += [] if snap.paused_by else [_weights, _supply]
     if snap.mode == "finish":
-        parts = [_account, _end, _shares]
-    return worst_first(symptom for part in parts for symptom in part(snap))
+        parts = [_account, _shares]
+    found = [symptom for part in parts for symptom in part(snap)]
+    if snap.mode == "finish":
+        more = "to train further, raise `plan.steps` in its config and start it again"
+        found.append(note("the run is finished: its last step is done", more, snap.paused_ms))
+    return worst_first(found)
 
 
 def worst_first(symptoms: Iterable[Symptom]) -> list[Symptom]:
@@ -88,11 +109,6 @@ def worst_first(symptoms: Iterable[Symptom]) -> list[Symptom]:
 def last_event_ms(snap: RunView) -> int | None:
     """Return how many milliseconds ago the last event was."""
     return max(0, snap.now_ms - snap.events[-1][0]) if snap.events else None
-
-
-def _end(snap: RunView) -> Iterator[Symptom]:
-    more = "to train further, raise `plan.steps` in its config and start it again"
-    yield note("the run is finished: its last step is done", more, snap.paused_ms)
 
 
 def _account(snap: RunView) -> Iterator[Symptom]:
@@ -155,10 +171,6 @@ def _workers(snap: RunView) -> Iterator[Symptom]:
                 f"`rolloutmq resume --worker {worker.id}`",
                 worker.barred_for_ms,
             )
-        if worker in snap.silent_workers:
-            what = f"worker {worker.id} is silent and holds {plural(worker.holds, 'group')}"
-            fix = "nothing: other workers generate them once its leases have expired"
-            yield note(what, fix, worker.silent_ms)
 
 
 def _weights(snap: RunView) -> Iterator[Symptom]:
@@ -191,18 +203,6 @@ def _unclaimed(snap: RunView) -> Iterator[Symptom]:
         what = f"{plural(waiting, 'group')} waiting, and no worker claims them: {names}"
         fix = "check that they serve these tasks ([worker] tasks, lanes); read their logs, or "
         yield stuck(what, f"{fix}restart them", quiet_ms)
-
-
-def _leases(snap: RunView) -> Iterator[Symptom]:
-    if snap.overdue:
-        what = f"{plural(snap.overdue, 'lease')} expired and not revoked yet"
-        yield note(what, "any process of the run revokes them, or `rolloutmq janitor`")
-    live = snap.live_workers
-    holders = [worker for worker in live if worker.holds]
-    if len(holders) == 1 and len(live) > 1 and snap.leases > 1 and not snap.stages.get("waiting"):
-        idle = plural(len(live) - 1, "worker")
-        what = f"all {snap.leases} running groups are with {holders[0].id}; {idle} idle"
-        yield note(what, "a lower concurrency per worker spreads the end of a batch better")
 
 
 def _memory(snap: RunView) -> Iterator[Symptom]:
@@ -238,10 +238,6 @@ def _tasks(snap: RunView) -> Iterator[Symptom]:
             yield (stuck if is_new else note)(
                 f"task {name}: {what}: {task.error}", fix_cause, since_ms
             )
-        if task.progress.get("halt") == "enough" and not task.stop_reason:
-            reason = f"step {task.progress['halt_step']} ({task.progress.get('halt_reason', '')})"
-            what = f"task {name} has enough groups up to {reason}"
-            yield note(what, "the batch of that step is what is ready")
         yield from _length_bias(name, snap)
         kept = account.waiting + account.completed + account.aborted + account.expired
         if task.is_gone and kept:
@@ -259,39 +255,37 @@ def _shares(snap: RunView) -> Iterator[Symptom]:
                 yield Symptom(share.level, f"task {task.account.task}: {share}", share.fix)
 
 
+# what takes long responses away (buffer/control/length_counts.py), and what can be done
 LOSSES = {
-    "expired": (
-        "groups that expired while they ran",
-        "`rolloutmq set tasks.TASK.on_straggler=wait`, or a larger `tasks.TASK.max_staleness`",
-    ),
-    "failed": ("failed tries", "`rolloutmq dead` has the causes; a time limit ends long ones"),
-    "interrupted": ("weight updates", "set [policy] pause_mode = keep, or enable_partial_rollout"),
-    "filtered": ("is_valid_sample_fn", "filter by what does not grow with the length"),
-    "dropped": ("groups that were abandoned", "raise [gateway] session_ttl_s"),
-    "pool": ("groups that expired in their pool", "set [policy] order = staleness"),
-    "overlong": ("max_sequence_tokens", "raise it, or lower the max_tokens of the task"),
-    "truncated": ("mask_truncated", "set mask_truncated = false, or raise max_tokens"),
-    "stale": ("max_token_staleness", "raise it"),
+    "expired": "`rolloutmq set tasks.TASK.on_straggler=wait`, or a larger "
+    "`tasks.TASK.max_staleness`",
+    "failed": "`rolloutmq dead` has the causes; a time limit ends long ones",
+    "interrupted": "set [policy] pause_mode = keep, or enable_partial_rollout",
+    "filtered": "let is_valid_sample_fn filter by what does not grow with the length",
+    "dropped": "raise [gateway] session_ttl_s",
+    "pool": "set [policy] order = staleness",
+    "overlong": "raise max_sequence_tokens, or lower the max_tokens of the task",
+    "truncated": "set mask_truncated = false, or raise max_tokens",
+    "stale": "raise max_token_staleness",
 }
-"""What takes long responses away (buffer/control/length_counts.py), and what can be done."""
 
 
 def _length_bias(task: str, snap: RunView) -> Iterator[Symptom]:
     """Report a bias but for that of equal rewards, which have no gradient by their nature."""
     metrics = snap.report.training.metrics if snap.report.training else {}
-
-    def ratio(name: str) -> float:
-        return metrics.get(f"length_bias/{name}/{task}", 1.0)
-
-    mean = ratio("mean") / max(1e-9, ratio("no_advantage"))
+    ratio = {name: metrics.get(f"length_bias/{name}/{task}", 1.0) for name in LOSSES}
+    mean, tail, equal = (
+        metrics.get(f"length_bias/{name}/{task}", 1.0) for name in ("mean", "tail", "no_advantage")
+    )
+    mean /= max(1e-9, equal)
     if mean < 1 - MOST_BIAS:
-        worst = min(LOSSES, key=ratio)
-        loss, fix = LOSSES[worst] if ratio(worst) < 1 else ("nothing that is counted", "")
+        worst = min(LOSSES, key=lambda name: ratio[name])
+        is_known = ratio[worst] < 1
         yield warning(
             f"task {task} learns to be short: responses with a gradient have {mean:.0%} of the "
-            f"mean length of those that were started, and {ratio('tail'):.0%} of the longest "
-            f"twentieth are left; most of it was lost to {loss}",
-            fix.replace("TASK", task),
+            f"mean length of those that were started, and {tail:.0%} of the longest twentieth are "
+            f"left; most of it was lost to {worst if is_known else 'nothing that is counted'}",
+            LOSSES[worst].replace("TASK", task) if is_known else "",
         )
 
 
@@ -307,16 +301,116 @@ def _supply(snap: RunView) -> Iterator[Symptom]:
         if is_dry and task.ready >= wanted:
             yield note(f"{what}: the trainer is the bottleneck", since_ms=quiet_ms)
         elif is_dry and is_short:
-            yield _dry(task, what, quiet_ms)
+            fix = "the producer enqueues nothing: read its log"
+            if account.aborted + account.expired:
+                pools = f"{account.aborted} aborted and {account.expired} expired groups"
+                what = f"{what}; {pools} are in their pools"
+                fix = "the producer must reissue them: read its log, and check [strategy] "
+                fix += "on_straggler"
+            # right after a take, the producer has not seen the room yet
+            is_new = quiet_ms is not None and quiet_ms < PATIENCE_MS
+            yield (note if is_new else stuck)(what, fix, quiet_ms)
 
 
-def _dry(task: TaskView, what: str, quiet_ms: int | None) -> Symptom:
-    fix, account = "the producer enqueues nothing: read its log", task.account
-    if account.aborted + account.expired:
-        pools = f"{account.aborted} aborted and {account.expired} expired groups"
-        what = f"{what}; {pools} are in their pools"
-        fix = "the producer must reissue them: read its log, and check [strategy] on_straggler"
-    if quiet_ms is not None and quiet_ms < PATIENCE_MS:
-        # right after a take, the producer has not seen the room yet
-        return note(what, since_ms=quiet_ms)
-    return stuck(what, fix, quiet_ms)
+def diagnose_run(
+    store: Store, name: str, find_folder: Callable[[Run], Path | None] = lambda _: None
+) -> tuple[RunView | None, list[Symptom]]:
+    """Return the snapshot of a run and its symptoms; no snapshot if the run cannot be opened."""
+    try:
+        run = Run.open(store, name)
+        snap = read_run_view(run)
+        found = inspect(run, snap, read_steps(find_folder(run)))
+        return snap, worst_first([*diagnose(snap), *found])
+    except StoreUnavailable:
+        raise
+    except (RunError, StoreError, SchemaVersionError) as error:
+        fix = error.hint or "inspect it with the version that created it"
+        return None, [fault(error.message, fix)]
+
+
+def inspect(run: Run, snap: RunView, steps: Sequence[TrainedStep]) -> list[Symptom]:
+    """Return the symptoms of a run that its snapshot does not show; `steps`: the trained ones."""
+    found = [*_damage(run, snap)]
+    for part in (_judges, _dead_letters, _stragglers):
+        with suppress(StoreError):  # a user who may not read it
+            found += part(run, snap)
+    with suppress(StoreError):
+        if waits := read_waits(run, snap, steps):
+            found.append(note(str(waits), waits.advice))
+    return found
+
+
+def _damage(run: Run, snap: RunView) -> Iterator[Symptom]:
+    """Report what `fsck` finds: everything in a small run, only cheap checks in a large one."""
+    groups = sum(task.account.total for task in snap.tasks)
+    databases: Any = run.store.client.info("keyspace")  # DBSIZE is for administrators
+    is_small = max(groups, sum(database["keys"] for database in databases.values())) <= FEW
+    found = run.account.fsck().damage if is_small else run.account.spot_check()
+    texts = [each.text for each in found if each.text not in snap.faults]
+    more = [f"{len(texts) - SHOWN} more faults"] if len(texts) > SHOWN else []
+    for text in texts[:SHOWN] + more:
+        yield fault(text, "`rolloutmq fsck` lists all that is wrong")
+    if not is_small:
+        what = f"{groups} groups: only the ledger and the newest of them were checked"
+        yield note(what, "`rolloutmq fsck` checks them all")
+
+
+def count_judges(store: Store, keys: Keys) -> tuple[int, int]:
+    """Return how many rollouts wait for judges on this server, and how many of these live."""
+    raw: Any = store.client
+    try:
+        waiting = raw.llen(f"rq:queue:{keys.judge_queue}")
+        # a judge that was killed stays in the set, but its own key expires
+        workers = raw.smembers(f"rq:workers:{keys.judge_queue}")
+        return waiting, sum(raw.exists(worker) for worker in workers)
+    except ResponseError:  # a user who may not read them, or a cluster, where they have other nodes
+        return 0, 0
+
+
+def _judges(run: Run, _: RunView) -> Iterator[Symptom]:
+    """Report rollouts that wait for judges while none lives, from rq's keys on its server."""
+    waiting, alive = count_judges(run.store, run.keys)
+    if waiting and not alive:
+        what = f"{plural(waiting, 'rollout')} waiting to be judged, and no judge is alive"
+        yield stuck(what, "`rolloutmq judge CONFIG`")
+
+
+def _dead_letters(run: Run, snap: RunView) -> Iterator[Symptom]:
+    """Report the most frequent causes of the newest dead letters."""
+    newest = run.dead_letters.newest() if snap.dead else ()
+    left = snap.dead
+    for _, letters in by_cause(islice(newest, FEW_LETTERS))[:SHOWN]:
+        first, left = letters[0], left - len(letters)
+        judged = next((letter.gid for letter in letters if letter.has_responses), None)
+        again = f", `rolloutmq rejudge {judged} --pdb` runs its judge again" if judged else ""
+        yield note(
+            f"{plural(len(letters), 'dead letter')}: {headline(first.reason, 200)}",
+            f"`rolloutmq show {judged or first.gid}` shows one{again}; fix the cause, then run "
+            "`rolloutmq requeue --all-dead --yes`",
+            first.age_ms,
+            trace_of(first.reason),
+        )
+    if left > 0:
+        yield note(plural(left, "more dead letter"), "`rolloutmq dead` lists them")
+
+
+def _stragglers(run: Run, snap: RunView) -> Iterator[Symptom]:
+    """Report groups that run, could serve no later step, and so are waited for."""
+    step = snap.taken + 1
+    for task in snap.training:
+        name, cut = task.account.task, step - task.stale_threshold
+        is_ready = task.ready >= max(1, task.batch_share) and task.account.running
+        if not (is_ready and run.limits.waits_for_stragglers(name)):
+            continue
+        gids = run.store.ask("stragglers", "ZRANGEBYSCORE", run.keys.age(name), cut, cut)
+        late = [*run.groups.find({"gid": {"$in": [gid.decode() for gid in gids]}})]
+        if late:
+            oldest = max(late, key=lambda record: record.time_ms or 0)
+            yield note(
+                f"step {step} waits for {plural(len(late), 'group')} of task {name} that began "
+                f"{task.stale_threshold} steps ago; {oldest.gid} is with {oldest.owner}",
+                f"nothing while it samples; a larger `tasks.{name}.max_staleness` waits less; "
+                f"`rolloutmq drop {oldest.gid} --revoke {oldest.owner} --yes` ends one that "
+                "hangs, [strategy] group_time_limit_s every such one",
+                oldest.time_ms,
+            )

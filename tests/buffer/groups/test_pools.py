@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from buffer.errors import ConfigError, GroupHeld, LedgerError, PayloadMissing, QueryError
-from buffer.groups.pools import PoolSizes
+from buffer.groups.replay_buffer import PoolSizes
 from buffer.manifest import NotReady
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status
@@ -123,22 +123,21 @@ def test_take_batch_gives_groups_by_task_or_says_what_is_missing(scene: Scene) -
     scene.open_trainer()
     math = scene.ready(0, 0)
     code = scene.ready(0, task="code")
-    buffer = scene.run.buffer
-    answer = buffer.take_batch(scene.trainer, 1, {"math": 2, "code": 2})
+    answer = scene.run.take_batch(scene.trainer, 1, {"math": 2, "code": 2})
     assert isinstance(answer, NotReady)
     assert answer.missing == {"math": (2, 2), "code": (1, 2)}
-    taken = buffer.take_batch(scene.trainer, 1, {"math": 1, "code": 2}, strict=False)
+    taken = scene.run.take_batch(scene.trainer, 1, {"math": 1, "code": 2}, strict=False)
     assert not isinstance(taken, NotReady)
     assert {task: gids(groups) for task, groups in taken.items()} == {
         "math": math[:1],
         "code": code,
     }
-    again = buffer.take_batch(scene.trainer, 1, {"math": 1, "code": 2})
+    again = scene.run.take_batch(scene.trainer, 1, {"math": 1, "code": 2})
     assert isinstance(again, dict)
     assert gids(again["math"]) == math[:1]
     with pytest.raises(LedgerError, match="last taken step is 1"):
-        buffer.take_batch(scene.trainer, 3, {"math": 1})
-    second = buffer.take_batch(scene.trainer, 2, {"math": 1, "code": 0})
+        scene.run.take_batch(scene.trainer, 3, {"math": 1})
+    second = scene.run.take_batch(scene.trainer, 2, {"math": 1, "code": 0})
     assert isinstance(second, dict)
     assert {task: gids(groups) for task, groups in second.items()} == {"math": math[1:], "code": []}
     scene.check()
@@ -150,7 +149,7 @@ def test_delete_ends_one_group_or_those_that_fit_a_question(make_scene: Make) ->
     first, *_ = scene.ready(0, 0, 1, lineage="l1")
     (other,) = scene.ready(0, task="code", lineage="l1")
     scene.enqueue(1)
-    delete = scene.run.buffer.delete
+    delete = scene.run.delete
     assert (delete(first), delete(first)) == (1, 0)
     assert delete({"task": "math", "version": {"$lte": 0}}) == 1
     assert delete({"task": "math"}) == 1  # what waits is in no pool

@@ -34,9 +34,7 @@ class OperatorMoves(World):
         """End what a question finds in the pools."""
         pooled = [group for place in POOLS for group in self.at(place, task) if group.made_by]
         found = [group for group in pooled if self.taken - self.version(group) >= staleness]
-        assert self.scene.run.buffer.delete(
-            {"task": task, "staleness": {"$gte": staleness}}
-        ) == len(found)
+        assert self.scene.run.delete({"task": task, "staleness": {"$gte": staleness}}) == len(found)
         for group in found:
             group.place = "dropped"
             group.result = ""

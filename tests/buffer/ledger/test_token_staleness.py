@@ -96,7 +96,7 @@ def test_old_tokens_are_masked_in_the_batch_and_stay_so_whenever_it_is_delivered
     buffer = scene.run.buffer
     pass_steps(scene, 1)
     buffer.put("math", [old_and_new(0, 1)])
-    taken = buffer.take_batch(scene.trainer, 2, {"math": 1})
+    taken = scene.run.take_batch(scene.trainer, 2, {"math": 1})
     assert isinstance(taken, dict)
     assert masks(taken["math"]) == [[0, 0, 1, 1, 1, 1, 1, 1]]
     assert taken["math"][0].states[0].response_mask is not None

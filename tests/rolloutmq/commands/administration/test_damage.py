@@ -19,8 +19,8 @@ from buffer.errors import RolloutMQError
 from buffer.redis.store import Store
 from buffer.run.run import Run
 from rolloutmq.output import console
-from rolloutmq.views.explain import inspection
-from rolloutmq.views.explain.inspection import diagnose_run
+from rolloutmq.views.explain import diagnosis
+from rolloutmq.views.explain.diagnosis import diagnose_run
 from rolloutmq.views.run_view import read_run_view
 from rolloutmq.views.screen import status_screen
 from tests.buffer.busy_run import busy_run, moves
@@ -149,7 +149,7 @@ def test_doctor_says_what_fsck_finds(busy: Scene) -> None:
 def test_doctor_finds_a_lost_ledger_and_records_in_a_large_run_and_points_to_fsck(
     busy: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inspection, "FEW", 0)
+    monkeypatch.setattr(diagnosis, "FEW", 0)
     _, found = diagnose_run(busy.store, busy.name)
     assert any("rolloutmq fsck" in symptom.fix for symptom in found)
     assert faults_of(busy) == []
