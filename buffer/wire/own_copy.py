@@ -13,11 +13,10 @@ from typing import Any, TypeVar, cast
 import numpy as np
 from msgspec import Struct
 from msgspec.structs import asdict, replace
-from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from buffer.wire.rollout import UNJUDGED, RolloutState
-from buffer.wire.sampling_mask import SamplingMask
+from buffer.wire.columns import COLUMNS, LargeColumn, column_named
+from buffer.wire.rollout import RolloutState
 
 T = TypeVar("T")
 
@@ -70,25 +69,24 @@ def own_rollout(state: RolloutState, **instead: Any) -> RolloutState:
     """Return a copy of a rollout with the fields `instead`; the largest become read-only."""
     made = state.model_copy()
     for name, value in vars(state).items():
-        if name == "routed_experts" and isinstance(value, np.ndarray):
-            made.__dict__[name] = read_only(value)
-        elif isinstance(value, SamplingMask):
-            made.__dict__[name] = value.read_only()
+        if name in instead:
+            made.__dict__[name] = instead[name]
+        elif name == "columns":
+            made.__dict__[name] = {key: _own_column(key, own) for key, own in value.items()}
         else:
-            made.__dict__[name] = instead[name] if name in instead else own_copy(value)
+            made.__dict__[name] = _own_column(name, value) if name in COLUMNS else own_copy(value)
     return made
 
 
+def _own_column(name: str, value: Any) -> Any:
+    column = column_named(name)
+    return column.read_only(value) if isinstance(column, LargeColumn) else own_copy(value)
+
+
 def readers_copy(value: Any) -> Any:
-    """Return an `own_copy` of a rollout, a list of them, or a value, without `UNJUDGED`."""
+    """Return an `own_copy` of a rollout, a list of them, or a value, without large columns."""
     if isinstance(value, RolloutState):
-        return own_rollout(value.model_copy(update=UNJUDGED))
+        return own_rollout(value.slim())
     if isinstance(value, list):
         return [readers_copy(item) for item in value]
     return own_copy(value)
-
-
-def read_only(column: NDArray[Any]) -> NDArray[Any]:
-    view = column.view()
-    view.flags.writeable = False
-    return view

@@ -136,13 +136,7 @@ class SingleTurnAgentLoop(AgentLoop):
         tokens = np.concatenate([state.prompt_ids, state.response_ids])
         params = state.sample_params.after(len(state.response_ids))
         made = await engine.generate(request_id, tokens, params)
-        state.append(
-            made.token_ids,
-            made.logprobs,
-            made.spans,
-            routed_experts=made.routed_experts,
-            sampling_mask=made.sampling_mask,
-        )
+        state.append(made.token_ids, made.logprobs, made.spans, **made.columns)
         return made.finish_reason
 
     def _abort(self, state: RolloutState) -> None:

@@ -38,7 +38,7 @@ from buffer.observers import all_of
 from buffer.redis.retry import LogOnce
 from buffer.run.run import Run
 from buffer.wire.group import GROUP_TIME, RolloutGroup
-from buffer.wire.rollout import UNJUDGED, RolloutState, Status, has_ended
+from buffer.wire.rollout import RolloutState, Status, has_ended
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.user_code.failure import log_failure
 from producer_workers.user_code.user_function import outcome_of
@@ -270,7 +270,7 @@ class GroupRunner:
         self._kept[cause] += 1
 
         def keep() -> None:
-            slim = [state.model_copy(update=UNJUDGED) for state in states]
+            slim = [state.slim() for state in states]
             self._run.dead_letters.keep_responses(job, RolloutGroup(job.gid, job.task, slim))
 
         try:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from buffer.control.length_counts import FINISHED
 from buffer.errors import ConfigError
+from buffer.wire.columns import known_column
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status
 from consumer.grpo.policy.mask_reader import MaskReader
@@ -180,8 +181,10 @@ class BatchFilter:
         if missing and self._needs_rewards:
             return "missing_reward", f"rollouts {missing} have no score"
         for name in group.optional_columns():
-            kinds = (name, name.partition("/")[0])
-            if self._read_columns is not None and self._read_columns.isdisjoint(kinds):
+            kind = name.partition("/")[0]
+            comes_alone = not known_column(kind).beside
+            read = self._read_columns
+            if comes_alone and read is not None and read.isdisjoint((name, kind)):
                 return "unread_column", f"nothing reads its {name}"
         if detail := self._recorded.problem(group) if self._recorded else "":
             return "routed_experts", detail
