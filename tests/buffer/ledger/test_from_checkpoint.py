@@ -335,7 +335,7 @@ def test_a_trainer_that_dies_anywhere_in_it_leaves_what_the_next_one_can_go_on_w
 
     def dying(store: Store, what: str, commands: Any, **options: Any) -> Any:
         answers = send(store, what, commands, **options)
-        if isinstance(commands[0], ScriptCall):
+        if any(isinstance(each, ScriptCall) for each in commands):
             scripts.append(what)
             if len(scripts) == die_after:
                 raise Died
@@ -359,7 +359,7 @@ def test_a_trainer_that_dies_anywhere_in_it_leaves_what_the_next_one_can_go_on_w
         assert scene.run.ledger.steps() == (3, 3, 3)
         outcomes.append([stage(scene, draw) for draw in range(12)])
     assert {"commit", "mark_trained", "reset_ledger", "rescore"} <= set(scripts)
-    assert len(outcomes) == len(scripts) > 8
+    assert len(outcomes) == len(scripts) >= 8
     assert outcomes == [[["archived"]] * 8 + [["waiting"]] * 4] * len(outcomes)
 
 
