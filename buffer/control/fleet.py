@@ -216,7 +216,7 @@ class Fleet:
     def fence(self, worker: str) -> int:
         """Forget a worker and revoke all that it holds, in slices; return the number of groups."""
         limits = self._limits
-        args = {
+        args: dict[str, str | int] = {
             "worker": worker,
             "lease_ms": limits.lease_ms,
             "limit": LOST_SLICE,
