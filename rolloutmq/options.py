@@ -24,11 +24,10 @@ import typer
 from buffer.errors import ConfigError, QueryError, RunNotFound, StoreError, StoreUnavailable
 from buffer.ids import valid_name
 from buffer.readable import did_you_mean
-from buffer.redis.connection.nodes import Servers
-from buffer.redis.connection.url import mask_url
-from buffer.redis.connection_errors import describe_connection_error
+from buffer.redis.errors import describe_connection_error
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
+from buffer.redis.url import Servers, mask_url
 from buffer.run.run import Run
 from consumer.handle.sample_log import SampleLog
 from rolloutmq.hang_up import interrupted_by_sigterm

@@ -24,7 +24,7 @@ import psutil
 from pydantic import BaseModel, ValidationError
 
 from buffer.errors import ConfigError, RoleHeld, RolloutMQError, RunError, describe
-from buffer.redis.connection.url import mask_url
+from buffer.redis.url import mask_url
 from rolloutmq.versions import all_versions
 
 LOCK_FILE = "launcher.lock"

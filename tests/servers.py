@@ -22,8 +22,8 @@ from typing import Any
 import pytest
 import redis
 
-from buffer.redis.connection.in_memory import open_memory
 from buffer.redis.server.embedded import EmbeddedServer, valkey_binary
+from buffer.redis.server.in_memory import open_memory
 from tests.cluster import start_cluster
 
 KINDS = ("valkey", "redis")

@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails, to_json
 
 from buffer.config.removed import removed_setting
 from buffer.errors import ConfigError
-from buffer.redis.connection.url import mask_url
+from buffer.redis.url import mask_url
 
 M = TypeVar("M", bound=BaseModel)
 

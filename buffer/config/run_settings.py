@@ -19,7 +19,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from buffer.config.section import YEAR_S, Count, Section
 from buffer.errors import ConfigError
 from buffer.limits import DAY_MS, Order
-from buffer.redis.connection.url import SCHEMES, mask_url
+from buffer.redis.url import SCHEMES, mask_url
 from buffer.weights.transport import TransportName
 from buffer.weights.transports import check_url
 from buffer.wire.staleness import stale_threshold

@@ -20,7 +20,7 @@ from buffer.control.events import ReportedStep
 from buffer.control.worker_record import Histogram, join_counts
 from buffer.errors import Fenced, RunDamaged, RunNotFound
 from buffer.ids import LANES, new_nonce
-from buffer.redis.connection_errors import lost_run
+from buffer.redis.errors import lost_run
 from buffer.redis.eviction import EvictionWatch
 from buffer.redis.key_fields import HINT, key_gone
 from buffer.redis.scripts import opened, unfenced

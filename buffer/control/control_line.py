@@ -19,10 +19,10 @@ import redis
 
 from buffer.control.control import STATE_FIELDS, ControlState
 from buffer.errors import RunDamaged
-from buffer.redis.connection.url import open_client
 from buffer.redis.keys import Keys, SlotKeys
 from buffer.redis.scripts import Arg
 from buffer.redis.store import Store
+from buffer.redis.url import open_client
 
 log = logging.getLogger("rolloutmq.worker")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from buffer.ids import LANES, POOLS
-from buffer.redis.connection.bulk_io import Command
+from buffer.redis.bulk_io import Command
 from buffer.redis.key_fields import read_counts, require_fields, text_fields
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store

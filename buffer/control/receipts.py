@@ -17,7 +17,7 @@ from collections.abc import Callable
 from buffer.control.control import ControlState
 from buffer.control.fleet import Fleet
 from buffer.errors import PauseTimeout
-from buffer.redis.connection.retry import OutageClock
+from buffer.redis.retry import OutageClock
 from buffer.redis.store import RunContext
 
 log = logging.getLogger("rolloutmq.control")

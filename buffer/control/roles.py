@@ -18,8 +18,8 @@ from buffer.control.control import WAITS_FOR, ControlState, Mode, Role, RunContr
 from buffer.control.worker_record import Histogram
 from buffer.errors import RolloutMQError, StoreUnavailable
 from buffer.ids import new_nonce
-from buffer.redis.connection.retry import LogOnce, OutageClock
 from buffer.redis.eviction import EvictionWatch
+from buffer.redis.retry import LogOnce, OutageClock
 
 log = logging.getLogger("rolloutmq.control")
 

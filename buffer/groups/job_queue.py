@@ -18,8 +18,8 @@ from buffer.groups.claim import Claim, Enqueued, Reaped, fenced, stage_before
 from buffer.ids import LANES, group_id, new_nonce, split_group_id
 from buffer.job import EndedEarly, Job, ReleaseKind
 from buffer.limits import RunLimits
-from buffer.redis.connection.retry import SYSTEM_RANDOM
 from buffer.redis.key_fields import read_counts
+from buffer.redis.retry import SYSTEM_RANDOM
 from buffer.redis.scripts import unfenced, unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire.rollout import PolicyVersion
@@ -350,6 +350,7 @@ class JobQueue:
             "reap",
             self._keys.slots(),
             {
+                "worker": "",
                 "lease_ms": limits.lease_ms,
                 "limit": limit,
                 "max_tries": limits.max_tries,

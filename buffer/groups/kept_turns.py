@@ -11,7 +11,7 @@ from __future__ import annotations
 from buffer.errors import StoreError
 from buffer.groups.claim import fenced
 from buffer.job import Job, PayloadRef
-from buffer.redis.connection.bulk_io import Pieces
+from buffer.redis.bulk_io import Pieces
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import ScriptCall, unknown_reply
 from buffer.redis.store import RunContext

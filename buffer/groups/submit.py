@@ -22,7 +22,7 @@ from buffer.errors import PayloadMissing, StoreUnavailable, WireError
 from buffer.groups.claim import fenced
 from buffer.job import Job, PayloadRef, Result
 from buffer.limits import RunLimits
-from buffer.redis.connection.bulk_io import Command, Pieces
+from buffer.redis.bulk_io import Command, Pieces
 from buffer.redis.payloads import PayloadStore, SetCommand, by_size
 from buffer.redis.scripts import Arg, ScriptCall, unknown_reply
 from buffer.redis.store import RunContext

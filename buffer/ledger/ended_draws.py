@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -47,9 +47,13 @@ class EndedDraws:
             known = self._known(task)
             in_batches = numbers_of(task, living)
             drawn = _of(position.trained.tasks, task)
-            imported = _of(position.trained.imported, task)
+            imported = _of(position.trained.imported, task).to_bools()
             ends = [(draw, "archived") for draw in _missing(drawn.to_bools(), known.archived)]
-            ends += _end_imported(imported.to_bools(), known)
+            # an imported group that was lost cannot be restored, and its number is not used again
+            last = int(imported.nonzero()[0].max(initial=-1))
+            forgotten = range(known.added_by_hand, last + 1)
+            for number in sorted({*_missing(imported, known.imported), *forgotten}):
+                ends.append((IMPORTED_FROM + number, "archived" if imported[number] else "dropped"))
             ends = [(draw, end) for draw, end in ends if draw not in in_batches]
             seen = position.cursors.get(task, 0)
             lost = sum(draw not in drawn for draw in range(known.drawn, seen))
@@ -127,16 +131,6 @@ def expect_ok(script: str, reply: list[Any]) -> None:
 def numbers_of(task: str, gids: Iterable[str]) -> set[int]:
     """Return the draws of a task among the given groups."""
     return {draw for name, draw in map(split_group_id, gids) if name == task}
-
-
-def _end_imported(trained: Bools, known: _Draws) -> Iterator[Ending]:
-    """Yield how imported groups end: archived if trained, else dropped.
-
-    The server cannot restore an imported group that it lost, and its number is never used again.
-    """
-    forgotten = range(known.added_by_hand, int(trained.nonzero()[0].max(initial=-1)) + 1)
-    for number in sorted({*_missing(trained, known.imported), *forgotten}):
-        yield IMPORTED_FROM + number, "archived" if trained[number] else "dropped"
 
 
 def _of(sets: dict[str, DrawSet], task: str) -> DrawSet:

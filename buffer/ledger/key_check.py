@@ -14,15 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from buffer.ids import GID
-from buffer.redis.connection.bulk_io import send
-from buffer.redis.key_fields import LANE, Damage, text_fields, wrong_fields
-from buffer.redis.keys import TABLE
+from buffer.redis.bulk_io import send
+from buffer.redis.key_fields import Damage, text_fields, wrong_fields
+from buffer.redis.key_table import LANE, TABLE
 from buffer.redis.store import RunContext
 
 _FORM_OF = {
     "lane": LANE,
     "status": "completed|aborted|expired",
-    "stage": "archived|filtered|dropped",
     "who": r"\w+",
     "name": "train|eval",
     "step": r"\d+",
@@ -34,7 +33,11 @@ _FORM_OF = {
 """Patterns for the placeholders of `TABLE`; `of` is the task of a key."""
 
 _ANY = r"[\w.-]+"
-_WITH_FIELDS = ("meta", "control", "ledger", "progress", "bytes", "clock")
+_WITH_FIELDS = {
+    name.partition(":")[0] for name, row in TABLE.items() if row.required or row.optional
+}
+"""Kinds of hashes whose fields are checked, by the first word of their names."""
+
 _LINEAGE = re.compile(r"[\w.-]+:\d+")
 _STEPS = ("forgotten", "freed", "committed", "taken")
 """Fields of a ledger, each at most as high as the next."""

@@ -37,12 +37,7 @@ class Opening:
 
 
 class TrainerOpening:
-    def __init__(
-        self,
-        context: RunContext,
-        payloads: PayloadStore,
-        ledger: BatchLedger,
-    ) -> None:
+    def __init__(self, context: RunContext, payloads: PayloadStore, ledger: BatchLedger) -> None:
         self._context = context
         self._store, self._keys, self._limits, _ = context
         self._payloads = payloads
@@ -89,7 +84,16 @@ class TrainerOpening:
             durable=True,
         )
         run = self._run_nonce(opened(reply, "trainer", keys.run), step)
-        recovery = self._recover(nonce, position, regenerate) if position else Recovery()
+        recovery = Recovery()
+        if position is not None:
+            comparison = CheckpointRecovery(self._context, self._payloads, self._ledger, nonce)
+            recovery = comparison.run(position, regenerate=regenerate)
+        if recovery:
+            log.warning(
+                "the server had lost data that the checkpoint of step %s records; recovered: %s",
+                step,
+                recovery,
+            )
         self.rescore(nonce, step)
         if position is not None:
             position.run = keys.run
@@ -124,17 +128,6 @@ class TrainerOpening:
                     "one in your checkpoint, which restores what was trained",
                 )
         raise unknown_reply("trainer_open", reply)
-
-    def _recover(self, nonce: str, position: Position, regenerate: bool) -> Recovery:
-        found = CheckpointRecovery(self._context, self._payloads, self._ledger, nonce)
-        recovery = found.run(position, regenerate=regenerate)
-        if recovery:
-            log.warning(
-                "the server had lost data that the checkpoint of step %s records; recovered: %s",
-                position.step,
-                recovery,
-            )
-        return recovery
 
     def rescore(self, nonce: str, step: int) -> None:
         """Limit the versions of groups from other lineages to the fork `step` (I8)."""

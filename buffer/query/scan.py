@@ -28,7 +28,7 @@ from buffer.query.language import (
     parse,
 )
 from buffer.query.record import RECORD_FIELDS, STAGES, GroupRecord, Moment
-from buffer.redis.connection.bulk_io import Command
+from buffer.redis.bulk_io import Command
 from buffer.redis.store import RunContext, Store
 
 PAGE = 500  # groups in one round trip, between which the server answers other clients

@@ -16,7 +16,7 @@ from typing import Any
 import redis
 
 from buffer.errors import StoreUnsafe
-from buffer.redis.connection.retry import LogOnce
+from buffer.redis.retry import LogOnce
 
 log = logging.getLogger("rolloutmq.store")
 

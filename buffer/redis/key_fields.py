@@ -1,4 +1,4 @@
-"""The fields of a run's hashes: what readers demand, and what `fsck` checks.
+"""Checks the fields of a run's hashes, for readers and for `fsck`, by the forms of the key table.
 
 The scripts write every field. Something else changed one that is missing or malformed: a process
 that needs it raises RunDamaged with the name of the key, and `fsck` lists it.
@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from buffer.errors import RunDamaged
 from buffer.ids import GID
+from buffer.redis.key_table import OF_A_STAGE, ROLES, TABLE
 
 HINT = (
     "something else wrote to the keys of this run, or the server evicts keys (see `rolloutmq "
@@ -21,101 +22,16 @@ HINT = (
     "makes the run again from its newest checkpoint"
 )
 
-_COUNT = r"\d{1,16}"
-_NUMBER = r"-?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?|-?inf|nan"
-_NAME = r"[\w.-]{1,64}"
-_TOKEN = r"[\w.:-]{1,64}"
-_MODE = "run|drain|abort|keep|finish"
-_LANES = "(eval|resume|fresh| )*"
-LANE = "eval|resume|fresh"
-_WEIGHTS = rf"{_NAME}:\d{{1,16}}"
-
-Forms = Mapping[str, str]  # regular expressions by the name of the field
-
-META: Forms = {"nonce": _TOKEN, "schema": _NAME, "created_ms": _COUNT}
-CONTROL: Forms = {
-    "epoch": _COUNT,
-    "mode": _MODE,
-    "lanes": _LANES,
-    "trainer_mode": _MODE,
-    "operator_mode": _MODE,
-    "weights": _WEIGHTS,
-}
-LEDGER: Forms = dict.fromkeys(("taken", "committed", "freed"), _COUNT)
-RECORD: Forms = {
-    "payload": _TOKEN,
-    "chunks": r"[1-9]\d{0,3}",
-    "size": _COUNT,
-    "crc": "[0-9a-f]{0,8}",
-    "samples": _COUNT,
-    "version": r"\d{0,16}",
-    "stage": "waiting|running|pool|taken|dead",
-    "status": "init|completed|aborted|expired|failed",
-    "task": _NAME,
-    "draw": _COUNT,
-    "tries": r"-?\d{1,16}",
-    "aborts": _COUNT,
-    "prompt": _COUNT,
-}
-OF_A_STAGE: Mapping[str, Forms] = {
-    "waiting": {"lane": LANE, "entry": r"\d+-\d+"},
-    "running": {"lane": LANE, "token": _TOKEN, "owner": _NAME, "claimed_ms": _COUNT},
-    "pool": {"arrival": r"\d{10,}"},
-    "taken": {"arrival": r"\d{10,}", "batch": r"(train|eval):\d+"},
-}  # further fields of a record
-
-OPTIONAL: Mapping[str, Forms] = {
-    "meta": {"limits_version": _COUNT},
-    "control": dict.fromkeys(("trainer", "producer"), rf"({_TOKEN})?")
-    | dict.fromkeys(
-        (
-            *("changed_ms", "weights_ms", "recovering", "trainer_pause_ms", "trainer_waited_ms"),
-            *(f"{role}_{name}" for role in ("trainer", "producer")
-              for name in ("seen_ms", "turns", "doing_ms")),
-        ),
-        _COUNT,
-    ),
-    "ledger": dict.fromkeys(("keep", "slice", "forgotten", "exported", "awaits"), _COUNT),
-    "progress": {
-        **dict.fromkeys(
-            (
-                *("cursor", "enqueued", "target", "consumed", "running", "taken", "archived"),
-                *("dead", "filtered", "dropped", "put", "imported", "reentered", "highest_draw"),
-                "arrivals",
-                *("produced_groups", "produced_ms", "produced_samples", "produced_tokens"),
-                *("raw_rewards_count", "failed", "expirations", "ended_early", "unmade_tokens"),
-                *("discarded_tokens", "failures_in_row", "filtered_in_row", "tail_step"),
-                *("unparsed", "begins", "error_ms", "leases_lost", "quarantined", "halt_step"),
-                *("awaited", "awaited_step", "truncated"),
-            ),
-            r"-?\d{1,16}",
-        ),
-        "raw_rewards_sum": _NUMBER,
-    },
-    "bytes": dict.fromkeys(("came", "went"), _COUNT),
-    "clock": dict.fromkeys(("seen_ms", "swept_ms", "grace_until_ms"), _COUNT),
-    "group": {
-        **dict.fromkeys(("tokens", "submitted_ms", "best"), _COUNT),
-        **dict.fromkeys(("last", "newest", "cut", "arrival"), r"-?\d{0,16}"),
-        "reward": _NUMBER,
-    },
-}  # fmt: skip
-"""Fields that may be missing, by the kind of key."""
+_HASHES = {key.partition(":")[0]: row for key, row in TABLE.items() if row.type == "HASH"}
+_GROUP = _HASHES["group"]
 
 RECORD_FIELDS = tuple(
-    dict.fromkeys([*RECORD, *chain(*OF_A_STAGE.values()), *OPTIONAL["group"], "lineage"])
+    dict.fromkeys([*_GROUP.required, *chain(*OF_A_STAGE.values()), *_GROUP.optional, "lineage"])
 )
 """All fields of records that `fsck` reads."""
 
 MISSING = "\1"
 """Stands for a missing field where the values of a record are one text; see `is_whole`."""
-
-_REQUIRED: Mapping[str, Forms] = {
-    "meta": META,
-    "control": CONTROL,
-    "ledger": LEDGER,
-    "group": RECORD,
-}
 
 
 class Damage(NamedTuple):
@@ -135,22 +51,20 @@ class Damage(NamedTuple):
 
 def wrong_fields(kind: str, key: str, fields: Mapping[str, str]) -> Iterator[Damage]:
     """Yield what is wrong with the fields of a hash; `kind` is the first word of its name."""
-    required = _REQUIRED.get(kind, {})
+    row = _HASHES[kind]
+    required = dict(row.required)
     if kind == "group":
-        required = {**required, **OF_A_STAGE.get(fields.get("stage", ""), {})}
+        required.update(OF_A_STAGE.get(fields.get("stage", ""), {}))
     if kind == "control":
         # opened once, a role has both fields for ever
-        pairs = [(role, f"{role}_seen_ms") for role in ("trainer", "producer")]
+        pairs = [(role, f"{role}_seen_ms") for role in ROLES]
         opened = [name for pair in pairs if not fields.keys().isdisjoint(pair) for name in pair]
-        required = {**required, **{name: OPTIONAL[kind][name] for name in opened}}
-    for name, form in required.items():
-        if name not in fields:
-            yield _damage(key, f"{key} has no field {name}")
-        else:
-            yield from _misformed(key, name, fields[name], form)
-    for name, form in OPTIONAL.get(kind, {}).items():
-        if name in fields:
-            yield from _misformed(key, name, fields[name], form)
+        required.update((name, row.optional[name]) for name in opened)
+    lacking = [name for name in required if name not in fields]
+    yield from (_damage(key, f"{key} has no field {name}") for name in lacking)
+    for name, form in chain(required.items(), row.optional.items()):
+        if name in fields and not re.fullmatch(form, fields[name], re.ASCII):
+            yield _damage(key, f"{key}: the field {name} is {fields[name][:60]!r}")
 
 
 def is_whole(values: str, stage: str) -> bool:
@@ -164,19 +78,14 @@ def is_whole(values: str, stage: str) -> bool:
 
 @cache
 def _record_pattern(stage: str) -> re.Pattern[str]:
-    required = {**RECORD, **OF_A_STAGE.get(stage, {})}
+    required = {**_GROUP.required, **OF_A_STAGE.get(stage, {})}
     parts = []
     for name in RECORD_FIELDS:
-        form, other = required.get(name), OPTIONAL["group"].get(name)
+        form, other = required.get(name), _GROUP.optional.get(name)
         part = f"(?:{form})" if form else f"(?:{other}|{MISSING})" if other else "[^\0]*+"
         # of a name in both, both forms hold
         parts.append(f"(?=(?:{other})(?:\0|$)){part}" if form and other else part)
     return re.compile("\0".join(parts), re.ASCII)
-
-
-def _misformed(key: str, name: str, value: str, form: str) -> Iterator[Damage]:
-    if not re.fullmatch(form, value, re.ASCII):
-        yield _damage(key, f"{key}: the field {name} is {value[:60]!r}")
 
 
 def _damage(key: str, text: str) -> Damage:

@@ -1,126 +1,17 @@
-"""Every Redis key of the project; no other module builds keys.
+"""Builds every Redis key of the project; no other module does.
 
-A new key is a row of `TABLE`, an attribute or method of `Keys` or an entry of `SLOTS`, and a name
-in the header of a script. `make docs` adds it to the page of all keys.
+The kinds of keys are the rows of `key_table.TABLE`. A script names a key in its header by the name
+of its row, or by one in `SLOTS`; a prefix is an attribute of `Keys`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 from buffer.errors import ScriptError
-from buffer.ids import ENDS, LANES, POOLS, valid_name
-
-
-class KeyRow(NamedTuple):
-    """A kind of key. `saved`: `Run.save` copies it; what is False belongs to living processes."""
-
-    type: str
-    holds: str
-    saved: bool = True
-
-
-TABLE: Mapping[str, KeyRow] = {
-    # the run
-    "meta": KeyRow(
-        "HASH",
-        "schema, nonce, created_ms, the limits of the run, what its draws mean (`origin`), what "
-        "`rolloutmq set` changed (`settings`); continues: the run whose checkpoint it was made "
-        "again from",
-    ),
-    "control": KeyRow(
-        "HASH",
-        "epoch, mode, open lanes, newest weights, trainer, producer; "
-        "the pub/sub channel of the same name carries hints",
-    ),
-    "clock": KeyRow(
-        "HASH", "the server's clock as last seen, to notice outages and steps", saved=False
-    ),
-    "report": KeyRow(
-        "HASH",
-        "JSON of the newest metrics: `train` of the last train step, `eval:<task>` of the last "
-        "evaluation of a task",
-    ),
-    "lineages": KeyRow("LIST", '"lineage:S" for every opening of a trainer, in order'),
-    "events": KeyRow("STREAM", "one short entry per transition, capped", saved=False),
-    "bell:<who>": KeyRow(
-        "LIST", "wakes idle workers, producer, trainer; a lost wake-up is harmless", saved=False
-    ),
-    # groups
-    "jobs:<task>:<lane>": KeyRow("STREAM", "waiting jobs; XLEN is the backlog"),
-    "group:<gid>": KeyRow("HASH", "the record of one group, short fields only"),
-    "leases": KeyRow(
-        "ZSET", "worker that holds groups by its deadline (ms of the server's clock)", saved=False
-    ),
-    "pool:<task>:<status>": KeyRow(
-        "ZSET", '"<arrival>:<gid>" by oldest policy version (+inf without one)'
-    ),
-    "age:<task>": KeyRow(
-        "ZSET", "gid by oldest policy version, of groups that wait or run and have tokens"
-    ),
-    "progress:<task>": KeyRow("HASH", "cursor, target and the account of a task, cumulative"),
-    "cursors": KeyRow(
-        "HASH",
-        "next draw by task, for the producer; workers cannot write it (ACL); "
-        "`progress` has a copy, for people and the account",
-    ),
-    "ended:<task>:<stage>": KeyRow(
-        "STRING", "bitmap: bit n = draw n is archived / filtered / dropped"
-    ),
-    "dead": KeyRow("ZSET", "gid by time of death (ms)"),
-    "dead:<gid>": KeyRow("STRING", "why, as JSON; `reason`: see `buffer/failure_text.py`"),
-    # payloads
-    "payload:<gid>:<token>": KeyRow("STRING", "msgpack; more chunks as …:<token>:1, :2 …"),
-    "garbage": KeyRow("SET", '"<gid> <token> <chunks>": payloads that are not needed any more'),
-    "bytes": KeyRow("HASH", "came, went: payload bytes of all groups, cumulative"),
-    # steps of a consumer
-    "ledger:<name>": KeyRow(
-        "HASH",
-        "taken, committed, keep, freed (= archived), forgotten, exported: "
-        "steps of a consumer (train, eval); awaits: a taken one that lacks groups",
-    ),
-    "batch:<name>:<step>": KeyRow("LIST", "the manifest of one taken batch, a header first"),
-    # workers
-    "workers": KeyRow("ZSET", "worker by last heartbeat (ms of the server's clock)", saved=False),
-    "worker:<id>": KeyRow(
-        "HASH", "engine, weights, state, acknowledged epoch, counters", saved=False
-    ),
-    "leased:<id>": KeyRow(
-        "HASH",
-        "what the worker's registration holds: token by gid, and `digest` of them all "
-        "(`buffer/lua/shared/workers.lua`); exists while it holds a group",
-        saved=False,
-    ),
-    "bad_submissions": KeyRow(
-        "HASH",
-        '"since_ms bad barred_ms" by worker: number of submitted groups that no trainer can use, '
-        "and since when it may not claim (0: it may)",
-        saved=False,
-    ),
-    # weights
-    "weights": KeyRow(
-        "LIST",
-        '"lineage:version" of what is in Redis, the oldest first '
-        '([policy] weights_transport = "redis")',
-        saved=False,
-    ),
-    "weights:<lineage>:<version>": KeyRow(
-        "STRING",
-        "manifest of one; its files in chunks: …:<version>:1, :2 …",
-        saved=False,
-    ),
-}
-"""Every key by what follows `rmq:{run}:`, where `{run}` is a cluster hash tag: one slot for all."""
-
-_BY_FORM = {(name.partition(":")[0], ":" in name): row for name, row in TABLE.items()}
-
-
-def row_of(key: str) -> KeyRow | None:
-    """Return the row of a key of any run; None if no kind of key has this form."""
-    first, colon, _ = key.partition("}:")[2].partition(":")
-    return _BY_FORM.get((first, bool(colon)))
-
+from buffer.ids import LANES, POOLS, valid_name
+from buffer.redis.key_table import TABLE
 
 EVERY_META = "rmq:{*}:meta"  # pattern for all runs on a server
 
@@ -244,9 +135,8 @@ class Keys:
 class SlotKeys(dict[str, str]):
     """Finds the keys of a script by the names in its header, each once.
 
-    Keys of the run, and prefixes, are attributes of `Keys`. SLOTS builds the others from facts
-    (task, lane, status, worker, gid, ledger, step, lineage, version); by default, the ledger is the
-    trainer's.
+    Prefixes are attributes of `Keys`. SLOTS builds keys from facts (task, lane, status, worker,
+    gid, ledger, step, lineage, version); by default, the ledger is the trainer's.
     """
 
     __slots__ = ("_facts", "_keys")
@@ -274,22 +164,19 @@ class SlotKeys(dict[str, str]):
         return self[slot]
 
 
+_FACTS = {"<gid>": "{gid}", "<id>": "{worker}", "<name>": "{ledger}"}
+
+
+def _pattern(key: str) -> str:
+    return re.sub(r"<\w+>", lambda part: _FACTS.get(part[0], f"{{{part[0][1:-1]}}}"), key)
+
+
 SLOTS: Mapping[str, str] = {
-    "record": "group:{gid}",
-    "worker_record": "worker:{worker}",
-    "leased": "leased:{worker}",
-    "progress": "progress:{task}",
-    "jobs": "jobs:{task}:{lane}",
+    **{row.name or key: _pattern(key) for key, row in TABLE.items() if row.name or "<" not in key},
     **{f"jobs_{lane}": f"jobs:{{task}}:{lane}" for lane in LANES},
-    "pool": "pool:{task}:{status}",
     **{status: f"pool:{{task}}:{status}" for status in POOLS},
-    "age_index": "age:{task}",
-    **{end: f"ended:{{task}}:{end}" for end in ENDS},
-    "ledger": "ledger:{ledger}",
     "ledger_train": "ledger:train",
-    "batch": "batch:{ledger}:{step}",
     "batches": "batch:{ledger}:",
-    "weights_manifest": "weights:{lineage}:{version}",
     **{f"bell_{who}": f"bell:{who}" for who in ("workers", "producer", "trainer", "receipts")},
 }
-"""Keys that depend on facts, by their names in script headers."""
+"""The keys that script headers name, without their prefix, made of facts."""

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, Protocol
 from redis.exceptions import NoPermissionError, NoScriptError
 
 from buffer.errors import Fenced, LostRun, RoleHeld, ScriptError
-from buffer.redis.connection.bulk_io import Command, send
-from buffer.redis.connection.retry import NotDurable
+from buffer.redis.bulk_io import Command, send
 from buffer.redis.keys import clock_beside
+from buffer.redis.retry import NotDurable
 from buffer.redis.script_contract import ScriptHeader
 
 Arg = str | int | float | bytes | None  # None, for never or no limit, is sent as ""

@@ -18,14 +18,12 @@ from redis.exceptions import NoScriptError, OutOfMemoryError
 from buffer.errors import LostRun, RunDamaged
 from buffer.limits import RunLimits
 from buffer.observers import Observer
-from buffer.redis.connection.bulk_io import Command, Parts, receive, send
-from buffer.redis.connection.nodes import Servers
-from buffer.redis.connection.retry import Backoff, OutageLog, is_transient
-from buffer.redis.connection.url import SOCKET_TIMEOUT_S
-from buffer.redis.connection_errors import describe_connection_error, given_up, refusal
+from buffer.redis.bulk_io import Command, Parts, receive, send
+from buffer.redis.errors import describe_connection_error, given_up, refusal
 from buffer.redis.eviction import Eviction
 from buffer.redis.key_fields import HINT
 from buffer.redis.keys import Keys, SlotKeys, control_beside
+from buffer.redis.retry import Backoff, OutageLog, is_transient
 from buffer.redis.scripts import (
     Arg,
     KeysByName,
@@ -37,6 +35,7 @@ from buffer.redis.scripts import (
     load_missing,
     waits_behind_script,
 )
+from buffer.redis.url import SOCKET_TIMEOUT_S, Servers
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ import redis
 from buffer.config.run_settings import RedisSection, RunSection
 from buffer.errors import ConfigError, RunNotFound, StoreUnavailable
 from buffer.ids import new_nonce
-from buffer.redis.connection_errors import describe_connection_error
+from buffer.redis.errors import describe_connection_error
 from buffer.redis.server.check import ServerFinding, fsync_policy, require_all_safe
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store

@@ -19,7 +19,7 @@ from buffer.ledger.account import Account
 from buffer.limits import LOADING, SCHEMA, RunLimits
 from buffer.maintenance.column_files import ColumnFolder
 from buffer.maintenance.remove_run import clear_keys
-from buffer.redis.connection.bulk_io import Command
+from buffer.redis.bulk_io import Command
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import Advance
 from buffer.redis.store import RunContext, Store

@@ -15,8 +15,9 @@ from typing import Any
 
 from buffer.errors import SnapshotError
 from buffer.ledger.account import Account
-from buffer.redis.connection.bulk_io import Command
-from buffer.redis.keys import Keys, row_of
+from buffer.redis.bulk_io import Command
+from buffer.redis.key_table import row_of
+from buffer.redis.keys import Keys
 from buffer.redis.scripts import Advance
 from buffer.redis.store import RunContext, Store
 from buffer.snapshot.folder import FILES, KEYS, Item, SnapshotFacts, new_snapshot, seal, write_item

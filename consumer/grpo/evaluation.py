@@ -20,7 +20,6 @@ from buffer.manifest import NotReady
 from buffer.wire.group import RolloutGroup
 from consumer.config.trainer import TrainingConfig
 from consumer.grpo.learner.group_rewards import FULL_SCORE
-from consumer.grpo.reporting.reporter import Reporter
 from consumer.handle.evaluation_round import Evaluated, EvaluationRound
 from consumer.handle.rollout_consumer import RolloutConsumer
 from consumer.handle.step_log import read_evaluations
@@ -89,18 +88,13 @@ def _pass_at(scores: Sequence[NDArray[np.float32]]) -> dict[str, float]:
     smallest = min(len(group) for group in scores)
     if smallest < 2:
         return {}
+    counts = [(len(group), int((group < FULL_SCORE).sum())) for group in scores]
     metrics = {}
-    for exponent in range(smallest.bit_length()):
-        k = 2**exponent
-        probabilities = [_probability(group >= FULL_SCORE, k) for group in scores]
-        metrics[f"pass@{k}"] = float(np.mean(probabilities))
+    for k in (2**exponent for exponent in range(smallest.bit_length())):
+        # of k rollouts, drawn without replacement, one is right
+        found = [1.0 - comb(wrong, k) / comb(size, k) for size, wrong in counts]
+        metrics[f"pass@{k}"] = float(np.mean(found))
     return metrics | {"avg_pass@k": sum(metrics.values()) / len(metrics)}
-
-
-def _probability(right: NDArray[np.bool_], k: int) -> float:
-    """Return the probability that one of k rollouts, drawn without replacement, is right."""
-    wrong = int((~right).sum())
-    return 1.0 - comb(wrong, k) / comb(len(right), k)
 
 
 class EvaluationPlan:
@@ -115,7 +109,6 @@ class EvaluationPlan:
         config: TrainingConfig,
         known: Collection[str],
         consumer: RolloutConsumer,
-        reporter: Reporter,
         start: int,
         free_memory: Callable[[], None],
     ) -> None:
@@ -123,7 +116,6 @@ class EvaluationPlan:
         self._held_out = [name for name in known if name in config.tasks]
         self._config = config
         self._consumer = consumer
-        self._reporter = reporter
         self._start = start
         self._free_memory = free_memory
         self._pending: list[tuple[int, EvaluationRound]] = []
@@ -188,7 +180,6 @@ class EvaluationPlan:
             log.warning("task %s: %s failed in every try, and %s: %s", task, count, how,
                         ", ".join(sorted(found.failed)))  # fmt: skip
         self._consumer.report(step, metrics, task=task)
-        self._reporter.add_evaluation(step, task, metrics)
         log.info("evaluation finished", extra={"task": task, "step": step, **metrics})
 
 

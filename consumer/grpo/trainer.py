@@ -1,8 +1,16 @@
 """The reference trainer: asynchronous GRPO on one rank or many, restartable at any line.
 
-Per step: take the batch, train, copy the weights (published beside the next step), write a
-checkpoint where due and commit it. The checkpoint holds the position; Redis delivers again what
-follows it (I5, I6). Rank 0 runs this code; the others call `TrainerRank.follow`.
+A train step is `Trainer._step`, read downwards:
+    take         the batch, and wait for it: `RolloutConsumer.take_batch`
+    fit          filter, pack, advantages, losses, optimizer: `TrainController.fit`, on every rank
+                 through `TrainerRank.fit`
+    publish      copy the weights, which workers get beside the next step: `Publisher`
+    report       metrics: to the server, and to the `Reporter`, which writes the run's logs
+    checkpoint   begun where due; threads write it beside the next step
+    commit       once it is written. It holds the position; Redis delivers again what follows it
+                 (I5, I6)
+
+Rank 0 runs this code; the others call `TrainerRank.follow`.
 """
 
 from __future__ import annotations
@@ -20,7 +28,6 @@ from buffer.ledger.position import Position
 from buffer.manifest import Manifest
 from buffer.run.run import Run
 from buffer.run.settings import KeptSettings
-from buffer.weights.transport import Save
 from buffer.wire.staleness import staleness
 from consumer.config.trainer import TrainingConfig
 from consumer.grpo.evaluation import EvaluationPlan, log_wait_reason
@@ -57,6 +64,7 @@ class Trainer:
         # the checkpoint in progress, and its hidden folder
         self._begun: tuple[Position, Path] | None = None
         self._kept_settings = KeptSettings(folder, run.nonce)
+        self._is_colocated = config.trainer.flow == "colocated"
         self._weights = open_sender(config, run)
         self._reporter = Reporter(config, run.buffer, model_dir)
         self.shows_progress = False
@@ -77,18 +85,24 @@ class Trainer:
         lost the run, or freed batches after the newest checkpoint. Raises RoleHeld, LostRun,
         Fenced, and what the learner raises.
         """
+        self._run.observers.append(self._reporter)
         try:
             return self._fit(take_over=take_over, regenerate=regenerate)
         finally:
+            self._run.observers.remove(self._reporter)
             self.rank.orders.end()
 
     def _fit(self, *, take_over: bool, regenerate: bool) -> bool:
-        self._position = self._newest_position()
+        found = self._checkpoints.newest_whole()
+        if found:
+            log.info("resuming", extra={"step": found.step})
+        self._position = found or Position(
+            step=0, lineage="", run=self._run.name, run_nonce=self._run.nonce
+        )
         self._evaluations = EvaluationPlan(
             self._config,
             self._run.limits.eval_tasks,
             self.consumer,
-            self._reporter,
             self._position.step,
             self._free_memory,
         )
@@ -100,7 +114,11 @@ class Trainer:
             self._publish(Timing())
             self._await_publication()
             self._evaluate()
-            self._train()
+            while self._position.step < self._run.limits.steps:
+                if self.rank.orders.stopped.is_set() or self.consumer.stopping:
+                    self.stop()
+                    raise Stopped
+                self._step(self._position.step + 1)
             self._await_publication()
             self._evaluations.finish()
             self._commit()
@@ -136,20 +154,6 @@ class Trainer:
             # the last trainer may have died between its checkpoint and the commit
             self.consumer.commit(position.step, keep=self._checkpoints.steps()[0])
 
-    def _newest_position(self) -> Position:
-        position = self._checkpoints.newest_whole()
-        if position is None:
-            return Position(step=0, lineage="", run=self._run.name, run_nonce=self._run.nonce)
-        log.info("resuming", extra={"step": position.step})
-        return position
-
-    def _train(self) -> None:
-        while self._position.step < self._run.limits.steps:
-            if self.rank.orders.stopped.is_set() or self.consumer.stopping:
-                self.stop()
-                raise Stopped
-            self._step(self._position.step + 1)
-
     def _step(self, step: int) -> None:
         timing = Timing()
         started = time.monotonic()
@@ -157,6 +161,7 @@ class Trainer:
         self._commit_if_written()
         self._publisher.check()
         batch = self._take(step, timing)
+        last = self._run.limits.steps
         with self._devices(timing):
             # behind the pause: a stop while it waits writes a checkpoint of this position
             self._position.add(batch.manifest)
@@ -165,16 +170,17 @@ class Trainer:
             self.consumer.delivered.clear()  # every rank has compared its own
             self._check_roles(columns)
             timing.train = time.monotonic() - train_started
-            if self._is_sync_due(step):
+            interval = self._config.policy.sync_weights_interval
+            is_too_old = self._is_too_old(self._newest_weights, step + 1)
+            if step % interval == 0 or step == last or is_too_old:
                 self._publish(timing, is_paused=self._is_colocated)
         timing.step = time.monotonic() - started
         metrics |= self._step_metrics(batch.manifest, columns, timing)
         # before the checkpoint: a step in a checkpoint must be in the log, and only this trainer's
         self.consumer.report(step, metrics)
-        self._reporter.add_step(step, self.consumer.lineage, batch.manifest.gids, metrics)
         self._reporter.add_samples(batch.manifest, columns, batch.groups)
         log.info("step", extra={"step": step, "reward": metrics.get("rewards/mean")})
-        if step % self._config.trainer.checkpoint_every_steps == 0 or self._is_last(step):
+        if step % self._config.trainer.checkpoint_every_steps == 0 or step == last:
             self._checkpoint()
         self._evaluations.poll()
         self._commit_if_written()
@@ -208,15 +214,6 @@ class Trainer:
                 timing.read = max(0.0, time.monotonic() - started - batch.waited_s)
                 return batch
 
-    def _is_last(self, step: int) -> bool:
-        return step == self._run.limits.steps
-
-    def _is_sync_due(self, step: int) -> bool:
-        """Return whether to publish: at the interval, at the end, or for too old weights."""
-        is_interval = step % self._config.policy.sync_weights_interval == 0
-        is_expired = self._is_too_old(self._newest_weights, step + 1)
-        return is_interval or is_expired or self._is_last(step)
-
     def _is_too_old(self, version: int, step: int) -> bool:
         return staleness(step, version) >= self._run.limits.horizon_of(step)
 
@@ -232,12 +229,12 @@ class Trainer:
             return
         with self.consumer.paused(self._config.policy.pause_mode) as seconds:
             timing.pause = seconds
-            with self.rank.awake():
+            self.rank.wake()
+            try:
                 yield
-
-    @property
-    def _is_colocated(self) -> bool:
-        return self._config.trainer.flow == "colocated"
+            finally:
+                if not self.rank.orders.is_in_order:
+                    self.rank.sleep()
 
     def _check_roles(self, batch: BatchColumns) -> None:
         """Report names of `train_roles` that no rollout has, at the first batch of each task."""
@@ -273,35 +270,30 @@ class Trainer:
         `consumer.stop` publishes nothing: the next trainer publishes first.
         """
         started = time.monotonic()
-        step = self._position.step
+        step, last = self._position.step, self._run.limits.steps
+        pause = self._config.policy.pause_mode
         with suppress(Stopped):
             self._await_publication()
             save = self.rank.snapshot()
             self._newest_weights = step
-            if is_paused or self._is_evaluated_in_pause(step):
-                self._publish_now(step, save, timing, is_paused=is_paused)
-            else:
+            evaluates = self._evaluations.is_exclusive and bool(self._evaluations.tasks(step, last))
+            if not (is_paused or evaluates):
                 self._publisher.begin(step, save)
+            else:
+                own_pause = None if is_paused else pause
+                with published(self.consumer, self._weights, step, save, pause=own_pause) as times:
+                    timing.pause = timing.pause if is_paused else times.pause_s
+                    if evaluates:
+                        if self._is_colocated:
+                            self.rank.sleep()
+                        self.consumer.pause(pause, lanes="eval")
+                        self._evaluate()
         timing.publish = time.monotonic() - started - (0.0 if is_paused else timing.pause)
 
     def _await_publication(self) -> None:
         while not self._publisher.is_done(wait_s=1.0):
             self.rank.meet()
         self._publisher.finish()
-
-    def _publish_now(self, step: int, save: Save, timing: Timing, *, is_paused: bool) -> None:
-        pause = None if is_paused else self._config.policy.pause_mode
-        with published(self.consumer, self._weights, step, save, pause=pause) as times:
-            timing.pause = timing.pause if is_paused else times.pause_s
-            if self._is_evaluated_in_pause(step):
-                if self._is_colocated:
-                    self.rank.sleep()
-                self.consumer.pause(self._config.policy.pause_mode, lanes="eval")
-                self._evaluate()
-
-    def _is_evaluated_in_pause(self, step: int) -> bool:
-        last = self._run.limits.steps
-        return self._evaluations.is_exclusive and bool(self._evaluations.tasks(step, last))
 
     def _evaluate(self) -> None:
         """Evaluate the newest weights where due, unless the pause did."""
@@ -314,7 +306,8 @@ class Trainer:
     def _checkpoint(self) -> None:
         """Commit the last checkpoint, then begin one of the newest step, which threads write."""
         step = self._position.step
-        if step in (0, self._newest_step()):
+        newest = self._begun[0].step if self._begun else max(self._checkpoints.steps(), default=0)
+        if step in (0, newest):
             return
         self._commit()
         self.consumer.check_role()
@@ -354,9 +347,3 @@ class Trainer:
             self._commit()
         elif newest:
             self.consumer.commit(newest[0], keep=self._checkpoints.prune(1))
-
-    def _newest_step(self) -> int:
-        if self._begun:
-            return self._begun[0].step
-        steps = self._checkpoints.steps()
-        return steps[-1] if steps else 0

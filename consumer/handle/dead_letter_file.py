@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from buffer.errors import ConfigError, RolloutMQError
 from buffer.groups.dead_letters import DeadLetter
 from buffer.ids import split_group_id
-from buffer.redis.connection.retry import LogOnce
+from buffer.redis.retry import LogOnce
 from buffer.redis.whole_file import replace_file
 from buffer.run.run import Run
 

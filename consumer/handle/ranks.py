@@ -214,8 +214,8 @@ def on_all_ranks(method: Callable[Concatenate[F, P], T]) -> Callable[Concatenate
 
     @wraps(method)
     def executed(self: F, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        with_args = [type(self).__name__, method.__name__, args]
-        return self.orders.execute(with_args, lambda: method(self, *args, **kwargs))
+        order = [self.orders.name_of(self), method.__name__, args]
+        return self.orders.execute(order, lambda: method(self, *args, **kwargs))
 
     return executed
 
@@ -230,8 +230,14 @@ class RankOrders:
         self.is_in_order = False  # True during an order, and for good after one that failed
         self._followers: dict[str, Follower] = {}
 
-    def add(self, follower: Follower) -> None:
-        self._followers[type(follower).__name__] = follower
+    def add(self, name: str, follower: Follower) -> None:
+        """Let a follower execute orders: on every rank, under the same name, which is new."""
+        if name in self._followers:
+            raise ValueError(f"the ranks have a follower {name!r} already")
+        self._followers[name] = follower
+
+    def name_of(self, follower: Follower) -> str:
+        return next(name for name, each in self._followers.items() if each is follower)
 
     def execute(self, order: Sequence[Any], act: Callable[[], T]) -> T:
         """Pass an order to the other ranks, execute it, and wait until all have."""

@@ -41,7 +41,7 @@ class ShareReader(BatchReader):
     def __init__(self, run: Run, orders: RankOrders) -> None:
         super().__init__(run)
         self.orders = orders
-        orders.add(self)
+        orders.add("reader", self)
         self._run = run
         self._step = 0
         self._share: list[RolloutGroup] = []

@@ -1,4 +1,4 @@
-"""The page of all Redis keys, from the table in `buffer.redis.keys` and the scripts' headers."""
+"""The page of all Redis keys, from `buffer.redis.key_table` and the scripts' headers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 
 from buffer.errors import ScriptError
-from buffer.redis.keys import TABLE, KeyRow, Keys
+from buffer.redis.key_table import TABLE, KeyRow
+from buffer.redis.keys import Keys
 from buffer.redis.scripts import library
 from docs.reference.markdown import table
 
@@ -16,7 +17,9 @@ INTRODUCTION = """\
 All keys of a run begin with `rmq:{RUN}:`, where `RUN` is the name of the run and the braces are a
 cluster hash tag: they lie in one slot. "Names in scripts" are those in the headers of the Lua
 scripts (`python -m buffer.redis.script_list`); a name with an asterisk is a prefix, which the
-script completes. The same questions as commands are in [Commands](commands.md).
+script completes. Trainer and operator may write every key, other roles those of "written by".
+`save` copies what is saved; the rest belongs to living processes. The same questions as commands
+are in [Commands](commands.md).
 """
 
 PLACEHOLDERS = {
@@ -39,9 +42,13 @@ def key_reference() -> str:
 
 
 def _keys(rows: Mapping[str, KeyRow], names: list[tuple[str, str]]) -> str:
-    header = ["key", "type", "holds", "names in scripts"]
+    header = ["key", "type", "holds", "written by", "saved", "names in scripts"]
     cells = [
-        [f"`{pattern}`", row.type, row.holds, ", ".join(_names_of(pattern, names))]
+        [
+            *(f"`{pattern}`", row.type, row.holds, ", ".join(row.writers)),
+            "yes" if row.saved else "no",
+            ", ".join(_names_of(pattern, names)),
+        ]
         for pattern, row in rows.items()
     ]
     columns = len(header) if names else -1

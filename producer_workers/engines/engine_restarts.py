@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from buffer.errors import ModelError
-from buffer.redis.connection.retry import Backoff
+from buffer.redis.retry import Backoff
 from producer_workers.engines.base import Engine, EngineDeadError
 
 log = logging.getLogger("rolloutmq.worker")

@@ -35,11 +35,10 @@ from rq.worker_registration import WORKERS_BY_QUEUE_KEY, get_keys
 
 from buffer.errors import ConfigError, JudgeError, RolloutMQError, describe
 from buffer.failure_text import message_of
-from buffer.redis.connection.nodes import Servers
-from buffer.redis.connection.retry import is_transient
-from buffer.redis.connection.url import open_client
 from buffer.redis.keys import Keys
+from buffer.redis.retry import is_transient
 from buffer.redis.store import Store
+from buffer.redis.url import Servers, open_client
 from producer_workers.config.task import JudgingSection
 from producer_workers.follow_owner import OWNER, follow_owner
 from producer_workers.judges.judge import columns_of, rollout_of

@@ -18,7 +18,7 @@ from buffer.control.roles import HeldRole
 from buffer.control.task_status import ProduceBatchStatus, TaskStop, batch_status
 from buffer.errors import ConfigError, StoreFull, TaskStopped
 from buffer.ledger.memory import MemoryUse
-from buffer.redis.connection.retry import LogOnce
+from buffer.redis.retry import LogOnce
 from buffer.run.continuation import record_origin
 from buffer.run.origin import Origin
 from buffer.run.run import Run
@@ -119,8 +119,12 @@ class Producer:
         began = time.monotonic()
         before = self._run.read_progress()
         while True:
-            status = self._status(step)
-            if status is not ProduceBatchStatus.NORMAL or self._is_ready(step):
+            status = batch_status(self.role.renew(), step, self._run.limits)
+            shares = self._run.limits.mix().shares(step)
+            halts = {task: self._halts.get(task, NO_STOP) for task in shares}
+            # tasks that have enough for it are left out
+            wanted = {task: n for task, n in shares.items() if not halts[task].is_enough_for(step)}
+            if status is not ProduceBatchStatus.NORMAL or self._run.buffer.is_ready(wanted):
                 break
             is_late = deadline_s is not None and time.monotonic() - began > deadline_s
             if is_late or (stop and stop.is_set()):
@@ -128,27 +132,13 @@ class Producer:
                 parts = [str(sizes), *(stop.describe(task) for task, stop in self._stops.items())]
                 raise TimeoutError(f"the batch of step {step} is not ready: {'; '.join(parts)}")
             if self._run.task_stops.are_final:
-                self._raise_if_stopped(step)
+                for task, share in shares.items():
+                    stopped = self._stops.get(task)
+                    if stopped and not self._run.buffer.is_ready({task: share}):
+                        raise TaskStopped(stopped.describe(task), hint=stopped.fix(task))
             self._round_or_wait(self._run.control.state())
         now = self._run.read_progress()
         return ProducedBatch(status, now.since(before), now.leftovers, time.monotonic() - began)
-
-    def _status(self, step: int) -> ProduceBatchStatus:
-        return batch_status(self.role.renew(), step, self._run.limits)
-
-    def _is_ready(self, step: int) -> bool:
-        """Return whether the batch can be taken, leaving out tasks that have enough for it."""
-        shares = self._run.limits.mix().shares(step).items()
-        counts = {
-            task: n for task, n in shares if not self._halts.get(task, NO_STOP).is_enough_for(step)
-        }
-        return self._run.buffer.is_ready(counts)
-
-    def _raise_if_stopped(self, step: int) -> None:
-        for task, share in self._run.limits.mix().shares(step).items():
-            stop = self._stops.get(task)
-            if stop and not self._run.buffer.is_ready({task: share}):
-                raise TaskStopped(stop.describe(task), hint=stop.fix(task))
 
     # -- rounds --------------------------------------------------------------
 
@@ -172,9 +162,15 @@ class Producer:
             self._run.janitor.sweep()
         if not state.lanes:
             return 0
-        self._refresh_limits()
-        if self._origin:
-            self._report_unknown_tasks()
+        before = self._memory
+        _, self._memory = self._run.poll()
+        if self._memory.refuses_fresh != before.refuses_fresh:
+            change = "no new prompts for now" if self._memory.refuses_fresh else "new prompts again"
+            log.warning("%s: the run holds %s", change, self._memory)
+        for task, limits in self._run.limits.tasks.items() if self._origin else ():
+            if task not in self._samplers and not limits.is_gone:
+                reason = "the producer's config lacks it: restart the producer with the new config"
+                self._publish(task, TaskStop("broken", 0, reason))
         progress = self._run.read_progress(self._samplers)
         seen = contexts(self._run.limits, state, progress)
         try:
@@ -185,20 +181,6 @@ class Producer:
             return 0
         self._refusal.report("")
         return started
-
-    def _report_unknown_tasks(self) -> None:
-        """Stop the tasks that the trainer's config added after this process read its own."""
-        for task, limits in self._run.limits.tasks.items():
-            if task not in self._samplers and not limits.is_gone:
-                reason = "the producer's config lacks it: restart the producer with the new config"
-                self._publish(task, TaskStop("broken", 0, reason))
-
-    def _refresh_limits(self) -> None:
-        before = self._memory
-        _, self._memory = self._run.poll()
-        if self._memory.refuses_fresh != before.refuses_fresh:
-            change = "no new prompts for now" if self._memory.refuses_fresh else "new prompts again"
-            log.warning("%s: the run holds %s", change, self._memory)
 
     def _produce(self, context: ProduceContext) -> int:
         """Start the groups that a task wants. A task that cannot continue stops alone (I11)."""

@@ -161,7 +161,10 @@ class AsyncProduceStrategy:
         needed = self.target(context.state.weights.version) - surplus - context.shortfall
         retries = self.limits.retries_expired(self.task)
         begins = retries and 0 < trigger <= context.leftovers.expired
-        continues = self._is_in_tail_batch(context, last)
+        # the newest tail batch is unfinished, or is all that the weights serve
+        tail_step = context.progress.tail_step
+        tail = self.limits.mix().groups_until(self.task, tail_step) - context.shortfall
+        continues = tail_step >= last or context.available < tail
         target = needed if begins or continues else needed + surplus
         # otherwise only what was interrupted too often is there: expired groups are dropped
         retries_expired = retries or continues or self.limits.tail_tries(self.task)
@@ -170,12 +173,6 @@ class AsyncProduceStrategy:
         rule = self.should_continue
         is_enough = rule is not None and _is_enough(rule, context, needed)
         return ProducePlan(target, pools, last if begins else None, is_enough)
-
-    def _is_in_tail_batch(self, context: ProduceContext, last: int) -> bool:
-        """Return whether the newest tail batch is unfinished, or is all that the weights serve."""
-        tail_step = context.progress.tail_step
-        wanted = self.limits.mix().groups_until(self.task, tail_step) - context.shortfall
-        return tail_step >= last or context.available < wanted
 
     def _last_step(self, version: int) -> int:
         return min(last_step_for(version, self.limits.horizon(self.task)), self.limits.steps)
@@ -208,14 +205,13 @@ def _is_enough(should_continue: ShouldContinue, context: ProduceContext, needed:
 def strategies_of(
     limits: RunLimits, should_continue: Mapping[str, ShouldContinue | None] | None = None
 ) -> dict[str, ProduceStrategy]:
-    functions = should_continue or {}
-    return {task: _strategy_of(task, limits, functions.get(task)) for task in limits.tasks}
-
-
-def _strategy_of(
-    task: str, limits: RunLimits, should_continue: ShouldContinue | None
-) -> ProduceStrategy:
-    if limits.tasks[task].eval_of is not None:
-        return EvaluationStrategy()
-    kind = SyncProduceStrategy if limits.tasks[task].strategy == "sync" else AsyncProduceStrategy
-    return kind(task, limits, should_continue)
+    found: dict[str, ProduceStrategy] = {}
+    for name, task in limits.tasks.items():
+        rule = (should_continue or {}).get(name)
+        if task.eval_of is not None:
+            found[name] = EvaluationStrategy()
+        elif task.strategy == "sync":
+            found[name] = SyncProduceStrategy(name, limits, rule)
+        else:
+            found[name] = AsyncProduceStrategy(name, limits, rule)
+    return found

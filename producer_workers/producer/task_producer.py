@@ -7,13 +7,11 @@ import time
 from itertools import islice
 
 from buffer.control.control import Work
-from buffer.control.progress import TaskProgress
 from buffer.errors import ConfigError, PayloadMissing
 from buffer.ids import new_nonce
 from buffer.ledger.memory import MemoryUse
 from buffer.redis.payloads import CHUNK_BYTES
 from buffer.run.run import Run
-from buffer.wire.rollout import RolloutState
 from producer_workers.producer.sampler import Sampler, TooLong
 from producer_workers.producer.strategy import ProduceContext, ProducePlan
 
@@ -61,35 +59,31 @@ class TaskProducer:
                     at_least=at_least,
                     tail_step=plan.tail_step if status == "expired" else None,
                 )
-        room = context.room(plan.target, started)
-        return started + self._start_new(nonce, plan.target, room, context.progress, memory)
-
-    def _start_new(
-        self, nonce: str, target: int | None, room: int, progress: TaskProgress, memory: MemoryUse
-    ) -> int:
-        room = min(room, self._slice_size)
+        room = min(context.room(plan.target, started), self._slice_size)
         if room <= 0:
-            return 0
+            return started
         if memory.refuses(self._run.limits.tasks[self.task].lane):
             # the script decides; but it would refuse most of what is drawn and stored for it
             room = 1
-        cursor = (
-            self._run.jobs.next_draw(nonce, self.task) if progress.reentered else progress.cursor
-        )
+        cursor = context.progress.cursor
+        if context.progress.reentered:
+            cursor = self._run.jobs.next_draw(nonce, self.task)
         prompts = self._prompts(cursor, room)
         if payloads := {gid: data for gid, _, data in prompts if data}:
             self._run.payloads.write_prompts(payloads)
         samples = [count for _, count, _ in prompts]
         try:
-            done = self._run.jobs.enqueue(nonce, new_nonce(), self.task, cursor, samples, target)
+            done = self._run.jobs.enqueue(
+                nonce, new_nonce(), self.task, cursor, samples, plan.target
+            )
         except PayloadMissing as error:
             log.warning("prompts expired before they were enqueued; drawing them again: %s", error)
-            return 0
+            return started
         self._cursor = done.cursor
         self._ahead = {draw: prompt for draw, prompt in self._ahead.items() if draw >= done.cursor}
         if skipped := samples[: done.cursor - cursor].count(0):
             log.warning("skipped %d prompts that are too large", skipped, extra={"task": self.task})
-        return done.count
+        return started + done.count
 
     def _prompts(self, cursor: int, room: int) -> list[Prompt]:
         """Return the next prompts: `room` of them, or those drawn within DRAW_S."""
@@ -108,23 +102,19 @@ class TaskProducer:
             if isinstance(states, TooLong):
                 self._ahead[draw] = (gid, 0, b"")
             else:
-                payload = self._encode(draw, states)
-                self._ahead[draw] = (gid, len(states) if payload else 0, payload)
+                payload = self._sampler.encode(draw, states)
+                self._ahead[draw] = (gid, len(states), payload)
+                if not self._run.payloads.fits(payload):
+                    log.warning(
+                        "task %s: row %d is skipped: its prompt has %d bytes, and at most %d can "
+                        "be stored",
+                        self.task,
+                        self._sampler.place(draw).row,
+                        len(payload),
+                        CHUNK_BYTES,
+                    )
+                    self._ahead[draw] = (gid, 0, b"")
         return self._ahead[draw]
-
-    def _encode(self, draw: int, states: list[RolloutState]) -> bytes:
-        """Return the payload of a prompt; b"" for one that cannot be stored."""
-        payload = self._sampler.encode(draw, states)
-        if self._run.payloads.fits(payload):
-            return payload
-        log.warning(
-            "task %s: row %d is skipped: its prompt has %d bytes, and at most %d can be stored",
-            self.task,
-            self._sampler.place(draw).row,
-            len(payload),
-            CHUNK_BYTES,
-        )
-        return b""
 
     def prepare(self) -> bool:
         """Draw some prompts early, for new weights; return whether more are missing."""

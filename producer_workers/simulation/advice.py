@@ -39,13 +39,31 @@ def advise(candidates: Sequence[Simulated]) -> Advice:
         return round(candidates[n][1].mean_staleness, 1), candidates[n][1].waste, -rates[n]
 
     chosen = min(near, key=price)
-    wanted = _workers_wanted(*candidates[chosen])
+    setting, outcome = candidates[chosen]
+    # always busy workers that supply a trainer that never waits
+    period_s = setting.step_s + setting.sync_s / setting.sync_weights_interval
+    demand_s = outcome.busy_s / outcome.steps / setting.sequences
+    wanted = demand_s / period_s if period_s else float("inf")
     reasons = [
         _against_fastest(candidates, chosen, fastest),
-        _bottleneck(*candidates[chosen], wanted),
-        *_biased(candidates, rates, chosen),
+        _bottleneck(setting, outcome, wanted),
     ]
-    return Advice(chosen, [*reasons, *_against_fresher(candidates, chosen)], wanted)
+    faster = [n for n, rate in enumerate(rates) if rate > rates[chosen]]
+    if biased := [n for n in faster if candidates[n][1].length_ratio < 1 - BIAS]:
+        best = max(biased, key=rates.__getitem__)
+        other, found = candidates[best]
+        reasons.append(
+            f"{name_of(other)} is {rates[best] / rates[chosen] - 1:.1%} faster, but the mean "
+            f"length of what it trains is {found.length_ratio:.2f} of what was started: the model "
+            "would learn to be short."
+        )
+    if fresher := [c for c in candidates if c[1].mean_staleness < outcome.mean_staleness]:
+        other, found = max(fresher, key=lambda c: c[1].tokens_per_s)
+        gain = outcome.tokens_per_s / found.tokens_per_s - 1
+        reasons.append(
+            f"It is {gain:.1%} faster than the best with less staleness ({name_of(other)})."
+        )
+    return Advice(chosen, reasons, wanted)
 
 
 def name_of(setting: Setting) -> str:
@@ -71,13 +89,6 @@ def as_config(setting: Setting) -> str:
     )
 
 
-def _workers_wanted(setting: Setting, outcome: Outcome) -> float:
-    """Return how many always busy workers supply a trainer that never waits."""
-    demand_s = outcome.busy_s / outcome.steps
-    period_s = setting.step_s + setting.sync_s / setting.sync_weights_interval
-    return demand_s / (setting.sequences * period_s) if period_s else float("inf")
-
-
 def _against_fastest(candidates: Sequence[Simulated], chosen: int, fastest: int) -> str:
     setting, outcome = candidates[chosen]
     name = name_of(setting)
@@ -93,20 +104,6 @@ def _against_fastest(candidates: Sequence[Simulated], chosen: int, fastest: int)
         f"at a mean staleness of {outcome.mean_staleness:.2f} "
         f"instead of {best.mean_staleness:.2f} train steps."
     )
-
-
-def _biased(candidates: Sequence[Simulated], rates: Sequence[float], chosen: int) -> list[str]:
-    """Return why faster settings were left out."""
-    faster = [n for n, rate in enumerate(rates) if rate > rates[chosen]]
-    biased = [n for n in faster if candidates[n][1].length_ratio < 1 - BIAS]
-    if not biased:
-        return []
-    setting, outcome = candidates[max(biased, key=rates.__getitem__)]
-    gain = outcome.tokens_per_s / rates[chosen] - 1
-    return [
-        f"{name_of(setting)} is {gain:.1%} faster, but the mean length of what it trains is "
-        f"{outcome.length_ratio:.2f} of what was started: the model would learn to be short."
-    ]
 
 
 def _bottleneck(setting: Setting, outcome: Outcome, wanted: float) -> str:
@@ -132,14 +129,3 @@ def _bottleneck(setting: Setting, outcome: Outcome, wanted: float) -> str:
         f"{idle}: they wait for each other. More staleness, over-sampling or a larger batch "
         "would let more groups run."
     )
-
-
-def _against_fresher(candidates: Sequence[Simulated], chosen: int) -> list[str]:
-    """Return what the chosen staleness gains over less of it."""
-    _, outcome = candidates[chosen]
-    fresher = [c for c in candidates if c[1].mean_staleness < outcome.mean_staleness]
-    if not fresher:
-        return []
-    best = max(fresher, key=lambda c: c[1].tokens_per_s)
-    gain = outcome.tokens_per_s / best[1].tokens_per_s - 1
-    return [f"It is {gain:.1%} faster than the best with less staleness ({name_of(best[0])})."]

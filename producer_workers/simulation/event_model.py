@@ -241,7 +241,13 @@ class _Model:
         if now_s == self._wake_s:
             self._wake()
         else:
-            self._finish_sequence()
+            if group := engines.finish_next(self._version):
+                self._open -= 1
+                self._arrivals += 1
+                heappush(self._ready, (group.version(), self._arrivals, group))
+                self._expire()
+            if self._mode == "draining" and engines.is_empty():
+                self._load()
 
     # -- workers
 
@@ -257,15 +263,6 @@ class _Model:
         while (self._resumed or self._fresh) and self._engines.has_room():
             queue = self._resumed or self._fresh
             self._engines.start(queue.popleft(), self._version)
-
-    def _finish_sequence(self) -> None:
-        if group := self._engines.finish_next(self._version):
-            self._open -= 1
-            self._arrivals += 1
-            heappush(self._ready, (group.version(), self._arrivals, group))
-            self._expire()
-        if self._mode == "draining" and self._engines.is_empty():
-            self._load()
 
     def _is_too_old(self, version: int) -> bool:
         return staleness(self.taken + 1, version) >= self._setting.stale_threshold
@@ -283,19 +280,6 @@ class _Model:
             draw = group.draw + REDRAWN
             self._resumed.append(_Group(draw, self._lengths(draw)))
 
-    def _end_expiring(self) -> None:
-        """End groups that run or wait and can serve no train step any more."""
-
-        def is_expiring(group: _Group) -> bool:
-            return group.has_begun() and self._is_too_old(group.version())
-
-        expiring = self._engines.end(is_expiring, self._version)
-        expiring += filter(is_expiring, self._resumed)
-        self._resumed = deque(group for group in self._resumed if not is_expiring(group))
-        self._open -= len(expiring)
-        for group in expiring:
-            self._drop(group)
-
     # -- trainer
 
     def _take(self) -> None:
@@ -312,7 +296,17 @@ class _Model:
             self._trained_tokens += sum(group.lengths)
             self._wasted_tokens += group.made - sum(group.lengths)
         self._expire()
-        self._end_expiring()
+
+        def is_expiring(group: _Group) -> bool:
+            """Return whether a group runs or waits, and can serve no train step any more."""
+            return group.has_begun() and self._is_too_old(group.version())
+
+        expiring = self._engines.end(is_expiring, self._version)
+        expiring += filter(is_expiring, self._resumed)
+        self._resumed = deque(group for group in self._resumed if not is_expiring(group))
+        self._open -= len(expiring)
+        for group in expiring:
+            self._drop(group)
         self._mode = "training"
         self._wake_s = self._now_s + self._setting.step_s
 

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 
 from buffer.errors import AnswerTooLong, JudgeError, NoAnswer, WireError
-from buffer.redis.connection.retry import Backoff
+from buffer.redis.retry import Backoff
 from buffer.wire.foreign_json import read_json
 from producer_workers.http_client import ask
 

@@ -21,7 +21,7 @@ from buffer.groups.job_queue import Serves
 from buffer.ids import new_nonce
 from buffer.job import Job
 from buffer.limits import Concurrency
-from buffer.redis.connection.retry import LogOnce
+from buffer.redis.retry import LogOnce
 from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.agent_loops.agent_loop import AgentLoop, Vacancy

@@ -21,7 +21,7 @@ from buffer.control.fleet import HeartbeatReply
 from buffer.control.worker_record import HeartbeatReport
 from buffer.errors import Fenced, LostRun, RolloutMQError, RunError, StoreUnavailable
 from buffer.job import Job
-from buffer.redis.connection.retry import LogOnce
+from buffer.redis.retry import LogOnce
 from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 from producer_workers.worker.inbox import HeartbeatAnswered, Inbox, PartEnded

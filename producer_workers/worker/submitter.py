@@ -10,7 +10,7 @@ from typing import NamedTuple
 from buffer.errors import StoreUnavailable
 from buffer.groups.submit import GROUPS_PER_TRIP, Stored, SubmitOutcome
 from buffer.job import Result
-from buffer.redis.connection.retry import LogOnce
+from buffer.redis.retry import LogOnce
 from buffer.run.run import Run
 
 log = logging.getLogger("rolloutmq.worker")

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from buffer.control.control import ControlState, LocatedWeights
 from buffer.errors import StoreUnavailable, WireError
-from buffer.redis.connection.retry import Backoff
+from buffer.redis.retry import Backoff
 from buffer.run.run import Run
 from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import PublishedWeights

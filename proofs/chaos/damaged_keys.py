@@ -9,13 +9,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from buffer.redis.keys import TABLE
+from buffer.ids import ENDS
+from buffer.redis.key_table import TABLE
 from proofs.chaos.plan import INLINE, RUN
 
 PREFIX = f"rmq:{{{RUN}}}:"
 WAYS = ("deleted", "retyped")
 UNUSED = (
     *("report", "bad_submissions", "age:<task>"),
+    *("ended:<task>:filtered", "ended:<task>:dropped"),
     *("weights", "weights:<lineage>:<version>"),
 )
 """Rows that the run of a trial has no keys of, or seldom: they are only given another type."""
@@ -120,7 +122,7 @@ TARGETS = (
     _named("pool:<task>:<status>", f"pool:{INLINE}:completed"),
     _named("age:<task>", f"age:{INLINE}"),
     _named("progress:<task>", f"progress:{INLINE}"),
-    _named("ended:<task>:<stage>", f"ended:{INLINE}:archived"),
+    *(_named(f"ended:<task>:{end}", f"ended:{INLINE}:{end}") for end in ENDS),
     _named("ledger:<name>", "ledger:train"),
     _named("ledger:<name>", "ledger:eval", "unused"),
     Target("batch:<name>:<step>", newest_batch),

@@ -20,7 +20,7 @@ from typing import Any
 
 import orjson
 
-from buffer.redis.connection.bulk_io import Command
+from buffer.redis.bulk_io import Command
 from buffer.redis.scripts import Arg, ScriptCall
 from buffer.redis.store import Store
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from buffer.redis.connection import bulk_io
+from buffer.redis import bulk_io
 from buffer.redis.scripts import Script
 from proofs.model_check.mutation import read_mutations
 

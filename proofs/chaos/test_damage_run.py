@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.redis.keys import TABLE
+from buffer.redis.key_table import TABLE
 from proofs.chaos.damage_run import all_trials, run_trials
 from proofs.chaos.damaged_keys import TARGETS
 from proofs.chaos.harness import Plan

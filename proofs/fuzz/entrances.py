@@ -22,7 +22,7 @@ with atheris.instrument_imports(include=["buffer", "producer_workers"]):
     from buffer.curation.rollout_line import RolloutLine, group_of
     from buffer.errors import ConfigError, JudgeError, QueryError, WireError
     from buffer.query.language import parse
-    from buffer.redis.connection.url import open_client, seeds
+    from buffer.redis.url import open_client, seeds
     from buffer.wire import group_bytes
     from buffer.wire.group import RolloutGroup
     from buffer.wire.rollout import RolloutState, Status

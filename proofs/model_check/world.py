@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from buffer.groups.claim import Claim
 from buffer.job import Job, PayloadRef
 from buffer.limits import RunLimits, TaskLimits
-from buffer.redis.connection import in_memory
 from buffer.redis.scripts import Script
+from buffer.redis.server import in_memory
 from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 from proofs.model_check import operations

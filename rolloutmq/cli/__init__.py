@@ -170,7 +170,7 @@ def _drop_output() -> None:
 
 
 def _exit(error: RolloutMQError, *, as_json: bool) -> NoReturn:
-    from buffer.redis.connection.url import (
+    from buffer.redis.url import (
         mask_url,  # here, because it imports redis, which takes 0.1 s
     )
 

@@ -20,7 +20,7 @@ from buffer.config.assignments import assign, nested, require_plain, to_strict_j
 from buffer.config.run_settings import RunSection
 from buffer.errors import ConfigError
 from buffer.imports import search_in
-from buffer.redis.connection.url import mask_url
+from buffer.redis.url import mask_url
 from producer_workers.config.task import TaskSection, inherit_held_out
 from rolloutmq.config.config import Config
 from rolloutmq.config.cross_section_rules import Sections, rule_violations

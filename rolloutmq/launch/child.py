@@ -26,7 +26,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from buffer.errors import INTERRUPTED, ConfigError, RankLost, RolloutMQError, RunError
-from buffer.redis.connection.retry import Backoff
+from buffer.redis.retry import Backoff
 from buffer.redis.server.embedded import full_disk
 from producer_workers.follow_owner import OWNER
 from rolloutmq.launch import log_writer

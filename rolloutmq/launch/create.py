@@ -16,8 +16,8 @@ from redis.exceptions import NoPermissionError
 from buffer.errors import ConfigError, LostRun, RoleHeld, RunExists, raise_together
 from buffer.ledger.position import Position
 from buffer.maintenance.regeneration import Regeneration
-from buffer.redis.connection.url import mask_url
 from buffer.redis.store import Store
+from buffer.redis.url import mask_url
 from buffer.run.continuation import Start
 from buffer.run.open import embedded_server, open_store, run_nonce, write_nonce
 from buffer.run.run import Run

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from buffer.failure_text import message_of, trace_of
 from buffer.groups.dead_letters import DeadLetter, by_cause
-from buffer.redis.connection.url import mask_url
+from buffer.redis.url import mask_url
 from consumer.handle.dead_letter_file import read_dead_letters
 from consumer.handle.step_log import Evaluations, StepLog
 from rolloutmq.output import age, table

@@ -16,11 +16,12 @@ from buffer.ids import LANES
 from buffer.ledger.account import TaskAccount
 from buffer.ledger.ledger import LedgerSteps
 from buffer.ledger.memory import MemoryUse
-from buffer.redis.key_fields import OPTIONAL, read_counts, require_fields, text_fields
+from buffer.redis.key_fields import read_counts, require_fields, text_fields
+from buffer.redis.key_table import TABLE
 from buffer.run.run import Run
 from buffer.wire.rollout import PolicyVersion
 
-COUNTERS = (*OPTIONAL["progress"], "reasserted", "regenerated")
+COUNTERS = tuple(TABLE["progress:<task>"].optional)
 BUCKETS = 16  # staleness is counted exactly up to here; older usable groups are counted together
 RECENT_MS = 60_000  # an error is shown for this time, and as long as every try fails
 

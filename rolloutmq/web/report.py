@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from buffer.errors import RolloutMQError
-from buffer.redis.connection.url import mask_url
+from buffer.redis.url import mask_url
 from consumer.handle.sample_log import SampleLog
 from rolloutmq.presets import config_of_run
 from rolloutmq.run_owner import LaunchRecord

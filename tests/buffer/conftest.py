@@ -10,8 +10,8 @@ import pytest
 import redis
 
 from buffer.limits import RunLimits
-from buffer.redis.connection.nodes import Servers
 from buffer.redis.store import Store
+from buffer.redis.url import Servers
 from tests.buffer.scene import LIMITS, Scene
 from tests.servers import Server, store_server
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from buffer.errors import ModelError
-from buffer.redis.connection.retry import Backoff
+from buffer.redis.retry import Backoff
 from producer_workers.config.engine import VllmConfig
 from producer_workers.engines import build_engine, engine_restarts
 from producer_workers.engines.base import Engine, EngineDeadError, Generation

@@ -18,7 +18,7 @@ from buffer.groups.submit import SubmitOutcome
 from buffer.ids import new_nonce
 from buffer.job import Job, Result
 from buffer.manifest import NotReady
-from buffer.redis.connection import retry as outage_clock
+from buffer.redis import retry as outage_clock
 from buffer.redis.server.embedded import EmbeddedServer
 from buffer.redis.store import Store
 from buffer.wire.group import RolloutGroup

@@ -27,8 +27,8 @@ from rq.serializers import JSONSerializer
 
 from buffer.errors import ConfigError, JudgeError
 from buffer.failure_text import cause_of, trace_of
-from buffer.redis.connection.nodes import Servers
 from buffer.redis.store import Store
+from buffer.redis.url import Servers
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import JudgingSection
 from producer_workers.judges import rq_judge

@@ -23,8 +23,10 @@ see the names of the keys of other runs.
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 
+from buffer.redis.key_table import TABLE, Writer
 from buffer.redis.keys import Keys
 
 
@@ -59,13 +61,10 @@ _FIND_RUNS = _allow("scan")
 _LOAD_SCRIPTS = _allow("script|load script|exists")
 _TRANSACTION = _allow("multi exec discard watch unwatch")
 
-_GROUPS = (
-    "jobs:*", "bell:*", "group:*", "leases", "pool:*", "age:*",
-    "payload:*", "garbage", "bytes",
-    "progress:*", "ended:*:filtered", "ended:*:dropped", "dead", "dead:*",
-    "workers", "worker:*", "leased:*", "events", "clock",
-)  # fmt: skip
-"""Keys that change while groups are generated; workers and janitors write them."""
+
+def _writable(role: Writer) -> tuple[str, ...]:
+    """Return the patterns of the keys that a role may write, behind the run's prefix."""
+    return tuple(re.sub(r"<\w+>", "*", key) for key, row in TABLE.items() if role in row.writers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +76,8 @@ class Role:
 
 
 ROLES = {
-    "producer": Role(
-        (*_GROUPS, "control", "cursors", "meta*", "ledger:*", "batch:*", "ended:*"),
-        (_LOAD_SCRIPTS,),
-    ),
-    "worker": Role(_GROUPS, (_TRANSACTION,), judging=_RQ),
+    "producer": Role(_writable("producer"), (_LOAD_SCRIPTS,)),
+    "worker": Role(_writable("worker"), (_TRANSACTION,), judging=_RQ),
     # a judge may execute code that a model wrote, so it sees nothing of the run
     "judge": Role(more=(_TRANSACTION,), sees=False, judging=_RQ),
     "trainer": Role(("*",), (_FIND_RUNS, _LOAD_SCRIPTS, "+publish")),

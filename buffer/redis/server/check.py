@@ -14,10 +14,9 @@ import redis
 from redis.exceptions import BusyLoadingError, ClusterDownError, NoPermissionError
 
 from buffer.errors import StoreUnsafe
-from buffer.redis.connection.nodes import Servers
-from buffer.redis.connection.url import mask_url
 from buffer.redis.eviction import ServerMemory
 from buffer.redis.server.acl import is_of_role
+from buffer.redis.url import Servers, mask_url
 
 Level = Literal["ok", "warning", "error"]
 

@@ -14,8 +14,9 @@ from queue import SimpleQueue
 
 from buffer.errors import RolloutMQError
 from buffer.groups.replay_buffer import ReplayBuffer
-from buffer.manifest import Manifest, ManifestEntry
-from buffer.redis.connection.retry import LogOnce
+from buffer.manifest import Manifest
+from buffer.observers import Observer
+from buffer.redis.retry import LogOnce
 from buffer.wire.group import RolloutGroup
 from buffer.wire.staleness import staleness
 from consumer.config.trainer import TrainingConfig
@@ -31,8 +32,11 @@ MOST_WAITING = 16  # reports in the queue above which samples, but never metrics
 FLUSH_S = 30.0  # a checkpoint, and the end of the trainer, wait this long
 
 
-class Reporter:
-    """Owns the destinations: only its thread calls them after `open`."""
+class Reporter(Observer):
+    """Passes what a trainer reports to the destinations, which only its thread calls after `open`.
+
+    It observes one trainer: a step's line names the groups that were delivered for it.
+    """
 
     def __init__(self, config: TrainingConfig, buffer: ReplayBuffer, model_dir: Path) -> None:
         self._config = config
@@ -50,6 +54,17 @@ class Reporter:
             for writer in destinations
         ]
         self._thread.start()
+
+    def delivered(
+        self, manifest: Manifest, groups: Sequence[RolloutGroup], lineage: str, waited_s: float
+    ) -> None:
+        self._lineage, self._gids = lineage, manifest.gids
+
+    def reported(self, step: int, metrics: Mapping[str, float], task: str) -> None:
+        if task:
+            self.add_evaluation(step, task, dict(metrics))
+        else:
+            self.add_step(step, self._lineage, self._gids, dict(metrics))
 
     def add_step(self, step: int, lineage: str, gids: list[str], metrics: dict[str, float]) -> None:
         """Report a step, which is in the log when this returns. Raises OSError."""
@@ -111,19 +126,14 @@ class Reporter:
         self, batch: Manifest, chosen: Mapping[str, str], own: Mapping[str, RolloutGroup]
     ) -> None:
         entries = {entry.gid: entry for entry in batch.entries}
+        samples: list[Sample] = []
         try:
-            samples = [
-                self._describe(batch.step, why, entries[gid], own.get(gid))
-                for gid, why in chosen.items()
-            ]
+            for gid, why in chosen.items():
+                version = entries[gid].version
+                group = own.get(gid) or self._buffer.read(entries[gid].payload)
+                age = None if version is None else staleness(batch.step, version)
+                samples.append(describe_sample(group, batch.step, why, age, self._texts))
         except RolloutMQError as error:
             log.warning("the samples of step %s are not logged: %s", batch.step, error)
             return
         self._pass(lambda writer: writer.write_samples(batch.step, samples))
-
-    def _describe(
-        self, step: int, why: str, entry: ManifestEntry, group: RolloutGroup | None
-    ) -> Sample:
-        group = group or self._buffer.read(entry.payload)
-        age = None if entry.version is None else staleness(step, entry.version)
-        return describe_sample(group, step, why, age, self._texts)

@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 
 from buffer.manifest import Manifest
-from buffer.observers import Observer
 from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from consumer.config.trainer import TrainingConfig
@@ -53,13 +52,12 @@ def recorded(run: Run, config: TrainingConfig, model_dir: Path) -> Iterator[None
         recorder.close()
 
 
-class StepRecorder(Observer):
+class StepRecorder(Reporter):
     """Writes steps, evaluations and samples into the run's folder, and to [trainer] writers."""
 
     def __init__(self, run: Run, config: TrainingConfig, model_dir: Path) -> None:
+        super().__init__(config, run.buffer, model_dir)
         self._run = run
-        self._config = config
-        self._reporter = Reporter(config, run.buffer, model_dir)
         self._lock = threading.Lock()  # every thread may call the methods of a consumer
         self._steps: dict[int, _Step] = {}
 
@@ -78,12 +76,12 @@ class StepRecorder(Observer):
             self._steps = {n: kept for n, kept in self._steps.items() if step - KEPT < n < step}
             began = time.monotonic() - waited_s
             self._steps[step] = _Step(lineage, manifest.gids, metrics, began)
-        self._reporter.add_samples(manifest, columns, groups)
+        self.add_samples(manifest, columns, groups)
 
     def reported(self, step: int, metrics: Mapping[str, float], task: str) -> None:
         with self._lock:
             if task:
-                self._reporter.add_evaluation(step, task, dict(metrics))
+                self.add_evaluation(step, task, dict(metrics))
             elif known := self._steps.get(step):
                 known.metrics |= metrics
                 known.is_written = False
@@ -92,18 +90,15 @@ class StepRecorder(Observer):
     def committed(self, step: int, began_ns: int) -> None:
         with self._lock:
             self._write(step)
-        self._reporter.flush()
-
-    def close(self) -> None:
-        self._reporter.close()
+        self.flush()
 
     def _begin(self, first: int) -> None:
-        self._reporter.open(open_writers(self._config, first))
+        self.open(open_writers(self._config, first))
         steps = read_steps(self._config.run.folder)
         logged = steps[-1].step if steps else 0
         for step in range(max(logged, self._run.ledger.steps().freed) + 1, first):
             if manifest := self._run.ledger.manifest(step):
-                self._reporter.add_step(step, "", manifest.gids, staleness_metrics(manifest))
+                self.add_step(step, "", manifest.gids, staleness_metrics(manifest))
 
     def _write(self, last: int) -> None:
         """Write the steps up to `last` that are not; again those that such a line replaces."""
@@ -111,5 +106,5 @@ class StepRecorder(Observer):
         for number, step in sorted(self._steps.items()):
             if replaces if step.is_written else number <= last:
                 step.metrics.setdefault("time/step_s", time.monotonic() - step.began)
-                self._reporter.add_step(number, step.lineage, step.gids, step.metrics)
+                self.add_step(number, step.lineage, step.gids, step.metrics)
                 step.is_written = replaces = True

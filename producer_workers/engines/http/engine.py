@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import RolloutMQError
-from buffer.redis.connection.retry import Backoff
+from buffer.redis.retry import Backoff
 from buffer.wire.rollout import PolicyVersion
 from buffer.wire.sampling import SampleParams
 from producer_workers.config.engine import HttpConfig

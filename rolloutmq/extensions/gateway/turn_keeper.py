@@ -8,7 +8,7 @@ import logging
 from buffer.errors import StoreUnavailable
 from buffer.groups.kept_turns import KeptTurns
 from buffer.job import Job
-from buffer.redis.connection.retry import LogOnce
+from buffer.redis.retry import LogOnce
 from buffer.run.run import Run
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState

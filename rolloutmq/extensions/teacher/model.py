@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.errors import ConfigError, JudgeError, ModelError, NoAnswer, RolloutMQError, ServiceAway
-from buffer.redis.connection.retry import Backoff
+from buffer.redis.retry import Backoff
 from buffer.wire.rollout import FIRST_WEIGHTS
 from producer_workers.agent_loops.tokenizer import in_tokenizer_thread, load_tokenizer
 from producer_workers.config.engine import HttpConfig

@@ -15,7 +15,7 @@ from buffer.errors import Fenced, RunDamaged, WireError
 from buffer.groups.submit import Stored
 from buffer.job import Result
 from buffer.limits import TaskLimits
-from buffer.redis.connection import bulk_io
+from buffer.redis import bulk_io
 from buffer.wire import group_bytes
 from buffer.wire.group import GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import PolicyVersion, Status

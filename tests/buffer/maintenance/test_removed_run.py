@@ -12,7 +12,7 @@ import pytest
 
 from buffer.errors import LostRun
 from buffer.maintenance.remove_run import remove_run
-from buffer.redis.connection.bulk_io import Command
+from buffer.redis.bulk_io import Command
 from buffer.redis.scripts import Script, library
 from buffer.weights.copies import CopySender
 from buffer.weights.redis_chunks import VersionStore

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from buffer.errors import PayloadMissing, RunDamaged, StoreError
-from buffer.redis.connection.bulk_io import Parts
-from buffer.redis.connection.nodes import Servers
+from buffer.redis.bulk_io import Parts
+from buffer.redis.url import Servers
 from tests.buffer.scene import Scene
 from tests.servers import SAFE, raw_client, start_redis
 

@@ -19,9 +19,9 @@ from redis.retry import Retry
 from buffer.errors import ConfigError, Fenced, StoreUnavailable
 from buffer.limits import RunLimits
 from buffer.manifest import Manifest
-from buffer.redis.connection.url import open_client
 from buffer.redis.server.embedded import valkey_binary
 from buffer.redis.store import Store
+from buffer.redis.url import open_client
 from tests.buffer.scene import LIMITS, Scene
 from tests.cluster import MASTERS, Cluster, Node, start_cluster
 from tests.sentinels import Watched, start_watched

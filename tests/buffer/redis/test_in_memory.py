@@ -69,7 +69,7 @@ def test_threads_share_the_work_and_wake_each_other(run_name: str) -> None:
 def test_missing_package_is_an_error_with_the_line_that_installs_it(
     package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delitem(sys.modules, "buffer.redis.connection.in_memory", raising=False)
+    monkeypatch.delitem(sys.modules, "buffer.redis.server.in_memory", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError) as caught:
         Store("memory://")

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from buffer.errors import ConfigError
-from buffer.redis.connection.url import mask_url, open_client
+from buffer.redis.url import mask_url, open_client
 
 NAMED = r"[?&](?:password|ssl_password|sentinel_password)="
 NO_WORD = r"[^\s'\"]*"

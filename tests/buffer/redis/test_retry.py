@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from buffer.redis.connection.retry import Backoff, LogOnce, OutageClock, OutageLog
+from buffer.redis.retry import Backoff, LogOnce, OutageClock, OutageLog
 
 
 def test_pauses_double_up_to_the_longest_without_jitter() -> None:
@@ -56,7 +56,7 @@ def test_outages_are_logged_once_each_and_end_by_themselves(
 
 def test_outage_restarts_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("buffer.redis.connection.retry.time.monotonic", lambda: now)
+    monkeypatch.setattr("buffer.redis.retry.time.monotonic", lambda: now)
     clock = OutageClock()
     now = 102.0
     assert (clock.poll(), clock.had_outage) == (2.0, False)

@@ -12,10 +12,10 @@ import redis
 
 from buffer.errors import ConfigError, RunDamaged, ScriptError, StoreError, StoreUnavailable
 from buffer.ids import new_nonce
-from buffer.redis.connection.retry import is_transient
-from buffer.redis.connection.url import open_client
+from buffer.redis.retry import is_transient
 from buffer.redis.scripts import library
 from buffer.redis.store import Store
+from buffer.redis.url import open_client
 from buffer.run.run import Run
 from tests.buffer.cutting_proxy import CuttingProxy
 from tests.buffer.scene import FIRST, LIMITS, Scene

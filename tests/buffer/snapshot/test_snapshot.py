@@ -24,7 +24,7 @@ from buffer.errors import (
 )
 from buffer.ids import group_id, new_nonce
 from buffer.maintenance.remove_run import remove_run
-from buffer.redis import keys
+from buffer.redis.key_table import row_of
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import CHUNK_BYTES
 from buffer.redis.store import Store
@@ -99,7 +99,7 @@ def test_resumed_run_is_the_same_but_for_workers_roles_and_events(
     assert facts.keys == len(after)
     assert other.run.nonce == busy.run.nonce
     assert other.run.limits == busy.run.limits
-    for name in [name for name in before if not keys.row_of(busy.keys.prefix + name).saved]:  # type: ignore[union-attr]
+    for name in [name for name in before if not row_of(busy.keys.prefix + name).saved]:  # type: ignore[union-attr]
         before.pop(name)
     # bytes of a filtered group: no script accepted them, and they expire
     for name in [name for name in before if busy.raw.ttl(busy.keys.prefix + name) > 0]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from buffer.run.run import Run
 from consumer.handle.batch import Batch
-from consumer.handle.ranks import balanced_shares
+from consumer.handle.ranks import ALONE, RankOrders, balanced_shares, on_all_ranks
 from consumer.handle.torch_dataset import BatchDataset, padded_tensors
 from tests.consumer.conftest import Trainers
 from tests.consumer.grpo.models.tiny import make_group
@@ -80,3 +80,24 @@ def _mask(state: Any) -> list[int]:
         if state.response_mask is None
         else state.response_mask.tolist()
     )
+
+
+class Adder:
+    def __init__(self, orders: RankOrders, name: str) -> None:
+        self.orders = orders
+        self.total = 0
+        orders.add(name, self)
+
+    @on_all_ranks
+    def add(self, number: int) -> int:
+        self.total += number
+        return self.total
+
+
+def test_two_followers_of_one_class_get_their_own_orders_and_a_name_is_used_once() -> None:
+    orders = RankOrders(ALONE)
+    one, two = Adder(orders, "one"), Adder(orders, "two")
+    assert (one.add(1), two.add(5), one.add(1)) == (1, 5, 2)
+    assert [orders.name_of(each) for each in (one, two)] == ["one", "two"]
+    with pytest.raises(ValueError, match="'one' already"):
+        Adder(orders, "one")

@@ -16,7 +16,7 @@ from aiohttp import web
 from transformers import AutoTokenizer
 
 from buffer.errors import JudgeError, ModelError, RolloutMQError
-from buffer.redis.connection.retry import Backoff
+from buffer.redis.retry import Backoff
 from producer_workers.config.task import JudgingSection
 from producer_workers.engines.base import Scores
 from rolloutmq.extensions.teacher import model as models

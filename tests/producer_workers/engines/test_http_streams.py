@@ -13,7 +13,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from buffer.redis.connection.retry import Backoff
+from buffer.redis.retry import Backoff
 from buffer.wire.sampling import SampleParams
 from producer_workers.config.engine import HttpConfig
 from producer_workers.engines.base import EngineError, Generation, GenerationError

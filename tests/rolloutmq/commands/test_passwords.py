@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.redis.connection.url import mask_url
 from buffer.redis.server.embedded import EmbeddedServer
+from buffer.redis.url import mask_url
 from tests.rolloutmq.conftest import ROOT, Command
 from tests.rolloutmq.populate import Scene
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from buffer.redis.connection.retry import Backoff
+from buffer.redis.retry import Backoff
 from rolloutmq.launch import log_writer
 from rolloutmq.launch.child import Child, ChildFailed
 from tests.rolloutmq.conftest import ROOT

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import redis
 
+from buffer.redis.key_table import TABLE
 from buffer.redis.keys import Keys
 from buffer.redis.server.acl import ROLES, acl_line, user_name
 from tests.buffer.redis.server.test_acl import PASSWORD, login_of, words
-from tests.buffer.redis.server.test_acl_matrix import NAMES, kinds
+from tests.buffer.redis.server.test_acl_matrix import NAMES
 from tests.servers import raw_client, start_server
 
 SEES = "producer worker trainer viewer operator"
@@ -172,8 +173,7 @@ def keys_of_others() -> list[str]:
     for run in OTHERS:
         keys = Keys(run)
         found += [
-            keys.prefix + re.sub(r"<(\w+)>", lambda place: NAMES[place[1]], kind)
-            for kind in kinds()
+            keys.prefix + re.sub(r"<(\w+)>", lambda place: NAMES[place[1]], kind) for kind in TABLE
         ]
         queue, jobs = keys.judge_queue, keys.judge_jobs
         found += [f"rq:queue:{queue}"]

@@ -16,8 +16,7 @@ from urllib.parse import quote
 import pytest
 import redis
 
-from buffer.ids import ENDS
-from buffer.redis.keys import TABLE
+from buffer.redis.key_table import TABLE
 from buffer.redis.scripts import Arg, Script, library
 from buffer.redis.server.acl import ROLES, acl_line, user_name
 from tests.buffer.faulty_store import FaultyStore
@@ -49,7 +48,7 @@ WRITES = {
 
 CHANGES = {
     **dict.fromkeys(
-        ("claim", "deregister", "drop", "expire", "fence_worker", "resume_task", "halt", "heartbeat", "keep_responses", "keep_turns", "put", "reap", "receipt", "reconcile",
+        ("claim", "deregister", "drop", "expire", "resume_task", "halt", "heartbeat", "keep_responses", "keep_turns", "put", "reap", "receipt", "reconcile",
          "register", "reissue", "release", "requeue", "set_target", "submit", "update"), ALL
     ),
     **dict.fromkeys(
@@ -95,13 +94,6 @@ def raw(own_server: Server, run_name: str) -> Iterator[Any]:
         yield client
 
 
-def kinds() -> dict[str, str]:
-    """Every kind of key of the table in buffer/redis/keys.py, with its type."""
-    found = {key: row.type for key, row in TABLE.items()}
-    ended = found.pop("ended:<task>:<stage>")
-    return found | {f"ended:<task>:{place}": ended for place in ENDS}
-
-
 COMMANDS = {
     "HASH": (("HGETALL",), ("HSET", "a", "b"), ("DEL",)),
     "LIST": (("LRANGE", "0", "-1"), ("RPUSH", "a"), ("UNLINK",)),
@@ -121,11 +113,10 @@ def allows(raw: Any, user: str, key: str, command: Sequence[str]) -> bool:
 def test_every_kind_of_key_is_written_by_the_roles_that_are_declared(
     raw: Any, run_name: str
 ) -> None:
-    found = kinds()
-    assert set(found) == set(WRITES)
-    for kind, type_ in found.items():
+    assert set(TABLE) == set(WRITES)
+    for kind, row in TABLE.items():
         key = f"rmq:{{{run_name}}}:" + re.sub(r"<(\w+)>", lambda place: NAMES[place[1]], kind)
-        read, *writes = COMMANDS[type_]
+        read, *writes = COMMANDS[row.type]
         for role in ROLES:
             user = user_name(run_name, role)
             assert allows(raw, user, key, read) == (role != "judge"), (kind, role)
@@ -135,7 +126,7 @@ def test_every_kind_of_key_is_written_by_the_roles_that_are_declared(
                     role,
                     write[0],
                 )
-            for command in COMMANDS[type_]:
+            for command in COMMANDS[row.type]:
                 assert not allows(raw, user, key.replace(run_name, "other"), command), (
                     kind,
                     role,

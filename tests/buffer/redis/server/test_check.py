@@ -12,10 +12,10 @@ import pytest
 import redis
 
 from buffer.errors import StoreError, StoreUnavailable, StoreUnsafe
-from buffer.redis.connection.retry import is_transient
-from buffer.redis.connection.url import open_client
-from buffer.redis.connection_errors import describe_connection_error
+from buffer.redis.errors import describe_connection_error
+from buffer.redis.retry import is_transient
 from buffer.redis.server.check import ServerFinding, check_server, require_safe
+from buffer.redis.url import open_client
 from tests.servers import SAFE, Server, raw_client, start_redis
 
 

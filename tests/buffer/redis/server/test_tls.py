@@ -11,7 +11,7 @@ import pytest
 import redis
 
 from buffer.errors import StoreError
-from buffer.redis.connection_errors import describe_connection_error
+from buffer.redis.errors import describe_connection_error
 from buffer.redis.server.check import require_all_safe
 from buffer.redis.store import Store
 from tests.buffer.scene import Scene

@@ -16,9 +16,9 @@ from buffer.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from buffer.redis.connection.retry import NotDurable
-from buffer.redis.connection.url import mask_url
 from buffer.redis.key_fields import HINT
+from buffer.redis.retry import NotDurable
+from buffer.redis.url import mask_url
 
 _NOT_TLS = ("wrong version number", "wrong_version_number", "record layer failure")
 _BAD_HOST = ("name or service not known", "nodename nor servname", "name resolution", "no address")
