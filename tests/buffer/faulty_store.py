@@ -159,7 +159,7 @@ def has_more(script: str, args: Mapping[str, Arg], reply: Sequence[Any]) -> bool
     if reply[0] != "OK":
         return False
     match script:
-        case "expire" | "reissue" | "rescore" | "reap" | "fence_worker":
+        case "expire" | "reissue" | "rescore" | "reap":
             return int(reply[1]) >= int(args["limit"] or 0)
         case "commit":
             return int(reply[2]) < int(args["keep"] or 0)
