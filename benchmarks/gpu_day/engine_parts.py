@@ -72,7 +72,7 @@ def masked_agreement(shape: str) -> Iterator[Figure]:
         prompts = _prompts(shape)
         made = asyncio.run(_sample(model, prompts, MASKED))
         yield from _agreement(section, model, prompts, made)
-        bare = [replace(one, sampling_mask=None) for one in made]
+        bare = [replace(one, columns={}) for one in made]
         yield from _agreement(f"{section}, without the mask", model, prompts, bare, bound=None)
     masks = [one.sampling_mask for one in made]
     ids = [len(mask.ids) / len(mask.counts) for mask in masks if isinstance(mask, SamplingMask)]

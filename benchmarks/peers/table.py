@@ -38,7 +38,7 @@ def table(figures: Sequence[Figure]) -> Iterator[str]:
     """Yield a table for each size, in microseconds for a group."""
     for section, of_section in groupby(figures, lambda figure: figure.section):
         values = {figure.name: measure(figure) for figure in of_section}
-        columns = [f"{kind}: {what}" for kind in KINDS for what in ("processor", "clock", "/ ours")]
+        columns = [f"{kind}: {what}" for kind in KINDS for what in ("processor", "/ ours")]
         yield "| " + " | ".join([section, *columns]) + " |"
         yield "|---" + "|---:" * len(columns) + "|"
         for peer in dict.fromkeys(name.partition(":")[0] for name in values):

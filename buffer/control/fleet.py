@@ -215,16 +215,19 @@ class Fleet:
 
     def fence(self, worker: str) -> int:
         """Forget a worker and revoke all that it holds, in slices; return the number of groups."""
-        revoked = 0
-        left = 1
-        while left:
-            _, count, left = self._store.call(
-                "fence_worker",
-                self._keys.slots(worker=worker),
-                {"worker": worker, "max_tries": self._limits.max_tries, "limit": LOST_SLICE},
-            )
-            revoked += int(count)
-            left = int(left)
+        limits = self._limits
+        args: dict[str, str | int] = {
+            "worker": worker,
+            "lease_ms": limits.lease_ms,
+            "limit": LOST_SLICE,
+            "max_tries": limits.max_tries,
+            "worker_timeout_ms": limits.worker_timeout_ms,
+        }
+        revoked, is_gone = 0, False
+        while not is_gone:
+            _, waiting, buried, forgotten = self._store.call("reap", self._keys.slots(), args)
+            revoked += int(waiting) + int(buried)
+            is_gone = int(forgotten) > 0
         return revoked
 
     def unbar(self, worker: str) -> int:

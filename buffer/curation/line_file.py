@@ -1,7 +1,7 @@
 """Read and write files of rollout lines in bounded memory: JSONL, or Parquet with pyarrow.
 
 In Parquet, token columns are lists of int32 and float32, and nested fields (messages, reward,
-columns of teachers, …) JSON text.
+some columns, …) JSON text.
 """
 
 from __future__ import annotations
@@ -12,21 +12,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import orjson
 
-from buffer.curation.rollout_line import FIELDS, SAMPLING
+from buffer.curation.rollout_line import COLUMN_FIELDS, FIELDS
 from buffer.errors import ConfigError, DatasetError
 from buffer.imports import install_command
 from buffer.snapshot.folder import sync
-from buffer.wire.document import OPTIONAL
-from buffer.wire.rollout import TEACHERS
+from buffer.wire.columns import Column
 
 LINE_BYTES = 256 * 2**20  # a longer line of JSON is refused before it is parsed
 
 FIX_HINT = "fix the file: each line is one rollout, as `rolloutmq export` writes it"
 
+
+def _is_list(column: Column) -> bool:
+    """Return whether Parquet has the fields of a column as lists of numbers."""
+    return column.per == "token" and not column.inner and not column.named
+
+
 _JSON_COLUMNS = (
-    *("messages", "spans", "reward", "sample_params", "ground_truth", "extra", *TEACHERS),
+    *("messages", "spans", "reward", "sample_params", "ground_truth", "extra", "columns"),
+    *(field for field, column in COLUMN_FIELDS.items() if not _is_list(column)),
 )
 _ROWS = 64  # in memory at a time: a row group of a Parquet file
 
@@ -174,8 +181,13 @@ def _schema(arrow: Any) -> Any:
         **dict.fromkeys(("index", "samples"), arrow.int32()),
         "staleness": arrow.int64(),
         "prompt_ids": ids,
-        **dict.fromkeys(("response_ids", *SAMPLING), ids),
-        **dict.fromkeys(("logprobs", *OPTIONAL), arrow.list_(arrow.float32())),
+        "response_ids": ids,
+        "logprobs": arrow.list_(arrow.float32()),
+        **{
+            field: arrow.list_(arrow.from_numpy_dtype(np.dtype(column.dtype)))
+            for field, column in COLUMN_FIELDS.items()
+            if _is_list(column)
+        },
         "response_mask": arrow.list_(arrow.uint8()),
     }
     return arrow.schema([(name, special.get(name, texts)) for name in FIELDS])

@@ -11,15 +11,15 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from buffer.errors import WireError
 from buffer.wire import group_bytes
+from buffer.wire.columns import COLUMNS, all_columns
 from buffer.wire.document import plain_structure, read_structure
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, VersionSpan
 from buffer.wire.sampling import SampleParams
-from buffer.wire.sampling_mask import SamplingMask
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -45,15 +45,9 @@ class RolloutLine(BaseModel):
     response_ids: list[TokenId]
     logprobs: list[Finite]
     response_mask: list[Literal[0, 1]] | None = None
-    sampling_counts: list[TokenId] | None = None
-    sampling_ids: list[TokenId] | None = None
     spans: list[VersionSpan] = []
-    ref_logprobs: list[Finite] | None = None
-    values: list[Finite] | None = None
-    token_rewards: list[Finite] | None = None
-    teacher_logprobs: dict[str, list[Finite]] | None = None
-    teacher_top_ids: dict[str, list[list[TokenId]]] | None = None
-    teacher_top_logprobs: dict[str, list[list[Finite]]] | None = None
+    columns: dict[str, Any] = {}
+    """optional columns; in a file, those of the project are fields of the line"""
     reward: dict[str, Finite]
     finish_reason: str | None = "stop"
     error: str | None = None
@@ -61,6 +55,15 @@ class RolloutLine(BaseModel):
     data_source: str | None = None
     ground_truth: Any = None
     extra: dict[str, Any] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_columns(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        flat = {name: fields[name] for name in COLUMN_FIELDS if fields.get(name) is not None}
+        rest = {name: value for name, value in fields.items() if name not in COLUMN_FIELDS}
+        return rest | {"columns": {**(rest.get("columns") or {}), **flat}}
 
     @classmethod
     def parse(cls, fields: Any) -> RolloutLine:
@@ -87,19 +90,23 @@ class RolloutLine(BaseModel):
     def state(self, index: int) -> RolloutState:
         """Return the rollout of this index. Raises ValidationError if columns do not agree."""
         own = {"gid", "task", "index", "samples", "stage", "staleness", "sample_params"}
-        fields = self.model_dump(exclude=own)
-        mask = [np.array(fields.pop(name) or (), "<i4") for name in SAMPLING]
-        if len(mask[0]):
-            fields["sampling_mask"] = SamplingMask(*mask)
+        fields = self.model_dump(exclude={*own, "columns"})
+        columns = dict(self.columns)
+        for column in all_columns():
+            value = column.of_fields(*[columns.pop(name, None) for name in column.fields])
+            if value is not None:
+                (fields if column.name in COLUMNS else columns)[column.name] = value
         spans = [VersionSpan(*span) for span in fields.pop("spans")]
         params = msgspec.convert(self.sample_params, SampleParams, dec_hook=read_structure)
-        return RolloutState(**fields, index=index, sample_params=params, spans=spans)
+        return RolloutState(
+            **fields, columns=columns, index=index, sample_params=params, spans=spans
+        )
 
 
-FIELDS = tuple(RolloutLine.model_fields)
+COLUMN_FIELDS = {field: row for row in COLUMNS.values() for field in row.fields}
+"""The fields of a line that have the project's own optional columns, and whose they are."""
 
-SAMPLING = ("sampling_counts", "sampling_ids")
-"""The fields of a sampling mask."""
+FIELDS = (*RolloutLine.model_fields, *COLUMN_FIELDS)
 
 
 def group_of(lines: Sequence[RolloutLine], gid: str, task: str) -> RolloutGroup:
@@ -138,7 +145,11 @@ _ANY_VALUES = ("messages", "ground_truth", "extra")
 
 
 def lines_of(group: RolloutGroup, stage: str, staleness: int | None) -> Iterator[dict[str, Any]]:
-    own_fields = [name for name in FIELDS if name in RolloutState.model_fields]
+    own_fields = [
+        name
+        for name in RolloutLine.model_fields
+        if name in RolloutState.model_fields and name != "columns"
+    ]
     for state in group.states:
         line: dict[str, Any] = {
             "gid": group.gid,
@@ -148,9 +159,10 @@ def lines_of(group: RolloutGroup, stage: str, staleness: int | None) -> Iterator
             "staleness": staleness,
         }
         line.update((name, getattr(state, name)) for name in own_fields)
-        mask = state.sampling_mask
-        whole = (mask.counts, mask.ids) if isinstance(mask, SamplingMask) else (None, None)
-        line |= zip(SAMPLING, whole, strict=True)
+        line["columns"] = {}
+        for column in all_columns():
+            written = dict(zip(column.fields, column.to_fields(column.get(state)), strict=True))
+            (line if column.name in COLUMNS else line["columns"]).update(written)
         # bytes become base64 text, which is what an import finds
         line.update((name, msgspec.to_builtins(line[name])) for name in _ANY_VALUES)
         line["prompt_ids"] = group.prompt_ids

@@ -350,6 +350,7 @@ class JobQueue:
             "reap",
             self._keys.slots(),
             {
+                "worker": "",
                 "lease_ms": limits.lease_ms,
                 "limit": limit,
                 "max_tries": limits.max_tries,

@@ -1,4 +1,4 @@
-"""Columns with megabytes per rollout (routed experts, sampling masks) as files beside the run.
+"""Large columns, with megabytes per rollout, as files beside the run.
 
     <[run] columns>/<run>-<nonce>/<gid>/<name>.npy    in a payload: <gid>/<name>.npy#<CRC-32>
 
@@ -30,8 +30,8 @@ from buffer.ledger.ledger import BatchLedger
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import checksum
 from buffer.redis.store import Store
+from buffer.wire.columns import LargeColumn, all_columns
 from buffer.wire.rollout import RolloutState, Status
-from buffer.wire.sampling_mask import SamplingMask
 
 log = logging.getLogger("rolloutmq.janitor")
 
@@ -72,12 +72,15 @@ class ColumnFolder:
             # an interrupted rollout keeps its columns: the next worker needs them
             if state.status is not Status.COMPLETED:
                 continue
-            experts, mask = state.routed_experts, state.sampling_mask
-            if isinstance(experts, np.ndarray) and experts.nbytes > INLINE_BYTES:
-                state.routed_experts = self.put(gid, f"experts-{token}-{position}.npy", experts)
-            if isinstance(mask, SamplingMask) and mask.ids.nbytes > INLINE_BYTES:
-                name = f"sampling-{token}-{position}.npy"
-                state.sampling_mask = self.put(gid, name, mask.packed())
+            for column in all_columns():
+                value = column.get(state) if isinstance(column, LargeColumn) else None
+                if value is None or isinstance(value, str):
+                    continue
+                assert isinstance(column, LargeColumn)
+                array = column.packed(value)
+                if array.nbytes > INLINE_BYTES:
+                    name = f"{column.name}-{token}-{position}.npy"
+                    column.set(state, self.put(gid, name, array))
 
     def put(self, gid: str, name: str, column: NDArray[Any]) -> str:
         """Store an array as a file of a group, all or nothing, and return its address.

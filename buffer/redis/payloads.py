@@ -68,6 +68,7 @@ class PayloadStore:
         self._store = store
         self._keys = keys
         self._compression = compression
+        self._threads = ThreadPoolExecutor(_AHEAD, "payload-read")
 
     def commands(self, gid: str, token: str, data: Pieces) -> tuple[PayloadRef, list[SetCommand]]:
         """Return the reference of the bytes of one claim, and commands that store them uncopied."""
@@ -141,12 +142,11 @@ class PayloadStore:
         if len(rounds) < 2:
             yield from ((batch, read(batch)) for batch in rounds)
             return
-        with ThreadPoolExecutor(_AHEAD, "payload-read") as threads:
-            coming = deque(threads.submit(read, batch) for batch in rounds[:_AHEAD])
-            for n, batch in enumerate(rounds, _AHEAD):
-                found = coming.popleft().result()
-                coming.extend(threads.submit(read, after) for after in rounds[n : n + 1])
-                yield batch, found
+        coming = deque(self._threads.submit(read, batch) for batch in rounds[:_AHEAD])
+        for n, batch in enumerate(rounds, _AHEAD):
+            found = coming.popleft().result()
+            coming.extend(self._threads.submit(read, after) for after in rounds[n : n + 1])
+            yield batch, found
 
     def _read(self, refs: Sequence[PayloadRef], *, own_pages: bool) -> list[Whole]:
         entries = [(self._names(ref), ref.size) for ref in refs]

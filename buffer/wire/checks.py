@@ -16,11 +16,20 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.wire.document import OPTIONAL, Columns, Head, Own, Shared
-from buffer.wire.rollout import expert_rows
-from buffer.wire.sampling_mask import SamplingMask
-from buffer.wire.table import NO_FINISH, STATUSES
-from buffer.wire.teacher_columns import tops_of
+from buffer.wire.columns import column_named, known_column, parts_of
+from buffer.wire.document import (
+    CORE,
+    NO_FINISH,
+    STATUSES,
+    Columns,
+    Head,
+    Own,
+    Shared,
+    ids_of,
+    layout_of,
+    optional_of,
+    tokens_of,
+)
 
 MAX_NESTING = 32
 """Deeper documents would exceed the recursion limit of other readers, and of our encoder."""
@@ -76,15 +85,14 @@ def check_groups(heads: Sequence[Head], columns: Sequence[Columns]) -> list[Boun
     that were sent, not that a trainer can read them.
     """
     _check_texts(heads)
-    for head, own in zip(heads, columns, strict=True):
-        lengths = _check_shapes(head, own)
-        _check_optional(head, own, lengths)
-        _check_experts(head, own, lengths)
-        _check_spans(head, own, lengths)
+    sizes = [_check_shapes(head, own) for head, own in zip(heads, columns, strict=True)]
     # apart, because the large columns drive all else out of the processor's cache
     bounds = list(map(_check_values, columns))
-    for head, own in zip(heads, columns, strict=True):
-        _check_sampling_mask(head, own)
+    for head, own, lengths in zip(heads, columns, sizes, strict=True):
+        for name in optional_of(own):
+            known_column(name).check(own, lengths, len(own["prompt_ids"]))
+        if head.own:
+            _check_files(head, own)
     return bounds
 
 
@@ -95,7 +103,7 @@ def _check_texts(heads: Sequence[Head]) -> None:
             if not last < n < len(head.responses):
                 raise WireError(f"at own: position {n} of {len(head.responses)} rollouts")
             last = n
-        for name in ("finish_reasons", "lineages", "rewards", "teachers"):
+        for name in ("finish_reasons", "lineages", "rewards"):
             names = getattr(head, name)
             if len(names) > 1 and len(set(names)) != len(names):
                 raise WireError(f"at {name}: a name twice")
@@ -152,18 +160,8 @@ BIGGEST = 2**53 - 1
 """The largest integer that is exact in every language."""
 
 _LARGEST = float(np.finfo("<f4").max)
-_PER_ROLLOUT = frozenset(("indices", "lengths", "statuses", "finishes", "has_experts"))
-_PER_TOKEN = frozenset(("response_ids", "sampling_counts", "logprobs", "mask", *OPTIONAL))
-_IDS = ("prompt_ids", "response_ids", "teacher_top_ids", "sampling_ids")
 _UNSIGNED = np.dtype("<u4")
-_NAMED = {
-    "finishes": "finish_reasons",
-    "rewards": "rewards",
-    "spans": "lineages",
-    "teacher_logprobs": "teachers",
-    "teacher_top_ids": "teacher_top_k",
-    "teacher_top_logprobs": "teacher_top_k",
-}
+_NAMED = {"finishes": "finish_reasons", "rewards": "rewards", "spans": "lineages"}
 """Columns that exist if the head has names for them."""
 
 
@@ -180,7 +178,7 @@ def bounds_of(columns: Columns) -> Bounds:
     # ufuncs, because the methods of arrays call them through two functions in Python
     logprobs = columns["logprobs"]
     return Bounds(
-        max([_largest(columns[name]) for name in _IDS if name in columns]),
+        max([_largest(columns[name]) for name in ids_of(columns)]),
         float(np.minimum.reduce(logprobs, initial=0)),
         float(np.maximum.reduce(logprobs, initial=0)),
     )
@@ -196,29 +194,25 @@ def _check_shapes(head: Head, columns: Columns) -> list[int]:
     lengths: list[int] = columns["lengths"].tolist()
     if len(lengths) == rollouts and min(lengths) < 0:
         raise WireError("at columns.lengths: a negative length")
-    tokens = sum(lengths)
     for name, names in _NAMED.items():
         if (name in columns) != bool(getattr(head, names)):
             raise WireError(f"at columns.{name}: the column and {names} need each other")
-    top = (tokens, sum(head.teacher_top_k))
-    shapes: dict[str, tuple[int, ...]] = {
-        "rewards": (rollouts, len(head.rewards)),
-        "teacher_logprobs": (len(head.teachers), tokens),
-        "teacher_top_ids": top,
-        "teacher_top_logprobs": top,
-    }
+    sizes = {"rollout": rollouts, "token": sum(lengths)}
     for name, column in columns.items():
-        if name in _PER_TOKEN:
-            expected: tuple[int, ...] = (tokens,)
-        elif name in _PER_ROLLOUT:
-            expected = (rollouts,)
-        else:
-            expected = shapes.get(name, column.shape)
-        if column.shape != expected:
+        shape = column.shape
+        size = sizes.get((CORE.get(name) or layout_of(name)).axis, shape[0])
+        expected = (size, len(head.rewards)) if name == "rewards" else (size, *shape[1:])
+        if shape != expected:
             raise WireError(
-                f"at columns.{name}: shape {list(column.shape)}, expected {list(expected)} "
-                f"of {rollouts} rollouts with {tokens} response tokens"
+                f"at columns.{name}: shape {list(shape)}, expected {list(expected)} "
+                f"of {rollouts} rollouts with {sizes['token']} response tokens"
             )
+    if "finishes" in columns:
+        used = set(columns["finishes"].tobytes()) - {NO_FINISH}
+        if not used or max(used) >= len(head.finish_reasons):
+            raise WireError(f"at columns.finishes: a value without a name: {head.finish_reasons}")
+    if "spans" in columns:
+        _check_spans(head, columns["spans"], lengths)
     return lengths
 
 
@@ -227,22 +221,22 @@ def _check_values(columns: Columns) -> Bounds:
         raise WireError("at columns.indices: a negative value")
     if max(columns["statuses"].tobytes()) >= len(STATUSES):
         raise WireError(f"at columns.statuses: a value above {len(STATUSES) - 1}")
-    for name in ("mask", "has_experts"):
-        if name in columns and np.maximum.reduce(columns[name], initial=0) > 1:
-            raise WireError(f"at columns.{name}: a value that is neither 0 nor 1")
+    if "mask" in columns and np.maximum.reduce(columns["mask"], initial=0) > 1:
+        raise WireError("at columns.mask: a value that is neither 0 nor 1")
+    # trainers compute with float32; NaN compares as False
+    rewards = columns["rewards"].ravel().tolist() if "rewards" in columns else ()
+    if any([abs(value) > _LARGEST for value in rewards]):
+        raise WireError(f"at columns.rewards: a value beyond {_LARGEST:.3g}, the range of float32")
     bounds = bounds_of(columns)
     if bounds.largest_id >= 2**31:
-        wrong = [n for n in _IDS if n in columns and _largest(columns[n]) >= 2**31]
+        wrong = [name for name in ids_of(columns) if _largest(columns[name]) >= 2**31]
         raise WireError(f"at columns.{wrong[0]}: a negative value")
     if not math.isfinite(bounds.lowest_logprob) or not math.isfinite(bounds.highest_logprob):
         raise WireError("at columns.logprobs: a value that is NaN or infinite")
     return bounds
 
 
-def _check_spans(head: Head, columns: Columns, lengths: Sequence[int]) -> None:
-    if "spans" not in columns:
-        return
-    spans = columns["spans"]
+def _check_spans(head: Head, spans: NDArray[Any], lengths: Sequence[int]) -> None:
     if spans.shape[1] != 5 or not len(spans):
         raise WireError(f"at columns.spans: shape {list(spans.shape)}, expected [n, 5]")
     last = 0
@@ -264,80 +258,18 @@ def _check_spans(head: Head, columns: Columns, lengths: Sequence[int]) -> None:
         last = rollout
 
 
-def _check_whole(name: str, column: NDArray[Any], lengths: Sequence[int]) -> None:
-    """Check that each rollout has all values or none (NaN), and that some rollout has values."""
-    if np.isinf(column).any():
-        raise WireError(f"at columns.{name}: an infinite value")
-    absent = np.isnan(column)
-    if absent.all():
-        raise WireError(f"at columns.{name}: no rollout has a value")
-    counts = np.add.reduceat(np.append(absent, False).astype("<i8"), np.cumsum([0, *lengths[:-1]]))
-    given = np.array(lengths)
-    partly = (given > 0) & (counts > 0) & (counts < given)
-    if partly.any():
-        raise WireError(f"at columns.{name}: NaN for some tokens of a rollout, but not for all")
-
-
-def _check_optional(head: Head, columns: Columns, lengths: Sequence[int]) -> None:
-    if "finishes" in columns:
-        used = set(columns["finishes"].tobytes()) - {NO_FINISH}
-        if not used or max(used) >= len(head.finish_reasons):
-            raise WireError(f"at columns.finishes: a value without a name: {head.finish_reasons}")
-    # trainers compute with float32; NaN compares as False
-    rewards = columns["rewards"].ravel().tolist() if "rewards" in columns else ()
-    if any([abs(value) > _LARGEST for value in rewards]):
-        raise WireError(f"at columns.rewards: a value beyond {_LARGEST:.3g}, the range of float32")
-    for name in OPTIONAL:
-        if name in columns:
-            _check_whole(name, columns[name], lengths)
-    for row in columns.get("teacher_logprobs", ()):
-        _check_whole("teacher_logprobs", row, lengths)
-    if head.teacher_top_k:
-        _check_tops(head, columns, lengths)
-
-
-def _check_tops(head: Head, columns: Columns, lengths: Sequence[int]) -> None:
-    if len(head.teacher_top_k) != len(head.teachers):
-        raise WireError(f"at teacher_top_k: {len(head.teachers)} teachers need a number each")
-    for _, logprobs in tops_of(head, columns).values():
-        absent = np.isnan(logprobs)
-        if (absent != absent[:, :1]).any():
-            raise WireError("at columns.teacher_top_logprobs: NaN for some of a token's values")
-        _check_whole("teacher_top_logprobs", logprobs[:, 0], lengths)
-        if np.isinf(logprobs).any():
-            raise WireError("at columns.teacher_top_logprobs: an infinite value")
-
-
-def _check_experts(head: Head, columns: Columns, lengths: Sequence[int]) -> None:
-    experts = columns.get("routed_experts")
-    inline = columns.get("has_experts")
-    if experts is None and inline is None:
-        return
-    if experts is None or inline is None or not inline.any():
-        raise WireError("at columns: routed_experts and has_experts need each other")
-    if min(experts.shape) < 1:
-        raise WireError(f"at columns.routed_experts: shape {list(experts.shape)}")
-    prompt = len(columns["prompt_ids"])
-    positions = np.flatnonzero(inline).tolist()
-    rows = sum(expert_rows(prompt, lengths[n]) for n in positions)
-    if len(experts) != rows:
-        raise WireError(f"at columns.routed_experts: {len(experts)} rows, its rollouts have {rows}")
-    if any(inline[n] and own.routed_experts is not None for n, own in head.own):
-        raise WireError("at own: routed_experts of a rollout that has rows of the column")
-    if np.minimum.reduce(experts, axis=None) < 0:
-        raise WireError("at columns.routed_experts: a negative expert")
-
-
-def _check_sampling_mask(head: Head, columns: Columns) -> None:
-    if ("sampling_ids" in columns) != ("sampling_counts" in columns):
-        raise WireError("at columns: sampling_counts and sampling_ids need each other")
-    if "sampling_ids" not in columns:
-        return
-    mask = SamplingMask(columns["sampling_counts"], columns["sampling_ids"])
-    if problem := mask.problem(columns["response_ids"]):
-        raise WireError(f"at columns.sampling_ids: the sampling mask is wrong: {problem}")
-    ends = np.cumsum(columns["lengths"]).tolist()
+def _check_files(head: Head, columns: Columns) -> None:
+    """Check that files are of large columns, and of rollouts without values in the document."""
+    filed: dict[str, list[int]] = {}
     for n, own in head.own:
-        own_counts = mask.counts[ends[n - 1] if n else 0 : ends[n]]
-        if own.sampling_mask and own_counts.any():
-            raise WireError("at own: sampling_mask of a rollout that has ids in the column")
+        for name in own.files:
+            filed.setdefault(name, []).append(n)
+    for name, rollouts in filed.items():
+        column = column_named(name)
+        if column is None or not column.is_large:
+            raise WireError(f"at own: the file of {name!r:.80}, which is no large column")
+        if not parts_of(columns, name):
+            continue
+        inline = column.split(columns, tokens_of(columns), len(columns["prompt_ids"]))
+        if any(inline[n] is not None for n in rollouts):
+            raise WireError(f"at own: a file of {name} for a rollout that has values of the column")

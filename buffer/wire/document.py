@@ -1,8 +1,8 @@
 """The document that `group_bytes` specifies: its types, which msgspec checks, and its columns.
 
 Columns are raw little-endian arrays, one after another in one buffer, each at a multiple of eight
-bytes, so that readers use it in place. `LAYOUT` has all of them in order. A directory names those
-of a group: {name: [offset in bytes, *shape]}.
+bytes, so that readers use it in place. A directory names those of a group: {name: [offset in
+bytes, *shape]}. `CORE` has what every document may have, `buffer.wire.columns` the optional ones.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import re
 import reprlib
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from operator import lt
 from typing import Annotated, Any
 
@@ -22,16 +23,21 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from buffer.errors import SchemaVersionError, WireError
+from buffer.wire.columns import Layout, column_named
 from buffer.wire.framing import ALIGNMENT
-from buffer.wire.rollout import MediaRef, ToolCall
+from buffer.wire.rollout import MediaRef, Status, ToolCall
 from buffer.wire.sampling import Count, SampleParams, StructuredOutput
 
-SCHEMA = 2
+SCHEMA = 3
+
+STATUSES = tuple(Status)
+"""The order is part of the wire format: column `statuses` holds positions in it."""
+
+NO_FINISH = 255
+"""In column `finishes`: no finish reason."""
 
 MAX_MEMBERS = 4096
 """Rollouts of one group; the scripts accept no more."""
-
-Name = Annotated[str, Meta(min_length=1)]
 
 
 class _Map(Struct, forbid_unknown_fields=True, omit_defaults=True, gc=False):
@@ -64,8 +70,8 @@ class Own(_Map):
     role: Annotated[str, Meta(max_length=64)] = ""
     error: str | None = None
     tool_calls: list[ToolCall] = []
-    routed_experts: str | None = None
-    sampling_mask: str | None = None
+    files: dict[str, str] = {}
+    """addresses of large columns, by the column's name"""
 
 
 Shape = Annotated[list[Count], Meta(min_length=2, max_length=4)]
@@ -83,8 +89,6 @@ class Head(_Map, kw_only=True):
     finish_reasons: Annotated[list[str], Meta(max_length=255)] = []
     lineages: list[str] = []
     rewards: list[str] = []
-    teachers: list[Name] = []
-    teacher_top_k: list[Count] = []
     columns: dict[str, Shape]
 
 
@@ -172,53 +176,73 @@ with contextlib.suppress(WireError):
 
 Columns = dict[str, NDArray[Any]]
 
-LAYOUT = {
-    "spans": ("<i8", 2),
-    "rewards": ("<f8", 2),
-    "indices": ("<i4", 1),
-    "lengths": ("<i4", 1),
-    "prompt_ids": ("<i4", 1),
-    "response_ids": ("<i4", 1),
-    "sampling_counts": ("<i4", 1),
-    "sampling_ids": ("<i4", 1),
-    "logprobs": ("<f4", 1),
-    "ref_logprobs": ("<f4", 1),
-    "values": ("<f4", 1),
-    "token_rewards": ("<f4", 1),
-    "teacher_logprobs": ("<f4", 2),
-    "teacher_top_ids": ("<i4", 2),
-    "teacher_top_logprobs": ("<f4", 2),
-    "routed_experts": ("<i2", 3),
-    "statuses": ("|u1", 1),
-    "finishes": ("|u1", 1),
-    "mask": ("|u1", 1),
-    "has_experts": ("|u1", 1),
+CORE: Mapping[str, Layout] = {
+    "spans": Layout(np.dtype("<i8"), 2, ""),
+    "rewards": Layout(np.dtype("<f8"), 2, "rollout"),
+    "indices": Layout(np.dtype("<i4"), 1, "rollout"),
+    "lengths": Layout(np.dtype("<i4"), 1, "rollout"),
+    "prompt_ids": Layout(np.dtype("<i4"), 1, "", holds_ids=True),
+    "response_ids": Layout(np.dtype("<i4"), 1, "token", holds_ids=True),
+    "logprobs": Layout(np.dtype("<f4"), 1, "token"),
+    "statuses": Layout(np.dtype("u1"), 1, "rollout"),
+    "finishes": Layout(np.dtype("u1"), 1, "rollout"),
+    "mask": Layout(np.dtype("u1"), 1, "token"),
 }
-
-OPTIONAL = ("ref_logprobs", "values", "token_rewards")
-"""Columns over all tokens, with NaN for a rollout without."""
 
 NEEDED = ("indices", "lengths", "prompt_ids", "response_ids", "logprobs", "statuses")
 
-_DTYPES = {
-    name: (np.dtype(dtype), ndim, np.dtype(dtype).itemsize)
-    for name, (dtype, ndim) in LAYOUT.items()
-}
 _COPIED_BYTES = 4096
 _PADDING = [bytes(count) for count in range(ALIGNMENT)]
+
+
+@lru_cache(1024)
+def layout_of(name: str) -> Layout:
+    """Return the layout of a column. Raises WireError for one that nobody knows."""
+    if name in CORE:
+        return CORE[name]
+    row, _, part = name.partition("/")
+    column = column_named(row)
+    layout = column.layout(part) if column else None
+    if layout is None:
+        raise WireError(
+            f"at columns: unknown column {reprlib.repr(name)}",
+            hint="install the package that attaches it",
+        )
+    return layout
+
+
+def ids_of(columns: Columns) -> list[str]:
+    """Return the names of the columns that hold token ids."""
+    if columns.keys() <= CORE.keys():
+        return ["prompt_ids", "response_ids"]
+    return [name for name in columns if layout_of(name).holds_ids]
+
+
+def optional_of(columns: Columns) -> list[str]:
+    """Return the names of the optional columns, without their parts, in the order of the bytes."""
+    if columns.keys() <= CORE.keys():
+        return []
+    return [*dict.fromkeys(name.partition("/")[0] for name in columns if name not in CORE)]
+
+
+def tokens_of(columns: Columns) -> list[slice]:
+    """Return the part of each rollout in columns of response tokens."""
+    ends = np.cumsum(columns["lengths"]).tolist()
+    lengths = columns["lengths"].tolist()
+    return [slice(end - length, end) for end, length in zip(ends, lengths, strict=True)]
 
 
 def pack(columns: Columns) -> tuple[dict[str, list[int]], list[bytes | memoryview], int]:
     """Return the directory of the columns, the pieces of the buffer to join, and its size in bytes.
 
-    `columns` are in the order of `LAYOUT`; large ones are not copied. Raises WireError.
+    Large columns are not copied. Raises WireError.
     """
     directory = {}
     pieces: list[bytes | memoryview] = []
     small = b""
     size = 0
     for name, column in columns.items():
-        dtype, ndim, _ = _DTYPES[name]
+        dtype, ndim, _, _ = CORE.get(name) or layout_of(name)
         if column.dtype != dtype or column.ndim != ndim:
             raise WireError(f"column {name} is {column.dtype}{list(column.shape)}, not {dtype}")
         directory[name] = [size, *column.shape]
@@ -238,9 +262,7 @@ def unpack(directory: Mapping[str, list[int]], data: memoryview) -> Columns:
     columns = {}
     end = 0
     for name, entry in _by_offset(directory):
-        if name not in _DTYPES:
-            raise WireError(f"at columns: unknown column {reprlib.repr(name)}")
-        dtype, ndim, size = _DTYPES[name]
+        dtype, ndim, _, _ = CORE.get(name) or layout_of(name)
         offset = entry[0]
         if len(entry) != 1 + ndim:
             raise WireError(f"at columns.{name}: {len(entry) - 1} dimensions, expected {ndim}")
@@ -250,7 +272,7 @@ def unpack(directory: Mapping[str, list[int]], data: memoryview) -> Columns:
                 f"not below {end}"
             )
         count = entry[1] if ndim == 1 else math.prod(entry[1:])
-        end = offset + count * size
+        end = offset + count * dtype.itemsize
         if end > len(data):
             raise WireError(f"at columns.{name}: it ends at {end}, the data has {len(data)} bytes")
         try:

@@ -15,23 +15,22 @@ from numpy.typing import NDArray
 
 from buffer.errors import GroupChanged, WireError
 from buffer.wire.checks import Bounds, bounds_of
-from buffer.wire.document import OPTIONAL, Columns, Document, Own, Shared
+from buffer.wire.columns import known_column, parts_of
+from buffer.wire.document import (
+    STATUSES,
+    Columns,
+    Document,
+    Own,
+    Shared,
+    optional_of,
+    tokens_of,
+)
 from buffer.wire.own_copy import own_copy
 from buffer.wire.rollout import MediaRef, RolloutState, Status, VersionSpan, group_status
 from buffer.wire.sampling import SampleParams
-from buffer.wire.sampling_mask import RecordedMask
 from buffer.wire.seal import Seal
 from buffer.wire.staleness import ages, last_trained, living_version, token_mask
-from buffer.wire.table import (
-    STATUSES,
-    Experts,
-    experts_of,
-    masks_of,
-    rollouts,
-    spans_of,
-    tabulate,
-)
-from buffer.wire.teacher_columns import tops_of
+from buffer.wire.table import rollouts, spans_of, tabulate, values_of
 
 UNPARSED = "unparsed"
 """The part of a reward that is 1 where a judge found no answer in the response, else 0."""
@@ -66,11 +65,8 @@ class RolloutGroup:
     """The k rollouts of one prompt, as columns over all of them.
 
     Columns: prompt_ids int32[P], lengths int32[k], response_ids int32[sum R], logprobs
-    float32[sum R], mask uint8[sum R], scores float32[k]. None where no rollout has them:
-    ref_logprobs, values and token_rewards float32[sum R], teacher_logprobs float32[teachers, sum R]
-    (nan for a rollout without; beside them `teacher_tops`), routed_experts int16[rows, layers,
-    top_k] (P + R - 1 rows for each rollout whose experts are not elsewhere). `sampling_masks` are
-    by rollout.
+    float32[sum R], mask uint8[sum R], scores float32[k]. `optional_columns` and `values_of` have
+    the columns that are rows of `buffer.wire.columns`.
     """
 
     turns: Sequence[RolloutState] = ()
@@ -199,27 +195,24 @@ class RolloutGroup:
         """
         return self.mask if self._sampled_mask is None else self._sampled_mask
 
-    def optional_columns(self) -> dict[str, NDArray[np.float32]]:
-        """Return the token columns of some groups, float32[sum R]; nan for a rollout without.
+    def optional_columns(self) -> dict[str, NDArray[Any]]:
+        """Return the token columns of some groups, [sum R] or [sum R, k]; nan: no value.
 
-        Names: ref_logprobs, values, token_rewards, and teacher_logprobs/<teacher>.
-        """
-        found = {name: self.columns[name] for name in OPTIONAL if name in self.columns}
-        for n, teacher in enumerate(self.head.teachers):
-            found[f"teacher_logprobs/{teacher}"] = self.columns["teacher_logprobs"][n]
-        return found
-
-    def teacher_tops(self) -> dict[str, NDArray[Any]]:
-        """Return the most probable tokens of teachers; id 0 and nan for a rollout without.
-
-        Names: teacher_top_ids/<teacher>, int32[sum R, k], and teacher_top_logprobs/<teacher>,
-        float32[sum R, k].
+        Names: those of `buffer.wire.columns`, such as `values`, and `teacher_logprobs/<teacher>`.
+        A column with one value for each rollout is repeated for its tokens. Large columns are left
+        out.
         """
         found = {}
-        for teacher, (ids, logprobs) in tops_of(self.head, self.columns).items():
-            found[f"teacher_top_ids/{teacher}"] = ids
-            found[f"teacher_top_logprobs/{teacher}"] = logprobs
+        for name in optional_of(self.columns):
+            column = known_column(name)
+            for part, array in {} if column.is_large else parts_of(self.columns, name).items():
+                per_token = array if column.per == "token" else np.repeat(array, self.lengths, 0)
+                found[column.at(part)] = per_token
         return found
+
+    def values_of(self, name: str) -> list[Any]:
+        """Return a column of each member, in the form of `RolloutState`."""
+        return values_of(self.head, self.columns, name)
 
     @property
     def bounds(self) -> Bounds:
@@ -395,17 +388,6 @@ class RolloutGroup:
     def spans(self) -> list[list[VersionSpan]]:
         return spans_of(self.head, self.columns)
 
-    def experts(self) -> list[Experts]:
-        """Return `routed_experts` of each member, in the form of `RolloutState`."""
-        return experts_of(self.head, self.columns)
-
-    def sampling_masks(self) -> list[RecordedMask]:
-        """Return `sampling_mask` of each member, in the form of `RolloutState`."""
-        return masks_of(self.head, self.columns)
-
     def _parts(self) -> Iterator[tuple[slice, list[VersionSpan]]]:
         """Yield each rollout's part of the token columns, and its spans."""
-        ends = np.cumsum(self.lengths).tolist()
-        lengths = self.lengths.tolist()
-        for end, length, spans in zip(ends, lengths, self.spans(), strict=True):
-            yield slice(end - length, end), spans
+        return zip(tokens_of(self.columns), self.spans(), strict=True)

@@ -1,6 +1,6 @@
 """The wire format: one msgpack document per group, readable by any msgpack library.
 
-    {"schema": 2, "gid": str, "task": str,
+    {"schema": 3, "gid": str, "task": str,
      "shared": {"messages": [...]?, "data_source": str?, "ground_truth": any?, "extra": {...}?,
                 "tools": [...]?, "tool_choice": str or {...}?,
                 "multimodal": [{"kind": str, "uri": str, "tokens": int?,
@@ -9,10 +9,9 @@
      "own": [[position, {any field of shared, "session_id": str?, "role": str?, "error": str?,
                          "tool_calls": [{"id": str, "name": str, "arguments": {...}?,
                                          "raw_arguments": str?}, ...]?,
-                         "routed_experts": str?, "sampling_mask": str? (addresses of files, with
-                         their checksums)}], ...]?,
+                         "files": {column: address}?}], ...]?,
      "responses": [str, ...], "finish_reasons": [str, ...]?, "lineages": [str, ...]?,
-     "rewards": [str, ...]?, "teachers": [str, ...]?, "teacher_top_k": [int, ...]?,
+     "rewards": [str, ...]?,
      "columns": {name: [offset, *shape], ...}, "pad": str?, "data": bin}
 
 k rollouts, P prompt tokens, R response tokens of all rollouts, one after another:
@@ -23,20 +22,25 @@ k rollouts, P prompt tokens, R response tokens of all rollouts, one after anothe
     lengths       int32[k]       response tokens of the rollout
     prompt_ids    int32[P]
     response_ids  int32[R]
-    sampling_counts   int32[R]       from how many tokens each was sampled; 0: from all, or not
-    sampling_ids      int32[sum of these]  their ids, with the sampled token's own among them
     logprobs      float32[R]
-    ref_logprobs, values, token_rewards  float32[R]   NaN for all tokens of a rollout without
-    teacher_logprobs  float32[t, R]      by the names in `teachers`; NaN in the same way
-    teacher_top_ids, teacher_top_logprobs  int32 and float32[R, sum of teacher_top_k]   the most
-                                 probable tokens of each teacher, side by side; 0 and NaN for all
-                                 tokens of a rollout without
-    routed_experts    int16[rows, layers, top_k]   P + tokens - 1 rows for each rollout with any
     statuses      uint8[k]       0 init, 1 completed, 2 aborted, 3 expired, 4 failed, 5 filtered,
                                  6 archived
     finishes      uint8[k]       position in `finish_reasons`; 255: none
     mask          uint8[R]       1: trained; without the column, all are
-    has_experts   uint8[k]       1: its experts are in `routed_experts`
+
+and of each column of `buffer.wire.columns` that a rollout has, and of those that packages attach:
+
+    ref_logprobs, values, token_rewards  float32[R]   NaN for all tokens of a rollout without
+    teacher_logprobs/<teacher>           float32[R]   NaN in the same way
+    teacher_top_ids/<teacher>, teacher_top_logprobs/<teacher>   int32 and float32[R, k]   the most
+                                 probable tokens; 0 and NaN for all tokens of a rollout without
+    routed_experts/rows  int16[rows, layers, top_k]   P + tokens - 1 rows for each rollout with any
+    routed_experts/of    uint8[k]    1: its experts are in the rows
+    sampling_mask/counts  int32[R]   from how many tokens each was sampled; 0: from all, or not
+    sampling_mask/ids     int32[sum of these]  their ids, with the sampled token's own among them
+
+A large column (routed_experts, sampling_mask) may be in files: `files` has their addresses, with
+their checksums (`buffer.maintenance.column_files`).
 
 Every group has indices, lengths, prompt_ids, response_ids, logprobs and statuses. Columns are raw
 little-endian arrays in `data`, in any order, each at a multiple of eight bytes; `pad` aligns
@@ -59,7 +63,6 @@ import msgpack
 from buffer.errors import WireError
 from buffer.wire.checks import check_containers, check_groups
 from buffer.wire.document import (
-    LAYOUT,
     SCHEMA,
     Columns,
     Head,
@@ -181,11 +184,10 @@ def _plain(stored: Data) -> Data:
 
 
 def _written(columns: Columns) -> Columns:
-    """Return the columns in the order of the format, without a mask of ones."""
-    written = {name: columns[name] for name in LAYOUT if name in columns}
-    if "mask" in written and 0 not in written["mask"].tobytes():
-        del written["mask"]
-    return written
+    """Return the columns without a mask of ones."""
+    if "mask" in columns and 0 not in columns["mask"].tobytes():
+        return {name: column for name, column in columns.items() if name != "mask"}
+    return columns
 
 
 def _head(group: RolloutGroup, directory: dict[str, list[int]]) -> bytes:

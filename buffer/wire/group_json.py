@@ -7,13 +7,14 @@ from typing import Any
 from msgspec import to_builtins
 from msgspec.structs import asdict
 
+from buffer.wire.columns import all_columns
 from buffer.wire.document import plain_structure
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import RolloutState
 
 
 def group_json(group: RolloutGroup, tokens: bool) -> dict[str, Any]:
-    """Return a group as `show --json` prints it; `tokens` adds ids, logprobs and masks."""
+    """Return a group as `show --json` prints it; `tokens` adds ids, logprobs, masks, columns."""
     shared: dict[str, Any] = to_builtins(group.shared, enc_hook=plain_structure)
     shared.pop("sample", None)
     if tokens:
@@ -48,4 +49,10 @@ def _member_json(rollout: RolloutState, tokens: bool) -> dict[str, Any]:
         member["response_mask"] = (
             None if rollout.response_mask is None else rollout.response_mask.tolist()
         )
+        columns = {
+            column.name: column.plain(column.get(rollout))
+            for column in all_columns()
+            if not column.is_large
+        }
+        member["columns"] = {name: value for name, value in columns.items() if value is not None}
     return member

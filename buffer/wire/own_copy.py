@@ -8,20 +8,19 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import fields, is_dataclass
 from types import NoneType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import asdict, replace
-from numpy.typing import NDArray
+from msgspec.structs import replace
 from pydantic import BaseModel
 
-from buffer.wire.rollout import UNJUDGED, RolloutState
-from buffer.wire.sampling_mask import SamplingMask
+from buffer.wire.columns import COLUMNS, LargeColumn, column_named
+from buffer.wire.rollout import RolloutState, Status
 
 T = TypeVar("T")
 
-_IMMUTABLE = frozenset((str, int, float, bool, NoneType, bytes))
+_IMMUTABLE = frozenset((str, int, float, bool, NoneType, bytes, Status))
 _COPIED = (np.ndarray, bytearray, set, dict, list, BaseModel)
 
 
@@ -31,23 +30,31 @@ def own_copy(value: T) -> T:
     Containers are lists, dicts, sets, tuples, structs, dataclasses and pydantic models. Other
     objects (an image, a tensor, a client) stay the same, since not all of them can be copied.
     """
-    given = cast(Any, value)
+    given: Any = value
     kind = type(given)
     made: Any
     if kind in _IMMUTABLE:
         return value
-    if kind is dict:
-        made = {key: own_copy(item) for key, item in given.items()}
-    elif kind is list:
-        made = [own_copy(item) for item in given]
+    if kind is list:
+        made = [item if type(item) in _IMMUTABLE else own_copy(item) for item in given]
+    elif kind is dict:
+        made = {
+            key: item if type(item) in _IMMUTABLE else own_copy(item) for key, item in given.items()
+        }
+    elif kind is np.ndarray:
+        made = given.copy("K")
     elif isinstance(given, tuple):
+        if _IMMUTABLE.issuperset(map(type, given)):
+            return value
         items = [own_copy(item) for item in given]
         made = given._make(items) if hasattr(given, "_make") else tuple(items)
     elif isinstance(given, Struct):
-        made = replace(given, **own_copy(asdict(given)))
+        held = {name: getattr(given, name) for name in given.__struct_fields__}
+        own = {name: own_copy(item) for name, item in held.items() if type(item) not in _IMMUTABLE}
+        made = replace(given, **own)
     else:
         made = _own_object(given)
-    return cast(T, made)
+    return made  # type: ignore[no-any-return]
 
 
 def _own_object(given: Any) -> Any:
@@ -69,26 +76,27 @@ def _own_object(given: Any) -> Any:
 def own_rollout(state: RolloutState, **instead: Any) -> RolloutState:
     """Return a copy of a rollout with the fields `instead`; the largest become read-only."""
     made = state.model_copy()
-    for name, value in vars(state).items():
-        if name == "routed_experts" and isinstance(value, np.ndarray):
-            made.__dict__[name] = read_only(value)
-        elif isinstance(value, SamplingMask):
-            made.__dict__[name] = value.read_only()
+    into = made.__dict__
+    for name, value in into.items():
+        if type(value) in _IMMUTABLE or name in instead:
+            continue
+        if name == "columns":
+            into[name] = {key: _own_column(key, own) for key, own in value.items()}
         else:
-            made.__dict__[name] = instead[name] if name in instead else own_copy(value)
+            into[name] = _own_column(name, value) if name in COLUMNS else own_copy(value)
+    into.update(instead)
     return made
 
 
+def _own_column(name: str, value: Any) -> Any:
+    column = column_named(name)
+    return column.read_only(value) if isinstance(column, LargeColumn) else own_copy(value)
+
+
 def readers_copy(value: Any) -> Any:
-    """Return an `own_copy` of a rollout, a list of them, or a value, without `UNJUDGED`."""
+    """Return an `own_copy` of a rollout, a list of them, or a value, without large columns."""
     if isinstance(value, RolloutState):
-        return own_rollout(value.model_copy(update=UNJUDGED))
+        return own_rollout(value.slim())
     if isinstance(value, list):
         return [readers_copy(item) for item in value]
     return own_copy(value)
-
-
-def read_only(column: NDArray[Any]) -> NDArray[Any]:
-    view = column.view()
-    view.flags.writeable = False
-    return view

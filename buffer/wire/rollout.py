@@ -6,7 +6,7 @@ those of XTuner where the meaning is the same; `docs/pages/moving.md` lists the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from buffer.errors import WireError
+from buffer.wire.columns import COLUMNS, as_column, known_column
 from buffer.wire.sampling import Count, SampleParams
-from buffer.wire.sampling_mask import RecordedMask, SamplingMask, joined_masks
+from buffer.wire.sampling_mask import RecordedMask
 
 
 class Status(StrEnum):
@@ -59,21 +60,6 @@ class VersionSpan(NamedTuple):
     length: int
     version: int
     lineage: str
-
-
-def as_column(value: Any, dtype: str) -> NDArray[Any]:
-    """Return `value` as a column. Raises ValueError for integers that numpy would wrap around."""
-    raw = np.asarray(value)
-    if raw.dtype == dtype or np.dtype(dtype).kind == "f":
-        return np.ascontiguousarray(raw, dtype)
-    try:
-        with np.errstate(invalid="ignore"):
-            column = np.ascontiguousarray(raw, dtype)
-    except OverflowError as error:
-        raise ValueError(str(error)) from error
-    if not np.array_equal(column, raw):
-        raise ValueError(f"{raw[column != raw].flat[0]} does not fit into {np.dtype(dtype).name}")
-    return column
 
 
 def _column(dtype: str) -> BeforeValidator:
@@ -129,7 +115,8 @@ class RolloutState(BaseModel):
     token; a tool's tokens have none. `routed_experts` of a mixture of experts: int16[P + R - 1,
     layers, top_k], the choices for every token but the last, or their address. `sampling_mask`: the
     tokens that each token was sampled from, or their address; None: no token has a restriction.
-    `prompt_ids` are the same in the whole group.
+    `columns` are those of installed packages, by name. `prompt_ids` are the same in the whole
+    group.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -159,6 +146,7 @@ class RolloutState(BaseModel):
     teacher_top_logprobs: dict[str, Float32] | None = None
     routed_experts: str | Experts | None = None
     sampling_mask: RecordedMask = None
+    columns: dict[str, Any] = {}
     spans: list[VersionSpan] = []
     reward: dict[str, float] | None = None
     finish_reason: str | None = None
@@ -172,50 +160,24 @@ class RolloutState(BaseModel):
     @model_validator(mode="after")
     def _columns_agree(self) -> RolloutState:
         tokens = len(self.response_ids)
-        for name, column in self._token_columns():
-            if len(column) != tokens:
-                raise ValueError(f"{name} has {len(column)} values for {tokens} response_ids")
-        self._check_tops(tokens)
+        for name in ("logprobs", "response_mask"):
+            column = getattr(self, name)
+            if column is not None and len(column) != tokens:
+                raise ValueError(f"{len(column)} {name} for {tokens} response tokens")
         if any(s.start < 0 or s.length < 0 or s.start + s.length > tokens for s in self.spans):
             raise ValueError(f"a version span is outside of the {tokens} response tokens")
-        if isinstance(self.routed_experts, np.ndarray):
-            self._check_experts(self.routed_experts)
-        mask = self.sampling_mask
-        if isinstance(mask, SamplingMask) and (problem := mask.problem(self.response_ids)):
-            raise ValueError(f"sampling_mask: {problem}")
+        given = [(column, getattr(self, name)) for name, column in COLUMNS.items()]
+        if self.columns:
+            try:
+                attached = {known_column(name): own for name, own in self.columns.items()}
+            except WireError as error:
+                raise ValueError(str(error)) from error
+            self.columns = {column.name: column.read(own) for column, own in attached.items()}
+            given += [(column, self.columns[column.name]) for column in attached]
+        for row, value in given:
+            if value is not None and (problem := row.problem(value, self)):
+                raise ValueError(problem)
         return self
-
-    def _token_columns(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        for name in ("logprobs", "response_mask", "ref_logprobs", "values", "token_rewards"):
-            column = getattr(self, name)
-            if column is not None:
-                yield name, column
-        for teacher, column in (self.teacher_logprobs or {}).items():
-            yield f"teacher_logprobs of {teacher!r}", column
-
-    def _check_tops(self, tokens: int) -> None:
-        ids, logprobs = self.teacher_top_ids or {}, self.teacher_top_logprobs or {}
-        for teacher in {*ids, *logprobs}:
-            shapes = [column[teacher].shape for column in (ids, logprobs) if teacher in column]
-            if (
-                shapes != [(tokens, *shapes[0][1:])] * 2
-                or len(shapes[0]) != 2
-                or not shapes[0][1]
-                or teacher not in (self.teacher_logprobs or {})
-            ):
-                raise ValueError(
-                    f"teacher_top_ids and teacher_top_logprobs of {teacher!r} have shapes "
-                    f"{[list(shape) for shape in shapes]}: expected two of [{tokens}, k], and its "
-                    "teacher_logprobs"
-                )
-
-    def _check_experts(self, experts: NDArray[np.int16]) -> None:
-        prompt = 0 if self.prompt_ids is None else len(self.prompt_ids)
-        rows = expert_rows(prompt, len(self.response_ids))
-        if experts.ndim != 3 or len(experts) != rows:
-            raise ValueError(
-                f"routed_experts has shape {list(experts.shape)}, expected [{rows}, layers, top_k]"
-            )
 
     def oldest_version(self) -> int | None:
         """Return the oldest policy version M of the tokens; None where no token was sampled."""
@@ -226,30 +188,25 @@ class RolloutState(BaseModel):
         token_ids: NDArray[np.int32],
         logprobs: NDArray[np.float32],
         spans: Iterable[VersionSpan],
-        *,
-        routed_experts: NDArray[np.int16] | str | None = None,
-        sampling_mask: RecordedMask = None,
+        **recorded: Any,
     ) -> None:
         """Append newly sampled tokens to the response (partial rollout).
 
-        `routed_experts` covers the whole sequence, but known rows stay: they are from the pass that
-        sampled these tokens. New tokens have no token reward; columns that do not cover them are
-        reset.
+        `recorded`: columns by name, as the engine made them: of these tokens, or rows of the whole
+        sequence. Columns that do not cover the new tokens are reset; of `token_rewards` they have
+        0. Raises WireError for a column that nobody knows, ValueError for a value that is none.
         """
-        done = len(self.response_ids)
-        if self.token_rewards is not None:
-            zeros = np.zeros(len(token_ids), "<f4")
-            self.token_rewards = np.concatenate([self.token_rewards, zeros])
-        if len(token_ids):
-            for name in _COMPUTED:
-                setattr(self, name, None)
-            self.routed_experts = with_known_rows(self.routed_experts, routed_experts)
-            masks = [(self.sampling_mask, done), (sampling_mask, len(token_ids))]
-            self.sampling_mask = joined_masks(masks)
+        done, new = len(self.response_ids), len(token_ids)
+        for name in {**COLUMNS, **self.columns, **recorded}:
+            column = known_column(name)
+            known, made = column.get(self), recorded.get(name)
+            if known is not None or made is not None:
+                made = None if made is None else column.read(made)
+                column.set(self, column.grown(known, done, made, new))
         self.response_ids = np.concatenate([self.response_ids, as_column(token_ids, "<i4")])
         self.logprobs = np.concatenate([self.logprobs, logprobs]).astype("<f4", copy=False)
         if self.response_mask is not None:
-            self.response_mask = np.concatenate([self.response_mask, np.ones(len(token_ids), "u1")])
+            self.response_mask = np.concatenate([self.response_mask, np.ones(new, "u1")])
         self.spans = [*self.spans, *(s._replace(start=s.start + done) for s in spans if s.length)]
 
     def read(self, token_ids: NDArray[np.int32]) -> None:
@@ -286,6 +243,12 @@ class RolloutState(BaseModel):
             self.spans = [*self.spans, VersionSpan(start, new, weights.version, weights.lineage)]
         return max(new, 0)
 
+    def slim(self) -> RolloutState:
+        """Return a copy for judges and readers, without columns of megabytes. It shares values."""
+        large = {name: None for name, column in COLUMNS.items() if column.is_large}
+        own = {name: v for name, v in self.columns.items() if not known_column(name).is_large}
+        return self.model_copy(update={**large, "columns": own})
+
     def reset_response(self) -> None:
         """Discard the response; the prompt, its ids, the ground truth and the session stay.
 
@@ -301,20 +264,10 @@ OF_RESPONSE = "of_response"
 """Key of `extra`: values that belong to the response, and not to the prompt."""
 
 
-TEACHERS = ("teacher_logprobs", "teacher_top_ids", "teacher_top_logprobs")
-"""Columns by the teacher's name."""
-
-_COMPUTED = ("ref_logprobs", "values", *TEACHERS)
-"""Columns that are computed after a response, for all its tokens."""
-
 _OF_RESPONSE = (
-    *("response", "response_ids", "logprobs", "tool_calls", "response_mask", *_COMPUTED),
-    *("role", "token_rewards", "routed_experts", "sampling_mask", "spans", "reward"),
-    *("finish_reason", "error", "status"),
+    *("response", "response_ids", "logprobs", "tool_calls", "response_mask", "role"),
+    *(*COLUMNS, "columns", "spans", "reward", "finish_reason", "error", "status"),
 )
-
-UNJUDGED: dict[str, None] = {"routed_experts": None, "sampling_mask": None}
-"""Fields of megabytes, which copies for judges and readers go without."""
 
 ENDED = ("stop", "length")
 """Finish reasons after which a rollout needs no engine, unless it starts again."""
@@ -323,21 +276,6 @@ ENDED = ("stop", "length")
 def has_ended(state: RolloutState) -> bool:
     """Return whether the response is complete; its reward may be missing."""
     return state.finish_reason in ENDED
-
-
-def with_known_rows(
-    known: NDArray[np.int16] | str | None, whole: NDArray[np.int16] | str | None
-) -> NDArray[np.int16] | str | None:
-    """Return `whole`, with the known rows in their place."""
-    if isinstance(known, np.ndarray) and isinstance(whole, np.ndarray):
-        joined: NDArray[np.int16] = np.concatenate([known, as_column(whole[len(known) :], "<i2")])
-        return joined
-    return whole
-
-
-def expert_rows(prompt: int, response: int) -> int:
-    """Return the number of tokens that the model read: all but the last one of the response."""
-    return max(prompt + response - 1, 0)
 
 
 PRECEDENCE = (Status.FAILED, Status.ABORTED, Status.EXPIRED, Status.FILTERED, Status.INIT)

@@ -10,9 +10,9 @@ import numpy as np
 from isal import isal_zlib
 from numpy.typing import NDArray
 
+from buffer.wire.columns import read_only
 from buffer.wire.document import Columns, Document, Head, encode_value, read
 from buffer.wire.framing import Data
-from buffer.wire.own_copy import read_only
 
 _FIELDS = Head.__struct_fields__
 _fields = attrgetter(*_FIELDS)

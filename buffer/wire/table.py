@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,19 +13,21 @@ from msgspec import UNSET
 from numpy.typing import NDArray
 
 from buffer.errors import WireError
-from buffer.wire.document import OPTIONAL, Columns, Head, Own, Shared, encode_value
-from buffer.wire.own_copy import own_copy, read_only
-from buffer.wire.rollout import UNJUDGED, RolloutState, Status, VersionSpan, expert_rows
+from buffer.wire.columns import COLUMNS, known_column, parts_of, read_only
+from buffer.wire.document import (
+    NO_FINISH,
+    STATUSES,
+    Columns,
+    Head,
+    Own,
+    Shared,
+    encode_value,
+    optional_of,
+    tokens_of,
+)
+from buffer.wire.own_copy import own_copy
+from buffer.wire.rollout import RolloutState, VersionSpan
 from buffer.wire.sampling import SampleParams
-from buffer.wire.sampling_mask import RecordedMask, SamplingMask, joined_masks
-from buffer.wire.teacher_columns import own_tops, tops_of
-
-STATUSES = tuple(Status)
-"""The order is part of the wire format: column `statuses` holds positions in it."""
-
-NO_FINISH = 255  # in column `finishes`: no finish reason
-
-Experts = NDArray[np.int16] | str | None
 
 _CODES = {status: code for code, status in enumerate(STATUSES)}
 
@@ -37,10 +39,15 @@ def tabulate(gid: str, task: str, states: Sequence[RolloutState]) -> tuple[Head,
     finish_reasons, finishes = _finishes(states)
     reward_names, rewards = _rewards(states)
     lineages, spans = _spans(states)
-    teachers, teacher_logprobs = _teachers(states, lengths)
-    top_k, top_ids, top_logprobs = _tops(states, teachers, lengths)
-    experts, has_experts = _experts([state.routed_experts for state in states])
-    sampled = _sampling_mask([state.sampling_mask for state in states], lengths)
+    mask = None
+    if any(state.response_mask is not None for state in states):
+        masks = [state.response_mask for state in states]
+        mask = np.concatenate(
+            [
+                np.ones(n, "u1") if own is None else own
+                for own, n in zip(masks, lengths, strict=True)
+            ]
+        )
     columns = {
         "spans": spans,
         "rewards": rewards,
@@ -49,20 +56,21 @@ def tabulate(gid: str, task: str, states: Sequence[RolloutState]) -> tuple[Head,
         "prompt_ids": np.empty(0, "<i4") if prompt is None else np.array(prompt),
         "response_ids": np.concatenate([state.response_ids for state in states]),
         "logprobs": np.concatenate([state.logprobs for state in states]),
-        "teacher_logprobs": teacher_logprobs,
-        "teacher_top_ids": top_ids,
-        "teacher_top_logprobs": top_logprobs,
-        "routed_experts": experts,
         "statuses": np.array([_CODES[state.status] for state in states], "u1"),
         "finishes": finishes,
-        "mask": _per_token([state.response_mask for state in states], lengths, 1, "u1"),
-        "has_experts": has_experts,
+        "mask": mask,
     }
-    if sampled:
-        columns |= {"sampling_counts": sampled.counts, "sampling_ids": sampled.ids}
-    for name in OPTIONAL:
-        columns[name] = _per_token([getattr(state, name) for state in states], lengths)
-    shared, own = _texts(states)
+    files: dict[int, dict[str, str]] = {}
+    attached = sorted({name for state in states for name in state.columns})
+    for name in (*COLUMNS, *attached):
+        is_own = name in COLUMNS
+        values = [getattr(s, name) if is_own else s.columns.get(name) for s in states]
+        if any([value is not None for value in values]):
+            columns |= known_column(name).joined(values, lengths)
+            for n, value in enumerate(values):
+                if isinstance(value, str):
+                    files.setdefault(n, {})[name] = value
+    shared, own = _texts(states, files)
     head = Head(
         gid=gid,
         task=task,
@@ -72,8 +80,6 @@ def tabulate(gid: str, task: str, states: Sequence[RolloutState]) -> tuple[Head,
         finish_reasons=finish_reasons,
         lineages=lineages,
         rewards=reward_names,
-        teachers=teachers,
-        teacher_top_k=top_k,
         columns={},
     )
     return head, {name: column for name, column in columns.items() if column is not None}
@@ -113,93 +119,23 @@ def _spans(states: Sequence[RolloutState]) -> tuple[list[str], NDArray[np.int64]
     return list(lineages), np.array(rows, "<i8") if rows else None
 
 
-def _per_token(
-    columns: Sequence[NDArray[Any] | None],
-    lengths: Sequence[int],
-    absent: float = np.nan,
-    dtype: str = "<f4",
-) -> NDArray[Any] | None:
-    """Return a column over all tokens, `absent` for a rollout without; None where none has it."""
-    if not any(column is not None and len(column) for column in columns):
-        return None
-    row = next(column.shape[1:] for column in columns if column is not None and len(column))
-    filled = zip(columns, lengths, strict=True)
-    whole: NDArray[Any] = np.concatenate(
-        [np.full((n, *row), absent, dtype) if column is None else column for column, n in filled]
-    )
-    return whole
-
-
-def _teachers(
-    states: Sequence[RolloutState], lengths: Sequence[int]
-) -> tuple[list[str], NDArray[np.float32] | None]:
-    if not any(state.teacher_logprobs for state in states):
-        return [], None
-    given = [state.teacher_logprobs or {} for state in states]
-    names = sorted({name for columns in given for name, column in columns.items() if len(column)})
-    rows = [_per_token([columns.get(name) for columns in given], lengths) for name in names]
-    return names, np.array(rows, "<f4") if names else None
-
-
-def _tops(
-    states: Sequence[RolloutState], teachers: Sequence[str], lengths: Sequence[int]
-) -> tuple[list[int], NDArray[np.int32] | None, NDArray[np.float32] | None]:
-    """Return k of each teacher, and the top tokens of all teachers side by side."""
-    given = [(state.teacher_top_ids or {}, state.teacher_top_logprobs or {}) for state in states]
-    if not any(ids for ids, _ in given):
-        return [], None, None
-    top_k, blocks = [], []
-    for name in teachers:
-        # a rollout without tokens has none of any width
-        pairs = [
-            (ids[name], logprobs.get(name)) if len(ids.get(name, ())) else (None, None)
-            for ids, logprobs in given
-        ]
-        widths = {rows.shape[1] for pair in pairs for rows in pair if rows is not None}
-        if len(widths) > 1:
-            raise WireError(f"top tokens of {name!r} have different numbers k: {sorted(widths)}")
-        top_k.append(max(widths, default=0))
-        if widths:
-            ids = _per_token([pair[0] for pair in pairs], lengths, 0, "<i4")
-            blocks.append((ids, _per_token([pair[1] for pair in pairs], lengths)))
-    if not blocks:
-        return [], None, None
-    all_ids, all_logprobs = zip(*blocks, strict=True)
-    return top_k, np.concatenate(all_ids, axis=1), np.concatenate(all_logprobs, axis=1)
-
-
-def _experts(
-    experts: Sequence[Experts],
-) -> tuple[NDArray[np.int16] | None, NDArray[np.uint8] | None]:
-    inline = [rows for rows in experts if isinstance(rows, np.ndarray)]
-    if not inline:
-        return None, None
-    if len({rows.shape[1:] for rows in inline}) > 1:
-        shapes = [list(rows.shape) for rows in inline]
-        raise WireError(f"routed_experts have different shapes: {shapes}")
-    has_experts = np.array([isinstance(rows, np.ndarray) for rows in experts], "u1")
-    return np.concatenate(inline), has_experts
-
-
-def _sampling_mask(masks: Sequence[RecordedMask], lengths: Sequence[int]) -> SamplingMask | None:
-    inline = [mask if isinstance(mask, SamplingMask) else None for mask in masks]
-    joined = joined_masks(zip(inline, lengths, strict=True))
-    return joined if isinstance(joined, SamplingMask) else None
-
-
 # -- texts ---------------------------------------------------------------
 
 
 _SHARED = ("messages", "data_source", "ground_truth", "extra", "tools", "tool_choice", "multimodal")
 
 
-def _texts(states: Sequence[RolloutState]) -> tuple[Shared, list[tuple[int, Own]]]:
+def _texts(
+    states: Sequence[RolloutState], files: Mapping[int, dict[str, str]]
+) -> tuple[Shared, list[tuple[int, Own]]]:
     """Return what the rollouts share, and what single ones have instead or besides."""
     first = _shared_values(states[0])
     common = _encoded(first)
     own = []
     for n, state in enumerate(states):
         fields = _own_values(state)
+        if n in files:
+            fields["files"] = files[n]
         values = _shared_values(state) if n else first
         if n and (common is None or _encoded(values) != common):
             for name, value in values.items():
@@ -236,9 +172,6 @@ def _own_values(state: RolloutState) -> dict[str, Any]:
         fields["error"] = state.error
     if state.tool_calls:
         fields["tool_calls"] = own_copy(state.tool_calls)
-    for name in UNJUDGED:
-        if isinstance(address := getattr(state, name), str):
-            fields[name] = address
     return fields
 
 
@@ -249,35 +182,42 @@ def rollouts(head: Head, columns: Columns) -> Iterator[RolloutState]:
     """Yield the rollouts of a group, with columns as read-only parts of the group's."""
     columns = {name: read_only(column) for name, column in columns.items()}
     spans = spans_of(head, columns)
-    experts = experts_of(head, columns)
-    masks = masks_of(head, columns)
-    tops = tops_of(head, columns)
     own = dict(head.own)
     shared = _state_fields(head.shared)
-    ends = np.cumsum(columns["lengths"]).tolist()
-    for n, (end, length) in enumerate(zip(ends, columns["lengths"].tolist(), strict=True)):
-        part = slice(end - length, end)
+    named = dict.fromkeys(
+        [*optional_of(columns), *(name for o in own.values() for name in o.files)]
+    )
+    optional = {name: values_of(head, columns, name) for name in named}
+    for n, part in enumerate(tokens_of(columns)):
         mask = columns["mask"][part] if "mask" in columns else None
         code = int(columns["finishes"][n]) if "finishes" in columns else NO_FINISH
         fields = shared | _state_fields(own[n]) if n in own else shared
+        values = {name: found[n] for name, found in optional.items() if found[n] is not None}
         yield RolloutState(
             **own_copy(fields),
-            **{name: _own_part(columns.get(name), part) for name in OPTIONAL},
+            **{name: values.pop(name) for name in COLUMNS if name in values},
+            columns=values,
             index=int(columns["indices"][n]),
             prompt_ids=columns["prompt_ids"],
             response=head.responses[n],
             response_ids=columns["response_ids"][part],
             logprobs=columns["logprobs"][part],
             response_mask=None if mask is None or mask.all() else mask,
-            teacher_logprobs=_own_teachers(head.teachers, columns, part),
-            **own_tops(tops, part),
-            routed_experts=experts[n],
-            sampling_mask=masks[n],
             spans=spans[n],
             reward=_reward(head.rewards, columns, n),
             finish_reason=None if code == NO_FINISH else head.finish_reasons[code],
             status=STATUSES[int(columns["statuses"][n])],
         )
+
+
+def values_of(head: Head, columns: Columns, name: str) -> list[Any]:
+    """Return an optional column of each rollout: its value, its address, or None."""
+    found: list[Any] = [None] * len(head.responses)
+    if parts_of(columns, name):
+        found = known_column(name).split(columns, tokens_of(columns), len(columns["prompt_ids"]))
+    for n, own in head.own:
+        found[n] = own.files.get(name, found[n])
+    return found
 
 
 def spans_of(head: Head, columns: Columns) -> list[list[VersionSpan]]:
@@ -288,35 +228,6 @@ def spans_of(head: Head, columns: Columns) -> list[list[VersionSpan]]:
     return found
 
 
-def experts_of(head: Head, columns: Columns) -> list[Experts]:
-    """Return the experts of each rollout: their rows, their address, or None."""
-    found: list[Experts] = [None] * len(head.responses)
-    for n, own in head.own:
-        found[n] = own.routed_experts
-    if "routed_experts" in columns:
-        start = 0
-        for n in np.flatnonzero(columns["has_experts"]).tolist():
-            end = start + expert_rows(len(columns["prompt_ids"]), int(columns["lengths"][n]))
-            found[n] = columns["routed_experts"][start:end]
-            start = end
-    return found
-
-
-def masks_of(head: Head, columns: Columns) -> list[RecordedMask]:
-    """Return the sampling mask of each rollout, its address, or None."""
-    found: list[RecordedMask] = [None] * len(head.responses)
-    if "sampling_ids" in columns:
-        start = first = 0
-        for n, length in enumerate(columns["lengths"].tolist()):
-            counts = columns["sampling_counts"][start : start + length]
-            if ids := int(counts.sum(dtype=np.int64)):
-                found[n] = SamplingMask(counts, columns["sampling_ids"][first : first + ids])
-            start, first = start + length, first + ids
-    for n, own in head.own:
-        found[n] = own.sampling_mask or found[n]
-    return found
-
-
 def _reward(names: Sequence[str], columns: Columns, n: int) -> dict[str, float] | None:
     if "rewards" not in columns:
         return None
@@ -324,29 +235,11 @@ def _reward(names: Sequence[str], columns: Columns, n: int) -> dict[str, float] 
     return {name: value for name, value in present if value == value} or None
 
 
-def _own_part(column: NDArray[np.float32] | None, part: slice) -> NDArray[np.float32] | None:
-    """Return the part of a rollout in an optional column; None where it has none."""
-    if column is None or part.start == part.stop or np.isnan(column[part.start]):
-        return None
-    return column[part]
-
-
-def _own_teachers(
-    teachers: Sequence[str], columns: Columns, part: slice
-) -> dict[str, NDArray[np.float32]] | None:
-    if not teachers:
-        return None
-    rows = zip(teachers, columns["teacher_logprobs"], strict=True)
-    parts = {name: _own_part(row, part) for name, row in rows}
-    return {name: own for name, own in parts.items() if own is not None} or None
-
-
 def _state_fields(texts: Shared | Own) -> dict[str, Any]:
     """Return the set fields as `RolloutState` takes them."""
     values = {name: getattr(texts, name) for name in texts.__struct_fields__}
     fields = {name: value for name, value in values.items() if value is not UNSET}
-    for name in UNJUDGED:  # from `experts_of` and `masks_of`
-        fields.pop(name, None)
+    fields.pop("files", None)  # see `values_of`
     if "sample" in fields:
         fields["sample_params"] = fields.pop("sample")
     return fields

@@ -88,18 +88,13 @@ def _pass_at(scores: Sequence[NDArray[np.float32]]) -> dict[str, float]:
     smallest = min(len(group) for group in scores)
     if smallest < 2:
         return {}
+    counts = [(len(group), int((group < FULL_SCORE).sum())) for group in scores]
     metrics = {}
-    for exponent in range(smallest.bit_length()):
-        k = 2**exponent
-        probabilities = [_probability(group >= FULL_SCORE, k) for group in scores]
-        metrics[f"pass@{k}"] = float(np.mean(probabilities))
+    for k in (2**exponent for exponent in range(smallest.bit_length())):
+        # of k rollouts, drawn without replacement, one is right
+        found = [1.0 - comb(wrong, k) / comb(size, k) for size, wrong in counts]
+        metrics[f"pass@{k}"] = float(np.mean(found))
     return metrics | {"avg_pass@k": sum(metrics.values()) / len(metrics)}
-
-
-def _probability(right: NDArray[np.bool_], k: int) -> float:
-    """Return the probability that one of k rollouts, drawn without replacement, is right."""
-    wrong = int((~right).sum())
-    return 1.0 - comb(wrong, k) / comb(len(right), k)
 
 
 class EvaluationPlan:

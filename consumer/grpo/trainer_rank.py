@@ -9,9 +9,8 @@ result visible: a checkpoint, published weights, a commit. So it is complete.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -184,12 +183,3 @@ class TrainerRank:
     @on_all_ranks
     def wake(self) -> None:
         self.share.wake()
-
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        self.wake()
-        try:
-            yield
-        finally:
-            if not self.orders.is_in_order:
-                self.sleep()

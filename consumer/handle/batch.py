@@ -19,13 +19,12 @@ from numpy.typing import NDArray
 from buffer.control.task_status import ProduceBatchStatus
 from buffer.errors import WireError
 from buffer.manifest import Manifest
+from buffer.wire.columns import known_column
 from buffer.wire.group import RolloutGroup
 
 Ints = NDArray[np.int64]
 
 COLUMNS = ("prompt_ids", "response_ids", "logprobs", "mask")
-
-TOP_IDS = "teacher_top_ids/"
 
 _BATCHES = 4  # only the newest: a trainer may keep groups for good, for example to show them
 
@@ -187,39 +186,28 @@ class BatchTable:
         return _joined(self.columns("mask"), np.uint8)
 
     @cached_property
-    def optional(self) -> dict[str, NDArray[np.float32]]:
-        """The optional columns that any group has, float32[R] each; nan: no value."""
-        return {name: _joined(self.columns(name), np.float32) for name in self.optional_names()}
+    def optional(self) -> dict[str, NDArray[Any]]:
+        """The optional columns that any group has, [R] or [R, k]; nan: no value."""
+        return {name: np.concatenate(self.columns(name)) for name in self.optional_names()}
 
     def optional_names(self) -> list[str]:
         return sorted({name for group in self.groups for name in group.optional_columns()})
 
     def columns(self, name: str) -> list[NDArray[Any]]:
-        """Return a column of each group, not joined: one of `COLUMNS`, or an optional one."""
+        """Return a column of each group, not joined: one of `COLUMNS`, or an optional one.
+
+        Values of several numbers, as a teacher's top tokens, are as wide as the widest.
+        """
         if name in COLUMNS:
             return self._columns[name]
+        column = known_column(name.partition("/")[0])
         given = [group.optional_columns().get(name) for group in self.groups]
+        inner = [array.shape[1:] for array in given if array is not None]
+        widest = tuple(map(max, zip(*inner, strict=True))) or (1,) * column.inner
         return [
-            np.full(len(group.response_ids), np.nan, "<f4") if column is None else column
-            for group, column in zip(self.groups, given, strict=True)
+            column.widened(array, (len(group.response_ids), *widest))
+            for group, array in zip(self.groups, given, strict=True)
         ]
-
-    def tops(self) -> dict[str, list[NDArray[Any]]]:
-        """Return `RolloutGroup.teacher_tops` of each group by name, [R, k], as wide as the widest.
-
-        Logprobs are nan for a group without, and -inf where it has fewer tokens than others.
-        """
-        given = [group.teacher_tops() for group in self.groups]
-        widths: dict[str, int] = {}
-        for name, column in (item for tops in given for item in tops.items()):
-            widths[name] = max(widths.get(name, 0), column.shape[1])
-        sizes = [len(group.response_ids) for group in self.groups]
-        return {
-            name: [
-                _widened(name, tops.get(name), (n, k)) for tops, n in zip(given, sizes, strict=True)
-            ]
-            for name, k in sorted(widths.items())
-        }
 
     def parts(self, columns: Sequence[NDArray[Any]], chosen: Ints) -> list[NDArray[Any]]:
         """Return each chosen rollout's part of its group's column of response tokens."""
@@ -227,16 +215,6 @@ class BatchTable:
         ends = starts + self.lengths[chosen]
         places = zip(self.group[chosen].tolist(), starts.tolist(), ends.tolist(), strict=True)
         return [columns[group][start:end] for group, start, end in places]
-
-
-def _widened(name: str, column: NDArray[Any] | None, shape: tuple[int, int]) -> NDArray[Any]:
-    if name.startswith(TOP_IDS):
-        wide: NDArray[Any] = np.zeros(shape, np.int32)
-    else:
-        wide = np.full(shape, np.nan if column is None else -np.inf, np.float32)
-    if column is not None:
-        wide[:, : column.shape[1]] = column
-    return wide
 
 
 def ranges(starts: Ints, lengths: Ints) -> Ints:

@@ -15,6 +15,7 @@ import shutil
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -25,6 +26,8 @@ from buffer.weights.new_folder import follow_umask
 log = logging.getLogger("rolloutmq.trainer")
 
 POSITION = "trainer.json"
+
+ROWS = "rows"  # metadata key: first row and number of all rows of sharded tensors
 
 
 class CheckpointFolder:
@@ -60,9 +63,6 @@ class CheckpointFolder:
 
         Raises ModelError if none is whole.
         """
-        # it needs safetensors, which a process that only looks at a run need not have
-        from consumer.handle.state_files import check_state
-
         problems = []
         for step in reversed(self._folders()):
             try:
@@ -160,3 +160,55 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def check_state(folder: Path) -> None:
+    """Raise ModelError unless the files in `folder` are all there, each with all of its bytes."""
+    for path in state_paths(folder):
+        with opened(path, "numpy") as file:
+            spans_of(file, path)
+
+
+def state_name(rank: int, size: int) -> str:
+    return f"state-{rank:05d}-of-{size:05d}.safetensors"
+
+
+def state_paths(folder: Path) -> list[Path]:
+    """Return the files of all ranks. Raises ModelError where one is missing."""
+    found = sorted(folder.glob("state-*-of-*.safetensors"))
+    size = int(found[0].stem.rpartition("-")[2]) if found else 1
+    paths = [folder / state_name(rank, size) for rank in range(size)]
+    missing = [path.name for path in paths if path not in found]
+    if missing:
+        raise ModelError(
+            f"{folder} is not a complete checkpoint: it lacks {missing[0]}",
+            hint="remove this checkpoint's folder to use an older one",
+        )
+    return paths
+
+
+def opened(path: Path, framework: str) -> Any:
+    """Return an open file of tensors for "pt" or "numpy". Raises ModelError for a torn one."""
+    # a process that only looks at a run need not have it
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        # compares the length of the file with its header
+        return safe_open(path, framework=framework)
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(path, error) from error
+
+
+def spans_of(file: Any, path: Path) -> dict[str, tuple[int, int]]:
+    """Return the first row and the number of rows of each sharded tensor."""
+    try:
+        return dict(orjson.loads((file.metadata() or {}).get(ROWS, "{}")))
+    except ValueError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ModelError:
+    return ModelError(
+        f"{path} cannot be read: {error}",
+        hint="remove this checkpoint's folder to use an older one",
+    )

@@ -11,6 +11,7 @@ from buffer.errors import PayloadMissing, WireError
 from buffer.job import PayloadRef
 from buffer.manifest import Manifest
 from buffer.run.run import Run
+from buffer.wire.document import ids_of
 from buffer.wire.group import RolloutGroup
 
 LOWEST_LOGPROB = -50.0  # float32 samplers stay above about -25; workers use -9999 or so for "none"
@@ -46,8 +47,8 @@ def check_content(group: RolloutGroup, vocabulary: int | None) -> None:
 
 
 def _name_id(group: RolloutGroup, largest: int) -> None:
-    columns = ("prompt_ids", "response_ids", "teacher_top_ids", "sampling_ids")
-    for name, ids in ((name, group.columns[name]) for name in columns if name in group.columns):
+    for name in ids_of(group.columns):
+        ids = group.columns[name]
         # as unsigned numbers, negative ids are beyond any vocabulary
         wrong = ids.view(np.uint32) > largest
         if wrong.any():

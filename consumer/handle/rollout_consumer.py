@@ -91,6 +91,8 @@ class RolloutConsumer:
         )
         self._takes = Counter[str]()
         self._last_waited_s = 0.0
+        # nobody else publishes weights while this trainer is open; None: not known yet
+        self._newest: PolicyVersion | None = None
         self._stop = threading.Event()
         self._taker = BatchTaker(run, self.role.nonce, self._check, work)
         self._prefetcher = Prefetcher(run, prefetch_bytes, self.role.ended)
@@ -139,6 +141,7 @@ class RolloutConsumer:
             position=position,
             regenerate=regenerate,
         )
+        self._newest = None
         # calls of the trainer wait for the end of an outage, however long it lasts
         self._run.store.patience = lambda: not (self._stop.is_set() or self.role.ended.is_set())
         # heartbeats continue after `stop`, while the last step ends: the role is held until `close`
@@ -208,7 +211,10 @@ class RolloutConsumer:
         manifest, groups = self._taker.read_whole(
             self._run.ledger, manifest, self._reader, known, options, strict=strict
         )
-        batch = Batch(step, groups, manifest, waited_s, status_of_taken(self._run, step))
+        if self._newest is None:
+            self._newest = self._run.control.state().weights
+        status = status_of_taken(self._run, step, self._newest)
+        batch = Batch(step, groups, manifest, waited_s, status)
         self._takes["groups"] += len(groups)
         self._takes["bytes"] += sum(entry.payload.size for entry in manifest.entries)
         self._takes["batches"] += 1
@@ -316,8 +322,9 @@ class RolloutConsumer:
                 hint="let FolderSender.write write the folder, with its manifest, and pass on what "
                 "it returns; or call `publish`",
             ) from error
-        control = self._run.control
-        return control.publish_weights(self.nonce, weights, path, checksum, stage=stage)
+        state = self._run.control.publish_weights(self.nonce, weights, path, checksum, stage=stage)
+        self._newest = state.weights
+        return state
 
     def evaluate(
         self,

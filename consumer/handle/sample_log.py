@@ -138,21 +138,16 @@ def describe_sample(
 
 def contains(document: dict[str, Any], text: str) -> str:
     """Return a group's text around a match in any case; "" without one."""
+    said = [document.get("prompt") or ""]
+    said += [str(message.get("content", "")) for message in document.get("messages", [])]
+    for member in document["members"]:
+        said += [turn["text"] for turn in member.get("turns") or [{"text": member["response"]}]]
     wanted = text.casefold()
-    for part in _texts_of(document):
+    for part in said:
         at = part.casefold().find(wanted)
         if at >= 0:
             return part[max(0, at - AROUND) : at + len(text) + AROUND]
     return ""
-
-
-def _texts_of(document: dict[str, Any]) -> Iterator[str]:
-    yield document.get("prompt") or ""
-    for message in document.get("messages", []):
-        yield str(message.get("content", ""))
-    for member in document["members"]:
-        for turn in member.get("turns") or [{"text": member["response"]}]:
-            yield turn["text"]
 
 
 def add_texts(document: dict[str, Any], group: RolloutGroup, texts: TokenTexts) -> None:

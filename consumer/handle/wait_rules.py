@@ -57,9 +57,9 @@ _STATUS_REASONS = {
 }
 
 
-def status_of_taken(run: Run, step: int) -> ProduceBatchStatus:
+def status_of_taken(run: Run, step: int, newest: PolicyVersion) -> ProduceBatchStatus:
     """Return EXPIRED_BATCH if the newest weights are too old for the step after `step`."""
-    age = staleness(step + 1, run.control.state().weights.version)
+    age = staleness(step + 1, newest.version)
     is_expired = age >= run.limits.horizon_of(step + 1)
     return ProduceBatchStatus.EXPIRED_BATCH if is_expired else ProduceBatchStatus.NORMAL
 

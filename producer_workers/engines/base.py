@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from buffer.errors import ModelError, RolloutMQError
 from buffer.wire.rollout import MediaRef, PolicyVersion, VersionSpan
 from buffer.wire.sampling import SampleParams
-from buffer.wire.sampling_mask import RecordedMask
 from producer_workers.images import ImageFolder
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -44,9 +43,13 @@ class Generation:
     logprobs: NDArray[np.float32]  # [n]
     spans: tuple[VersionSpan, ...]  # cover [0, n) in order, none of length 0
     finish_reason: FinishReason
-    # [P + n - 1, layers, top_k], of every token of prompt and response but the last
-    routed_experts: NDArray[np.int16] | None = None
-    sampling_mask: RecordedMask = None  # None: not recorded, or nothing was cut off
+    # what was recorded beside, by the name of a column (`RolloutState.append`); None: nothing
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def sampling_mask(self) -> Any:
+        """Return the tokens that each was sampled from, for agent loops that pass it by name."""
+        return self.columns.get("sampling_mask")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +94,11 @@ class GrowingResponse:
         assert self.finish_reason is not None
         token_ids = np.asarray(self.token_ids, dtype="<i4")
         logprobs = np.asarray(self._logprobs, dtype="<f4")
-        recorded = self.routed_experts(), self.sampling_mask()
-        return Generation(token_ids, logprobs, tuple(self._spans), self.finish_reason, *recorded)
+        spans = tuple(self._spans)
+        return Generation(token_ids, logprobs, spans, self.finish_reason, self.columns())
 
-    def routed_experts(self) -> NDArray[np.int16] | None:
-        return None
-
-    def sampling_mask(self) -> RecordedMask:
-        return None
+    def columns(self) -> dict[str, Any]:
+        return {}
 
 
 class Engine(Protocol):

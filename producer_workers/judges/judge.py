@@ -1,7 +1,7 @@
 """Judges, which turn completed rollouts into rewards: one function, the user's or a built-in one.
 
 `function(response=..., ground_truth=..., state=...)` returns a number, or a dict of numbers with
-"score" and perhaps token columns (`TOKEN_COLUMNS`). `function(states=[...])` gets whole groups, and
+"score" and perhaps columns (`buffer.wire.columns`). `function(states=[...])` gets whole groups, and
 returns one reward for each rollout, in order.
 """
 
@@ -11,19 +11,18 @@ import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from msgspec import structs
-from numpy.typing import NDArray
-from pydantic import ValidationError
 
-from buffer.errors import JudgeError, WireError
-from buffer.wire.rollout import TEACHERS, RolloutState
+from buffer.errors import JudgeError, RolloutMQError, WireError
+from buffer.wire.columns import all_columns, column_named
+from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import RUNS_PROGRAMS, JudgingSection, named_judges
 from producer_workers.user_code.border import (
     BORDERS,
-    TOKEN_COLUMNS,
     TURN_REWARDS,
     Rules,
     Shape,
@@ -31,9 +30,7 @@ from producer_workers.user_code.border import (
     load_border,
 )
 from producer_workers.user_code.process_function import ProcessFunction
-from producer_workers.user_code.user_function import UserFunction
-
-COLUMNS = frozenset((*TOKEN_COLUMNS, *TEACHERS))
+from producer_workers.user_code.user_function import UserFunction, outcome_of
 
 LIMIT_S: float = JudgingSection().timeout_s
 
@@ -46,6 +43,8 @@ class Judge(ABC):
 
     name: str
     sees_group = False
+    is_quick = False
+    """whether it answers at once, so that the rollouts of a group are judged in one call"""
 
     async def judge(self, state: RolloutState) -> dict[str, float]:
         """Return the reward of `state`, with "score" in it."""
@@ -56,6 +55,12 @@ class Judge(ABC):
         if self.sees_group:
             return await self.ask(states)
         return list(await asyncio.gather(*map(self.judge, states)))
+
+    async def judge_each(
+        self, states: Sequence[RolloutState]
+    ) -> list[dict[str, float] | RolloutMQError]:
+        """Return of each rollout its reward, or why it has none. Only a judge that `is_quick`."""
+        raise NotImplementedError
 
     @abstractmethod
     async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
@@ -68,7 +73,7 @@ class Judge(ABC):
 class FunctionJudge(Judge):
     """Judges with `function`: in this process, or in those of `call`.
 
-    `limit_s` limits a call in this process.
+    `limit_s` limits a call in this process. `is_quick`: it is known to answer in milliseconds.
     """
 
     def __init__(
@@ -78,14 +83,35 @@ class FunctionJudge(Judge):
         limit_s: float = LIMIT_S,
         *,
         call: ProcessFunction | None = None,
+        is_quick: bool = False,
     ) -> None:
         self.name = name
         self.sees_group = _sees_group(function)
         shape: Shape = "group" if self.sees_group else "rollout"
         self._call = call or call_here(f"judge {name!r}", name, function, shape, limit_s)
+        is_plain = call is None and not inspect.iscoroutinefunction(function)
+        self.is_quick = is_quick and is_plain and not self.sees_group
 
     async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         return take_columns(self.name, states, await self._call(states))
+
+    async def judge_each(
+        self, states: Sequence[RolloutState]
+    ) -> list[dict[str, float] | RolloutMQError]:
+        assert isinstance(self._call, UserFunction)
+        try:
+            outcomes = await self._call.call_each([([state],) for state in states])
+        except JudgeError:  # over its limit: only a call of its own tells which rollout is
+            outcomes = [await outcome_of(partial(self._call, [state])) for state in states]
+        judged: list[dict[str, float] | RolloutMQError] = []
+        for state, (answers, error) in zip(states, outcomes, strict=True):
+            try:
+                if error:
+                    raise error
+                judged += take_columns(self.name, [state], answers)
+            except RolloutMQError as failure:
+                judged.append(failure)
+        return judged
 
     def close(self) -> None:
         self._call.close()
@@ -183,20 +209,13 @@ def rollout_of(fields: dict[str, Any]) -> RolloutState:
 def take_columns(
     name: str, states: Sequence[RolloutState], answers: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, float]]:
-    """Give rollouts the token columns of a judge's checked answers; return their rewards.
+    """Give rollouts the columns of a judge's checked answers; return their rewards.
 
-    Raises JudgeError for a column that has another length than the response, or its turns.
+    Raises JudgeError for a column that does not fit the response, or its turns.
     """
     rewards = []
     for state, answer in zip(states, answers, strict=True):
-        reward = dict(answer)
-        for column in TOKEN_COLUMNS:
-            given = reward.pop(column) if isinstance(reward.get(column), list | dict) else None
-            if isinstance(given, dict):
-                rows = {who: _values(name, column, row, state) for who, row in given.items()}
-                setattr(state, column, rows)
-            elif given is not None:
-                setattr(state, column, _values(name, column, given, state))
+        reward = _give_columns(name, state, answer)
         try:
             reward_turns([state], reward)
         except WireError as error:
@@ -212,17 +231,28 @@ def add_columns(
     if len(answers) != len(states):
         raise JudgeError(f"judge {name!r} gave {len(answers)} answers for {len(states)} rollouts")
     for state, answer in zip(states, answers, strict=True):
-        columns = {key: value for key, value in answer.items() if key in COLUMNS}
-        try:
-            checked = RolloutState(**{**dict(state), **columns})
-        except ValidationError as error:
-            reasons = "; ".join(found["msg"] for found in error.errors())
-            raise JudgeError(f"judge {name!r}: {reasons}") from error
-        numbers = {key: value for key, value in answer.items() if key not in columns}
-        reward = check_numbers(f"judge {name!r}", numbers)
-        for column in columns:
-            setattr(state, column, getattr(checked, column))
-        state.reward = {**reward, **(state.reward or {})}
+        numbers = check_numbers(f"judge {name!r}", _give_columns(name, state, answer))
+        state.reward = {**numbers, **(state.reward or {})}
+
+
+def _give_columns(name: str, state: RolloutState, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Set the columns in an answer, and return the rest of it. Raises JudgeError."""
+    rest, columns = dict(answer), []
+    try:
+        for key, value in answer.items():
+            column = column_named(key)
+            if column and column.is_answer(value):
+                column.set(state, column.read(rest.pop(key)))
+                columns.append(column)
+    except (TypeError, ValueError) as error:
+        raise JudgeError(f"judge {name!r}: {error}") from error
+    for column in columns:  # when all are set, since some need each other
+        if problem := column.problem(column.get(state), state):
+            raise JudgeError(
+                f"judge {name!r} returned {problem}",
+                hint="return one number for each of state.response_ids",
+            )
+    return rest
 
 
 def reward_turns(states: Sequence[RolloutState], reward: dict[str, Any]) -> None:
@@ -246,24 +276,10 @@ def reward_turns(states: Sequence[RolloutState], reward: dict[str, Any]) -> None
 
 
 def columns_of(state: RolloutState) -> dict[str, Any]:
-    """Return the token columns of a judged rollout, as a judge's answer has them."""
-    found = {}
-    for name in TOKEN_COLUMNS:
-        column = getattr(state, name)
-        if isinstance(column, dict):
-            found[name] = {who: row.tolist() for who, row in column.items()}
-        elif column is not None:
-            found[name] = column.tolist()
-    return found
-
-
-def _values(
-    name: str, column: str, values: list[float], state: RolloutState
-) -> NDArray[np.float32]:
-    tokens = len(state.response_ids)
-    if len(values) != tokens:
-        raise JudgeError(
-            f"judge {name!r} returned {len(values)} {column} for {tokens} response tokens",
-            hint="return one number for each of state.response_ids",
-        )
-    return np.array(values, "<f4")
+    """Return the columns of a judged rollout, as a judge's answer has them."""
+    found = {
+        column.name: column.plain(column.get(state))
+        for column in all_columns()
+        if not column.is_large
+    }
+    return {name: plain for name, plain in found.items() if plain is not None}

@@ -7,7 +7,7 @@ must import little.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -19,9 +19,10 @@ import numpy as np
 from buffer.errors import JudgeError, RolloutMQError, ServiceAway, UserCodeError, describe
 from buffer.failure_text import join_text
 from buffer.imports import load_object
+from buffer.wire.columns import all_columns, column_named
 from buffer.wire.group import RolloutGroup
 from buffer.wire.group_bytes import decode, encode
-from buffer.wire.rollout import UNJUDGED, RolloutState
+from buffer.wire.rollout import RolloutState
 from producer_workers.user_code.failure import log_once, user_trace
 
 
@@ -201,7 +202,7 @@ class RolloutBorder(Border):
 
     def write(self, *arguments: Any) -> bytes:
         (states,) = arguments
-        slim = [state.model_copy(update=UNJUDGED) for state in states]
+        slim = [state.slim() for state in states]
         return encode(RolloutGroup("called", "called", slim))
 
     def read(self, data: bytes) -> tuple[Any, ...]:
@@ -238,9 +239,6 @@ BORDERS: dict[Shape, str] = {
 Number = Real | np.bool_  # to Python, a bool of numpy is not a number
 
 LARGEST = float(np.finfo(np.float32).max)  # beyond it, a float32 is infinite
-
-# Columns of a rollout that a judge may return beside its reward (`RolloutState`).
-TOKEN_COLUMNS = ("token_rewards", "teacher_logprobs", "ref_logprobs", "values")
 
 TURN_REWARDS = "turn_rewards"  # beside a reward: a number for each turn of the model
 
@@ -284,47 +282,41 @@ def check_numbers(what: str, reward: Mapping[str, Any]) -> dict[str, float]:
             raise JudgeError(
                 f"{what} returned {key!r:.40} = {value!r:.80}",
                 hint="every value of a reward is a finite number within float32 "
-                "(.item() makes one of a tensor)",
+                "(.item() makes one of a tensor), or a column of the rollout: "
+                + ", ".join(column.name for column in all_columns() if not column.is_large),
             )
     return {key: float(value) for key, value in reward.items()}
 
 
-def check_answer(
-    name: str, result: Any, names: Collection[str] = (*TOKEN_COLUMNS, TURN_REWARDS)
-) -> dict[str, Any]:
-    """Return `result` as a reward, with columns of these names as lists. Raises JudgeError."""
+def check_answer(name: str, result: Any, *, has_columns: bool = True) -> dict[str, Any]:
+    """Return `result` as a reward, with columns of the rollout as lists. Raises JudgeError."""
     if not isinstance(result, Mapping):
         return check_reward(name, result)
-    columns = {
-        key: value
-        for key, value in result.items()
-        if key in names and not isinstance(value, Number)
-    }
-    reward = {key: value for key, value in result.items() if key not in columns}
-    return check_reward(name, reward) | {
-        key: _column(name, key, value) for key, value in columns.items()
-    }
+    reward, lists = {}, {}
+    for key, value in result.items():
+        column = column_named(key) if has_columns else None
+        try:
+            if key == TURN_REWARDS and not isinstance(value, Number):
+                lists[key] = turn_rewards(value)
+            elif column and column.is_answer(value):
+                lists[key] = column.plain(column.read(value))
+            else:
+                reward[key] = value
+        except (TypeError, ValueError, OverflowError) as error:
+            raise JudgeError(
+                f"judge {name!r} returned {key} = {value!r:.80}: {error}",
+                hint="return one finite number for each response token, as turn_rewards for each "
+                "turn of the model; teacher_logprobs are by the teacher's name",
+            ) from error
+    return check_reward(name, reward) | lists
 
 
-def _column(name: str, key: str, value: Any) -> Any:
-    if key == "teacher_logprobs" and isinstance(value, Mapping):
-        for who in value:
-            if not _is_name(who):
-                raise JudgeError(
-                    f"judge {name!r} returned {key} of {who!r:.40}", hint="a teacher has a name"
-                )
-        return {who: _column(name, f"{key}.{who}", row) for who, row in value.items()}
-    try:
-        column = np.asarray(value, np.float64)
-    except (TypeError, ValueError):
-        column = np.array(np.nan)
-    if column.ndim != 1 or key == "teacher_logprobs" or not (abs(column) <= LARGEST).all():
-        raise JudgeError(
-            f"judge {name!r} returned {key} = {value!r:.80}",
-            hint="return one finite number for each response token, as turn_rewards for each turn "
-            "of the model; teacher_logprobs are by the teacher's name",
-        )
-    return column.tolist()
+def turn_rewards(value: Any) -> list[float]:
+    array = np.asarray(value, np.float64)
+    if array.ndim != 1 or not (abs(array) <= LARGEST).all():
+        raise ValueError("not a list of finite numbers")
+    rewards: list[float] = array.tolist()
+    return rewards
 
 
 def check_answers(name: str, results: Any, count: int) -> list[dict[str, Any]]:

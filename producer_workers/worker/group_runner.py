@@ -37,8 +37,9 @@ from buffer.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.observers import all_of
 from buffer.redis.retry import LogOnce
 from buffer.run.run import Run
+from buffer.wire.columns import all_columns
 from buffer.wire.group import GROUP_TIME, RolloutGroup
-from buffer.wire.rollout import UNJUDGED, RolloutState, Status, has_ended
+from buffer.wire.rollout import RolloutState, Status, has_ended
 from producer_workers.engines.base import EngineDeadError
 from producer_workers.user_code.failure import log_failure
 from producer_workers.user_code.user_function import outcome_of
@@ -270,7 +271,7 @@ class GroupRunner:
         self._kept[cause] += 1
 
         def keep() -> None:
-            slim = [state.model_copy(update=UNJUDGED) for state in states]
+            slim = [state.slim() for state in states]
             self._run.dead_letters.keep_responses(job, RolloutGroup(job.gid, job.task, slim))
 
         try:
@@ -375,7 +376,9 @@ class GroupRunner:
             except JudgeInterrupted:  # judged and filtered again at its next claim
                 for state in made:
                     state.status = Status.ABORTED
-        await asyncio.to_thread(self._run.columns.put_large, made, job.gid, job.token)
+        large = [column for column in all_columns() if column.is_large]
+        if any(column.get(state) is not None for column in large for state in made):
+            await asyncio.to_thread(self._run.columns.put_large, made, job.gid, job.token)
         result = group.continued(made)
         total_s = round(spent_s + time.monotonic() - began, 6)
         result.shared.extra = {**result.shared.extra, GROUP_TIME: total_s}

@@ -34,8 +34,8 @@ DRAWN = (
 _RECORDS = (GROUP_TIME, *GATEWAY_RECORD)
 
 _APPEND = (
-    "use state.append(made.token_ids, made.logprobs, made.spans, sampling_mask=made.sampling_mask) "
-    "for sampled tokens, state.read(ids) for all others"
+    "use state.append(made.token_ids, made.logprobs, made.spans, **made.columns) for sampled "
+    "tokens, state.read(ids) for all others"
 )
 
 

@@ -15,8 +15,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from buffer.errors import WireError
 from buffer.ids import split_group_id
 from buffer.job import EndedEarly
+from buffer.wire.columns import known_column
 from buffer.wire.rollout import (
     MediaRef,
     PolicyVersion,
@@ -27,7 +29,6 @@ from buffer.wire.rollout import (
     no_tokens,
 )
 from buffer.wire.sampling import SampleParams
-from buffer.wire.sampling_mask import SamplingMask
 from producer_workers.engines.base import (
     AbortsGroups,
     Engine,
@@ -140,7 +141,7 @@ class SharedEngine(Engine):
         except EngineDeadError:
             self._sampled_at_death.add(gid)
             raise
-        _check_generation(self._engine.name, made, params)
+        _check_generation(self._engine.name, made, prompt_ids, params)
         for span in made.spans:
             self.sampled_with.add(PolicyVersion(span.lineage, span.version))
         member = request_id.removeprefix(f"{gid}/").partition("/")[0]
@@ -305,8 +306,10 @@ def _lower(oldest: dict[str, int], spans: Iterable[VersionSpan]) -> None:
             oldest[span.lineage] = min(span.version, oldest.get(span.lineage, span.version))
 
 
-def _check_generation(engine: str, made: Generation, params: SampleParams) -> None:
-    """Raise GenerationError for too many tokens, missing logprobs, or a wrong sampling mask."""
+def _check_generation(
+    engine: str, made: Generation, prompt_ids: NDArray[np.int32], params: SampleParams
+) -> None:
+    """Raise GenerationError for too many tokens, missing logprobs, or a wrong column."""
     tokens = len(made.token_ids)
     if tokens > params.max_tokens:
         raise GenerationError(
@@ -318,6 +321,18 @@ def _check_generation(engine: str, made: Generation, params: SampleParams) -> No
             f"the engine {engine} returned {tokens} tokens without a finite logprob for each",
             hint="check the model's weights and their number format",
         )
-    mask = made.sampling_mask
-    if isinstance(mask, SamplingMask) and (problem := mask.problem(made.token_ids)):
-        raise GenerationError(f"the engine {engine} returned a wrong sampling mask: {problem}")
+    if not tokens:
+        return
+    response = RolloutState(
+        prompt_ids=prompt_ids, response_ids=made.token_ids, logprobs=made.logprobs
+    )
+    for name, value in made.columns.items():
+        if value is None:
+            continue
+        try:
+            column = known_column(name)
+            problem = column.problem(column.read(value), response)
+        except (WireError, TypeError, ValueError) as error:
+            problem = str(error)
+        if problem:
+            raise GenerationError(f"the engine {engine} returned a wrong column: {problem}")

@@ -89,7 +89,7 @@ def test_roles_and_segments_are_exported_and_imported() -> None:
         ({"token_rewards": "ab"}, "token_rewards"),
         ({"token_rewards": [[1.0], [2.0]]}, "token_rewards"),
         ({"teacher_logprobs": [0.0, 0.0]}, "teacher_logprobs"),
-        ({"teacher_logprobs": {"large": [0.0]}}, "1 teacher_logprobs for 2"),
+        ({"teacher_logprobs": {"large": [0.0]}}, "1 teacher_logprobs of 'large' for 2"),
         ({"values": [1e39, 0.0]}, "values"),
         ({"turn_rewards": [1.0, 1.0]}, "2 turn_rewards for 1 turns"),
     ],

@@ -347,16 +347,18 @@ async def test_worker_submits_experts_and_masks_as_files_of_the_run_if_they_are_
     group = yard.group(gid)
     columns = yard.run.columns
     assert len(list(tmp_path.glob(f"columns/*/{gid}/*.npy"))) == (0 if most else 4)
-    assert (group.columns.get("routed_experts") is None) == (most == 0)
-    assert (group.columns.get("sampling_ids") is None) == (most == 0)
+    assert (group.columns.get("routed_experts/rows") is None) == (most == 0)
+    assert (group.columns.get("sampling_mask/ids") is None) == (most == 0)
     masks = MaskReader(VOCABULARY, columns, needed=True)
     assert masks.problem(group) == ""
     responses = np.split(group.response_ids, [6])
-    found = masks.of_tokens(group.sampling_masks(), responses, torch.device("cpu"))
+    found = masks.of_tokens(group.values_of("sampling_mask"), responses, torch.device("cpu"))
     assert found is not None
     assert (found.counts == VOCABULARY - 1).all()  # min_tokens cuts off the end
     recorded = RecordedExperts(layers=2, top_k=2, experts=8, columns=columns)
     assert recorded.problem(group) == ""
-    table = recorded.of_slots(group.experts(), np.array([0, 9]), np.array([9, 7]), 16)
+    table = recorded.of_slots(
+        group.values_of("routed_experts"), np.array([0, 9]), np.array([9, 7]), 16
+    )
     assert table.shape == (16, 2, 2)
     assert np.flatnonzero((table < 0).any((1, 2))).tolist() == [8, 15]

@@ -63,7 +63,9 @@ class Recorder(LetterEngine):
         reason: FinishReason = "stop" if len(cut) == len(ids) else "length"
         sets = np.column_stack([cut, np.full(len(cut), number)]).astype("<i4")
         mask = SamplingMask(np.full(len(cut), 2, "<i4"), sets.ravel())
-        made = Generation(np.array(cut, "<i4"), logprobs, spans, reason, sampling_mask=mask)
+        made = Generation(
+            np.array(cut, "<i4"), logprobs, spans, reason, columns={"sampling_mask": mask}
+        )
         self.read.append(prompt_ids.copy())
         self.said.append(made)
         return made

@@ -43,7 +43,7 @@ function value() {
 }
 
 const group = value();
-if (group.schema !== 2) throw new Error(`schema ${group.schema}`);
+if (group.schema !== 3) throw new Error(`schema ${group.schema}`);
 
 // columns are little-endian, at multiples of eight bytes of `data`, which may start anywhere: a copy is aligned
 function column(name, type) {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from buffer.control.length_counts import FINISHED
 from buffer.errors import ConfigError
+from buffer.wire.columns import known_column
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import Status
 from consumer.grpo.policy.mask_reader import MaskReader
@@ -37,6 +38,28 @@ REASONS = (
     "overlong",
     "truncated",
 )
+
+
+OF_ALL = {
+    "routed_experts": (
+        "no group of the batch has experts that can be replayed: the log has the reasons",
+        "set [engine] routed_experts = true for the workers, or remove [learner] replay_routing",
+    ),
+    "sampling_mask": (
+        "no group of the batch has usable sampling masks: the log has the reasons",
+        "sample by [engine] kind vllm or transformers; let your own agent loop pass "
+        "sampling_mask to state.append; or set [learner] allow_truncated_sampling = true, and the "
+        "ratios are wrong",
+    ),
+    "unread_column": (
+        "the groups of the batch have token columns that the loss does not read: the log names "
+        "them",
+        "docs/pages/loss.md says which [trainer] advantages read token_rewards; teacher_logprobs "
+        "are read by [learner.distillation], others by an advantages or objective function of "
+        "yours; or remove them from the judge's answers",
+    ),
+}
+"""Reasons that are a mistake of the config where all groups of a batch have them: error, hint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +138,7 @@ class BatchFilter:
         counts: Counter[str] = Counter()
         reasons: list[str] = []
         for group in groups:
-            problem = _problem(group) or self._value_problem(group)
-            if problem:
+            if problem := self._problem(group):
                 reason, detail = problem
                 counts[reason] += 1
                 log.error("group not trained, %s: %s", reason, detail, extra={"gid": group.gid})
@@ -126,27 +148,9 @@ class BatchFilter:
             counts.update(masked.values())
             reasons += [masked.get(index, "") for index in range(len(group.lengths))]
             kept.append(group)
-        if groups and counts["routed_experts"] == len(groups):
-            raise ConfigError(
-                "no group of the batch has experts that can be replayed: the log has the reasons",
-                hint="set [engine] routed_experts = true for the workers, "
-                "or remove [learner] replay_routing",
-            )
-        if groups and counts["sampling_mask"] == len(groups):
-            raise ConfigError(
-                "no group of the batch has usable sampling masks: the log has the reasons",
-                hint="sample by [engine] kind vllm or transformers; let your own agent loop pass "
-                "sampling_mask to state.append; or set [learner] allow_truncated_sampling = true, "
-                "and the ratios are wrong",
-            )
-        if groups and counts["unread_column"] == len(groups):
-            raise ConfigError(
-                "the groups of the batch have token columns that the loss does not read: the log "
-                "names them",
-                hint="docs/pages/loss.md says which [trainer] advantages read token_rewards; "
-                "teacher_logprobs are read by [learner.distillation], others by an advantages or "
-                "objective function of yours; or remove them from the judge's answers",
-            )
+        for reason, (what, hint) in OF_ALL.items():
+            if groups and counts[reason] == len(groups):
+                raise ConfigError(what, hint=hint)
         return Filtered(kept, dict(counts), reasons)
 
     def computable(self, group: RolloutGroup) -> NDArray[np.bool_]:
@@ -155,80 +159,59 @@ class BatchFilter:
         sampled = np.bincount(rollout, group.sampled_mask, len(group)) > 0
         return sampled & ~self._overlong(group)
 
-    def _value_problem(self, group: RolloutGroup) -> tuple[str, str] | None:
+    def _problem(self, group: RolloutGroup) -> tuple[str, str] | None:
+        """Return why a group cannot be trained, as (reason, detail); None where it can."""
+        lengths, tokens = group.lengths, int(group.lengths.sum())
+        if group.status is not Status.COMPLETED:
+            return "not_completed", f"it is {group.status}"
+        if group.multimodal:
+            return (
+                "multimodal",
+                "its prompt contains images, which need a trainer of your own (trainer.loop): "
+                "see consumer/README.md",
+            )
+        sizes = {name: len(getattr(group, name)) for name in ("response_ids", "logprobs", "mask")}
+        if wrong := {name: size for name, size in sizes.items() if size != tokens}:
+            return "length_mismatch", f"its lengths add up to {tokens} tokens, but it has {wrong}"
+        firsts = (np.cumsum(lengths) - lengths)[lengths > 0]
+        # the sessions of a gateway may share no first token: then the group has no prompt
+        if not len(group.prompt_ids) and group.mask[firsts].any():
+            return "no_prompt", "it has no prompt ids, and its first tokens are trained"
         missing = np.flatnonzero(~np.isfinite(group.scores)).tolist()
         if missing and self._needs_rewards:
             return "missing_reward", f"rollouts {missing} have no score"
-        if self._read_columns is not None:
-            for name in group.optional_columns():
-                if self._read_columns.isdisjoint((name, name.partition("/")[0])):
-                    return "unread_column", f"nothing reads its {name}"
-        detail = self._recorded.problem(group) if self._recorded else ""
-        if detail:
+        for name in group.optional_columns():
+            kind = name.partition("/")[0]
+            comes_alone = not known_column(kind).beside
+            read = self._read_columns
+            if comes_alone and read is not None and read.isdisjoint((name, kind)):
+                return "unread_column", f"nothing reads its {name}"
+        if detail := self._recorded.problem(group) if self._recorded else "":
             return "routed_experts", detail
         detail = self._masks.problem(group)
         return ("sampling_mask", detail) if detail else None
 
     def _mask(self, group: RolloutGroup) -> dict[int, str]:
         """Mask the rollouts of a group that cannot be trained; return their reasons."""
-        masked: dict[int, str] = {}
-        ends = np.cumsum(group.lengths)
-        for index, reason in self._untrainable(group):
-            tokens = slice(int(ends[index] - group.lengths[index]), int(ends[index]))
-            group.mask = _cleared(group.mask, tokens)
-            masked[index] = reason
-            log.warning("rollout %s not trained: %s", index, reason, extra={"gid": group.gid})
-        return masked
-
-    def _untrainable(self, group: RolloutGroup) -> Iterator[tuple[int, str]]:
-        """Yield the rollouts of a group that are not trained, and why."""
         too_long = self._overlong(group)
         truncated = np.zeros(len(group), np.bool_)
         if self._mask_truncated:
             # an agent's session ends with its last segment
             ends = {name: group.truncated[n] for n, name in enumerate(group.sessions)}
             truncated = group.truncated | [ends[name] for name in group.sessions]
+        masked: dict[int, str] = {}
         for index in np.flatnonzero(too_long | truncated).tolist():
-            yield index, "overlong" if too_long[index] else "truncated"
+            reason = masked[index] = "overlong" if too_long[index] else "truncated"
+            log.warning("rollout %s not trained: %s", index, reason, extra={"gid": group.gid})
+        if masked:
+            rollout = np.repeat(np.arange(len(group)), group.lengths)
+            # a copy: arrays that were decoded from the wire are read-only
+            mask = group.mask.copy()
+            mask[np.isin(rollout, [*masked])] = 0
+            group.mask = mask
+        return masked
 
     def _overlong(self, group: RolloutGroup) -> NDArray[np.bool_]:
         limit = self._max_sequence_tokens
         totals = len(group.prompt_ids) + group.lengths
         return totals > (np.iinfo(np.int32).max if limit is None else limit)
-
-
-def _problem(group: RolloutGroup) -> tuple[str, str] | None:
-    """Return why a group cannot be trained, as (reason, detail); None where it can."""
-    if group.status is not Status.COMPLETED:
-        return "not_completed", f"it is {group.status}"
-    if group.multimodal:
-        return (
-            "multimodal",
-            "its prompt contains images, which need a trainer of your own (trainer.loop): "
-            "see consumer/README.md",
-        )
-    tokens = int(group.lengths.sum())
-    sizes = {name: len(getattr(group, name)) for name in ("response_ids", "logprobs", "mask")}
-    wrong = {name: size for name, size in sizes.items() if size != tokens}
-    if wrong:
-        return "length_mismatch", f"its lengths add up to {tokens} tokens, but it has {wrong}"
-    if _trains_unpredicted(group):
-        return "no_prompt", "it has no prompt ids, and its first tokens are trained"
-    return None
-
-
-def _trains_unpredicted(group: RolloutGroup) -> bool:
-    """Return whether a first token is trained without a predecessor.
-
-    The sessions of a gateway may share no first token: then the group has no prompt.
-    """
-    lengths = group.lengths
-    firsts = (np.cumsum(lengths) - lengths)[lengths > 0]
-    return not len(group.prompt_ids) and bool(group.mask[firsts].any())
-
-
-def _cleared(mask: NDArray[np.uint8], tokens: slice) -> NDArray[np.uint8]:
-    # a copy: arrays that were decoded from the wire are read-only
-    mask = mask.copy()
-    mask[tokens] = 0
-    return mask

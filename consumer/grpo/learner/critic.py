@@ -24,9 +24,14 @@ from consumer.grpo.model_state.optimizers import (
     mean_metrics,
     set_rate,
 )
-from consumer.grpo.model_state.sharding import place, set_gradient_sync, shard
+from consumer.grpo.model_state.sharding import (
+    empty_model,
+    load_shards,
+    place,
+    set_gradient_sync,
+    shard,
+)
 from consumer.grpo.models.model_folder import load_model
-from consumer.grpo.models.shards import empty_model, load_shards
 from consumer.grpo.policy.micro_batch import MicroBatch, TrainBatch, Update
 from consumer.grpo.policy.policy import Policy
 from consumer.handle.ranks import Ranks

@@ -57,7 +57,7 @@ class Distillation:
     ) -> TokenColumns:
         """Return the columns with the teachers' advantages, extra loss and metrics.
 
-        `others`: logprobs of `batch.top_ids()` under the policy, with gradient.
+        `others`: logprobs of `batch.other_ids()` under the policy, with gradient.
         """
         pull, metrics = self._pull(columns, batch)
         advantages = columns.advantages + self._config.coef * pull
@@ -108,14 +108,13 @@ class Distillation:
         loss = torch.zeros_like(columns.logprobs)
         kl, masses = torch.zeros_like(loss), [torch.zeros_like(loss) for _ in range(2)]
         covered = torch.zeros_like(trained)
-        start = 0
-        for column, teacher in batch.tops.items():
+        places = batch.places_of_ids()
+        for column, teacher in batch.optional.items():
             name = column.removeprefix("teacher_top_logprobs/")
             if name == column:
                 continue
-            end = start + teacher.shape[1]
             assert others is not None
-            student = others[:, start:end]
+            student = others[:, places[f"teacher_top_ids/{name}"]]
             known = trained & (student > -torch.inf).any(1) & ~teacher[:, 0].isnan()
             known &= name != self._kl_reference
             pair = [torch.where(known[:, None], x, NO_VALUE) for x in (student, teacher)]
@@ -129,7 +128,6 @@ class Distillation:
             for mass, logprobs in zip(masses, pair, strict=True):
                 mass += torch.where(known & ~covered, logprobs.detach().exp().sum(1), 0.0)
             covered |= known
-            start = end
         names = ("top_coverage", "top_kl", "top_mass", "teacher_top_mass")
         values = (covered.float(), kl, *masses)
         sums = {f"distill/{n}": value.sum() for n, value in zip(names, values, strict=True)}

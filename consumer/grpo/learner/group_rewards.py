@@ -33,7 +33,7 @@ class GroupRewards:
     sessions: Sequence[str]  # of the k rollouts: one session may have several
     roles: Sequence[str]  # of the k rollouts; an estimator gets those of one role
     rewards: Mapping[str, Floats]  # float64[k]: the numbers of the judge by name; nan: none
-    # [R]: mask, trained, logprobs and `RolloutGroup.optional_columns`
+    # [R]: mask, trained, logprobs and `RolloutGroup.optional_columns` of one number
     tokens: dict[str, NDArray[Any]]
 
     @classmethod
@@ -46,7 +46,7 @@ class GroupRewards:
             group.sessions,
             group.roles,
             {name: group.columns["rewards"][:, n] for n, name in enumerate(group.head.rewards)},
-            tokens | group.optional_columns(),
+            tokens | {name: own for name, own in group.optional_columns().items() if own.ndim == 1},
         )
 
     def lists(self, *, with_tokens: bool) -> dict[str, Any]:

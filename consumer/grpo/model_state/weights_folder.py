@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,14 +73,12 @@ class WeightsSnapshot:
         self.write_others(folder)
         if not self.file:
             return WrittenFiles()
-        raw = {name: _raw(tensor) for name, tensor in self.tensors.items()}
+        raw = {}
+        for name, tensor in self.tensors.items():
+            data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+            raw[name] = RawTensor(_NAMES[tensor.dtype], tuple(tensor.shape), data.data)
         facts = write_tensors(folder / self.file, raw, self.metadata)
         return WrittenFiles({self.file: facts})
-
-
-def _raw(tensor: Tensor) -> RawTensor:
-    data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return RawTensor(_NAMES[tensor.dtype], tuple(tensor.shape), data.data)
 
 
 def snapshot_weights(
@@ -93,12 +91,18 @@ def snapshot_weights(
     """
     tied = getattr(model, "all_tied_weights_keys", {})
     tensors = {name: value for name, value in model.state_dict().items() if name not in tied}
-    groups = _groups(tensors)
+    # names of a layer, which are converted together, or a single one
+    groups: dict[str, list[str]] = {}
+    for name in tensors:
+        parts = name.split(".")
+        numbers = [position for position, part in enumerate(parts) if part.isdigit()]
+        layer = parts[: numbers[0] + 1] if numbers else parts
+        groups.setdefault(".".join(layer), []).append(name)
     kept = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    sizes = [sum(tensors[name].numel() for name in group) for group in groups]
+    sizes = [sum(tensors[name].numel() for name in group) for group in groups.values()]
     own: dict[str, Tensor] = {}
     share = set(balanced_shares(sizes, ranks.size)[ranks.rank])
-    for index, group in enumerate(groups):
+    for index, group in enumerate(groups.values()):
         whole = {name: gather(tensors[name].detach()) for name in group}
         if index in share:
             converted = revert_weight_conversion(model, whole)
@@ -106,56 +110,39 @@ def snapshot_weights(
                 is_kept = any(module in name for module in kept)
                 own[name] = buffers.copy(name, part, None if is_kept else dtype)
     buffers.wait()
-    return WeightsSnapshot(
-        _file_name(ranks.rank, ranks.size), own, {"format": "pt"}, _others(model, own, ranks, dtype)
-    )
-
-
-def _groups(names: Mapping[str, Tensor]) -> list[list[str]]:
-    """Divide names into those of each layer, which are converted together, and single ones."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        parts = name.split(".")
-        numbers = [position for position, part in enumerate(parts) if part.isdigit()]
-        layer = parts[: numbers[0] + 1] if numbers else parts
-        groups.setdefault(".".join(layer), []).append(name)
-    return list(groups.values())
+    write_others = _writer_of_others(model, own, ranks, dtype)
+    return WeightsSnapshot(_file_name(ranks.rank, ranks.size), own, {"format": "pt"}, write_others)
 
 
 def _file_name(rank: int, size: int) -> str:
     return "model.safetensors" if size == 1 else f"model-{rank + 1:05d}-of-{size:05d}.safetensors"
 
 
-def _others(
+def _writer_of_others(
     model: PreTrainedModel, own: Mapping[str, Tensor], ranks: Ranks, dtype: torch.dtype | None
 ) -> Callable[[Path], None]:
+    """Return what writes config.json, and the index of several files: on rank 0, else nothing."""
     parts = ranks.gather([list(own), sum(tensor.nbytes for tensor in own.values())])
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     config.dtype = dtype or model.dtype
+    files = {
+        name: _file_name(rank, ranks.size)
+        for rank, (names, _) in enumerate(parts)
+        for name in names
+    }
+    index = {"metadata": {"total_size": sum(size for _, size in parts)}, "weight_map": files}
 
     def write(folder: Path) -> None:
         if ranks.rank:
             return
         if ranks.size > 1:
-            (folder / INDEX).write_bytes(_index(parts))
+            (folder / INDEX).write_bytes(orjson.dumps(index, option=orjson.OPT_INDENT_2))
         config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
 
     return write
-
-
-def _index(parts: Sequence[tuple[list[str], int]]) -> bytes:
-    index = {
-        "metadata": {"total_size": sum(size for _, size in parts)},
-        "weight_map": {
-            name: _file_name(rank, len(parts))
-            for rank, (names, _) in enumerate(parts)
-            for name in names
-        },
-    }
-    return orjson.dumps(index, option=orjson.OPT_INDENT_2)
 
 
 POLL_S = 0.02
@@ -198,8 +185,14 @@ class WeightParts:
         names = [_name(self._number, self._attempt, rank) for rank in range(ranks.size)]
         if ranks.size > 1:
             ranks.post(names[0], str(folder))
-        own = self._write_own(self._snapshot, folder)
-        parts = [own, *(self._await(name) for name in names[1:])]
+        parts = [self._write_own(self._snapshot, folder)]
+        for name in names[1:]:
+            while not (part := ranks.posted(name)):
+                if self._ended.wait(POLL_S):
+                    raise RankLost(
+                        "the trainer ended before all ranks had written their part of the weights"
+                    )
+            parts.append(part)
         if problems := [str(part["problem"]) for part in parts if part["problem"]]:
             raise PublicationFailed("; ".join(problems), hint="is the disk full?")
         files = [item for part in parts for item in part["files"].items()]
@@ -226,13 +219,6 @@ class WeightParts:
         except Exception as error:  # rank 0, which waits for this part, raises it
             problem = f"rank {self._ranks.rank} cannot write its part of the weights: {error!r}"
         return {"problem": problem, "files": {n: each.to_json() for n, each in facts.items()}}
-
-    def _await(self, name: str) -> dict[str, Any]:
-        while not self._ended.wait(POLL_S):
-            part: dict[str, Any] | None = self._ranks.posted(name)
-            if part:
-                return part
-        raise RankLost("the trainer ended before all ranks had written their part of the weights")
 
 
 def _name(number: int, attempt: int, rank: int) -> str:

@@ -109,7 +109,7 @@ def token_logprobs(
     """Return the log-probability of each target and the entropy of its distribution.
 
     `temperature` divides the logits. Without `entropy_gradient` the entropy carries no gradient,
-    which saves time in the backward pass. `others` are those of `batch.top_ids()`.
+    which saves time in the backward pass. `others` are those of `batch.other_ids()`.
     """
     with torch.autocast(batch.input_ids.device.type, dtype=torch.bfloat16, enabled=bf16):
         scores: TokenLogprobs = policy(
@@ -118,7 +118,7 @@ def token_logprobs(
             batch.logit_index,
             batch.targets,
             batch.experts,
-            batch.top_ids(),
+            batch.other_ids(),
             batch.sampled_from,
             temperature=temperature,
             entropy_gradient=entropy_gradient,

@@ -38,7 +38,9 @@ class MaskReader:
     def problem(self, group: RolloutGroup) -> str:
         """Return why the masks of a group cannot be used; "" if they can."""
         end = 0
-        rollouts = zip(group.sampling_masks(), group.samples, group.lengths.tolist(), strict=True)
+        rollouts = zip(
+            group.values_of("sampling_mask"), group.samples, group.lengths.tolist(), strict=True
+        )
         for index, (recorded, sample, length) in enumerate(rollouts):
             start, end = end, end + length
             try:

@@ -5,6 +5,7 @@ Columns have at most four bytes per token until they are on a GPU; torch needs i
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from buffer.errors import ConfigError, WireError
+from buffer.wire.document import layout_of
 from buffer.wire.group import RolloutGroup
 from consumer.grpo.policy.mask_reader import MaskReader
 from consumer.grpo.policy.routing_replay import RecordedExperts
 from consumer.grpo.policy.vocabulary_projection import SampledFrom
-from consumer.handle.batch import TOP_IDS, BatchTable, Ints
+from consumer.handle.batch import BatchTable, Ints
 
 
 @dataclass(slots=True)
@@ -74,9 +76,8 @@ class MicroBatch:
     # int16[R * W, layers, top_k], chosen by the engine; -1: not recorded
     experts: Tensor | None = None
     sampled_from: SampledFrom | None = None  # None: every token from the whole vocabulary
-    # `RolloutGroup.optional_columns`, float32[N]
+    # `RolloutGroup.optional_columns`, [N] or [N, k]
     optional: dict[str, Tensor] = field(default_factory=dict)
-    tops: dict[str, Tensor] = field(default_factory=dict)  # `BatchTable.tops`, [N, k]
     tasks: Sequence[str] = ()  # of the S samples
 
     def column(self, name: str) -> Tensor:
@@ -84,10 +85,17 @@ class MicroBatch:
         found = self.optional.get(name)
         return torch.full_like(self.rollout_logprobs, torch.nan) if found is None else found
 
-    def top_ids(self) -> Tensor | None:
-        """Return the top tokens of all teachers, by name, int64[N, sum k]; None without any."""
-        ids = [column for name, column in self.tops.items() if name.startswith(TOP_IDS)]
+    def other_ids(self) -> Tensor | None:
+        """Return the token ids in optional columns, side by side, int64[N, sum k]; None without."""
+        places = self.places_of_ids().items()
+        ids = [self.optional[name].reshape(-1, own.stop - own.start) for name, own in places]
         return torch.cat(ids, 1).long() if ids else None
+
+    def places_of_ids(self) -> dict[str, slice]:
+        """Return which part of `other_ids` the ids of each optional column are, by its name."""
+        names = [name for name in self.optional if layout_of(name).holds_ids]
+        ends = np.cumsum([math.prod(self.optional[name].shape[1:]) for name in names]).tolist()
+        return {name: slice(a, b) for name, a, b in zip(names, [0, *ends], ends, strict=False)}
 
 
 class Layout(NamedTuple):
@@ -122,13 +130,12 @@ class MicroBatches:
         self._device = device
         self._recorded = recorded
         self._mask_reader = masks
-        self._masks = [mask for group in table.groups for mask in group.sampling_masks()]
-        self._experts = [e for g in table.groups for e in g.experts()] if recorded else []
+        self._masks = [mask for g in table.groups for mask in g.values_of("sampling_mask")]
+        self._experts = [e for g in table.groups for e in g.values_of("routed_experts")]
         self._prompts = table.columns("prompt_ids")
         self._responses = table.columns("response_ids")
         names = ("logprobs", "mask", *table.optional_names())
         self._columns = {name: table.columns(name) for name in names}
-        self._tops = table.tops()
         is_cpu = device.type == "cpu"
         self._integer = np.int64 if is_cpu else np.int32
         self._mask = np.float32 if is_cpu else np.uint8
@@ -186,11 +193,9 @@ class MicroBatches:
             sampled_from=self._mask_reader.of_tokens(
                 [self._masks[n] for n in chosen.tolist()], responses, self._device
             ),
-            optional={name: self._moved(_joined(own, np.float32)) for name, own in parts.items()},
-            tops={
-                name: self._moved(np.concatenate(self._table.parts(column, chosen)))
-                for name, column in self._tops.items()
-                if len(chosen)
+            optional={
+                name: self._moved(np.concatenate(own) if own else self._columns[name][0][:0])
+                for name, own in parts.items()
             },
             tasks=[self._table.groups[n].task for n in self._table.group[chosen].tolist()],
         )

@@ -14,10 +14,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from buffer.errors import ConfigError
 from buffer.wire.expert_gates import expert_gates
 from consumer.config.learner import LearnerConfig
-from consumer.grpo.model_state.sharding import place, shard
+from consumer.grpo.model_state.sharding import empty_model, load_shards, place, shard
 from consumer.grpo.models.device_choices import choose_attention
 from consumer.grpo.models.model_folder import load_model
-from consumer.grpo.models.shards import empty_model, load_shards
 from consumer.grpo.policy.logprobs import TargetLogits
 from consumer.handle.ranks import Ranks
 

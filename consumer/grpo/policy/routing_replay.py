@@ -33,8 +33,8 @@ class RoutedGroup(Protocol):
     @property
     def lengths(self) -> NDArray[np.int32]: ...
 
-    def experts(self) -> list[Recorded]:
-        """Return the recorded experts of each rollout."""
+    def values_of(self, name: str) -> list[Recorded]:
+        """Return a column of each rollout."""
 
 
 class RecordedExperts:
@@ -52,7 +52,7 @@ class RecordedExperts:
 
     def problem(self, group: RoutedGroup) -> str:
         """Return why the experts of a group cannot be replayed; "" if they can."""
-        rollouts = zip(group.experts(), group.lengths.tolist(), strict=True)
+        rollouts = zip(group.values_of("routed_experts"), group.lengths.tolist(), strict=True)
         for index, (recorded, length) in enumerate(rollouts):
             try:
                 if length:

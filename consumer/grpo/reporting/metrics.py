@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from buffer.control.events import REWARD_OF_TASK
-from buffer.control.progress import ProduceProgress, TaskProgress
+from buffer.control.progress import ProduceProgress
 from buffer.ids import split_group_id
 from buffer.manifest import Manifest
 from buffer.wire.group import GROUP_TIME, RolloutGroup, new_contexts
@@ -176,25 +176,28 @@ def staleness_metrics(manifest: Manifest) -> dict[str, float]:
 
 def production_metrics(before: ProduceProgress, now: ProduceProgress) -> dict[str, float]:
     """Return what was produced between two readings, and what the pools hold, over all tasks."""
-    produced = list(now.since(before).values())
+    since = now.since(before)
     leftovers = now.leftovers.values()
+
+    def total(name: str) -> float:
+        return float(sum(getattr(task, name) for task in since.values()))
+
     metrics = {
         f"async/{status}_groups": float(sum(getattr(task, status) for task in leftovers))
         for status in POOLS
     }
     metrics |= {
-        "async/failed_tries": _total(produced, "failed"),
-        "async/filtered_groups": _total(produced, "filtered"),
-        "async/expirations": _total(produced, "expirations"),
-        "async/ended_early": _total(produced, "ended_early"),
-        "async/discarded_tokens": _total(produced, "discarded_tokens"),
-        "async/produced_samples": _total(produced, "produced_samples"),
-        "async/produced_tokens": _total(produced, "produced_tokens"),
+        "async/failed_tries": total("failed"),
+        "async/filtered_groups": total("filtered"),
+        **{
+            f"async/{name}": total(name)
+            for name in ("expirations", "ended_early", "discarded_tokens", "produced_samples")
+        },
+        "async/produced_tokens": total("produced_tokens"),
     }
-    scores = _total(produced, "raw_rewards_count")
-    if scores:
-        metrics["raw_rewards/mean"] = _total(produced, "raw_rewards_sum") / scores
-    for name, task in now.since(before).items():
+    if scores := total("raw_rewards_count"):
+        metrics["raw_rewards/mean"] = total("raw_rewards_sum") / scores
+    for name, task in since.items():
         dead, ever = max(0, task.dead), now.tasks[name]  # `rolloutmq requeue` lowers it
         shares = {
             "expired": (task.expirations, task.consumed + task.expirations, True),
@@ -246,10 +249,6 @@ class Throughput:
 
 def _gpu_seconds(seconds: float, gpus: int) -> float:
     return max(seconds, 1e-9) * max(gpus, 1)
-
-
-def _total(tasks: list[TaskProgress], name: str) -> float:
-    return float(sum(getattr(task, name) for task in tasks))
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:

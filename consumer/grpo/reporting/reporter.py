@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 from buffer.errors import RolloutMQError
 from buffer.groups.replay_buffer import ReplayBuffer
-from buffer.manifest import Manifest, ManifestEntry
+from buffer.manifest import Manifest
 from buffer.observers import Observer
 from buffer.redis.retry import LogOnce
 from buffer.wire.group import RolloutGroup
@@ -126,19 +126,14 @@ class Reporter(Observer):
         self, batch: Manifest, chosen: Mapping[str, str], own: Mapping[str, RolloutGroup]
     ) -> None:
         entries = {entry.gid: entry for entry in batch.entries}
+        samples: list[Sample] = []
         try:
-            samples = [
-                self._describe(batch.step, why, entries[gid], own.get(gid))
-                for gid, why in chosen.items()
-            ]
+            for gid, why in chosen.items():
+                version = entries[gid].version
+                group = own.get(gid) or self._buffer.read(entries[gid].payload)
+                age = None if version is None else staleness(batch.step, version)
+                samples.append(describe_sample(group, batch.step, why, age, self._texts))
         except RolloutMQError as error:
             log.warning("the samples of step %s are not logged: %s", batch.step, error)
             return
         self._pass(lambda writer: writer.write_samples(batch.step, samples))
-
-    def _describe(
-        self, step: int, why: str, entry: ManifestEntry, group: RolloutGroup | None
-    ) -> Sample:
-        group = group or self._buffer.read(entry.payload)
-        age = None if entry.version is None else staleness(step, entry.version)
-        return describe_sample(group, step, why, age, self._texts)

@@ -65,11 +65,9 @@ class _Request(GrowingResponse):
         self.error: Exception | None = None
         self.ended: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
 
-    def routed_experts(self) -> NDArray[np.int16] | None:
-        return self.experts.whole()
-
-    def sampling_mask(self) -> RecordedMask:
-        return joined_masks(self.masks) if self.masks else None
+    def columns(self) -> dict[str, Any]:
+        mask = joined_masks(self.masks) if self.masks else None
+        return {"routed_experts": self.experts.whole(), "sampling_mask": mask}
 
     def settle(self) -> None:
         if self.ended.done():

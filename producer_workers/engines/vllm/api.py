@@ -16,7 +16,8 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from buffer.wire.rollout import PolicyVersion, VersionSpan, expert_rows
+from buffer.wire.columns import rows_of
+from buffer.wire.rollout import PolicyVersion, VersionSpan
 from buffer.wire.sampling import SampleParams, StructuredOutput
 from buffer.wire.sampling_mask import SamplingMask
 from producer_workers.config.engine import VllmConfig
@@ -218,8 +219,8 @@ def generation_of(output: Any, prompt: int) -> Generation:
     logprobs = np.asarray(output.logprobs.logprobs if len(token_ids) else (), dtype="<f4")
     labels = output.weight_versions or ()
     spans = tuple(_span(label) for label in labels if label.start < label.end)
-    recorded = _experts_of(output, prompt), _mask_of(output)
-    return Generation(token_ids, logprobs, spans, reason, *recorded)
+    recorded = {"routed_experts": _experts_of(output, prompt), "sampling_mask": _mask_of(output)}
+    return Generation(token_ids, logprobs, spans, reason, recorded)
 
 
 def scores_of(output: Any, start: int, top_k: int) -> Scores:
@@ -242,7 +243,7 @@ def _experts_of(output: Any, prompt: int) -> NDArray[np.int16] | None:
     given = output.routed_experts
     if given is None or not tokens:
         return None
-    if len(given) != expert_rows(prompt, tokens):
+    if len(given) != rows_of(prompt, tokens):
         raise GenerationError(
             f"vLLM reported the experts of {len(given)} tokens, "
             f"for a prompt of {prompt} and a response of {tokens}"

@@ -31,7 +31,7 @@ from buffer.failure_text import trace_text
 from buffer.imports import load_object
 from buffer.redis.retry import Backoff
 from producer_workers.follow_owner import kill_session
-from producer_workers.user_code.border import TURN_REWARDS, Border, Rules, check_answer
+from producer_workers.user_code.border import Border, Rules, check_answer
 from producer_workers.user_code.process_function import call_of
 
 log = logging.getLogger("rolloutmq.worker")
@@ -160,9 +160,9 @@ class AgentBorder(Border):
         if reward is None:
             return {}
         if not isinstance(reward, Mapping) or not isinstance(reward.get("role"), str):
-            return check_answer(name, reward, (TURN_REWARDS,))
+            return check_answer(name, reward, has_columns=False)
         numbers = {key: value for key, value in reward.items() if key != "role"}
-        return check_answer(name, numbers, (TURN_REWARDS,)) | {"role": reward["role"]}
+        return check_answer(name, numbers, has_columns=False) | {"role": reward["role"]}
 
 
 AGENT = AgentBorder()

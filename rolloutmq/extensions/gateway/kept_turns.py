@@ -15,7 +15,6 @@ from itertools import chain
 from typing import Any, Literal, Protocol
 
 import msgspec
-import numpy as np
 
 from buffer.errors import WireError
 from buffer.wire.rollout import RolloutState, Status
@@ -174,12 +173,7 @@ def _grown(known: Segment | None, turn: KeptTurn, state: RolloutState) -> Segmen
     new = Segment.of_state(state, turn.messages, turn.tools)
     told = (turn.after, turn.name, turn.instructed, int(new.mask.sum()), new.finish_reason)
     new = replace(new, ends=(TurnEnd(len(turn.messages), len(new.ids), *told),))
-    if known is None:
-        return new
-    experts = None
-    if isinstance(known.experts, np.ndarray) and isinstance(new.experts, np.ndarray):
-        experts = np.concatenate([known.experts, new.experts])
-    return replace(known.then(new), experts=experts)
+    return known.then(new) if known else new
 
 
 def with_turns(

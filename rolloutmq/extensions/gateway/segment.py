@@ -8,16 +8,15 @@ An earlier turn is a prefix of its segment (`ends`), so a session keeps each tok
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from buffer.wire.document import OPTIONAL
-from buffer.wire.rollout import RolloutState, ToolCall, VersionSpan, with_known_rows
-from buffer.wire.sampling_mask import RecordedMask, joined_masks, part_of
+from buffer.wire.columns import LargeColumn, all_columns, large_columns
+from buffer.wire.rollout import RolloutState, ToolCall, VersionSpan
 from producer_workers.engines.base import Generation
 from rolloutmq.extensions.gateway.history import Conversation, Messages
 
@@ -53,8 +52,8 @@ class Segment:
     calls: tuple[ToolCall, ...] = ()
     text: str = ""
     finish_reason: str = ""
-    experts: NDArray[np.int16] | str | None = None  # of all ids but the last, if recorded
-    sampling_mask: RecordedMask = None  # of all ids, if recorded
+    # large columns, as if all ids were the response
+    recorded: Mapping[str, Any] = field(default_factory=dict)
     ends: tuple[TurnEnd, ...] = ()  # of the model's turns in it
 
     @classmethod
@@ -70,9 +69,8 @@ class Segment:
         return cls(messages, said, tools, ids, zeros, zeros.astype("<f4"))
 
     def then(self, more: Segment) -> Segment:
-        """Return this context with `more` behind it; its tools and experts stay."""
+        """Return this context with `more` behind it; its tools stay."""
         tokens, messages = len(self.ids), len(self.messages)
-        masks = [(self.sampling_mask, tokens), (more.sampling_mask, len(more.ids))]
         ends = [
             end._replace(messages=messages + end.messages, tokens=tokens + end.tokens)
             for end in more.ends
@@ -87,8 +85,16 @@ class Segment:
             logprobs=np.concatenate([self.logprobs, more.logprobs]),
             spans=(*self.spans, *_moved(more.spans, tokens)),
             calls=(*self.calls, *more.calls),
-            experts=self.experts,
-            sampling_mask=joined_masks(masks),
+            recorded={
+                name: column.then(
+                    self.recorded.get(name),
+                    tokens,
+                    more.recorded.get(name),
+                    len(more.ids),
+                    is_read=name in more.recorded,
+                )
+                for name, column in large_columns().items()
+            },
             ends=(*self.ends, *ends),
         )
 
@@ -123,11 +129,15 @@ class Segment:
             tuple(calls),
             text,
             made.finish_reason,
-            sampling_mask=made.sampling_mask,
             ends=(TurnEnd(1, tokens, *told, tokens, made.finish_reason),),
         )
-        experts = with_known_rows(self.experts, made.routed_experts)
-        return replace(self.then(turn), experts=experts)
+        recorded = {
+            name: column.grown(
+                self.recorded.get(name), len(self.ids), made.columns.get(name), tokens
+            )
+            for name, column in large_columns().items()
+        }
+        return replace(self.then(turn), recorded=recorded)
 
     def untrained(self) -> Segment:
         """Return this as context alone: another segment trains these tokens."""
@@ -138,20 +148,23 @@ class Segment:
             logprobs=nothing.astype("<f4"),
             spans=(),
             calls=(),
-            sampling_mask=None,
+            recorded=self._recorded(lambda column, own: column.before(own, None)),
         )
+
+    def _recorded(self, change: Callable[[LargeColumn, Any], Any]) -> Mapping[str, Any]:
+        rows = large_columns()
+        return {name: change(rows[name], own) for name, own in self.recorded.items()}
 
     def until(self, end: TurnEnd) -> Segment:
         """Return this if it ends there; else an earlier context, which this segment trains."""
         if end == self.ends[-1]:
             return self
-        known = self.experts
         cut = replace(
             self,
             messages=self.messages[: end.messages],
             said=self.said.part(0, end.messages),
             ids=self.ids[: end.tokens],
-            experts=known[: end.tokens - 1] if isinstance(known, np.ndarray) else None,
+            recorded=self._recorded(lambda column, own: column.before(own, end.tokens)),
             ends=self.ends[: self.ends.index(end) + 1],
         )
         return cut.untrained()
@@ -159,17 +172,15 @@ class Segment:
     def behind(self, parent: Segment) -> Segment:
         """Return what is new in this since `parent`, and the last token of that."""
         first = len(parent.ids) - 1
-        experts = self.experts
         return replace(
             self,
             messages=self.messages[len(parent.messages) :],
             ids=self.ids[first:],
-            sampling_mask=part_of(self.sampling_mask, first),
+            recorded=self._recorded(lambda column, own: column.behind(own, first)),
             mask=self.mask[first:],
             logprobs=self.logprobs[first:],
             spans=_moved(self.spans[len(parent.spans) :], -first),
             calls=self.calls[len(parent.calls) :],
-            experts=experts[first:] if isinstance(experts, np.ndarray) else experts,
         )
 
     # -- as rollouts
@@ -200,8 +211,10 @@ class Segment:
             tuple(state.tool_calls),
             state.response,
             state.finish_reason or "",
-            state.routed_experts,
-            joined_masks([(None, before), (state.sampling_mask, len(state.response_ids))]),
+            {
+                name: column.of_sequence(column.get(state), before, len(state.response_ids))
+                for name, column in large_columns().items()
+            },
             tuple(ends) or (TurnEnd(len(messages), len(ids)),),
         )
 
@@ -213,13 +226,13 @@ class Segment:
 
     def fill(self, state: RolloutState, prompt: int) -> None:
         """Write this segment into `state`, with its first `prompt` tokens as the group's prompt."""
-        before = np.zeros(0 if state.prompt_ids is None else len(state.prompt_ids), "<f4")
-        for name in OPTIONAL:
-            if (column := getattr(state, name)) is not None:
-                setattr(state, name, np.append(before, column)[prompt:])
-        rows = (state.teacher_logprobs or {}).items()
-        state.teacher_logprobs = {who: np.append(before, row)[prompt:] for who, row in rows} or None
-        state.teacher_top_ids = state.teacher_top_logprobs = None  # teachers read whole segments
+        before = 0 if state.prompt_ids is None else len(state.prompt_ids)
+        for column in all_columns():
+            if isinstance(column, LargeColumn):
+                value = column.of_response(self.recorded.get(column.name), prompt, len(self.ids))
+            else:
+                value = column.shifted(column.get(state), before, prompt)
+            column.set(state, value)
         state.prompt_ids = self.ids[:prompt]
         state.response_ids = self.ids[prompt:]
         state.logprobs = self.logprobs[prompt:]
@@ -228,8 +241,6 @@ class Segment:
         state.response = self.text
         state.tool_calls = list(self.calls)
         state.finish_reason = self.finish_reason
-        state.routed_experts = self.experts
-        state.sampling_mask = part_of(self.sampling_mask, prompt)
 
 
 def _moved(spans: Iterable[VersionSpan], tokens: int) -> tuple[VersionSpan, ...]:

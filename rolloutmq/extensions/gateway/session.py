@@ -391,7 +391,7 @@ class Session:
         if calls:
             message["tool_calls"] = [as_openai(call) for call in calls]
         # answers stay for a while, and the segment has these
-        kept = replace(made, routed_experts=None, sampling_mask=None)
+        kept = replace(made, columns={})
         return SampledTurn(ask.name, message, kept, prompt_tokens, stop), text, calls
 
 

@@ -186,7 +186,7 @@ WRONG: list[tuple[list[Any], str]] = [
     ([line(), b"{"], "line 2: not valid JSON"),
     ([line(), b"[1]"], "line 2: a list, not an object"),
     ([line(), line(color="red")], "line 2: color: Extra inputs"),
-    ([line(), line("b", response_ids=[1])], "line 2: .*logprobs has 2 values for 1"),
+    ([line(), line("b", response_ids=[1])], "line 2: .*2 logprobs for 1"),
     ([line(logprobs=[0.1, float("nan")])], "line 1: logprobs"),
     ([line(response_ids=[1, -2])], "line 1: response_ids.1"),
     ([line(response_ids=[1, 2.5])], "line 1: response_ids.1"),

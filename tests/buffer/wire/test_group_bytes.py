@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from buffer.errors import SchemaVersionError, WireError
 from buffer.wire import group_bytes
-from buffer.wire.document import LAYOUT, NEEDED, Own, pack, unpack
+from buffer.wire.document import NEEDED, Own, layout_of, pack, unpack
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import MediaRef, RolloutState, Status, ToolCall, VersionSpan
 from buffer.wire.sampling import SampleParams, StructuredOutput
@@ -32,8 +32,8 @@ from tests.thoroughness import examples
 
 ROOT = Path(__file__).parents[3]
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "group_v2.msgpack"
-GOLDEN_FULL = GOLDEN.with_name("group_v2_full.msgpack")
+GOLDEN = Path(__file__).parents[1] / "golden" / "group_v3.msgpack"
+GOLDEN_FULL = GOLDEN.with_name("group_v3_full.msgpack")
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, width=32)
@@ -360,9 +360,8 @@ def test_columns_are_views_of_the_received_bytes() -> None:
 
 def columns_of(raw: dict[str, Any]) -> dict[str, bytes]:
     """The bytes of every column, as any other language would find them."""
-    sizes = {"i8": 8, "f8": 8, "i4": 4, "f4": 4, "i2": 2, "u1": 1}
     return {
-        name: raw["data"][offset : offset + math.prod(shape) * sizes[LAYOUT[name][0][1:]]]
+        name: raw["data"][offset : offset + math.prod(shape) * layout_of(name).dtype.itemsize]
         for name, (offset, *shape) in raw["columns"].items()
     }
 
@@ -376,7 +375,7 @@ def test_golden_file_is_read_by_plain_msgpack() -> None:
     columns = columns_of(raw)
     assert data.index(raw["data"]) % 8 == 0
     assert {name: raw[name] for name in raw if name not in ("columns", "pad", "data")} == {
-        "schema": 2,
+        "schema": 3,
         "gid": "sums-0000000007",
         "task": "sums",
         "shared": {
@@ -414,22 +413,19 @@ def test_optional_columns_are_plain_msgpack_too() -> None:
     raw = msgpack.unpackb(GOLDEN_FULL.read_bytes())
     assert group_bytes.encode(full()) == GOLDEN_FULL.read_bytes()
     columns = columns_of(raw)
-    assert columns["routed_experts"] == struct.pack("<12h", *range(12))
-    assert raw["columns"]["routed_experts"][1:] == [3, 2, 2]
+    assert columns["routed_experts/rows"] == struct.pack("<12h", *range(12))
+    assert raw["columns"]["routed_experts/rows"][1:] == [3, 2, 2]
     nan = float("nan")
     assert columns["values"] == struct.pack("<3f", 0.5, 0.25, nan)
-    assert columns["teacher_logprobs"] == struct.pack("<6f", -1, -2, -3, nan, nan, -4)
-    assert raw["teachers"] == ["large", "small"]
-    assert raw["teacher_top_k"] == [2, 1]
-    assert columns["teacher_top_ids"] == struct.pack("<9i", 5, 6, 0, 8, 6, 0, 0, 0, 9)
-    assert columns["teacher_top_logprobs"] == struct.pack(
-        "<9f", -1, -3, nan, -0.5, -2, nan, nan, nan, -0.25
-    )
-    tops = group_bytes.decode(GOLDEN_FULL.read_bytes()).teacher_tops()
+    assert columns["teacher_logprobs/large"] == struct.pack("<3f", -1, -2, -3)
+    assert columns["teacher_logprobs/small"] == struct.pack("<3f", nan, nan, -4)
+    assert columns["teacher_top_ids/large"] == struct.pack("<6i", 5, 6, 8, 6, 0, 0)
+    assert columns["teacher_top_logprobs/large"] == struct.pack("<6f", -1, -3, -0.5, -2, nan, nan)
+    tops = group_bytes.decode(GOLDEN_FULL.read_bytes()).optional_columns()
     assert tops["teacher_top_ids/small"].tolist() == [[0], [0], [9]]
     assert tops["teacher_top_logprobs/large"][:2].tolist() == [[-1, -3], [-0.5, -2]]
-    assert columns["has_experts"] == bytes([1, 0])
-    assert raw["own"][1] == [1, {"routed_experts": "file:///experts/8"}]
+    assert columns["routed_experts/of"] == bytes([1, 0])
+    assert raw["own"][1] == [1, {"files": {"routed_experts": "file:///experts/8"}}]
     assert raw["shared"]["multimodal"] == [
         {
             "kind": "image",
@@ -458,9 +454,9 @@ def test_mask_is_left_out_when_every_token_is_trained() -> None:
     assert group_bytes.decode(msgpack.packb(raw)).mask.tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("schema", [0, 1, 3, "2", None, [], {}])
+@pytest.mark.parametrize("schema", [0, 1, 2, 4, "3", None, [], {}])
 def test_other_schema_versions_are_refused_by_name(schema: object) -> None:
-    with pytest.raises(SchemaVersionError, match="reads 2"):
+    with pytest.raises(SchemaVersionError, match="reads 3"):
         decode(document() | {"schema": schema})
 
 
@@ -471,9 +467,8 @@ INFINITE = [-0.5, float("-inf"), -2.0]
 def with_column(raw: dict[str, Any], name: str, values: Any) -> dict[str, Any]:
     """The document with another column."""
     columns = unpack(raw["columns"], memoryview(raw["data"]))
-    columns[name] = np.array(values, LAYOUT[name][0])
-    ordered = {name: columns[name] for name in LAYOUT if name in columns}
-    directory, pieces, _ = pack(ordered)
+    columns[name] = np.array(values, layout_of(name).dtype)
+    directory, pieces, _ = pack(columns)
     return raw | {"columns": directory, "data": b"".join(pieces)}
 
 
@@ -491,14 +486,16 @@ def with_column(raw: dict[str, Any], name: str, values: Any) -> dict[str, Any]:
         (("lineages",), [], "lineages need"),
         (("rewards",), [], "rewards need"),
         (("rewards",), ["a", "a"], "twice"),
-        (("teachers",), ["a"], "teachers need"),
+        (("teachers",), ["a"], "teachers"),
         (("own",), [[2, {}]], "position 2 of 2"),
         (("own",), [[1, {}], [0, {}]], "position 0"),
         (("own", 0, 0), -1, "own.0.0"),
         (("own", 0, 1), {"more": 1}, "own.0.1: .*`more`"),
         (("own", 0, 1), {"session_id": 7}, "own.0.1.session_id"),
         (("own", 0, 1), {"role": "x" * 65}, "own.0.1.role"),
-        (("own", 0, 1), {"routed_experts": [1]}, "own.0.1.routed_experts"),
+        (("own", 0, 1), {"files": [1]}, "own.0.1.files"),
+        (("own", 0, 1), {"files": {"values": "a"}}, "the file of 'values'"),
+        (("own", 0, 1), {"files": {"x" * 5000: "a"}}, "the file of 'xxx"),
         (("own", 0, 1), {"tool_calls": [{"id": "a"}]}, "tool_calls.0: .*`name`"),
         (("own", 0, 1), {"tool_calls": [{"id": "a", "name": "b", "type": 1}]}, "tool_calls.0"),
         (("shared", "sample"), {"top_q": 1}, "shared.sample"),
@@ -516,6 +513,11 @@ def with_column(raw: dict[str, Any], name: str, values: Any) -> dict[str, Any]:
         (("columns", "mask"), [0, 2**62], "columns.mask"),
         (("columns", "mask"), [-8, 3], "at columns"),
         (("columns", "advantages"), [0, 0], "unknown column 'advantages'"),
+        (("columns", "values/x"), [0, 0], "unknown column 'values/x'"),
+        (("columns", "teacher_logprobs"), [0, 0], "unknown column 'teacher_logprobs'"),
+        (("columns", "teacher_logprobs/"), [0, 0], "unknown column 'teacher_logprobs/'"),
+        (("columns", f"teacher_logprobs/{'x' * 2000}"), [0, 0], "unknown column 'teacher_logp"),
+        (("columns", "sampling_mask/more"), [0, 0], "unknown column 'sampling_mask/more'"),
         (("data",), "text", "data"),
         (("data",), b"", "it ends at"),
     ],
@@ -565,12 +567,13 @@ def test_inconsistent_documents_are_refused_with_the_path(
         ("mask", [1, 2, 1], "mask"),
         ("values", [], "shape \\[0\\], expected \\[3\\]"),
         ("values", INFINITE, "columns.values: an infinite"),
-        ("values", NAN, "NaN for some"),
-        ("token_rewards", NAN, "NaN for some"),
+        ("values", NAN, "no value for some"),
+        ("token_rewards", NAN, "no value for some"),
         ("ref_logprobs", [float("nan")] * 3, "no rollout"),
-        ("teacher_logprobs", [[0, 0, 0]], "teachers need"),
-        ("routed_experts", [[[1]]] * 4, "need each other"),
-        ("has_experts", [1, 0], "need each other"),
+        ("teacher_logprobs/big", NAN, "no value for some"),
+        ("teacher_top_ids/big", [[1]] * 3, "need each other"),
+        ("routed_experts/rows", [[[1]]] * 4, "need each other"),
+        ("routed_experts/of", [1, 0], "need each other"),
     ],
 )
 def test_inconsistent_columns_are_refused_by_name(name: str, values: Any, said: str) -> None:
@@ -582,22 +585,25 @@ def test_inconsistent_columns_are_refused_by_name(name: str, values: Any, said: 
 @pytest.mark.parametrize(
     ("name", "values", "said"),
     [
-        ("routed_experts", np.zeros((6, 1, 2)), "6 rows, its rollouts have 3"),
-        ("routed_experts", np.zeros((3, 0, 2)), "shape"),
-        ("routed_experts", np.full((3, 2, 2), -1), "negative expert"),
-        ("has_experts", [0, 1], "3 rows, its rollouts have 2"),
-        ("has_experts", [1, 1], "3 rows, its rollouts have 5"),
-        ("has_experts", [0, 0], "need each other"),
-        ("has_experts", [2, 0], "neither 0 nor 1"),
-        ("teacher_logprobs", [[-1, -2, -3], [np.nan, -1, -4]], "NaN for some"),
-        ("teacher_logprobs", [[-1, -2], [-1, -4]], "shape \\[2, 2\\], expected \\[2, 3\\]"),
-        ("teacher_logprobs", [[-1, -2, -3]], "shape \\[1, 3\\], expected \\[2, 3\\]"),
-        ("teacher_top_ids", [[1, 2]] * 3, "shape \\[3, 2\\], expected \\[3, 3\\]"),
-        ("teacher_top_ids", [[1, 2, -3]] * 3, "negative"),
-        ("teacher_top_logprobs", [[-1, -2, np.nan]] * 3, "no rollout has"),
-        ("teacher_top_logprobs", [[-1, np.nan, -3]] * 3, "NaN for some of a token"),
-        ("teacher_top_logprobs", [[-1, -2, -3], [np.nan] * 3, [-1, -2, -3]], "NaN for some tokens"),
-        ("teacher_top_logprobs", [[-1, -2, -np.inf]] * 3, "infinite"),
+        ("routed_experts/rows", np.zeros((6, 1, 2)), "6 rows, its rollouts have 3"),
+        ("routed_experts/rows", np.zeros((3, 0, 2)), "shape"),
+        ("routed_experts/rows", np.full((3, 2, 2), -1), "a value below 0"),
+        ("routed_experts/of", [0, 1], "3 rows, its rollouts have 2"),
+        ("routed_experts/of", [1, 1], "3 rows, its rollouts have 5"),
+        ("routed_experts/of", [0, 0], "need each other"),
+        ("routed_experts/of", [2, 0], "neither 0 nor 1"),
+        ("teacher_logprobs/small", [-1, np.nan, -4], "no value for some"),
+        ("teacher_logprobs/small", [-1, -2], "shape \\[2\\], expected \\[3\\]"),
+        ("teacher_top_ids/large", [[1]] * 3, "of one shape need each other"),
+        ("teacher_top_ids/large", [[1, -3]] * 3, "negative"),
+        ("teacher_top_logprobs/large", [[np.nan, np.nan]] * 3, "no rollout has"),
+        ("teacher_top_logprobs/large", [[-1, np.nan]] * 3, "NaN for some of a value"),
+        (
+            "teacher_top_logprobs/large",
+            [[-1, -2], [np.nan] * 2, [-1, -2]],
+            "no value for some tokens",
+        ),
+        ("teacher_top_logprobs/large", [[-1, -np.inf]] * 3, "infinite"),
     ],
 )
 def test_inconsistent_optional_columns_are_refused(name: str, values: Any, said: str) -> None:
@@ -610,14 +616,14 @@ def test_tops_of_one_teacher_have_one_width() -> None:
     states = full().states
     states[1].teacher_top_ids = {"large": np.zeros((1, 3), "<i4")}
     states[1].teacher_top_logprobs = {"large": np.zeros((1, 3), "<f4")}
-    with pytest.raises(WireError, match="different numbers k"):
+    with pytest.raises(WireError, match="different shapes"):
         RolloutGroup("sums-0000000008", "sums", states)
 
 
 def test_an_address_beside_rows_of_experts_is_refused() -> None:
     raw = msgpack.unpackb(group_bytes.encode(full()))
-    raw["own"][0][1]["routed_experts"] = "file:///experts/7"
-    with pytest.raises(WireError, match="rows of the column"):
+    raw["own"][0][1]["files"] = {"routed_experts": "file:///experts/7"}
+    with pytest.raises(WireError, match="values of the column"):
         decode(raw)
 
 
@@ -640,7 +646,7 @@ def test_missing_columns_are_named(name: str) -> None:
 @pytest.mark.parametrize("shape", [[0, 2**62, 3], [2**62, 4, 0], [0, 2**31, 2**31]])
 def test_a_column_of_no_values_in_impossible_dimensions_is_refused(shape: list[int]) -> None:
     changed = document()
-    changed["columns"]["routed_experts"] = [len(changed["data"]) // 8 * 8, *shape]
+    changed["columns"]["routed_experts/rows"] = [len(changed["data"]) // 8 * 8, *shape]
     with pytest.raises(WireError, match=r"columns\.routed_experts"):
         decode(changed)
 
@@ -655,8 +661,8 @@ def test_a_column_of_no_values_in_impossible_dimensions_is_refused(shape: list[i
         b"\xc0",
         b"\x81\x01\x02",
         group_bytes.encode(sample()) + b"\x00",
-        msgpack.packb({"schema": 2, "x": msgpack.ExtType(5, b"abcd")}),
-        msgpack.packb({"schema": 2, "x": msgpack.Timestamp(1, 2)}),
+        msgpack.packb({"schema": 3, "x": msgpack.ExtType(5, b"abcd")}),
+        msgpack.packb({"schema": 3, "x": msgpack.Timestamp(1, 2)}),
         b"\xdd\xff\xff\xff\xff",
         b"\xdf\xff\xff\xff\xff",
         b"\xc6\xff\xff\xff\xff",
@@ -676,9 +682,9 @@ def test_nesting_bombs_are_refused(depth: int, where: str) -> None:
     bomb = b"\x91" * depth + b"\xc0"
     keys = {
         "schema": b"\x81\xa6schema" + bomb,
-        "extra": b"\x82\xa6schema\x02\xa6shared\x81\xa5extra\x81\xa1x" + bomb,
-        "own": b"\x82\xa6schema\x02\xa3own\x91\x92\x00\x81\xa5extra\x81\xa1x" + bomb,
-        "sample": b"\x82\xa6schema\x02\xa6shared\x81\xa6sample\x81\xa4seed" + bomb,
+        "extra": b"\x82\xa6schema\x03\xa6shared\x81\xa5extra\x81\xa1x" + bomb,
+        "own": b"\x82\xa6schema\x03\xa3own\x91\x92\x00\x81\xa5extra\x81\xa1x" + bomb,
+        "sample": b"\x82\xa6schema\x03\xa6shared\x81\xa6sample\x81\xa4seed" + bomb,
     }
     with pytest.raises(WireError):
         group_bytes.decode(keys[where])

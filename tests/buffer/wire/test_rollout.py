@@ -132,7 +132,7 @@ OF_THE_PROMPT: dict[str, Any] = {
 OF_THE_RESPONSE: dict[str, Any] = {
     "role": "solver", "response": "r", "tool_calls": [ToolCall("c", "add")], "response_mask": [1, 0, 1], "values": [0, 0, 0],
     "ref_logprobs": [0, 0, 0], "token_rewards": [0, 0, 1], "teacher_logprobs": {"t": [0, 0, 0]}, "sampling_mask": "file:///m",
-    "teacher_top_ids": {"t": [[1], [2], [3]]}, "teacher_top_logprobs": {"t": [[0], [0], [0]]}, "routed_experts": "file:///e", "spans": [VersionSpan(0, 3, 1, "a")],
+    "teacher_top_ids": {"t": [[1], [2], [3]]}, "teacher_top_logprobs": {"t": [[0], [0], [0]]}, "routed_experts": "file:///e", "spans": [VersionSpan(0, 3, 1, "a")], "columns": {},
     "reward": {"score": 1}, "finish_reason": "abort", "status": Status.ABORTED, "error": "e",
 }  # fmt: skip
 

@@ -58,7 +58,7 @@ def test_masks_are_the_same_after_the_wire(made: list[Any]) -> None:
     ]
     data = group_bytes.encode_checked(RolloutGroup("math-0000000001", "math", states))
     found = group_bytes.decode(data)
-    for own, mask, again in zip(made, found.sampling_masks(), found.states, strict=True):
+    for own, mask, again in zip(made, found.values_of("sampling_mask"), found.states, strict=True):
         if own == "address":
             assert mask == again.sampling_mask == "math-0000000001/s.npy#0"
             continue
@@ -107,13 +107,13 @@ def test_a_rollout_whose_mask_is_in_a_file_cannot_grow() -> None:
         ([2, 2], [5, 6, 7], "3 ids, and its counts add up to 4"),
         ([2**31 - 1, 2**31 - 1], [5, 6], "add up to"),
         ([2, 1], [5, -6, 7], "negative value"),
-        ([2, 1], [5.0, 6.0, 7.0], "sampling_ids"),
+        ([2, 1], [5.0, 6.0, 7.0], "sampling_mask/ids"),
     ],
 )
 def test_hostile_masks_are_refused(counts: list[int], ids: list[Any], said: str) -> None:
     good = state([5, 7], mask_of([[5, 6], [7]]))
     raw = msgpack.unpackb(group_bytes.encode(RolloutGroup("math-0000000001", "math", [good])))
-    for name, values in (("sampling_counts", counts), ("sampling_ids", ids)):
+    for name, values in (("sampling_mask/counts", counts), ("sampling_mask/ids", ids)):
         column = np.array(values)
         column = column.astype("<f8" if column.dtype.kind == "f" else "<i4")
         raw["columns"][name] = [len(raw["data"]), len(column)]

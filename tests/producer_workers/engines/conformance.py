@@ -569,11 +569,13 @@ def check_experts(made: Generation, prompt: Any, mixtures: dict[PolicyVersion, P
         PolicyVersion(span.lineage, span.version) for span in made.spans for _ in range(span.length)
     ]
     by = [by[0]] * (len(prompt) - 1) + by
-    assert made.routed_experts is not None
-    assert made.routed_experts.shape == (len(by), 2, 2)
+    assert made.columns["routed_experts"] is not None
+    assert made.columns["routed_experts"].shape == (len(by), 2, 2)
     for version, folder in mixtures.items():
         rows = np.array([other == version for other in by])
-        assert gates_choose(folder, [*prompt, *made.token_ids], made.routed_experts)[rows].all()
+        assert gates_choose(folder, [*prompt, *made.token_ids], made.columns["routed_experts"])[
+            rows
+        ].all()
 
 
 CUT = {"top_p": 0.7, "temperature": 0.8}

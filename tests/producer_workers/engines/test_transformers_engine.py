@@ -122,9 +122,7 @@ class TestExperts(RoutedContract):
             assert state.prompt_ids is not None
             so_far = np.concatenate([state.prompt_ids, state.response_ids])
             made = await engine.generate("one", so_far, sampling(tokens, seed=5))
-            state.append(
-                made.token_ids, made.logprobs, made.spans, routed_experts=made.routed_experts
-            )
+            state.append(made.token_ids, made.logprobs, made.spans, **made.columns)
 
         run(turn(12))
         (state,) = decode(encode(RolloutGroup("moe-0000000001", "moe", [state]))).states
@@ -132,7 +130,11 @@ class TestExperts(RoutedContract):
         run(turn(6))
         assert isinstance(state.routed_experts, np.ndarray)
         made = Generation(
-            state.response_ids, state.logprobs, tuple(state.spans), "length", state.routed_experts
+            state.response_ids,
+            state.logprobs,
+            tuple(state.spans),
+            "length",
+            {"routed_experts": state.routed_experts},
         )
         check_experts(made, PROMPT, mixtures)
 

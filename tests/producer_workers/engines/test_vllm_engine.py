@@ -171,10 +171,12 @@ def test_every_reason_of_vllm_has_a_meaning_or_fails_its_request(
 @pytest.mark.parametrize("kind", ["uint8", "uint16"])
 def test_routed_experts_of_vllm_become_a_column_or_an_error(kind: str) -> None:
     """3 tokens of prompt and 2 after them are 4 that were routed."""
-    experts = generation_of(completion("stop", np.full((4, 2, 8), 255, kind)), 3).routed_experts
+    experts = generation_of(completion("stop", np.full((4, 2, 8), 255, kind)), 3).columns[
+        "routed_experts"
+    ]
     assert experts is not None
     assert (experts.shape, experts.dtype.str, experts.max()) == ((4, 2, 8), "<i2", 255)
-    assert generation_of(completion("stop"), 3).routed_experts is None
+    assert generation_of(completion("stop"), 3).columns["routed_experts"] is None
     with pytest.raises(GenerationError, match="of 3 tokens"):
         generation_of(completion("stop", np.zeros((3, 2, 8), kind)), 3)
 

@@ -188,7 +188,7 @@ class Masked(Endless):
         made = await super().generate(*request)
         counts = np.full(len(made.token_ids), len(self.kept), "<i4")
         ids = np.tile(np.array(self.kept, "<i4"), len(made.token_ids))
-        return replace(made, sampling_mask=SamplingMask(counts, ids))
+        return replace(made, columns={"sampling_mask": SamplingMask(counts, ids)})
 
 
 def test_a_token_that_its_mask_has_not_fails_the_rollout(chat: Any) -> None:

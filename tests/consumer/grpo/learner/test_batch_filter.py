@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from buffer.wire import group_bytes
+from buffer.wire.document import STATUSES
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import MediaRef, Status
-from buffer.wire.table import STATUSES
 from consumer.config.learner import LearnerConfig
 from consumer.grpo.learner.batch_filter import BatchFilter
 from consumer.grpo.learner.train_controller import TrainController

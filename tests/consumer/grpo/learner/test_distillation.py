@@ -49,7 +49,7 @@ def kl(one: Tensor, other: Tensor) -> Tensor:
     return (one * (one.log() - other.log())).sum(1)
 
 
-def micro_batch(tokens: int, optional: dict[str, Tensor], tops: dict[str, Tensor]) -> MicroBatch:
+def micro_batch(tokens: int, optional: dict[str, Tensor]) -> MicroBatch:
     """Return a micro-batch of one sample of `task`."""
     nothing = torch.zeros(tokens, dtype=torch.long)
     ones = torch.ones(tokens)
@@ -57,7 +57,6 @@ def micro_batch(tokens: int, optional: dict[str, Tensor], tops: dict[str, Tensor
         *(nothing, nothing, nothing, nothing, ones, ones, nothing, nothing[:1]),
         trained_tokens=torch.tensor([float(tokens)]),
         optional=optional,
-        tops=tops,
         tasks=["task"],
     )
 
@@ -103,7 +102,7 @@ def test_the_advantage_has_the_gradient_of_the_kl_to_the_teachers(is_stale: bool
         old_is_rollout=True,
     )
     teachers = {"teacher_logprobs/big": big.flatten(), "teacher_logprobs/small": small.flatten()}
-    batch = micro_batch(tokens, teachers, {})
+    batch = micro_batch(tokens, teachers)
     loss, _ = loss_of(columns, batch, sampling.exp().flatten(), clip=1e3)
     loss.backward()  # type: ignore[no-untyped-call]
     assert policy.grad is not None
@@ -157,8 +156,8 @@ def test_the_loss_over_top_tokens_has_the_gradient_of_the_dense_kl(
         given[f"teacher_top_ids/{name}"] = top.indices
         given[f"teacher_top_logprobs/{name}"] = top.values.clone()
     given["teacher_top_logprobs/big"][0] = torch.nan
-    batch = micro_batch(STATES, {}, given)
-    ids = batch.top_ids()
+    batch = micro_batch(STATES, given)
+    ids = batch.other_ids()
     assert ids is not None
     others = policy.log_softmax(1).gather(1, ids)
     section = {"top_k_loss": direction, "outside": outside, "top_k_coef": 0.5}
@@ -178,8 +177,11 @@ def test_a_bound_keeps_the_direction_of_the_worst_tokens() -> None:
     top = teacher.topk(TOP, 1)
     batch = micro_batch(
         STATES,
-        {"teacher_logprobs/big": torch.tensor([-1.0, -9.0, -3.0, torch.nan])},
-        {"teacher_top_ids/big": top.indices, "teacher_top_logprobs/big": top.values},
+        {
+            "teacher_logprobs/big": torch.tensor([-1.0, -9.0, -3.0, torch.nan]),
+            "teacher_top_ids/big": top.indices,
+            "teacher_top_logprobs/big": top.values,
+        },
     )
     gradients = []
     for clip in (1e3, 0.05):
@@ -280,8 +282,7 @@ def test_groups_without_rewards_or_with_equal_ones_learn_from_their_teacher(
     assert found["distill/coverage"] == 0
     assert all(torch.equal(before[n], p) for n, p in controller.policy.parameters.items())
     signs = np.repeat([1.0, -1.0, 1.0, -1.0], group.lengths).astype(np.float32)
-    group.head.teachers = ["big"]
-    group.columns["teacher_logprobs"] = (group.logprobs + signs)[None]
+    group.columns["teacher_logprobs/big"] = group.logprobs + signs
     found = controller.fit([group])
     assert found["distill/coverage"] == found["batch/trained_share"] == 1
     trained = group.mask > 0
@@ -295,7 +296,7 @@ def test_a_teachers_column_stands_in_for_the_reference_model(model_dir: Path) ->
     own = make_controller(model_dir, distillation=None, loss=loss)
     group = make_group(1)
     reference = sampled_logprobs(own.policy, group)
-    group.head.teachers, group.columns["teacher_logprobs"] = ["frozen"], reference[None]
+    group.columns["teacher_logprobs/frozen"] = reference
     loss |= {"kl_reference": "frozen"}
     given = make_controller(model_dir, distillation=None, loss=loss)
     assert given.policy.reference is None

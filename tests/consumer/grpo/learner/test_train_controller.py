@@ -269,10 +269,8 @@ def test_a_column_that_nothing_reads_is_refused(
 ) -> None:
     groups = make_batch()
     values = np.zeros(len(groups[0].mask), "<f4")
-    if column == "teacher_logprobs":
-        groups[0].head.teachers = ["big"]
-        values = values[None]
-    groups[0].columns[column] = values
+    name = "teacher_logprobs/big" if column == "teacher_logprobs" else column
+    groups[0].columns[name] = values
     learner = LearnerConfig.model_validate(options)
     chosen = BatchFilter(read_columns=read_columns(advantages, learner))
     filtered = chosen.apply(groups)

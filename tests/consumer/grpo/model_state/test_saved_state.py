@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from buffer.errors import ModelError, RolloutMQError
 from consumer.grpo.model_state.saved_state import Rows, SavedState, write_state
+from consumer.handle.checkpoint import check_state
 from consumer.handle.ranks import Ranks
-from consumer.handle.state_files import check_state
 from tests.thoroughness import examples
 
 SHAPES = {"a": (7, 3), "b": (1,), "c": (16, 2, 2), "e": (3,)}

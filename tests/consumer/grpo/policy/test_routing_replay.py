@@ -71,7 +71,7 @@ async def roll_out(folder: Path) -> RolloutGroup:
         state = RolloutState(
             index=index, prompt_ids=prompt, reward={"score": 0.0}, status=Status.COMPLETED
         )
-        state.append(made.token_ids, made.logprobs, made.spans, routed_experts=made.routed_experts)
+        state.append(made.token_ids, made.logprobs, made.spans, **made.columns)
         states.append(state)
     await engine.shutdown()
     return RolloutGroup("moe-0000000001", "moe", states)

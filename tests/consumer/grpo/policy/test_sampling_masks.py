@@ -209,7 +209,7 @@ def test_trainer_and_engine_agree_with_the_mask_and_not_without(
 
 def test_interrupted_rollouts_keep_the_sets_of_all_their_tokens(model: Path) -> None:
     group = asyncio.run(roll_out(model, HALF, pauses=3))
-    assert (group.columns["sampling_counts"] > 0).all()
+    assert (group.columns["sampling_mask/counts"] > 0).all()
     assert mismatch(learner(model), group) < 1e-5
 
 
