@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -35,7 +36,7 @@ class Step(NamedTuple):
         path = root / self.file
         text = path.read_text("utf-8") if path.exists() else ""
         if self.is_at_end:
-            text += self.code
+            text = f"{text}\n\n{self.code}"
         elif self.below is None:
             assert not text, f"{self.file} is there already"
             text = self.code
@@ -50,14 +51,17 @@ def recipes() -> Iterator[tuple[str, list[Step]]]:
     text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
     for recipe in text.partition("## Twelve usual changes")[2].split("\n### ")[1:]:
         found = [
-            Step(step["file"], step["code"], step["below"], bool(step["end"])) for step in _STEP.finditer(recipe)
+            Step(step["file"], step["code"], step["below"], bool(step["end"]))
+            for step in _STEP.finditer(recipe)
         ]
         assert len(found) == recipe.count("```") // 2, recipe
         yield recipe.partition("\n")[0], found
 
 
 @pytest.mark.parametrize(("name", "steps"), [*recipes()])
-def test_a_usual_change_touches_at_most_three_files_of_the_product(name: str, steps: list[Step]) -> None:
+def test_a_usual_change_touches_at_most_three_files_of_the_product(
+    name: str, steps: list[Step]
+) -> None:
     assert 1 <= len({step.file for step in steps}) <= 3
 
 
@@ -73,7 +77,11 @@ def test_the_recipes_work_in_a_copy(tmp_path: Path) -> None:
     attach(copy)
     words = ("-m", "pytest", "-q", "-p", "no:cacheprovider", CHECKS)
     done = subprocess.run(
-        [sys.executable, *words], cwd=copy, env={**_environment(), "PYTHONPATH": str(copy)}, capture_output=True, text=True
+        [sys.executable, *words],
+        cwd=copy,
+        env={**os.environ, "PYTHONPATH": str(copy)},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
@@ -84,15 +92,11 @@ def attach(copy: Path) -> None:
     groups = {"console_scripts": project["scripts"], **project["entry-points"]}
     facts = copy / "rolloutmq-0.0.0.dist-info"
     facts.mkdir()
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: rolloutmq\nVersion: 0.0.0\n", "utf-8")
+    (facts / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: rolloutmq\nVersion: 0.0.0\n", "utf-8"
+    )
     lines = [
         f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
         for group, points in groups.items()
     ]
     (facts / "entry_points.txt").write_text("\n".join(lines), "utf-8")
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
