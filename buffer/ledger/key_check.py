@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from buffer.ids import GID
+from buffer.redis.bounds import KEYS_PER_TRIP
 from buffer.redis.bulk_io import send
 from buffer.redis.key_fields import Damage, lasting, text_fields, wrong_fields
 from buffer.redis.key_table import LANE, TABLE
@@ -41,8 +42,6 @@ _WITH_FIELDS = {
 _LINEAGE = re.compile(r"[\w.-]+:\d+")
 _STEPS = ("forgotten", "freed", "committed", "taken")
 """Fields of a ledger, each at most as high as the next."""
-
-_PAGE = 1000
 
 
 class FoundKey(NamedTuple):
@@ -116,7 +115,7 @@ class KeyCheck:
         for _, client in self._store.servers.masters():
             cursor = -1
             while cursor:
-                cursor, page = client.scan(max(0, cursor), match=pattern, count=_PAGE)
+                cursor, page = client.scan(max(0, cursor), match=pattern, count=KEYS_PER_TRIP)
                 keys = [key.decode(errors="surrogateescape") for key in page]
                 # text is sent faster than bytes
                 names = [key if key.isascii() else raw for key, raw in zip(keys, page, strict=True)]

@@ -15,11 +15,12 @@ from itertools import chain, islice
 import numpy as np
 import orjson
 
-from buffer.groups.record_walk import PAGE, Entered, Record, RecordWalk
+from buffer.groups.record_walk import Entered, Record, RecordWalk
 from buffer.ids import ENDS, GID, LANES, group_id
 from buffer.ledger.archive import Archive
 from buffer.ledger.key_check import KeyCheck, NameSet
 from buffer.ledger.stages import GroupRow, StageReader, stage_faults
+from buffer.redis.bounds import KEYS_PER_TRIP
 from buffer.redis.key_fields import Damage, lasting, text_fields, wrong_fields
 from buffer.redis.store import RunContext
 
@@ -53,7 +54,7 @@ class RecordCheck:
         number = sum(entered.drawn + entered.by_hand for entered in tasks.values())
         for task, entered in tasks.items():
             draws = self._unsure(task, entered)
-            while page := list(islice(draws, PAGE)):
+            while page := list(islice(draws, KEYS_PER_TRIP)):
                 yield from self._of_page(task, entered.cursor, page)
                 self.checked += len(page)
                 advance(self.checked, number)
@@ -79,9 +80,9 @@ class RecordCheck:
     def _members(self, key: str) -> Iterator[str]:
         """Yield the members of a sorted set, a page at a time."""
         start = 0
-        while page := self._store.send("members", [("ZRANGE", key, start, start + PAGE - 1)])[0]:
+        while page := self._store.ask("members", "ZRANGE", key, start, start + KEYS_PER_TRIP - 1):
             yield from (member.decode(errors="replace") for member in page)
-            start += PAGE
+            start += KEYS_PER_TRIP
 
     def _of_page(self, task: str, cursor: int, page: Sequence[int]) -> Iterator[Damage]:
         whole: list[GroupRow] = []
@@ -211,7 +212,7 @@ class RecordCheck:
         members = (member.rpartition(":")[2] for member in self._members(key))
         gids = self._waiting(key) if field == "lane" else members
         word = key.rpartition(":")[2]
-        while page := list(islice(gids, PAGE)):
+        while page := list(islice(gids, KEYS_PER_TRIP)):
             for gid, record in zip(page, self._records(page), strict=True):
                 is_there = not field or record.get(field) == word
                 if record.get("stage") not in stages or not is_there:
@@ -220,7 +221,7 @@ class RecordCheck:
     def _waiting(self, key: str) -> Iterator[str]:
         """Yield the gids of a queue, a page at a time."""
         last = "-"
-        while page := self._store.send("members", [("XRANGE", key, last, "+", "COUNT", PAGE)])[0]:
+        while page := self._store.ask("members", "XRANGE", key, last, "+", "COUNT", KEYS_PER_TRIP):
             yield from (text_fields(fields).get("gid", "?") for _, fields in page)
             last = f"({page[-1][0].decode()}"
 
@@ -262,7 +263,7 @@ class RecordCheck:
         first = archive.steps().start
         refs = (entry.payload for entry in archive.entries())
         wrong: list[Damage] = []
-        while page := list(islice(refs, PAGE)):
+        while page := list(islice(refs, KEYS_PER_TRIP)):
             chunks = [self._keys.payload_chunks(ref.gid, ref.token, ref.chunks) for ref in page]
             keys = list(chain.from_iterable(chunks))
             self.payloads.add(*keys)

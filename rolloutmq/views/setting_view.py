@@ -10,7 +10,7 @@ from typing import Any
 from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
-from buffer.config.meanings import meanings
+from buffer.config.section import meanings
 from buffer.limits import RunLimits, TaskLimits, TaskSettings
 from buffer.run.settings import (
     THRESHOLDS,
