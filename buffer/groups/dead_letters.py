@@ -19,14 +19,13 @@ from buffer.failure_text import cause_of
 from buffer.groups.submit import to_store
 from buffer.ids import split_group_id
 from buffer.job import Job
+from buffer.redis.bounds import KEYS_PER_TRIP
 from buffer.redis.key_fields import HINT, read_counts
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import ScriptCall, unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
-
-_SLICE = 500  # letters that one round trip reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,13 +116,13 @@ class DeadLetters:
         start = 0
         while letters := self._store.retrying("dead letters", partial(self._slice, start)):
             yield from filter(None, letters)
-            start += _SLICE
+            start += KEYS_PER_TRIP
 
     def _slice(self, start: int) -> list[DeadLetter | None]:
         client = self._store.client
         keys = self._keys
         seconds, micros = client.time()
-        found = client.zrevrange(keys.dead, start, start + _SLICE - 1, withscores=True)
+        found = client.zrevrange(keys.dead, start, start + KEYS_PER_TRIP - 1, withscores=True)
         pipe = client.pipeline(transaction=False)
         for gid, _ in found:
             pipe.get(keys.dead_letter(gid.decode()))

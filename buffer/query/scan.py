@@ -28,10 +28,9 @@ from buffer.query.language import (
     parse,
 )
 from buffer.query.record import RECORD_FIELDS, STAGES, GroupRecord, Moment
+from buffer.redis.bounds import KEYS_PER_TRIP
 from buffer.redis.bulk_io import Command
 from buffer.redis.store import RunContext, Store
-
-PAGE = 500  # groups in one round trip, between which the server answers other clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +108,7 @@ class GroupScan:
 
     def _records(self, gids: Iterator[str], node: Node, moment: Moment) -> Iterator[GroupRecord]:
         likely = (gid for gid in gids if narrow(node, _facts_of(gid)) != FALSE)
-        while page := list(islice(likely, PAGE)):
+        while page := list(islice(likely, KEYS_PER_TRIP)):
             values = self._pipelined(
                 "records", [("HMGET", self._keys.group(gid), *RECORD_FIELDS) for gid in page]
             )
@@ -178,7 +177,7 @@ class GroupScan:
 
     def _waiting(self, key: str) -> Iterator[str]:
         after = "-"
-        while entries := self._command("XRANGE", key, after, "+", "COUNT", PAGE):
+        while entries := self._command("XRANGE", key, after, "+", "COUNT", KEYS_PER_TRIP):
             yield from (fields[b"gid"].decode() for _, fields in entries)
             after = "(" + entries[-1][0].decode()
 
@@ -193,7 +192,7 @@ class GroupScan:
         """Yield members in order, none of them skipped when others are removed meanwhile."""
         start = 0
         last: tuple[float, bytes] | None = None
-        while page := self._command("ZRANGE", key, start, start + PAGE - 1, "WITHSCORES"):
+        while page := self._command("ZRANGE", key, start, start + KEYS_PER_TRIP - 1, "WITHSCORES"):
             pairs = [(float(score), member) for member, score in _pairs(page)]
             for score, member in pairs:
                 if last is None or (score, member) > last:

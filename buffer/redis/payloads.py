@@ -20,6 +20,7 @@ from isal import isal_zlib
 
 from buffer.errors import PayloadMissing, WireError
 from buffer.job import PayloadRef
+from buffer.redis.bounds import BYTES_PER_TRIP, BYTES_PER_VALUE
 from buffer.redis.bulk_io import Pieces
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
@@ -27,12 +28,7 @@ from buffer.wire.framing import Compression, compress
 
 T = TypeVar("T")
 
-CHUNK_BYTES = 1_048_000
-"""Just below a size class: 1,048,576 would cost 25 % more memory (measured)."""
-
 UNPINNED_S = 3600  # lifetime of bytes that no script has accepted
-
-ROUND_BYTES = 8 * 2**20  # at most: larger round trips delay all other clients (measured)
 
 _KEPT_BYTES = 128 * 2**20  # malloc keeps no more for the next read: that gets pages of its own
 
@@ -103,17 +99,17 @@ class PayloadStore:
         """
         stored = {gid: compress(data, self._compression) for gid, data in payloads.items()}
         for gid, data in stored.items():
-            if len(data) > CHUNK_BYTES:
+            if len(data) > BYTES_PER_VALUE:
                 raise WireError(
                     f"the prompt of {gid} has {len(data)} bytes",
-                    hint=f"at most {CHUNK_BYTES} can be stored",
+                    hint=f"at most {BYTES_PER_VALUE} can be stored",
                 )
         commands = [_set(self._keys.payload(gid, token), [data]) for gid, data in stored.items()]
         self._store.send("prompt write", commands, starts_work=True)
 
     def fits(self, prompt: bytes) -> bool:
-        is_short = len(prompt) <= CHUNK_BYTES
-        return is_short or len(compress(prompt, self._compression)) <= CHUNK_BYTES
+        is_short = len(prompt) <= BYTES_PER_VALUE
+        return is_short or len(compress(prompt, self._compression)) <= BYTES_PER_VALUE
 
     def read(self, ref: PayloadRef) -> bytes | memoryview:
         """Return the bytes. Raises what `join` raises."""
@@ -137,7 +133,7 @@ class PayloadStore:
     def _read_rounds(
         self, refs: Sequence[PayloadRef]
     ) -> Iterator[tuple[list[PayloadRef], list[Whole]]]:
-        rounds = list(by_size((ref.size or CHUNK_BYTES, ref) for ref in refs))
+        rounds = list(by_size((ref.size or BYTES_PER_VALUE, ref) for ref in refs))
         read = partial(self._read, own_pages=sum(ref.size for ref in refs) >= _KEPT_BYTES)
         if len(rounds) < 2:
             yield from ((batch, read(batch)) for batch in rounds)
@@ -203,12 +199,12 @@ def _set(name: str, part: Pieces) -> SetCommand:
     return ("SET", name, part, "EX", UNPINNED_S, "NX")
 
 
-def by_size(sized: Iterable[tuple[int, T]], most: int = ROUND_BYTES) -> Iterator[list[T]]:
-    """Yield the items in batches of at most `most` bytes; a larger item is a batch of its own."""
+def by_size(sized: Iterable[tuple[int, T]]) -> Iterator[list[T]]:
+    """Yield the items in batches for one round trip each; a larger item is a batch of its own."""
     batch: list[T] = []
     total = 0
     for size, item in sized:
-        if batch and total + size > most:
+        if batch and total + size > BYTES_PER_TRIP:
             yield batch
             batch, total = [], 0
         batch.append(item)
@@ -225,8 +221,8 @@ def chunk_sizes(size: int, by_class: bool) -> list[int]:
     would save little: the second is less than a fifth of the whole, and wastes at most a fifth of
     that. Elsewhere, a second chunk would only cost time.
     """
-    full, rest = divmod(size, CHUNK_BYTES)
-    sizes = [CHUNK_BYTES] * full
+    full, rest = divmod(size, BYTES_PER_VALUE)
+    sizes = [BYTES_PER_VALUE] * full
     if by_class and rest >= _CUT_FROM_BYTES:
         stored = rest + _HEADER_BYTES
         step = 1 << (stored.bit_length() - 3)  # between this size class and the next
