@@ -14,7 +14,6 @@ from buffer.errors import ConfigError, PauseTimeout
 from buffer.readable import visible
 from buffer.run.run import Run
 from buffer.run.settings import (
-    KeptSettings,
     LiveSettings,
     LiveTaskSettings,
     SettingsRecord,
@@ -212,8 +211,7 @@ def set_(
     wanted, restored = parse_change(settings or [])
     if listed:
         return _overridden(target.run.settings)
-    changes = target.run.set(wanted, restored=restored, by=_who())
-    keep_settings(target)
+    changes = target.run.set(wanted, restored=restored, by=_who(), folder=target.run_dir)
     said = [
         f"{name}: {value_text(name, before)} -> {value_text(name, after)}"
         for name, (before, after) in changes.items()
@@ -224,12 +222,6 @@ def set_(
     return Output(
         {"changed": document}, said or "nothing to change: the run has these settings already"
     )
-
-
-def keep_settings(target: Target) -> None:
-    """Write the changed settings into the run's folder, if it is known here."""
-    if target.run_dir and (target.run_dir / "run.json").is_file():
-        KeptSettings(target.run_dir, target.run.nonce).keep(target.run.settings)
 
 
 def _overridden(record: SettingsRecord) -> Output:
