@@ -397,6 +397,15 @@ class TrainController:
             )
         return None
 
+    def sleep(self) -> None:
+        """Free the device; see `TrainedModel.sleep`."""
+        for model in self.models:
+            model.sleep()
+
+    def wake(self) -> None:
+        for model in self.models:
+            model.wake()
+
     def state_tensors(self) -> dict[str, Tensor]:
         """Return what a resume of this rank needs, on the CPU (see `learner_state.py`)."""
         state = {"skipped": torch.tensor(self.skipped_in_a_row)}
