@@ -42,10 +42,9 @@ from rolloutmq.options import server_flags, set_flags
 from rolloutmq.output import console as open_console
 from rolloutmq.run_owner import FIRST_STOP, SECOND_STOP, Stage, own
 from rolloutmq.views.history import History
-from rolloutmq.views.live import watch
 from rolloutmq.views.run_folder import RunFolder, accuracy_table
 from rolloutmq.views.run_view import RunView, read_run_view
-from rolloutmq.views.screen import LiveNotes, groups_table
+from rolloutmq.views.screen import LiveNotes, groups_table, watch
 from rolloutmq.views.setting_view import override_lines
 from rolloutmq.web.report import write_report
 
