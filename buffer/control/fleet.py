@@ -11,13 +11,12 @@ from buffer.control.worker_record import HeartbeatReport, WorkerRecord, WorkerSt
 from buffer.errors import Fenced, RunNotFound, ScriptError
 from buffer.ids import valid_name
 from buffer.job import Job, digest_of
+from buffer.redis.bounds import GROUPS_PER_CALL
 from buffer.redis.bulk_io import Command
 from buffer.redis.retry import SYSTEM_RANDOM
 from buffer.redis.scripts import ScriptCall
 from buffer.redis.store import RunContext
 from buffer.wire.rollout import PolicyVersion
-
-LOST_SLICE = 200  # groups that one call of the server takes from a worker at most
 
 MOST_AGES = 1024  # weights that one heartbeat reports at most
 
@@ -196,7 +195,7 @@ class Fleet:
                 "nonce": nonce,
                 "lease_ms": self._limits.lease_ms,
                 "max_tries": self._limits.max_tries,
-                "limit": LOST_SLICE,
+                "limit": GROUPS_PER_CALL,
             },
             tail_args=[part for job in held for part in (job.gid, job.token)],
         )
@@ -219,7 +218,7 @@ class Fleet:
         args: dict[str, str | int] = {
             "worker": worker,
             "lease_ms": limits.lease_ms,
-            "limit": LOST_SLICE,
+            "limit": GROUPS_PER_CALL,
             "max_tries": limits.max_tries,
             "worker_timeout_ms": limits.worker_timeout_ms,
         }

@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from buffer.ids import ENDS, IMPORTED_FROM, group_id
 from buffer.job import PayloadRef
+from buffer.redis.bounds import KEYS_PER_TRIP
 from buffer.redis.key_fields import read_counts, require_fields, text_fields
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
-
-PAGE = 500  # members, entries or records that one round trip reads
 
 PAGE_DRAWS = 2**19  # draws whose bits one round trip reads: 64 KiB of each bitmap
 
@@ -42,7 +41,7 @@ class RecordWalk:
     def records(self, task: str) -> Iterator[tuple[str, Record]]:
         """Yield (gid, record) of a task's living groups, drawn ones first. Raises RunDamaged."""
         draws = self._living(task)
-        while page := list(islice(draws, PAGE)):
+        while page := list(islice(draws, KEYS_PER_TRIP)):
             gids = [group_id(task, draw) for draw in page]
             for gid, raw in zip(gids, self._hashes(gids), strict=True):
                 if record := text_fields(raw):

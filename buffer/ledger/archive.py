@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from buffer.errors import RunDamaged
 from buffer.manifest import Manifest, ManifestEntry
+from buffer.redis.bounds import KEYS_PER_TRIP
 from buffer.redis.key_fields import HINT, read_counts
 from buffer.redis.scripts import ScriptCall
 from buffer.redis.store import RunContext
@@ -65,7 +66,7 @@ class Archive:
             "retain": limits.retain_batches if retains else 0,
             "wait": int(limits.retain_until_exported and retains),
             "exported": exported,
-            "limit": 1000,
+            "limit": KEYS_PER_TRIP,
         }
         return ScriptCall("forget", self._keys.slots(ledger=self._name), arguments)
 

@@ -17,6 +17,7 @@ from buffer.errors import ConfigError, LedgerError, RunDamaged
 from buffer.ids import split_group_id
 from buffer.ledger.archive import Archive, Forgotten, parse_manifest
 from buffer.manifest import Manifest, ManifestEntry, NotReady
+from buffer.redis.bounds import KEYS_PER_TRIP
 from buffer.redis.key_fields import HINT, read_counts
 from buffer.redis.keys import SlotKeys
 from buffer.redis.scripts import Arg, ScriptCall, unfenced, unknown_reply
@@ -203,7 +204,7 @@ class BatchLedger:
         commit = ScriptCall(
             "commit",
             self._keys.slots(ledger=self.name),
-            {"nonce": nonce, "step": step, "keep": keep, "limit": 500},
+            {"nonce": nonce, "step": step, "keep": keep, "limit": KEYS_PER_TRIP},
             [self._keys.slots(task=task) for task in tasks],
             tasks,
         )

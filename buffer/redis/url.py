@@ -234,11 +234,12 @@ class Servers:
         """Return the client of the server with `key`, or of the first. Raises redis.RedisError."""
         # Any: redis-py types its replies as unions over all protocols, which only their readers
         # can narrow
-        return self._client(self.url_of(key) if key else self._seeds[0])
+        url = self.url_of(key) if key else self._seeds[0]
+        return self._clients.get(url) or self._client(url)
 
     def url_of(self, key: str) -> str:
         """Return the URL of the server that holds `key`. Raises redis.RedisError."""
-        slots = self._map()
+        slots = self._map() if self._slots is None else self._slots
         url = slots[key_slot(key.encode())] if slots else self._seeds[0]
         if not url:
             raise ConnectionError(f"no node of the cluster serves the slot of {key}")

@@ -40,7 +40,7 @@ from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import PublishedWeights
 from buffer.weights.transports import is_url
 from buffer.wire.rollout import PolicyVersion
-from consumer.handle.batch import Batch, DeliveredGroups, Stopped, check_not_abandoned
+from consumer.handle.batch import Batch, Stopped, check_not_abandoned
 from consumer.handle.evaluation_round import Evaluated, EvaluationRound
 from consumer.handle.prefetch import Prefetcher
 from consumer.handle.reader import BatchReader
@@ -94,16 +94,10 @@ class RolloutConsumer:
         # nobody else publishes weights while this trainer is open; None: not known yet
         self._newest: PolicyVersion | None = None
         self._stop = threading.Event()
-        self._taker = BatchTaker(run, self.role.nonce, self._check, work)
+        self.nonce = self.role.nonce
+        self._taker = BatchTaker(run, self.nonce, self._check, work)
+        self.delivered = self._taker.delivered
         self._prefetcher = Prefetcher(run, prefetch_bytes, self.role.ended)
-
-    @property
-    def nonce(self) -> str:
-        return self.role.nonce
-
-    @property
-    def delivered(self) -> DeliveredGroups:
-        return self._taker.delivered
 
     @property
     def vocabulary(self) -> int | None:
@@ -231,10 +225,6 @@ class RolloutConsumer:
         if self._stop.is_set():
             raise Stopped
 
-    def _check_if_silent(self, silent: list[str]) -> None:
-        if silent:
-            self._check()
-
     def commit(self, step: int, *, keep: int) -> None:
         """Record that the checkpoint of `step` is durable, and free batches up to `keep`.
 
@@ -267,7 +257,7 @@ class RolloutConsumer:
         """
         started = time.monotonic()
         self._run.control.set_mode("trainer", Mode(mode), lanes=lanes, nonce=self.nonce)
-        self._run.receipts.wait(fences=True, watch=self._check_if_silent)
+        self._run.receipts.wait(fences=True, watch=lambda silent: self._check() if silent else None)
         seconds = time.monotonic() - started
         self.pauses.add(seconds)
         return seconds
@@ -363,7 +353,14 @@ class RolloutConsumer:
         The server keeps those in `buffer.control.events.REPORTED`; observers get all. Raises
         Fenced, and ConfigError for a value that is no number.
         """
-        numbers = _numbers(step, metrics)
+        try:
+            # numbers of numpy and torch, too
+            numbers = {str(name): float(value) for name, value in metrics.items()}
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the metrics reported for step {step} are not all numbers: {error}",
+                hint="report(step, {name: number, …})",
+            ) from error
         self._run.control.report(self.nonce, step, numbers, task=task)
         for observer in self._run.observers:
             observer.reported(step, numbers, task)
@@ -396,14 +393,3 @@ class RolloutConsumer:
     ) -> list[tuple[str, Event]]:
         """Return (id, event), oldest first; wait up to `block_ms` ms for the first."""
         return self._run.events.read(after, limit=limit, block_ms=block_ms)
-
-
-def _numbers(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics as floats; numbers of numpy and torch are allowed."""
-    try:
-        return {str(name): float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"the metrics reported for step {step} are not all numbers: {error}",
-            hint="report(step, {name: number, …})",
-        ) from error

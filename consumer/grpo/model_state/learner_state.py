@@ -49,6 +49,28 @@ class TrainedModel:
         self.modules = modules
         self.prefix = prefix
         self.step = 0
+        self.is_asleep = False
+
+    def sleep(self) -> None:
+        """Free the device: what sleeps can be saved, but not trained."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._move(torch.device("cpu"))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.is_asleep = True
+
+    def wake(self) -> None:
+        self._move(self.device)
+        self.is_asleep = False
+
+    def _move(self, device: torch.device) -> None:
+        for module in self.modules:
+            # in place: the optimizer holds the same parameter objects
+            module.to(device)
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = value.to(device)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return contiguous copies on the CPU, which further training does not change."""

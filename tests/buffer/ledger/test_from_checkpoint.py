@@ -315,7 +315,7 @@ class Died(Exception):
 def test_a_trainer_that_dies_anywhere_in_it_leaves_what_the_next_one_can_go_on_with(
     make_scene: Callable[..., Scene], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("buffer.ledger.ended_draws.SLICE", 2)
+    monkeypatch.setattr("buffer.ledger.ended_draws.GROUPS_PER_CALL", 2)
     scene = make_scene(role_timeout_ms=60_000, stale_threshold=100)
     scene.open_producer()
     trainer = Trainer(scene)
