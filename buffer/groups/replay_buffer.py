@@ -126,7 +126,8 @@ class ReplayBuffer:
                 hint="only completed or aborted groups can replace it",
             )
         data = group_bytes.encode_checked(group)
-        seen = replaces or self._payload_token(gid)
+        found = replaces or self._store.ask("update", "HGET", self._keys.group(gid), "payload")
+        seen = found.decode() if isinstance(found, bytes) else found or "init"
         match self._update(group, self._payloads.write(gid, new_nonce(), data), seen):
             case ["OK"]:
                 return
@@ -147,10 +148,6 @@ class ReplayBuffer:
                 )
             case reply:
                 raise unknown_reply("update", reply)
-
-    def _payload_token(self, gid: str) -> str:
-        found = self._store.ask("update", "HGET", self._keys.group(gid), "payload")
-        return found.decode() if found else "init"
 
     def _update(self, group: RolloutGroup, ref: PayloadRef, replaces: str) -> list[str]:
         keys = self._keys

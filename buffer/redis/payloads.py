@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from typing import TypeVar
 
 from isal import isal_zlib
@@ -124,30 +123,24 @@ class PayloadStore:
 
         The payloads of a round trip share memory. The next two are under way while `use` works.
         """
+        rounds = list(by_size((ref.size or BYTES_PER_VALUE, ref) for ref in refs))
+        own_pages = sum(ref.size for ref in refs) >= _KEPT_BYTES
+
+        def read(batch: Sequence[PayloadRef]) -> list[Whole]:
+            entries = [(self._names(ref), ref.size) for ref in batch]
+            found = self._store.read("payload read", entries, own_pages=own_pages)
+            return list(map(join, batch, found))
+
         used: list[T] = []
         with _no_collection():
-            for batch, found in self._read_rounds(refs):
+            if len(rounds) == 1:
+                return list(use(refs, read(refs)))
+            coming = deque(self._threads.submit(read, batch) for batch in rounds[:_AHEAD])
+            for n, batch in enumerate(rounds, _AHEAD):
+                found = coming.popleft().result()
+                coming.extend(self._threads.submit(read, after) for after in rounds[n : n + 1])
                 used += use(batch, found)
         return used
-
-    def _read_rounds(
-        self, refs: Sequence[PayloadRef]
-    ) -> Iterator[tuple[list[PayloadRef], list[Whole]]]:
-        rounds = list(by_size((ref.size or BYTES_PER_VALUE, ref) for ref in refs))
-        read = partial(self._read, own_pages=sum(ref.size for ref in refs) >= _KEPT_BYTES)
-        if len(rounds) < 2:
-            yield from ((batch, read(batch)) for batch in rounds)
-            return
-        coming = deque(self._threads.submit(read, batch) for batch in rounds[:_AHEAD])
-        for n, batch in enumerate(rounds, _AHEAD):
-            found = coming.popleft().result()
-            coming.extend(self._threads.submit(read, after) for after in rounds[n : n + 1])
-            yield batch, found
-
-    def _read(self, refs: Sequence[PayloadRef], *, own_pages: bool) -> list[Whole]:
-        entries = [(self._names(ref), ref.size) for ref in refs]
-        found = self._store.read("payload read", entries, own_pages=own_pages)
-        return list(map(join, refs, found))
 
     def _names(self, ref: PayloadRef) -> list[str]:
         return self._keys.payload_chunks(ref.gid, ref.token, ref.chunks)
@@ -169,29 +162,18 @@ class PayloadStore:
     def collect(self, limit: int = 200) -> int:
         """Free up to `limit` payloads that are listed as garbage, and return their number."""
         listed = self._keys.garbage
-        (entries,) = self._store.send("garbage", [("SRANDMEMBER", listed, limit)])
+        entries = self._store.ask("garbage", "SRANDMEMBER", listed, limit)
         if not entries:
             return 0
+        names: list[str] = []
+        for entry in entries:
+            # another entry is not from a script
+            if match := re.fullmatch(r"(\S+) (\S+) (\d{1,4})", entry.decode(errors="replace")):
+                names += self._keys.payload_chunks(match[1], match[2], int(match[3]))
         # bytes first, entries second: a process that dies in between leaves entries to repeat
-        self._store.send(
-            "garbage", [("UNLINK", name) for entry in entries for name in self._chunks(entry)]
-        )
+        self._store.send("garbage", [("UNLINK", name) for name in names])
         self._store.send("garbage", [("SREM", listed, *entries)])
         return len(entries)
-
-    def _chunks(self, entry: bytes) -> list[str]:
-        return [
-            key
-            for gid, token, chunks in _listed([entry])
-            for key in self._keys.payload_chunks(gid, token, chunks)
-        ]
-
-
-def _listed(entries: Iterable[bytes]) -> list[tuple[str, str, int]]:
-    """Return (gid, token, chunks) of entries that scripts list, without malformed ones."""
-    texts = [entry.decode(errors="replace") for entry in entries]
-    matches = [re.fullmatch(r"(\S+) (\S+) (\d{1,4})", text) for text in texts]
-    return [(match[1], match[2], int(match[3])) for match in matches if match]
 
 
 def _set(name: str, part: Pieces) -> SetCommand:

@@ -120,7 +120,7 @@ class BatchOutlook:
     """Decides during one wait, until `close`, whether the batch of `step` can still become ready.
 
     `trains`: False for an evaluation, whose groups never become too old. `producer_timeout_s`: how
-    long to wait while no producer is alive; None: forever. `work`: hears which stopped tasks it
+    long to wait while no producer is alive; None: forever. `work`: is told which stopped tasks it
     waits for. `stops_are_final`: it raises TaskStopped instead.
     """
 

@@ -15,7 +15,7 @@ from proofs.model_check.state_invariants import (
     T,
     batches,
     control,
-    find_places,
+    find_stages,
     held,
     ledger,
     plain,
@@ -201,7 +201,7 @@ def _submitted(before: Image, after: Image, replies: list[Any]) -> None:
 
 
 def _turns_kept(before: Image, after: Image, replies: list[Any]) -> None:
-    assert find_places(before) == find_places(after), "I1: kept turns moved a group"
+    assert find_stages(before) == find_stages(after), "I1: kept turns moved a group"
     for key in before.keys() & after.keys():
         if b":group:" in key:
             old, new = before[key][1], after[key][1]
@@ -232,8 +232,8 @@ def _enqueued(before: Image, after: Image, reply: list[Any]) -> None:
         return
     state = control(before)
     assert b"fresh" in state[b"lanes"].split(), f"I10: {new} enqueued while {state}"
-    places = [place for (place,) in find_places(after).values()]
-    under_way = sum(place in ("waiting", "running", "taken", "archived") for place in places)
+    stages = [stage for (stage,) in find_stages(after).values()]
+    under_way = sum(stage in ("waiting", "running", "taken", "archived") for stage in stages)
     target = int(plain(after, b"progress:" + T, {})[b"target"])
     assert under_way <= target, f"I3: {under_way} groups for a target of {target}"
 

@@ -14,7 +14,6 @@ from buffer.errors import ConfigError, PauseTimeout
 from buffer.readable import visible
 from buffer.run.run import Run
 from buffer.run.settings import (
-    KeptSettings,
     LiveSettings,
     LiveTaskSettings,
     parse_change,
@@ -202,8 +201,7 @@ def set_(
             row = (name, config, str(each["value"]), time_text(each["set_ms"]), each["by"] or "-")
             grid.add_row(*map(visible, row))
         return Output({"settings": found}, grid if found else "every setting is as in the config")
-    changes = target.run.set(wanted, restored=restored, by=_who())
-    keep_settings(target)
+    changes = target.run.set(wanted, restored=restored, by=_who(), folder=target.run_dir)
     said = [
         f"{name}: {value_text(name, before)} -> {value_text(name, after)}"
         for name, (before, after) in changes.items()
@@ -214,12 +212,6 @@ def set_(
     return Output(
         {"changed": document}, said or "nothing to change: the run has these settings already"
     )
-
-
-def keep_settings(target: Target) -> None:
-    """Write the changed settings into the run's folder, if it is known here."""
-    if target.run_dir and (target.run_dir / "run.json").is_file():
-        KeptSettings(target.run_dir, target.run.nonce).keep(target.run.settings)
 
 
 def _who() -> str:

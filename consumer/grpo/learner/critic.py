@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,7 @@ class Critic(TrainedModel):
         own, self._ranks, self._bf16 = policy.config, policy.ranks, policy.bf16
         self._warmup_steps = config.warmup_steps * own.updates_per_batch
         self._sharding = own.sharding
+        self.advantages = partial(gae_advantages, gamma=config.gamma, lam=config.lam)
         device = policy.device
         torch.manual_seed(seed)
         if self._ranks.size == 1:
@@ -106,9 +108,6 @@ class Critic(TrainedModel):
         for update in batch.updates:
             update.batches.fill(values, update.values)
         return values
-
-    def advantages(self, groups: Sequence[GroupRewards]) -> list[NDArray[np.float32]]:
-        return gae_advantages(groups, gamma=self.config.gamma, lam=self.config.lam)
 
     def set_returns(
         self,

@@ -377,8 +377,7 @@ class TrainController:
             # no gradient: a step would still move the weights by the decaying moments
             return {"optim/grad_norm": 0.0, "optim/learning_rate": rate}
         set_rate(policy.optimizer, rate)
-        if policy.has_adapter:
-            average_gradients(policy.parameters.values(), self._ranks)
+        average_gradients(policy.parameters.values(), self._ranks)
         norm = gradient_step(policy.optimizer, self._config.max_grad_norm)
         if norm is not None:
             self.skipped_in_a_row = 0
