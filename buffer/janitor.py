@@ -14,18 +14,13 @@ from buffer.groups.job_queue import JobQueue
 from buffer.groups.replay_buffer import ReplayBuffer
 from buffer.ledger.ledger import BatchLedger
 from buffer.maintenance.column_files import ColumnFolder, ColumnSweep
+from buffer.redis.bounds import GROUPS_PER_CALL
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.store import RunContext
 
-REAP = 200  # leases that one sweep takes back at most
-
-EXPIRE = 100  # groups that one sweep moves out of one pool at most
-
 IN_TURN = 50  # sweeps in the time of one lease, by all processes that sweep in turn
 
-FREE = 200  # payloads freed in one round trip; a sweep makes FREE_ROUNDS of them at most
-
-FREE_ROUNDS = 20
+FREE_ROUNDS = 20  # in which one sweep frees payloads
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +66,15 @@ class Janitor:
         """
         if not self._is_there():
             return Swept()
-        reaped = self._jobs.reap(REAP)
+        reaped = self._jobs.reap(GROUPS_PER_CALL)
         expired = [
-            self._buffer.expire(task, status, EXPIRE)
+            self._buffer.expire(task, status, GROUPS_PER_CALL)
             for task in self._limits.training_tasks
             for status in ("completed", "aborted")
         ]
-        expired += [self._jobs.expire_waiting(task, EXPIRE) for task in self._limits.training_tasks]
+        expired += [
+            self._jobs.expire_waiting(task, GROUPS_PER_CALL) for task in self._limits.training_tasks
+        ]
         forgotten = [ledger.archive.forget_slice() for ledger in self._ledgers if archive]
         freed = self._free()
         columns, has_files = self._columns.sweep() if files else (0, False)
@@ -90,10 +87,10 @@ class Janitor:
             freed,
             columns,
             has_more=has_files
-            or reaped.groups == REAP
-            or EXPIRE in expired
+            or reaped.groups == GROUPS_PER_CALL
+            or GROUPS_PER_CALL in expired
             or any(left for _, _, left in forgotten)
-            or freed == FREE * FREE_ROUNDS,
+            or freed == GROUPS_PER_CALL * FREE_ROUNDS,
             grace_ms=reaped.grace_ms,
         )
 
@@ -119,8 +116,8 @@ class Janitor:
     def _free(self) -> int:
         total = 0
         for _ in range(FREE_ROUNDS):
-            freed = self._payloads.collect(FREE)
+            freed = self._payloads.collect(GROUPS_PER_CALL)
             total += freed
-            if freed < FREE:
+            if freed < GROUPS_PER_CALL:
                 break
         return total

@@ -1,4 +1,4 @@
-"""Observers: optional features that hear what a process does with groups, and change nothing."""
+"""Callbacks for optional features: what a process does with groups. They must not change them."""
 
 from __future__ import annotations
 

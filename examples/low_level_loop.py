@@ -20,7 +20,6 @@ from consumer.grpo.evaluation import measure
 from consumer.grpo.learner.train_controller import TrainController
 from consumer.grpo.models.model_folder import copy_tokenizer
 from consumer.grpo.policy.policy import Policy
-from consumer.grpo.trainer_rank import DeviceShare
 from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.publication import open_sender, published
 from consumer.handle.ranks import ALONE, select_device
@@ -35,7 +34,6 @@ def train(run: Run, config: Config, model_dir: Path, *, take_over: bool = False)
     device = select_device(config.trainer.device, ALONE)
     policy = Policy(model_dir, config.learner, device=device, seed=config.run.seed)
     controller = TrainController.of(config, policy, model_dir)
-    share = DeviceShare(controller.models)
     sender = open_sender(config, run)
     checkpoints = CheckpointFolder(config.run.folder / "checkpoints")
     steps = checkpoints.steps()
@@ -58,12 +56,12 @@ def train(run: Run, config: Config, model_dir: Path, *, take_over: bool = False)
 
     pause = config.policy.pause_mode
     with published(consumer, sender, position.step, save, pause=pause):
-        share.sleep()  # the workers get the device when the pause ends
+        controller.sleep()  # the workers get the device when the pause ends
     for step in range(position.step + 1, config.plan.steps + 1):
         # the producer has begun to fill the batch when the weights before were published
         batch = consumer.take_batch(step, run.limits.mix().shares(step))
         with consumer.paused(pause):  # interrupted groups return, and engines sleep
-            share.wake()
+            controller.wake()
             metrics = train_on(controller, batch.groups)
             position.add(batch.manifest)
             consumer.report(step, metrics)
@@ -72,7 +70,7 @@ def train(run: Run, config: Config, model_dir: Path, *, take_over: bool = False)
                 checkpoints.write(position, save_checkpoint)
                 consumer.commit(step, keep=checkpoints.prune(2))
             with published(consumer, sender, step, save, pause=None):
-                share.sleep()
+                controller.sleep()
     evaluate(consumer, config)
     consumer.finish()
     consumer.close()

@@ -44,7 +44,15 @@ def all_versions() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    found |= {"cuda of torch": _cuda_of_torch(), "nvidia driver": _nvidia_driver()}
+    # importing torch's module would take seconds
+    torch = find_spec("torch") if is_there("torch") else None
+    file = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
+    if file and file.is_file():
+        line = re.search(r"^cuda\b.*= *'([^']+)'", file.read_text(encoding="utf-8"), re.MULTILINE)
+        found["cuda of torch"] = line[1] if line else "none (built for CPUs)"
+    if NVIDIA_DRIVER.is_file():
+        driver = re.search(r"Kernel Module\D*([\d.]+)", NVIDIA_DRIVER.read_text(encoding="utf-8"))
+        found["nvidia driver"] = driver[1] if driver else ""
     return {name: text for name, text in found.items() if text}
 
 
@@ -55,23 +63,6 @@ def _commit() -> str:
     commit = _output("git", "-C", str(_ROOT), "rev-parse", "--short=12", "HEAD")
     changed = _output("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no")
     return f"{commit}+" if commit and changed else commit
-
-
-def _cuda_of_torch() -> str:
-    """Return the CUDA version that torch was built for; importing its module would take seconds."""
-    found = find_spec("torch") if is_there("torch") else None
-    file = Path(found.origin).with_name("version.py") if found and found.origin else None
-    if file is None or not file.is_file():
-        return ""
-    line = re.search(r"^cuda\b.*= *'([^']+)'", file.read_text(encoding="utf-8"), re.MULTILINE)
-    return line[1] if line else "none (built for CPUs)"
-
-
-def _nvidia_driver() -> str:
-    if not NVIDIA_DRIVER.is_file():
-        return ""
-    found = re.search(r"Kernel Module\D*([\d.]+)", NVIDIA_DRIVER.read_text(encoding="utf-8"))
-    return found[1] if found else ""
 
 
 def _output(*command: str) -> str:

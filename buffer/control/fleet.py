@@ -11,13 +11,12 @@ from buffer.control.worker_record import HeartbeatReport, WorkerRecord, WorkerSt
 from buffer.errors import Fenced, RunNotFound, ScriptError
 from buffer.ids import valid_name
 from buffer.job import Job, digest_of
+from buffer.redis.bounds import GROUPS_PER_CALL
 from buffer.redis.bulk_io import Command
 from buffer.redis.retry import SYSTEM_RANDOM
 from buffer.redis.scripts import ScriptCall
 from buffer.redis.store import RunContext
 from buffer.wire.rollout import PolicyVersion
-
-LOST_SLICE = 200  # groups that one call of the server takes from a worker at most
 
 MOST_AGES = 1024  # weights that one heartbeat reports at most
 
@@ -196,7 +195,7 @@ class Fleet:
                 "nonce": nonce,
                 "lease_ms": self._limits.lease_ms,
                 "max_tries": self._limits.max_tries,
-                "limit": LOST_SLICE,
+                "limit": GROUPS_PER_CALL,
             },
             tail_args=[part for job in held for part in (job.gid, job.token)],
         )
@@ -215,16 +214,19 @@ class Fleet:
 
     def fence(self, worker: str) -> int:
         """Forget a worker and revoke all that it holds, in slices; return the number of groups."""
-        revoked = 0
-        left = 1
-        while left:
-            _, count, left = self._store.call(
-                "fence_worker",
-                self._keys.slots(worker=worker),
-                {"worker": worker, "max_tries": self._limits.max_tries, "limit": LOST_SLICE},
-            )
-            revoked += int(count)
-            left = int(left)
+        limits = self._limits
+        args: dict[str, str | int] = {
+            "worker": worker,
+            "lease_ms": limits.lease_ms,
+            "limit": GROUPS_PER_CALL,
+            "max_tries": limits.max_tries,
+            "worker_timeout_ms": limits.worker_timeout_ms,
+        }
+        revoked, is_gone = 0, False
+        while not is_gone:
+            _, waiting, buried, forgotten = self._store.call("reap", self._keys.slots(), args)
+            revoked += int(waiting) + int(buried)
+            is_gone = int(forgotten) > 0
         return revoked
 
     def unbar(self, worker: str) -> int:

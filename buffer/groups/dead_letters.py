@@ -7,9 +7,8 @@ operator requeues or drops it, and the run continues.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import orjson
@@ -19,14 +18,14 @@ from buffer.failure_text import cause_of
 from buffer.groups.submit import to_store
 from buffer.ids import split_group_id
 from buffer.job import Job
+from buffer.redis.bounds import KEYS_PER_TRIP
+from buffer.redis.bulk_io import Command
 from buffer.redis.key_fields import HINT, read_counts
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import ScriptCall, unknown_reply
 from buffer.redis.store import RunContext
 from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
-
-_SLICE = 500  # letters that one round trip reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,39 +113,35 @@ class DeadLetters:
 
     def newest(self) -> Iterator[DeadLetter]:
         """Yield all letters, newest first; may miss one if others are requeued meanwhile."""
-        start = 0
-        while letters := self._store.retrying("dead letters", partial(self._slice, start)):
-            yield from filter(None, letters)
-            start += _SLICE
-
-    def _slice(self, start: int) -> list[DeadLetter | None]:
-        client = self._store.client
         keys = self._keys
-        seconds, micros = client.time()
-        found = client.zrevrange(keys.dead, start, start + _SLICE - 1, withscores=True)
-        pipe = client.pipeline(transaction=False)
-        for gid, _ in found:
-            pipe.get(keys.dead_letter(gid.decode()))
-            pipe.hmget(keys.group(gid.decode()), "tries", "payload")
-        replies = pipe.execute() if found else []
-        now_ms = seconds * 1000 + micros // 1000
-        return [
-            _letter(gid.decode(), replies[2 * i], replies[2 * i + 1], now_ms - int(died_ms))
-            for i, (gid, died_ms) in enumerate(found)
-        ]
-
-
-def _letter(
-    gid: str, letter: bytes | None, held: Sequence[bytes | None], age_ms: int
-) -> DeadLetter | None:
-    if letter is None:  # requeued or dropped since the slice was read
-        return None
-    fields = _parse(gid, letter)
-    tries, payload = held
-    (count,) = read_counts(f"the record of {gid}", ["tries"], [tries])
-    has_responses = payload not in (None, b"init")
-    worker, step = fields.get("worker", ""), fields.get("step")
-    return DeadLetter(gid, fields["reason"], worker, count, age_ms, step, has_responses)
+        start = 0
+        while gids := self._store.ask(
+            "dead letters", "ZREVRANGE", keys.dead, start, start + KEYS_PER_TRIP - 1
+        ):
+            names = [gid.decode() for gid in gids]
+            reads: list[Command] = []
+            for gid in names:
+                reads.append(("GET", keys.dead_letter(gid)))
+                reads.append(("HMGET", keys.group(gid), "tries", "payload"))
+                reads.append(("ZSCORE", keys.dead, gid))
+            *replies, (seconds, micros) = self._store.send("dead letters", [*reads, ("TIME",)])
+            now_ms = int(seconds) * 1000 + int(micros) // 1000
+            of_each = zip(names, replies[::3], replies[1::3], replies[2::3], strict=True)
+            for gid, letter, (tries, payload), died_ms in of_each:
+                if letter is None or died_ms is None:
+                    continue  # requeued or dropped meanwhile
+                fields = _parse(gid, letter)
+                (count,) = read_counts(f"the record of {gid}", ["tries"], [tries])
+                yield DeadLetter(
+                    gid,
+                    fields["reason"],
+                    fields.get("worker", ""),
+                    count,
+                    now_ms - int(float(died_ms)),
+                    fields.get("step"),
+                    has_responses=payload not in (None, b"init"),
+                )
+            start += KEYS_PER_TRIP
 
 
 def _parse(gid: str, letter: bytes) -> dict[str, Any]:

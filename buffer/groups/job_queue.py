@@ -18,6 +18,7 @@ from buffer.groups.claim import Claim, Enqueued, Reaped, fenced, stage_before
 from buffer.ids import LANES, group_id, new_nonce, split_group_id
 from buffer.job import EndedEarly, Job, ReleaseKind
 from buffer.limits import RunLimits
+from buffer.redis.bounds import GROUPS_PER_CALL, KEYS_PER_TRIP
 from buffer.redis.key_fields import read_counts
 from buffer.redis.retry import SYSTEM_RANDOM
 from buffer.redis.scripts import unfenced, unknown_reply
@@ -65,10 +66,6 @@ def serving_order(
     return [queue for queue in queues if serves is None or queue in serves]
 
 
-MAX_CLAIM = 128  # more would keep the server busy and leave other workers without jobs
-
-MAX_PASSED_OVER = 500  # draws that one call of `pass_over` inspects
-
 _MESSAGE = 150  # characters of a reason on screens
 
 
@@ -92,7 +89,7 @@ class JobQueue:
             reply = self._store.call(
                 "pass_over",
                 self._keys.slots(task=task),
-                {"nonce": nonce, "task": task, "limit": MAX_PASSED_OVER},
+                {"nonce": nonce, "task": task, "limit": KEYS_PER_TRIP},
             )
             _, cursor, may_be_known = unfenced(reply, "producer")
             if not int(may_be_known):
@@ -195,7 +192,7 @@ class JobQueue:
         serves: Serves | None = None,
         held: Sequence[Job] = (),
     ) -> Claim:
-        """Claim up to `limit` jobs (at most MAX_CLAIM) in `serving_order`, beside those `held`.
+        """Claim up to `limit` jobs (at most 100) in `serving_order`, beside those `held`.
 
         The same `token` repeats a claim whose reply was lost (I13). `weights`: what the engine has.
         """
@@ -214,7 +211,7 @@ class JobQueue:
                 "token": token,
                 "weights": str(weights),
                 "lease_ms": limits.lease_ms,
-                "limit": min(limit, MAX_CLAIM),
+                "limit": min(limit, GROUPS_PER_CALL),
                 "low_bytes": limits.low_bytes,
                 "high_bytes": limits.high_bytes,
             },
@@ -320,7 +317,7 @@ class JobQueue:
 
     # -- for all processes ---------------------------------------------------
 
-    def expire_waiting(self, task: str, limit: int = 250) -> int:
+    def expire_waiting(self, task: str, limit: int = GROUPS_PER_CALL) -> int:
         """Dequeue up to `limit` waiting groups whose tokens became too old; return how many."""
         keys = self._keys.slots(task=task)
         keys["pool"] = self._keys.age(task)
@@ -343,13 +340,14 @@ class JobQueue:
             read = int(some) + int(others)
         return moved
 
-    def reap(self, limit: int = 100) -> Reaped:
+    def reap(self, limit: int = GROUPS_PER_CALL) -> Reaped:
         """Take back up to `limit` groups of expired leases, and forget long gone workers."""
         limits = self._limits
         reply = self._store.call(
             "reap",
             self._keys.slots(),
             {
+                "worker": "",
                 "lease_ms": limits.lease_ms,
                 "limit": limit,
                 "max_tries": limits.max_tries,

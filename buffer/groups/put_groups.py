@@ -109,7 +109,9 @@ class GroupPut:
         That is completed, aborted, expired or dropped: members that are too stale for the next
         train step start again if `retryable`, else their group is dropped.
         """
-        draw = self._next_draw(task)
+        progress = self._keys.progress(task)
+        counts = self._store.ask("put", "HMGET", progress, "put", "imported")
+        draw = IMPORTED_FROM + sum(int(count or 0) for count in counts)
         for _ in range(_MAX_RACES):
             gid = group_id(task, draw)
             match self._call(make(gid), draw, retryable):
@@ -123,11 +125,6 @@ class GroupPut:
         raise ConfigError(
             f"{task}: another import takes every draw", hint="wait until that import has finished"
         )
-
-    def _next_draw(self, task: str) -> int:
-        progress = self._keys.progress(task)
-        counts = self._store.ask("put", "HMGET", progress, "put", "imported")
-        return IMPORTED_FROM + sum(int(count or 0) for count in counts)
 
     def _call(self, group: RolloutGroup, draw: int, retryable: bool) -> list[str]:
         keys = self._keys

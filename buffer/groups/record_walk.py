@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 
 from buffer.ids import ENDS, IMPORTED_FROM, group_id
 from buffer.job import PayloadRef
+from buffer.redis.bounds import KEYS_PER_TRIP
 from buffer.redis.key_fields import read_counts, require_fields, text_fields
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
-
-PAGE = 500  # members, entries or records that one round trip reads
 
 PAGE_DRAWS = 2**19  # draws whose bits one round trip reads: 64 KiB of each bitmap
 
@@ -42,7 +41,7 @@ class RecordWalk:
     def records(self, task: str) -> Iterator[tuple[str, Record]]:
         """Yield (gid, record) of a task's living groups, drawn ones first. Raises RunDamaged."""
         draws = self._living(task)
-        while page := list(islice(draws, PAGE)):
+        while page := list(islice(draws, KEYS_PER_TRIP)):
             gids = [group_id(task, draw) for draw in page]
             for gid, raw in zip(gids, self._hashes(gids), strict=True):
                 if record := text_fields(raw):
@@ -56,7 +55,7 @@ class RecordWalk:
     def entered(self, task: str) -> Entered:
         key = self._keys.progress(task)
         names = ("cursor", "highest_draw", "put", "imported")
-        (counts,) = self._store.send("records", [("HMGET", key, *names)])
+        counts = self._store.ask("records", "HMGET", key, *names)
         cursor, highest_draw, put, imported = read_counts(key, names, counts)
         return Entered(cursor, max(cursor, highest_draw), put + imported)
 
@@ -80,9 +79,7 @@ class RecordWalk:
     def bits(self, key: str, offset: int) -> bytes:
         """Return one page of a bitmap, from `offset` bytes on."""
         last = offset + PAGE_DRAWS // 8 - 1
-        page: bytes = self._store.retrying(
-            "bits", lambda: self._store.client.getrange(key, offset, last)
-        )
+        page: bytes = self._store.ask("bits", "GETRANGE", key, offset, last)
         return page
 
     def _hashes(self, gids: list[str]) -> list[dict[bytes, bytes]]:

@@ -22,6 +22,7 @@ from buffer.groups.submit import Stored, Submission, SubmitOutcome
 from buffer.ids import IMPORTED_FROM, POOLS, group_id, new_nonce, split_group_id
 from buffer.job import Job, PayloadRef, Result
 from buffer.manifest import Manifest, ManifestEntry
+from buffer.redis.bounds import GROUPS_PER_CALL
 from buffer.redis.payloads import PayloadStore, Whole
 from buffer.redis.scripts import unknown_reply
 from buffer.redis.store import RunContext
@@ -29,8 +30,6 @@ from buffer.wire import group_bytes
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import PolicyVersion, RolloutState, Status
 from buffer.wire.staleness import AgeLimit, next_step
-
-_SLICE = 100  # groups that one call moves: the server answers other clients in between
 
 AGING = ("completed", "aborted")  # the pools whose groups become too stale
 
@@ -127,7 +126,8 @@ class ReplayBuffer:
                 hint="only completed or aborted groups can replace it",
             )
         data = group_bytes.encode_checked(group)
-        seen = replaces or self._payload_token(gid)
+        found = replaces or self._store.ask("update", "HGET", self._keys.group(gid), "payload")
+        seen = found.decode() if isinstance(found, bytes) else found or "init"
         match self._update(group, self._payloads.write(gid, new_nonce(), data), seen):
             case ["OK"]:
                 return
@@ -148,10 +148,6 @@ class ReplayBuffer:
                 )
             case reply:
                 raise unknown_reply("update", reply)
-
-    def _payload_token(self, gid: str) -> str:
-        found = self._store.ask("update", "HGET", self._keys.group(gid), "payload")
-        return found.decode() if found else "init"
 
     def _update(self, group: RolloutGroup, ref: PayloadRef, replaces: str) -> list[str]:
         keys = self._keys
@@ -347,9 +343,9 @@ class ReplayBuffer:
                 continue
             moved[task] = 0
             for status in statuses:
-                some = _SLICE
-                while some == _SLICE:
-                    some = self.expire(task, status, _SLICE)
+                some = GROUPS_PER_CALL
+                while some == GROUPS_PER_CALL:
+                    some = self.expire(task, status, GROUPS_PER_CALL)
                     moved[task] += some
         return moved
 

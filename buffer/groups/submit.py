@@ -32,8 +32,6 @@ from buffer.wire.rollout import Status
 
 GROUPS_PER_TRIP = 32  # bounds what is sent again after a lost connection
 
-_CALL_BYTES = 8 * 2**20  # of payloads: large groups do not wait for each other
-
 _LARGE_BYTES = 32 * 2**10  # a server reads a value of this size by itself, smaller ones together
 
 
@@ -155,12 +153,12 @@ class Submission:
         return ScriptCall("submit", slots, arguments, chunks, units)
 
     def _send(self, worker: str, units: Sequence[Unit]) -> None:
-        """Store and submit units in one round trip, with a call for each task and `_CALL_BYTES`."""
+        """Store and submit units in one round trip, with a call for each task and 8 MiB."""
         commands: list[Command | ScriptCall] = []
         in_order = []
         by_task = groupby(sorted(units, key=_task_of), _task_of)
         for task, of_task in by_task:
-            for some in by_size(((unit.arguments["size"], unit) for unit in of_task), _CALL_BYTES):
+            for some in by_size((unit.arguments["size"], unit) for unit in of_task):
                 in_order += some
                 # a server that writes to disk before it answers writes once for all small commands
                 # in a row, so large values come first

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 from buffer.errors import ConfigError, RunDamaged, RunError, StoreError, StoreUnavailable
-from buffer.ids import ENDS, LANES, NAME, POOLS, group_id
+from buffer.ids import ENDS, NAME, group_id
 from buffer.ledger.key_check import KeyCheck
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.memory import ByteCount, Memory
@@ -25,10 +24,6 @@ from buffer.redis.keys import Keys
 from buffer.redis.scripts import ScriptCall
 from buffer.redis.store import RunContext
 
-_COUNTERS = (
-    *("cursor", "enqueued", "target", "consumed", "running", "taken", "archived", "dead"),
-    *("filtered", "dropped", "put", "imported", "reentered", "highest_draw"),
-)
 STAGES = (
     *("waiting", "running", "completed", "aborted", "expired", "taken", "archived", "dead"),
     *("filtered", "dropped"),
@@ -37,11 +32,11 @@ STAGES = (
 
 _NEWEST = 200  # draws of each task that a check of constant cost reads
 
-_WIDTH = len(LANES) + len(POOLS) + len(_COUNTERS) + len(ENDS)
-
 
 @dataclass(frozen=True, slots=True)
 class TaskAccount:
+    """The groups of a task, in the order of the numbers that the script `totals` returns."""
+
     task: str
     waiting: int
     running: int
@@ -61,7 +56,9 @@ class TaskAccount:
     highest_draw: int
     target: int
     consumed: int
-    ended_bits: tuple[int, int, int]  # in the bitmaps of ENDS
+    archived_bits: int
+    filtered_bits: int
+    dropped_bits: int
 
     @property
     def stages(self) -> dict[str, int]:
@@ -94,8 +91,9 @@ class TaskAccount:
             text = f"{task}: {self.enqueued} enqueued, but the cursor is at {self.cursor}"
             text += f", {self.reentered} ahead of it" if self.reentered else ""
             yield Damage(text, progress)
-        for end, bits in zip(ENDS, self.ended_bits, strict=True):
-            if bits != (counted := getattr(self, end)):
+        for end in ENDS:
+            counted, bits = getattr(self, end), getattr(self, f"{end}_bits")
+            if bits != counted:
                 text = f"{task}: {counted} counted as {end}, {bits} in the bitmap"
                 yield Damage(text, keys.ended(task, end))
 
@@ -151,7 +149,9 @@ class Account:
             "totals", keys.slots(), {}, [keys.slots(task=task) for task in names]
         )
         leases, letters, came, went, *rows = (int(number) for number in reply[1:])
-        tasks = [_task(name, rows[i * _WIDTH : (i + 1) * _WIDTH]) for i, name in enumerate(names)]
+        width = len(rows) // max(1, len(names))
+        each = (rows[i * width : (i + 1) * width] for i in range(len(names)))
+        tasks = [TaskAccount(name, *row) for name, row in zip(names, each, strict=True)]
         report = FsckReport(tasks, leases=leases, bytes=ByteCount(came, went))
         for task in tasks:
             report.damage.extend(task.faults(keys))
@@ -286,20 +286,3 @@ class Account:
                 f"{groups.weight} ({least} to {most} expected)"
             )
             yield Damage(text, self._keys.bytes)
-
-
-def _task(name: str, row: list[int]) -> TaskAccount:
-    numbers = iter(row)
-    waiting = sum(islice(numbers, len(LANES)))
-    completed, aborted, expired = islice(numbers, len(POOLS))
-    counters = dict(zip(_COUNTERS, islice(numbers, len(_COUNTERS)), strict=True))
-    archived, filtered, dropped = numbers
-    return TaskAccount(
-        task=name,
-        waiting=waiting,
-        completed=completed,
-        aborted=aborted,
-        expired=expired,
-        ended_bits=(archived, filtered, dropped),
-        **counters,
-    )

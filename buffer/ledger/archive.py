@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 from buffer.errors import RunDamaged
 from buffer.manifest import Manifest, ManifestEntry
+from buffer.redis.bounds import KEYS_PER_TRIP
 from buffer.redis.key_fields import HINT, read_counts
+from buffer.redis.scripts import ScriptCall
 from buffer.redis.store import RunContext
 
 
@@ -28,6 +30,11 @@ class Forgotten(NamedTuple):
     newest: int  # newest step of which nothing is left
     freed: int  # batches freed by this slice
     left: int  # batches that are still to be freed
+
+    @classmethod
+    def parse(cls, reply: Sequence[str]) -> Forgotten:
+        newest, left, freed = (int(number) for number in reply[1:])
+        return cls(newest, freed, left)
 
 
 class Archive:
@@ -48,20 +55,20 @@ class Archive:
 
     def forget_slice(self, *, exported: int = 0, everything: bool = False) -> Forgotten:
         """Free a bounded number of groups, as `forget` does."""
+        call = self.forgetting(exported=exported, everything=everything)
+        return Forgotten.parse(self._store.send("forget", [call])[0])
+
+    def forgetting(self, *, exported: int = 0, everything: bool = False) -> ScriptCall:
+        """Return the call of `forget_slice`."""
         limits = self._limits
         retains = self._name == "train" and not everything
-        reply = self._store.call(
-            "forget",
-            self._keys.slots(ledger=self._name),
-            {
-                "retain": limits.retain_batches if retains else 0,
-                "wait": int(limits.retain_until_exported and retains),
-                "exported": exported,
-                "limit": 1000,
-            },
-        )
-        newest, left, freed = (int(number) for number in reply[1:])
-        return Forgotten(newest, freed, left)
+        arguments = {
+            "retain": limits.retain_batches if retains else 0,
+            "wait": int(limits.retain_until_exported and retains),
+            "exported": exported,
+            "limit": KEYS_PER_TRIP,
+        }
+        return ScriptCall("forget", self._keys.slots(ledger=self._name), arguments)
 
     def steps(self) -> range:
         """Return the steps whose archived batches exist, for `manifest` and `ReplayBuffer.get`."""

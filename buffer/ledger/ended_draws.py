@@ -12,10 +12,9 @@ import numpy as np
 from buffer.errors import LedgerError
 from buffer.ids import IMPORTED_FROM, split_group_id
 from buffer.ledger.position import Bools, DrawSet, Position
+from buffer.redis.bounds import GROUPS_PER_CALL
 from buffer.redis.scripts import unfenced
 from buffer.redis.store import RunContext
-
-SLICE = 128  # draws in one call of the script
 
 Ending = tuple[int, str]  # a draw, and its end: archived, dropped, or again
 
@@ -95,7 +94,7 @@ class EndedDraws:
 
     def _assert(self, task: str, ends: Sequence[Ending], seen: int, lost: int) -> None:
         rest = iter(ends)
-        part = list(islice(rest, SLICE))
+        part = list(islice(rest, GROUPS_PER_CALL))
         while part or lost:
             reply = self._store.call(
                 "mark_trained",
@@ -113,7 +112,7 @@ class EndedDraws:
             expect_ok("mark_trained", reply)
             self.changed += int(reply[1])
             self.lost += lost
-            part = list(islice(rest, SLICE))
+            part = list(islice(rest, GROUPS_PER_CALL))
             lost = 0
 
 

@@ -1,6 +1,6 @@
 """Check the keys of a run that are no records of groups: their names, types and fields.
 
-Keys are read at several instants: a difference counts only if it remains when both are read again.
+Keys are read at several instants: a contradiction counts only if it lasts.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from buffer.ids import GID
+from buffer.redis.bounds import KEYS_PER_TRIP
 from buffer.redis.bulk_io import send
-from buffer.redis.key_fields import Damage, text_fields, wrong_fields
+from buffer.redis.key_fields import Damage, lasting, text_fields, wrong_fields
 from buffer.redis.key_table import LANE, TABLE
 from buffer.redis.store import RunContext
 
@@ -41,10 +42,6 @@ _WITH_FIELDS = {
 _LINEAGE = re.compile(r"[\w.-]+:\d+")
 _STEPS = ("forgotten", "freed", "committed", "taken")
 """Fields of a ledger, each at most as high as the next."""
-
-_PAGE = 1000
-_TRIES = 3
-"""Readings of two keys that differ before that counts as damage."""
 
 
 class FoundKey(NamedTuple):
@@ -118,7 +115,7 @@ class KeyCheck:
         for _, client in self._store.servers.masters():
             cursor = -1
             while cursor:
-                cursor, page = client.scan(max(0, cursor), match=pattern, count=_PAGE)
+                cursor, page = client.scan(max(0, cursor), match=pattern, count=KEYS_PER_TRIP)
                 keys = [key.decode(errors="surrogateescape") for key in page]
                 # text is sent faster than bytes
                 names = [key if key.isascii() else raw for key, raw in zip(keys, page, strict=True)]
@@ -171,13 +168,17 @@ class KeyCheck:
                 # an evaluation takes before it commits
                 fields = {"committed": "0", "freed": "0", **fields}
             yield from wrong_fields(each.kind, each.key, fields)
-        yield from self._lineages()
-        yield from self._cursors()
-        yield from self._workers()
-        for ledger in ("train", "eval"):
-            yield from self._steps(ledger)
+        yield from lasting(self._contradictions)
 
-    def _lineages(self) -> Iterator[Damage]:
+    def _contradictions(self) -> Iterator[Damage]:
+        yield from self._of_lineages()
+        for task in self._tasks:
+            yield from self._of_cursor(task)
+        yield from self._of_workers()
+        for ledger in ("train", "eval"):
+            yield from self._of_steps(ledger)
+
+    def _of_lineages(self) -> Iterator[Damage]:
         key = self._keys.lineages
         was_opened = self._read(("HGET", self._keys.control, "trainer_seen_ms"), "control", "hash")
         if was_opened and "lineages" not in self.found:
@@ -186,62 +187,48 @@ class KeyCheck:
             if not _LINEAGE.fullmatch(entry.decode(errors="replace")):
                 yield Damage(f"{key} contains {entry!r}, which is no lineage:step", key)
 
-    def _cursors(self) -> Iterator[Damage]:
+    def _of_cursor(self, task: str) -> Iterator[Damage]:
         keys = self._keys
-        for task in self._tasks:
-            for _ in range(_TRIES):
-                mine = self._read(("HGET", keys.cursors, task), "cursors", "hash")
-                copy = self._read(
-                    ("HGET", keys.progress(task), "cursor"), f"progress:{task}", "hash"
-                )
-                if (mine or b"0") == (copy or b"0"):
-                    break
-            else:
-                one, other = (
-                    value.decode(errors="replace") if value is not None else "none"
-                    for value in (mine, copy)
-                )
-                text = f"{keys.cursors} has {one} for {task}, the account {other}"
-                yield Damage(text, keys.cursors)
+        mine = self._read(("HGET", keys.cursors, task), "cursors", "hash")
+        copy = self._read(("HGET", keys.progress(task), "cursor"), f"progress:{task}", "hash")
+        if (mine or b"0") != (copy or b"0"):
+            one, other = ((value or b"none").decode(errors="replace") for value in (mine, copy))
+            text = f"{keys.cursors} has {one} for {task}, the account {other}"
+            yield Damage(text, keys.cursors)
 
-    def _workers(self) -> Iterator[Damage]:
+    def _of_workers(self) -> Iterator[Damage]:
         """Yield the workers with a record but no heartbeat: no pause would wait for them."""
-        keys = self._keys
+        key = self._keys.workers
         for worker, each in self.of_kind("worker").items():
-            # one that has left meanwhile has no record any more
-            if (
-                not self._read(("ZSCORE", keys.workers, worker), "workers", "zset")
-                and self._store.send("workers", [("EXISTS", each.key)])[0]
-            ):
-                yield Damage(f"{keys.workers} lacks {worker}, which has a record", keys.workers)
+            beats = self._read(("ZSCORE", key, worker), "workers", "zset")
+            # one that has left since has no record any more
+            if not beats and self._exists(each.key):
+                yield Damage(f"{key} lacks {worker}, which has a record", key)
 
-    def _steps(self, ledger: str) -> Iterator[Damage]:
+    def _of_steps(self, ledger: str) -> Iterator[Damage]:
         """Yield the steps of a ledger that contradict each other or the manifests."""
-        before = self._counts(ledger)
-        names = [re.fullmatch(rf"{ledger}:(\d+)", name) for name in self.of_kind("batch")]
-        steps = {int(match[1]) for match in names if match}
-        wrong = list(self._contradictions(before, steps)) if before else []
-        # a step that was taken or freed since the keys were listed explains a difference
-        if wrong and self._counts(ledger) == before:
-            key = self._keys.ledger(ledger)
-            yield from (Damage(f"{key}: {text}", key) for text in wrong)
-
-    def _contradictions(self, counts: dict[str, int], steps: set[int]) -> Iterator[str]:
+        key, counts = self._keys.ledger(ledger), self._counts(ledger)
+        if not counts:
+            return
         found = {name: counts[name] for name in _STEPS}
         if self._read(("HGET", self._keys.control, "recovering"), "control", "hash"):
             # a trainer commits again what a server has lost before it resets the ledger
             del found["committed"]
         if list(found.values()) != sorted(found.values()):
             shown = ", ".join(f"{name} {step}" for name, step in found.items())
-            yield f"{shown} are not in this order"
+            yield Damage(f"{key}: {shown} are not in this order", key)
         forgotten, taken = found["forgotten"], found["taken"]
         if counts["awaits"] > taken:
-            yield f"awaits {counts['awaits']}, and the last step that was taken is {taken}"
-        beyond = sorted(step for step in steps if not forgotten < step <= taken)
-        if beyond:
-            shown = ", ".join(map(str, beyond[:5]))
+            text = f"awaits {counts['awaits']}, and the last step that was taken is {taken}"
+            yield Damage(f"{key}: {text}", key)
+        named = [re.fullmatch(rf"{ledger}:(\d+)", name) for name in self.of_kind("batch")]
+        beyond = sorted(int(n[1]) for n in named if n and not forgotten < int(n[1]) <= taken)
+        # one that was listed may have been freed since
+        there = [step for step in beyond if self._exists(self._keys.batch(ledger, step))]
+        if there:
+            shown = ", ".join(map(str, there[:5]))
             kept = f"{forgotten + 1} to {taken} are kept"
-            yield f"there are manifests of the steps {shown}, and {kept}"
+            yield Damage(f"{key}: there are manifests of the steps {shown}, and {kept}", key)
 
     def _counts(self, ledger: str) -> dict[str, int]:
         names = (*_STEPS, "awaits")
@@ -251,6 +238,9 @@ class KeyCheck:
             return dict(zip(names, (int(value or 0) for value in values), strict=False))
         except ValueError:  # a field that cannot be read is reported as such
             return {}
+
+    def _exists(self, key: str) -> bool:
+        return bool(self._store.send("fields", [("EXISTS", key)])[0])
 
     def _read(self, command: tuple[str | int, ...], name: str, kind: str) -> Any:
         """Return the answer to a command; None if its key has another type."""

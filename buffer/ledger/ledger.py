@@ -15,11 +15,12 @@ import orjson
 
 from buffer.errors import ConfigError, LedgerError, RunDamaged
 from buffer.ids import split_group_id
-from buffer.ledger.archive import Archive, parse_manifest
+from buffer.ledger.archive import Archive, Forgotten, parse_manifest
 from buffer.manifest import Manifest, ManifestEntry, NotReady
+from buffer.redis.bounds import KEYS_PER_TRIP
 from buffer.redis.key_fields import HINT, read_counts
 from buffer.redis.keys import SlotKeys
-from buffer.redis.scripts import Arg, unfenced, unknown_reply
+from buffer.redis.scripts import Arg, ScriptCall, unfenced, unknown_reply
 from buffer.redis.store import RunContext
 
 BAD_GROUPS = 8
@@ -199,32 +200,33 @@ class BatchLedger:
         LedgerError.
         """
         began_ns = time.time_ns()
-        while not self._commit_slice(nonce, step, keep):
-            pass
-        self.archive.forget()
-        for observer in self._observers:
-            observer.committed(step, began_ns)
-
-    def _commit_slice(self, nonce: str, step: int, keep: int) -> bool:
-        """Archive a bounded number of groups; return whether none is left to archive."""
         tasks = list(self._limits.tasks)
-        reply = self._store.call(
+        commit = ScriptCall(
             "commit",
             self._keys.slots(ledger=self.name),
-            {"nonce": nonce, "step": step, "keep": keep, "limit": 500},
+            {"nonce": nonce, "step": step, "keep": keep, "limit": KEYS_PER_TRIP},
             [self._keys.slots(task=task) for task in tasks],
             tasks,
-            durable=True,
         )
-        match unfenced(reply, "trainer"):
-            case ["OK", committed, freed]:
-                # nothing behind the committed step is archived, even if `keep` is beyond it
-                return int(committed) < keep or int(freed) >= keep
-        raise LedgerError(
-            f"step {step} of {self._keys.ledger(self.name)} cannot be committed: "
-            f"{' '.join(map(str, reply))}",
-            hint=_GAP,
-        )
+        is_done = False
+        while not is_done:
+            # each archives or frees a bounded number of groups
+            reply, forgot = self._store.send(
+                "commit", [commit, self.archive.forgetting()], durable=True
+            )
+            match unfenced(reply, "trainer"):
+                case ["OK", committed, freed]:
+                    # nothing behind the committed step is archived, even if `keep` is beyond it
+                    is_done = int(committed) < keep or int(freed) >= keep
+                    is_done = is_done and not Forgotten.parse(forgot).left
+                case _:
+                    raise LedgerError(
+                        f"step {step} of {self._keys.ledger(self.name)} cannot be committed: "
+                        f"{' '.join(map(str, reply))}",
+                        hint=_GAP,
+                    )
+        for observer in self._observers:
+            observer.committed(step, began_ns)
 
     # -- records -----------------------------------------------------------------------------------
 

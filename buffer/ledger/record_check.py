@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain, islice
 
 import numpy as np
 import orjson
 
-from buffer.groups.record_walk import PAGE, Entered, Record, RecordWalk
+from buffer.groups.record_walk import Entered, Record, RecordWalk
 from buffer.ids import ENDS, GID, LANES, group_id
 from buffer.ledger.archive import Archive
 from buffer.ledger.key_check import KeyCheck, NameSet
 from buffer.ledger.stages import GroupRow, StageReader, stage_faults
-from buffer.redis.key_fields import Damage, text_fields, wrong_fields
+from buffer.redis.bounds import KEYS_PER_TRIP
+from buffer.redis.key_fields import Damage, lasting, text_fields, wrong_fields
 from buffer.redis.store import RunContext
 
 Command = tuple[str | int, ...]
@@ -52,11 +54,12 @@ class RecordCheck:
         number = sum(entered.drawn + entered.by_hand for entered in tasks.values())
         for task, entered in tasks.items():
             draws = self._unsure(task, entered)
-            while page := list(islice(draws, PAGE)):
+            while page := list(islice(draws, KEYS_PER_TRIP)):
                 yield from self._of_page(task, entered.cursor, page)
                 self.checked += len(page)
                 advance(self.checked, number)
-            yield from self._of_ages(task)
+            index = partial(self._of_index, self._keys.age(task), ["waiting", "running"])
+            yield from lasting(index)
             yield from self._of_arrivals(task)
         for name in ("train", "eval"):
             yield from self._of_archive(Archive(self._context, name))
@@ -77,9 +80,9 @@ class RecordCheck:
     def _members(self, key: str) -> Iterator[str]:
         """Yield the members of a sorted set, a page at a time."""
         start = 0
-        while page := self._store.send("members", [("ZRANGE", key, start, start + PAGE - 1)])[0]:
+        while page := self._store.ask("members", "ZRANGE", key, start, start + KEYS_PER_TRIP - 1):
             yield from (member.decode(errors="replace") for member in page)
-            start += PAGE
+            start += KEYS_PER_TRIP
 
     def _of_page(self, task: str, cursor: int, page: Sequence[int]) -> Iterator[Damage]:
         whole: list[GroupRow] = []
@@ -196,37 +199,31 @@ class RecordCheck:
 
     def strangers(self, task: str) -> Iterator[Damage]:
         """Yield the members of a task's pools and queues whose records are of another stage."""
-        keys = self._keys
-        for key in keys.all_pools([task]):
-            members = (member.partition(":")[2] or repr(member) for member in self._members(key))
-            yield from self._of_index(key, members, "pool", "status")
-        for key in (keys.jobs(task, lane) for lane in LANES):
-            yield from self._of_index(key, self._waiting(key), "waiting", "lane")
+        for pool in self._keys.all_pools([task]):
+            yield from lasting(partial(self._of_index, pool, ["pool"], "status"))
+        for jobs in (self._keys.jobs(task, lane) for lane in LANES):
+            yield from lasting(partial(self._of_index, jobs, ["waiting"], "lane"))
 
-    def _of_index(self, key: str, gids: Iterator[str], stage: str, field: str) -> Iterator[Damage]:
-        while page := list(islice(gids, PAGE)):
+    def _of_index(self, key: str, stages: Sequence[str], field: str = "") -> Iterator[Damage]:
+        """Yield the groups in an index whose records name none of `stages`, or not its last word.
+
+        `field`: of the record, which has the last word of the key.
+        """
+        members = (member.rpartition(":")[2] for member in self._members(key))
+        gids = self._waiting(key) if field == "lane" else members
+        word = key.rpartition(":")[2]
+        while page := list(islice(gids, KEYS_PER_TRIP)):
             for gid, record in zip(page, self._records(page), strict=True):
-                if (record.get("stage"), record.get(field)) != (stage, key.rpartition(":")[2]):
-                    text = f"{key} has {gid[:80]!r}, and no record says so"
-                    yield from self._still(gid, record, [Damage(text, key, gid)])
+                is_there = not field or record.get(field) == word
+                if record.get("stage") not in stages or not is_there:
+                    yield Damage(f"{key} has {gid[:80]!r}, and no record says so", key, gid)
 
     def _waiting(self, key: str) -> Iterator[str]:
         """Yield the gids of a queue, a page at a time."""
         last = "-"
-        while page := self._store.send("members", [("XRANGE", key, last, "+", "COUNT", PAGE)])[0]:
+        while page := self._store.ask("members", "XRANGE", key, last, "+", "COUNT", KEYS_PER_TRIP):
             yield from (text_fields(fields).get("gid", "?") for _, fields in page)
             last = f"({page[-1][0].decode()}"
-
-    def _of_ages(self, task: str) -> Iterator[Damage]:
-        """Yield the groups of the age index that neither wait nor run."""
-        key = self._keys.age(task)
-        members = self._members(key)
-        while gids := list(islice(members, PAGE)):
-            for gid, record in zip(gids, self._records(gids), strict=True):
-                is_right = record.get("stage") in ("waiting", "running")
-                if not is_right and self._store.send("ages", [("ZSCORE", key, gid)])[0] is not None:
-                    text = f"{key} has {gid}, which neither waits nor runs"
-                    yield from self._still(gid, record, [Damage(text, key, gid)])
 
     def orphans(self) -> Iterator[Damage]:
         """Yield the payloads, stored before `damage`, that nothing names."""
@@ -266,7 +263,7 @@ class RecordCheck:
         first = archive.steps().start
         refs = (entry.payload for entry in archive.entries())
         wrong: list[Damage] = []
-        while page := list(islice(refs, PAGE)):
+        while page := list(islice(refs, KEYS_PER_TRIP)):
             chunks = [self._keys.payload_chunks(ref.gid, ref.token, ref.chunks) for ref in page]
             keys = list(chain.from_iterable(chunks))
             self.payloads.add(*keys)

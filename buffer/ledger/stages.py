@@ -8,13 +8,10 @@ from typing import NamedTuple
 
 from buffer.groups.record_walk import Record
 from buffer.ids import IMPORTED_FROM, POOLS, split_group_id
+from buffer.redis.bounds import GROUPS_PER_CALL, KEYS_PER_TRIP
 from buffer.redis.key_fields import MISSING, RECORD_FIELDS, Damage, is_whole
 from buffer.redis.scripts import ScriptCall
 from buffer.redis.store import RunContext
-
-SLICE = 50  # groups in one call of the script, which takes one or two milliseconds for them
-
-_TOGETHER = 10  # calls in one round trip
 
 
 class GroupRow(NamedTuple):
@@ -39,11 +36,14 @@ class StageReader:
         for task, pairs in groupby(map(split_group_id, gids), lambda pair: pair[0]):
             keys, draws = self._keys.slots(task=task), [draw for _, draw in pairs]
             args = {"task": task, "fields": " ".join(RECORD_FIELDS)}
-            slices = (draws[start : start + SLICE] for start in range(0, len(draws), SLICE))
+            slices = (
+                draws[start : start + GROUPS_PER_CALL]
+                for start in range(0, len(draws), GROUPS_PER_CALL)
+            )
             calls += [ScriptCall("check", keys, args, (), some) for some in slices]
         names = iter(gids)
-        for start in range(0, len(calls), _TOGETHER):
-            together = calls[start : start + _TOGETHER]
+        for start in range(0, len(calls), KEYS_PER_TRIP // GROUPS_PER_CALL):
+            together = calls[start : start + KEYS_PER_TRIP // GROUPS_PER_CALL]
             for _ok, *rows in self._store.send("check", together):
                 for row in rows:
                     gid = next(names)

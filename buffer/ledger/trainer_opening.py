@@ -11,6 +11,7 @@ from buffer.ids import POOLS
 from buffer.ledger.from_checkpoint import CheckpointRecovery, Recovery
 from buffer.ledger.ledger import BatchLedger
 from buffer.ledger.position import Position
+from buffer.redis.bounds import KEYS_PER_TRIP
 from buffer.redis.payloads import PayloadStore
 from buffer.redis.scripts import opened, unfenced, unknown_reply
 from buffer.redis.store import RunContext
@@ -140,7 +141,7 @@ class TrainerOpening:
             reply = self._store.call(
                 "rescore",
                 keys.slots(),
-                {"nonce": nonce, "step": step, "limit": 500},
+                {"nonce": nonce, "step": step, "limit": KEYS_PER_TRIP},
                 [*keys.all_pools(tasks), *map(keys.age, tasks)],
                 [*lags, *[None] * len(tasks)],
                 durable=True,

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- drop: end a group by hand: one that waits, is in a pool or is dead; or a running one, if its worker is named.
--- KEYS record HASH, progress HASH, queues prefix, completed ZSET, aborted ZSET, expired ZSET, leases ZSET
+-- KEYS groups prefix, progress HASH, queues prefix, completed ZSET, aborted ZSET, expired ZSET, leases ZSET
 -- KEYS leased_by prefix, dead ZSET, dead_letters prefix, archived STRING, filtered STRING, dropped STRING
 -- KEYS garbage SET, bell_producer LIST, events STREAM, bytes HASH, age_index ZSET
 -- ARGV gid    gid
@@ -9,12 +9,10 @@
 -- replies OK place_before | RUNNING owner | TAKEN batch | ENDED place | UNKNOWN
 -- keeps I1, I2 (a revoked token becomes invalid at once), I12 (frees), I13 (a dropped group stays dropped)
 
-local held = held_fields(record)
+local held = held_fields(groups .. gid)
 if not held then
-  local place = ended_place({archived = archived, filtered = filtered, dropped = dropped}, draw)
-  if place == 'dropped' then return {'OK', place} end
-  if place then return {'ENDED', place} end
-  return {'UNKNOWN'}
+  if redis.call('GETBIT', dropped, draw) == 1 then return {'OK', 'dropped'} end
+  return answer_without_record({archived = archived, filtered = filtered, dropped = dropped}, draw)
 end
 local runs = held.stage == 'running'
 if runs and (revoke == '' or held.owner ~= revoke) then return {'RUNNING', held.owner} end
@@ -25,12 +23,9 @@ local keys = {progress = progress, jobs = queues .. string.match(gid, '^(.*)%-%d
   leased_by = leased_by, dead = dead, dead_letters = dead_letters}
 read_place(keys, held)
 local before = remove_from_stage(keys, gid, held)
-redis.call('SADD', garbage, gid .. ' init 1')
-if held.payload ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. held.payload .. ' ' .. held.chunks) end
-count_bytes(bytes, 0, num(held.prompt) + (held.payload ~= 'init' and num(held.size) or 0))
+end_group(groups, garbage, bytes, gid, held)
 redis.call('SETBIT', dropped, draw, 1)
 redis.call('HINCRBY', progress, 'dropped', 1)
-redis.call('UNLINK', record)
 wake(bell_producer, 1)
 log_event(events, 'dropped', 'gid', gid, 'from', before)
 return {'OK', before}

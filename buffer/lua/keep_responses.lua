@@ -12,12 +12,10 @@
 -- replies OK | GONE (the group is no longer dead, died in another claim, or was answered FULL) | FULL | MISSING size_found
 -- keeps I1 (nothing moves), I2, I12 (counts bytes; takes no room that work needs), I13 (token), I14
 
-local held = redis.call('HMGET', record, 'stage', 'released', 'payload', 'chunks', 'size')
-local before = held[3]
-if before == token then return {'OK'} end
-if held[1] ~= 'dead' or held[2] ~= token then return {'GONE'} end
-local counts = redis.call('HMGET', bytes, 'came', 'went')
-if byte_limit and num(counts[1]) - num(counts[2]) + size > byte_limit then
+local held = fields_of(record, 'stage', 'released', 'payload', 'chunks', 'size')
+if held.payload == token then return {'OK'} end
+if held.stage ~= 'dead' or held.released ~= token then return {'GONE'} end
+if byte_limit and held_bytes(bytes) + size > byte_limit then
   -- a late copy of this call must not keep bytes that are garbage
   redis.call('HSET', record, 'released', '')
   redis.call('SADD', garbage, gid .. ' ' .. token .. ' ' .. chunks)
@@ -27,7 +25,6 @@ local found = seen_bytes(payloads, 0, chunks)
 if found ~= size then return {'MISSING', int(found)} end
 
 pin(payloads, 0, chunks)
-if before ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. before .. ' ' .. held[4]) end
-count_bytes(bytes, size, before == 'init' and 0 or num(held[5]))
+count_bytes(bytes, size, free_payload(garbage, gid, held))
 redis.call('HSET', record, 'payload', token, 'chunks', chunks, 'size', int(size), 'crc', crc, 'tokens', int(tokens))
 return {'OK'}

@@ -21,9 +21,9 @@
 --       | MISSING size_found
 -- keeps I1 (nothing moves), I2 (an old token changes nothing), I8, I11 (`best`: tokens at a claim before), I12 (counts bytes), I13 (token, name, chunks), I14
 
-local held = redis.call('HMGET', record, 'stage', 'token', 'payload', 'chunks', 'size', 'tokens', 'best')
-local payload, known, turns = held[3], num(held[4]), token .. '-turns' .. int(name)
-if held[1] ~= 'running' or held[2] ~= token then return {'FENCED'} end
+local held = fields_of(record, 'stage', 'token', 'payload', 'chunks', 'size', 'tokens', 'best')
+local payload, known, turns = held.payload, num(held.chunks), token .. '-turns' .. int(name)
+if held.stage ~= 'running' or held.token ~= token then return {'FENCED'} end
 if payload == turns and known >= chunks then return {'OK'} end
 if payload ~= replaces or (before > 0 and known ~= before) then return {'BEHIND', payload} end
 local found = seen_bytes(payloads, 0, chunks - before)
@@ -32,15 +32,10 @@ if found ~= added then return {'MISSING', int(found)} end
 local version, lineage = age_of(lineages, made_by)
 redis.call('ZCARD', age_index)
 pin(payloads, 0, chunks - before)
-local went = 0
-if before == 0 and payload ~= 'init' then
-  redis.call('SADD', garbage, gid .. ' ' .. payload .. ' ' .. held[4])
-  went = num(held[5])
-end
-count_bytes(bytes, added, went)
+count_bytes(bytes, added, before == 0 and free_payload(garbage, gid, held) or 0)
 redis.call('HDEL', record, 'newest', 'cut', 'last', 'last_lineage')
 if not has_turns_of(token, payload) then
-  redis.call('HSET', record, 'best', payload == 'init' and 0 or int(math.max(num(held[6]), num(held[7]))))
+  redis.call('HSET', record, 'best', payload == 'init' and 0 or int(math.max(num(held.tokens), num(held.best))))
 end
 redis.call('HSET', record, 'payload', turns, 'chunks', chunks, 'size', int(size), 'crc', crc, 'tokens', int(length),
   'version', version, 'lineage', lineage)

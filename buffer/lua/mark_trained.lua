@@ -60,10 +60,7 @@ for _, one in ipairs(draws) do
   elseif held or now ~= stage then
     if held then
       remove_from_stage(keys, one.gid, held)
-      redis.call('SADD', garbage, one.gid .. ' init 1')
-      if held.payload ~= 'init' then redis.call('SADD', garbage, one.gid .. ' ' .. held.payload .. ' ' .. held.chunks) end
-      count_bytes(bytes, 0, num(held.prompt) + (held.payload ~= 'init' and num(held.size) or 0))
-      redis.call('UNLINK', groups .. one.gid)
+      end_group(groups, garbage, bytes, one.gid, held)
     elseif now then
       redis.call('SETBIT', bitmaps[now], draw, 0)
       count(now, -1)

@@ -11,13 +11,9 @@
 
 local actual = redis.call('HGET', meta, 'nonce') or ''
 if actual == '' or (run_nonce ~= '' and run_nonce ~= actual) then return {'LOST', actual} end
-
-local holder = redis.call('HMGET', control, 'producer', 'producer_seen_ms')
-local now = now_ms()
-local silent_ms = silence_ms(now, holder[2])
-if (holder[1] or '') ~= '' and holder[1] ~= nonce and silent_ms < timeout_ms and not take_over then
-  return {'HELD', int(silent_ms)}
-end
-redis.call('HSET', control, 'producer', nonce, 'producer_seen_ms', int(now), 'producer_name', name)
-if holder[1] ~= nonce then log_event(events, 'producer_opened', 'nonce', nonce, 'name', name) end
+local refused = refuse_role(control, 'producer', nonce, timeout_ms, take_over)
+if refused then return refused end
+local is_new = redis.call('HGET', control, 'producer') ~= nonce
+redis.call('HSET', control, 'producer', nonce, 'producer_seen_ms', int(now_ms()), 'producer_name', name)
+if is_new then log_event(events, 'producer_opened', 'nonce', nonce, 'name', name) end
 return {'OK', unpack(control_state(control))}

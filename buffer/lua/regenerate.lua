@@ -15,9 +15,8 @@ local function is_hash(key) return redis.call('TYPE', key).ok == 'hash' end
 local known = is_hash(meta) and redis.call('HGET', meta, 'nonce')
 if known and known ~= nonce then return {'EXISTS', known} end
 if is_hash(control) then
-  local holder = redis.call('HMGET', control, 'trainer', 'trainer_seen_ms')
-  local silent_ms = silence_ms(now_ms(), tonumber(holder[2] or 0) or 0)
-  if (holder[1] or '') ~= '' and silent_ms < timeout_ms and not take_over then return {'HELD', int(silent_ms)} end
+  local refused = refuse_role(control, 'trainer', '', timeout_ms, take_over)
+  if refused then return refused end
 end
 
 if not is_hash(meta) then redis.call('UNLINK', meta) end

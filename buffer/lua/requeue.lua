@@ -12,34 +12,29 @@
 -- replies OK place_before | RUNNING owner | TAKEN batch | ENDED place | UNKNOWN
 -- keeps I1, I11 (a dead letter may live again), I12, I13 (operation)
 
-local held = redis.call('HMGET', record, 'stage', 'status', 'owner', 'batch', 'payload', 'chunks', 'arrival', 'requeued',
-  'size', 'prompt', 'version')
-if not held[1] then
-  local place = ended_place({archived = archived, filtered = filtered, dropped = dropped}, draw)
-  if place then return {'ENDED', place} end
-  return {'UNKNOWN'}
+local held = fields_of(record, 'stage', 'status', 'owner', 'batch', 'payload', 'chunks', 'arrival', 'requeued', 'size',
+  'prompt', 'version')
+if not held.stage then
+  return answer_without_record({archived = archived, filtered = filtered, dropped = dropped}, draw)
 end
-if held[1] == 'waiting' or held[8] == operation then return {'OK', held[1]} end
-if held[1] == 'running' then return {'RUNNING', held[3]} end
-if held[1] == 'taken' then return {'TAKEN', held[4]} end
+if held.stage == 'waiting' or held.requeued == operation then return {'OK', held.stage} end
+if held.stage == 'running' then return {'RUNNING', held.owner} end
+if held.stage == 'taken' then return {'TAKEN', held.batch} end
 
 local jobs = queues .. task .. ':' .. lane
 redis.call('XLEN', jobs)
 local before = remove_dead_or_pooled({record = record, progress = progress, completed = completed, aborted = aborted,
-  expired = expired, dead = dead, dead_letters = dead_letters}, gid, held[1], held[2], held[7])
-local payload, version = held[5], held[11]
+  expired = expired, dead = dead, dead_letters = dead_letters}, gid, held.stage, held.status, held.arrival)
+local payload = held.payload
 if before ~= 'aborted' then
-  if payload ~= 'init' then
-    redis.call('SADD', garbage, gid .. ' ' .. payload .. ' ' .. held[6])
-    count_bytes(bytes, 0, num(held[9]))
-  end
+  count_bytes(bytes, 0, free_payload(garbage, gid, held))
   payload = 'init'
-  redis.call('HSET', record, 'status', 'init', 'payload', 'init', 'chunks', 1, 'size', num(held[10]), 'crc', '',
+  redis.call('HSET', record, 'status', 'init', 'payload', 'init', 'chunks', 1, 'size', num(held.prompt), 'crc', '',
     'version', '', 'lineage', '', 'tokens', 0)
 end
 redis.call('HSET', record, 'tries', 0, 'requeued', operation, 'released', '')
 to_waiting(jobs, record, gid, lane, payload)
-keep_age(age_index, gid, payload, version)
+keep_age(age_index, gid, payload, held.version)
 wake(bell_workers, 1)
 log_event(events, 'requeued', 'gid', gid, 'from', before)
 return {'OK', before}

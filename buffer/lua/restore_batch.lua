@@ -38,8 +38,7 @@ for _, entry in ipairs(found) do
     -- a manifest has no lineages: every fork will count, and all tokens as the oldest (I8)
     redis.call('HDEL', record, 'newest', 'cut')
     redis.call('HSET', record, 'lineage', '', 'last', entry.fields[12], 'last_lineage', '')
-    if held.payload ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. held.payload .. ' ' .. held.chunks) end
-    count_bytes(bytes, entry.size, held.payload ~= 'init' and num(held.size) or 0)
+    count_bytes(bytes, entry.size, free_payload(garbage, gid, held))
   end
   local arrival = held.arrival or next_arrival(keys.progress)
   redis.call('HDEL', record, 'token', 'lane', 'entry', 'claimed_ms')

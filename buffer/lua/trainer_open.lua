@@ -16,26 +16,22 @@
 -- I7 (one trainer), I13 (natural key: the nonce)
 
 local actual = redis.call('HGET', meta, 'nonce') or ''
-local holder = redis.call('HMGET', control, 'trainer', 'trainer_seen_ms')
+local again = redis.call('HGET', control, 'trainer') == nonce
 local is_new = redis.call('LLEN', lineages) == 0
 local continues = redis.call('HGET', meta, 'continues')
 regenerate = regenerate or (is_new and continues)
 local is_other = run_nonce ~= '' and run_nonce ~= actual and run_nonce ~= continues
 if actual == '' or (is_other and not (is_new and regenerate)) then return {'LOST', actual} end
 if is_new and step > 0 and not regenerate then return {'EMPTY', actual} end
-local now = now_ms()
-local silent_ms = silence_ms(now, holder[2])
-local again = holder[1] == nonce
-if (holder[1] or '') ~= '' and not again and silent_ms < timeout_ms and not take_over then
-  return {'HELD', int(silent_ms)}
-end
+local refused = refuse_role(control, 'trainer', nonce, timeout_ms, take_over)
+if refused then return refused end
 local steps = redis.call('HMGET', ledger, 'taken', 'committed', 'freed', 'keep')
 local taken, freed = num(steps[1]), num(steps[3])
 local keep = math.max(freed, num(steps[4]))
 if not again and step < keep and not regenerate then return {'BELOW', int(keep)} end
 if not again and taken < step and not behind then return {'BEHIND', int(taken)} end
 
-redis.call('HSET', control, 'trainer', nonce, 'trainer_seen_ms', int(now))
+redis.call('HSET', control, 'trainer', nonce, 'trainer_seen_ms', int(now_ms()))
 if not again then
   -- what the trainer before announced is never published
   redis.call('HDEL', control, 'next_weights', 'next_weights_path', 'next_weights_checksum')

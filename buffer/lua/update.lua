@@ -20,30 +20,27 @@
 -- replies OK | CHANGED token | NOT_POOLED stage | ENDED place | UNKNOWN | MISSING size_found
 -- keeps I1, I2 (compare-and-set), I8, I12 (counts bytes), I13 (token), I14
 
-local held = redis.call('HMGET', record, 'stage', 'status', 'payload', 'chunks', 'arrival', 'size')
-if not held[1] then
-  local place = ended_place({archived = archived, filtered = filtered, dropped = dropped}, draw)
-  if place then return {'ENDED', place} end
-  return {'UNKNOWN'}
+local held = fields_of(record, 'stage', 'status', 'payload', 'chunks', 'arrival', 'size')
+if not held.stage then
+  return answer_without_record({archived = archived, filtered = filtered, dropped = dropped}, draw)
 end
-if held[3] == token then return {'OK'} end
-if held[1] ~= 'pool' then return {'NOT_POOLED', held[1]} end
-if held[3] ~= replaces then return {'CHANGED', held[3]} end
+if held.payload == token then return {'OK'} end
+if held.stage ~= 'pool' then return {'NOT_POOLED', held.stage} end
+if held.payload ~= replaces then return {'CHANGED', held.payload} end
 local found = seen_bytes(payloads, 0, chunks)
 if found ~= size then return {'MISSING', int(found)} end
 
 local version, lineage, score, fields = age_of(lineages, made_by, token_lead)
 pin(payloads, 0, chunks)
-if replaces ~= 'init' then redis.call('SADD', garbage, gid .. ' ' .. replaces .. ' ' .. held[4]) end
 -- the bytes of an expired group are those of its prompt, which is kept
-count_bytes(bytes, size, replaces == 'init' and 0 or num(held[6]))
+count_bytes(bytes, size, free_payload(garbage, gid, held))
 redis.call('HSET', record, 'status', status, 'payload', token, 'chunks', chunks, 'size', int(size), 'crc', crc,
   'version', version, 'lineage', lineage, 'samples', samples, 'tokens', int(tokens), 'reward', reward)
 redis.call('HDEL', record, 'newest', 'cut')
 if #fields > 0 then redis.call('HSET', record, unpack(fields)) end
 
-local pools, member = {completed = completed, aborted = aborted, expired = expired}, held[5] .. ':' .. gid
-if held[2] ~= status then redis.call('ZREM', pools[held[2]], member) end
+local pools, member = {completed = completed, aborted = aborted, expired = expired}, held.arrival .. ':' .. gid
+if held.status ~= status then redis.call('ZREM', pools[held.status], member) end
 redis.call('ZADD', pools[status], score, member)
 if status == 'completed' then wake(bell_trainer, 1) end
 log_event(events, 'updated', 'gid', gid, 'status', status, 'version', version)

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from buffer.errors import WireError
 from buffer.ids import ENDS, GID, split_group_id
 from buffer.ledger.ledger import BatchLedger
+from buffer.redis.bounds import KEYS_PER_TRIP
 from buffer.redis.keys import Keys
 from buffer.redis.payloads import checksum
 from buffer.redis.store import Store
@@ -38,8 +39,6 @@ log = logging.getLogger("rolloutmq.janitor")
 INLINE_BYTES = 64 << 10  # smaller columns stay in the payload: a file costs more than it saves
 
 HEADER_BYTES = 128  # of a .npy file beside its numbers
-
-LOOK = 500  # folders that one sweep compares at most
 
 PASS_S = 10.0  # shortest time between the starts of two passes over all folders
 
@@ -190,8 +189,8 @@ class ColumnSweep:
                     return 0, False
                 self._pass = self._folder.gids()
                 self._begun_s = time.monotonic()
-            gids = list(islice(self._pass, LOOK))
-            if len(gids) < LOOK:
+            gids = list(islice(self._pass, KEYS_PER_TRIP))
+            if len(gids) < KEYS_PER_TRIP:
                 self._pass = None
             ended = self._ended(gids) if gids else []
             for gid in ended:

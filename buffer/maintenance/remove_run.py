@@ -14,10 +14,9 @@ from itertools import chain, islice
 from typing import Any
 
 from buffer.limits import REMOVING
+from buffer.redis.bounds import KEYS_PER_TRIP
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
-
-SLICE = 500  # keys in one round trip
 
 PASSES = 8  # walks over the keys: a live process may write some for ever, such as its heartbeat
 
@@ -70,9 +69,9 @@ def _clear(store: Store, patterns: Sequence[str], kept: Collection[bytes], advan
 
 
 def _slices(client: Any, patterns: Sequence[str], kept: Collection[bytes]) -> Iterator[list[bytes]]:
-    walks = (client.scan_iter(pattern, count=SLICE) for pattern in patterns)
+    walks = (client.scan_iter(pattern, count=KEYS_PER_TRIP) for pattern in patterns)
     found = (key for key in chain.from_iterable(walks) if key not in kept)
-    while names := list(islice(found, SLICE)):
+    while names := list(islice(found, KEYS_PER_TRIP)):
         yield names
 
 

@@ -28,10 +28,8 @@ from buffer.query.language import (
     parse,
 )
 from buffer.query.record import RECORD_FIELDS, STAGES, GroupRecord, Moment
-from buffer.redis.bulk_io import Command
+from buffer.redis.bounds import KEYS_PER_TRIP
 from buffer.redis.store import RunContext, Store
-
-PAGE = 500  # groups in one round trip, between which the server answers other clients
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +107,8 @@ class GroupScan:
 
     def _records(self, gids: Iterator[str], node: Node, moment: Moment) -> Iterator[GroupRecord]:
         likely = (gid for gid in gids if narrow(node, _facts_of(gid)) != FALSE)
-        while page := list(islice(likely, PAGE)):
-            values = self._pipelined(
+        while page := list(islice(likely, KEYS_PER_TRIP)):
+            values = self._store.send(
                 "records", [("HMGET", self._keys.group(gid), *RECORD_FIELDS) for gid in page]
             )
             for gid, found in zip(page, values, strict=True):
@@ -159,7 +157,9 @@ class GroupScan:
 
     def _count(self, index: Index, node: Node, moment: Moment) -> int:
         if index.rest == TRUE and index.stage in ("waiting", "pool", "dead"):
-            return int(self._command("XLEN" if index.stage == "waiting" else "ZCARD", index.key))
+            return int(
+                self._store.ask("list", "XLEN" if index.stage == "waiting" else "ZCARD", index.key)
+            )
         return sum(1 for _ in self._of(index, node, moment))
 
     def _gids(self, index: Index) -> Iterator[str]:
@@ -170,7 +170,7 @@ class GroupScan:
                 members = self._sorted_set(index.key)
                 return (member.partition(":")[2] for member in members)
             case "running":
-                held = self._command("HKEYS", index.key)
+                held = self._store.ask("list", "HKEYS", index.key)
                 return (gid.decode() for gid in held if gid != b"digest")
             case "taken":
                 return self._taken(index.key)
@@ -178,7 +178,7 @@ class GroupScan:
 
     def _waiting(self, key: str) -> Iterator[str]:
         after = "-"
-        while entries := self._command("XRANGE", key, after, "+", "COUNT", PAGE):
+        while entries := self._store.ask("list", "XRANGE", key, after, "+", "COUNT", KEYS_PER_TRIP):
             yield from (fields[b"gid"].decode() for _, fields in entries)
             after = "(" + entries[-1][0].decode()
 
@@ -193,35 +193,25 @@ class GroupScan:
         """Yield members in order, none of them skipped when others are removed meanwhile."""
         start = 0
         last: tuple[float, bytes] | None = None
-        while page := self._command("ZRANGE", key, start, start + PAGE - 1, "WITHSCORES"):
+        while page := self._store.ask(
+            "list", "ZRANGE", key, start, start + KEYS_PER_TRIP - 1, "WITHSCORES"
+        ):
             pairs = [(float(score), member) for member, score in _pairs(page)]
             for score, member in pairs:
                 if last is None or (score, member) > last:
                     yield member.decode()
             last = pairs[-1] if last is None else max(last, pairs[-1])
-            start = self._rank_after(key, pairs[-1])
-
-    def _rank_after(self, key: str, last: tuple[float, bytes]) -> int:
-        """Return the rank after a member; if it was removed, that of the first with its score."""
-        score, member = last
-        rank, below = self._pipelined(
-            "rank", [("ZRANK", key, member), ("ZCOUNT", key, "-inf", f"({score:.17g}")]
-        )
-        return int(below) if rank is None else int(rank) + 1
-
-    # -- commands ------------------------------------------------------------
-
-    def _command(self, *command: str | int | bytes) -> Any:
-        return self._pipelined("list", [command])[0]
-
-    def _pipelined(self, what: str, commands: Sequence[Command]) -> list[Any]:
-        return self._store.send(what, commands)
+            score, member = pairs[-1]
+            rank, below = self._store.send(
+                "rank", [("ZRANK", key, member), ("ZCOUNT", key, "-inf", f"({score:.17g}")]
+            )
+            # behind the last member; where it was removed, at the first with its score
+            start = int(below) if rank is None else int(rank) + 1
 
 
 def moment_of(store: Store, ledger: BatchLedger) -> Moment:
-    taken = ledger.steps()[0]
-    seconds, micros = store.retrying("time", lambda: store.client.time())
-    return Moment(taken, int(seconds) * 1000 + int(micros) // 1000)
+    seconds, micros = store.ask("time", "TIME")
+    return Moment(ledger.steps().taken, int(seconds) * 1000 + int(micros) // 1000)
 
 
 def _facts_of(gid: str) -> dict[str, Scalar]:

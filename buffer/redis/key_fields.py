@@ -7,7 +7,7 @@ that needs it raises RunDamaged with the name of the key, and `fsck` lists it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import chain
 from typing import Any, Literal, NamedTuple
@@ -47,6 +47,19 @@ class Damage(NamedTuple):
 
     def __str__(self) -> str:
         return self.text
+
+
+def lasting(check: Callable[[], Iterable[Damage]]) -> list[Damage]:
+    """Return the faults that a check finds at a key each time it is repeated.
+
+    On a live run, its keys are read at different instants: a move may look like a fault once.
+    """
+    found = list(check())
+    for _ in range(2):
+        if found:
+            places = {(fault.key, fault.gid) for fault in found}
+            found = [fault for fault in check() if (fault.key, fault.gid) in places]
+    return found
 
 
 def wrong_fields(kind: str, key: str, fields: Mapping[str, str]) -> Iterator[Damage]:

@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from typing import TypeVar
 
 from isal import isal_zlib
 
 from buffer.errors import PayloadMissing, WireError
 from buffer.job import PayloadRef
+from buffer.redis.bounds import BYTES_PER_TRIP, BYTES_PER_VALUE
 from buffer.redis.bulk_io import Pieces
 from buffer.redis.keys import Keys
 from buffer.redis.store import Store
@@ -27,12 +27,7 @@ from buffer.wire.framing import Compression, compress
 
 T = TypeVar("T")
 
-CHUNK_BYTES = 1_048_000
-"""Just below a size class: 1,048,576 would cost 25 % more memory (measured)."""
-
 UNPINNED_S = 3600  # lifetime of bytes that no script has accepted
-
-ROUND_BYTES = 8 * 2**20  # at most: larger round trips delay all other clients (measured)
 
 _KEPT_BYTES = 128 * 2**20  # malloc keeps no more for the next read: that gets pages of its own
 
@@ -68,6 +63,7 @@ class PayloadStore:
         self._store = store
         self._keys = keys
         self._compression = compression
+        self._threads = ThreadPoolExecutor(_AHEAD, "payload-read")
 
     def commands(self, gid: str, token: str, data: Pieces) -> tuple[PayloadRef, list[SetCommand]]:
         """Return the reference of the bytes of one claim, and commands that store them uncopied."""
@@ -102,17 +98,17 @@ class PayloadStore:
         """
         stored = {gid: compress(data, self._compression) for gid, data in payloads.items()}
         for gid, data in stored.items():
-            if len(data) > CHUNK_BYTES:
+            if len(data) > BYTES_PER_VALUE:
                 raise WireError(
                     f"the prompt of {gid} has {len(data)} bytes",
-                    hint=f"at most {CHUNK_BYTES} can be stored",
+                    hint=f"at most {BYTES_PER_VALUE} can be stored",
                 )
         commands = [_set(self._keys.payload(gid, token), [data]) for gid, data in stored.items()]
         self._store.send("prompt write", commands, starts_work=True)
 
     def fits(self, prompt: bytes) -> bool:
-        is_short = len(prompt) <= CHUNK_BYTES
-        return is_short or len(compress(prompt, self._compression)) <= CHUNK_BYTES
+        is_short = len(prompt) <= BYTES_PER_VALUE
+        return is_short or len(compress(prompt, self._compression)) <= BYTES_PER_VALUE
 
     def read(self, ref: PayloadRef) -> bytes | memoryview:
         """Return the bytes. Raises what `join` raises."""
@@ -127,31 +123,24 @@ class PayloadStore:
 
         The payloads of a round trip share memory. The next two are under way while `use` works.
         """
+        rounds = list(by_size((ref.size or BYTES_PER_VALUE, ref) for ref in refs))
+        own_pages = sum(ref.size for ref in refs) >= _KEPT_BYTES
+
+        def read(batch: Sequence[PayloadRef]) -> list[Whole]:
+            entries = [(self._names(ref), ref.size) for ref in batch]
+            found = self._store.read("payload read", entries, own_pages=own_pages)
+            return list(map(join, batch, found))
+
         used: list[T] = []
         with _no_collection():
-            for batch, found in self._read_rounds(refs):
-                used += use(batch, found)
-        return used
-
-    def _read_rounds(
-        self, refs: Sequence[PayloadRef]
-    ) -> Iterator[tuple[list[PayloadRef], list[Whole]]]:
-        rounds = list(by_size((ref.size or CHUNK_BYTES, ref) for ref in refs))
-        read = partial(self._read, own_pages=sum(ref.size for ref in refs) >= _KEPT_BYTES)
-        if len(rounds) < 2:
-            yield from ((batch, read(batch)) for batch in rounds)
-            return
-        with ThreadPoolExecutor(_AHEAD, "payload-read") as threads:
-            coming = deque(threads.submit(read, batch) for batch in rounds[:_AHEAD])
+            if len(rounds) == 1:
+                return list(use(refs, read(refs)))
+            coming = deque(self._threads.submit(read, batch) for batch in rounds[:_AHEAD])
             for n, batch in enumerate(rounds, _AHEAD):
                 found = coming.popleft().result()
-                coming.extend(threads.submit(read, after) for after in rounds[n : n + 1])
-                yield batch, found
-
-    def _read(self, refs: Sequence[PayloadRef], *, own_pages: bool) -> list[Whole]:
-        entries = [(self._names(ref), ref.size) for ref in refs]
-        found = self._store.read("payload read", entries, own_pages=own_pages)
-        return list(map(join, refs, found))
+                coming.extend(self._threads.submit(read, after) for after in rounds[n : n + 1])
+                used += use(batch, found)
+        return used
 
     def _names(self, ref: PayloadRef) -> list[str]:
         return self._keys.payload_chunks(ref.gid, ref.token, ref.chunks)
@@ -173,29 +162,18 @@ class PayloadStore:
     def collect(self, limit: int = 200) -> int:
         """Free up to `limit` payloads that are listed as garbage, and return their number."""
         listed = self._keys.garbage
-        (entries,) = self._store.send("garbage", [("SRANDMEMBER", listed, limit)])
+        entries = self._store.ask("garbage", "SRANDMEMBER", listed, limit)
         if not entries:
             return 0
+        names: list[str] = []
+        for entry in entries:
+            # another entry is not from a script
+            if match := re.fullmatch(r"(\S+) (\S+) (\d{1,4})", entry.decode(errors="replace")):
+                names += self._keys.payload_chunks(match[1], match[2], int(match[3]))
         # bytes first, entries second: a process that dies in between leaves entries to repeat
-        self._store.send(
-            "garbage", [("UNLINK", name) for entry in entries for name in self._chunks(entry)]
-        )
+        self._store.send("garbage", [("UNLINK", name) for name in names])
         self._store.send("garbage", [("SREM", listed, *entries)])
         return len(entries)
-
-    def _chunks(self, entry: bytes) -> list[str]:
-        return [
-            key
-            for gid, token, chunks in _listed([entry])
-            for key in self._keys.payload_chunks(gid, token, chunks)
-        ]
-
-
-def _listed(entries: Iterable[bytes]) -> list[tuple[str, str, int]]:
-    """Return (gid, token, chunks) of entries that scripts list, without malformed ones."""
-    texts = [entry.decode(errors="replace") for entry in entries]
-    matches = [re.fullmatch(r"(\S+) (\S+) (\d{1,4})", text) for text in texts]
-    return [(match[1], match[2], int(match[3])) for match in matches if match]
 
 
 def _set(name: str, part: Pieces) -> SetCommand:
@@ -203,12 +181,12 @@ def _set(name: str, part: Pieces) -> SetCommand:
     return ("SET", name, part, "EX", UNPINNED_S, "NX")
 
 
-def by_size(sized: Iterable[tuple[int, T]], most: int = ROUND_BYTES) -> Iterator[list[T]]:
-    """Yield the items in batches of at most `most` bytes; a larger item is a batch of its own."""
+def by_size(sized: Iterable[tuple[int, T]]) -> Iterator[list[T]]:
+    """Yield the items in batches for one round trip each; a larger item is a batch of its own."""
     batch: list[T] = []
     total = 0
     for size, item in sized:
-        if batch and total + size > most:
+        if batch and total + size > BYTES_PER_TRIP:
             yield batch
             batch, total = [], 0
         batch.append(item)
@@ -225,8 +203,8 @@ def chunk_sizes(size: int, by_class: bool) -> list[int]:
     would save little: the second is less than a fifth of the whole, and wastes at most a fifth of
     that. Elsewhere, a second chunk would only cost time.
     """
-    full, rest = divmod(size, CHUNK_BYTES)
-    sizes = [CHUNK_BYTES] * full
+    full, rest = divmod(size, BYTES_PER_VALUE)
+    sizes = [BYTES_PER_VALUE] * full
     if by_class and rest >= _CUT_FROM_BYTES:
         stored = rest + _HEADER_BYTES
         step = 1 << (stored.bit_length() - 3)  # between this size class and the next

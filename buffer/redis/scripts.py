@@ -219,8 +219,6 @@ def waits_behind_script(replicas: int, disk: bool, sync: Script, key: str) -> li
 
     They wait until `replicas` replicas have it, and with `disk`, until it is on the server's disk.
     """
-    if not (disk or replicas):
-        return []
     # WAIT and not WAITAOF for replicas: they report their disks only once a second (measured:
     # 0.5 s a call)
     on_disk = [("WAITAOF", 1, 0, WAIT_MS)] if disk else []
@@ -229,8 +227,6 @@ def waits_behind_script(replicas: int, disk: bool, sync: Script, key: str) -> li
 
 def check_durable(needed: int, answers: Sequence[Any]) -> None:
     """Raise NotDurable if the answers to these commands show that something is missing."""
-    if not answers:
-        return
     _, replicas, *disks = answers
     if [on_disk for on_disk, _ in disks] == [0]:
         raise NotDurable(f"not on the server's disk after {WAIT_MS} ms")

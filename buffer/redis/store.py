@@ -108,7 +108,8 @@ class Store:
         see `Script.command`.
         """
         call = ScriptCall(script, keys, args, tail_keys, tail_args)
-        (reply,) = self.send(script, [call], durable=durable)
+        starts_work = self.scripts[script].starts_work
+        (reply,) = self.send(script, [call], durable=durable, starts_work=starts_work)
         return cast(list[Any], reply)
 
     def send(
@@ -124,20 +125,20 @@ class Store:
         All are repeated until the deadline: each must be harmless when it runs again (I13). Values
         are sent without a copy. A durable call is answered once the changes are on the server's
         disk and on `wait_replicas` replicas (I6); with fewer replicas, it waits and raises
-        StoreUnavailable at the deadline. Raises StoreFull at once on a full server for a script
-        that starts work, or if it `starts_work`, so that the caller can free memory.
+        StoreUnavailable at the deadline. `starts_work`: raises StoreFull at once on a full server,
+        so that the caller can free memory.
         """
         if not commands:
             return []
-        calls = [call for call in commands if isinstance(call, ScriptCall)]
-        starts_work = starts_work or any(self.scripts[call.script].starts_work for call in calls)
         sent = [
             self.scripts[each.script].command(*each[1:]) if isinstance(each, ScriptCall) else each
             for each in commands
         ]
         # of EVALSHA sha count key …, or of a command with a key
-        key = self._home or str(sent[0][3 if isinstance(commands[0], ScriptCall) else 1])
-        if durable and (self.waits_for_disk or self.wait_replicas):
+        at = 3 if isinstance(commands[0], ScriptCall) else 1
+        key = self._home or str(sent[0][at] if len(sent[0]) > at else "")
+        waits = durable and (self.waits_for_disk or self.wait_replicas > 0)
+        if waits:
             sync = self.scripts["sync"]
             sent += waits_behind_script(self.wait_replicas, self.waits_for_disk, sync, key)
 
@@ -148,7 +149,8 @@ class Store:
             except NoScriptError as error:
                 load_missing(client, self.scripts.values(), error)
                 answers = send(client, sent)
-            check_durable(self.wait_replicas, answers[len(commands) :])
+            if waits:
+                check_durable(self.wait_replicas, answers[len(commands) :])
             return answers[: len(commands)]
 
         try:

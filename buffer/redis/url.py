@@ -234,11 +234,12 @@ class Servers:
         """Return the client of the server with `key`, or of the first. Raises redis.RedisError."""
         # Any: redis-py types its replies as unions over all protocols, which only their readers
         # can narrow
-        return self._client(self.url_of(key) if key else self._seeds[0])
+        url = self.url_of(key) if key else self._seeds[0]
+        return self._clients.get(url) or self._client(url)
 
     def url_of(self, key: str) -> str:
         """Return the URL of the server that holds `key`. Raises redis.RedisError."""
-        slots = self._map()
+        slots = self._map() if self._slots is None else self._slots
         url = slots[key_slot(key.encode())] if slots else self._seeds[0]
         if not url:
             raise ConnectionError(f"no node of the cluster serves the slot of {key}")
@@ -309,7 +310,13 @@ class Servers:
 
     def _slots_seen_by(self, url: str) -> list[str]:
         client: Any = self._client(url)
-        if not _is_cluster(client, url):
+        if not url.startswith(("redis:", "rediss:")):
+            return []  # a Unix socket, or a primary that Sentinels name
+        try:
+            is_cluster = client.info("cluster").get("cluster_enabled")
+        except NoPermissionError:
+            is_cluster = False
+        if not is_cluster:
             return []
         slots = [""] * REDIS_CLUSTER_HASH_SLOTS
         for first, last, *owners in client.execute_command("CLUSTER SLOTS"):
@@ -317,15 +324,6 @@ class Servers:
             slots[first : last + 1] = [master] * (last - first + 1)
             self._nodes += [node for node in (master, *replicas) if node not in self._nodes]
         return slots
-
-
-def _is_cluster(client: Any, url: str) -> bool:
-    if not url.startswith(("redis:", "rediss:")):
-        return False  # a Unix socket, or a primary that Sentinels name
-    try:
-        return bool(client.info("cluster").get("cluster_enabled"))
-    except NoPermissionError:
-        return False
 
 
 def _text(host: bytes | str | None) -> str:

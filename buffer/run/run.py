@@ -43,7 +43,7 @@ from buffer.run.record import (
     without_meta,
     write_meta,
 )
-from buffer.run.settings import LiveSettings, SettingsRecord, change_settings
+from buffer.run.settings import KeptSettings, LiveSettings, SettingsRecord, change_settings
 from buffer.wire.group import RolloutGroup
 from buffer.wire.rollout import FIRST_WEIGHTS, PolicyVersion
 
@@ -301,12 +301,13 @@ class Run:
         *,
         restored: Collection[str] = (),
         by: str = "",
+        folder: Path | None = None,
     ) -> dict[str, tuple[Any, Any]]:
         """Change settings while the run continues; return (before, after) of each by its name.
 
         They belong to the run from then on (`buffer/run/settings.py`). `restored`:
-        settings that get the value of the config again. `by`: who makes the change. Raises
-        ConfigError.
+        settings that get the value of the config again. `by`: who makes the change. `folder`: the
+        run's, which keeps the change for a server that loses everything. Raises ConfigError.
         """
         operation = new_nonce()
         while True:
@@ -318,6 +319,8 @@ class Run:
             version, _ = self._limits_stamp
             if write_meta(self.store, self.keys, operation, version, fields):
                 self.refresh_limits()
+                if folder and (folder / "run.json").is_file():
+                    KeptSettings(folder, self.nonce).keep(self.settings)
                 return changed
 
     def take_batch(

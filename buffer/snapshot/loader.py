@@ -19,6 +19,7 @@ from buffer.ledger.account import Account
 from buffer.limits import LOADING, SCHEMA, RunLimits
 from buffer.maintenance.column_files import ColumnFolder
 from buffer.maintenance.remove_run import clear_keys
+from buffer.redis.bounds import BYTES_PER_TRIP
 from buffer.redis.bulk_io import Command
 from buffer.redis.keys import Keys
 from buffer.redis.scripts import Advance
@@ -26,8 +27,6 @@ from buffer.redis.store import RunContext, Store
 from buffer.snapshot.folder import FILES, Item, read_items, read_manifest, verify
 
 MEMBERS_AT_ONCE = 5000  # in one command
-
-BYTES_AT_ONCE = 8 * 2**20  # in one round trip
 
 _WRITE = {"hash": "HSET", "list": "RPUSH", "set": "SADD", "zset": "ZADD", "string": "SET"}
 
@@ -128,7 +127,7 @@ class SnapshotLoader:
                 # a call is repeated whose reply is lost, and a scan may have saved a key twice
                 sent += [("UNLINK", key), *_commands(key, item)]
                 size += len(item.value)
-            if size >= BYTES_AT_ONCE or len(sent) >= MEMBERS_AT_ONCE:
+            if size >= BYTES_PER_TRIP or len(sent) >= MEMBERS_AT_ONCE:
                 self._store.send("restore", sent)
                 sent, size = [], 0
             advance("keys", done)

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from buffer.errors import LostRun, WireError
+from buffer.redis.bounds import BYTES_PER_TRIP, BYTES_PER_VALUE
 from buffer.redis.keys import Keys
-from buffer.redis.payloads import CHUNK_BYTES, ROUND_BYTES
 from buffer.redis.store import Store
 from buffer.weights import folder_manifest as manifest
 from buffer.wire.rollout import PolicyVersion
 
 IN_CHUNKS = "redis:"  # scheme of addresses: the version's label follows
 
-_CHUNKS_AT_ONCE = max(1, ROUND_BYTES // CHUNK_BYTES)  # chunks in one round trip, and in memory
+_CHUNKS_AT_ONCE = max(1, BYTES_PER_TRIP // BYTES_PER_VALUE)  # and in memory
 
 
 class VersionStore:
@@ -100,7 +100,7 @@ class VersionStore:
 
 
 def _chunk_count(size: int) -> int:
-    return -(-size // CHUNK_BYTES)
+    return -(-size // BYTES_PER_VALUE)
 
 
 def _batches(names: list[str]) -> Iterator[list[str]]:
@@ -110,7 +110,7 @@ def _batches(names: list[str]) -> Iterator[list[str]]:
 
 def _read_chunks(stream: IO[bytes]) -> list[bytes]:
     """Read the chunks of one round trip; none at the end of the file."""
-    chunks = (stream.read(CHUNK_BYTES) for _ in range(_CHUNKS_AT_ONCE))
+    chunks = (stream.read(BYTES_PER_VALUE) for _ in range(_CHUNKS_AT_ONCE))
     return [chunk for chunk in chunks if chunk]
 
 

@@ -1,4 +1,4 @@
-"""What the two ends of a transport of weights agree on.
+"""Types shared by the senders and receivers of weights.
 
 Control carries the address and checksum that a sender returns; the address says to the receiver
 (receiver.py) how the version is fetched.

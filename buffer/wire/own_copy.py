@@ -8,19 +8,19 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import fields, is_dataclass
 from types import NoneType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 from msgspec import Struct
-from msgspec.structs import asdict, replace
+from msgspec.structs import replace
 from pydantic import BaseModel
 
 from buffer.wire.columns import COLUMNS, LargeColumn, column_named
-from buffer.wire.rollout import RolloutState
+from buffer.wire.rollout import RolloutState, Status
 
 T = TypeVar("T")
 
-_IMMUTABLE = frozenset((str, int, float, bool, NoneType, bytes))
+_IMMUTABLE = frozenset((str, int, float, bool, NoneType, bytes, Status))
 _COPIED = (np.ndarray, bytearray, set, dict, list, BaseModel)
 
 
@@ -30,23 +30,31 @@ def own_copy(value: T) -> T:
     Containers are lists, dicts, sets, tuples, structs, dataclasses and pydantic models. Other
     objects (an image, a tensor, a client) stay the same, since not all of them can be copied.
     """
-    given = cast(Any, value)
+    given: Any = value
     kind = type(given)
     made: Any
     if kind in _IMMUTABLE:
         return value
-    if kind is dict:
-        made = {key: own_copy(item) for key, item in given.items()}
-    elif kind is list:
-        made = [own_copy(item) for item in given]
+    if kind is list:
+        made = [item if type(item) in _IMMUTABLE else own_copy(item) for item in given]
+    elif kind is dict:
+        made = {
+            key: item if type(item) in _IMMUTABLE else own_copy(item) for key, item in given.items()
+        }
+    elif kind is np.ndarray:
+        made = given.copy("K")
     elif isinstance(given, tuple):
+        if _IMMUTABLE.issuperset(map(type, given)):
+            return value
         items = [own_copy(item) for item in given]
         made = given._make(items) if hasattr(given, "_make") else tuple(items)
     elif isinstance(given, Struct):
-        made = replace(given, **own_copy(asdict(given)))
+        held = {name: getattr(given, name) for name in given.__struct_fields__}
+        own = {name: own_copy(item) for name, item in held.items() if type(item) not in _IMMUTABLE}
+        made = replace(given, **own)
     else:
         made = _own_object(given)
-    return cast(T, made)
+    return made  # type: ignore[no-any-return]
 
 
 def _own_object(given: Any) -> Any:
@@ -68,13 +76,15 @@ def _own_object(given: Any) -> Any:
 def own_rollout(state: RolloutState, **instead: Any) -> RolloutState:
     """Return a copy of a rollout with the fields `instead`; the largest become read-only."""
     made = state.model_copy()
-    for name, value in vars(state).items():
-        if name in instead:
-            made.__dict__[name] = instead[name]
-        elif name == "columns":
-            made.__dict__[name] = {key: _own_column(key, own) for key, own in value.items()}
+    into = made.__dict__
+    for name, value in into.items():
+        if type(value) in _IMMUTABLE or name in instead:
+            continue
+        if name == "columns":
+            into[name] = {key: _own_column(key, own) for key, own in value.items()}
         else:
-            made.__dict__[name] = _own_column(name, value) if name in COLUMNS else own_copy(value)
+            into[name] = _own_column(name, value) if name in COLUMNS else own_copy(value)
+    into.update(instead)
     return made
 
 

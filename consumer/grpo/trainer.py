@@ -229,8 +229,12 @@ class Trainer:
             return
         with self.consumer.paused(self._config.policy.pause_mode) as seconds:
             timing.pause = seconds
-            with self.rank.awake():
+            self.rank.wake()
+            try:
                 yield
+            finally:
+                if not self.rank.orders.is_in_order:
+                    self.rank.sleep()
 
     def _check_roles(self, batch: BatchColumns) -> None:
         """Report names of `train_roles` that no rollout has, at the first batch of each task."""

@@ -9,9 +9,8 @@ result visible: a checkpoint, published weights, a commit. So it is complete.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -22,7 +21,6 @@ from buffer.weights.transport import Save
 from buffer.wire.group import RolloutGroup
 from consumer.config.trainer import TrainingConfig
 from consumer.grpo.learner.train_controller import TrainController
-from consumer.grpo.model_state.learner_state import TrainedModel
 from consumer.grpo.model_state.saved_state import SavedState, write_state
 from consumer.grpo.model_state.weights_folder import WeightParts
 from consumer.grpo.models.model_folder import copy_tokenizer
@@ -31,44 +29,6 @@ from consumer.grpo.reporting.metrics import BatchColumns
 from consumer.handle.checkpoint import CheckpointFolder
 from consumer.handle.ranks import ALONE, RankOrders, Ranks, on_all_ranks, select_device
 from consumer.handle.sharded_consumer import ShareReader, check_unchanged
-
-
-class DeviceShare:
-    """Moves the weights, gradients and optimizer state of models to their device and away from it.
-
-    engines   awake ──pause: confirmed as asleep──▶ asleep ───────────── continue ──▶ awake
-    trainer   asleep ────────────────────────────▶ awake: train, save, publish ──▶ asleep
-
-    The side that sleeps keeps its weights in host memory, so the device never holds both.
-    """
-
-    def __init__(self, models: Sequence[TrainedModel]) -> None:
-        self._models = models
-        self._device = models[0].device
-        self.is_asleep = False
-
-    def sleep(self) -> None:
-        """Free the device. Models that sleep can be saved, but not trained."""
-        for model in self._models:
-            model.optimizer.zero_grad(set_to_none=True)
-        self._move(torch.device("cpu"))
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        self.is_asleep = True
-
-    def wake(self) -> None:
-        self._move(self._device)
-        self.is_asleep = False
-
-    def _move(self, device: torch.device) -> None:
-        for model in self._models:
-            for module in model.modules:
-                # in place: the optimizer holds the same parameter objects
-                module.to(device)
-            for state in model.optimizer.state.values():
-                for name, value in state.items():
-                    if isinstance(value, torch.Tensor):
-                        state[name] = value.to(device)
 
 
 class TrainerRank:
@@ -106,14 +66,13 @@ class TrainerRank:
             columns=self._run.columns,
         )
         self.reader.vocabulary = policy.vocabulary
-        self._controller = TrainController.of(config, policy, self._model_dir)
+        self.controller = TrainController.of(config, policy, self._model_dir)
         if step:
             folder = CheckpointFolder(config.run.folder / "checkpoints").path(step)
-            with SavedState(folder, self._controller.shard_rows(), self.ranks.rank) as state:
-                self._controller.load_state_tensors(state)
-        self.share = DeviceShare(self._controller.models)
+            with SavedState(folder, self.controller.shard_rows(), self.ranks.rank) as state:
+                self.controller.load_state_tensors(state)
         if config.trainer.flow == "colocated":
-            self.share.sleep()
+            self.controller.sleep()
 
     @on_all_ranks
     def fit(
@@ -126,7 +85,7 @@ class TrainerRank:
         """
         own = self.reader.share(step) if groups is None else groups
         try:
-            metrics = self._controller.fit(own)
+            metrics = self.controller.fit(own)
         except Exception:  # lengths that have changed fail a step in many ways
             for group in own:
                 group.check_unchanged()
@@ -135,11 +94,11 @@ class TrainerRank:
         counts = [name for name in metrics if name.startswith("filtered/")]
         totals = self.ranks.sum([metrics[name] for name in counts])
         metrics |= dict(zip(counts, totals, strict=True))
-        device = self._controller.policy.device
+        device = self.controller.policy.device
         used = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         if peak := self.ranks.max(used):
             metrics["memory/peak_bytes"] = float(peak)
-        columns = BatchColumns.of(own, self._controller.advantages, self._controller.fates)
+        columns = BatchColumns.of(own, self.controller.advantages, self.controller.fates)
         return metrics, BatchColumns.join(self.ranks.gather(columns.lists()))
 
     @on_all_ranks
@@ -148,7 +107,7 @@ class TrainerRank:
 
         Returns, on rank 0, what writes the copies of all ranks into a folder, in any thread.
         """
-        self.parts.begin(self._controller.policy.snapshot(to_publish=True))
+        self.parts.begin(self.controller.policy.snapshot(to_publish=True))
         return self._write_parts
 
     def _write_parts(self, folder: Path) -> WrittenFiles:
@@ -162,7 +121,7 @@ class TrainerRank:
     @on_all_ranks
     def begin_state(self, folder: str) -> None:
         """Copy what a resume needs to host memory, and write this rank's part in a thread."""
-        controller = self._controller
+        controller = self.controller
         rows = controller.shard_rows()
         part = (Path(folder), controller.state_tensors(), rows, self.ranks)
         self._writing = self._writer.submit(write_state, *part)
@@ -179,17 +138,15 @@ class TrainerRank:
 
     @on_all_ranks
     def sleep(self) -> None:
-        self.share.sleep()
+        """Give the device to the engines, which it is shared with.
+
+        engines   awake ──pause: confirmed as asleep──▶ asleep ───────────── continue ──▶ awake
+        trainer   asleep ────────────────────────────▶ awake: train, save, publish ──▶ asleep
+
+        The side that sleeps keeps its weights in host memory, so the device never holds both.
+        """
+        self.controller.sleep()
 
     @on_all_ranks
     def wake(self) -> None:
-        self.share.wake()
-
-    @contextmanager
-    def awake(self) -> Iterator[None]:
-        self.wake()
-        try:
-            yield
-        finally:
-            if not self.orders.is_in_order:
-                self.sleep()
+        self.controller.wake()

@@ -93,13 +93,9 @@ class Publisher:
         self._pending = self._thread.submit(self._publish, step, save)
 
     def _publish(self, step: int, save: Save) -> None:
-        consumer = self._consumer
-        weights = self._sender.write(PolicyVersion(consumer.lineage, step), save)
-        announced = consumer.announce_weights(step, *weights)
-        consumer.wait_until_fetched(announced, unless=self._is_urgent)
-        with consumer.paused(self._pause):
-            consumer.publish_weights(step, *weights)
-            self._sender.prune()
+        consumer, sender, pause = self._consumer, self._sender, self._pause
+        with published(consumer, sender, step, save, pause=pause, unless=self._is_urgent):
+            pass
         self.published = step
 
     def is_done(self, wait_s: float) -> bool:
@@ -148,13 +144,19 @@ def published(
     save: Save,
     *,
     pause: PauseMode | None,
+    unless: threading.Event | None = None,
 ) -> Iterator[PublicationTimes]:
-    """Publish, paused until the end of the block; `pause` None: the caller has paused."""
+    """Publish, paused until the end of the block; `pause` None: the caller has paused.
+
+    With `unless`, the pause begins when every worker has fetched the version, or once that is set.
+    """
     started = time.monotonic()
     weights = sender.write(PolicyVersion(consumer.lineage, step), save)  # before the pause
     write_s = time.monotonic() - started
     if pause:
-        consumer.announce_weights(step, *weights)  # fetched while the pause waits for groups
+        announced = consumer.announce_weights(step, *weights)
+        if unless:  # else they are fetched while the pause waits for groups
+            consumer.wait_until_fetched(announced, unless)
     with consumer.paused(pause) if pause else nullcontext(0.0) as pause_s:
         consumer.publish_weights(step, *weights)
         sender.prune()

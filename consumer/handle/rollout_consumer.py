@@ -40,7 +40,7 @@ from buffer.weights.receiver import WeightsReceiver
 from buffer.weights.transport import PublishedWeights
 from buffer.weights.transports import is_url
 from buffer.wire.rollout import PolicyVersion
-from consumer.handle.batch import Batch, DeliveredGroups, Stopped, check_not_abandoned
+from consumer.handle.batch import Batch, Stopped, check_not_abandoned
 from consumer.handle.evaluation_round import Evaluated, EvaluationRound
 from consumer.handle.prefetch import Prefetcher
 from consumer.handle.reader import BatchReader
@@ -91,17 +91,13 @@ class RolloutConsumer:
         )
         self._takes = Counter[str]()
         self._last_waited_s = 0.0
+        # nobody else publishes weights while this trainer is open; None: not known yet
+        self._newest: PolicyVersion | None = None
         self._stop = threading.Event()
-        self._taker = BatchTaker(run, self.role.nonce, self._check, work)
+        self.nonce = self.role.nonce
+        self._taker = BatchTaker(run, self.nonce, self._check, work)
+        self.delivered = self._taker.delivered
         self._prefetcher = Prefetcher(run, prefetch_bytes, self.role.ended)
-
-    @property
-    def nonce(self) -> str:
-        return self.role.nonce
-
-    @property
-    def delivered(self) -> DeliveredGroups:
-        return self._taker.delivered
 
     @property
     def vocabulary(self) -> int | None:
@@ -139,6 +135,7 @@ class RolloutConsumer:
             position=position,
             regenerate=regenerate,
         )
+        self._newest = None
         # calls of the trainer wait for the end of an outage, however long it lasts
         self._run.store.patience = lambda: not (self._stop.is_set() or self.role.ended.is_set())
         # heartbeats continue after `stop`, while the last step ends: the role is held until `close`
@@ -208,7 +205,10 @@ class RolloutConsumer:
         manifest, groups = self._taker.read_whole(
             self._run.ledger, manifest, self._reader, known, options, strict=strict
         )
-        batch = Batch(step, groups, manifest, waited_s, status_of_taken(self._run, step))
+        if self._newest is None:
+            self._newest = self._run.control.state().weights
+        status = status_of_taken(self._run, step, self._newest)
+        batch = Batch(step, groups, manifest, waited_s, status)
         self._takes["groups"] += len(groups)
         self._takes["bytes"] += sum(entry.payload.size for entry in manifest.entries)
         self._takes["batches"] += 1
@@ -224,10 +224,6 @@ class RolloutConsumer:
         self.role.check()
         if self._stop.is_set():
             raise Stopped
-
-    def _check_if_silent(self, silent: list[str]) -> None:
-        if silent:
-            self._check()
 
     def commit(self, step: int, *, keep: int) -> None:
         """Record that the checkpoint of `step` is durable, and free batches up to `keep`.
@@ -261,7 +257,7 @@ class RolloutConsumer:
         """
         started = time.monotonic()
         self._run.control.set_mode("trainer", Mode(mode), lanes=lanes, nonce=self.nonce)
-        self._run.receipts.wait(fences=True, watch=self._check_if_silent)
+        self._run.receipts.wait(fences=True, watch=lambda silent: self._check() if silent else None)
         seconds = time.monotonic() - started
         self.pauses.add(seconds)
         return seconds
@@ -316,8 +312,9 @@ class RolloutConsumer:
                 hint="let FolderSender.write write the folder, with its manifest, and pass on what "
                 "it returns; or call `publish`",
             ) from error
-        control = self._run.control
-        return control.publish_weights(self.nonce, weights, path, checksum, stage=stage)
+        state = self._run.control.publish_weights(self.nonce, weights, path, checksum, stage=stage)
+        self._newest = state.weights
+        return state
 
     def evaluate(
         self,
@@ -356,7 +353,14 @@ class RolloutConsumer:
         The server keeps those in `buffer.control.events.REPORTED`; observers get all. Raises
         Fenced, and ConfigError for a value that is no number.
         """
-        numbers = _numbers(step, metrics)
+        try:
+            # numbers of numpy and torch, too
+            numbers = {str(name): float(value) for name, value in metrics.items()}
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"the metrics reported for step {step} are not all numbers: {error}",
+                hint="report(step, {name: number, …})",
+            ) from error
         self._run.control.report(self.nonce, step, numbers, task=task)
         for observer in self._run.observers:
             observer.reported(step, numbers, task)
@@ -389,14 +393,3 @@ class RolloutConsumer:
     ) -> list[tuple[str, Event]]:
         """Return (id, event), oldest first; wait up to `block_ms` ms for the first."""
         return self._run.events.read(after, limit=limit, block_ms=block_ms)
-
-
-def _numbers(step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics as floats; numbers of numpy and torch are allowed."""
-    try:
-        return {str(name): float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"the metrics reported for step {step} are not all numbers: {error}",
-            hint="report(step, {name: number, …})",
-        ) from error

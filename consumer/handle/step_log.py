@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,17 +28,11 @@ def read_evaluations(folder: Path) -> Evaluations:
     file = folder / EVALUATIONS_FILE
     found: Evaluations = {}
     for line in file.read_bytes().splitlines() if file.exists() else []:
-        found |= _parse(line)
+        # a killed trainer left half of a line; the restarted one evaluates again
+        with suppress(orjson.JSONDecodeError, KeyError, TypeError):
+            entry = orjson.loads(line)
+            found[entry["task"], entry["step"]] = entry["metrics"]
     return found
-
-
-def _parse(line: bytes) -> Evaluations:
-    try:
-        entry = orjson.loads(line)
-        return {(entry["task"], entry["step"]): entry["metrics"]}
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        # a killed trainer left half of this line; the restarted one evaluates again
-        return {}
 
 
 class StepWriter:
@@ -128,26 +123,20 @@ class StepLog:
             log.seek(self._offset)
             whole, newline, _ = log.read().rpartition(b"\n")
         self._offset += len(whole) + len(newline)
-        added = [step for line in whole.splitlines() if (step := self._parse(line))]
-        for step in added:
-            self._add(step)
+        added = []
+        for line in filter(bytes.strip, whole.splitlines()):
+            try:
+                step = TrainedStep.parse(orjson.loads(line))
+            except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
+                # a killed trainer left half a line; the next one writes it again
+                self.torn += 1
+                continue
+            added.append(step)
+            while self.steps and self.steps[-1].step >= step.step:
+                self.steps.pop()
+                self.replaced += 1
+            self.steps.append(step)
         return added
-
-    def _parse(self, line: bytes) -> TrainedStep | None:
-        if not line.strip():
-            return None
-        try:
-            return TrainedStep.parse(orjson.loads(line))
-        except (orjson.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError):
-            # a killed trainer left half a line; the next one writes it again
-            self.torn += 1
-            return None
-
-    def _add(self, step: TrainedStep) -> None:
-        while self.steps and self.steps[-1].step >= step.step:
-            self.steps.pop()
-            self.replaced += 1
-        self.steps.append(step)
 
     def trained_twice(self) -> dict[str, list[int]]:
         """Return the steps of every group that the remaining history trains more than once."""

@@ -80,7 +80,7 @@ class BatchTaker:
     """Takes and reads batches for the trainer `nonce`; replaces unusable groups without a limit.
 
     The server bars workers that submit too many of these (quarantine.lua). `check` raises what ends
-    a wait. `work` hears which stopped tasks it waits for.
+    a wait. `work` is told which stopped tasks it waits for.
     """
 
     def __init__(self, run: Run, nonce: str, check: Callable[[], None], work: Work) -> None:

@@ -57,9 +57,9 @@ _STATUS_REASONS = {
 }
 
 
-def status_of_taken(run: Run, step: int) -> ProduceBatchStatus:
+def status_of_taken(run: Run, step: int, newest: PolicyVersion) -> ProduceBatchStatus:
     """Return EXPIRED_BATCH if the newest weights are too old for the step after `step`."""
-    age = staleness(step + 1, run.control.state().weights.version)
+    age = staleness(step + 1, newest.version)
     is_expired = age >= run.limits.horizon_of(step + 1)
     return ProduceBatchStatus.EXPIRED_BATCH if is_expired else ProduceBatchStatus.NORMAL
 
@@ -120,7 +120,7 @@ class BatchOutlook:
     """Decides during one wait, until `close`, whether the batch of `step` can still become ready.
 
     `trains`: False for an evaluation, whose groups never become too old. `producer_timeout_s`: how
-    long to wait while no producer is alive; None: forever. `work`: hears which stopped tasks it
+    long to wait while no producer is alive; None: forever. `work`: is told which stopped tasks it
     waits for. `stops_are_final`: it raises TaskStopped instead.
     """
 

@@ -10,8 +10,7 @@ from typing import Any
 
 from pydantic import ByteSize, TypeAdapter
 
-from buffer.config.meanings import meanings
-from buffer.config.section import Section
+from buffer.config.section import Section, meanings
 from buffer.run.settings import LiveSettings
 from docs.reference.markdown import table
 from producer_workers.config.task import named_judges

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Collection, Coroutine, Iterable
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,29 +72,37 @@ class SingleTurnAgentLoop(AgentLoop):
             for state in states
             if state.status is not Status.COMPLETED
         )
-        if self._judge and self._judge.sees_group:
-            await self._judge_together(self._judge, states)
+        ended = [state for state in states if state.status is Status.INIT]
+        if ended and self._judge:
+            await self._write_responses(ended)
+            await self._judge_together(self._judge, states, ended)
         return states
 
-    async def _judge_together(self, judge: Judge, states: list[RolloutState]) -> None:
-        """Judge the group once all have ended; if one was interrupted, the others wait for it."""
-        ended = [state for state in states if state.status is Status.INIT]
-        if any(state.status in (Status.ABORTED, Status.FAILED) for state in states):
-            for state in ended:
-                self._abort(state)
-            return
+    async def _judge_together(
+        self, judge: Judge, states: list[RolloutState], ended: list[RolloutState]
+    ) -> None:
+        """Judge those that have `ended`; a judge of groups waits for one that was interrupted."""
+        is_open = any(state.status in (Status.ABORTED, Status.FAILED) for state in states)
+        judged: Sequence[dict[str, float] | RolloutMQError]
         try:
-            judged = await judge.judge_group(states)
+            if judge.sees_group and is_open:
+                raise JudgeInterrupted("the group is not complete")
+            if judge.sees_group:
+                rewards = await judge.judge_group(states)
+                pairs = zip(states, rewards, strict=True)
+                judged = [reward for state, reward in pairs if state.status is Status.INIT]
+            else:
+                judged = await judge.judge_each(ended)
         except JudgeInterrupted:
             for state in ended:
                 self._abort(state)
             return
         except JudgeError as error:
-            for state in ended:
-                _fail(state, log_failure(error))
-            return
-        for state, reward in zip(states, judged, strict=True):
-            if state.status is Status.INIT:
+            judged = [error] * len(ended)
+        for state, reward in zip(ended, judged, strict=True):
+            if isinstance(reward, RolloutMQError):
+                _fail(state, log_failure(reward))
+            else:
                 state.status = Status.COMPLETED
                 state.reward = {**(state.reward or {}), **reward}
 
@@ -156,10 +164,10 @@ class SingleTurnAgentLoop(AgentLoop):
                 why = f"the prompt of {len(state.prompt_ids)} tokens fills the engine's context"
             _fail(state, why)
             return
-        state.response = await in_tokenizer_thread(self._text, state)
-        if self._judge and self._judge.sees_group:
+        if self._judge and (self._judge.sees_group or self._judge.is_quick):
             state.status = Status.INIT  # until all of the group have ended
             return
+        await self._write_responses([state])
         try:
             state.reward = await self._judge.judge(state) if self._judge else state.reward
         except JudgeInterrupted:
@@ -168,6 +176,11 @@ class SingleTurnAgentLoop(AgentLoop):
             _fail(state, log_failure(error))
         else:
             state.status = Status.COMPLETED
+
+    async def _write_responses(self, states: Sequence[RolloutState]) -> None:
+        texts = await in_tokenizer_thread(lambda: list(map(self._text, states)))
+        for state, text in zip(states, texts, strict=True):
+            state.response = text
 
     def _text(self, state: RolloutState) -> str:
         return str(self._tokenizer.decode(state.response_ids.tolist(), skip_special_tokens=True))

@@ -10,14 +10,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.engine import EngineConfig
 from producer_workers.hub import Repository
-
-if TYPE_CHECKING:
-    from producer_workers.config.producing import ProducingConfig
 
 
 class ColumnJudge(ABC):
@@ -49,7 +46,10 @@ class OwnEngine(NamedTuple):
 
 
 class AttachedJudge(ABC):
-    """What [tasks.<name>.<key>] has: pydantic makes it of the values."""
+    """The values of [tasks.<name>.<key>], which pydantic makes.
+
+    `config`: the `ProducingConfig` of the process.
+    """
 
     @property
     def weights(self) -> Mapping[str, float]:
@@ -71,7 +71,7 @@ class AttachedJudge(ABC):
         yield from ()
 
     @classmethod
-    def checks(cls, config: ProducingConfig) -> Mapping[str, Callable[[], str]]:
+    def checks(cls, config: Any) -> Mapping[str, Callable[[], str]]:
         """Return by name what `rolloutmq check` calls; each returns what it has found, or raises.
 
         They neither load a model nor ask a server.
@@ -79,11 +79,11 @@ class AttachedJudge(ABC):
         return {}
 
     @classmethod
-    def engines(cls, config: ProducingConfig) -> Mapping[str, OwnEngine]:
+    def engines(cls, config: Any) -> Mapping[str, OwnEngine]:
         """Return the engines that each worker starts for it, by the name in messages."""
         return {}
 
     @classmethod
     @abstractmethod
-    def judges(cls, config: ProducingConfig, tasks: Sequence[str]) -> Mapping[str, ColumnJudge]:
+    def judges(cls, config: Any, tasks: Sequence[str]) -> Mapping[str, ColumnJudge]:
         """Return the judge of each of `tasks` that has one, for one worker. Raises ConfigError."""

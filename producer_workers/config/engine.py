@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator
 
+from buffer.config.attached import AttachedKinds
 from buffer.config.section import YEAR_S, Count, DottedPath, Section
 from producer_workers.config.distribution import Distribution, Fixed, LogNormal
 
@@ -55,6 +56,8 @@ class EngineSettings(Section):
     has_masks: ClassVar[bool] = False
     """whether it can record what each token was sampled from, by its setting `sampling_mask`"""
 
+    kind: str
+    """the kind of engine, a literal in the section of each"""
     restarts: Count = Field(3, ge=0)
     """engines that may replace dead ones; the death of one that ran for 10 minutes is not counted
     """
@@ -342,7 +345,10 @@ class PythonConfig(EngineSettings):
 
 
 EngineConfig = Annotated[
-    VllmConfig | HttpConfig | TransformersConfig | SimulatedConfig | PythonConfig,
-    Field(discriminator="kind"),
+    EngineSettings,
+    AttachedKinds(
+        "rolloutmq.engines",
+        (VllmConfig, HttpConfig, TransformersConfig, SimulatedConfig, PythonConfig),
+    ),
 ]
-"""All kinds of engines. To add one, write its section and add it here."""
+"""Any kind of engine: these, and those that packages attach."""

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from buffer.errors import ConfigError, DatasetError, ProcessUnavailable, UserCodeError
 from buffer.imports import load_object
 from producer_workers.config.dataset import DatasetSection
-from producer_workers.datasets.dataset import Problem
+from producer_workers.datasets.dataset import Dataset, Problem
 from producer_workers.datasets.records import raised_at
 from producer_workers.user_code.border import Border, Rules, is_marked_inline
 from producer_workers.user_code.process_function import BlockingCall, ProcessFunction
@@ -38,8 +38,6 @@ class DatasetBorder(Border):
         super().__init__(tuple[int, int])
 
     def load(self, path: str, options: Mapping[str, Any]) -> Any:
-        from producer_workers.datasets.open import open_here
-
         given = dict(options)
         section = _SECTION.validate_python(given.pop("section"))
         faulthandler.dump_traceback_later(SHOW_S)
@@ -113,6 +111,16 @@ class ContainedDataset:
         except (UserCodeError, ProcessUnavailable) as error:
             hint = raised_at(error) or error.hint
             raise DatasetError(where + error.message, hint=hint) from error
+
+
+def open_here(
+    section: DatasetSection, problems_dir: Path, split: str | None = None, *, seed: int = 0
+) -> Dataset:
+    """Open a data set in this process."""
+    opened: Dataset = load_object(section.reader, kind="data set")(
+        section, problems_dir, split, seed
+    )
+    return opened
 
 
 def source_of_code(section: DatasetSection) -> str | None:

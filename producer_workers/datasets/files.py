@@ -6,9 +6,10 @@ import json
 import logging
 from bisect import bisect_right
 from collections import Counter
-from itertools import accumulate, count
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 from buffer.errors import DatasetError
 from buffer.imports import import_extra
@@ -51,31 +52,23 @@ class JsonRows:
         self._lines: list[tuple[int, bytes]] = []
         try:
             with path.open("rb") as file:
-                self._read(file, largest)
+                # no more of a line than it may have
+                lines = iter(partial(file.readline, largest + 1), b"")
+                for number, line in enumerate(lines, 1):
+                    for mark, (kind, hint) in _OTHER_FILES.items() if number == 1 else ():
+                        if line.startswith(mark):
+                            what = f"{path}: the file is {kind}, not JSON lines"
+                            raise DatasetError(what, hint=hint.format(path))
+                    if len(line) > largest:
+                        what = f"{path}:{number}: the row has more than {format_size(largest)}"
+                        hint = "leave it out, or move what is large into a file"
+                        raise DatasetError(what, hint=hint)
+                    if line.strip():
+                        self._lines.append((number, line))
         except OSError as error:
             reason = error.strerror or str(error)
             hint = "set path to a JSONL file that this user can read"
             raise DatasetError(f"{path}: cannot be opened: {reason}", hint=hint) from error
-
-    def _read(self, file: BinaryIO, largest: int) -> None:
-        """Read all lines, and no more of one than it may have."""
-        for number in count(1):
-            line = file.readline(largest + 1)
-            if not line:
-                return
-            if number == 1:
-                self._refuse_other_files(line)
-            if len(line) > largest:
-                what = f"{self._path}:{number}: the row has more than {format_size(largest)}"
-                raise DatasetError(what, hint="leave it out, or move what is large into a file")
-            if line.strip():
-                self._lines.append((number, line))
-
-    def _refuse_other_files(self, line: bytes) -> None:
-        for mark, (kind, hint) in _OTHER_FILES.items():
-            if line.startswith(mark):
-                message = f"{self._path}: the file is {kind}, not JSON lines"
-                raise DatasetError(message, hint=hint.format(self._path))
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -117,7 +110,13 @@ class ParquetRows:
             self._files = [file for file in self._files if file not in dangling]
         if not self._files:
             raise DatasetError(f"{path}: the folder has no *.parquet files")
-        self._tables = [_read_table(file) for file in self._files]
+        parquet = import_extra("pyarrow.parquet", "a Parquet file")
+        self._tables = []
+        for file in self._files:
+            try:
+                self._tables.append(parquet.read_table(file))
+            except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
+                raise DatasetError(f"{file}: cannot be read as Parquet: {error}") from error
         self._ends = list(accumulate(len(table) for table in self._tables))
 
     def __len__(self) -> int:
@@ -154,11 +153,3 @@ class HubRows:
     def __getitem__(self, row: int) -> Any:
         check_size(self._tables[row].nbytes, self._largest)
         return self._rows[row]
-
-
-def _read_table(file: Path) -> Any:
-    parquet = import_extra("pyarrow.parquet", "a Parquet file")
-    try:
-        return parquet.read_table(file)
-    except (OSError, ValueError) as error:  # pyarrow's own errors are ValueErrors
-        raise DatasetError(f"{file}: cannot be read as Parquet: {error}") from error

@@ -65,7 +65,13 @@ def find_image(value: Any, root: Path, limits: ImagesSection) -> Path | bytes:
 
 def _of_text(value: str, root: Path, limits: ImagesSection) -> Path | bytes:
     if found := INLINE.match(value):
-        return _of_base64(value[found.end() :], limits)
+        text = value[found.end() :]
+        if len(text) > limits.max_bytes * 4 / 3 + 4:
+            raise ValueError(f"the data: URI holds more than max_bytes = {limits.max_bytes}")
+        try:
+            return base64.b64decode(text, validate=True)
+        except binascii.Error as error:
+            raise ValueError(f"the data: URI is not valid base64: {error}") from error
     if value.startswith("file://"):
         return _inside(value.removeprefix("file://"), root)
     if found := SCHEME.match(value):
@@ -73,15 +79,6 @@ def _of_text(value: str, root: Path, limits: ImagesSection) -> Path | bytes:
             f"{found[1]}: URIs are not fetched; store the image as a file, and name its path"
         )
     return _inside(value, root)
-
-
-def _of_base64(text: str, limits: ImagesSection) -> bytes:
-    if len(text) > limits.max_bytes * 4 / 3 + 4:
-        raise ValueError(f"the data: URI holds more than max_bytes = {limits.max_bytes}")
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise ValueError(f"the data: URI is not valid base64: {error}") from error
 
 
 def _inside(path: str, root: Path) -> Path:
@@ -138,7 +135,7 @@ def show_images(messages: Messages, named: list[Any]) -> tuple[Messages, list[An
     if marks:
         shown = [{**message, "content": _at_marks(message["content"])} for message in messages]
         return shown, named
-    return _show_first(messages, named), named
+    return (_show_first(messages, named) if named else messages), named
 
 
 def _show_parts(messages: Messages, named: list[Any]) -> tuple[Messages, list[Any]]:
@@ -149,19 +146,16 @@ def _show_parts(messages: Messages, named: list[Any]) -> tuple[Messages, list[An
         )
     rest = iter(named)
     values = [next(rest) if source is None else source for source in own]
-    return [_with_parts_shown(message) for message in messages], values
-
-
-def _with_parts_shown(message: dict[str, Any]) -> dict[str, Any]:
-    content = message["content"]
-    if not isinstance(content, list):
-        return message
-    return {**message, "content": [SHOWN if is_image(part) else part for part in content]}
+    shown = [
+        {**message, "content": [SHOWN if is_image(part) else part for part in message["content"]]}
+        if isinstance(message["content"], list)
+        else message
+        for message in messages
+    ]
+    return shown, values
 
 
 def _show_first(messages: Messages, named: list[Any]) -> Messages:
-    if not named:
-        return messages
     first = next((n for n, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
         raise ValueError("there is no message of the user to show the images in")

@@ -18,7 +18,7 @@ from producer_workers.config.dataset import (
     RecordsSection,
 )
 from producer_workers.config.task import HELD_OUT
-from producer_workers.datasets.contained_dataset import ContainedDataset, source_of_code
+from producer_workers.datasets.contained_dataset import ContainedDataset, open_here, source_of_code
 from producer_workers.datasets.dataset import Dataset
 from producer_workers.datasets.files import HubRows, JsonlDataset, ParquetRows
 from producer_workers.datasets.image_records import ImageRecords
@@ -49,15 +49,6 @@ def open_dataset(
     return ContainedDataset(section, source, section.row_timeout_s, options)
 
 
-def open_here(
-    section: DatasetSection, problems_dir: Path, split: str | None = None, *, seed: int = 0
-) -> Dataset:
-    """Open the same data set in this process."""
-    read = load_object(section.reader, kind="data set")
-    opened: Dataset = read(section, problems_dir, split, seed)
-    return opened
-
-
 # -- the readers of the kinds ---------------------------------------------------------------------
 
 
@@ -75,16 +66,48 @@ def open_parquet(section: ParquetSection, *_: Any) -> Dataset:
 def open_hugging_face(section: HuggingFaceSection, *_: Any) -> Dataset:
     largest = section.largest_row
     to_problem = with_images(section, of_table=True)
-    rows = HubRows(_read_by_datasets(section), largest)
+    datasets = import_extra("datasets", "a data set of kind hugging_face")
+    folder = str(_folder_of(section))
+    found: Any
+    try:
+        if section.repository:
+            found = datasets.load_dataset(folder, section.subset, split=section.split)
+        else:
+            found = datasets.load_from_disk(folder)
+    except (OSError, ValueError) as error:
+        raise DatasetError(
+            f"{section.path}: {error}",
+            hint="set path to a data set on the Hub, and subset if it has several; or to a folder "
+            "that `save_to_disk` wrote",
+        ) from error
+    if isinstance(found, datasets.DatasetDict):
+        if section.split not in found:
+            raise ConfigError(
+                f"{section.path} has no split {section.split!r}",
+                hint=f"set split to one of {sorted(found)}",
+            )
+        found = found[section.split]
+    rows = HubRows(found, largest)
     return RecordsDataset(rows, str(section.path), to_problem, largest=largest)
 
 
 def open_python(section: PythonSection, _folder: Path, _split: str | None, seed: int) -> Dataset:
     """Open an object of the user's: numbered rows, or a stream."""
     to_problem = with_images(section)
-    made = _make(section)
+    factory = load_object(section.factory, kind="data set")
+    try:
+        made = factory(**section.options)
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise unusable(f"data set {section.factory!r}", error) from error
+    if not isinstance(made, Iterable) and not hasattr(made, "__getitem__"):
+        hint = "return an object with a length and [row], or an iterable"
+        raise ConfigError(f"{section.factory} made a {type(made).__name__}", hint=hint)
     largest = section.largest_row
-    if _is_numbered(made):
+    # torch's IterableDataset inherits a __getitem__ that only raises
+    only_iterates = any(base.__name__ == "IterableDataset" for base in type(made).__mro__)
+    if hasattr(made, "__getitem__") and hasattr(made, "__len__") and not only_iterates:
         return RecordsDataset(made, section.factory, to_problem, largest=largest)
     return StreamDataset(
         made, section.factory, to_problem, seed=seed, rows=section.rows, largest=largest
@@ -121,48 +144,3 @@ def _folder_of(section: RecordsSection) -> Path:
     if section.repository:
         return section.repository.folder()
     return section.files or Path()
-
-
-def _read_by_datasets(section: HuggingFaceSection) -> Any:
-    datasets = import_extra("datasets", "a data set of kind hugging_face")
-    folder = str(_folder_of(section))
-    found: Any
-    try:
-        if section.repository:
-            found = datasets.load_dataset(folder, section.subset, split=section.split)
-        else:
-            found = datasets.load_from_disk(folder)
-    except (OSError, ValueError) as error:
-        raise DatasetError(
-            f"{section.path}: {error}",
-            hint="set path to a data set on the Hub, and subset if it has several; or to a folder "
-            "that `save_to_disk` wrote",
-        ) from error
-    if not isinstance(found, datasets.DatasetDict):
-        return found
-    if section.split not in found:
-        raise ConfigError(
-            f"{section.path} has no split {section.split!r}",
-            hint=f"set split to one of {sorted(found)}",
-        )
-    return found[section.split]
-
-
-def _is_numbered(made: Any) -> bool:
-    # torch's IterableDataset inherits a __getitem__ that only raises.
-    only_iterates = any(base.__name__ == "IterableDataset" for base in type(made).__mro__)
-    return hasattr(made, "__getitem__") and hasattr(made, "__len__") and not only_iterates
-
-
-def _make(section: PythonSection) -> Any:
-    factory = load_object(section.factory, kind="data set")
-    try:
-        made = factory(**section.options)
-    except (ConfigError, KeyboardInterrupt):
-        raise
-    except BaseException as error:
-        raise unusable(f"data set {section.factory!r}", error) from error
-    if not isinstance(made, Iterable) and not hasattr(made, "__getitem__"):
-        hint = "return an object with a length and [row], or an iterable"
-        raise ConfigError(f"{section.factory} made a {type(made).__name__}", hint=hint)
-    return made

@@ -49,7 +49,9 @@ def write_problems(section: ReasoningGymSection, out_dir: Path) -> ProblemFiles:
     is_whole = all(file.exists() for file, size in zip(files, sizes, strict=True) if size)
     if is_whole and _read(mark) == made_of:
         return files
-    problems = _deal(_collect(section), section.seed)
+    found = _collect(section)
+    order = (permute(n, len(found), f"{section.seed}:deal") for n in range(len(found)))
+    problems = [found[n] for n in order]
     out_dir.mkdir(parents=True, exist_ok=True)
     mark.unlink(missing_ok=True)
     for path, size in reversed(list(zip(files, sizes, strict=True))):
@@ -70,11 +72,6 @@ def _replace(path: Path, lines: Sequence[bytes]) -> None:
         path.unlink(missing_ok=True)
         return
     replace_file(path, b"\n".join(lines) + b"\n")
-
-
-def _deal(problems: list[bytes], seed: int) -> list[bytes]:
-    count = len(problems)
-    return [problems[permute(position, count, f"{seed}:deal")] for position in range(count)]
 
 
 def _collect(section: ReasoningGymSection) -> list[bytes]:

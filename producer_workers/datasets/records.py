@@ -80,20 +80,16 @@ def problem_of(record: Any, fields: Mapping[FieldName, str] | None = None) -> Pr
         if found not in values:
             raise ValueError(f'there is no "{found}", which `fields` names for "{name}"')
     rest = {key: value for key, value in values.items() if key not in fields.values()}
-    return _problem(rest | {name: values[found] for name, found in fields.items()})
-
-
-def _problem(record: dict[str, Any]) -> Problem:
-    """Return the problem of a record, which is emptied."""
-    given = {key: record.pop(key, None) or None for key in ("tools", "structured")}
-    given["data_source"] = record.pop("data_source", None)
-    messages = record.pop("messages") if "messages" in record else _question(record)
-    truth = record.pop("ground_truth" if "ground_truth" in record else "answer", None)
-    extra = record.pop("extra", None) or {}
+    rest |= {name: values[found] for name, found in fields.items()}
+    given = {key: rest.pop(key, None) or None for key in ("tools", "structured")}
+    given["data_source"] = rest.pop("data_source", None)
+    given["messages"] = rest.pop("messages") if "messages" in rest else _question(rest)
+    truth = rest.pop("ground_truth" if "ground_truth" in rest else "answer", None)
+    extra = rest.pop("extra", None) or {}
     if not isinstance(extra, dict):
         raise ValueError(f'"extra" is a {type(extra).__name__}, not an object')
     try:
-        return Problem(messages=messages, ground_truth=truth, extra={**record, **extra}, **given)
+        return Problem(ground_truth=truth, extra={**rest, **extra}, **given)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
@@ -101,7 +97,7 @@ def _problem(record: dict[str, Any]) -> Problem:
 
 
 def _question(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a record with a question."""
+    """Return the messages of a record with a question, which is taken out."""
     key = next((name for name in ("prompt", "question") if name in record), None)
     if key is None:
         raise ValueError('there is no prompt: none of "messages", "prompt", "question"')

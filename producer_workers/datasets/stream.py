@@ -39,8 +39,23 @@ class StreamDataset:
         self._to_problem = to_problem
         self._seed = seed
         self._largest = largest
-        self._rows = _length(iterable, source) if rows is None else rows
-        _check_order(iterable, source)
+        # the length of a DataLoader itself counts batches
+        counted: Any = getattr(iterable, "dataset", iterable)
+        try:
+            self._rows = len(counted) if rows is None else rows
+        except TypeError as error:
+            hint = "give it a __len__, or set `rows` to the number of records of one pass"
+            raise DatasetError(
+                f"{source}: {type(counted).__name__} has no length", hint=hint
+            ) from error
+        shuffles = type(getattr(iterable, "sampler", None)).__name__ == "RandomSampler"
+        if shuffles and getattr(iterable, "generator", None) is None:
+            raise DatasetError(
+                f"{source}: the loader shuffles anew each time, so a restart would skip and "
+                "repeat prompts",
+                hint="use DataLoader(..., generator=torch.Generator()), "
+                "which is seeded by the run's seed and the epoch",
+            )
         self._lock = threading.Lock()
         self._epoch = -1
         self._next = 0
@@ -60,24 +75,21 @@ class StreamDataset:
     def _find(self, row: int, epoch: int) -> Any:
         with self._lock:
             try:
-                return self._read_to(row, epoch)
-            except BaseException:
-                self._epoch = -1  # a generator that raised has ended
-                raise
-
-    def _read_to(self, row: int, epoch: int) -> Any:
-        if epoch != self._epoch or row < self._next - len(self._kept):
-            self._begin(epoch)
-        while self._next <= row:
-            try:
-                self._kept.append(next(self._records))
+                if epoch != self._epoch or row < self._next - len(self._kept):
+                    self._begin(epoch)
+                while self._next <= row:
+                    self._kept.append(next(self._records))
+                    self._next += 1
+                return self._kept[row - self._next]
             except StopIteration:
+                self._epoch = -1
                 hint = "its length must be the number of records in every pass"
                 raise DatasetError(
                     f"{self._source}: ended after {self._next} of {self._rows} records", hint=hint
                 ) from None
-            self._next += 1
-        return self._kept[row - self._next]
+            except BaseException:
+                self._epoch = -1  # a generator that raised has ended
+                raise
 
     def _begin(self, epoch: int) -> None:
         for part in (
@@ -94,36 +106,9 @@ class StreamDataset:
         self._kept.clear()
         self._epoch = epoch
         self._next = 0
-        self._records = _flat(self._iterable)
-
-
-def _flat(iterable: Iterable[Any]) -> Iterator[Any]:
-    """Yield single records, also of a loader that gives lists of them."""
-    for item in iterable:
-        if isinstance(item, list):
-            yield from item
-        else:
-            yield item
-
-
-def _length(iterable: Iterable[Any], source: str) -> int:
-    """Return the records in a pass; the length of a DataLoader itself counts batches."""
-    counted: Any = getattr(iterable, "dataset", iterable)
-    try:
-        return len(counted)
-    except TypeError as error:
-        hint = "give it a __len__, or set `rows` to the number of records of one pass"
-        raise DatasetError(
-            f"{source}: {type(counted).__name__} has no length", hint=hint
-        ) from error
-
-
-def _check_order(iterable: Any, source: str) -> None:
-    shuffles = type(getattr(iterable, "sampler", None)).__name__ == "RandomSampler"
-    if shuffles and getattr(iterable, "generator", None) is None:
-        raise DatasetError(
-            f"{source}: the loader shuffles anew each time, "
-            "so a restart would skip and repeat prompts",
-            hint="use DataLoader(..., generator=torch.Generator()), "
-            "which is seeded by the run's seed and the epoch",
+        # a loader may give lists of records
+        self._records = (
+            record
+            for item in self._iterable
+            for record in (item if isinstance(item, list) else (item,))
         )

@@ -11,12 +11,13 @@ import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from msgspec import structs
 
-from buffer.errors import JudgeError, WireError
+from buffer.errors import JudgeError, RolloutMQError, WireError
 from buffer.wire.columns import all_columns, column_named
 from buffer.wire.rollout import RolloutState
 from producer_workers.config.task import RUNS_PROGRAMS, JudgingSection, named_judges
@@ -29,7 +30,7 @@ from producer_workers.user_code.border import (
     load_border,
 )
 from producer_workers.user_code.process_function import ProcessFunction
-from producer_workers.user_code.user_function import UserFunction
+from producer_workers.user_code.user_function import UserFunction, outcome_of
 
 LIMIT_S: float = JudgingSection().timeout_s
 
@@ -42,6 +43,8 @@ class Judge(ABC):
 
     name: str
     sees_group = False
+    is_quick = False
+    """whether it answers at once, so that the rollouts of a group are judged in one call"""
 
     async def judge(self, state: RolloutState) -> dict[str, float]:
         """Return the reward of `state`, with "score" in it."""
@@ -52,6 +55,12 @@ class Judge(ABC):
         if self.sees_group:
             return await self.ask(states)
         return list(await asyncio.gather(*map(self.judge, states)))
+
+    async def judge_each(
+        self, states: Sequence[RolloutState]
+    ) -> list[dict[str, float] | RolloutMQError]:
+        """Return of each rollout its reward, or why it has none. Only a judge that `is_quick`."""
+        raise NotImplementedError
 
     @abstractmethod
     async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
@@ -64,7 +73,7 @@ class Judge(ABC):
 class FunctionJudge(Judge):
     """Judges with `function`: in this process, or in those of `call`.
 
-    `limit_s` limits a call in this process.
+    `limit_s` limits a call in this process. `is_quick`: it is known to answer in milliseconds.
     """
 
     def __init__(
@@ -74,14 +83,35 @@ class FunctionJudge(Judge):
         limit_s: float = LIMIT_S,
         *,
         call: ProcessFunction | None = None,
+        is_quick: bool = False,
     ) -> None:
         self.name = name
         self.sees_group = _sees_group(function)
         shape: Shape = "group" if self.sees_group else "rollout"
         self._call = call or call_here(f"judge {name!r}", name, function, shape, limit_s)
+        is_plain = call is None and not inspect.iscoroutinefunction(function)
+        self.is_quick = is_quick and is_plain and not self.sees_group
 
     async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         return take_columns(self.name, states, await self._call(states))
+
+    async def judge_each(
+        self, states: Sequence[RolloutState]
+    ) -> list[dict[str, float] | RolloutMQError]:
+        assert isinstance(self._call, UserFunction)
+        try:
+            outcomes = await self._call.call_each([([state],) for state in states])
+        except JudgeError:  # over its limit: only a call of its own tells which rollout is
+            outcomes = [await outcome_of(partial(self._call, [state])) for state in states]
+        judged: list[dict[str, float] | RolloutMQError] = []
+        for state, (answers, error) in zip(states, outcomes, strict=True):
+            try:
+                if error:
+                    raise error
+                judged += take_columns(self.name, [state], answers)
+            except RolloutMQError as failure:
+                judged.append(failure)
+        return judged
 
     def close(self) -> None:
         self._call.close()

@@ -45,7 +45,8 @@ def load_worker_judge(spec: str, judging: JudgingSection) -> Judge:
     function = _function(spec, judging)
     is_safe = spec in named_judges() and not named_judges()[spec].is_unsafe
     if is_called_inline(function, judging, is_safe=is_safe):
-        return FunctionJudge(spec, function, judging.timeout_s)
+        is_quick = is_safe or is_marked_inline(function)
+        return FunctionJudge(spec, function, judging.timeout_s, is_quick=is_quick)
     return process_judge(spec, function, _path(spec), judging)
 
 

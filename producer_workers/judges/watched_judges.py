@@ -26,7 +26,7 @@ from producer_workers.user_code.user_function import UserFunction, outcome_of
 T = TypeVar("T")
 
 # Returns what a call returns, as `WatchedJudges.run` does.
-Run = Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]]
+Run = Callable[..., Awaitable[Any]]
 
 
 class Closes(Protocol):
@@ -63,7 +63,8 @@ class WatchedJudges:
     def watch(self, judge: Judge, grace_s: float) -> Judge:
         """Return `judge`, watched. A pause waits `grace_s` seconds for it."""
         self.close_at_end(judge)
-        return _WatchedJudge(judge, partial(self._timed, f"judge {judge.name!r}", grace_s))
+        run = partial(self._timed, f"judge {judge.name!r}", grace_s)
+        return _WatchedJudge(judge, run, self.times)
 
     def watch_filter(
         self, what: str, call: UserFunction | ProcessFunction, grace_s: float
@@ -83,8 +84,10 @@ class WatchedJudges:
     def close_at_end(self, judge: Closes) -> None:
         self._closed_at_end.append(judge)
 
-    async def _timed(self, what: str, grace_s: float, call: Callable[[], Awaitable[T]]) -> T:
-        with self.times.measure():
+    async def _timed(
+        self, what: str, grace_s: float, call: Callable[[], Awaitable[T]], answers: int = 1
+    ) -> T:
+        with self.times.measure(answers):
             return await self.run(grace_s, what, call)
 
     async def run(self, grace_s: float, what: str, call: Callable[[], Awaitable[T]]) -> T:
@@ -141,15 +144,25 @@ def _judge_error(what: str, error: BaseException) -> RolloutMQError:
 
 
 class _WatchedJudge(Judge):
-    def __init__(self, judge: Judge, run: Run) -> None:
+    def __init__(self, judge: Judge, run: Run, times: JudgeTimes) -> None:
         self.name = judge.name
         self.sees_group = judge.sees_group
+        self.is_quick = judge.is_quick
         self._judge = judge
         self._run = run
+        self._times = times
 
     async def ask(self, states: Sequence[RolloutState]) -> list[dict[str, float]]:
         rewards: list[dict[str, float]] = await self._run(lambda: self._judge.ask(states))
         return rewards
+
+    async def judge_each(
+        self, states: Sequence[RolloutState]
+    ) -> list[dict[str, float] | RolloutMQError]:
+        judged: list[dict[str, float] | RolloutMQError]
+        judged = await self._run(lambda: self._judge.judge_each(states), len(states))
+        self._times.failed += sum(isinstance(each, RolloutMQError) for each in judged)
+        return judged
 
 
 class WatchedColumns:
@@ -190,14 +203,18 @@ class JudgeTimes:
         self.histogram = Histogram(JUDGE_BOUNDS_S)
 
     @contextmanager
-    def measure(self) -> Iterator[None]:
-        """Count the time in the block as one answer, unless a pause ends it."""
+    def measure(self, answers: int = 1) -> Iterator[None]:
+        """Count the time in the block as that of so many answers, unless a pause ends it."""
         began = time.monotonic()
         try:
             with all_of(observer.judging() for observer in self._observers):
                 yield
         except JudgeError:
-            self.failed += 1
-            self.histogram.add(time.monotonic() - began)
+            self.failed += answers
+            self._add(time.monotonic() - began, answers)
             raise
-        self.histogram.add(time.monotonic() - began)
+        self._add(time.monotonic() - began, answers)
+
+    def _add(self, seconds: float, answers: int) -> None:
+        for _ in range(answers):
+            self.histogram.add(seconds / answers)

@@ -10,7 +10,7 @@ from buffer.control.control import Work
 from buffer.errors import ConfigError, PayloadMissing
 from buffer.ids import new_nonce
 from buffer.ledger.memory import MemoryUse
-from buffer.redis.payloads import CHUNK_BYTES
+from buffer.redis.bounds import BYTES_PER_VALUE
 from buffer.run.run import Run
 from producer_workers.producer.sampler import Sampler, TooLong
 from producer_workers.producer.strategy import ProduceContext, ProducePlan
@@ -111,7 +111,7 @@ class TaskProducer:
                         self.task,
                         self._sampler.place(draw).row,
                         len(payload),
-                        CHUNK_BYTES,
+                        BYTES_PER_VALUE,
                     )
                     self._ahead[draw] = (gid, 0, b"")
         return self._ahead[draw]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -102,12 +102,25 @@ class UserFunction:
         call = partial(self._border.call, self._function, *own)
         if self._rules.mode == "coroutines":
             return self._checked(await self._in_loop(call), arguments)
-        outcome = await self._in_turn(call)
-        if outcome.error is None and inspect.isawaitable(outcome.result):
-            # a plain function may return a coroutine, as a lambda around one does
-            made = outcome.result
-            outcome = await self._in_loop(lambda: made)
+        outcome = await self._settled(await self._in_turn(call))
         return self._checked(outcome, arguments)
+
+    async def call_each(self, calls: Sequence[tuple[Any, ...]]) -> list[CallOutcome]:
+        """Make calls of a plain function, one after the other on one thread; return their outcomes.
+
+        Raises the rules' error if they take longer than one call may.
+        """
+        prepared = [
+            partial(self._border.call, self._function, *map(readers_copy, arguments))
+            for arguments in calls
+        ]
+        made = await self._in_turn(lambda: [attempt(call) for call in prepared])
+        outcomes = []
+        for outcome, arguments in zip(made.result, calls, strict=True):
+            settled = await outcome_of(partial(self._settled, outcome))
+            ended = settled.result or settled
+            outcomes.append(attempt(partial(self._checked, ended, arguments)))
+        return outcomes
 
     def close(self) -> None:
         """Do nothing: its threads cannot be ended."""
@@ -123,6 +136,12 @@ class UserFunction:
             except Exception as fault:  # what it returned may be anything
                 error = fault
         raise self._rules.failed(Failure.of(error, self._border)) from error
+
+    async def _settled(self, outcome: CallOutcome) -> CallOutcome:
+        """Await what a plain function returned: a lambda around a coroutine function does that."""
+        if outcome.error is not None or not inspect.isawaitable(outcome.result):
+            return outcome
+        return await self._in_loop(lambda: outcome.result)
 
     async def _in_loop(self, call: Callable[[], Any]) -> CallOutcome:
         async def settle() -> Any:
@@ -180,7 +199,10 @@ class UserExit(RolloutMQError):
 
 
 class _Contained(Coroutine[Any, Any, Any]):
-    """A task's coroutine that raises UserExit where `inner` raises one of `_ENDS`."""
+    """A task's coroutine that raises UserExit where `inner` raises one of `_ENDS`.
+
+    GeneratorExit of what it awaits would close it, frame by frame, so it becomes a UserExit, too.
+    """
 
     def __init__(self, inner: Coroutine[Any, Any, Any]) -> None:
         self._inner = inner
@@ -193,6 +215,8 @@ class _Contained(Coroutine[Any, Any, Any]):
 
     def throw(self, *error: Any) -> Any:
         try:
+            if isinstance(error[0], GeneratorExit):
+                return self._inner.throw(UserExit.of(error[0]))
             return self._inner.throw(*error)
         except _ENDS as exit:
             raise UserExit.of(exit) from exit

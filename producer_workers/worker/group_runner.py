@@ -37,6 +37,7 @@ from buffer.job import EndedEarly, Job, ReleaseKind, Result
 from buffer.observers import all_of
 from buffer.redis.retry import LogOnce
 from buffer.run.run import Run
+from buffer.wire.columns import all_columns
 from buffer.wire.group import GROUP_TIME, RolloutGroup
 from buffer.wire.rollout import RolloutState, Status, has_ended
 from producer_workers.engines.base import EngineDeadError
@@ -375,7 +376,9 @@ class GroupRunner:
             except JudgeInterrupted:  # judged and filtered again at its next claim
                 for state in made:
                     state.status = Status.ABORTED
-        await asyncio.to_thread(self._run.columns.put_large, made, job.gid, job.token)
+        large = [column for column in all_columns() if column.is_large]
+        if any(column.get(state) is not None for column in large for state in made):
+            await asyncio.to_thread(self._run.columns.put_large, made, job.gid, job.token)
         result = group.continued(made)
         total_s = round(spent_s + time.monotonic() - began, 6)
         result.shared.extra = {**result.shared.extra, GROUP_TIME: total_s}

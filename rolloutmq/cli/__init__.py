@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from typing import Annotated, Any, NoReturn, cast
 
 import typer
@@ -99,13 +98,22 @@ UsageError = cast(
 )
 
 
-def main() -> None:
+def _set_up_process() -> None:
     # imports make objects that stay: collections would take a sixth of the import of torch
     gc.set_threshold(10_000, 10, 10)
-    as_json = "--json" in sys.argv
-    _accept_any_text()
-    _keep_files_private()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # `?` for what a terminal in ASCII cannot show
+            stream.reconfigure(errors="replace")
+    # new files hold prompts, responses and weights. Only a umask also reaches files that libraries
+    # and children write; [run] umask may relax it
+    if sys.argv[1:2] != ["init"]:
+        os.umask(PRIVATE)
     follow_terminal()
+
+
+def main() -> None:
+    as_json = "--json" in sys.argv
+    _set_up_process()
     try:
         try:
             # without --json, typer reports usage errors itself, and prints the usage
@@ -135,22 +143,6 @@ def main() -> None:
         sys.exit(INTERRUPTED)
 
 
-def _keep_files_private() -> None:
-    """Make new files private: they hold prompts, responses and weights.
-
-    Only a umask also reaches files that libraries and children write. [run] umask may relax it.
-    """
-    if sys.argv[1:2] != ["init"]:
-        os.umask(PRIVATE)
-
-
-def _accept_any_text() -> None:
-    """Print `?` for what a terminal in ASCII or ISO-8859-1 cannot show."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
 def _describe_file_error(error: OSError) -> RolloutMQError:
     """Return the error for a file, a folder or an output; raise any other again."""
     if isinstance(error, BrokenPipeError):
@@ -176,18 +168,13 @@ def _exit(error: RolloutMQError, *, as_json: bool) -> NoReturn:
 
     if os.environ.get("ROLLOUTMQ_DEBUG"):
         typer.echo(mask_url(traceback.format_exc()), err=True)
-    typer.echo(_format(error, mask_url, as_json=as_json), err=True)
-    sys.exit(error.exit_code)
-
-
-def _format(error: RolloutMQError, mask: Callable[[str], str], *, as_json: bool) -> str:
-    message = mask(error.message)
-    hint = mask(error.command_hint)
+    message, hint = mask_url(error.message), mask_url(error.command_hint)
+    said = f"error: {message}" + (f"\nhint:  {hint}" if hint else "")
     if as_json:
         document = {"error": message, "hint": hint, "kind": type(error).__name__}
-        code = {"exit_code": error.exit_code}
-        return visible(json.dumps(document | code, ensure_ascii=False))
-    return visible(f"error: {message}" + (f"\nhint:  {hint}" if hint else ""))
+        said = json.dumps(document | {"exit_code": error.exit_code}, ensure_ascii=False)
+    typer.echo(visible(said), err=True)
+    sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from functools import partial
 from rich.text import Text
 
 from buffer.errors import StoreUnsafe
-from buffer.redis.server.check import ServerFinding, check_all
+from buffer.redis.server.check import check_all
 from buffer.run.run import Run
 from rolloutmq.command_list import command
 from rolloutmq.options import (
@@ -46,7 +46,10 @@ def doctor(
         diagnoses = {name: diagnose_run(store, name, find_folder) for name in names}
     runs = {name: [asdict(symptom) for symptom in found] for name, (_, found) in diagnoses.items()}
     document = {"server": str(address), "findings": [asdict(found) for found in findings]}
-    shown = [Text(f"server {address}", style="bold"), *map(_finding, findings)]
+    shown = [Text(f"server {address}", style="bold")]
+    for found in findings:
+        why = f": {found.why}" if found.why else ""
+        shown.append(marked(found.level, Text.assemble(found.what, (why, "dim")), found.fix))
     for name, (view, symptoms) in diagnoses.items():
         shown += _run(name, view, symptoms)
     if not diagnoses:
@@ -56,11 +59,6 @@ def doctor(
         raise StoreUnsafe(
             f"{address} is not safe for a run: {len(bad)} of its settings could lose data or fail"
         )
-
-
-def _finding(found: ServerFinding) -> Text:
-    why = f": {found.why}" if found.why else ""
-    return marked(found.level, Text.assemble(found.what, (why, "dim")), found.fix)
 
 
 def _run(name: str, view: RunView | None, symptoms: list[Symptom]) -> Iterator[Text]:

@@ -96,7 +96,19 @@ def verdicts(found: FsckReport, steps: StepLog | None) -> Iterator[RenderableTyp
     yield _verdict("all keys are as they must be, and the totals add up", found.faults)
     yield _verdict(f"0 of {count(found.checked)} groups are lost", found.lost, "lost")
     yield _verdict("no group is in two stages or two batches", found.doubled, "doubled")
-    yield _verdict_on_steps(steps)
+    if steps is None:
+        what = "there is no steps.jsonl (see --run-dir); only manifests were checked"
+        yield Text(f"[ - ] trained twice: {what}", style="dim")
+        return
+    groups = sum(len(step.gids) for step in steps.steps)
+    good = f"no group was trained twice: {count(groups)} groups in {count(len(steps.steps))} steps"
+    if steps.replaced:
+        good += f"; {plural(steps.replaced, 'step')} replaced after a restart from a checkpoint"
+    twice = [
+        f"{gid} in steps {', '.join(map(str, where))}"
+        for gid, where in steps.trained_twice().items()
+    ]
+    yield _verdict(good, twice, "trained twice")
 
 
 def _verdict(good: str, bad: list[str], word: str = "wrong") -> Text:
@@ -107,18 +119,3 @@ def _verdict(good: str, bad: list[str], word: str = "wrong") -> Text:
         lines.append(f"      and {len(bad) - _SHOWN} more: see --json")
     text = Text(f"[BAD] {len(bad)} {word}", style="bold red")
     return text.append("\n" + "\n".join(lines), style="not bold red")
-
-
-def _verdict_on_steps(steps: StepLog | None) -> Text:
-    if steps is None:
-        what = "there is no steps.jsonl (see --run-dir); only manifests were checked"
-        return Text(f"[ - ] trained twice: {what}", style="dim")
-    groups = sum(len(step.gids) for step in steps.steps)
-    good = f"no group was trained twice: {count(groups)} groups in {count(len(steps.steps))} steps"
-    if steps.replaced:
-        good += f"; {plural(steps.replaced, 'step')} replaced after a restart from a checkpoint"
-    twice = [
-        f"{gid} in steps {', '.join(map(str, where))}"
-        for gid, where in steps.trained_twice().items()
-    ]
-    return _verdict(good, twice, "trained twice")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -137,21 +137,16 @@ def _letters(every: Iterable[DeadLetter], task: str | None, limit: int) -> Outpu
         reason = said if letter.step is None else f"in batch {letter.step}: {said}"
         cells = (str(letter.tries), letter.worker, age(letter.age_ms), reason)
         grid.add_row(letter.gid, *cells)
-    shown = [grid, *_cut(f"only the newest {limit}", len(letters) == limit), *_traces(letters)]
-    documents = [asdict(each) | {"cause": each.cause} for each in letters]
-    return Output(documents, shown if letters else [_NO_LETTER])
-
-
-def _traces(letters: Sequence[DeadLetter]) -> Iterator[Text]:
-    """Yield the traceback of each cause, and how to look at one of its groups."""
+    shown = [grid, *_cut(f"only the newest {limit}", len(letters) == limit)]
     for cause, found in by_cause(letters):
         if trace := trace_of(found[0].reason):
-            yield Text.assemble(
-                (f"\n{cause}: {plural(len(found), 'dead letter')}\n", "bold"), trace
-            )
+            title = f"\n{cause}: {plural(len(found), 'dead letter')}\n"
+            shown.append(Text.assemble((title, "bold"), trace))
             if gid := next((letter.gid for letter in found if letter.has_responses), None):
                 what = f"rolloutmq rejudge {gid} --pdb runs its judge on these responses again"
-                yield Text(what, style="dim")
+                shown.append(Text(what, style="dim"))
+    documents = [asdict(each) | {"cause": each.cause} for each in letters]
+    return Output(documents, shown if letters else [_NO_LETTER])
 
 
 _NO_LETTER = "There are no dead letters. Failed tries are in `rolloutmq logs --level warning`."

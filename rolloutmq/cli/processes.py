@@ -10,7 +10,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -27,7 +27,6 @@ from rolloutmq.process_log import log_json
 
 if TYPE_CHECKING:
     from buffer.run.run import Run
-    from producer_workers.config.task import TaskSection
     from producer_workers.engines.base import Engine
     from producer_workers.worker.worker import Worker
     from rolloutmq.config.config import Config
@@ -150,8 +149,15 @@ def judge(
     from buffer.run.open import open_store, server_url
     from producer_workers.judges.rq_worker import judge_url, serve_judges
 
-    tasks = [task for task in settings.tasks.values() if task.judging.kind == "rq"]
-    judges = _judges_of(tasks)
+    judges: dict[str, str] = {}  # each with its sandbox
+    for task in settings.tasks.values():
+        for name in task.judges if task.judging.kind == "rq" else ():
+            sandbox = task.judging.sandbox
+            if not is_url(name) and judges.setdefault(name, sandbox) != sandbox:
+                raise ConfigError(
+                    f"tasks of kind rq give judge {name} different sandboxes",
+                    hint="set the same [tasks.<name>.judging] sandbox in all of them",
+                )
     if not judges:
         raise ConfigError(
             "no task has judging of kind rq", hint='[tasks.<name>.judging] kind = "rq"'
@@ -163,20 +169,6 @@ def judge(
         url = judge_url(None, store.servers)
         store.close()
     serve_judges(url, settings.run.name, judges, workers)
-
-
-def _judges_of(tasks: Iterable[TaskSection]) -> dict[str, str]:
-    """Return the functions that judge `tasks`, each with its sandbox. Raises ConfigError."""
-    found: dict[str, str] = {}
-    for task in tasks:
-        sandbox = task.judging.sandbox
-        for name in task.judges:
-            if not is_url(name) and found.setdefault(name, sandbox) != sandbox:
-                raise ConfigError(
-                    f"tasks of kind rq give judge {name} different sandboxes",
-                    hint="set the same [tasks.<name>.judging] sandbox in all of them",
-                )
-    return found
 
 
 def _open(

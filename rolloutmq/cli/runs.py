@@ -73,6 +73,20 @@ class RunLine(NamedTuple):
         ]
         return roles + [worker.id for worker in self.view.live_workers]
 
+    def document(self) -> dict[str, Any]:
+        if self.view is None:
+            return {"run": self.name, "mode": "incomplete"}
+        return {
+            "run": self.name,
+            "mode": self.view.mode,
+            "step": self.view.taken,
+            "groups": sum(self.view.stages.values()),
+            "payload_bytes": self.view.memory.held,
+            "created_ms": self.view.created_ms,
+            "seen_ms_ago": self.seen_ms,
+            "alive": self.lives,
+        }
+
 
 @command("runs", epilog=EPILOG)
 def runs(
@@ -99,7 +113,7 @@ def runs(
         shown.append(_runs_table(lines) if lines else f"There is no run on {address}.")
     if folders:
         shown += [*([""] if address else []), _folders_table(folders)]
-    document = [_as_json(line) for line in lines]
+    document = [line.document() for line in lines]
     document += [line._asdict() | {"folder": str(line.folder)} for line in folders]
     Output(document, shown).print(as_json=as_json)
 
@@ -144,21 +158,6 @@ def _delete(store: Store, name: str, yes: bool) -> Output:
         Run.open(view, name).columns.remove()
     removed = remove_run(view, Keys(name))
     return Output({"run": name, "keys": removed}, f"run {name} removed: {count(removed)} keys")
-
-
-def _as_json(line: RunLine) -> dict[str, Any]:
-    if line.view is None:
-        return {"run": line.name, "mode": "incomplete"}
-    return {
-        "run": line.name,
-        "mode": line.view.mode,
-        "step": line.view.taken,
-        "groups": sum(line.view.stages.values()),
-        "payload_bytes": line.view.memory.held,
-        "created_ms": line.view.created_ms,
-        "seen_ms_ago": line.seen_ms,
-        "alive": line.lives,
-    }
 
 
 def _runs_table(lines: list[RunLine]) -> Table:

@@ -143,25 +143,21 @@ def acl(
     and password into REDIS_URL.
     """
     valid_name("run", run)
-    passwords = _from_file(secrets_file)
-    lines = {role: acl_line(run, role, passwords[role]) for role in ROLES}
-    if as_json:
-        emit({user_name(run, role): line for role, line in lines.items()})
-    else:
-        typer.echo("\n".join(lines.values()))
-
-
-def _from_file(path: Path) -> dict[str, str]:
-    """Read the passwords of a file, after adding missing ones; only its owner may read it."""
-    passwords = _read(path) if path.exists() else {}
+    passwords = _read(secrets_file) if secrets_file.exists() else {}
     if missing := [role for role in ROLES if role not in passwords]:
         passwords |= {role: secrets.token_urlsafe(PASSWORD_BYTES) for role in missing}
-        path.touch(mode=0o600)
-        path.write_text("".join(f"{role} {passwords[role]}\n" for role in ROLES), encoding="utf-8")
-    return passwords
+        secrets_file.touch(mode=0o600)
+        lines = "".join(f"{role} {passwords[role]}\n" for role in ROLES)
+        secrets_file.write_text(lines, encoding="utf-8")
+    users = {user_name(run, role): acl_line(run, role, passwords[role]) for role in ROLES}
+    if as_json:
+        emit(users)
+    else:
+        typer.echo("\n".join(users.values()))
 
 
 def _read(path: Path) -> dict[str, str]:
+    """Read the passwords of a file, which only its owner may read."""
     if path.stat().st_mode & 0o077:
         raise ConfigError(f"{path} is readable by other users", hint=f"chmod 600 {path}")
     passwords = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,6 @@ from rich.text import Text
 from buffer.errors import ConfigError, RolloutMQError, StoreUnavailable
 from buffer.failure_text import trace_of
 from buffer.ids import split_group_id
-from buffer.ledger.ledger import BatchLedger
 from buffer.manifest import Manifest
 from buffer.readable import format_size
 from buffer.run.run import Run
@@ -70,18 +69,14 @@ def show(
 def _shown(found: FoundGroup, member: int | None, tokens: bool) -> Output:
     document = found.document(tokens=tokens)
     if member is not None:
-        document["members"] = [_member(document, member)]
+        members = {each["index"]: each for each in document["members"]}
+        if member not in members:
+            raise ConfigError(
+                f"{found.gid} has no member {member}",
+                hint=f"it has {len(members)}, counted from 0",
+            )
+        document["members"] = [members[member]]
     return Output(document, list(group_parts(document)))
-
-
-def _member(document: Mapping[str, Any], index: int) -> Any:
-    members = {member["index"]: member for member in document["members"]}
-    if index not in members:
-        raise ConfigError(
-            f"{document['gid']} has no member {index}",
-            hint=f"it has {len(members)}, counted from 0",
-        )
-    return members[index]
 
 
 @command("rejudge", epilog="Example: rolloutmq rejudge math-0000000042 --member 3 --pdb")
@@ -179,19 +174,6 @@ def batch(
     log of the run's folder are shown ([samples]).
     """
     ledger = target.run.evaluations if is_eval else target.run.ledger
-    try:
-        return _recorded(target.run, _manifest(ledger, step))
-    except FreedStep as error:
-        if target.run_dir is None:
-            raise
-        return _batch_logged(target.run_dir, error, step, is_eval)
-
-
-class FreedStep(ConfigError):
-    """Raised for a step that was trained and whose record is freed."""
-
-
-def _manifest(ledger: BatchLedger, step: int | None) -> Manifest:
     taken, committed, freed = ledger.steps()
     wanted = taken if step is None else step
     if not 0 < wanted <= taken:
@@ -199,26 +181,31 @@ def _manifest(ledger: BatchLedger, step: int | None) -> Manifest:
             f"step {wanted} has not been taken yet",
             hint=f"the newest step is {taken}" if taken else "no step has been taken",
         )
-    manifest = ledger.manifest(wanted)
-    if manifest is None:
-        raise FreedStep(
-            f"the record of step {wanted} has been freed: steps up to {freed} are "
-            f"freed, up to {committed} committed",
-            hint="[retention] batches keeps them longer",
-        )
-    return manifest
-
-
-def _rewards(run: Run, manifest: Manifest) -> list[float | None]:
-    """Return the mean score of each group; None if it has no score, or its record is gone."""
-    reads = [("HGET", run.keys.group(gid), "reward") for gid in manifest.gids]
-    sums = run.store.send("batch", reads)
-    pairs = zip(sums, manifest.entries, strict=True)
-    return [float(total) / entry.samples if total else None for total, entry in pairs]
+    if manifest := ledger.manifest(wanted):
+        return _recorded(target.run, manifest)
+    error = ConfigError(
+        f"the record of step {wanted} has been freed: steps up to {freed} are freed, up to "
+        f"{committed} committed",
+        hint="[retention] batches keeps them longer",
+    )
+    if target.run_dir is None:
+        raise error
+    return _batch_logged(target.run_dir, error, step, is_eval)
 
 
 def _logged(samples: list[Sample]) -> Output:
-    groups = [_sampled(sample) for sample in samples]
+    groups = []
+    for sample in samples:
+        members = sample["members"]
+        versions = [span["version"] for member in members for span in member["spans"]]
+        scores = [(member["reward"] or {}).get("score") for member in members]
+        known_scores = [score for score in scores if score is not None]
+        groups.append({
+            **{name: sample[name] for name in ("gid", "why", "staleness")},
+            "samples": len(members),
+            "version": min(versions, default=None),
+            "reward": sum(known_scores) / len(members) if known_scores else None,
+        })  # fmt: skip
     step = samples[0]["step"]
     title = f"of step {step}, the sample log has these {len(groups)} groups"
     shown = _listed(groups, "why", "samples", "version", "staleness", "reward")
@@ -234,20 +221,10 @@ def _listed(groups: list[dict[str, Any]], *names: str) -> list[RenderableType]:
     return [grid, Text("rolloutmq show GID shows one of them", style="dim")]
 
 
-def _sampled(sample: Sample) -> dict[str, Any]:
-    members = sample["members"]
-    versions = [span["version"] for member in members for span in member["spans"]]
-    scores = [(member["reward"] or {}).get("score") for member in members]
-    known = [score for score in scores if score is not None]
-    return {
-        **{name: sample[name] for name in ("gid", "why", "staleness")},
-        "samples": len(members),
-        "version": min(versions, default=None),
-        "reward": sum(known) / len(members) if known else None,
-    }
-
-
 def _recorded(run: Run, manifest: Manifest) -> Output:
+    # a group has no sum if it has no score, or its record is gone
+    reads = [("HGET", run.keys.group(gid), "reward") for gid in manifest.gids]
+    sums = run.store.send("batch", reads)
     groups: list[dict[str, Any]] = [
         {
             "gid": entry.gid,
@@ -256,9 +233,9 @@ def _recorded(run: Run, manifest: Manifest) -> Output:
             "staleness": None if entry.version is None else staleness(manifest.step, entry.version),
             "size": entry.payload.size,
             "crc": entry.payload.crc,
-            "reward": reward,
+            "reward": float(total) / entry.samples if total else None,
         }
-        for entry, reward in zip(manifest.entries, _rewards(run, manifest), strict=True)
+        for entry, total in zip(manifest.entries, sums, strict=True)
     ]
     names = ("step", "header", "archived", "revision")
     document = {name: getattr(manifest, name) for name in names} | {"groups": groups}

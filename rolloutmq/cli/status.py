@@ -18,11 +18,10 @@ from rolloutmq.output import console, emit_line, facts
 from rolloutmq.views.explain.diagnosis import diagnose
 from rolloutmq.views.explain.who_waited import read_waits
 from rolloutmq.views.history import History
-from rolloutmq.views.live import LINE_S, watch
 from rolloutmq.views.run_folder import RunFolder
 from rolloutmq.views.run_json import describe
 from rolloutmq.views.run_view import read_run_view
-from rolloutmq.views.screen import LiveNotes, status_screen
+from rolloutmq.views.screen import LINE_S, LiveNotes, status_screen, watch
 
 
 def _folder_status(folder: Path, error: StoreUnavailable, **_: object) -> Output:

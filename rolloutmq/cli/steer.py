@@ -14,10 +14,8 @@ from buffer.errors import ConfigError, PauseTimeout
 from buffer.readable import visible
 from buffer.run.run import Run
 from buffer.run.settings import (
-    KeptSettings,
     LiveSettings,
     LiveTaskSettings,
-    SettingsRecord,
     parse_change,
 )
 from rolloutmq.command_list import command
@@ -80,7 +78,10 @@ def resume(
     if task is not None:
         return _resume_task(target.run, task)
     if worker is not None:
-        return _unbar(target.run, worker)
+        bad = target.run.fleet.unbar(worker)
+        said = f"{worker} may claim again: {plural(bad, 'bad group')} reset"
+        document = {"worker": worker, "bad_groups": bad}
+        return Output(document, said if bad else f"{worker} was not barred")
     return _hold(target.run, Mode.RUN, wait, timeout, as_json)
 
 
@@ -90,14 +91,6 @@ def _resume_task(run: Run, task: str) -> Output:
     run.jobs.resume_task(task)
     said = f"{task} continues: {plural(failures, 'failure')} in a row reset"
     return Output({"task": task, "failures": failures}, said)
-
-
-def _unbar(run: Run, worker: str) -> Output:
-    bad = run.fleet.unbar(worker)
-    said = f"{worker} may claim again: {plural(bad, 'bad group')} reset"
-    return Output(
-        {"worker": worker, "bad_groups": bad}, said if bad else f"{worker} was not barred"
-    )
 
 
 def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bool) -> Output:
@@ -114,19 +107,15 @@ def _hold(run: Run, mode: Mode, wait: bool, timeout_s: float | None, as_json: bo
     confirmed = sorted(live - set(silent))
     facts = {"run": run.name, "mode": state.mode, "epoch": state.epoch, "changed": changed}
     lists = {"confirmed": confirmed, "silent": silent, "took_s": round(took_s, 3)}
-    return Output(facts | lists, _summary(confirmed, silent, took_s, wait))
-
-
-def _summary(confirmed: list[str], silent: list[str], took_s: float, waited: bool) -> str:
-    if not confirmed and not silent:
-        return "no worker is alive, so none has to confirm"
-    if not silent:
-        return f"all {len(confirmed)} live workers have confirmed, {age(took_s * 1000)}"
-    hint = "" if waited else "; pass --wait to wait for them"
-    return (
-        f"{len(confirmed)} confirmed ({', '.join(confirmed) or 'none'}), not yet: "
-        f"{', '.join(silent)}{hint}"
-    )
+    said = f"all {len(confirmed)} live workers have confirmed, {age(took_s * 1000)}"
+    if silent:
+        said = (
+            f"{len(confirmed)} confirmed ({', '.join(confirmed) or 'none'}), not yet: "
+            f"{', '.join(silent)}{'' if wait else '; pass --wait to wait for them'}"
+        )
+    elif not confirmed:
+        said = "no worker is alive, so none has to confirm"
+    return Output(facts | lists, said)
 
 
 POLL_S = 0.2  # it must poll: nothing signals the end of the last lease
@@ -148,7 +137,12 @@ def drain(
     """
     started = time.monotonic()
     target.run.control.set_mode("operator", Mode.DRAIN)
-    left = _wait_until_drained(target.run, started + timeout, quiet=as_json)
+    reported = -1
+    while (left := target.run.account.totals().leases) and time.monotonic() < started + timeout:
+        if left != reported and not as_json:
+            console().print(f"{plural(left, 'group')} to finish")
+        reported = left
+        time.sleep(POLL_S)
     took_s = time.monotonic() - started
     if left:
         raise PauseTimeout(
@@ -159,17 +153,6 @@ def drain(
         )
     said = f"no group is running, after {age(took_s * 1000)}; `rolloutmq resume` ends the pause"
     return Output({"run": target.run.name, "mode": "drain", "seconds": took_s}, said)
-
-
-def _wait_until_drained(run: Run, end: float, *, quiet: bool) -> int:
-    """Return how many groups still run when none is left or time is up."""
-    reported = -1
-    while (left := run.account.totals().leases) and time.monotonic() < end:
-        if left != reported and not quiet:
-            console().print(f"{plural(left, 'group')} to finish")
-        reported = left
-        time.sleep(POLL_S)
-    return left
 
 
 EPILOG = """
@@ -211,9 +194,14 @@ def set_(
         )
     wanted, restored = parse_change(settings or [])
     if listed:
-        return _overridden(target.run.settings)
-    changes = target.run.set(wanted, restored=restored, by=_who())
-    keep_settings(target)
+        found = list(overrides(target.run.settings))
+        grid = table("setting", "config", "now", "since", "by")
+        for each in found:
+            name, config = each["name"], value_text(each["name"], each["config"])
+            row = (name, config, str(each["value"]), time_text(each["set_ms"]), each["by"] or "-")
+            grid.add_row(*map(visible, row))
+        return Output({"settings": found}, grid if found else "every setting is as in the config")
+    changes = target.run.set(wanted, restored=restored, by=_who(), folder=target.run_dir)
     said = [
         f"{name}: {value_text(name, before)} -> {value_text(name, after)}"
         for name, (before, after) in changes.items()
@@ -224,22 +212,6 @@ def set_(
     return Output(
         {"changed": document}, said or "nothing to change: the run has these settings already"
     )
-
-
-def keep_settings(target: Target) -> None:
-    """Write the changed settings into the run's folder, if it is known here."""
-    if target.run_dir and (target.run_dir / "run.json").is_file():
-        KeptSettings(target.run_dir, target.run.nonce).keep(target.run.settings)
-
-
-def _overridden(record: SettingsRecord) -> Output:
-    found = list(overrides(record))
-    grid = table("setting", "config", "now", "since", "by")
-    for each in found:
-        name, config = each["name"], value_text(each["name"], each["config"])
-        row = (name, config, str(each["value"]), time_text(each["set_ms"]), each["by"] or "-")
-        grid.add_row(*map(visible, row))
-    return Output({"settings": found}, grid if found else "every setting is as in the config")
 
 
 def _who() -> str:

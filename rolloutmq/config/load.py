@@ -73,7 +73,13 @@ def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
 
 def _valid_sections(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sections of a file that are valid alone; of the tasks, those that are."""
-    found = {"tasks": _valid_tasks(tree.get("tasks"))}
+    found: dict[str, Any] = {"tasks": {}}
+    if isinstance(tasks := tree.get("tasks"), dict):
+        complete = inherit_held_out(tasks)
+        valid = _valid(TypeAdapter(TaskSection), complete)
+        # what an evaluation takes from a task with a mistake is no mistake of its own
+        wrong = complete.keys() - valid.keys()
+        found["tasks"] = {name: task for name, task in valid.items() if task.eval_of not in wrong}
     for name, field in Config.model_fields.items():
         if name in tree and name != "tasks":
             found.update(_valid(_section(name), {name: tree[name]}))
@@ -85,19 +91,6 @@ def _valid_sections(tree: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def _section(name: str) -> TypeAdapter[Any]:
     return TypeAdapter(Config.model_fields[name].rebuild_annotation())
-
-
-_TASK = TypeAdapter(TaskSection)
-
-
-def _valid_tasks(tasks: Any) -> dict[str, Any]:
-    if not isinstance(tasks, dict):
-        return {}
-    complete = inherit_held_out(tasks)
-    valid = _valid(_TASK, complete)
-    # what an evaluation takes from a task with a mistake is no mistake of its own
-    wrong = complete.keys() - valid.keys()
-    return {name: task for name, task in valid.items() if task.eval_of not in wrong}
 
 
 def _valid(adapter: TypeAdapter[Any], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,13 +116,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except RecursionError:
         raise nested(str(path)) from None
     except ValueError as error:  # TOMLDecodeError is one
-        raise ConfigError(
-            f"{path}: not valid TOML: {error}{_quote_line(text, str(error))}"
-        ) from error
-
-
-def _quote_line(text: str, message: str) -> str:
-    found = re.search(r"at line (\d+)", message)
-    if not found:
-        return ""
-    return f"\n  line {found[1]}: {mask_url(text.splitlines()[int(found[1]) - 1].strip())}"
+        what = f"{path}: not valid TOML: {error}"
+        if found := re.search(r"at line (\d+)", str(error)):
+            what += f"\n  line {found[1]}: {mask_url(text.splitlines()[int(found[1]) - 1].strip())}"
+        raise ConfigError(what) from error

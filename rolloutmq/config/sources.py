@@ -51,7 +51,16 @@ def fetch(
     opened = {each.name: pin.revision for each, pin in pinned.items() if each.revision is None}
     if origin is None and opened.keys() - noted.keys():
         _write(note, opened | noted)
-    return _pin(config, pinned) if wanted else config
+    policy, tasks = config.policy, {}
+    if repository := model_repository(policy):
+        policy = policy.model_copy(update={"revision": pinned[repository].revision})
+    for name, task in config.tasks.items():
+        update = {key: judge.pinned(pinned) for key, judge in task.attached.items()}
+        if repository := task.dataset.repository:
+            revision = pinned[repository].revision
+            update["dataset"] = task.dataset.model_copy(update={"revision": revision})
+        tasks[name] = task.model_copy(update=update)
+    return config.model_copy(update={"policy": policy, "tasks": tasks}) if wanted else config
 
 
 def names_any(config: Config) -> bool:
@@ -70,23 +79,6 @@ def _repositories(config: Config) -> Iterator[Repository]:
 def _of_judges(task: TaskSection) -> Iterator[Repository]:
     for judge in task.attached.values():
         yield from judge.repositories
-
-
-def _pin(config: Config, pinned: Mapping[Repository, Repository]) -> Config:
-    policy = config.policy
-    if repository := model_repository(policy):
-        revision = pinned[repository].revision
-        policy = policy.model_copy(update={"revision": revision})
-    tasks = {name: _pin_task(task, pinned) for name, task in config.tasks.items()}
-    return config.model_copy(update={"policy": policy, "tasks": tasks})
-
-
-def _pin_task(task: TaskSection, pinned: Mapping[Repository, Repository]) -> TaskSection:
-    update = {key: judge.pinned(pinned) for key, judge in task.attached.items()}
-    if repository := task.dataset.repository:
-        revision = pinned[repository].revision
-        update["dataset"] = task.dataset.model_copy(update={"revision": revision})
-    return task.model_copy(update=update)
 
 
 def _read(note: Path) -> dict[str, str]:

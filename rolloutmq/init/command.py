@@ -85,21 +85,22 @@ def write_project(folder: Path, choices: Choices) -> list[str]:
             _write(folder / file.name, [file], values)
         elif file.suffix == ".jsonl":
             shutil.copyfile(file, folder / file.name)
-    parts = [SHARED / "head.toml", template / "task.toml", _engine(choices.gpus)]
+    engine = {0: "cpu", 1: "one_gpu"}.get(choices.gpus, "gpus")
+    parts = [SHARED / "head.toml", template / "task.toml", SHARED / f"{engine}.toml"]
     _write(folder / "config.toml", parts, values)
     _write(folder / "README.md", [SHARED / "README.md"], values)
     return sorted(path.name for path in folder.iterdir())
-
-
-def _engine(gpus: int) -> Path:
-    name = {0: "cpu", 1: "one_gpu"}.get(gpus, "gpus")
-    return SHARED / f"{name}.toml"
 
 
 def _values(folder: Path, choices: Choices) -> dict[str, object]:
     ranks = choices.gpus // 2
     folders = (SHARED, TEMPLATES / choices.template)
     own = [name for name in FILES if any((each / name).exists() for each in folders)]
+    sandbox = BUBBLEWRAP
+    try:
+        check_sandbox(BUBBLEWRAP)
+    except SandboxUnavailable:
+        sandbox = WEAK
     return {
         "name": re.sub(r"[^A-Za-z0-9_.-]", "-", folder.resolve().name).lstrip("_.-")[:64] or "mine",
         "model": NO_MODEL if choices.model == TINY else f'model = "{choices.model}"',
@@ -111,18 +112,9 @@ def _values(folder: Path, choices: Choices) -> dict[str, object]:
         "workers": choices.gpus - ranks,
         "about": KINDS[choices.template],
         "files": "\n".join(f"| `{name}` | {FILES[name]} |" for name in own),
-        "sandbox": _sandbox(),
+        "sandbox": sandbox,
         "note": TINY_NOTE if choices.model == TINY else "",
     }
-
-
-def _sandbox() -> str:
-    """Return the sandbox that works on this machine."""
-    try:
-        check_sandbox(BUBBLEWRAP)
-    except SandboxUnavailable:
-        return WEAK
-    return BUBBLEWRAP
 
 
 def _dataset(data: str | None) -> str:

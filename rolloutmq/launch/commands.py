@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -31,10 +31,6 @@ from rolloutmq.output import age, console, emit, table
 from rolloutmq.presets import open_config
 from rolloutmq.process_log import log_json
 from rolloutmq.run_owner import LaunchRecord, Stage, choose_folder, interrupt, is_owned, read_record
-
-if TYPE_CHECKING:
-    from rolloutmq.config.config import Config
-
 
 TakeOver = Annotated[
     bool, typer.Option("--take-over", help="Fence another trainer that is still alive.")
@@ -96,25 +92,18 @@ def run(
     given = list(overrides or [])
     settings = open_config(config, given)
     if detach:
-        flags = {"regenerate": regenerate, "exit-when-stuck": exit_when_stuck}
-        _detach(settings, config, given, redis_url, flags)
+        arguments = [str(config), *set_flags(given)]
+        arguments += ["--regenerate"] if regenerate else []
+        arguments += ["--exit-when-stuck"] if exit_when_stuck else []
+        arguments += ["--redis-url", redis_url] if redis_url else []
+        where = server_flags(settings.redis.resolve_url(redis_url), settings.run.folder)
+        raise typer.Exit(_start_detached(arguments, settings.run.folder, where))
     from rolloutmq.launch.launcher import Launcher
 
     Launcher(
         settings, config, given, redis_url=redis_url,
         regenerate=regenerate, exit_when_stuck=exit_when_stuck,
     ).run()  # fmt: skip
-
-
-def _detach(
-    settings: Config, config: Path, given: list[str], redis_url: str | None, flags: dict[str, bool]
-) -> NoReturn:
-    command = [str(config), *set_flags(given)]
-    command += [f"--{name}" for name, is_set in flags.items() if is_set]
-    command += ["--redis-url", redis_url] if redis_url else []
-    folder = settings.run.folder
-    where = server_flags(settings.redis.resolve_url(redis_url), folder)
-    raise typer.Exit(start_detached(command, folder, console(), where=where))
 
 
 @command("create", epilog="Example: rolloutmq create configs/demo.toml")
@@ -327,8 +316,8 @@ def _report(folder: Path, record: LaunchRecord, took_s: float, as_json: bool) ->
 START_POLL_S = 0.3
 
 
-def start_detached(command: list[str], folder: Path, screen: Console, *, where: str) -> int:
-    """Start `rolloutmq run` with `command` in a session of its own, and print what it prints.
+def _start_detached(arguments: list[str], folder: Path, where: str) -> int:
+    """Start `rolloutmq run` in a session of its own, and print what it prints.
 
     Returns 0 once trainer, producer and a worker have joined, or on Ctrl-C; else the exit code of
     the ended run. `where`: the options by which other commands find the run.
@@ -339,16 +328,26 @@ def start_detached(command: list[str], folder: Path, screen: Console, *, where: 
         log.replace(log.with_name("run.log.1"))
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "rolloutmq", "run", *command],
+            [sys.executable, "-m", "rolloutmq", "run", *arguments],
             stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
+    screen = console()
     try:
         code = _follow(process, log, folder, screen)
     except KeyboardInterrupt:
         code = 0
-    if code == 0 and process.poll() is None:
-        _explain(screen, process.pid, folder, where)
-    return code
+    if code or process.poll() is not None:
+        return code
+    screen.print(f"\nthe run continues in the background (process {process.pid}):")
+    commands = {
+        f"rolloutmq status --follow {where}": "watch it live",
+        f"rolloutmq logs -f --run-dir {folder}": "follow the logs of its processes",
+        f"rolloutmq stop --run-dir {folder}": "stop it in order; the same run command continues it",
+    }
+    width = max(map(len, commands))
+    for words, what in commands.items():
+        screen.print(f"  {words:<{width}}  {what}", soft_wrap=True)
+    return 0
 
 
 def _follow(process: subprocess.Popen[bytes], log: Path, folder: Path, screen: Console) -> int:
@@ -364,16 +363,3 @@ def _follow(process: subprocess.Popen[bytes], log: Path, folder: Path, screen: C
             if record and record.pid == process.pid and record.stage is Stage.RUNNING:
                 return 0
             time.sleep(START_POLL_S)
-
-
-def _explain(screen: Console, pid: int, folder: Path, where: str) -> None:
-    """Print how to watch and stop a run in the background."""
-    screen.print(f"\nthe run continues in the background (process {pid}):")
-    commands = {
-        f"rolloutmq status --follow {where}": "watch it live",
-        f"rolloutmq logs -f --run-dir {folder}": "follow the logs of its processes",
-        f"rolloutmq stop --run-dir {folder}": "stop it in order; the same run command continues it",
-    }
-    width = max(map(len, commands))
-    for words, what in commands.items():
-        screen.print(f"  {words:<{width}}  {what}", soft_wrap=True)

@@ -35,12 +35,6 @@ Rows = list[tuple[str, str | Text]]  # name and value with unit
 
 def check_gpu(steps: int, overrides: Sequence[str] = ()) -> None:
     """Run `steps` train steps and print a table. Raises ModelError without a usable GPU."""
-    require_gpu()
-    console().print(facts(measure(steps, overrides)))
-
-
-def require_gpu() -> None:
-    """Raise ModelError unless torch can use a CUDA GPU of this machine."""
     if count_gpus() == 0:
         raise ModelError(
             "there is no CUDA GPU on this machine: nothing was checked",
@@ -54,6 +48,7 @@ def require_gpu() -> None:
             hint="install the CUDA builds of torch and vLLM (`make setup` does it), "
             "and check the driver",
         )
+    console().print(facts(measure(steps, overrides)))
 
 
 def measure(steps: int, overrides: Sequence[str]) -> Rows:
@@ -85,7 +80,9 @@ def read_rows(folder: Path) -> Rows:
     step_s, train_s = average("time/step_s"), average("time/train_s")
     tokens = average("response_len/tokens")
     peak = max(m.get("memory/peak_bytes", 0.0) for m in warm)
-    updates = _weight_updates(folder / "logs" / "worker-0.log")
+    log = (folder / "logs" / "worker-0.log").read_bytes().splitlines()
+    entries = [orjson.loads(line) for line in log if line.startswith(b"{")]
+    updates = [entry["seconds"] for entry in entries if entry.get("message") == "weights loaded"]
     load_s = mean(updates[1:] or updates or [nan])
     versions = all_versions()
     return [
@@ -103,11 +100,3 @@ def read_rows(folder: Path) -> Rows:
         ("trainer's peak memory", format_size(int(peak)) if peak else "not on a GPU"),
         ("weights loaded by the engine", f"{1000 * load_s:.0f} ms ({len(updates)} updates)"),
     ]
-
-
-def _weight_updates(log: Path) -> list[float]:
-    """Read the seconds of each weight update from the worker's log."""
-    entries = [
-        orjson.loads(line) for line in log.read_bytes().splitlines() if line.startswith(b"{")
-    ]
-    return [entry["seconds"] for entry in entries if entry.get("message") == "weights loaded"]

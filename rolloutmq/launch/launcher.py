@@ -7,7 +7,9 @@ next `rolloutmq run` of the config continues from the checkpoint and from Redis.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,11 +18,13 @@ from pathlib import Path
 from rich.console import Console
 
 from buffer.control.control import Mode
-from buffer.errors import RolloutMQError, StoreError, StoreUnavailable
+from buffer.errors import AccountError, RolloutMQError, StoreError, StoreUnavailable
+from buffer.ledger.account import FsckReport
 from buffer.redis.server.embedded import EmbeddedServer
-from buffer.run.open import open_store, own_run
+from buffer.run.open import embedded_server, open_store, own_run
 from buffer.run.run import Run
 from consumer.handle.checkpoint import CheckpointFolder
+from consumer.handle.step_log import read_evaluations
 from producer_workers.agent_loops.agent_loop import commands_of
 from rolloutmq.check.machine import placement_of
 from rolloutmq.config.config import Config
@@ -33,17 +37,16 @@ from rolloutmq.launch.prepare import (
     is_done,
     last_step,
     prepare_model,
-    start_server,
 )
-from rolloutmq.launch.report import account_line, finish
 from rolloutmq.options import server_flags, set_flags
 from rolloutmq.output import console as open_console
 from rolloutmq.run_owner import FIRST_STOP, SECOND_STOP, Stage, own
 from rolloutmq.views.history import History
-from rolloutmq.views.live import watch
+from rolloutmq.views.run_folder import RunFolder, accuracy_table
 from rolloutmq.views.run_view import RunView, read_run_view
-from rolloutmq.views.screen import LiveNotes
+from rolloutmq.views.screen import LiveNotes, groups_table, watch
 from rolloutmq.views.setting_view import override_lines
+from rolloutmq.web.report import write_report
 
 POLL_S = 0.5  # between two checks of the processes
 POLLS_PER_LINE = 10  # checks per line of output, where the output is not a terminal
@@ -126,7 +129,11 @@ class Launcher:
             # the terminal may be gone before its signal arrives
             if not (isinstance(error, KeyboardInterrupt) or is_lost_terminal(error)):
                 raise
-            self._stop_in_order(run)
+            self._console.print(
+                "\nstopping in order (Ctrl-C again: at once); the same command continues the run"
+            )
+            self._stop_children()
+            self._report_stop(run)
             raise KeyboardInterrupt from error
         finally:
             for number in (signal.SIGINT, FIRST_STOP, SECOND_STOP, signal.SIGHUP):
@@ -142,7 +149,11 @@ class Launcher:
         say = self._console.print
         say("checks   the config, its data sets and its model")
         config = self._config = check_start(self._config, self._source)
-        url, self._server = start_server(config, self._redis_url)
+        url = config.redis.resolve_url(self._redis_url)
+        if not url:
+            self._server = embedded_server(config)
+            self._server.start()
+            url = self._server.url
         self._shared_env = {"REDIS_URL": url}
         store = open_store(config, url, name="rolloutmq-run")
         say(f"server   {self._server.cli if self._server else 'from the config or REDIS_URL'}")
@@ -163,18 +174,14 @@ class Launcher:
             say(f"changed  {change}")
         for line in override_lines(run.settings):
             say(f"set      {line}")
-        self._continue_tasks(run)
+        for task in run.limits.tasks:
+            if run.task_stops.of(task).is_stopped:  # its user has fixed the cause
+                run.jobs.resume_task(task)
+                say(f"task     {task} was stopped, and is tried again")
         taken, committed, _ = run.ledger.steps()
         where = f"continues: step {committed} is committed, {taken} taken" if taken else "starts"
         say(f"model    {model}\nrun      {run.name} {where}; logs in {self._folder / 'logs'}")
         return run
-
-    def _continue_tasks(self, run: Run) -> None:
-        """Restart stopped tasks: the user who starts the run again has fixed the cause."""
-        for task in run.limits.tasks:
-            if run.task_stops.of(task).is_stopped:
-                run.jobs.resume_task(task)
-                self._console.print(f"task     {task} was stopped, and is tried again")
 
     def _start(self, run: Run) -> None:
         config = self._config
@@ -352,13 +359,6 @@ class Launcher:
 
     # -- after ---------------------------------------------------------------
 
-    def _stop_in_order(self, run: Run | None) -> None:
-        self._console.print(
-            "\nstopping in order (Ctrl-C again: at once); the same command continues the run"
-        )
-        self._stop_children()
-        self._report_stop(run)
-
     def _stop_children(self) -> None:
         """Stop the children, the trainer first: the run continues from its checkpoint."""
         for child in self._children:
@@ -402,3 +402,39 @@ def _is_over(run: Run) -> bool:
         return run.control.state().mode is Mode.FINISH
     except RolloutMQError:  # the view shows it
         return False
+
+
+def finish(console: Console, config: Config, run: Run, where: str) -> str:
+    """Print the outcome, write the report, return the account in one line. Raises AccountError.
+
+    `where`: the options by which other commands find the run.
+    """
+    folder = config.run.folder
+    audit = run.account.fsck()
+    evaluations = read_evaluations(folder)
+    if evaluations:
+        console.print(accuracy_table(evaluations))
+    console.print(groups_table(audit.tasks))
+    twice = RunFolder(folder).log.trained_twice()
+    style = "green" if audit.clean and not twice else "bold red"
+    console.print(f"{account_line(audit)} · trained twice {len(twice)}", style=style)
+    page = folder / "report.html"
+    if write_report(folder, page, account_line(audit)):
+        console.print(f"report: {page}   steps: {folder / 'steps.jsonl'}", soft_wrap=True)
+    console.print(f"logs: {folder / 'logs'}", soft_wrap=True)
+    console.print("\nto open the run again:")
+    activate = Path(sys.prefix) / "bin" / "activate"
+    if activate.exists() and not shutil.which("rolloutmq"):
+        console.print(f"  source {activate}", highlight=False, soft_wrap=True, markup=False)
+    dead = ("dead",) if len(run.dead_letters) else ()
+    for name in ("web", "status", *dead, "ls", "logs events", "fsck"):
+        console.print(f"  rolloutmq {name} {where}", highlight=False, soft_wrap=True, markup=False)
+    if not audit.clean or twice:
+        what = [*audit.faults, *audit.lost[:5], *audit.doubled[:5], *list(twice)[:5]]
+        raise AccountError("the account does not add up", hint="; ".join(what))
+    return account_line(audit)
+
+
+def account_line(audit: FsckReport) -> str:
+    faults = f" · {audit.faults[0]}" if audit.faults else ""
+    return f"account: lost {len(audit.lost)} · in two stages {len(audit.doubled)}{faults}"

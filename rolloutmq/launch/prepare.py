@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from buffer.errors import RoleHeld, RolloutMQError, raise_together
-from buffer.redis.server.embedded import EmbeddedServer
-from buffer.run.open import embedded_server, run_nonce
+from buffer.run.open import run_nonce
 from buffer.run.run import Run
 from buffer.run.settings import KeptSettings
 from consumer.grpo.models.model_folder import check_model_folder
@@ -23,15 +22,6 @@ from rolloutmq.check.machine import machine_errors
 from rolloutmq.config.config import Config
 from rolloutmq.config.sources import fetch, names_any
 from rolloutmq.views.run_view import read_run_view
-
-
-def start_server(config: Config, flag: str | None) -> tuple[str, EmbeddedServer | None]:
-    """Return the URL of the run's server, and the server itself if it is embedded."""
-    if url := config.redis.resolve_url(flag):
-        return url, None
-    server = embedded_server(config)
-    server.start()
-    return server.url, server
 
 
 def check_start(config: Config, command: Sequence[str]) -> Config:

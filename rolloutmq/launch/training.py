@@ -22,7 +22,6 @@ from rolloutmq.observers import observe
 from rolloutmq.views.setting_view import override_lines
 
 if TYPE_CHECKING:
-    from buffer.redis.store import Store
     from buffer.run.run import Run
     from rolloutmq.config.config import Config
 
@@ -33,11 +32,6 @@ POLL_S = 0.2  # between two looks at the heartbeat of another trainer
 
 def own_rank() -> int:
     return int(os.environ.get("RANK", "0"))
-
-
-def is_by_hand() -> bool:
-    """Return whether neither `rolloutmq run` nor torchrun restarted this process."""
-    return OWNER not in os.environ and not _restarts()
 
 
 def open_run(
@@ -64,12 +58,17 @@ def open_run(
     if own_rank():
         run = wait_for_run(store, settings.run.name)
         return run, model_dir
-    by_hand = is_by_hand()
+    by_hand = OWNER not in os.environ and not _restarts()  # nor restarted by `run`, or torchrun
     if regenerate and not _restarts():
         run = make_again(store, settings, model_dir, log.warning, take_over=take_over)
     else:
-        if by_hand and not take_over:
-            _require_vacancy(store, settings)
+        if by_hand and not take_over and (found := own_run(store, settings)):
+            # a live trainer refuses this one; the role of a dead one times out
+            first = found.control.holder("trainer")
+            while (holder := found.control.holder("trainer")).is_alive:
+                if holder.seen_ms != first.seen_ms:
+                    raise role_held("trainer", found.name, holder.silent_ms or 0)
+                time.sleep(POLL_S)
         run = create_run(store, settings, model_dir, by_hand=by_hand)
     for change in run.changes:
         log.warning("continued with another config: %s", change)
@@ -79,18 +78,6 @@ def open_run(
     for warning in [] if OWNER in os.environ else settings.warnings():  # `run` has printed them
         log.warning(warning)
     return run, model_dir
-
-
-def _require_vacancy(store: Store, settings: Config) -> None:
-    """Raise RoleHeld if another trainer is alive; wait for the role of a dead one to time out."""
-    run = own_run(store, settings)
-    if run is None:
-        return
-    first = run.control.holder("trainer")
-    while (holder := run.control.holder("trainer")).is_alive:
-        if holder.seen_ms != first.seen_ms:
-            raise role_held("trainer", run.name, holder.silent_ms or 0)
-        time.sleep(POLL_S)
 
 
 def _restarts() -> int:
@@ -103,23 +90,32 @@ def train(run: Run, settings: Config, model_dir: Path, *, take_over: bool) -> bo
     from consumer.handle.dead_letter_file import kept_dead_letters
 
     with nullcontext() if own_rank() else kept_dead_letters(run, settings.run.folder):
-        return _train(run, settings, model_dir, take_over=take_over)
-
-
-def _train(run: Run, settings: Config, model_dir: Path, *, take_over: bool) -> bool:
-    if settings.trainer.loop:
+        if not settings.trainer.loop:
+            return _train(run, settings, model_dir, take_over=take_over)
         loop = load_object(settings.trainer.loop, kind="loop of a trainer")
         from consumer.grpo.reporting.step_recorder import recorded
 
         with recorded(run, settings, model_dir):
             loop(run, settings, model_dir, take_over=take_over)
         return True
+
+
+def _train(run: Run, settings: Config, model_dir: Path, *, take_over: bool) -> bool:
+    """Train with the reference trainer, as `train` does."""
     from consumer.grpo.trainer import Trainer
     from consumer.grpo.trainer_rank import TrainerRank
     from consumer.handle.ranks import join
 
     ranks = join()
-    _check_nodes(settings, ranks.size)
+    transport = settings.weights.url or settings.policy.weights_transport
+    on_one_node = ranks.size <= int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
+    if transport != "folder" and not on_one_node:
+        raise ConfigError(
+            f"weights that go through {transport} are collected on one machine, but the ranks "
+            "of the trainer are on several",
+            hint='set [policy] weights_transport = "folder", and weights_dir to a folder that all '
+            "share",
+        )
     if ranks.rank:
         rank = TrainerRank(run, settings, model_dir, ranks)
         _on_signals(rank.orders.stopped.set)
@@ -134,18 +130,6 @@ def _train(run: Run, settings: Config, model_dir: Path, *, take_over: bool) -> b
         # torchrun has ended the ranks before these, but the role is theirs until it times out
         trainer.consumer.role.wait_until_vacant(trainer.rank.orders.stopped)
     return trainer.fit(take_over=take_over)
-
-
-def _check_nodes(settings: Config, ranks: int) -> None:
-    """Raise ConfigError if ranks on several nodes could not write one version of weights."""
-    transport = settings.weights.url or settings.policy.weights_transport
-    if ranks > int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) and transport != "folder":
-        raise ConfigError(
-            f"weights that go through {transport} are collected on one machine, but the ranks "
-            "of the trainer are on several",
-            hint='set [policy] weights_transport = "folder", and weights_dir to a folder that all '
-            "share",
-        )
 
 
 def _on_signals(stop: Callable[[], None]) -> None:

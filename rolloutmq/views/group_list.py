@@ -56,22 +56,18 @@ def list_groups(
     """Return up to `count` groups after the `first` ones that match."""
     if wanted.outcome == "filtered":
         return list(islice(_filtered(run), first, first + count))
-    query = _query(run, wanted)
+    parts = [wanted.where, OUTCOMES.get(wanted.outcome, {})]
+    if wanted.cause:
+        letters = islice(run.dead_letters.newest(), MOST_LETTERS)
+        gids = [letter.gid for letter in letters if letter.cause == wanted.cause]
+        parts.append({"gid": {"$in": gids}})
+    query = {"$and": parts}
     if wanted.reads_contents:
         found = run.groups.find(query, limit=MOST_READ, order=wanted.order)
         rows = (row for record in found if (row := _matching(run, record, wanted, texts)))
         return list(islice(rows, first, first + count))
     found = run.groups.find(query, limit=first + count, order=wanted.order)
     return [_row(run, record, _read(run, record), texts) for record in islice(found, first, None)]
-
-
-def _query(run: Run, wanted: Wanted) -> dict[str, Any]:
-    parts = [wanted.where, OUTCOMES.get(wanted.outcome, {})]
-    if wanted.cause:
-        letters = islice(run.dead_letters.newest(), MOST_LETTERS)
-        gids = [letter.gid for letter in letters if letter.cause == wanted.cause]
-        parts.append({"gid": {"$in": gids}})
-    return {"$and": parts}
 
 
 def _filtered(run: Run) -> Iterator[dict[str, Any]]:
@@ -127,14 +123,9 @@ def outline(group: RolloutGroup, texts: TokenTexts) -> dict[str, Any]:
     ]
     messages = group.shared.messages
     asked = messages[-1].get("content") if messages else texts.joined(group.prompt_ids.tolist())
-    return {"prompt": _first_line(_as_text(asked)), "responses": responses}
-
-
-def _as_text(content: Any) -> str:
-    """Return the text of a message, whose content may be a list of parts."""
-    if isinstance(content, list):
-        return " ".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return str(content or "")
+    if isinstance(asked, list):  # the content of a message may be a list of parts
+        asked = " ".join(str(part.get("text", "")) for part in asked if isinstance(part, dict))
+    return {"prompt": _first_line(str(asked or "")), "responses": responses}
 
 
 def _first_line(text: str) -> str:

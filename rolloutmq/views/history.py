@@ -51,16 +51,12 @@ def who_waits(snap: RunView, steps: Sequence[TrainedStep]) -> list[str]:
     at_limit = bool(snap.training) and all(
         t.account.target and t.in_flight >= t.in_flight_limit for t in snap.training
     )
+    done = max(steps[-1].step, snap.committed) if steps else snap.committed
+    is_training = snap.taken > done
+    is_short = any(task.ready < max(1, task.batch_share) for task in snap.training)
     waits = {
-        TRAINER: _trainer_waits(snap, steps),
+        TRAINER: snap.trainer.is_alive and not is_training and is_short,
         WORKERS: bool(idle) and not snap.unclaimed,
         PRODUCER: snap.producer.is_alive and at_limit,
     }
     return [wait for wait, is_so in waits.items() if is_so]
-
-
-def _trainer_waits(snap: RunView, steps: Sequence[TrainedStep]) -> bool:
-    done = max(steps[-1].step, snap.committed) if steps else snap.committed
-    is_training = snap.taken > done
-    short = any(task.ready < max(1, task.batch_share) for task in snap.training)
-    return snap.trainer.is_alive and not is_training and short

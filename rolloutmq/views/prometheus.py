@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, Info, ProcessCollector
@@ -14,7 +14,6 @@ from prometheus_client.registry import Collector
 
 from buffer.control.control import Mode
 from buffer.errors import ConfigError, StoreError
-from buffer.redis.eviction import ServerMemory
 from buffer.redis.server.check import read_memory
 from buffer.redis.store import Store
 from buffer.run.run import Run
@@ -60,8 +59,18 @@ class WorkersWanted:
             # until more is known, the present fleet is right; an empty one needs a worker
             self.value = max(1, self.value, seen.live)
         elif last and seen and last.trainer == seen.trainer and last.live and seen.at_s > last.at_s:
-            self._count(last, seen)
-            self._settle(seen.live)
+            seconds = seen.at_s - last.at_s
+            waited_s = min(max(seen.waited_s - last.waited_s, 0.0), seconds)
+            kept = 0.5 ** (seconds / self._window_s)
+            self._seconds = self._seconds * kept + seconds
+            self._waited_s = self._waited_s * kept + waited_s
+            self._busy_s = self._busy_s * kept + last.busy * seconds
+            trained_s = max(
+                self._seconds - self._waited_s, self._busy_s / (MOST_AT_ONCE * seen.live)
+            )
+            wanted = self._busy_s / trained_s if trained_s else float(seen.live)
+            if abs(wanted - self.value) > max(DEADBAND * self.value, 0.5):
+                self.value = max(1, math.ceil(wanted - DEADBAND))
         return self.value
 
     def end(self) -> int:
@@ -69,21 +78,6 @@ class WorkersWanted:
         self._last = None
         self.value = 0
         return 0
-
-    def _count(self, last: Observation, seen: Observation) -> None:
-        seconds = seen.at_s - last.at_s
-        kept = 0.5 ** (seconds / self._window_s)
-        self._seconds = self._seconds * kept + seconds
-        self._waited_s = self._waited_s * kept + min(
-            max(seen.waited_s - last.waited_s, 0.0), seconds
-        )
-        self._busy_s = self._busy_s * kept + last.busy * seconds
-
-    def _settle(self, live: int) -> None:
-        trained_s = max(self._seconds - self._waited_s, self._busy_s / (MOST_AT_ONCE * live))
-        wanted = self._busy_s / trained_s if trained_s else float(live)
-        if abs(wanted - self.value) > max(DEADBAND * self.value, 0.5):
-            self.value = max(1, math.ceil(wanted - DEADBAND))
 
 
 def observation_in(snap: RunView) -> Observation | None:
@@ -128,7 +122,16 @@ class RunCollector(Collector):
             return
         up.add_metric([], 1)
         yield up
-        yield from _memory_metrics(memory)
+        used = GaugeMetricFamily(
+            "rolloutmq_server_memory_bytes", "Memory that a server uses.", labels=["server"]
+        )
+        limit = GaugeMetricFamily(
+            "rolloutmq_server_memory_limit_bytes", "Its maxmemory; 0: none.", labels=["server"]
+        )
+        for server, found in memory.items():
+            used.add_metric([server], found.used)
+            limit.add_metric([server], found.limit)
+        yield from (used, limit)
         yield from (family.metric(snaps) for family in FAMILIES)
         wanted = GaugeMetricFamily(
             "rolloutmq_workers_wanted",
@@ -168,19 +171,6 @@ class RunCollector(Collector):
         return {run: wanted.value for run, wanted in self._wanted.items()}
 
 
-def _memory_metrics(memory: Mapping[str, ServerMemory]) -> Iterator[Metric]:
-    used = GaugeMetricFamily(
-        "rolloutmq_server_memory_bytes", "Memory that a server uses.", labels=["server"]
-    )
-    limit = GaugeMetricFamily(
-        "rolloutmq_server_memory_limit_bytes", "Its maxmemory; 0: none.", labels=["server"]
-    )
-    for server, found in memory.items():
-        used.add_metric([server], found.used)
-        limit.add_metric([server], found.limit)
-    yield from (used, limit)
-
-
 # the environment variable with the token that readers on other machines must send
 TOKEN = "ROLLOUTMQ_METRICS_TOKEN"
 _BUCKETS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 2.0, 10.0)
@@ -201,11 +191,6 @@ def process_registry(process: str, store: Store) -> CollectorRegistry:
     ProcessCollector(registry=registry)
     about = Info("rolloutmq_process", "Which process this is.", registry=registry)
     about.info({"process": process})
-    _watch_calls(store, registry)
-    return registry
-
-
-def _watch_calls(store: Store, registry: CollectorRegistry) -> None:
     seconds = Histogram(
         "rolloutmq_store_call_seconds",
         "Calls to the server, including the time that it was unreachable.",
@@ -227,6 +212,7 @@ def _watch_calls(store: Store, registry: CollectorRegistry) -> None:
             retries.labels(call).inc(attempts)
 
     store.watchers.append(watch)
+    return registry
 
 
 def parse_address(address: str) -> tuple[str, int]:

@@ -9,12 +9,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from buffer.failure_text import message_of, trace_of
 from buffer.groups.dead_letters import DeadLetter, by_cause
 from buffer.redis.url import mask_url
 from consumer.handle.dead_letter_file import read_dead_letters
-from consumer.handle.step_log import StepLog
-from rolloutmq.output import age
+from consumer.handle.step_log import Evaluations, StepLog
+from rolloutmq.output import age, table
 from rolloutmq.run_owner import LaunchRecord, read_record
 from rolloutmq.views.explain.shares import mean_shares
 
@@ -98,3 +100,24 @@ def _described(cause: str, letters: list[DeadLetter]) -> dict[str, Any]:
         "trace": trace_of(letters[0].reason),
         "letters": [asdict(each) | {"reason": message_of(each.reason)} for each in shown],
     }
+
+
+def accuracy_table(evaluations: Evaluations) -> Table:
+    """Return the accuracy before the first step and at the newest evaluation, and what it is of."""
+    names = ("before", "after", "step", "change", "problems", "failed", "weights", "temperature")
+    grid = table("held-out accuracy", *names, right=names)
+    for task in sorted({task for task, _ in evaluations}):
+        step = max(step for name, step in evaluations if name == task)
+        first, then = evaluations.get((task, 0), {}), evaluations[task, step]
+        before, after = (each.get("eval/accuracy") for each in (first, then))
+        old, new = ("-" if value is None else f"{value:.3f}" for value in (before, after))
+        change = "-" if before is None or after is None else f"{after - before:+.3f}"
+        failed = then.get("eval/failed", 0.0)
+        # those of a background evaluation may be of several versions
+        ends = [then.get(f"eval/{end}_version", step) for end in ("oldest", "newest")]
+        weights = " to ".join(f"{version:.0f}" for version in dict.fromkeys(ends))
+        temperature = then.get("eval/temperature")
+        how = "-" if temperature is None else f"{temperature:g}" if temperature else "0, greedy"
+        problems = f"{then.get('eval/groups', 0.0) + failed:.0f}"
+        grid.add_row(task, old, new, str(step), change, problems, f"{failed:.0f}", weights, how)
+    return grid

@@ -52,8 +52,8 @@ def _role_json(role: RoleHolder) -> dict[str, Any]:
 
 
 def _task_json(task: TaskView, now_ms: int) -> dict[str, Any]:
-    account = asdict(task.account)
-    del account["task"], account["ended_bits"]
+    counts = asdict(task.account)
+    account = {name: n for name, n in counts.items() if name != "task" and "_bits" not in name}
     return {
         **task.counters,
         **account,

@@ -358,6 +358,9 @@ def _task_view(run: Run, account: TaskAccount, replies: dict[str, Any], taken: i
     if not counts["none"]:
         del counts["none"]
     progress = _hash(run.keys.progress(name), "progress", replies[f"progress:{name}"])
+    # how many groups of the task the newest batch asked for, from its header
+    words = dict(w.split("=", 1) for w in (replies["header"] or b"").decode().split() if "=" in w)
+    asked = dict(pair.rsplit("=", 1) for pair in words.get("asked", "").split(",") if "=" in pair)
     return TaskView(
         account=account,
         is_eval=is_eval,
@@ -367,17 +370,10 @@ def _task_view(run: Run, account: TaskAccount, replies: dict[str, Any], taken: i
         ready=account.completed if is_eval else sum(counts.values()),
         too_old=0 if is_eval else too_old,
         staleness={} if is_eval else counts,
-        batch_share=_batch_share(replies["header"], name) or -(-account.consumed // max(taken, 1)),
+        batch_share=int(asked.get(name, 0)) or -(-account.consumed // max(taken, 1)),
         stale_threshold=threshold,
         is_gone=limits.is_gone,
     )
-
-
-def _batch_share(header: bytes | None, task: str) -> int:
-    """Return how many groups of a task the newest batch asked for; 0 without its manifest."""
-    words = dict(word.split("=", 1) for word in (header or b"").decode().split() if "=" in word)
-    asked = dict(pair.rsplit("=", 1) for pair in words.get("asked", "").split(",") if "=" in pair)
-    return int(asked.get(task, 0))
 
 
 def _hash(key: str, kind: str, raw: dict[bytes, bytes]) -> dict[str, str]:

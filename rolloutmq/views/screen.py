@@ -1,4 +1,4 @@
-"""Draw a run in 80 columns, for `status`, `status --follow` and `rolloutmq run`.
+"""Draw a run in 80 columns, once or again and again, for `status` and `rolloutmq run`.
 
 Numbers that must add up share a line, which is red if they do not. Yellow is waiting or near a
 limit; red needs an operator.
@@ -7,17 +7,20 @@ limit; red needs an operator.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from buffer.control.control import RoleHolder
 from buffer.control.events import Event
 from buffer.control.worker_record import NUMBERS, WorkerRecord
+from buffer.errors import StoreUnavailable
 from buffer.ledger.account import TaskAccount
+from buffer.run.run import Run
 from rolloutmq.output import (
     age,
     bar,
@@ -34,8 +37,10 @@ from rolloutmq.output import (
 from rolloutmq.views.explain.shares import shares_of
 from rolloutmq.views.history import History
 from rolloutmq.views.numbers import Note, notes_of
-from rolloutmq.views.run_view import RunView, TaskView
+from rolloutmq.views.run_view import RunView, TaskView, read_run_view
 
+REDRAW_S = 0.5  # between two frames on a terminal
+LINE_S = 5.0  # between two lines elsewhere
 MOST_EVENTS = 5
 MOST_WORKERS = 8
 MOST_TROUBLE = 160  # characters of an error in one line of output
@@ -383,3 +388,47 @@ def _progress(task: TaskView) -> str:
         done = sum(stages.values()) - left
         return f"{name} is evaluated: {count(done)} done, {count(left)} open"
     return f"{name}: {count(task.ready)} groups ready for step 1, {count(left)} waiting or running"
+
+
+def watch(
+    run: Run,
+    history: History,
+    notes: LiveNotes,
+    screen: Console,
+    is_over: Callable[[], bool],
+    *,
+    every_s: float | None = None,
+) -> None:
+    """Show `run` until `is_over()` returns True after a refresh.
+
+    The last frame stays on the screen, with a red line while the server is unreachable.
+    """
+    if not screen.is_terminal:
+        while True:
+            view = _refresh(run, history, notes)
+            line = notes.trouble if view is None else one_line(view, history, notes)
+            screen.print(Text(line), soft_wrap=True)
+            if is_over():
+                return
+            time.sleep(every_s or LINE_S)
+    with Live(console=screen, auto_refresh=False, vertical_overflow="crop") as live:
+        last: RunView | None = None
+        while True:
+            last = _refresh(run, history, notes) or last
+            if last is not None:
+                live.update(live_screen(last, history, notes), refresh=True)
+            if is_over():
+                return
+            time.sleep(every_s or REDRAW_S)
+
+
+def _refresh(run: Run, history: History, notes: LiveNotes) -> RunView | None:
+    """Read the run; None, with the reason in `notes.trouble`, while the server is unreachable."""
+    try:
+        view = read_run_view(run, events=MOST_EVENTS)
+    except StoreUnavailable as error:
+        notes.trouble = error.message
+        return None
+    notes.trouble = ""
+    history.observe(view)
+    return view

@@ -10,7 +10,7 @@ from typing import Any
 from annotated_types import Ge, Gt, Le
 from pydantic.fields import FieldInfo
 
-from buffer.config.meanings import meanings
+from buffer.config.section import meanings
 from buffer.limits import RunLimits, TaskLimits, TaskSettings
 from buffer.run.settings import (
     THRESHOLDS,
@@ -40,25 +40,20 @@ def live_settings(limits: RunLimits) -> Iterator[LiveSetting]:
         field = fields[name]
         value = _value(limits, name, limits.sync_weights_interval)
         yield LiveSetting(name, value, docs[name], _range(field))
-    for task in limits.training_tasks:
-        if not limits.tasks[task].is_gone:
-            yield from _of_task(limits, task)
-
-
-def _of_task(limits: RunLimits, task: str) -> Iterator[LiveSetting]:
-    own = limits.tasks[task]
     docs = meanings(LiveTaskSettings)
-    for name, field in LiveTaskSettings.model_fields.items():
-        if name == "weight":
-            value: Any = limits.newest_weights()[task]
-            inherited = False
-        elif name in THRESHOLDS:
-            inherited = getattr(own, THRESHOLDS[name]) is None
-            value = _value(limits if inherited else own, name, limits.sync_weights_interval)
-        else:
-            value = getattr(limits.of(task), name)
-            inherited = name in TaskSettings.model_fields and name not in own.model_fields_set
-        yield LiveSetting(f"tasks.{task}.{name}", value, docs[name], _range(field), inherited)
+    for task in (name for name in limits.training_tasks if not limits.tasks[name].is_gone):
+        own = limits.tasks[task]
+        for name, field in LiveTaskSettings.model_fields.items():
+            if name == "weight":
+                value = limits.newest_weights()[task]
+                inherited = False
+            elif name in THRESHOLDS:
+                inherited = getattr(own, THRESHOLDS[name]) is None
+                value = _value(limits if inherited else own, name, limits.sync_weights_interval)
+            else:
+                value = getattr(limits.of(task), name)
+                inherited = name in TaskSettings.model_fields and name not in own.model_fields_set
+            yield LiveSetting(f"tasks.{task}.{name}", value, docs[name], _range(field), inherited)
 
 
 def _value(limits: RunLimits | TaskLimits, name: str, interval: int) -> Any:

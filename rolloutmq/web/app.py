@@ -59,7 +59,7 @@ def make_app(
         *RunRoutes(watcher, run_dir, access).all(),
         *LogRoutes(run_dir, access, is_over).all(),
         *GroupRoutes(run, texts, SampleLog(run_dir) if run_dir else None).all(access),
-        *ControlRoutes(run).all(access),
+        *ControlRoutes(run, run_dir).all(access),
     ]
 
     @asynccontextmanager

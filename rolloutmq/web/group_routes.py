@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request
@@ -116,8 +117,9 @@ MOST_LETTERS = 10_000  # letters that one request reads or moves
 
 
 class ControlRoutes:
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, run_dir: Path | None) -> None:
         self._run = run
+        self._run_dir = run_dir
 
     def all(self, access: Access) -> list[Route]:
         jobs, fleet = self._run.jobs, self._run.fleet
@@ -165,7 +167,8 @@ class ControlRoutes:
         query = request.query_params
         assignment = f"{query.get('name', '')}={query.get('value', '')}"
         wanted, restored = parse_change([assignment])
-        return {"changed": sorted(self._run.set(wanted, restored=restored, by="a browser"))}
+        changed = self._run.set(wanted, restored=restored, by="a browser", folder=self._run_dir)
+        return {"changed": sorted(changed)}
 
     def _resume_task(self, request: Request) -> Any:
         task = request.path_params["task"]

@@ -49,8 +49,8 @@ def _page(saved: dict[str, Any]) -> str:
     page = (STATIC / "page.html").read_text(encoding="utf-8")
     policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
     page = re.sub(r'<link rel="icon".*?>', policy, page)
-    page = re.sub(r'<link rel="stylesheet" href="/static/(.*?)">', _style, page)
-    page = re.sub(r'<script src="/static/(.*?)".*?></script>', _script, page)
+    page = re.sub(r'<link rel="stylesheet" href="/static/(.*?)">', _inlined, page)
+    page = re.sub(r'<script src="/static/(.*?)".*?></script>', _inlined, page)
     start, end = page.split('<script type="module" src="/static/frame/frame.js"></script>')
     return (
         f'{start}<script type="importmap">{modules}</script>\n'
@@ -59,12 +59,9 @@ def _page(saved: dict[str, Any]) -> str:
     )
 
 
-def _style(found: re.Match[str]) -> str:
-    return f"<style>{(STATIC / found[1]).read_text(encoding='utf-8')}</style>"
-
-
-def _script(found: re.Match[str]) -> str:
-    return f"<script>{(STATIC / found[1]).read_text(encoding='utf-8')}</script>"
+def _inlined(found: re.Match[str]) -> str:
+    tag = "style" if found[0].startswith("<link") else "script"
+    return f"<{tag}>{(STATIC / found[1]).read_text(encoding='utf-8')}</{tag}>"
 
 
 def _modules() -> dict[str, str]:

@@ -52,7 +52,15 @@ class RunSeries:
         size = file.stat().st_size if file.is_file() else 0
         if size != self._evaluations_size:
             self._evaluations_size = size
-            self._evaluations = _evaluation_table(self._folder)
+            found = read_evaluations(self._folder)
+            steps = sorted({step for _, step in found})
+            place = {step: row for row, step in enumerate(steps)}
+            columns: dict[str, list[float | None]] = {}
+            for (task, step), metrics in found.items():
+                for name, value in metrics.items():
+                    column = columns.setdefault(f"{name}/{task}", [None] * len(steps))
+                    column[place[step]] = value
+            self._evaluations = {"x": steps, "columns": columns}
 
     def since(self, mark: Mark) -> tuple[dict[str, Any], Mark]:
         """Return what was added since `mark`, and the new mark; `whole`: replace earlier steps."""
@@ -87,18 +95,6 @@ def step_table(steps: Sequence[TrainedStep]) -> Table:
     }
 
 
-def _evaluation_table(folder: Path) -> Table:
-    found = read_evaluations(folder)
-    steps = sorted({step for _, step in found})
-    place = {step: row for row, step in enumerate(steps)}
-    columns: dict[str, list[float | None]] = {}
-    for (task, step), metrics in found.items():
-        for name, value in metrics.items():
-            column = columns.setdefault(f"{name}/{task}", [None] * len(steps))
-            column[place[step]] = value
-    return {"x": steps, "columns": columns}
-
-
 def thinned(table: Table, most: int) -> Table:
     """Return at most `most` rows, with the extremes of each range in their order."""
     rows = len(table["x"])
@@ -106,7 +102,9 @@ def thinned(table: Table, most: int) -> Table:
         return table
     width = -(-rows // max(1, most // 2))
     ranges = [slice(first, min(first + width, rows)) for first in range(0, rows, width)]
-    kept = [row for each in ranges for row in _places(each)]
+    # the steps that stand for a range are its first and middle one
+    middles = [(each.start, (each.start + each.stop) // 2) for each in ranges]
+    kept = [row for pair in middles for row in dict.fromkeys(pair)]
     return {
         "x": [table["x"][row] for row in kept],
         "ended_s": [table["ended_s"][row] for row in kept],
@@ -115,13 +113,6 @@ def thinned(table: Table, most: int) -> Table:
             for name, column in table["columns"].items()
         },
     }
-
-
-def _places(rows: slice) -> list[int]:
-    """Return the rows whose steps stand for a range: its first and middle one."""
-    if rows.stop - rows.start == 1:
-        return [rows.start]
-    return [rows.start, (rows.start + rows.stop) // 2]
 
 
 def _extremes(values: Sequence[float | None]) -> Sequence[float | None]:

@@ -68,7 +68,10 @@ class Watcher:
     def _take(self) -> dict[str, Any]:
         try:
             snap = read_run_view(self._run, events=EVENTS)
-            findings = worst_first([*diagnose(snap), *self._inspect(snap)])
+            if time.monotonic() - self._inspected_at >= INSPECT_EVERY_S:
+                self._inspected = inspect(self._run, snap, self._history.steps)
+                self._inspected_at = time.monotonic()
+            findings = worst_first([*diagnose(snap), *self._inspected])
         except RolloutMQError as error:
             return self._newest | {"trouble": error.message, "hint": error.hint}
         self._history.observe(snap)
@@ -91,12 +94,6 @@ class Watcher:
                 {"at_ms": at_ms, "event": name, **fields} for at_ms, name, fields in snap.events
             ],
         }
-
-    def _inspect(self, snap: RunView) -> list[Symptom]:
-        if time.monotonic() - self._inspected_at >= INSPECT_EVERY_S:
-            self._inspected = inspect(self._run, snap, self._history.steps)
-            self._inspected_at = time.monotonic()
-        return self._inspected
 
 
 def _control(snap: RunView) -> dict[str, Any]:

@@ -76,13 +76,13 @@ class FaultyStore(Store):
         answers = super().send(what, commands, durable=durable, starts_work=starts_work)
         if self.repeats and all(command[0] in ("SET", "UNLINK") for command in commands):
             super().send(what, commands)
-        repeats = False
+        repeats, is_whole = False, True
         for call, reply in zip(commands, answers, strict=True):
             if isinstance(call, ScriptCall):
                 self._note(call.script, reply)
-                is_whole = not has_more(call.script, call.args, reply)
-                repeats = repeats or (call.script in self.repeats and is_whole)
-        if repeats:
+                repeats = repeats or call.script in self.repeats
+                is_whole = is_whole and not has_more(call.script, call.args, reply)
+        if repeats and is_whole:
             with self._nothing_changes(what):
                 again = super().send(what, commands, durable=durable)
             for call, reply, second in zip(commands, answers, again, strict=True):
@@ -159,7 +159,7 @@ def has_more(script: str, args: Mapping[str, Arg], reply: Sequence[Any]) -> bool
     if reply[0] != "OK":
         return False
     match script:
-        case "expire" | "reissue" | "rescore" | "reap" | "fence_worker":
+        case "expire" | "reissue" | "rescore" | "reap":
             return int(reply[1]) >= int(args["limit"] or 0)
         case "commit":
             return int(reply[2]) < int(args["keep"] or 0)

@@ -15,9 +15,12 @@ from pydantic import TypeAdapter, ValidationError
 from buffer.config.attached import attached_types
 from buffer.errors import ConfigError
 from buffer.imports import attached
+from buffer.wire.rollout import FIRST_WEIGHTS
 from producer_workers.build import column_judges
 from producer_workers.config.dataset import DatasetSection
+from producer_workers.config.engine import EngineConfig
 from producer_workers.datasets.open import open_dataset
+from producer_workers.engines import build_engine
 from producer_workers.judges.watched_judges import WatchedJudges
 from rolloutmq.config.config import Config
 from rolloutmq.config.load import validate_config
@@ -110,6 +113,7 @@ SQUARES = """
 from typing import Literal
 
 from producer_workers.config.dataset import DatasetKind
+from producer_workers.config.engine import EngineSettings
 from producer_workers.datasets.records import RecordsDataset, problem_of
 
 
@@ -123,20 +127,44 @@ class Squares(DatasetKind):
 def open_squares(section, problems_dir, split, seed):
     rows = [{"question": f"{n} * {n}", "answer": str(n * n)} for n in range(section.size)]
     return RecordsDataset(rows, "squares", problem_of)
+
+
+class Squaring(EngineSettings):
+    built_by = "squares:build"
+
+    kind: Literal["squaring"]
+
+
+def build(section, folder, version):
+    return f"an engine of {version}"
 """
 
 
-def test_a_kind_of_data_set_is_checked_and_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def squares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Install a package with a kind of data set and a kind of engine."""
     info = tmp_path / "squares-0.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: squares\nVersion: 0.1\n")
-    (info / "entry_points.txt").write_text("[rolloutmq.datasets]\nsquares = squares:Squares\n")
+    (info / "entry_points.txt").write_text(
+        "[rolloutmq.datasets]\nsquares = squares:Squares\n"
+        "[rolloutmq.engines]\nsquaring = squares:Squaring\n"
+    )
     (tmp_path / "squares.py").write_text(SQUARES)
     monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("squares")
+def test_a_kind_of_data_set_is_checked_and_opened(tmp_path: Path) -> None:
     kinds = TypeAdapter[DatasetSection](DatasetSection)
     rows = open_dataset(kinds.validate_python({"kind": "squares", "size": 5}), tmp_path)
     assert (len(rows), rows.row(4).ground_truth) == (5, "16")
     with pytest.raises(ValidationError, match=r"expected tags: 'jsonl'.*'squares'"):
         kinds.validate_python({"kind": "cubes"})
+
+
+@pytest.mark.usefixtures("squares")
+def test_a_kind_of_engine_is_built_as_its_section_says(tmp_path: Path) -> None:
+    section = TypeAdapter[EngineConfig](EngineConfig).validate_python({"kind": "squaring"})
+    built: Any = build_engine(section, tmp_path, FIRST_WEIGHTS)
+    assert built == f"an engine of {FIRST_WEIGHTS}"

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from buffer.errors import WireError
-from buffer.redis.payloads import CHUNK_BYTES
+from buffer.redis.bounds import BYTES_PER_VALUE
 from buffer.weights import copies
 from buffer.weights import folder_manifest as weights_manifest
 from buffer.weights.copies import CopySender
@@ -19,7 +19,13 @@ from tests.servers import KINDS
 
 on_both = pytest.mark.parametrize("make_yard", KINDS, indirect=True)
 LABEL = "ab12cd34:4"
-SIZES = {"a": 0, "b": 1, "c": CHUNK_BYTES, "d": CHUNK_BYTES + 1, "e": 9 * CHUNK_BYTES + 5}
+SIZES = {
+    "a": 0,
+    "b": 1,
+    "c": BYTES_PER_VALUE,
+    "d": BYTES_PER_VALUE + 1,
+    "e": 9 * BYTES_PER_VALUE + 5,
+}
 """No chunk, one, a full one, two, and more than one round trip carries."""
 
 

@@ -249,7 +249,7 @@ class Yard:
         engine = options.pop("engine", None) or WatchedEngine(config, FIRST, held=held)
         is_partial = options.pop("partial_rollout", False)
         grace_s = options.pop("grace_s", 10.0)
-        judges = WatchedJudges()
+        judges = options.pop("judges", None) or WatchedJudges()
         judge = judge if hasattr(judge, "name") else FunctionJudge("test", judge)
         chosen = {
             key: options.pop(key)

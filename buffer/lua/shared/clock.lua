@@ -21,3 +21,11 @@ end
 -- Return the time since the last heartbeat of a holder. If that lies in the future, the clock was set back: the absolute
 -- value is used, since a live holder has sent a heartbeat since then.
 local function silence_ms(now, seen) return math.abs(now - num(seen)) end
+
+-- The answer to a process that wants a role while another one holds it, and is alive; nil if it may have the role.
+local function refuse_role(control, role, nonce, timeout_ms, take_over)
+  local holder, seen_ms = unpack(redis.call('HMGET', control, role, role .. '_seen_ms'))
+  local silent_ms = silence_ms(now_ms(), seen_ms)
+  local is_held = (holder or '') ~= '' and holder ~= nonce and silent_ms < timeout_ms
+  if is_held and not take_over then return {'HELD', int(silent_ms)} end
+end

@@ -7,6 +7,19 @@ local function ended_place(bitmaps, draw)
   end
 end
 
+-- The answer to a call for a group without a record.
+local function answer_without_record(bitmaps, draw)
+  local stage = ended_place(bitmaps, draw)
+  return stage and {'ENDED', stage} or {'UNKNOWN'}
+end
+
+-- End a group that has left its stage: its bytes are garbage, and its record is gone. Its bit is still to be set.
+local function end_group(groups, garbage, bytes, gid, held)
+  redis.call('SADD', garbage, gid .. ' init 1')
+  count_bytes(bytes, 0, num(held.prompt) + free_payload(garbage, gid, held))
+  redis.call('UNLINK', groups .. gid)
+end
+
 -- The JSON of a letter. `reason`: a JSON string; `step`: of the batch from which the group was quarantined, or nil.
 local function letter_of(reason, worker, step)
   return '{"reason":' .. reason .. ',"worker":"' .. worker .. '"' .. (step and ',"step":' .. int(step) or '') .. '}'

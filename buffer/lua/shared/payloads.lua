@@ -34,6 +34,13 @@ local function pin(payloads, others, chunks)
   for i = others + 1, others + chunks do redis.call('PERSIST', payloads[i]) end
 end
 
+-- The newest payload of a group, if that is not the prompt, is garbage now. Return its bytes.
+local function free_payload(garbage, gid, held)
+  if held.payload == 'init' then return 0 end
+  redis.call('SADD', garbage, gid .. ' ' .. held.payload .. ' ' .. held.chunks)
+  return num(held.size)
+end
+
 -- Whether a payload is one in which the claim with this token kept turns (keep_turns).
 local function has_turns_of(token, payload)
   return string.find(payload, token .. '-turns', 1, true) == 1

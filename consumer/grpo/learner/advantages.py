@@ -215,20 +215,20 @@ def turn_advantages(groups: Sequence[GroupRewards]) -> list[NDArray[np.float32]]
     """
     sampled = [SampledTokens.of(group) for group in groups]
     rests = [replace(each.group, scores=each.outcomes()) for each in sampled]
-    return list(map(_add_turns, sampled, ESTIMATORS["grpo"](rests)))
-
-
-def _add_turns(tokens: SampledTokens, outcome: NDArray[np.float32]) -> NDArray[np.float32]:
-    shape = (len(outcome), int(tokens.turn.max(initial=-1)) + 1)  # sessions, turns
-    number = tokens.session * shape[1] + tokens.turn
-    has_turn = np.zeros(shape, np.bool_)
-    has_turn.flat[number] = True
-    rewards = np.bincount(number, tokens.rewards, has_turn.size).astype(np.float64).reshape(shape)
-    for column, own in zip(rewards.T, has_turn.T, strict=True):
-        column[own] = _standardize(column[own], EPS)
-    to_go = np.cumsum(rewards[:, ::-1], axis=1)[:, ::-1]
-    of_token = np.repeat(outcome, tokens.group.lengths)[tokens.place]
-    return tokens.column(of_token + to_go[tokens.session, tokens.turn])
+    found = []
+    for tokens, outcome in zip(sampled, ESTIMATORS["grpo"](rests), strict=True):
+        shape = (len(outcome), int(tokens.turn.max(initial=-1)) + 1)  # sessions, turns
+        number = tokens.session * shape[1] + tokens.turn
+        has_turn = np.zeros(shape, np.bool_)
+        has_turn.flat[number] = True
+        sums = np.bincount(number, tokens.rewards, has_turn.size).astype(np.float64)
+        rewards = sums.reshape(shape)
+        for column, own in zip(rewards.T, has_turn.T, strict=True):
+            column[own] = _standardize(column[own], EPS)
+        to_go = np.cumsum(rewards[:, ::-1], axis=1)[:, ::-1]
+        of_token = np.repeat(outcome, tokens.group.lengths)[tokens.place]
+        found.append(tokens.column(of_token + to_go[tokens.session, tokens.turn]))
+    return found
 
 
 def otb_advantages(groups: Sequence[GroupRewards]) -> list[NDArray[np.float32]]:

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +75,7 @@ class Critic(TrainedModel):
         own, self._ranks, self._bf16 = policy.config, policy.ranks, policy.bf16
         self._warmup_steps = config.warmup_steps * own.updates_per_batch
         self._sharding = own.sharding
+        self.advantages = partial(gae_advantages, gamma=config.gamma, lam=config.lam)
         device = policy.device
         torch.manual_seed(seed)
         if self._ranks.size == 1:
@@ -106,9 +108,6 @@ class Critic(TrainedModel):
         for update in batch.updates:
             update.batches.fill(values, update.values)
         return values
-
-    def advantages(self, groups: Sequence[GroupRewards]) -> list[NDArray[np.float32]]:
-        return gae_advantages(groups, gamma=self.config.gamma, lam=self.config.lam)
 
     def set_returns(
         self,
@@ -190,20 +189,19 @@ def gae_advantages(
     token of a session, token_rewards where they are. Tokens without a value (nan) are skipped, like
     those that were not sampled: they get 0, and their rewards count for the token before them.
     """
-    return [_gae(group, gamma, lam) for group in groups]
-
-
-def _gae(group: GroupRewards, gamma: float, lam: float) -> NDArray[np.float32]:
-    column = group.tokens["values"]
-    known = replace(group, tokens=group.tokens | {"mask": group.tokens["mask"] * ~np.isnan(column)})
-    tokens = SampledTokens.of(known)
-    value = column[tokens.place].astype(np.float64)
-    has_next = tokens.session[:-1] == tokens.session[1:]
-    is_last = np.append(~has_next, True)[: len(value)]
-    scores = SampledTokens.of(group).outcomes()[group.firsts][tokens.session]
-    delta = tokens.rewards + np.where(is_last, scores, 0.0) - value
-    delta[:-1] += gamma * np.where(has_next, value[1:], 0.0)
-    return tokens.column(_discounted_sums(delta, tokens.session, gamma * lam))
+    found = []
+    for group in groups:
+        column = group.tokens["values"]
+        mask = group.tokens["mask"] * ~np.isnan(column)
+        tokens = SampledTokens.of(replace(group, tokens=group.tokens | {"mask": mask}))
+        value = column[tokens.place].astype(np.float64)
+        has_next = tokens.session[:-1] == tokens.session[1:]
+        is_last = np.append(~has_next, True)[: len(value)]
+        scores = SampledTokens.of(group).outcomes()[group.firsts][tokens.session]
+        delta = tokens.rewards + np.where(is_last, scores, 0.0) - value
+        delta[:-1] += gamma * np.where(has_next, value[1:], 0.0)
+        found.append(tokens.column(_discounted_sums(delta, tokens.session, gamma * lam)))
+    return found
 
 
 def _discounted_sums(

@@ -78,7 +78,11 @@ def correct(
     Without `importance_cap` all weights of the loss are 1 and no token is dropped.
     """
     log_ratio = old_logprobs - rollout_logprobs
-    level = _at_level(log_ratio, samples, config)
+    level = log_ratio  # of each token's unit
+    if config.importance_level == "sequence":
+        level = samples.sum(log_ratio)[samples.sample]
+    elif config.importance_level == "geometric":
+        level = samples.mean(log_ratio)[samples.sample]
     weights = clamped(level).exp()
     dropped = torch.zeros_like(weights, dtype=torch.bool)
     if config.importance_cap is None:
@@ -90,16 +94,6 @@ def correct(
         dropped = dropped | (samples.sum(impossible)[samples.sample] > 0)
     kept = torch.where(dropped, 0.0, weights.clamp(max=config.importance_cap))
     return Correction(kept, dropped, kept)
-
-
-def _at_level(log_ratio: Tensor, samples: Samples, config: LossConfig) -> Tensor:
-    """Return the log-ratio of each token's unit (token, sequence, geometric mean), float32[N]."""
-    match config.importance_level:
-        case "token":
-            return log_ratio
-        case "sequence":
-            return samples.sum(log_ratio)[samples.sample]
-    return samples.mean(log_ratio)[samples.sample]
 
 
 MAX_LOG_PPL = 80.0  # e^80 still fits into a float32

@@ -377,8 +377,7 @@ class TrainController:
             # no gradient: a step would still move the weights by the decaying moments
             return {"optim/grad_norm": 0.0, "optim/learning_rate": rate}
         set_rate(policy.optimizer, rate)
-        if policy.has_adapter:
-            average_gradients(policy.parameters.values(), self._ranks)
+        average_gradients(policy.parameters.values(), self._ranks)
         norm = gradient_step(policy.optimizer, self._config.max_grad_norm)
         if norm is not None:
             self.skipped_in_a_row = 0
@@ -396,6 +395,15 @@ class TrainController:
                 "weights may be where gradients overflow; or raise [learner] max_skipped_updates",
             )
         return None
+
+    def sleep(self) -> None:
+        """Free the device; see `TrainedModel.sleep`."""
+        for model in self.models:
+            model.sleep()
+
+    def wake(self) -> None:
+        for model in self.models:
+            model.wake()
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return what a resume of this rank needs, on the CPU (see `learner_state.py`)."""

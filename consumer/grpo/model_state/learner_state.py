@@ -49,6 +49,28 @@ class TrainedModel:
         self.modules = modules
         self.prefix = prefix
         self.step = 0
+        self.is_asleep = False
+
+    def sleep(self) -> None:
+        """Free the device: what sleeps can be saved, but not trained."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._move(torch.device("cpu"))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.is_asleep = True
+
+    def wake(self) -> None:
+        self._move(self.device)
+        self.is_asleep = False
+
+    def _move(self, device: torch.device) -> None:
+        for module in self.modules:
+            # in place: the optimizer holds the same parameter objects
+            module.to(device)
+        for state in self.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    state[name] = value.to(device)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return contiguous copies on the CPU, which further training does not change."""
@@ -83,24 +105,25 @@ class TrainedModel:
         Raises ModelError, and changes nothing, for the state of another model or optimizer.
         """
         start, kind = self.prefix, kind_of(self.optimizer)
-        self._check(state)
-        self._check_optimizer(state, kind)
+        self._check(state, kind)
         for name, parameter in self.parameters.items():
             local_part(parameter).copy_(state[f"{start}model/{name}"])
             names = {slot: f"{start}optimizer/{slot}/{name}" for slot in STATES[kind]}
             self.optimizer.state[parameter] = {
-                slot: _like(parameter, slot, state[key].to(parameter.device, copy=True))
-                if slot != "step" or kind == "adamw"
-                else int(state[key])  # bitsandbytes counts in Python
+                slot: shard_like(parameter, state[key].to(parameter.device, copy=True))
                 for slot, key in names.items()
-                if key in state
+                if key in state and slot != "step"
             }
+            # bitsandbytes counts in Python
+            if (step := names["step"]) in state:
+                count = state[step].to(parameter.device, copy=True)
+                self.optimizer.state[parameter]["step"] = count if kind == "adamw" else int(count)
         torch.set_rng_state(state[f"{start}rng/cpu"])
         if self.device.type == "cuda" and f"{start}rng/cuda" in state:
             torch.cuda.set_rng_state(state[f"{start}rng/cuda"], self.device)
         self.step = int(state[f"{start}step"])
 
-    def _check(self, state: Mapping[str, Tensor]) -> None:
+    def _check(self, state: Mapping[str, Tensor], kind: OptimizerKind) -> None:
         start = f"{self.prefix}model/"
         expected = {
             f"{start}{name}": tuple(local_part(parameter).shape)
@@ -119,8 +142,6 @@ class TrainedModel:
         missing = {f"{self.prefix}step", f"{self.prefix}rng/cpu"} - state.keys()
         if missing:
             raise ModelError(f"the learner's state is incomplete: it lacks {sorted(missing)}")
-
-    def _check_optimizer(self, state: Mapping[str, Tensor], kind: OptimizerKind) -> None:
         start = f"{self.prefix}optimizer/"
         slots = {name.removeprefix(start).split("/")[0] for name in state if name.startswith(start)}
         for other, names in STATES.items():
@@ -130,10 +151,6 @@ class TrainedModel:
                     f"{kind}: they cannot be converted",
                     hint=f"optimizer = {other} continues this run; another one needs a new run",
                 )
-
-
-def _like(parameter: Tensor, slot: str, tensor: Tensor) -> Tensor:
-    return tensor if slot == "step" else shard_like(parameter, tensor)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -86,7 +86,15 @@ class SavedState(Mapping[str, Tensor]):
         own = rank if rank < len(paths) else 0
         # the own file first: of a tensor that is whole everywhere, the first one counts
         for path in [paths[own], *paths[:own], *paths[own + 1 :]]:
-            self._add(path)
+            file = self._open.enter_context(opened(path, "pt"))
+            spans = spans_of(file, path)
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                shape = tuple(file.get_slice(name).get_shape())
+                first, total = spans.get(name, (0, None))
+                parts = self._parts.setdefault(name, [])
+                if total is not None or not parts:
+                    parts.append(_Part(file, shape, first, total))
+                    parts.sort(key=lambda part: part.first)
 
     def __enter__(self) -> SavedState:
         return self
@@ -121,14 +129,3 @@ class SavedState(Mapping[str, Tensor]):
         if len(found) == 1:
             return found[0]
         return torch.cat(found) if found else overlaps[0]
-
-    def _add(self, path: Path) -> None:
-        file = self._open.enter_context(opened(path, "pt"))
-        spans = spans_of(file, path)
-        for name in file.keys():  # noqa: SIM118 - not a dict
-            shape = tuple(file.get_slice(name).get_shape())
-            first, total = spans.get(name, (0, None))
-            parts = self._parts.setdefault(name, [])
-            if total is not None or not parts:
-                parts.append(_Part(file, shape, first, total))
-                parts.sort(key=lambda part: part.first)

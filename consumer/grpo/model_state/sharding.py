@@ -137,7 +137,11 @@ def set_gradient_sync(root: nn.Module, *, is_last: bool, config: ShardingConfig)
 
 def average_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
     """Average the gradients of parameters that every rank holds whole, as FSDP does with shards."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    gradients = [
+        parameter.grad
+        for parameter in parameters
+        if parameter.grad is not None and not isinstance(parameter, DTensor)
+    ]
     if ranks.size == 1 or not gradients:
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients])

@@ -12,12 +12,11 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from buffer.errors import ModelError
 from consumer.grpo.policy.logprobs import TargetLogits
-from consumer.grpo.policy.vocabulary_projection import LogitTransform, TokenLogprobs
+from consumer.grpo.policy.vocabulary_projection import LogitTransform
 
 log = logging.getLogger("rolloutmq.trainer")
 
@@ -66,7 +65,18 @@ def check_logprobs(policy: TargetLogits) -> None:
     try:
         with _probing(policy):
             logits = policy.own_logits(ids[None])[0, :-1]
-            differences = _differences(policy, ids, _logprobs(logits, ids))
+            distribution = logits.float().log_softmax(-1)
+            logprobs = distribution.gather(1, ids[1:, None]).squeeze(1)
+            entropy = -(distribution.exp() * distribution).sum(-1)
+            slots = torch.arange(len(ids), device=ids.device)
+            differences: dict[LogitTransform, float] = {}  # the largest, in nats
+            for transform in _transforms(policy.model.config.get_text_config()):
+                policy.transform = transform
+                found = policy(ids[None], slots[None], slots[:-1], ids[1:])
+                differences[transform] = max(
+                    float((logprobs - found.logprobs).abs().max()),
+                    float((entropy - found.entropy).abs().max()),
+                )
     except Exception as error:  # the code of any architecture
         raise ModelError(
             f"log-probabilities of {name} cannot be computed: {type(error).__name__}: {error}",
@@ -82,38 +92,6 @@ def check_logprobs(policy: TargetLogits) -> None:
             hint="its forward pass does more to the logits than to scale and to cap them; "
             "train it with a loop of your own ([trainer] loop)",
         )
-
-
-def _differences(
-    policy: TargetLogits, ids: Tensor, own: TokenLogprobs
-) -> dict[LogitTransform, float]:
-    """Return how far each transform is from the model's own forward pass, in nats."""
-    differences: dict[LogitTransform, float] = {}
-    for transform in _transforms(policy.model.config.get_text_config()):
-        policy.transform = transform
-        differences[transform] = _difference(own, policy(*_as_batch(ids)))
-    return differences
-
-
-def _logprobs(logits: Tensor, ids: Tensor) -> TokenLogprobs:
-    """Return log-probability and entropy of all tokens but the first."""
-    distribution = logits.float().log_softmax(-1)
-    logprobs = distribution.gather(1, ids[1:, None]).squeeze(1)
-    return TokenLogprobs(logprobs, -(distribution.exp() * distribution).sum(-1))
-
-
-def _as_batch(ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return ids, positions, logit index and targets of one sample."""
-    slots = torch.arange(len(ids), device=ids.device)
-    return ids[None], slots[None], slots[:-1], ids[1:]
-
-
-def _difference(one: TokenLogprobs, other: TokenLogprobs) -> float:
-    """Return the largest difference of a log-probability or an entropy, in nats."""
-    return max(
-        float((one.logprobs - other.logprobs).abs().max()),
-        float((one.entropy - other.entropy).abs().max()),
-    )
 
 
 def _transforms(config: Any) -> Iterator[LogitTransform]:
@@ -144,9 +122,14 @@ def keeps_samples_apart(policy: TargetLogits) -> bool:
     Linear attention (Qwen3-Next, Mamba) carries its state across samples, and some older models
     (OPT, Bloom) ignore positions in their mask.
     """
-    with _probing(policy):
-        hidden = _second_sample(policy, first_id=0)
-        other = _second_sample(policy, first_id=1)
+    positions = torch.cat([torch.arange(FIRST), torch.arange(SECOND)])[None]
+    seconds = []  # hidden states of the second sample, [SECOND, width]
+    for first_id in (0, 1):
+        ids = torch.cat([torch.full((FIRST,), first_id), torch.arange(SECOND)])[None]
+        places = (each.to(policy.model.device) for each in (ids, positions))
+        with _probing(policy):
+            seconds.append(policy.hidden(*places)[0, FIRST:])
+    hidden, other = seconds
     precision = torch.bfloat16 if policy.is_varlen else hidden.dtype
     change = (hidden - other).abs().max()
     is_apart = bool(change <= TOLERANCE[precision] * hidden.abs().max())
@@ -156,11 +139,3 @@ def keeps_samples_apart(policy: TargetLogits) -> bool:
             type(policy.model).__name__,
         )
     return is_apart
-
-
-def _second_sample(policy: TargetLogits, first_id: int) -> Tensor:
-    """Return hidden states of the second sample, [SECOND, width]; the first is all `first_id`."""
-    device = policy.model.device
-    ids = torch.cat([torch.full((FIRST,), first_id), torch.arange(SECOND)])[None]
-    positions = torch.cat([torch.arange(FIRST), torch.arange(SECOND)])[None]
-    return policy.hidden(ids.to(device), positions.to(device))[0, FIRST:]

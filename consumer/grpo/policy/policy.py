@@ -102,10 +102,6 @@ class Policy(TrainedModel):
         )
         super().__init__(parameters, optimizer, place, modules)
 
-    @property
-    def has_adapter(self) -> bool:
-        return self._adapter is not None
-
     def score(
         self,
         batch: MicroBatch,

@@ -57,10 +57,18 @@ _ESCAPE = re.compile(
 )
 
 
-_OPENAI = (ChatRequest, TextRequest, ResponsesRequest)
-_OTHERS = (MessagesRequest, CountRequest, GenerateRequest)
-DIALECTS: dict[str, type[AgentRequest]] = {kind.path: kind for kind in (*_OPENAI, *_OTHERS)}
-"""All dialects. To add one, write its requests in a file of its own and add them here."""
+DIALECTS: dict[str, type[AgentRequest]] = {
+    kind.path: kind
+    for kind in (
+        ChatRequest,
+        TextRequest,
+        ResponsesRequest,
+        MessagesRequest,
+        CountRequest,
+        GenerateRequest,
+    )
+}
+"""All dialects, by the path of their requests."""
 
 
 SESSION_HEADER = "X-Session-ID"  # tells the conversations of a key `BY_HEADER` apart

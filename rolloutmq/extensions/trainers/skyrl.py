@@ -105,8 +105,8 @@ class RunGenerator(GeneratorInterface, TrainingCallback):  # type: ignore[misc]
             file = self._file(trainer, step)
             if not file.exists():
                 raise ConfigError(
-                    f"SkyRL continues from step {step}, of which there is no {file}",
-                    hint="use another trainer.ckpt_path: a run begins with untrained weights",
+                    f"SkyRL resumes at step {step}, but {file} does not exist",
+                    hint="point trainer.ckpt_path at an empty folder to start anew",
                 )
             self._position = Position.model_validate_json(file.read_bytes())
         consumer = self._consumer.blocking

@@ -66,12 +66,12 @@ class LogFilter:
             and self.since <= time
             and (not self.until or time <= self.until)
             and self.text.casefold() in entry.line.casefold()
-            and (not self.about or self._is_about(entry))
+            and (
+                not self.about
+                or bool(self.within and self.within[0] < time <= self.within[1])
+                or bool(self._pattern.search(entry.line))
+            )
         )
-
-    def _is_about(self, entry: Entry) -> bool:
-        is_within = self.within and self.within[0] < entry.time <= self.within[1]
-        return bool(is_within or self._pattern.search(entry.line))
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -124,12 +124,9 @@ class LogFiles:
 
     def _files(self) -> list[Path]:
         found = self.folder.glob(f"*{_SUFFIX}") if self.folder.is_dir() else []
-        return sorted(path for path in found if self._is_wanted(_name(path)))
-
-    def _is_wanted(self, name: str) -> bool:
         if not self._role:
-            return name != OUTPUT
-        return name == self._role or name.startswith(f"{self._role}-")
+            return sorted(path for path in found if _name(path) != OUTPUT)
+        return sorted(path for path in found if f"{_name(path)}-".startswith(f"{self._role}-"))
 
     def _last(self, path: Path, lines: int, wanted: LogFilter) -> list[Entry]:
         size = FIRST_BYTES

@@ -131,7 +131,7 @@ def test_groups_are_prepared_once_and_stored_once_when_the_connection_breaks_bet
 def test_groups_of_several_tasks_and_sizes_keep_their_order(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("buffer.groups.submit._CALL_BYTES", 1000)
+    monkeypatch.setattr("buffer.redis.payloads.BYTES_PER_TRIP", 1000)
     scene.enqueue(3)
     scene.enqueue(3, task="code")
     jobs = sorted(scene.claim(6), key=lambda job: job.gid[::-1])

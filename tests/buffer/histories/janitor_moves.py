@@ -10,7 +10,7 @@ from tests.buffer.histories.worker_moves import WorkerMoves
 
 class JanitorMoves(WorkerMoves):
     def refresh(self, task: str, limit: int) -> None:
-        with patch("buffer.groups.replay_buffer._SLICE", limit):
+        with patch("buffer.groups.replay_buffer.GROUPS_PER_CALL", limit):
             moved = self.scene.run.buffer.refresh_staleness(task)
         assert moved == {task: self.expire(task)}
 

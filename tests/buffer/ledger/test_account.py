@@ -124,7 +124,7 @@ def test_fsck_finds_a_counter_that_is_wrong(busy: Scene) -> None:
 def test_fsck_finds_the_same_whatever_it_asks_in_one_round_trip(
     busy: Scene, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("buffer.ledger.stages.SLICE", at_once)
+    monkeypatch.setattr("buffer.ledger.stages.GROUPS_PER_CALL", at_once)
     busy.raw.script_flush()
     busy.raw.zrem(busy.keys.pool("math", "completed"), member(busy, READY))
     busy.raw.zadd(busy.keys.dead, {TAKEN: 1})

@@ -67,16 +67,15 @@ def test_sweep_does_all_there_is_to_do_and_says_so(scene: Scene) -> None:
 def test_sweep_is_bounded_and_says_that_there_is_more(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, bound in (("REAP", 2), ("EXPIRE", 1), ("FREE", 2), ("FREE_ROUNDS", 2)):
-        monkeypatch.setattr(f"buffer.janitor.{name}", bound)
+    monkeypatch.setattr("buffer.janitor.GROUPS_PER_CALL", 1)
+    monkeypatch.setattr("buffer.janitor.FREE_ROUNDS", 2)
     sweeps = [neglect(scene).run.janitor.sweep()]
     while sweeps[-1].has_more:
         sweeps.append(scene.run.janitor.sweep())
-    assert [(s.reaped + s.buried, s.expired, s.freed) for s in sweeps] == [
-        (2, 1, 4),
-        (0, 1, 2),
-        (0, 0, 0),
-    ]
+    done = [(s.reaped + s.buried, s.expired, s.freed) for s in sweeps]
+    assert len(done) > 2
+    assert [max(counts) for counts in zip(*done, strict=True)] <= [1, 2, 2]
+    assert [sum(counts) for counts in zip(*done, strict=True)] == [2, 2, 6]
 
 
 def test_sweep_spares_leases_after_an_outage_and_says_how_long(scene: Scene) -> None:

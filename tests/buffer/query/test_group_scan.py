@@ -181,7 +181,7 @@ def test_wrong_questions_are_refused_before_the_first_record(
 def test_groups_taken_while_a_pool_is_read_hide_no_other(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, taken: int
 ) -> None:
-    monkeypatch.setattr(buffer.query.scan, "PAGE", 3)
+    monkeypatch.setattr(buffer.query.scan, "KEYS_PER_TRIP", 3)
     gids = scene.ready(*[0] * 12)
     scene.open_trainer()
     found = scene.run.groups.find({"stage": "pool"})
@@ -195,7 +195,7 @@ def test_groups_taken_while_a_pool_is_read_hide_no_other(
 def test_a_removed_anchor_among_equals_does_not_stop_the_walk(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffer.query.scan, "PAGE", 2)
+    monkeypatch.setattr(buffer.query.scan, "KEYS_PER_TRIP", 2)
     gids = scene.ready(*[0] * 9)
     found = scene.run.groups.find({"stage": "pool"})
     seen = [next(found).gid for _ in range(5)]

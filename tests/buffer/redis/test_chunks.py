@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.redis.payloads import CHUNK_BYTES, checksum, chunk_sizes, cut
+from buffer.redis.bounds import BYTES_PER_VALUE
+from buffer.redis.payloads import checksum, chunk_sizes, cut
 
 HEADER_BYTES = 10
 """What Redis 7.0 stores around a string of more than 64 KiB (measured)."""
@@ -19,14 +20,14 @@ def allocated(size: int) -> int:
     return -(-stored // step) * step
 
 
-@given(st.integers(0, 5 * CHUNK_BYTES), st.booleans())
+@given(st.integers(0, 5 * BYTES_PER_VALUE), st.booleans())
 def test_chunks_hold_all_bytes_and_none_is_too_large(size: int, by_class: bool) -> None:
     sizes = chunk_sizes(size, by_class)
     assert sum(sizes) == size
-    assert sizes == [0] or 0 < min(sizes) <= max(sizes) <= CHUNK_BYTES
+    assert sizes == [0] or 0 < min(sizes) <= max(sizes) <= BYTES_PER_VALUE
 
 
-@given(st.integers(8192, 5 * CHUNK_BYTES))
+@given(st.integers(8192, 5 * BYTES_PER_VALUE))
 def test_allocator_wastes_little_of_any_size(size: int) -> None:
     assert sum(map(allocated, chunk_sizes(size, by_class=True))) <= size * 1.0625 + 64
 
@@ -37,7 +38,7 @@ def test_sizes_that_cost_a_quarter_more_in_one_piece_are_cut_once(size: int) -> 
     assert sum(map(allocated, chunk_sizes(size, by_class=True))) <= size * 1.04
 
 
-@given(st.integers(1, CHUNK_BYTES))
+@given(st.integers(1, BYTES_PER_VALUE))
 def test_another_allocator_gets_one_value(size: int) -> None:
     assert chunk_sizes(size, by_class=False) == [size]
 

@@ -132,6 +132,7 @@ def test_header_lists_exactly_the_replies_of_the_body(name: str) -> None:
     listed = re.search(r"-- replies (.*?)\n-- keeps", BODIES[name], re.DOTALL)
     assert listed
     replies = re.findall(r"(?:^|\| +)([A-Z_]+)\b", re.sub(r"\n--", "", listed[1]))
+    code = re.sub(r"--.*", "", library()[name].source)  # with functions that answer for several
     sent = re.findall(r"(?:\{|reply\[1\] = |refused\(|table\.insert\(reply, 1, )'([A-Z_]+)'", code)
     assert set(replies) == set(sent)
 

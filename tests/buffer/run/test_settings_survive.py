@@ -116,9 +116,7 @@ class Site:
         """As the command does it, which writes into the folder, too."""
         run = self.open()
         wanted, restored = parse_change(assignments)
-        changes = run.set(wanted, restored=restored, by="ann@host")
-        KeptSettings(self.folder / "run", run.nonce).keep(run.settings)
-        return changes
+        return run.set(wanted, restored=restored, by="ann@host", folder=self.folder / "run")
 
     def lose_everything(self) -> None:
         raw = self.store.client

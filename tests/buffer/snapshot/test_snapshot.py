@@ -24,9 +24,9 @@ from buffer.errors import (
 )
 from buffer.ids import group_id, new_nonce
 from buffer.maintenance.remove_run import remove_run
+from buffer.redis.bounds import BYTES_PER_VALUE
 from buffer.redis.key_table import row_of
 from buffer.redis.keys import Keys
-from buffer.redis.payloads import CHUNK_BYTES
 from buffer.redis.store import Store
 from buffer.run.run import Run
 from buffer.run.settings import LiveSettings
@@ -166,7 +166,7 @@ def test_payloads_of_several_chunks(scene: Scene, tmp_path: Path) -> None:
     scene.enqueue(2)
     for job in scene.claim(2):
         group = extend(scene.run.buffer.read(job.payload), Status.COMPLETED, FIRST)
-        group.states[0].response = "x" * (CHUNK_BYTES * 2)
+        group.states[0].response = "x" * (BYTES_PER_VALUE * 2)
         scene.run.buffer.submit("w0", job, type(group)(group.gid, group.task, group.states), 4)
     scene.run.save(tmp_path / "s")
     other = resumed(scene, tmp_path / "s")

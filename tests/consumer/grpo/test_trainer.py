@@ -307,7 +307,13 @@ def test_learner_and_engines_take_turns_and_no_number_changes_when_they_share_a_
     def watched(method: Callable[..., Any], name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             state = run.control.state()
-            turns.append((name, trainer.rank.share.is_asleep, " ".join([state.mode, *state.lanes])))
+            turns.append(
+                (
+                    name,
+                    trainer.rank.controller.policy.is_asleep,
+                    " ".join([state.mode, *state.lanes]),
+                )
+            )
             return method(*args, **kwargs)
 
         return call

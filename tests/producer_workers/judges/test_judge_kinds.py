@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,8 +20,9 @@ from producer_workers.agent_loops.single_turn import SingleTurnAgentLoop
 from producer_workers.config.task import JudgingSection, TaskSection
 from producer_workers.judges import built_in as unsafe
 from producer_workers.judges.judge import FunctionJudge, Judge
-from producer_workers.judges.load import HttpJudge, load_judge, make_judge
+from producer_workers.judges.load import HttpJudge, load_judge, load_worker_judge, make_judge
 from producer_workers.judges.programs import program_of
+from producer_workers.user_code.border import runs_inline
 from rolloutmq.extensions.answers.judges import math_verify
 from tests.producer_workers.http_service import http_service
 from tests.producer_workers.letter_engine import ANSWER, LetterEngine
@@ -343,3 +345,39 @@ def test_a_program_may_print_more_than_a_tool_would_keep() -> None:
 def test_a_ground_truth_that_is_no_test_is_the_data_sets_fault(truth: Any) -> None:
     with pytest.raises(ValueError, match=r"the (ground truth|test) .*(test|run|Python|asserts)"):
         unsafe.python_tests(response=DOUBLE, ground_truth=truth)
+
+
+@runs_inline
+def moody(*, response: str, ground_truth: Any, state: RolloutState) -> float:
+    state.response_ids[:] = 0
+    state.extra["seen"] = response
+    if response == "raises":
+        raise SystemExit("no")
+    if response == "hangs":
+        time.sleep(0.4)
+    return {"nan": float("nan")}.get(response, 1.0)
+
+
+@pytest.mark.parametrize("others", [[], ["hangs"]])
+def test_a_quick_judge_judges_a_group_in_one_call_and_each_rollout_by_itself(
+    others: list[str],
+) -> None:
+    judging = JudgingSection(timeout_s=0.2)
+    judge = load_worker_judge(f"{__name__}:moody", judging)
+    assert judge.is_quick
+    texts = ["fine", "raises", "nan", "fine", *others]
+    states = [
+        RolloutState(index=n, response=text, response_ids=[7], logprobs=[0.0])
+        for n, text in enumerate(texts)
+    ]
+    judged = asyncio.run(judge.judge_each(states))
+    assert [each if isinstance(each, dict) else type(each) for each in judged] == [
+        {"score": 1.0},
+        JudgeError,
+        JudgeError,
+        {"score": 1.0},
+        *[JudgeError for _ in others],
+    ]
+    assert [(state.response_ids.tolist(), state.extra) for state in states] == [([7], {})] * len(
+        texts
+    )

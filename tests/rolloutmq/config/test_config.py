@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from buffer.config.assignments import parse_settings
-from buffer.config.meanings import meanings
 from buffer.config.run_settings import PolicySection, RedisSection
-from buffer.config.section import Section
+from buffer.config.section import Section, meanings
 from buffer.errors import ConfigError
 from buffer.limits import RunLimits
 from buffer.run.settings import LiveSettings

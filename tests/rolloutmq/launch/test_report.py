@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from rolloutmq.launch.report import accuracy_table
+from rolloutmq.views.run_folder import accuracy_table
 
 
 def cells(first: dict[str, float], last: dict[str, float]) -> dict[str, str]:

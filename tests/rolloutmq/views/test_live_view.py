@@ -13,10 +13,9 @@ from buffer.redis.store import Store
 from buffer.run.run import Run
 from rolloutmq.views.explain.diagnosis import diagnose
 from rolloutmq.views.history import TRAINER, WORKERS, History
-from rolloutmq.views.live import watch
 from rolloutmq.views.run_json import describe
 from rolloutmq.views.run_view import RECENT_MS, RunView, read_run_view
-from rolloutmq.views.screen import LiveNotes, live_screen, one_line
+from rolloutmq.views.screen import LiveNotes, live_screen, one_line, watch
 from tests.rolloutmq.populate import Scene, write_steps
 
 

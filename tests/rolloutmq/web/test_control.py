@@ -15,6 +15,8 @@ from selenium.webdriver.support.ui import WebDriverWait
 from buffer.control.control import SHORT_S, Mode, Work
 from buffer.control.task_status import TaskStop
 from buffer.redis.server.embedded import EmbeddedServer
+from buffer.run.open import write_nonce
+from buffer.run.settings import KeptSettings
 from tests.rolloutmq.populate import Scene
 from tests.rolloutmq.web.conftest import serving
 from tests.rolloutmq.web.test_page import PATIENCE_S, go, turn, until
@@ -154,3 +156,17 @@ def test_without_the_token_or_read_only_nothing_can_be_done(
         assert connection.getresponse().status == 403
         connection.close()
     assert scene.run.control.state().mode is Mode.RUN
+
+
+def test_a_setting_is_kept_in_the_folder_of_the_run_should_its_server_lose_everything(
+    address: str, scene: Scene, server: EmbeddedServer
+) -> None:
+    write_nonce(server.folder, scene.run.nonce)
+    connection = http.client.HTTPConnection(urlsplit(address).netloc, timeout=400)
+    headers = {"Authorization": "Bearer secret"}
+    connection.request("POST", "/api/settings?name=max_tries&value=7", headers=headers)
+    assert connection.getresponse().status == 200
+    connection.close()
+    kept = KeptSettings(server.folder, scene.run.nonce).read()
+    assert kept
+    assert {name: each.value for name, each in kept.overrides.items()} == {"max_tries": 7}

@@ -12,26 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from buffer.ledger.position import Position
+from buffer.redis.scripts import ScriptCall
 from buffer.redis.store import Store
 from buffer.run.run import Run
 from consumer.handle.rollout_consumer import RolloutConsumer
 
-call = Store.call
+send = Store.send
 scripts = 0
 
 
-def dying(store: Store, script: str, *args: Any, **options: Any) -> list[Any]:
-    """Call a script, and end this process once its reply has arrived."""
+def dying(store: Store, what: str, commands: Any, **options: Any) -> list[Any]:
+    """Call scripts, and end this process once their replies have arrived."""
     global scripts
-    reply = call(store, script, *args, **options)
-    scripts += 1
+    answers = send(store, what, commands, **options)
+    scripts += any(isinstance(each, ScriptCall) for each in commands)
     if scripts == int(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)
-    return reply
+    return answers
 
 
 if __name__ == "__main__":
     run = Run.open(Store(sys.argv[1]), "demo")
     position = Position.model_validate_json(Path(sys.argv[2]).read_text(encoding="utf-8"))
-    Store.call = dying  # type: ignore[assignment,method-assign]
+    Store.send = dying  # type: ignore[assignment,method-assign]
     RolloutConsumer(run).open(position=position, take_over=True)

@@ -48,7 +48,7 @@ WRITES = {
 
 CHANGES = {
     **dict.fromkeys(
-        ("claim", "deregister", "drop", "expire", "fence_worker", "resume_task", "halt", "heartbeat", "keep_responses", "keep_turns", "put", "reap", "receipt", "reconcile",
+        ("claim", "deregister", "drop", "expire", "resume_task", "halt", "heartbeat", "keep_responses", "keep_turns", "put", "reap", "receipt", "reconcile",
          "register", "reissue", "release", "requeue", "set_target", "submit", "update"), ALL
     ),
     **dict.fromkeys(

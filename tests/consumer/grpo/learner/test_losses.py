@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from consumer.config.learner import KlKind, LossConfig
+from consumer.config.learner import OBJECTIVES, KlKind, LossConfig
 from consumer.grpo.learner.losses import (
     Samples,
     TokenColumns,
@@ -21,7 +21,6 @@ from consumer.grpo.learner.losses import (
 )
 
 LENGTHS = [3, 1, 5, 2]
-OBJECTIVES = ["ppo", "gspo", "cispo", "dppo", "sapo"]
 
 
 def make_columns(

@@ -213,7 +213,7 @@ def test_a_share_is_that_of_the_newest_groups(store: Store) -> None:
     scene.join("w0")
     for filtered in (True, False, False):
         scene.enqueue(128)
-        for job in scene.claim("w0", 128):
+        for job in [*scene.claim("w0", 64), *scene.claim("w0", 64)]:
             scene.submit("w0", job, filtered=filtered)
         (task, _) = read_run_view(scene.run).tasks
         if found := list(shares_of(task)):

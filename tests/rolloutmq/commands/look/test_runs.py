@@ -112,7 +112,7 @@ def test_a_removal_that_was_cut_off_is_seen_and_repeated(
     scene: Scene, store: Store, command: Command, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leave(scene)
-    monkeypatch.setattr("buffer.maintenance.remove_run.SLICE", 10)
+    monkeypatch.setattr("buffer.maintenance.remove_run.KEYS_PER_TRIP", 10)
     left = iter(range(calls))
 
     def die(_: int) -> None:
