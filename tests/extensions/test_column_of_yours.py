@@ -6,7 +6,7 @@ import asyncio
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def test_a_judges_columns_reach_the_loss_by_way_of_a_server(
 
 def test_an_agent_loops_columns_travel(page: Any, make_yard: Callable[..., Any]) -> None:
     class Loop(SingleTurnAgentLoop):
-        async def generate_group(self, states: Sequence[RolloutState], *args: Any) -> Any:
+        async def generate_group(self, states: list[RolloutState], *args: Any) -> Any:
             made = await super().generate_group(states, *args)
             for state in made:
                 state.columns = {"doubt": np.linspace(0, 1, len(state.response_ids))}
