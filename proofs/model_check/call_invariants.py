@@ -39,6 +39,8 @@ ROLE_OF = {
 }
 """Scripts for the holder of a role, whose nonce is the first argument of the operation."""
 
+FREE = ("forget", "commit")  # state_invariants.py knows which batches they may free
+
 OPENS = {"producer_open": b"producer", "trainer_open": b"trainer"}
 
 STALE = 2
@@ -146,12 +148,12 @@ def _batches_are_records(what: str, before: Image, after: Image) -> None:
     old, new = batches(before), batches(after)
     for step in old.keys() & new.keys():
         if what not in ("quarantine", "refill"):
-            # `forget` removes lines from the end
-            left = len(new[step]) if what == "forget" else len(old[step])
+            # `forget`, which `commit` takes along, removes lines from the end
+            left = len(new[step]) if what in FREE else len(old[step])
             changed = f"I5: {what} changed batch {step}: {old[step]}, {new[step]}"
             assert new[step][1:] == old[step][1:left], changed
     gone = old.keys() - new.keys()
-    assert what == "forget" or not gone, f"I6: {what} freed the batches {gone}"
+    assert what in FREE or not gone, f"I6: {what} freed the batches {gone}"
     assert what == "take_batch" or not new.keys() - old.keys(), f"I5: {what} made a batch"
 
 
